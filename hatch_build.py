@@ -20,43 +20,51 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 #: What every request and every token touches, and every event of a simulated fleet: plans are made of many.
-#: Not among them: what reads annotations while it runs (`proxy/http/openai_fields.py`), and what is called
+#: Not among them: what reads annotations while it runs (`balancer/http/openai_fields.py`), and what is called
 #: once in a while.
 COMPILED = (
-    "core/*.py",
-    "core/policies/*.py",
+    "balancer/core/*.py",
+    "balancer/core/policies/*.py",
     *(
-        f"proxy/{name}.py"
+        f"balancer/clients/{name}.py"
+        for name in ("client_response", "connection", "prefix_keys", "router", "server", "token_estimator")
+    ),
+    *(
+        f"balancer/exchange/{name}.py"
         for name in (
-            "client_response", "connection", "connection_states", "driver", "ends",
-            "engine_pools", "continuation", "engine_answer", "engine_request", "exchange",
-            "exchange_states", "limits", "message_channel", "paced_reading", "prefix_keys", "progress",
-            "realtime", "router", "scheduler_driver", "scheduler_side", "server",
-            "streamed_answer", "token_estimator", "upstream",
+            "driver", "ends", "engine_answer", "engine_request", "exchange", "exchange_states",
+            "scheduler_driver", "scheduler_side", "streamed_answer",
+        )
+    ),
+    *(f"balancer/engines/{name}.py" for name in ("engine_pools", "upstream")),
+    *(
+        f"balancer/http/{name}.py"
+        for name in (
+            "connection_states", "error_responses", "forward_headers", "http1", "multipart", "openai_body",
+            "paced_reading", "request_reader", "sse", "text_shape",
         )
     ),
     *(
-        f"proxy/http/{name}.py"
-        for name in (
-            "error_responses", "forward_headers", "http1", "multipart", "openai_body", "request_reader",
-            "sse", "text_shape",
-        )
-    ),
-    *(
-        f"proxy/telemetry/{name}.py"
+        f"balancer/telemetry/{name}.py"
         for name in ("access_log", "counters", "histograms", "recent", "request_record")
     ),
-    *(f"pick/{name}.py" for name in ("pick_driver", "stream")),
+    *(f"options/pick/{name}.py" for name in ("pick_driver", "stream")),
+    *(f"options/relays/{name}.py" for name in ("relay_driver", "relay_host")),
+    *(f"options/resume/{name}.py" for name in ("continuation", "progress")),
+    "options/key_limits/limits.py",
+    "options/kv_events/block_index.py",
+    "options/message_channel.py",
+    "options/remote_leases.py",
+    "options/shared_view/shared_view.py",
+    "options/tunnel/realtime.py",
     *(
-        f"sim/{name}.py"
+        f"tools/sim/{name}.py"
         for name in (
             "adapter_slots", "block_pool", "decode_batch", "engine_limits", "engine_model",
             "engine_sequence", "event_queue", "fleet_engine", "fleet_simulation", "flights", "iterations",
             "kv_blocks",
         )
     ),
-    "workers/relay_driver.py",
-    "workers/relay_host.py",
 )  # fmt: skip
 _NEEDED = ("mypy>=2.1,<3", "setuptools>=77", "types-PyYAML")
 #: `make check` has looked at all types strictly; what is not compiled need not be there.

@@ -30,15 +30,15 @@ from typing import Any
 
 import yaml
 
-from hetlb.config.fleet import load_fleet
-from hetlb.loadtest.processes import helper_processes
-from hetlb.loadtest.results import platform_document
-from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.sim.study import make_study
-from hetlb.workload.arrivals import Load
-from hetlb.workload.records import RequestResult, percentile
-from hetlb.workload.rows import Row
-from hetlb.workload.traces import read_trace
+from hetlb.balancer.config.fleet import load_fleet
+from hetlb.tools.loadtest.processes import helper_processes
+from hetlb.tools.loadtest.results import platform_document
+from hetlb.tools.sim.fleet_simulation import FleetSimulation
+from hetlb.tools.sim.study import make_study
+from hetlb.tools.workload.arrivals import Load
+from hetlb.tools.workload.records import RequestResult, percentile
+from hetlb.tools.workload.rows import Row
+from hetlb.tools.workload.traces import read_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "bench" / "results" / "batch_gaps.json"

@@ -39,18 +39,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "vllm")) 
 import pair as real
 from engines import REPO_ROOT, SERVED_MODEL_NAME, TINY_FAST, TINY_SLOW
 
-from hetlb.config.profile_file import Profile, load_profile
-from hetlb.core.eventlog import Replay, decode_setup, read_value
-from hetlb.core.policies.registry import POLICIES
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Health, Request
-from hetlb.loadtest.processes import helper_processes
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.workload.arrivals import PlannedRequest, make_plan
-from hetlb.workload.records import RequestResult
-from hetlb.workload.rows import Row
+from hetlb.balancer.config.profile_file import Profile, load_profile
+from hetlb.balancer.core.eventlog import Replay, decode_setup, read_value
+from hetlb.balancer.core.policies.registry import POLICIES
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import Health, Request
+from hetlb.tools.loadtest.processes import helper_processes
+from hetlb.tools.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.sim.fleet_simulation import FleetSimulation
+from hetlb.tools.workload.arrivals import PlannedRequest, make_plan
+from hetlb.tools.workload.records import RequestResult
+from hetlb.tools.workload.rows import Row
 
 RESULTS = REPO_ROOT / "bench" / "results"
 PAGE = REPO_ROOT / "bench/FIDELITY.md"

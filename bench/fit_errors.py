@@ -14,7 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
-from hetlb.profiler.fit import (
+from hetlb.tools.profiler.fit import (
     DEFAULT_DECODE_GRID,
     DEFAULT_PREFILL_GRID,
     DecodeForm,

@@ -19,12 +19,12 @@ from typing import Any
 import aiohttp
 import uvloop
 
-from hetlb.loadtest.bodies import RequestBodies
-from hetlb.loadtest.fleet_admin import FleetAdmin
-from hetlb.loadtest.generator import allow_open_files, run_load
-from hetlb.loadtest.processes import Helpers, helper_processes
-from hetlb.workload.arrivals import make_plan
-from hetlb.workload.traces import read_trace
+from hetlb.tools.loadtest.bodies import RequestBodies
+from hetlb.tools.loadtest.fleet_admin import FleetAdmin
+from hetlb.tools.loadtest.generator import allow_open_files, run_load
+from hetlb.tools.loadtest.processes import Helpers, helper_processes
+from hetlb.tools.workload.arrivals import make_plan
+from hetlb.tools.workload.traces import read_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "pictures" / "in-flight.svg"
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="draw what was measured before")
     if not parser.parse_args().draw:
         with (
-            resources.as_file(resources.files("hetlb.demo")) as data,
+            resources.as_file(resources.files("hetlb.tools.demo")) as data,
             helper_processes() as helpers,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):

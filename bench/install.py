@@ -18,7 +18,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PROFILE = ROOT / "hetlb" / "demo" / "fast.yaml"
+PROFILE = ROOT / "hetlb" / "tools" / "demo" / "fast.yaml"
 REPEATS = 15
 
 

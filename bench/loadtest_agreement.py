@@ -37,9 +37,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from hetlb.loadtest.fleet_admin import fleet_admin
-from hetlb.loadtest.processes import helper_processes
-from hetlb.loadtest.results import platform_document
+from hetlb.tools.loadtest.fleet_admin import fleet_admin
+from hetlb.tools.loadtest.processes import helper_processes
+from hetlb.tools.loadtest.results import platform_document
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "bench" / "results" / "loadtest_agreement.json"
@@ -123,7 +123,7 @@ async def start_engines(helpers: Any) -> dict[str, Any]:
     """The emulated engines; the fleet file in front of them."""
     instances = []
     for name, profile in FLEET.items():
-        path = str(ROOT / "hetlb" / "demo" / f"{profile}.yaml")
+        path = str(ROOT / "hetlb" / "tools" / "demo" / f"{profile}.yaml")
         options = ("--profile", path, "--port", "0", "--served-model-name", MODEL)
         engine = helpers.start(name, "engine", *options)
         await engine.ready()

@@ -27,14 +27,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from hetlb.core.policies.base import PolicyParams
-from hetlb.core.queue import QueueLimits
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Capacity, EngineSample, Health, InstanceSpec, Outcome, Request
-from hetlb.proxy.service import FleetService
-from hetlb.proxy.telemetry.counters import Totals
-from hetlb.proxy.telemetry.prometheus import MetricsPage
+from hetlb.balancer.core.policies.base import PolicyParams
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import Capacity, EngineSample, Health, InstanceSpec, Outcome, Request
+from hetlb.balancer.fleet.service import FleetService
+from hetlb.balancer.telemetry.counters import Totals
+from hetlb.balancer.telemetry.prometheus import MetricsPage
 
 FLEETS = (20, 200, 1000)
 JUDGED = 200

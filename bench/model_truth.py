@@ -35,19 +35,19 @@ from statistics import fmean, median
 
 from contexts import longest_contexts
 
+from hetlb.balancer.config.profile_file import Profile, load_profile
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.step_times import MixedTerm, scaled
 from hetlb.cli.main import main as hetlb
-from hetlb.config.profile_file import Profile, load_profile
-from hetlb.core.latency import LatencyModel
-from hetlb.core.step_times import MixedTerm, scaled
 from hetlb.errors import HetlbError
-from hetlb.profiler.sources import assumed_host
-from hetlb.sim.against import errors, fit_corrections, reach, replay
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.engine_model import EngineModel
-from hetlb.sim.engine_sequence import EngineSequence
-from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.sim.study import engine_of
-from hetlb.workload.measured_logs import LoggedRequest, read_log
+from hetlb.tools.profiler.sources import assumed_host
+from hetlb.tools.sim.against import errors, fit_corrections, reach, replay
+from hetlb.tools.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.engine_model import EngineModel
+from hetlb.tools.sim.engine_sequence import EngineSequence
+from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.sim.study import engine_of
+from hetlb.tools.workload.measured_logs import LoggedRequest, read_log
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "bench/FIDELITY.md"

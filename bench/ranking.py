@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from hetlb.config.profile_file import EngineInfo, ProfileSource
-from hetlb.core.latency import LatencyModel
-from hetlb.plan.trace_throughput import Throughputs, static_estimate
-from hetlb.profiler.fit import DEFAULT_DECODE_GRID, DEFAULT_PREFILL_GRID, Point, StepKind, fit
-from hetlb.profiler.sources import Measurements, make_profile
-from hetlb.workload.traces import read_trace
+from hetlb.balancer.config.profile_file import EngineInfo, ProfileSource
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.tools.plan.trace_throughput import Throughputs, static_estimate
+from hetlb.tools.profiler.fit import DEFAULT_DECODE_GRID, DEFAULT_PREFILL_GRID, Point, StepKind, fit
+from hetlb.tools.profiler.sources import Measurements, make_profile
+from hetlb.tools.workload.traces import read_trace
 
 RESULT = Path(__file__).parent / "results" / "ranking.json"
 GPUS = 8

@@ -26,14 +26,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
-from hetlb.config.profile_file import HostTime
-from hetlb.core.latency import IterationRule, LatencyModel
-from hetlb.profiler.fit import Point, StepKind, fit
-from hetlb.profiler.sources import ASSUMED_TILE, complete
-from hetlb.sim.against import MetricError, compare, errors, replay
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.workload.measured_logs import read_log
+from hetlb.balancer.config.profile_file import HostTime
+from hetlb.balancer.core.latency import IterationRule, LatencyModel
+from hetlb.tools.profiler.fit import Point, StepKind, fit
+from hetlb.tools.profiler.sources import ASSUMED_TILE, complete
+from hetlb.tools.sim.against import MetricError, compare, errors, replay
+from hetlb.tools.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.workload.measured_logs import read_log
 
 #: Once in a layer, and once in a pass.
 _IN_LAYER = (

@@ -14,15 +14,15 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from hetlb.config.cluster import Cluster, ClusterLimits
-from hetlb.config.plan_tables import Machine, Model
-from hetlb.config.profile_file import load_profile
-from hetlb.plan.cluster_layouts import lay_out
-from hetlb.plan.layouts import LayoutFleet, LayoutTarget, layout_name
-from hetlb.plan.throughput import SloLimits
-from hetlb.plan.tp_search import search, whole_tok_s
-from hetlb.plan.trace_throughput import RowSample, Throughputs
-from hetlb.workload.traces import read_trace
+from hetlb.balancer.config.profile_file import load_profile
+from hetlb.tools.plan.cluster import Cluster, ClusterLimits
+from hetlb.tools.plan.cluster_layouts import lay_out
+from hetlb.tools.plan.common.plan_tables import Machine, Model
+from hetlb.tools.plan.layouts import LayoutFleet, LayoutTarget, layout_name
+from hetlb.tools.plan.throughput import SloLimits
+from hetlb.tools.plan.tp_search import search, whole_tok_s
+from hetlb.tools.plan.trace_throughput import RowSample, Throughputs
+from hetlb.tools.workload.traces import read_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "bench/results/search-fleets.json"

@@ -40,10 +40,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "vllm")) 
 import pair as real
 from engines import REPO_ROOT, SERVED_MODEL_NAME, TINY_SLOW, Server, vllm_servers
 
-from hetlb.loadtest.load_result import LoadResult
-from hetlb.loadtest.processes import helper_processes
-from hetlb.workload.arrivals import PlannedRequest, make_plan
-from hetlb.workload.rows import Row
+from hetlb.tools.loadtest.load_result import LoadResult
+from hetlb.tools.loadtest.processes import helper_processes
+from hetlb.tools.workload.arrivals import PlannedRequest, make_plan
+from hetlb.tools.workload.rows import Row
 
 OUT = REPO_ROOT / "bench" / "results" / "vllm_layouts.json"
 HETLB = (sys.executable, "-m", "hetlb")

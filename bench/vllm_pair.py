@@ -42,11 +42,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "vllm")) 
 import pair as real
 from engines import REPO_ROOT, SERVED_MODEL_NAME, VENV_PYTHON, Server, command_line
 
-from hetlb.loadtest.bodies import RequestBodies
-from hetlb.loadtest.generator import run_load
-from hetlb.loadtest.load_result import LoadResult
-from hetlb.workload.arrivals import PlannedRequest, make_plan
-from hetlb.workload.rows import Row
+from hetlb.tools.loadtest.bodies import RequestBodies
+from hetlb.tools.loadtest.generator import run_load
+from hetlb.tools.loadtest.load_result import LoadResult
+from hetlb.tools.workload.arrivals import PlannedRequest, make_plan
+from hetlb.tools.workload.rows import Row
 
 OUT = REPO_ROOT / "bench" / "results" / "vllm_pair.json"
 POLICIES = ("rr", "wrr", "least-requests", "paper", "hetlb")

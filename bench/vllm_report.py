@@ -32,7 +32,7 @@ import pair as real
 import yaml
 from engines import REPO_ROOT, SERVED_MODEL_NAME
 
-from hetlb.loadtest.processes import helper_processes
+from hetlb.tools.loadtest.processes import helper_processes
 
 OUT = REPO_ROOT / "bench" / "results" / "vllm_report.json"
 PROFILES = REPO_ROOT / "tests" / "vllm" / "profiles"

@@ -25,7 +25,7 @@ import yaml
 
 import hetlb
 from hetlb.build import compiled
-from hetlb.loadtest.processes import Helpers, helper_processes
+from hetlb.tools.loadtest.processes import Helpers, helper_processes
 
 OUT = Path(__file__).parent / "results" / "workers-balance.json"
 MODEL = "m"
@@ -43,7 +43,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=40.0, metavar="RATE", help="requests/s")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
-    with helper_processes() as helpers, resources.as_file(resources.files("hetlb.demo")) as data:
+    with helper_processes() as helpers, resources.as_file(resources.files("hetlb.tools.demo")) as data:
         document = asyncio.run(_measure(args, helpers, data))
     args.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0

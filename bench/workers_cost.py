@@ -22,18 +22,25 @@ from collections.abc import Callable
 
 import uvloop
 
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.policies.registry import POLICIES
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import Capacity, Dispatch, Health, InstanceSpec, Lease, Outcome, Request
 from hetlb.build import compiled
-from hetlb.core.latency import LatencyModel
-from hetlb.core.policies.registry import POLICIES
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Capacity, Dispatch, Health, InstanceSpec, Lease, Outcome, Request
-from hetlb.proxy.lease_wire import WireBegun, WireEnded
-from hetlb.proxy.message_channel import MessageChannel
-from hetlb.workers import protocol
-from hetlb.workers.protocol import FROM_RELAY, FROM_SCHEDULER, FromRelay, FromScheduler, Hello, LeaseChange
-from hetlb.workers.relay_driver import ID_BITS, arrival_of
-from hetlb.workers.relay_host import RelayHost, RelayLink
+from hetlb.options.lease_wire import WireBegun, WireEnded
+from hetlb.options.message_channel import MessageChannel
+from hetlb.options.relays import protocol
+from hetlb.options.relays.protocol import (
+    FROM_RELAY,
+    FROM_SCHEDULER,
+    FromRelay,
+    FromScheduler,
+    Hello,
+    LeaseChange,
+)
+from hetlb.options.relays.relay_driver import ID_BITS, arrival_of
+from hetlb.options.relays.relay_host import RelayHost, RelayLink
 
 REQUESTS = 10_000
 OUTSTANDING = (1, 8, 32)

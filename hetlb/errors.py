@@ -8,8 +8,8 @@
     └── PlanError             a plan that cannot be made
 
 A request that hetlb itself turns down raises nothing: the scheduler returns a `Reject` command
-(`hetlb.core.types`) and the proxy has one table from its reason to the HTTP reply
-(`hetlb.proxy.http.error_responses`). A client that leaves is not an error at all.
+(`hetlb.balancer.core.types`) and the proxy has one table from its reason to the HTTP reply
+(`hetlb.balancer.http.error_responses`). A client that leaves is not an error at all.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hetlb.workload.rows import Row
+from hetlb.tools.workload.rows import Row
 
 
 @dataclass(frozen=True, slots=True)

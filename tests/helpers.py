@@ -14,15 +14,15 @@ from typing import Any
 
 from hypothesis import settings
 
-from hetlb.core.health import HealthParams
-from hetlb.core.latency import LatencyModel
-from hetlb.core.policies.base import PolicyParams
-from hetlb.core.predictor import Predictor
-from hetlb.core.queue import Queue, Queued, QueueKey, QueueLimits
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Capacity, Dispatch, Health, InstanceSpec, Lease, Request
-from hetlb.proxy.telemetry.counters import Totals
+from hetlb.balancer.core.health import HealthParams
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.policies.base import PolicyParams
+from hetlb.balancer.core.predictor import Predictor
+from hetlb.balancer.core.queue import Queue, Queued, QueueKey, QueueLimits
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import Capacity, Dispatch, Health, InstanceSpec, Lease, Request
+from hetlb.balancer.telemetry.counters import Totals
 
 FAST = LatencyModel(k1=1e-4, k2=1e-3, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
 MODEL = "m"

@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hetlb.core.journal import Change
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.shared_view import SharedView
-from hetlb.core.types import Command, Request
-from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.sim.flights import Flight
-from hetlb.workload.arrivals import PlannedRequest
+from hetlb.balancer.core.journal import Change
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import Command, Request
+from hetlb.options.shared_view.shared_view import SharedView
+from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.sim.fleet_simulation import FleetSimulation
+from hetlb.tools.sim.flights import Flight
+from hetlb.tools.workload.arrivals import PlannedRequest
 
 #: Kind of the events that carry news, before scrapes at the same instant.
 SHARED = 7

@@ -16,10 +16,10 @@ import yaml
 from helpers import HANG_S, free_port
 from pick.rig import STATIC, Envoy
 
-import hetlb.demo
-from hetlb.loadtest.processes import Helpers, helper_processes
+import hetlb.tools.demo
+from hetlb.tools.loadtest.processes import Helpers, helper_processes
 
-PROFILE = Path(hetlb.demo.__file__).parent / "fast.yaml"
+PROFILE = Path(hetlb.tools.demo.__file__).parent / "fast.yaml"
 #: No answer of several tokens meets the first, and every answer the others.
 CLASSES = {
     "steps": {"tpot_ms": 0.001},

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from hetlb.balancer.config.fleet import Fleet, fleet_from_urls, load_fleet
+from hetlb.balancer.config.profile_file import load_profile
+from hetlb.balancer.config.urls import check_url
 from hetlb.cli.main import main
-from hetlb.config.fleet import Fleet, fleet_from_urls, load_fleet
-from hetlb.config.profile_file import load_profile
-from hetlb.config.urls import check_url
 from hetlb.errors import ConfigError, InputError
-from hetlb.workload.traces import read_trace
+from hetlb.tools.workload.traces import read_trace
 
 PROFILE = """\
 version: 1

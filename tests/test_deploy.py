@@ -25,12 +25,12 @@ from helpers import HANG_S, free_port, turns_until
 from proxy.services import Engine, document, serving
 from test_walkthrough import vllm_accepts
 
-import hetlb.demo
+import hetlb.tools.demo
+from hetlb.balancer.config.discovery import DiscoveryTable
+from hetlb.balancer.config.fleet import Fleet, load_fleet
+from hetlb.balancer.fleet.service import READINESS_LAG_S
 from hetlb.cli.main import build_parser, main
-from hetlb.config.discovery import DiscoveryTable
-from hetlb.config.fleet import Fleet, load_fleet
-from hetlb.loadtest.processes import helper_processes
-from hetlb.proxy.service import READINESS_LAG_S
+from hetlb.tools.loadtest.processes import helper_processes
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "configs" / "deploy"
@@ -293,7 +293,7 @@ def status(url: str) -> int:
 async def test_the_probes_get_what_they_look_for_without_a_token(tmp_path: Path) -> None:
     ports = dict(zip(("8080", "8081"), (str(free_port()), str(free_port())), strict=True))
     with helper_processes() as helpers:
-        profile = Path(hetlb.demo.__file__).parent / "fast.yaml"
+        profile = Path(hetlb.tools.demo.__file__).parent / "fast.yaml"
         engine = helpers.start(
             "engine", "engine", "--profile", str(profile), "--port", "0", "--served-model-name", "qwen3-8b"
         )

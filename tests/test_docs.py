@@ -15,14 +15,14 @@ from types import ModuleType
 import pytest
 import yaml
 
+from hetlb.balancer.config.api_keys import Tenant
+from hetlb.balancer.config.fleet_tables import FleetFile
+from hetlb.balancer.core.policies.base import COMBINE_FORMS
+from hetlb.balancer.core.policies.registry import POLICIES
+from hetlb.balancer.core.predictor import PREDICTORS
+from hetlb.balancer.core.types import Outcome, RejectReason
+from hetlb.balancer.http.error_responses import REJECTIONS
 from hetlb.cli.main import COMMANDS, build_parser
-from hetlb.config.api_keys import Tenant
-from hetlb.config.fleet_tables import FleetFile
-from hetlb.core.policies.base import COMBINE_FORMS
-from hetlb.core.policies.registry import POLICIES
-from hetlb.core.predictor import PREDICTORS
-from hetlb.core.types import Outcome, RejectReason
-from hetlb.proxy.http.error_responses import REJECTIONS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

@@ -11,7 +11,7 @@ import pytest
 
 from hetlb.errors import ConfigError, InputError, ProfileError
 from hetlb.files import whole_file, write_text
-from hetlb.plots import new_figure, save_figure
+from hetlb.tools.plots import new_figure, save_figure
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:

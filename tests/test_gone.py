@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.config.gone import GONE_FLAGS, GONE_KEYS, GONE_VALUES
+from hetlb.balancer.config.yaml_file import yaml_text
 from hetlb.cli.main import main
-from hetlb.config.fleet import load_fleet
-from hetlb.config.gone import GONE_FLAGS, GONE_KEYS, GONE_VALUES
-from hetlb.config.yaml_file import yaml_text
 from hetlb.errors import ConfigError
 
 

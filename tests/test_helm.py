@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 import hetlb
+from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.fleet.reload import _FIXED
+from hetlb.balancer.fleet.service import READINESS_LAG_S
 from hetlb.cli.main import build_parser, main
-from hetlb.config.fleet import load_fleet
-from hetlb.proxy.reload import _FIXED
-from hetlb.proxy.service import READINESS_LAG_S
 
 helm = pytest.importorskip("helm_python", reason="needs the extra helm: make test-helm")
 

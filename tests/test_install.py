@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from helpers import HANG_S
 
-import hetlb.demo
+import hetlb.tools.demo
 from hetlb.cli.main import COMMANDS
 from hetlb.extras import EXTRAS
 
 ROOT = Path(__file__).parents[1]
-DEMO = Path(hetlb.demo.__file__).parent
+DEMO = Path(hetlb.tools.demo.__file__).parent
 #: Commands that need the extra `tools`; those that are neither have an extra of their own.
 TOOLS_COMMANDS = {"place", "profile", "rent", "search", "split"} & COMMANDS.keys()
 #: Largest installed tree without the tools, in bytes.

@@ -13,13 +13,13 @@ import pytest
 from helpers import HANG_S
 from proxy.split_rig import rig
 
+from hetlb.balancer.config.fleet import Fleet, fleet_from_urls
+from hetlb.balancer.config.profile_file import load_profile
+from hetlb.balancer.fleet.service import Service
 from hetlb.cli.main import main
-from hetlb.config.fleet import Fleet, fleet_from_urls
-from hetlb.config.profile_file import load_profile
-from hetlb.emulator import EmulatedEngine
-from hetlb.proxy.service import Service
+from hetlb.tools.emulator import EmulatedEngine
 
-DEMO = Path(__file__).parents[1] / "hetlb" / "demo"
+DEMO = Path(__file__).parents[1] / "hetlb" / "tools" / "demo"
 
 
 async def _serve_some(log: Path, policy: str) -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.config.quantities import read_bytes, read_memory, read_parameters
 from hetlb.errors import ConfigError
+from hetlb.tools.plan.common.quantities import read_bytes, read_memory, read_parameters
 
 
 @pytest.mark.parametrize(

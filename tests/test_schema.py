@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetlb.balancer.config.yaml_file import parse_yaml
 from hetlb.cli.main import main
 from hetlb.cli.schema import KINDS, json_schema
-from hetlb.config.yaml_file import parse_yaml
 from hetlb.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]

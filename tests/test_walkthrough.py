@@ -18,10 +18,10 @@ import pytest
 from helpers import free_port
 from test_docs import PAGES, reference
 
+from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.config.fleet_tables import FleetFile
+from hetlb.balancer.config.profile_file import load_profile
 from hetlb.cli.main import COMMANDS, build_parser
-from hetlb.config.fleet import load_fleet
-from hetlb.config.fleet_tables import FleetFile
-from hetlb.config.profile_file import load_profile
 from hetlb.errors import ConfigErrors
 
 ROOT = Path(__file__).parents[1]

@@ -67,7 +67,7 @@ def test_names_of_tests_use_the_same_words() -> None:
 def test_an_operator_reads_no_words_of_our_own() -> None:
     """Old headings of the dashboard and of `top`, for which the field has words (reserved, batch, work)."""
     read = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "hetlb" / "cli").glob("*.py")]
-    read += [path for path in (ROOT / "hetlb" / "proxy" / "dashboard").iterdir() if path.is_file()]
+    read += [path for path in (ROOT / "hetlb" / "options" / "dashboard").iterdir() if path.is_file()]
     old = re.compile(r"\bpromised\b|\bcoming s\b|Ideal batch|Work booked")
     assert any(path.suffix == ".js" for path in read)
     assert found(read, old.findall) == {}

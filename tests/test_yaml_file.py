@@ -12,9 +12,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.config import yaml_file
-from hetlb.config.mistakes import mistakes_in, short
-from hetlb.config.yaml_file import NonNegative, Positive, convert, load_yaml, parse_yaml, yaml_text
+from hetlb.balancer.config import yaml_file
+from hetlb.balancer.config.mistakes import mistakes_in, short
+from hetlb.balancer.config.yaml_file import NonNegative, Positive, convert, load_yaml, parse_yaml, yaml_text
 from hetlb.errors import ConfigError, InputError
 
 

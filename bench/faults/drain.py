@@ -15,11 +15,11 @@ from importlib import resources
 import aiohttp
 from common import MODEL, Promise, report
 
-from hetlb.loadtest.bodies import RequestBodies
-from hetlb.loadtest.generator import run_load
-from hetlb.loadtest.processes import helper_processes
-from hetlb.workload.arrivals import make_plan
-from hetlb.workload.traces import read_trace
+from hetlb.tools.loadtest.bodies import RequestBodies
+from hetlb.tools.loadtest.generator import run_load
+from hetlb.tools.loadtest.processes import helper_processes
+from hetlb.tools.workload.arrivals import make_plan
+from hetlb.tools.workload.traces import read_trace
 
 ENGINES = {"fast": "fast.yaml", "slow-0": "slow.yaml", "slow-1": "slow.yaml"}
 #: Seconds after the start: the share is looked at from, drained, ready again, the end.
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 async def run(args: argparse.Namespace) -> int:
     """Measure and report."""
     with (
-        resources.as_file(resources.files("hetlb.demo")) as data,
+        resources.as_file(resources.files("hetlb.tools.demo")) as data,
         helper_processes() as helpers,
     ):
         urls = await helpers.engines({name: data / file for name, file in ENGINES.items()}, MODEL)

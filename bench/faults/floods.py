@@ -46,8 +46,8 @@ from pick.gateway import PROCESS, Gateway
 from proxy.frames import frame as websocket_frame
 from proxy.kv_publisher import removed, stored
 
-from hetlb.loadtest.results import platform_document
-from hetlb.proxy.http.websocket import accept_of
+from hetlb.options.tunnel.websocket import accept_of
+from hetlb.tools.loadtest.results import platform_document
 
 MOST_ADDED_MS = 50.0
 ALIAS = "alias"

@@ -43,9 +43,9 @@ from engines import TINY_FAST, Server, vllm_servers
 from helpers import free_port
 from proxy.cutter import Cut, Cutter
 
-import hetlb.demo
+import hetlb.tools.demo
 
-PROFILE = Path(hetlb.demo.__file__).parent / "fast.yaml"
+PROFILE = Path(hetlb.tools.demo.__file__).parent / "fast.yaml"
 HETLB = [sys.executable, "-m", "hetlb"]
 ENGINES, CLIENTS, REAL_CLIENTS = 4, 24, 2
 #: Seconds between two losses, and until an engine that was lost is there again.

@@ -23,7 +23,7 @@ import yaml
 from common import MODEL, Answer, Promise, Serving, ask, quantile, report, serving, stream_body
 from reference import round_trips
 
-from hetlb.loadtest.processes import helper_processes
+from hetlb.tools.loadtest.processes import helper_processes
 
 GOODPUT = 0.9
 REJECT_S = 0.05

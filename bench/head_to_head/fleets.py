@@ -19,15 +19,15 @@ import msgspec
 from cpu import measured, prefer
 from peers import INSTALLED, MODEL, ROOT
 
-from hetlb.config.profile_file import Profile, load_profile, with_latency
-from hetlb.core.latency import IterationRule
-from hetlb.profiler.sources import write_profile
-from hetlb.sim.alone import full_tokens_per_s
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.workload.arrivals import make_plan
-from hetlb.workload.content import HASH_BLOCK_TOKENS
-from hetlb.workload.rows import Row
+from hetlb.balancer.config.profile_file import Profile, load_profile, with_latency
+from hetlb.balancer.config.profile_writer import write_profile
+from hetlb.balancer.core.latency import IterationRule
+from hetlb.tools.sim.alone import full_tokens_per_s
+from hetlb.tools.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.workload.arrivals import make_plan
+from hetlb.tools.workload.content import HASH_BLOCK_TOKENS
+from hetlb.tools.workload.rows import Row
 
 #: Columns of an engine, by the series of vLLM's metrics page.
 OUTPUT_TOKENS, PREEMPTIONS = "vllm:generation_tokens_total", "vllm:num_preemptions_total"

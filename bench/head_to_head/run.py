@@ -41,8 +41,8 @@ from rig import cores, free_ports, one_at_a_time
 from tables import show, write_pages
 from traffic import TRAFFIC, WARM_UP, Spec, Traffic, rows_of, some_rows
 
-from hetlb.loadtest.runs import measure
-from hetlb.workload.arrivals import Load
+from hetlb.tools.loadtest.runs import measure
+from hetlb.tools.workload.arrivals import Load
 
 OUT = ROOT / "bench" / "results" / "head-to-head.json"
 #: hetlb's own: policy with its settings, and which profiles the fleet file names.

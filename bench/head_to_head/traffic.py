@@ -16,11 +16,11 @@ from functools import cache
 from fleets import Fleet
 from peers import MODEL, ROOT
 
-from hetlb.loadtest.bodies import RequestBodies
-from hetlb.loadtest.runs import LoadSpec
-from hetlb.workload.arrivals import PlannedRequest, Waves
-from hetlb.workload.rows import Row
-from hetlb.workload.traces import read_trace
+from hetlb.tools.loadtest.bodies import RequestBodies
+from hetlb.tools.loadtest.runs import LoadSpec
+from hetlb.tools.workload.arrivals import PlannedRequest, Waves
+from hetlb.tools.workload.rows import Row
+from hetlb.tools.workload.traces import read_trace
 
 #: Traces by name: the file in bench/data.
 LENGTHS = {

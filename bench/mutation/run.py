@@ -70,46 +70,51 @@ ADMISSION_TESTS = _core("admission", "queue", "overtaking", "backlog")
 MODULES = {
     "ledger": Module(
         (
-            "hetlb/core/instance.py",
-            "hetlb/core/scheduler.py",
-            "hetlb/core/ledger.py",
-            "hetlb/core/placement.py",
-            "hetlb/core/retries.py",
+            "hetlb/balancer/core/instance.py",
+            "hetlb/balancer/core/scheduler.py",
+            "hetlb/balancer/core/ledger.py",
+            "hetlb/balancer/core/placement.py",
+            "hetlb/balancer/core/retries.py",
         ),
         (
             *(
-                f"hetlb.core.instance.xǁInstanceǁ{name}"
+                f"hetlb.balancer.core.instance.xǁInstanceǁ{name}"
                 for name in ("acquire", "first_token", "release", "_elapsed", "check_integrity")
             ),
             *(
-                f"hetlb.core.scheduler.xǁSchedulerǁ{name}"
+                f"hetlb.balancer.core.scheduler.xǁSchedulerǁ{name}"
                 for name in (
                     "on_first_token", "on_lease_ended", "_ended_badly", "on_busy", "on_cancelled", "_retry",
                     "check_integrity",
                 )
             ),
-            *(f"hetlb.core.ledger.xǁLedgerǁ{name}" for name in ("book", "drop", "grant", "check_integrity")),
-            "hetlb.core.placement.xǁPlacementǁbook",
-            *(f"hetlb.core.retries.xǁRetriesǁ{name}" for name in ("of", "forget", "allowed")),
+            *(
+                f"hetlb.balancer.core.ledger.xǁLedgerǁ{name}"
+                for name in ("book", "drop", "grant", "check_integrity")
+            ),
+            "hetlb.balancer.core.placement.xǁPlacementǁbook",
+            *(f"hetlb.balancer.core.retries.xǁRetriesǁ{name}" for name in ("of", "forget", "allowed")),
         ),
         LEDGER_TESTS,
     ),
-    "health": Module(("hetlb/core/health.py", "hetlb/core/throttle.py"), (), HEALTH_TESTS),
-    "admission": Module(("hetlb/core/queue.py",), (), ADMISSION_TESTS),
+    "health": Module(("hetlb/balancer/core/health.py", "hetlb/balancer/core/throttle.py"), (), HEALTH_TESTS),
+    "admission": Module(("hetlb/balancer/core/queue.py",), (), ADMISSION_TESTS),
     "placement": Module(
         (
-            "hetlb/core/placement.py",
-            "hetlb/core/ready.py",
-            "hetlb/core/backlog.py",
-            "hetlb/core/throttle.py",
-            "hetlb/core/transfer.py",
+            "hetlb/balancer/core/placement.py",
+            "hetlb/balancer/core/ready.py",
+            "hetlb/balancer/core/backlog.py",
+            "hetlb/balancer/core/throttle.py",
+            "hetlb/balancer/core/transfer.py",
         ),
         (),
         PLACEMENT_TESTS,
     ),
-    "evidence": Module(("hetlb/core/speed.py", "hetlb/core/prefix_index.py"), (), EVIDENCE_TESTS),
+    "evidence": Module(
+        ("hetlb/balancer/core/speed.py", "hetlb/balancer/core/prefix_index.py"), (), EVIDENCE_TESTS
+    ),
     "gate": Module(
-        ("hetlb/proxy/http/http1.py",),
+        ("hetlb/balancer/http/http1.py",),
         (),
         tuple(f"tests/proxy/test_{name}.py" for name in ("http1", "http1_chunks", "http1_refusals")),
     ),

@@ -15,9 +15,9 @@ from typing import Any
 from fleets import MAX_NUM_SEQS, Layout, make_study, measured, sample, sharegpt, v100
 from report import IMAGES, table
 
-from hetlb.plan.trace_throughput import static_estimate
-from hetlb.plots import new_figure, save_figure
-from hetlb.sim.simulation_sweep import StudyCell, run_sweep
+from hetlb.tools.plan.trace_throughput import static_estimate
+from hetlb.tools.plots import new_figure, save_figure
+from hetlb.tools.sim.simulation_sweep import StudyCell, run_sweep
 
 GPUS, DEGREES, SEEDS = 8, (1, 2, 4, 8), (0, 1)
 DISTINCT, COPIES, ESTIMATED = 1000, 8, 200

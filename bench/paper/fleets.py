@@ -20,24 +20,24 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from hetlb.config.cluster import Cluster, ClusterLimits
-from hetlb.config.plan_tables import Machine, Model
-from hetlb.config.profile_file import load_profile
-from hetlb.core.latency import IterationRule, LatencyModel
-from hetlb.core.policies.base import PolicyParams
-from hetlb.core.predictor import LengthDistribution
-from hetlb.core.queue import QueueLimits
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Capacity, Health, InstanceSpec
-from hetlb.plan.tp_search import Part, memory
-from hetlb.profiler.fit import fit
-from hetlb.profiler.sources import Roofline
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.sim.simulation_sweep import Study
-from hetlb.workload.arrivals import Load
-from hetlb.workload.rows import Row
-from hetlb.workload.traces import read_trace
+from hetlb.balancer.config.profile_file import load_profile
+from hetlb.balancer.core.latency import IterationRule, LatencyModel
+from hetlb.balancer.core.policies.base import PolicyParams
+from hetlb.balancer.core.predictor import LengthDistribution
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import Capacity, Health, InstanceSpec
+from hetlb.tools.plan.cluster import Cluster, ClusterLimits
+from hetlb.tools.plan.common.plan_tables import Machine, Model
+from hetlb.tools.plan.tp_search import Part, memory
+from hetlb.tools.profiler.fit import fit
+from hetlb.tools.profiler.sources import Roofline
+from hetlb.tools.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.sim.simulation_sweep import Study
+from hetlb.tools.workload.arrivals import Load
+from hetlb.tools.workload.rows import Row
+from hetlb.tools.workload.traces import read_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAREGPT = ROOT / "bench/data/sharegpt-first-turn.csv"

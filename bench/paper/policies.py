@@ -18,9 +18,9 @@ from typing import Any
 from fleets import MEAN_OUTPUT, QWEN_14B, Layout, a800_14b, make_study, sample, sharegpt, v100
 from report import IMAGES, table
 
-from hetlb.plots import new_figure, save_figure, tidy
-from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.sim.simulation_sweep import StudyCell, run_sweep
+from hetlb.tools.plots import new_figure, save_figure, tidy
+from hetlb.tools.sim.fleet_simulation import FleetSimulation
+from hetlb.tools.sim.simulation_sweep import StudyCell, run_sweep
 
 REQUESTS, SEEDS = 4000, (0, 1, 2)
 #: Names of the tables: policy, whether it has the weights.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from hetlb.core.paths.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec
-from hetlb.plan.placement.flow import PlacementFlows
-from hetlb.plan.placement.heuristics import chains, separate_pipelines, swarm
-from hetlb.plan.placement.place_cluster import (
+from hetlb.tools.paths.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec
+from hetlb.tools.plan.placement.flow import PlacementFlows
+from hetlb.tools.plan.placement.heuristics import chains, separate_pipelines, swarm
+from hetlb.tools.plan.placement.place_cluster import (
     Holding,
     LayeredModel,
     MachineKind,

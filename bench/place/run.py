@@ -22,21 +22,21 @@ from typing import Any
 
 from clusters import generated, made_up, many, regional, seven_kinds
 
-from hetlb.core.paths.path_scheduler import PathScheduler
-from hetlb.core.paths.stages import Edge
-from hetlb.core.predictor import LengthDistribution, SamplePredictor
-from hetlb.plan.check import check_path, check_placement
-from hetlb.plan.highs import SolveLimits
-from hetlb.plan.placement.estimate import Estimator
-from hetlb.plan.placement.flow import PlacementFlows, max_flow
-from hetlb.plan.placement.flow_bounds import compute_bound, flow_bound
-from hetlb.plan.placement.heuristics import separate_pipelines, swarm
-from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
-from hetlb.plan.placement.place_files import load_cluster, load_lengths, load_placement
-from hetlb.plan.placement.place_plan import PlacementSimulator
-from hetlb.plan.placement.place_search import PlacementCandidate, PlacementSearch
-from hetlb.sim.pipelines import OfflineLoad, PipelineResult, PipelineSimulation
-from hetlb.workload.arrivals import gaps_s
+from hetlb.balancer.core.predictor import LengthDistribution, SamplePredictor
+from hetlb.tools.paths.path_scheduler import PathScheduler
+from hetlb.tools.paths.stages import Edge
+from hetlb.tools.plan.check import check_path, check_placement
+from hetlb.tools.plan.highs import SolveLimits
+from hetlb.tools.plan.placement.estimate import Estimator
+from hetlb.tools.plan.placement.flow import PlacementFlows, max_flow
+from hetlb.tools.plan.placement.flow_bounds import compute_bound, flow_bound
+from hetlb.tools.plan.placement.heuristics import separate_pipelines, swarm
+from hetlb.tools.plan.placement.place_cluster import PlaceCluster, Placement
+from hetlb.tools.plan.placement.place_files import load_cluster, load_lengths, load_placement
+from hetlb.tools.plan.placement.place_plan import PlacementSimulator
+from hetlb.tools.plan.placement.place_search import PlacementCandidate, PlacementSearch
+from hetlb.tools.sim.pipelines import OfflineLoad, PipelineResult, PipelineSimulation
+from hetlb.tools.workload.arrivals import gaps_s
 
 CLUSTERS = ("single24", "dist24", "cluster10")
 #: Helix's settings: 240 output tokens expected; the high-water mark of the KV cache offline and online.

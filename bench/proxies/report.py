@@ -15,7 +15,7 @@ from document import number_text, replace_sections, table
 from peers import ROOT
 from scenarios import COALESCED_EVENTS, STREAMS
 
-from hetlb.plots import COLOURS, new_figure, save_figure, tidy
+from hetlb.tools.plots import COLOURS, new_figure, save_figure, tidy
 
 PAGE = ROOT / "bench/proxies/RESULTS.md"
 PICTURE = ROOT / "docs" / "img" / "proxies.png"

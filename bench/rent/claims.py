@@ -21,11 +21,11 @@ from rent import paper
 from rent.run import AVAILABLE, BUDGETS, KEYS, TRACES, Bench, exact
 
 from hetlb.errors import PlanError
-from hetlb.plan.highs import INFINITY, SolveLimits
-from hetlb.plan.market import load_market
-from hetlb.plan.planning import Table, make_plan, make_table
-from hetlb.plan.rent_program import Problem, RentPlan, assign
-from hetlb.plan.rent_simulation import SimulatedFleet, simulate_plan
+from hetlb.tools.plan.highs import INFINITY, SolveLimits
+from hetlb.tools.plan.market import load_market
+from hetlb.tools.plan.planning import Table, make_plan, make_table
+from hetlb.tools.plan.rent_program import Problem, RentPlan, assign
+from hetlb.tools.plan.rent_simulation import SimulatedFleet, simulate_plan
 
 #: Arrivals over the rate of the best rent of one kind of GPU.
 BUSY = 0.8

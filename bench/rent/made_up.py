@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from hetlb.plan.rent_program import Configuration, Problem
-from hetlb.plan.workloads import RequestType
+from hetlb.tools.plan.rent_program import Configuration, Problem
+from hetlb.tools.plan.workloads import RequestType
 
 #: GPU: (FLOP/s, bytes/s, bytes of memory, price per hour, GPUs of a machine, share of TP that is not lost).
 GPUS = {

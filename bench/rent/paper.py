@@ -15,9 +15,10 @@ from typing import Any
 
 import yaml
 
-from hetlb.config.profile_file import EngineInfo, Hardware, ModelInfo, ProfileSource
-from hetlb.profiler.fit import fit
-from hetlb.profiler.sources import make_profile, profile_text, read_csv
+from hetlb.balancer.config.profile_file import EngineInfo, Hardware, ModelInfo, ProfileSource
+from hetlb.balancer.config.profile_writer import profile_text
+from hetlb.tools.profiler.fit import fit
+from hetlb.tools.profiler.sources import make_profile, read_csv
 
 SYSTEMS = {"H100": "h100_sxm", "A100": "a100_sxm", "L40": "l40s"}
 MODELS: dict[str, dict[str, Any]] = {

@@ -24,13 +24,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from rent import made_up, paper
 
 from hetlb.errors import PlanError
-from hetlb.plan import decompose
-from hetlb.plan.check import check_rent
-from hetlb.plan.common.capacity import divide_layers
-from hetlb.plan.configurations import capacity_of, compose, profile_on, speed_of
-from hetlb.plan.highs import INFINITY, SolveLimits
-from hetlb.plan.market import load_market
-from hetlb.plan.planning import (
+from hetlb.tools.plan import decompose
+from hetlb.tools.plan.check import check_rent
+from hetlb.tools.plan.common.capacity import divide_layers
+from hetlb.tools.plan.configurations import capacity_of, compose, profile_on, speed_of
+from hetlb.tools.plan.highs import INFINITY, SolveLimits
+from hetlb.tools.plan.market import load_market
+from hetlb.tools.plan.planning import (
     SolvedPlan,
     Table,
     baselines,
@@ -39,7 +39,7 @@ from hetlb.plan.planning import (
     proportional_rate,
     round_robin_rate,
 )
-from hetlb.plan.rent_program import (
+from hetlb.tools.plan.rent_program import (
     Configuration,
     ConfigurationStage,
     Formulation,
@@ -49,10 +49,10 @@ from hetlb.plan.rent_program import (
     prune,
     relaxation,
 )
-from hetlb.plan.rent_simulation import simulate_plan
-from hetlb.plan.replan import MoveCost, moves_between, replan
-from hetlb.plan.throughput import Measured
-from hetlb.plan.workloads import RequestType
+from hetlb.tools.plan.rent_simulation import simulate_plan
+from hetlb.tools.plan.replan import MoveCost, moves_between, replan
+from hetlb.tools.plan.throughput import Measured
+from hetlb.tools.plan.workloads import RequestType
 
 TRACES = ("trace1_swiss_ai", "trace2_azure", "trace3_wildgpt")
 BUDGETS = (15.0, 30.0, 60.0)

@@ -28,7 +28,7 @@ import uvloop
 import yaml
 from demo import HETLB, Processes, free_port
 
-from hetlb.pick import messages
+from hetlb.options.pick import messages
 
 PROXIES = Path(__file__).resolve().parents[1] / "proxies"
 sys.path.insert(0, str(PROXIES))

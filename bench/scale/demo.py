@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "proxies"))
 from pick_envoy import envoy_config
 
 ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "hetlb" / "demo"
+DEMO = ROOT / "hetlb" / "tools" / "demo"
 MODEL = "demo-model"
 HETLB = [sys.executable, "-m", "hetlb"]
 TICKS = os.sysconf("SC_CLK_TCK")

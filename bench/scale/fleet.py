@@ -5,17 +5,17 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from hetlb.config.profile_file import load_profile
-from hetlb.core.policies.base import PolicyParams
-from hetlb.core.predictor import LengthDistribution
-from hetlb.core.queue import QueueLimits
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Health, InstanceSpec
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.workload.arrivals import PlannedRequest
-from hetlb.workload.rows import Row
-from hetlb.workload.traces import read_trace
+from hetlb.balancer.config.profile_file import load_profile
+from hetlb.balancer.core.policies.base import PolicyParams
+from hetlb.balancer.core.predictor import LengthDistribution
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import Health, InstanceSpec
+from hetlb.tools.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.workload.arrivals import PlannedRequest
+from hetlb.tools.workload.rows import Row
+from hetlb.tools.workload.traces import read_trace
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("h100_sxm", "a100_sxm", "l40s", "a100_sxm")

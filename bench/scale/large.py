@@ -16,10 +16,10 @@ from typing import Any
 
 from fleet import KINDS, MODEL, fleet, load, rows
 
+from hetlb.balancer.core.types import Command, Request
 from hetlb.build import compiled
-from hetlb.core.types import Command, Request
-from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.workload.rows import Row
+from hetlb.tools.sim.fleet_simulation import FleetSimulation
+from hetlb.tools.workload.rows import Row
 
 
 class Timed(FleetSimulation):

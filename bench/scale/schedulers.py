@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from shared_simulation import SharedSimulation
 
 from hetlb.build import compiled
-from hetlb.sim.fleet_simulation import FleetSimulation
+from hetlb.tools.sim.fleet_simulation import FleetSimulation
 
 FIGURES = (
     "request_throughput", "output_throughput", "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "p99_e2el_ms",

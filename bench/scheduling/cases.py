@@ -16,18 +16,18 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from hetlb.core.latency import LatencyModel
-from hetlb.core.policies.base import PolicyParams
-from hetlb.core.predictor import LengthDistribution
-from hetlb.core.queue import QueueLimits
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Capacity, Health, InstanceSpec
-from hetlb.profiler.fit import Point, StepKind, fit
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.workload.arrivals import PlannedRequest, make_plan
-from hetlb.workload.rows import Row
-from hetlb.workload.traces import read_trace
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.policies.base import PolicyParams
+from hetlb.balancer.core.predictor import LengthDistribution
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import Capacity, Health, InstanceSpec
+from hetlb.tools.profiler.fit import Point, StepKind, fit
+from hetlb.tools.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.workload.arrivals import PlannedRequest, make_plan
+from hetlb.tools.workload.rows import Row
+from hetlb.tools.workload.traces import read_trace
 
 MODEL = "m"
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, BLOCK_SIZE = 256, 2048, 16

@@ -22,10 +22,10 @@ from typing import Any, Final
 
 from cases import FLEETS, MODEL, Lab
 
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Dispatch, Lease, Outcome, Request
-from hetlb.sim.fleet_simulation import FleetSimulation
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Request
+from hetlb.tools.sim.fleet_simulation import FleetSimulation
 
 #: Instances: a fleet, so many copies of each, requests/s that fill about half of it.
 _SIZES = {2: ("a100 tp4+tp1", 1, 8.0), 16: ("8 kinds", 2, 120.0), 64: ("8 kinds", 8, 480.0)}

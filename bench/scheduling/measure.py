@@ -22,18 +22,18 @@ from rich.console import Console
 from rich.progress import track
 
 import hetlb
-import hetlb.core.policies.hetlb as default_policy
-import hetlb.core.speed as speed
-from hetlb.core.latency import IterationRule, LatencyModel
-from hetlb.core.policies.base import PolicyParams
-from hetlb.core.policies.terms import TERMS
-from hetlb.core.predictor import make_predictor
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import Command, Outcome, Request
-from hetlb.sim.alone import run_alone
-from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.sim.simulation_sweep import fixed_split
-from hetlb.workload.arrivals import PlannedRequest
+import hetlb.balancer.core.policies.hetlb as default_policy
+import hetlb.balancer.core.speed as speed
+from hetlb.balancer.core.latency import IterationRule, LatencyModel
+from hetlb.balancer.core.policies.base import PolicyParams
+from hetlb.balancer.core.policies.terms import TERMS
+from hetlb.balancer.core.predictor import make_predictor
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import Command, Outcome, Request
+from hetlb.tools.sim.alone import run_alone
+from hetlb.tools.sim.fleet_simulation import FleetSimulation
+from hetlb.tools.sim.simulation_sweep import fixed_split
+from hetlb.tools.workload.arrivals import PlannedRequest
 
 OTHERS = ("rr", "wrr", "least-requests", "least-kv", "p2c", "peak-ewma", "paper")
 RATES = (0.5, 0.8, 0.95)

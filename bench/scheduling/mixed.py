@@ -25,11 +25,11 @@ from measure import compiled
 from show import MIXED as RESULT
 from show import mixed_rows
 
-from hetlb.core.objective import ServiceClass
-from hetlb.core.types import Request
-from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.workload.arrivals import PlannedRequest
-from hetlb.workload.records import summarize
+from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.core.types import Request
+from hetlb.tools.sim.fleet_simulation import FleetSimulation
+from hetlb.tools.workload.arrivals import PlannedRequest
+from hetlb.tools.workload.records import summarize
 
 MIXED = ("4 kinds tp2", "70B", "14B 3xl40s+a100")
 LOADS = (0.9, 1.2)

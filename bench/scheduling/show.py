@@ -13,7 +13,7 @@ from typing import Any
 
 from measure import GOOD, OTHERS, SETTINGS
 
-from hetlb.plots import line_style, new_figure, plot_distribution, save_figure, tidy
+from hetlb.tools.plots import line_style, new_figure, plot_distribution, save_figure, tidy
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "bench/scheduling/RESULTS.md"

@@ -23,22 +23,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import generated_traffic as generate
 from generated_traffic import AgentTree, Lengths
 
-from hetlb.config.fleet import load_fleet
-from hetlb.core.latency import IterationRule
-from hetlb.core.policies.base import PolicyParams
-from hetlb.core.predictor import LengthDistribution
-from hetlb.core.queue import QueueLimits
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Health, InstanceSpec
-from hetlb.sim.alone import run_alone
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.workload.arrivals import PlannedRequest, Waves, make_plan
-from hetlb.workload.content import HASH_BLOCK_TOKENS
-from hetlb.workload.records import percentile
-from hetlb.workload.rows import Row
-from hetlb.workload.traces import read_trace
+from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.core.latency import IterationRule
+from hetlb.balancer.core.policies.base import PolicyParams
+from hetlb.balancer.core.predictor import LengthDistribution
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import Health, InstanceSpec
+from hetlb.tools.sim.alone import run_alone
+from hetlb.tools.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.sim.fleet_simulation import FleetSimulation
+from hetlb.tools.workload.arrivals import PlannedRequest, Waves, make_plan
+from hetlb.tools.workload.content import HASH_BLOCK_TOKENS
+from hetlb.tools.workload.records import percentile
+from hetlb.tools.workload.rows import Row
+from hetlb.tools.workload.traces import read_trace
 
 OTHERS = ("paper", "least-requests", "p2c", "peak-ewma", "least-kv", "wrr", "prefix", "session")
 POLICIES = ("hetlb", *OTHERS)

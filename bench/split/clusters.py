@@ -10,8 +10,8 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from hetlb.config.plan_tables import Machine, Model, RooflineTable
-from hetlb.plan.disaggregation.split_cluster import Links, RequestLengths, Slo, SplitCluster
+from hetlb.tools.plan.common.plan_tables import Machine, Model, RooflineTable
+from hetlb.tools.plan.disaggregation.split_cluster import Links, RequestLengths, Slo, SplitCluster
 
 GIB = 1 << 30
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from per_request import H20, L40S, lengths, plan, profile_of, simulation
 
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import Command, Request, Role
-from hetlb.sim.fleet_simulation import FleetSimulation
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import Command, Request, Role
+from hetlb.tools.sim.fleet_simulation import FleetSimulation
 
 SIZES = (2, 4, 8, 16, 64)
 

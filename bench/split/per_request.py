@@ -24,22 +24,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hetlb.config.profile_file import (
+from hetlb.balancer.config.profile_file import (
     DecodeCoefficients,
     EngineInfo,
     PrefillCoefficients,
     Profile,
     load_profile,
 )
-from hetlb.core.predictor import LengthDistribution
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Connector, Health, InstanceSpec, KvLink, Role
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.sim.fleet_result import FleetResult
-from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.workload.arrivals import PlannedRequest
-from hetlb.workload.rows import Row
+from hetlb.balancer.core.predictor import LengthDistribution
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import Connector, Health, InstanceSpec, KvLink, Role
+from hetlb.tools.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.sim.fleet_result import FleetResult
+from hetlb.tools.sim.fleet_simulation import FleetSimulation
+from hetlb.tools.workload.arrivals import PlannedRequest
+from hetlb.tools.workload.rows import Row
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "m"

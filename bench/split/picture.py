@@ -10,7 +10,7 @@ import json
 import math
 from pathlib import Path
 
-from hetlb.plots import new_figure, save_figure
+from hetlb.tools.plots import new_figure, save_figure
 
 
 def gain(split: float, whole: float) -> float:

@@ -17,13 +17,13 @@ from typing import Any
 
 import clusters
 
-from hetlb.plan.check import check_split
-from hetlb.plan.disaggregation.cost import CostModel, GroupTable, PaperCost, ProfileCost
-from hetlb.plan.disaggregation.exhaustive import Exhaustive
-from hetlb.plan.disaggregation.split_cluster import Role, Slo, SplitCluster, SplitPlan
-from hetlb.plan.disaggregation.split_search import SplitSearch, SplitsFound
-from hetlb.plan.disaggregation.split_simulation import LOAD, simulate_plan
-from hetlb.plan.highs import SolveLimits
+from hetlb.tools.plan.check import check_split
+from hetlb.tools.plan.disaggregation.cost import CostModel, GroupTable, PaperCost, ProfileCost
+from hetlb.tools.plan.disaggregation.exhaustive import Exhaustive
+from hetlb.tools.plan.disaggregation.split_cluster import Role, Slo, SplitCluster, SplitPlan
+from hetlb.tools.plan.disaggregation.split_search import SplitSearch, SplitsFound
+from hetlb.tools.plan.disaggregation.split_simulation import LOAD, simulate_plan
+from hetlb.tools.plan.highs import SolveLimits
 
 SPLIT_ROLES = (Role.PREFILL, Role.DECODE)
 SMALL = 30

@@ -30,11 +30,11 @@ sys.path.insert(0, str(ROOT / "tests" / "vllm"))
 
 import stages as real  # noqa: E402
 
-from hetlb.core.paths.path_log import dispatches  # noqa: E402
-from hetlb.core.paths.path_scheduler import PathScheduler  # noqa: E402
-from hetlb.core.paths.stages import StageNetwork  # noqa: E402
-from hetlb.core.predictor import LengthDistribution, SamplePredictor  # noqa: E402
-from hetlb.sim.pipelines import FEED_DELAY_S, OfflineLoad, PipelineSimulation  # noqa: E402
+from hetlb.balancer.core.predictor import LengthDistribution, SamplePredictor  # noqa: E402
+from hetlb.tools.paths.path_log import dispatches  # noqa: E402
+from hetlb.tools.paths.path_scheduler import PathScheduler  # noqa: E402
+from hetlb.tools.paths.stages import StageNetwork  # noqa: E402
+from hetlb.tools.sim.pipelines import FEED_DELAY_S, OfflineLoad, PipelineSimulation  # noqa: E402
 
 WARM_UP_S = 10.0
 SEED = 7

@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hetlb.config.profile_file import load_profile
+from hetlb.balancer.config.profile_file import load_profile
 
-DEMO = Path(__file__).parents[2] / "hetlb" / "demo"
+DEMO = Path(__file__).parents[2] / "hetlb" / "tools" / "demo"
 STYLE = """
   text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #57606a }
   .name { font-size: 14px; font-weight: 600; fill: #1f2328 }

@@ -18,21 +18,19 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, cast, get_args, g
 import msgspec
 import yaml
 
-from hetlb.cli.main import COMMANDS, build_parser
-from hetlb.config.api_keys import Tenant
-from hetlb.config.cluster import ClusterFile
-from hetlb.config.fleet_tables import FleetFile
-from hetlb.config.profile_file import Profile
-from hetlb.config.stages_file import StagesFile
-from hetlb.core.health import transitions_table
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.series_reader import MOST_SERIES
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.transition import Transition
-from hetlb.core.types import CAUSES, InstanceSpec, Outcome
-from hetlb.pick import stream_states
-from hetlb.proxy import connection, ends, exchange_states, scrape, upstream
-from hetlb.proxy.http import (
+from hetlb.balancer.clients import connection
+from hetlb.balancer.config.api_keys import Tenant
+from hetlb.balancer.config.fleet_tables import FleetFile
+from hetlb.balancer.config.profile_file import Profile
+from hetlb.balancer.core.health import transitions_table
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.series_reader import MOST_SERIES
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.transition import Transition
+from hetlb.balancer.core.types import CAUSES, InstanceSpec, Outcome
+from hetlb.balancer.engines import scrape, upstream
+from hetlb.balancer.exchange import ends, exchange_states
+from hetlb.balancer.http import (
     error_responses,
     forward_headers,
     http1,
@@ -41,11 +39,15 @@ from hetlb.proxy.http import (
     request_reader,
     sse,
 )
-from hetlb.proxy.telemetry.counters import Totals
-from hetlb.proxy.telemetry.events import Event
-from hetlb.proxy.telemetry.prometheus import MetricsPage
-from hetlb.proxy.telemetry.recent import Recent
-from hetlb.workers import protocol
+from hetlb.balancer.telemetry.counters import Totals
+from hetlb.balancer.telemetry.events import Event
+from hetlb.balancer.telemetry.prometheus import MetricsPage
+from hetlb.balancer.telemetry.recent import Recent
+from hetlb.cli.main import COMMANDS, build_parser
+from hetlb.options.pick import stream_states
+from hetlb.options.relays import protocol
+from hetlb.tools.plan.cluster import ClusterFile
+from hetlb.tools.stage.stages_file import StagesFile
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "reference"

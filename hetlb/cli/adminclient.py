@@ -11,8 +11,8 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+from hetlb.balancer.config.urls import check_base
 from hetlb.cli.flags import declare, secret
-from hetlb.config.urls import check_base
 from hetlb.errors import InputError
 
 #: Default address of `hetlb serve`'s admin listener.

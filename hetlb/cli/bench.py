@@ -17,26 +17,32 @@ from typing import Any
 
 from rich.console import Console
 
+from hetlb.balancer.config.fleet import Fleet, load_fleet
+from hetlb.balancer.config.urls import check_base, check_url
+from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.cli.flags import COUNT, FINITE, FRACTION, INTEGER, SHARE, add_json, add_load, declare, whole
 from hetlb.cli.signals import run_until_signal
-from hetlb.config.fleet import Fleet, load_fleet
-from hetlb.config.urls import check_base, check_url
-from hetlb.core.policies.registry import POLICIES
 from hetlb.errors import HetlbError, InputError, TraceError
 from hetlb.extras import require
 from hetlb.files import write_text
-from hetlb.loadtest import options, report
-from hetlb.loadtest.bodies import CHAT, COMPLETIONS
-from hetlb.loadtest.campaign import Campaign
-from hetlb.loadtest.generator import LONGEST_ANSWER_S
-from hetlb.loadtest.load_plot import write_load_plot
-from hetlb.loadtest.results import check_writable, csv_text, default_filename, json_text, platform_document
-from hetlb.loadtest.runs import LoadSpec, first_model
-from hetlb.loadtest.screen import Screen
-from hetlb.workload.arrivals import Load, Ramp, Rate
-from hetlb.workload.datasets import custom_rows, random_rows, sharegpt_rows
-from hetlb.workload.rows import Row
-from hetlb.workload.traces import read_trace
+from hetlb.tools.loadtest import options, report
+from hetlb.tools.loadtest.bodies import CHAT, COMPLETIONS
+from hetlb.tools.loadtest.campaign import Campaign
+from hetlb.tools.loadtest.generator import LONGEST_ANSWER_S
+from hetlb.tools.loadtest.load_plot import write_load_plot
+from hetlb.tools.loadtest.results import (
+    check_writable,
+    csv_text,
+    default_filename,
+    json_text,
+    platform_document,
+)
+from hetlb.tools.loadtest.runs import LoadSpec, first_model
+from hetlb.tools.loadtest.screen import Screen
+from hetlb.tools.workload.arrivals import Load, Ramp, Rate
+from hetlb.tools.workload.datasets import custom_rows, random_rows, sharegpt_rows
+from hetlb.tools.workload.rows import Row
+from hetlb.tools.workload.traces import read_trace
 
 _DATASETS = ("random", "sharegpt", "custom")
 #: Default number of requests of random and sharegpt, as in `vllm bench serve`.

@@ -18,14 +18,14 @@ from rich.console import Console
 from hetlb.cli.flags import COUNT, INTEGER, add_json, declare, print_document
 from hetlb.cli.signals import run_until_signal
 from hetlb.errors import HetlbError
-from hetlb.loadtest.bodies import RequestBodies
-from hetlb.loadtest.fleet_admin import FleetAdmin
-from hetlb.loadtest.generator import LoadProgress, allow_open_files, run_load
-from hetlb.loadtest.processes import Helpers, helper_processes
-from hetlb.loadtest.report import percent, runs_table
-from hetlb.loadtest.screen import Screen
-from hetlb.workload.arrivals import PlannedRequest, make_plan
-from hetlb.workload.traces import read_trace
+from hetlb.tools.loadtest.bodies import RequestBodies
+from hetlb.tools.loadtest.fleet_admin import FleetAdmin
+from hetlb.tools.loadtest.generator import LoadProgress, allow_open_files, run_load
+from hetlb.tools.loadtest.processes import Helpers, helper_processes
+from hetlb.tools.loadtest.report import percent, runs_table
+from hetlb.tools.loadtest.screen import Screen
+from hetlb.tools.workload.arrivals import PlannedRequest, make_plan
+from hetlb.tools.workload.traces import read_trace
 
 MODEL = "demo-model"
 ENGINES = ("fast", "slow")
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     # The processes outlast the event loop, so that nothing the loop does can keep them from being killed.
-    with resources.as_file(resources.files("hetlb.demo")) as data, helper_processes() as helpers:
+    with resources.as_file(resources.files("hetlb.tools.demo")) as data, helper_processes() as helpers:
         result = run_until_signal(_Demo(data, helpers, args.num_prompts, args.seed).run())
     result["elapsed_s"] = time.monotonic() - started
     print_document(args, result, lambda: _print(result))

@@ -16,14 +16,14 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
+from hetlb.balancer.config.fleet import Fleet, fleet_from_urls, load_fleet
+from hetlb.balancer.core.engine_tables import VLLM
+from hetlb.balancer.core.types import InstanceSpec
+from hetlb.balancer.fleet.service import require_urls
 from hetlb.cli.doctor_local import is_own_address, ports_in_use, running_instances
 from hetlb.cli.engine_facts import EngineFacts, ask_engines
 from hetlb.cli.flags import add_json, declare, print_document
-from hetlb.config.fleet import Fleet, fleet_from_urls, load_fleet
-from hetlb.core.engine_tables import VLLM
-from hetlb.core.types import InstanceSpec
 from hetlb.errors import ConfigError, ConfigErrors, InputError
-from hetlb.proxy.service import require_urls
 
 #: Older vLLM has other metrics and flags; its answers pass, its figures may not.
 OLDEST: Final = (0, 8)

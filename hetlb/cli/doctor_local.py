@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Final
 
 from hetlb.addresses import is_loopback
+from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.config.fleet_tables import Admin, Listen
+from hetlb.balancer.config.urls import bracketed, origin
 from hetlb.cli.adminclient import AdminClient
-from hetlb.config.fleet import Fleet
-from hetlb.config.fleet_tables import Admin, Listen
-from hetlb.config.urls import bracketed, origin
 from hetlb.errors import InputError
 
 _ANY_HOSTS: Final = ("0.0.0.0", "::", "")

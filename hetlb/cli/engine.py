@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from hetlb.balancer.config.profile_file import load_profile
+from hetlb.balancer.core.latency import IterationRule
 from hetlb.cli.flags import COUNT, FINITE, PORT, declare, whole
 from hetlb.cli.signals import run_listener, stop_event
-from hetlb.config.profile_file import load_profile
-from hetlb.core.latency import IterationRule
-from hetlb.emulator import EmulatedEngine
-from hetlb.emulator.kv_transfer import KvSettings
+from hetlb.tools.emulator import EmulatedEngine
+from hetlb.tools.emulator.kv_transfer import KvSettings
 
 #: Engines of one server: far more than a machine has.
 MOST_ENGINES = 64

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from hetlb.core.engine_metrics import page_of
-from hetlb.core.engine_tables import OTHER_PAGE, VLLM, EngineTable
-from hetlb.core.types import EngineSample
+from hetlb.balancer.core.engine_metrics import page_of
+from hetlb.balancer.core.engine_tables import OTHER_PAGE, VLLM, EngineTable
+from hetlb.balancer.core.types import EngineSample
 from hetlb.errors import reason_of
 from hetlb.served_models import longest_context, read_model_list, read_version
 

@@ -16,18 +16,18 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from hetlb.balancer.config.fleet import Fleet, load_fleet
+from hetlb.balancer.core.eventlog import Replay
+from hetlb.balancer.core.policies.base import COMBINE_FORMS
+from hetlb.balancer.core.policies.registry import POLICIES
+from hetlb.balancer.core.ready import least_tokens
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import HAND_OVER, Candidate, Dispatch, Health, Request
 from hetlb.cli.adminclient import AdminClient, add_admin_arguments
 from hetlb.cli.flags import COUNT, FINITE, add_json, declare, event_log, number, print_document, real, whole
-from hetlb.config.fleet import Fleet, load_fleet
-from hetlb.core.eventlog import Replay
-from hetlb.core.policies.base import COMBINE_FORMS
-from hetlb.core.policies.registry import POLICIES
-from hetlb.core.ready import least_tokens
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import HAND_OVER, Candidate, Dispatch, Health, Request
 from hetlb.errors import ConfigError, InputError
-from hetlb.proxy.dashboard.decisions import decision_summary
+from hetlb.options.dashboard.decisions import decision_summary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

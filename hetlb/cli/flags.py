@@ -55,8 +55,8 @@ def print_document(args: argparse.Namespace, document: object, show: Callable[[]
 
 def add_load(parser: argparse.ArgumentParser) -> None:
     """Flags of a load, common to `bench` and `simulate`."""
-    from hetlb.loadtest.options import read_waves
-    from hetlb.workload.content import HASH_BLOCK_TOKENS
+    from hetlb.tools.loadtest.options import read_waves
+    from hetlb.tools.workload.content import HASH_BLOCK_TOKENS
 
     add = declare(parser)
     add("--trace", "requests: hetlb's CSV, or a public trace as it is", "T.csv", Path)

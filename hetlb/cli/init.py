@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from hetlb.balancer.config.fleet import fleet_from_urls
 from hetlb.cli.engine_facts import EngineFacts, ask_engines
 from hetlb.cli.flags import declare, secret
-from hetlb.config.fleet import fleet_from_urls
 from hetlb.errors import HetlbError, InputError
 
 #: Name of the schema file that editors look for next to the fleet file.
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _moved(path: Path) -> int:
     """Print the fleet file of another balancer's file."""
-    from hetlb.config.imported.recognised import read_foreign
+    from hetlb.tools.imported.recognised import read_foreign
 
     draft = read_foreign(path)
     print(draft.text(), end="")

@@ -6,8 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from hetlb.config.model_file import load_facts
-from hetlb.models.facts import ModelFacts
+from hetlb.tools.models.facts import ModelFacts
+from hetlb.tools.models.model_file import load_facts
 
 #: Tokens of the sequences whose cache is shown.
 _SHOWN_TOKENS = (1_000, 10_000, 100_000)

@@ -6,10 +6,10 @@ import argparse
 
 import uvloop
 
+from hetlb.balancer.fleet.service import require_urls
+from hetlb.balancer.telemetry.log_writer import logging_to_stderr
 from hetlb.cli.flags import PORT, changed, declare
 from hetlb.cli.serve import add_fleet_arguments, all_is_well, fleet_of, prepare_process, run_service
-from hetlb.proxy.service import require_urls
-from hetlb.proxy.telemetry.log_writer import logging_to_stderr
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from hetlb.pick.pick_service import PickService, check_pick
+    from hetlb.options.pick.pick_service import PickService, check_pick
 
     fleet = fleet_of(args)
     fleet = fleet.with_tables(pick=changed(fleet.file.pick, port=args.grpc_port))

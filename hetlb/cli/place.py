@@ -12,15 +12,15 @@ from pathlib import Path
 from rich.console import Console
 
 from hetlb.cli.flags import FINITE, INTEGER, add_json, declare, print_document
-from hetlb.config.place_file import load_place
-from hetlb.core.paths.path_scheduler import PATH_POLICIES
 from hetlb.errors import ConfigError, PlanError
-from hetlb.plan.highs import Interrupt, SolveLimits
-from hetlb.plan.placement.place_deploy import write_stages
-from hetlb.plan.placement.place_files import load_lengths, load_placement
-from hetlb.plan.placement.place_plan import PlacementSimulator, plan_placement
-from hetlb.plan.placement.place_report import document_of, print_placement
-from hetlb.plan.placement.place_search import PlacementCandidate
+from hetlb.tools.paths.path_scheduler import PATH_POLICIES
+from hetlb.tools.plan.highs import Interrupt, SolveLimits
+from hetlb.tools.plan.placement.place_deploy import write_stages
+from hetlb.tools.plan.placement.place_file import load_place
+from hetlb.tools.plan.placement.place_files import load_lengths, load_placement
+from hetlb.tools.plan.placement.place_plan import PlacementSimulator, plan_placement
+from hetlb.tools.plan.placement.place_report import document_of, print_placement
+from hetlb.tools.plan.placement.place_search import PlacementCandidate
 
 #: Without a file of lengths every request has those that Helix plans for: prompt and output tokens.
 _USUAL_LENGTHS = [(750, 240)]

@@ -14,28 +14,29 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from hetlb.balancer.config.profile_file import Profile, load_profile
+from hetlb.balancer.config.profile_writer import with_host, write_profile
+from hetlb.balancer.config.urls import check_url
+from hetlb.balancer.core.latency import LatencyModel
 from hetlb.cli import profile_live
 from hetlb.cli.flags import COUNT, FINITE, add_json, changed, declare, print_document, real, secret
 from hetlb.cli.profile_corrected import write_corrected
-from hetlb.config.model_file import load_facts
-from hetlb.config.profile_file import HostTime, load_profile
-from hetlb.config.urls import check_url
 from hetlb.errors import InputError
-from hetlb.models.degrees import refusal
-from hetlb.models.facts import stated_facts
-from hetlb.profiler import shown
-from hetlb.profiler.aiconfigurator import Layout, query
-from hetlb.profiler.client import EngineClient
-from hetlb.profiler.fit import PrefillForm
-from hetlb.profiler.plot import write_plot
-from hetlb.profiler.probe import probe_host
-from hetlb.profiler.sources import (
+from hetlb.tools.models.degrees import refusal
+from hetlb.tools.models.facts import stated_facts
+from hetlb.tools.models.model_file import load_facts
+from hetlb.tools.profiler import shown
+from hetlb.tools.profiler.aiconfigurator import Layout, query
+from hetlb.tools.profiler.client import EngineClient
+from hetlb.tools.profiler.fit import PrefillForm
+from hetlb.tools.profiler.plot import write_plot
+from hetlb.tools.profiler.probe import probe_host
+from hetlb.tools.profiler.sources import (
     Measurements,
     Roofline,
     assumed_launch,
     profile_of,
     read_csv,
-    write_profile,
 )
 
 _SOURCES = "csv:FILE, log:FILE, aiconfigurator or roofline"
@@ -174,8 +175,8 @@ def _degrees(args: argparse.Namespace) -> list[int | None]:
 def _finish(args: argparse.Namespace, out: Path, source: Measurements) -> dict[str, Any]:
     """Fit, plot, write and report one profile; returns its entry for `--json`."""
     found = _with_flags(args, source)
-    if args.probe is not None:
-        found = _probed(args, found)
+    if args.probe is not None and found.host is not None:
+        raise InputError("--probe: expected points without host time (csv, aiconfigurator)")
     profile, result = profile_of(
         found,
         name=args.name,
@@ -183,6 +184,8 @@ def _finish(args: argparse.Namespace, out: Path, source: Measurements) -> dict[s
         tile=args.tile,
         iteration_s=None if args.overhead_ms is None else args.overhead_ms / 1e3,
     )
+    if args.probe is not None:
+        profile = _probed(args, profile)
     for warning in result.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if args.plot is not None:
@@ -198,26 +201,16 @@ def _finish(args: argparse.Namespace, out: Path, source: Measurements) -> dict[s
     return {"out": str(out), "profile": msgspec.to_builtins(profile), "warnings": list(result.warnings)}
 
 
-def _probed(args: argparse.Namespace, found: Measurements) -> Measurements:
-    """Return measurements with the host time of the server of `--probe`."""
-    if found.host is not None:
-        raise InputError("--probe: expected points without host time (csv, aiconfigurator)")
+def _probed(args: argparse.Namespace, profile: Profile) -> Profile:
+    """Return a profile with the host time of the server of `--probe`."""
     url = check_url(args.probe, "--probe")
     key = args.api_key_env and secret("--api-key-env", args.api_key_env)
-    tables, _ = profile_of(found, iteration_s=0.0)
 
-    async def probe() -> HostTime:
+    async def probe() -> LatencyModel:
         async with EngineClient(url, key) as client:
-            facts = await client.facts(None)
-            asynchronous = found.engine.schedules_asynchronously(found.gpu)
-            return await probe_host(client, facts, tables.latency, asynchronous, random.Random())
+            return await probe_host(client, await client.facts(None), profile.latency, random.Random())
 
-    host = asyncio.run(probe())
-    note = (
-        f"host.sequence_s: {1e3 * host.sequence_s:.3g} ms, as the {1e3 * host.iteration_s:.3g} ms "
-        "an iteration that --probe measured with one sequence"
-    )
-    return replace(found, host=host, assumed=(*found.assumed, note))
+    return with_host(profile, asyncio.run(probe()))
 
 
 def _with_flags(args: argparse.Namespace, found: Measurements) -> Measurements:

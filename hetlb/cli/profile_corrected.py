@@ -8,13 +8,14 @@ from pathlib import Path
 
 import msgspec
 
+from hetlb.balancer.config.profile_file import ProfileSource, load_profile
+from hetlb.balancer.config.profile_writer import write_profile
 from hetlb.cli.flags import print_document
-from hetlb.config.profile_file import ProfileSource, load_profile
 from hetlb.errors import InputError, TraceError
-from hetlb.profiler.sources import corrected, write_profile
-from hetlb.sim.against import errors, fit_corrections, reach, replay, varies_enough
-from hetlb.sim.study import engine_of
-from hetlb.workload.measured_logs import read_log
+from hetlb.tools.profiler.sources import corrected
+from hetlb.tools.sim.against import errors, fit_corrections, reach, replay, varies_enough
+from hetlb.tools.sim.study import engine_of
+from hetlb.tools.workload.measured_logs import read_log
 
 
 def write_corrected(args: argparse.Namespace, path: Path) -> int:

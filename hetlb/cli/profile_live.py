@@ -16,19 +16,19 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from hetlb.balancer.config.profile_file import EngineInfo, Hardware, HostTime, ModelInfo, ProfileSource
+from hetlb.balancer.config.urls import check_url
+from hetlb.balancer.config.yaml_file import PositiveInt, load_yaml
+from hetlb.balancer.core.types import Capacity
 from hetlb.cli.flags import COUNT, declare, secret
-from hetlb.config.profile_file import EngineInfo, Hardware, HostTime, ModelInfo, ProfileSource
-from hetlb.config.urls import check_url
-from hetlb.config.yaml_file import PositiveInt, load_yaml
-from hetlb.core.types import Capacity
 from hetlb.errors import HetlbError, InputError, ProfileError
-from hetlb.profiler.client import EngineClient, ServerFacts
-from hetlb.profiler.fit import StepKind, too_few
-from hetlb.profiler.grid import DEFAULT_GRID, Size, clip
-from hetlb.profiler.sample_file import Identity, SampleFile
-from hetlb.profiler.sources import Measurements
-from hetlb.profiler.sweep import REPEATS, BusyError, Sweep, learn_max_num_seqs, settled
-from hetlb.tables import bar
+from hetlb.tools.profiler.client import EngineClient, ServerFacts
+from hetlb.tools.profiler.fit import StepKind, too_few
+from hetlb.tools.profiler.grid import DEFAULT_GRID, Size, clip
+from hetlb.tools.profiler.sample_file import Identity, SampleFile
+from hetlb.tools.profiler.sources import Measurements
+from hetlb.tools.profiler.sweep import REPEATS, BusyError, Sweep, learn_max_num_seqs, settled
+from hetlb.tools.tables import bar
 
 #: Seconds of the budget reserved for the fit and the plot.
 _FINISH_S = 5.0

@@ -7,19 +7,19 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from hetlb.balancer.config.yaml_file import read_object
 from hetlb.cli.flags import FRACTION, INTEGER, add_json, declare, print_document, real, whole
-from hetlb.config.yaml_file import read_object
 from hetlb.errors import ConfigError, PlanError
-from hetlb.plan import rent_report
-from hetlb.plan.check import check_rent
-from hetlb.plan.highs import INFINITY, Interrupt, SolveLimits
-from hetlb.plan.market import Market, load_market
-from hetlb.plan.planning import SolvedPlan, Table, baselines, make_plan, make_table
-from hetlb.plan.rent_servers import servers_of, write_fleet
-from hetlb.plan.replan import MoveCost, Replanned, replan, require_known
-from hetlb.plan.throughput import Measured, SloLimits, default_cache
-from hetlb.plan.workloads import trace_rows
-from hetlb.tables import bar
+from hetlb.tools.plan import rent_report
+from hetlb.tools.plan.check import check_rent
+from hetlb.tools.plan.highs import INFINITY, Interrupt, SolveLimits
+from hetlb.tools.plan.market import Market, load_market
+from hetlb.tools.plan.planning import SolvedPlan, Table, baselines, make_plan, make_table
+from hetlb.tools.plan.rent_servers import servers_of, write_fleet
+from hetlb.tools.plan.replan import MoveCost, Replanned, replan, require_known
+from hetlb.tools.plan.throughput import Measured, SloLimits, default_cache
+from hetlb.tools.plan.workloads import trace_rows
+from hetlb.tools.tables import bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,12 +12,12 @@ import msgspec
 
 #: Tables that a kind of file is read as.
 KINDS = {
-    "fleet": "config.fleet_tables:FleetFile",
-    "profile": "config.profile_file:Profile",
-    "market": "plan.market:MarketFile",
-    "cluster": "config.cluster:ClusterFile",
-    "place": "config.place_file:PlaceFile",
-    "stages": "config.stages_file:StagesFile",
+    "fleet": "balancer.config.fleet_tables:FleetFile",
+    "profile": "balancer.config.profile_file:Profile",
+    "market": "tools.plan.market:MarketFile",
+    "cluster": "tools.plan.cluster:ClusterFile",
+    "place": "tools.plan.placement.place_file:PlaceFile",
+    "stages": "tools.stage.stages_file:StagesFile",
 }
 
 

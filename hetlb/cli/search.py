@@ -10,18 +10,18 @@ from itertools import count
 from pathlib import Path
 
 from hetlb.cli.flags import FINITE, add_json, declare, number, print_document, whole
-from hetlb.config.cluster import load_cluster
 from hetlb.errors import InputError
-from hetlb.plan.check import check
-from hetlb.plan.cluster_layouts import lay_out, servers_of
-from hetlb.plan.common.composition import MOST_STAGES
-from hetlb.plan.common.servers import write_servers
-from hetlb.plan.layouts import LayoutTarget
-from hetlb.plan.search_report import print_result, result_document
-from hetlb.plan.throughput import SloLimits
-from hetlb.plan.tp_search import degrees, search
-from hetlb.plan.trace_throughput import Throughputs, sample_rows
-from hetlb.tables import bar
+from hetlb.tools.plan.check import check
+from hetlb.tools.plan.cluster import load_cluster
+from hetlb.tools.plan.cluster_layouts import lay_out, servers_of
+from hetlb.tools.plan.common.composition import MOST_STAGES
+from hetlb.tools.plan.common.servers import write_servers
+from hetlb.tools.plan.layouts import LayoutTarget
+from hetlb.tools.plan.search_report import print_result, result_document
+from hetlb.tools.plan.throughput import SloLimits
+from hetlb.tools.plan.tp_search import degrees, search
+from hetlb.tools.plan.trace_throughput import Throughputs, sample_rows
+from hetlb.tools.tables import bar
 
 #: The most rows of a trace that are estimated on.
 MAX_ROWS = 2000

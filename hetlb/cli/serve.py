@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from hetlb.balancer.config.fleet import Fleet, check_policy, fleet_from_urls, load_fleet
+from hetlb.balancer.config.fleet_tables import MOST_WORKERS
+from hetlb.balancer.core.policies.registry import POLICIES
+from hetlb.balancer.fleet import systemd
+from hetlb.balancer.fleet.service import Service, announce, require_urls, tune_gc
+from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
+from hetlb.balancer.telemetry.events import plain_line
+from hetlb.balancer.telemetry.log_writer import logging_to_stderr
 from hetlb.cli.flags import PORT, changed, declare, whole
-from hetlb.config.fleet import Fleet, check_policy, fleet_from_urls, load_fleet
-from hetlb.config.fleet_tables import MOST_WORKERS
-from hetlb.core.policies.registry import POLICIES
 from hetlb.errors import InputError
-from hetlb.proxy import systemd
-from hetlb.proxy.service import Service, announce, require_urls, tune_gc
-from hetlb.proxy.systemd import NO_LISTENERS, Listeners
-from hetlb.proxy.telemetry.events import plain_line
-from hetlb.proxy.telemetry.log_writer import logging_to_stderr
 
 if TYPE_CHECKING:
-    from hetlb.proxy.takeover import Takeover
+    from hetlb.options.takeover.takeover import Takeover
 
 #: Hosts that stand for every address of the machine.
 _EVERY = {"0.0.0.0", "::", ""}
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         return all_is_well(fleet)
     prepare_process()
     if fleet.file.proxy.workers > 1:
-        from hetlb.workers.supervisor import Supervisor
+        from hetlb.options.relays.supervisor import Supervisor
 
         takeover = asyncio.run(_ask(fleet, args.event_log)) if args.replace else None
         Supervisor(fleet, fleet.file.proxy.workers, args.event_log, systemd.inherited(), takeover).run()
@@ -156,7 +156,7 @@ def _warn_of_descriptors(fleet: Fleet) -> None:
 
 async def _ask(fleet: Fleet, event_log: Path | None) -> Takeover | None:
     """Ask the process that serves the fleet's address for its listeners."""
-    from hetlb.proxy.takeover import Takeover
+    from hetlb.options.takeover.takeover import Takeover
 
     takeover = await Takeover.ask((fleet.file.listen.host, fleet.file.listen.port))
     if takeover is not None and event_log is not None:

@@ -11,23 +11,23 @@ from typing import Any
 
 from rich.console import Console
 
+from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.config.profile_file import load_profile
+from hetlb.balancer.core.eventlog import Replay
+from hetlb.balancer.core.latency import IterationRule
+from hetlb.balancer.core.policies.registry import POLICIES
+from hetlb.balancer.core.predictor import PREDICTORS
 from hetlb.cli.flags import COUNT, INTEGER, add_json, add_load, declare, event_log, print_document, whole
-from hetlb.config.fleet import load_fleet
-from hetlb.config.profile_file import load_profile
-from hetlb.core.eventlog import Replay
-from hetlb.core.latency import IterationRule
-from hetlb.core.paths.path_log import dispatches, is_path_log
-from hetlb.core.policies.registry import POLICIES
-from hetlb.core.predictor import PREDICTORS
 from hetlb.errors import InputError, PlanError, TraceError
-from hetlb.loadtest.options import read_known, read_rates
-from hetlb.loadtest.report import percent, runs_table
-from hetlb.sim.simulation_sweep import TRACE, Ran, Study, StudyCell, run_sweep
-from hetlb.sim.study import by_policy_and_rate, make_study, median_run, run_document, watch
-from hetlb.sim.sweep_plot import rate_in_words, write_sweep_plot
-from hetlb.tables import bar
-from hetlb.workload.arrivals import Load
-from hetlb.workload.traces import read_trace
+from hetlb.tools.loadtest.options import read_known, read_rates
+from hetlb.tools.loadtest.report import percent, runs_table
+from hetlb.tools.paths.path_log import dispatches, is_path_log
+from hetlb.tools.sim.simulation_sweep import TRACE, Ran, Study, StudyCell, run_sweep
+from hetlb.tools.sim.study import by_policy_and_rate, make_study, median_run, run_document, watch
+from hetlb.tools.sim.sweep_plot import rate_in_words, write_sweep_plot
+from hetlb.tools.tables import bar
+from hetlb.tools.workload.arrivals import Load
+from hetlb.tools.workload.traces import read_trace
 
 #: Requests over all runs for which starting another process pays.
 _REQUESTS_WORTH_A_PROCESS = 4000
@@ -120,9 +120,14 @@ def run(args: argparse.Namespace) -> int:
 
 def run_against(args: argparse.Namespace) -> int:
     """Compare the log of a real server with its profile and print the errors."""
-    from hetlb.sim.against import compare  # scipy takes half a second
-    from hetlb.sim.against_report import comparison_document, engines, print_comparison, write_against_plot
-    from hetlb.workload.measured_logs import read_log
+    from hetlb.tools.sim.against import compare  # scipy takes half a second
+    from hetlb.tools.sim.against_report import (
+        comparison_document,
+        engines,
+        print_comparison,
+        write_against_plot,
+    )
+    from hetlb.tools.workload.measured_logs import read_log
 
     log = read_log(args.against, args.hash_block_size)
     profile = load_profile(args.profile) if args.profile is not None else None
@@ -173,7 +178,7 @@ def print_tables(runs: Sequence[Mapping[str, Any]], rates: Sequence[str], seeds:
 
 def _check_paths(args: argparse.Namespace, lines: Iterable[str]) -> int:
     """Check every path of a log; returns 0 if all are complete, else 1."""
-    from hetlb.plan.check import check_path  # with the planners' solvers, which nothing else here needs
+    from hetlb.tools.plan.check import check_path  # with the planners' solvers, which nothing else here needs
 
     paths, wrong = 0, list[dict[str, object]]()
     for number, network, hops in dispatches(lines):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 
+from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.core.policies.terms import TERMS, UNSTATED
 from hetlb.cli.flags import print_document
-from hetlb.config.fleet import Fleet
-from hetlb.core.policies.terms import TERMS, UNSTATED
 from hetlb.errors import InputError
 from hetlb.files import write_text
-from hetlb.sim.simulation_sweep import Study
-from hetlb.sim.tune import FIGURES, default_weight, losses, search
+from hetlb.tools.sim.simulation_sweep import Study
+from hetlb.tools.sim.tune import FIGURES, default_weight, losses, search
 
 #: Number of held-out seeds on which the gain is measured.
 _HELD_BACK = 6

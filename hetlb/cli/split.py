@@ -8,20 +8,20 @@ import time
 from pathlib import Path
 
 from hetlb.cli.flags import FINITE, INTEGER, add_json, declare, print_document, whole
-from hetlb.config.cluster import load_split
 from hetlb.errors import ConfigError, InputError
-from hetlb.plan.check import check_split
-from hetlb.plan.common.servers import write_servers
-from hetlb.plan.disaggregation.cost import CostModel, GroupTable, PaperCost, ProfileCost
-from hetlb.plan.disaggregation.exhaustive import SEARCH_S, find_exhaustively
-from hetlb.plan.disaggregation.split_cluster import SplitCluster
-from hetlb.plan.disaggregation.split_report import document_of, gain_of, print_plan
-from hetlb.plan.disaggregation.split_search import SplitSearch
-from hetlb.plan.disaggregation.split_servers import servers_of
-from hetlb.plan.disaggregation.split_simulation import choose, why_nothing
-from hetlb.plan.highs import Interrupt, SolveLimits
-from hetlb.plan.workloads import trace_rows
-from hetlb.tables import bar
+from hetlb.tools.plan.check import check_split
+from hetlb.tools.plan.cluster import load_split
+from hetlb.tools.plan.common.servers import write_servers
+from hetlb.tools.plan.disaggregation.cost import CostModel, GroupTable, PaperCost, ProfileCost
+from hetlb.tools.plan.disaggregation.exhaustive import SEARCH_S, find_exhaustively
+from hetlb.tools.plan.disaggregation.split_cluster import SplitCluster
+from hetlb.tools.plan.disaggregation.split_report import document_of, gain_of, print_plan
+from hetlb.tools.plan.disaggregation.split_search import SplitSearch
+from hetlb.tools.plan.disaggregation.split_servers import servers_of
+from hetlb.tools.plan.disaggregation.split_simulation import choose, why_nothing
+from hetlb.tools.plan.highs import Interrupt, SolveLimits
+from hetlb.tools.plan.workloads import trace_rows
+from hetlb.tools.tables import bar
 
 #: GPUs of a cluster that is searched exhaustively.
 _MOST_EXHAUSTIVE = 8

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetlb.addresses import is_loopback
+from hetlb.balancer.config.urls import bracketed
 from hetlb.cli.flags import COUNT, PORT, SHARE, declare
 from hetlb.cli.signals import run_listener, stop_event
-from hetlb.config.urls import bracketed
 from hetlb.errors import ConfigError, InputError
 from hetlb.files import read_text
 
 if TYPE_CHECKING:
-    from hetlb.config.stages_file import StageGroup
-    from hetlb.stage.checkpoint import ModelConfig
-    from hetlb.stage.runner import Runner
-    from hetlb.stage.torch_runner import TorchRunner
-    from hetlb.stage.worker import StageWorker
+    from hetlb.tools.stage.checkpoint import ModelConfig
+    from hetlb.tools.stage.runner import Runner
+    from hetlb.tools.stage.stages_file import StageGroup
+    from hetlb.tools.stage.torch_runner import TorchRunner
+    from hetlb.tools.stage.worker import StageWorker
 
 #: KV cache on CPU where nothing is said.
 _CPU_KV_BYTES = 1 << 30
@@ -96,13 +96,13 @@ def _make_worker(args: argparse.Namespace, first: int, end: int) -> StageWorker:
     """Load the layers, make the KV cache, measure. Raises `InputError`."""
     import torch
 
-    from hetlb.stage.auth import read_key
-    from hetlb.stage.checkpoint import load_config
-    from hetlb.stage.kv import StageBlocks
-    from hetlb.stage.self_profile import measure
-    from hetlb.stage.stage_messages import Welcome
-    from hetlb.stage.torch_runner import DTYPES, TorchRunner
-    from hetlb.stage.worker import StageWorker
+    from hetlb.tools.stage.auth import read_key
+    from hetlb.tools.stage.checkpoint import load_config
+    from hetlb.tools.stage.kv import StageBlocks
+    from hetlb.tools.stage.self_profile import measure
+    from hetlb.tools.stage.stage_messages import Welcome
+    from hetlb.tools.stage.torch_runner import DTYPES, TorchRunner
+    from hetlb.tools.stage.worker import StageWorker
 
     key, server_tls, peer_tls = read_key(args.key_file), *_tls(args)
     config = load_config(args.model)
@@ -162,8 +162,8 @@ def _kv_blocks(args: argparse.Namespace, config: ModelConfig, loaded: TorchRunne
 def _paced(args: argparse.Namespace, loaded: Runner) -> Runner:
     if args.layer_times is None:
         return loaded
-    from hetlb.plan.placement.place_files import read_layer_times
-    from hetlb.stage.runner import PacedRunner
+    from hetlb.tools.plan.placement.place_files import read_layer_times
+    from hetlb.tools.stage.runner import PacedRunner
 
     kinds = read_layer_times(args.layer_times)
     if args.gpu_type not in kinds:
@@ -188,7 +188,7 @@ def _tls(args: argparse.Namespace) -> tuple[ssl.SSLContext | None, ssl.SSLContex
 
 def _coordinate(args: argparse.Namespace) -> int:
     """Serve what the workers of a file hold. Raises `InputError`."""
-    from hetlb.config.stages_file import check_filled_in, load_stages
+    from hetlb.tools.stage.stages_file import check_filled_in, load_stages
 
     for flag in ("model", "layers"):
         if getattr(args, flag) is not None:
@@ -214,8 +214,8 @@ def _secret(path: Path) -> str:
 
 
 async def _serve_coordinator(group: StageGroup, api_key: str, args: argparse.Namespace) -> int:
-    from hetlb.config.stages_file import load_stages
-    from hetlb.stage.coordination import Coordination
+    from hetlb.tools.stage.coordination import Coordination
+    from hetlb.tools.stage.stages_file import load_stages
 
     server_tls, _ = _tls(args)
     made = Coordination(group, load_stages, event_log=args.event_log, api_key=api_key, tls=server_tls)
@@ -229,7 +229,7 @@ def _say_ready(what: str, args: argparse.Namespace, port: int) -> None:
 
 
 async def _serve(worker: StageWorker, args: argparse.Namespace) -> int:
-    from hetlb.stage.worker import serve
+    from hetlb.tools.stage.worker import serve
 
     stop = stop_event()
 

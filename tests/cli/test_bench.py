@@ -22,14 +22,14 @@ import pytest
 import yaml
 from helpers import HANG_S
 
-import hetlb.demo
+import hetlb.tools.demo
 from hetlb.cli.main import main
-from hetlb.loadtest.fleet_admin import fleet_admin
-from hetlb.loadtest.processes import helper_processes
-from hetlb.workload.arrivals import make_plan
-from hetlb.workload.traces import read_trace
+from hetlb.tools.loadtest.fleet_admin import fleet_admin
+from hetlb.tools.loadtest.processes import helper_processes
+from hetlb.tools.workload.arrivals import make_plan
+from hetlb.tools.workload.traces import read_trace
 
-DEMO = Path(hetlb.demo.__file__).parent
+DEMO = Path(hetlb.tools.demo.__file__).parent
 COUNT = 12
 
 
@@ -302,7 +302,7 @@ def test_the_search_goes_on_from_the_listed_rates(
     missed: bool,
 ) -> None:
     """Limits that nothing meets, or everything: it gives up at some rate. `test_search` has the rest."""
-    monkeypatch.setattr("hetlb.loadtest.campaign.MAX_PROBES", 3)
+    monkeypatch.setattr("hetlb.tools.loadtest.campaign.MAX_PROBES", 3)
     document = bench(
         capsys, "--url", fleet.engine, "--trace", trace, "--num-prompts", "1", "--request-rate", "64,128",
         "--sweep", "--goodput", limit, "--slo-attainment", "0.5",

@@ -19,18 +19,18 @@ from typing import Any
 import pytest
 from helpers import HANG_S
 
-import hetlb.demo
+import hetlb.tools.demo
+from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.config.profile_file import load_profile
 from hetlb.cli.demo import ENGINES, MAX_TOKENS, MODEL, _meaning
 from hetlb.cli.main import main
-from hetlb.config.fleet import load_fleet
-from hetlb.config.profile_file import load_profile
-from hetlb.loadtest.fleet_admin import busy_figures
-from hetlb.sim.simulation_sweep import StudyCell, run_sweep
-from hetlb.sim.study import make_study, run_document
-from hetlb.workload.arrivals import Load
-from hetlb.workload.traces import read_trace
+from hetlb.tools.loadtest.fleet_admin import busy_figures
+from hetlb.tools.sim.simulation_sweep import StudyCell, run_sweep
+from hetlb.tools.sim.study import make_study, run_document
+from hetlb.tools.workload.arrivals import Load
+from hetlb.tools.workload.traces import read_trace
 
-DATA = Path(hetlb.demo.__file__).parent
+DATA = Path(hetlb.tools.demo.__file__).parent
 MARK = "HETLB_TEST_MARK"
 
 

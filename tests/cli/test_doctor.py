@@ -20,8 +20,8 @@ import yaml
 from aiohttp import web
 from helpers import free_port
 
+from hetlb.balancer.config.fleet import load_fleet
 from hetlb.cli.main import main
-from hetlb.config.fleet import load_fleet
 
 METRICS = """vllm:num_requests_running{{engine="0"}} {running}
 vllm:num_requests_waiting{{engine="0"}} {waiting}

@@ -13,7 +13,7 @@ from proxy.services import Engine, document, serving
 from hetlb.cli import adminclient, explain
 from hetlb.cli.main import main
 
-PROFILE = Path(__file__).parents[2] / "hetlb" / "demo" / "fast.yaml"
+PROFILE = Path(__file__).parents[2] / "hetlb" / "tools" / "demo" / "fast.yaml"
 
 
 async def test_the_last_decisions_in_words_and_as_a_document(

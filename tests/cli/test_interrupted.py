@@ -22,7 +22,7 @@ import pytest
 from helpers import HANG_S
 
 from hetlb.cli.main import main
-from hetlb.plan.highs import SolveLimits
+from hetlb.tools.plan.highs import SolveLimits
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

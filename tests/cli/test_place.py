@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from hetlb.cli.main import main
-from hetlb.config.place_file import load_place
-from hetlb.core.paths.stages import SINK
+from hetlb.tools.paths.stages import SINK
+from hetlb.tools.plan.placement.place_file import load_place
 
 NODES = "node,gpu_type,region,max_layers,nic_in_bytes_per_s,nic_out_bytes_per_s\n" + "".join(
     f"n{i},{'fast' if i < 2 else 'slow'},r0,3,1e10,1e10\n" for i in range(4)

@@ -11,9 +11,9 @@ from socketserver import BaseRequestHandler, TCPServer
 
 import pytest
 
+from hetlb.balancer.core.types import Outcome
+from hetlb.balancer.telemetry.counters import InstanceTotals
 from hetlb.cli.main import main
-from hetlb.core.types import Outcome
-from hetlb.proxy.telemetry.counters import InstanceTotals
 
 PROFILE = """\
 version: 1

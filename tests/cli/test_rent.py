@@ -12,11 +12,11 @@ import msgspec
 import pytest
 import yaml
 
+from hetlb.balancer.config.fleet import load_fleet
 from hetlb.cli.main import main
-from hetlb.config.fleet import load_fleet
 from hetlb.errors import ConfigError
-from hetlb.plan.highs import Interrupt
-from hetlb.plan.market import MarketFile, load_market
+from hetlb.tools.plan.highs import Interrupt
+from hetlb.tools.plan.market import MarketFile, load_market
 
 MARKETS = Path(__file__).parents[2] / "configs" / "markets"
 TOY = str(MARKETS / "toy.yaml")

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from hetlb.balancer.config.fleet import load_fleet
 from hetlb.cli.main import main
-from hetlb.config.cluster import load_cluster, load_split
-from hetlb.config.fleet import load_fleet
+from hetlb.tools.plan.cluster import load_cluster, load_split
 
 CLUSTERS = Path(__file__).parents[2] / "configs" / "clusters"
 L40S = str(CLUSTERS / "l40s-llama-70b.yaml")

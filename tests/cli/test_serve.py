@@ -19,10 +19,10 @@ import pytest
 import yaml
 from helpers import HANG_S, free_port
 
+from hetlb.balancer.config.profile_file import load_profile
 from hetlb.cli.main import main
-from hetlb.config.profile_file import load_profile
 
-DEMO = Path(__file__).parents[2] / "hetlb" / "demo"
+DEMO = Path(__file__).parents[2] / "hetlb" / "tools" / "demo"
 Starter = Callable[..., subprocess.Popen[str]]
 
 

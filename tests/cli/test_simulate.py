@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.cli.main import main
-from hetlb.core.policies.registry import POLICIES
 
 PROFILE = """\
 version: 1

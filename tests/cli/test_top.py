@@ -26,7 +26,7 @@ from rich.console import Console
 from hetlb.cli.main import main
 from hetlb.cli.top import FleetScreen, quits, seconds, shortened, sparkline
 
-PROFILE = Path(__file__).parents[2] / "hetlb" / "demo" / "fast.yaml"
+PROFILE = Path(__file__).parents[2] / "hetlb" / "tools" / "demo" / "fast.yaml"
 ROOM = (24, 80)
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
-from hetlb.core.account import LEAST_SILENCE_S, MOST_PAUSE_S, PAUSE_S, Account, lower_share
-from hetlb.core.policies.registry import POLICIES
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import Dispatch, EngineSample, Lease, Outcome, PassOn
+from hetlb.balancer.core.account import LEAST_SILENCE_S, MOST_PAUSE_S, PAUSE_S, Account, lower_share
+from hetlb.balancer.core.policies.registry import POLICIES
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import Dispatch, EngineSample, Lease, Outcome, PassOn
 
 
 def account(scheduler: Scheduler, name: str) -> Account:
@@ -182,7 +182,7 @@ def test_a_factor_that_nothing_confirms_returns_to_the_one_before() -> None:
 
 
 def test_slots_that_were_learnt_grow_while_all_are_taken() -> None:
-    from hetlb.core.types import Capacity
+    from hetlb.balancer.core.types import Capacity
 
     scheduler = make_scheduler([spec("a", capacity=Capacity(kv_cache_tokens=10**7))], "hetlb")
     (a,) = scheduler.instances

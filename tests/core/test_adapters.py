@@ -9,10 +9,18 @@ from helpers import make_scheduler, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.adapters import AdapterLoadTime, AdapterSlots
-from hetlb.core.engine_metrics import parse
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import Capacity, CapacityLearned, Dispatch, Lease, ModelsLearned, Outcome, Request
+from hetlb.balancer.core.adapters import AdapterLoadTime, AdapterSlots
+from hetlb.balancer.core.engine_metrics import parse
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import (
+    Capacity,
+    CapacityLearned,
+    Dispatch,
+    Lease,
+    ModelsLearned,
+    Outcome,
+    Request,
+)
 
 NAMES = tuple(f"lora-{n}" for n in range(8))
 

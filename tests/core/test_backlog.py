@@ -6,12 +6,12 @@ from helpers import dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.demand import PROMPT_WEIGHT
-from hetlb.core.objective import ServiceClass
-from hetlb.core.predictor import OnlinePredictor
-from hetlb.core.queue import QueueLimits
-from hetlb.core.scheduler import TICK_S, Scheduler
-from hetlb.core.types import (
+from hetlb.balancer.core.demand import PROMPT_WEIGHT
+from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.core.predictor import OnlinePredictor
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.scheduler import TICK_S, Scheduler
+from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
     Capacity,

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.binary_search import first_at_least
+from hetlb.balancer.core.binary_search import first_at_least
 
 numbers = st.integers(-5, 5).map(float) | st.floats(allow_nan=False)
 

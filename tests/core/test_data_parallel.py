@@ -9,10 +9,10 @@ from helpers import FAST, dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.instance import DEFAULT_KV_CACHE_TOKENS, DEFAULT_MAX_NUM_SEQS, Instance
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.speed import SpeedTracker
-from hetlb.core.types import Candidate, Capacity, Dispatch, EngineSample
+from hetlb.balancer.core.instance import DEFAULT_KV_CACHE_TOKENS, DEFAULT_MAX_NUM_SEQS, Instance
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.speed import SpeedTracker
+from hetlb.balancer.core.types import Candidate, Capacity, Dispatch, EngineSample
 
 KV = 400_000
 

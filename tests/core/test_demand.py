@@ -9,8 +9,8 @@ from helpers import request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.demand import Demand, size_of
-from hetlb.core.objective import ServiceClass
+from hetlb.balancer.core.demand import Demand, size_of
+from hetlb.balancer.core.objective import ServiceClass
 
 
 def test_a_prompt_token_weighs_less_than_an_output_token() -> None:

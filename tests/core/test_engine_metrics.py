@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.engine_metrics import parse
-from hetlb.core.types import Capacity, EngineSample
+from hetlb.balancer.core.engine_metrics import parse
+from hetlb.balancer.core.types import Capacity, EngineSample
 
 RECORDED = Path(__file__).parents[1] / "vllm" / "data"
 

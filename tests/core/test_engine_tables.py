@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hetlb.core.engine_metrics import parse
-from hetlb.core.engine_tables import TABLES, as_table, table_of
+from hetlb.balancer.core.engine_metrics import parse
+from hetlb.balancer.core.engine_tables import TABLES, as_table, table_of
 
 ROOT = Path(__file__).parents[2]
 SGLANG = """\

@@ -10,15 +10,15 @@ from helpers import MODEL, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.core.eventlog import RecordingScheduler, Replay, encode_setup
-from hetlb.core.health import HealthParams
-from hetlb.core.journal import Booked
-from hetlb.core.policies.base import PolicyParams
-from hetlb.core.policies.registry import POLICIES
-from hetlb.core.predictor import LengthDistribution
-from hetlb.core.queue import QueueLimits
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import (
+from hetlb.balancer.core.eventlog import RecordingScheduler, Replay, encode_setup
+from hetlb.balancer.core.health import HealthParams
+from hetlb.balancer.core.journal import Booked
+from hetlb.balancer.core.policies.base import PolicyParams
+from hetlb.balancer.core.policies.registry import POLICIES
+from hetlb.balancer.core.predictor import LengthDistribution
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
     Capacity,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import Capacity, Dispatch, EngineSample, Lease, Outcome
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import Capacity, Dispatch, EngineSample, Lease, Outcome
 
 SLOTS = 64
 

@@ -1,4 +1,4 @@
-"""Every row of the transition table in `hetlb.core.health`."""
+"""Every row of the transition table in `hetlb.balancer.core.health`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from hetlb.core.health import EJECTION_CAP_S, FALL, PASSIVE_FALL, HealthTracker
-from hetlb.core.types import Health, ProbeResult
+from hetlb.balancer.core.health import EJECTION_CAP_S, FALL, PASSIVE_FALL, HealthTracker
+from hetlb.balancer.core.types import Health, ProbeResult
 
 
 def tracker(state: Health = Health.UP) -> HealthTracker:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hetlb.core.health import (
+from hetlb.balancer.core.health import (
     EJECTION_BASE_S,
     EJECTION_JITTER,
     FALL,
@@ -17,7 +17,7 @@ from hetlb.core.health import (
     Verdict,
     verdict,
 )
-from hetlb.core.types import Health, Outcome, ProbeResult
+from hetlb.balancer.core.types import Health, Outcome, ProbeResult
 
 OK, FAILED, REFUSED = ProbeResult.OK, ProbeResult.FAILED, ProbeResult.REFUSED
 

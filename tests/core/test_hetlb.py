@@ -10,11 +10,11 @@ from helpers import FAST, MODEL, dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.latency import LatencyModel
-from hetlb.core.objective import ServiceClass
-from hetlb.core.policies.terms import TERMS
-from hetlb.core.predictor import OraclePredictor
-from hetlb.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.core.policies.terms import TERMS
+from hetlb.balancer.core.predictor import OraclePredictor
+from hetlb.balancer.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome
 
 #: As fast as `FAST` in decoding, fifty times as slow at reading.
 SLOW_READER = LatencyModel(5e-3, 5e-2, 0.0, 1e-2, FAST.k5, FAST.k6, 0.0, FAST.k8)

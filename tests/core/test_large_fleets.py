@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from helpers import make_scheduler, spec
 
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import Capacity, Dispatch, Lease, Outcome, Request
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import Capacity, Dispatch, Lease, Outcome, Request
 
 
 def large(count: int, fast_every: int = 4, slots: int = 8) -> Scheduler:

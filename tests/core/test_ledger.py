@@ -13,12 +13,11 @@ from helpers import FAST, dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.block_index import BlocksStored, KvEventBatch, block_digests
-from hetlb.core.instance import Instance
-from hetlb.core.ledger import Ledger, check_instance
-from hetlb.core.queue import Queue, QueueLimits
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import (
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.ledger import Ledger, check_instance
+from hetlb.balancer.core.queue import Queue, QueueLimits
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import (
     Capacity,
     CapacityLearned,
     Connector,
@@ -31,6 +30,7 @@ from hetlb.core.types import (
     Request,
     Role,
 )
+from hetlb.options.kv_events.block_index import BlocksStored, KvEventBatch, block_digests
 
 PLACES, CACHE = 8, 5000
 #: Figures of a ledger that count something of each live lease.

@@ -14,10 +14,10 @@ from helpers import MODEL, examples, make_scheduler, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.core.health import HealthParams
-from hetlb.core.policies.registry import POLICIES
-from hetlb.core.predictor import OnlinePredictor
-from hetlb.core.types import (
+from hetlb.balancer.core.health import HealthParams
+from hetlb.balancer.core.policies.registry import POLICIES
+from hetlb.balancer.core.predictor import OnlinePredictor
+from hetlb.balancer.core.types import (
     Capacity,
     Command,
     Dispatch,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
-from hetlb.core.policies.registry import POLICIES
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import AdminState, AdminStateSet, Dispatch
+from hetlb.balancer.core.policies.registry import POLICIES
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import AdminState, AdminStateSet, Dispatch
 
 
 def noticed(deadline_s: float, *, slower: float = 50.0, policy: str = "hetlb") -> Scheduler:

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
-from hetlb.core.policies.base import PolicyParams
-from hetlb.core.policies.registry import POLICIES, PolicyRegistry
-from hetlb.core.policies.views import View, ViewPolicy, view
-from hetlb.core.types import Outcome
+from hetlb.balancer.core.policies.base import PolicyParams
+from hetlb.balancer.core.policies.registry import POLICIES, PolicyRegistry
+from hetlb.balancer.core.policies.views import View, ViewPolicy, view
+from hetlb.balancer.core.types import Outcome
 from hetlb.errors import ConfigError, HetlbError
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,7 @@ def site(tmp_path: Path) -> Path:
 @pytest.fixture
 def fleet(tmp_path: Path) -> Path:
     path = tmp_path / "fleet.yaml"
-    profiles = ROOT / "hetlb" / "demo"
+    profiles = ROOT / "hetlb" / "tools" / "demo"
     path.write_text(
         "version: 1\npolicy: {name: short-first}\nmodels:\n  - name: m\n    instances:\n"
         + "".join(
@@ -100,10 +100,15 @@ def test_an_unknown_name_lists_what_there_is(site: Path, fleet: Path, tmp_path: 
     ("source", "value", "message"),
     [
         ("import missing_module\n", "broken:P", "ModuleNotFoundError: No module named 'missing_module'"),
-        ("P = 3\n", "broken:P", "expected a subclass of ViewPolicy (hetlb.core.policies.views), got 3"),
+        (
+            "P = 3\n",
+            "broken:P",
+            "expected a subclass of ViewPolicy (hetlb.balancer.core.policies.views), got 3",
+        ),
         ("", "broken:P", "has no attribute 'P'"),
         (
-            "from hetlb.core.policies.views import ViewPolicy\nclass P(ViewPolicy):\n    name = 'q'\n",
+            "from hetlb.balancer.core.policies.views import ViewPolicy\n"
+            "class P(ViewPolicy):\n    name = 'q'\n",
             "broken:P",
             "name: expected 'short-first', got 'q'",
         ),

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.core.paths.path_ledger import PathLease
-from hetlb.core.paths.path_scheduler import MOST_REPLAYS, PATH_POLICIES, PathScheduler
-from hetlb.core.paths.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec, StageNetwork, StageSpec
-from hetlb.core.predictor import LengthDistribution, SamplePredictor
-from hetlb.core.types import Outcome, Reject, RejectReason, Request
+from hetlb.balancer.core.predictor import LengthDistribution, SamplePredictor
+from hetlb.balancer.core.types import Outcome, Reject, RejectReason, Request
+from hetlb.tools.paths.path_ledger import PathLease
+from hetlb.tools.paths.path_scheduler import MOST_REPLAYS, PATH_POLICIES, PathScheduler
+from hetlb.tools.paths.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec, StageNetwork, StageSpec
 
 LIMITS = BatchLimits(prompts=1, prompt_tokens=4096, decodes=64, decode_context=100_000)
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from helpers import FAST, request, spec
 
-from hetlb.core.health import HealthParams
-from hetlb.core.policies.base import PolicyParams
-from hetlb.core.predictor import LengthDistribution
-from hetlb.core.queue import QueueLimits
-from hetlb.core.types import Candidate, Capacity, Probed, ProbeResult
-from hetlb.workload.arrivals import PlannedRequest
-from hetlb.workload.records import RequestResult
-from hetlb.workload.rows import Row
+from hetlb.balancer.core.health import HealthParams
+from hetlb.balancer.core.policies.base import PolicyParams
+from hetlb.balancer.core.predictor import LengthDistribution
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.types import Candidate, Capacity, Probed, ProbeResult
+from hetlb.tools.workload.arrivals import PlannedRequest
+from hetlb.tools.workload.records import RequestResult
+from hetlb.tools.workload.rows import Row
 
 
 def facts(value: Any) -> Any:

@@ -8,13 +8,12 @@ from array import array
 import pytest
 from helpers import FAST, dispatched, make_scheduler, request, spec
 
-from hetlb.core.block_index import BlocksStored, KvEventBatch, block_digests
-from hetlb.core.demand import PROMPT_WEIGHT
-from hetlb.core.latency import processing_s
-from hetlb.core.policies.base import PolicyParams
-from hetlb.core.policies.sight import SchedulingContext
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import (
+from hetlb.balancer.core.demand import PROMPT_WEIGHT
+from hetlb.balancer.core.latency import processing_s
+from hetlb.balancer.core.policies.base import PolicyParams
+from hetlb.balancer.core.policies.sight import SchedulingContext
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
     Capacity,
@@ -22,6 +21,7 @@ from hetlb.core.types import (
     ModelsLearned,
     Request,
 )
+from hetlb.options.kv_events.block_index import BlocksStored, KvEventBatch, block_digests
 
 ROOMY = Capacity(kv_cache_tokens=10**6, kv_tokens_per_request=10**6, max_num_seqs=64)
 

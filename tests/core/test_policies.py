@@ -6,14 +6,14 @@ import random
 import pytest
 from helpers import FAST, dispatched, make_scheduler, request, spec
 
-from hetlb.core.demand import Demand
-from hetlb.core.policies.base import COMBINE_FORMS, PlannedShares, PolicyParams
-from hetlb.core.policies.baselines import PrefixMatch, kv_used_tokens
-from hetlb.core.policies.registry import POLICIES
-from hetlb.core.policies.sight import SchedulingContext
-from hetlb.core.predictor import make_predictor
-from hetlb.core.speed import PeakEwma
-from hetlb.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome, Request
+from hetlb.balancer.core.demand import Demand
+from hetlb.balancer.core.policies.base import COMBINE_FORMS, PlannedShares, PolicyParams
+from hetlb.balancer.core.policies.baselines import PrefixMatch, kv_used_tokens
+from hetlb.balancer.core.policies.registry import POLICIES
+from hetlb.balancer.core.policies.sight import SchedulingContext
+from hetlb.balancer.core.predictor import make_predictor
+from hetlb.balancer.core.speed import PeakEwma
+from hetlb.balancer.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome, Request
 
 COMBINE_BY_HAND = {
     "power": lambda t, u, theta: t * theta**u,

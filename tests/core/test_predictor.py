@@ -10,7 +10,7 @@ from helpers import request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.predictor import (
+from hetlb.balancer.core.predictor import (
     MOST_TENANTS,
     PREDICTORS,
     PRIOR_OUTPUT_TOKENS,
@@ -20,7 +20,7 @@ from hetlb.core.predictor import (
     _bucket,
     make_predictor,
 )
-from hetlb.core.types import Request
+from hetlb.balancer.core.types import Request
 
 LENGTHS = st.lists(st.integers(1, 3000), min_size=1, max_size=200)
 

@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hetlb.core.prefix_index import LEAST_SHARE, PrefixIndex, PrefixKey, Shared, Tree
-from hetlb.core.types import InstanceAdded, InstanceRemoved, Outcome
+from hetlb.balancer.core.prefix_index import LEAST_SHARE, PrefixIndex, PrefixKey, Shared, Tree
+from hetlb.balancer.core.types import InstanceAdded, InstanceRemoved, Outcome
 
 #: Prefixes of a prompt as turns taken in a tree: equal ways are equal prefixes of equal length.
 PATHS = st.lists(st.sampled_from("ab"), min_size=1, max_size=4).map("".join)

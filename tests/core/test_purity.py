@@ -10,13 +10,22 @@ from helpers import make_scheduler, request, spec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hetlb.core.objective import ServiceClass
-from hetlb.core.policies.hetlb import Evaluation
-from hetlb.core.policies.registry import POLICIES
-from hetlb.core.policies.sight import ROOM
-from hetlb.core.policies.terms import TERMS
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import Candidate, Capacity, Command, Dispatch, EngineSample, Lease, Outcome, Request
+from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.core.policies.hetlb import Evaluation
+from hetlb.balancer.core.policies.registry import POLICIES
+from hetlb.balancer.core.policies.sight import ROOM
+from hetlb.balancer.core.policies.terms import TERMS
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import (
+    Candidate,
+    Capacity,
+    Command,
+    Dispatch,
+    EngineSample,
+    Lease,
+    Outcome,
+    Request,
+)
 
 #: Policies whose score is of an instance among the others: its turn or place, or a draw.
 AMONG_OTHERS = {"rr", "random", "p2c", "peak-ewma", "single"}

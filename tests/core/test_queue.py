@@ -10,9 +10,9 @@ from helpers import dispatched, head, make_scheduler, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.core.queue import Queue, QueueLimits
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import (
+from hetlb.balancer.core.queue import Queue, QueueLimits
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
     Capacity,

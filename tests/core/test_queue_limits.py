@@ -9,9 +9,9 @@ from helpers import head, request, waiting
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.objective import ServiceClass
-from hetlb.core.queue import FlowName, Queue, QueueFlow, QueueKey, QueueLimits
-from hetlb.core.types import Request
+from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.core.queue import FlowName, Queue, QueueFlow, QueueKey, QueueLimits
+from hetlb.balancer.core.types import Request
 
 LINE = QueueKey("m", None, False)
 

@@ -10,10 +10,10 @@ from helpers import make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.instance import Instance
-from hetlb.core.ready import ReadyInstances, least_tokens, with_excluded
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import (
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.ready import ReadyInstances, least_tokens, with_excluded
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
     Candidate,

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from helpers import FAST, dispatched, make_scheduler, request, spec
 
-from hetlb.core.instance import Instance
-from hetlb.core.queue import QueueLimits
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import (
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
     Capacity,

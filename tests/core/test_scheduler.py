@@ -3,11 +3,11 @@
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
-from hetlb.core.instance import DEFAULT_KV_CACHE_TOKENS
-from hetlb.core.latency import DEFAULT_LATENCY
-from hetlb.core.predictor import OnlinePredictor
-from hetlb.core.queue import QueueLimits
-from hetlb.core.types import (
+from hetlb.balancer.core.instance import DEFAULT_KV_CACHE_TOKENS
+from hetlb.balancer.core.latency import DEFAULT_LATENCY
+from hetlb.balancer.core.predictor import OnlinePredictor
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
     Capacity,

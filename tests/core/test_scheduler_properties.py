@@ -10,12 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hetlb.core.journal import booked
-from hetlb.core.policies.registry import POLICIES
-from hetlb.core.predictor import LengthDistribution, make_predictor
-from hetlb.core.queue import QueueLimits
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import (
+from hetlb.balancer.core.journal import booked
+from hetlb.balancer.core.policies.registry import POLICIES
+from hetlb.balancer.core.predictor import LengthDistribution, make_predictor
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
     Command,

@@ -9,13 +9,13 @@ from helpers import MODEL, dispatched, make_scheduler, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.core.eventlog import RecordingScheduler, Replay, encode_setup
-from hetlb.core.policies.base import PolicyParams
-from hetlb.core.policies.registry import POLICIES
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.shared_view import SharedView
-from hetlb.core.types import Command, Dispatch, Health, Lease, Outcome
+from hetlb.balancer.core.eventlog import RecordingScheduler, Replay, encode_setup
+from hetlb.balancer.core.policies.base import PolicyParams
+from hetlb.balancer.core.policies.registry import POLICIES
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import Command, Dispatch, Health, Lease, Outcome
+from hetlb.options.shared_view.shared_view import SharedView
 
 
 class Node:

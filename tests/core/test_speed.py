@@ -9,10 +9,17 @@ from helpers import dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.latency import LatencyModel, delay_of_reading_s
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.speed import MEMORY_S, MOST_PROFILED, MOST_UNPROFILED, PRIOR_S, TRUST, SpeedTracker
-from hetlb.core.types import AdminState, AdminStateSet, Health, InstanceAdded, InstanceUpdated, Outcome
+from hetlb.balancer.core.latency import LatencyModel, delay_of_reading_s
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.speed import MEMORY_S, MOST_PROFILED, MOST_UNPROFILED, PRIOR_S, TRUST, SpeedTracker
+from hetlb.balancer.core.types import (
+    AdminState,
+    AdminStateSet,
+    Health,
+    InstanceAdded,
+    InstanceUpdated,
+    Outcome,
+)
 
 MODEL = LatencyModel(1e-5, 1e-4, 0.0, 1e-3, 1e-8, 1e-4, 0.0, 1e-2)
 STEPS = 50

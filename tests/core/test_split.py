@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from helpers import FAST, make_scheduler, request, spec
 
-from hetlb.core.instance import Instance
-from hetlb.core.journal import Booked
-from hetlb.core.policies.hetlb import Evaluation
-from hetlb.core.policies.pairs import _Pairs
-from hetlb.core.policies.terms import TERMS
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import (
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.journal import Booked
+from hetlb.balancer.core.policies.hetlb import Evaluation
+from hetlb.balancer.core.policies.pairs import _Pairs
+from hetlb.balancer.core.policies.terms import TERMS
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import (
     Capacity,
     Connector,
     Dispatch,

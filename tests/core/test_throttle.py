@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hetlb.core.account import Account
-from hetlb.core.throttle import BLOCKED, BUSY_CAP_S, FORGOTTEN_S, LIMIT_S, NORMAL, Throttle
+from hetlb.balancer.core.account import Account
+from hetlb.balancer.core.throttle import BLOCKED, BUSY_CAP_S, FORGOTTEN_S, LIMIT_S, NORMAL, Throttle
 
 
 def throttle(lost: int = 0) -> Throttle:

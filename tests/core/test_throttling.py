@@ -7,12 +7,12 @@ from helpers import dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.account import MOST_PAUSE_S
-from hetlb.core.health import HealthParams
-from hetlb.core.policies.registry import POLICIES
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.throttle import BUSY_CAP_S
-from hetlb.core.types import (
+from hetlb.balancer.core.account import MOST_PAUSE_S
+from hetlb.balancer.core.health import HealthParams
+from hetlb.balancer.core.policies.registry import POLICIES
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.throttle import BUSY_CAP_S
+from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
     Capacity,

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
+from hetlb.balancer.core.policies.registry import POLICIES
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import Outcome
 from hetlb.build import compiled
-from hetlb.core.policies.registry import POLICIES
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import Outcome
 
 MOST_STAYS = 17
 MOST_RETURNS = 5
@@ -34,7 +34,7 @@ def stays(scheduler: Scheduler, number: int, now: float) -> list[str]:
             inside.pop()
         if event != "call" or inside or not name.startswith("hetlb."):
             return
-        if name.startswith("hetlb.core.policies.") and frame.f_code.co_name in _POLICY:
+        if name.startswith("hetlb.balancer.core.policies.") and frame.f_code.co_name in _POLICY:
             inside.append(frame)
         if not visited or visited[-1] != name:
             visited.append(name)

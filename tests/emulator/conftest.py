@@ -13,8 +13,8 @@ import pytest_asyncio
 import uvloop
 from helpers import HANG_S
 
-from hetlb.config.profile_file import Profile
-from hetlb.emulator import EmulatedEngine
+from hetlb.balancer.config.profile_file import Profile
+from hetlb.tools.emulator import EmulatedEngine
 
 Start: TypeAlias = Callable[..., Awaitable[EmulatedEngine]]
 

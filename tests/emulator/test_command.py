@@ -18,8 +18,8 @@ from emulator.conftest import PROFILE, make_profile
 from helpers import HANG_S
 
 from hetlb.cli.main import main
-from hetlb.emulator import EmulatedEngine
 from hetlb.errors import ConfigError, ProfileError
+from hetlb.tools.emulator import EmulatedEngine
 
 
 @pytest.fixture

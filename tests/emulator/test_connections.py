@@ -12,8 +12,8 @@ import pytest
 from emulator.conftest import Start, idle, make_profile
 from emulator.wire import Client, ask, request_bytes
 
-from hetlb.core.engine_metrics import parse
-from hetlb.emulator import EmulatedEngine
+from hetlb.balancer.core.engine_metrics import parse
+from hetlb.tools.emulator import EmulatedEngine
 
 COMPLETIONS = "/v1/completions"
 #: Runs for 13 s and more unless it is aborted.

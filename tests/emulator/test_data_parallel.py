@@ -9,8 +9,8 @@ from emulator.conftest import Start, idle, make_profile
 from emulator.wire import Client
 from helpers import HANG_S
 
-from hetlb.core.engine_metrics import parse
-from hetlb.emulator import EmulatedEngine
+from hetlb.balancer.core.engine_metrics import parse
+from hetlb.tools.emulator import EmulatedEngine
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": [1] * 16, "max_tokens": 400, "stream": True}

@@ -11,9 +11,9 @@ import pytest
 from emulator.conftest import Start, make_profile
 from emulator.wire import Client, ask
 
-from hetlb.emulator import EmulatedEngine
-from hetlb.emulator.counting import answer_length, count_text, text_seed, token_ids
-from hetlb.emulator.replies import words
+from hetlb.tools.emulator import EmulatedEngine
+from hetlb.tools.emulator.counting import answer_length, count_text, text_seed, token_ids
+from hetlb.tools.emulator.replies import words
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

@@ -9,7 +9,7 @@ from emulator.conftest import Start
 from emulator.wire import ask
 from helpers import HANG_S
 
-from hetlb.emulator.kv_transfer import KvSettings
+from hetlb.tools.emulator.kv_transfer import KvSettings
 
 
 @pytest.mark.parametrize("prompt", ["a prompt", ""])

@@ -8,10 +8,10 @@ import pytest
 from emulator.conftest import Start, make_profile
 from emulator.wire import Client, ask
 
-from hetlb.core.engine_metrics import parse
-from hetlb.emulator import EmulatedEngine
-from hetlb.emulator.kv_transfer import KvSettings
+from hetlb.balancer.core.engine_metrics import parse
 from hetlb.errors import ConfigError
+from hetlb.tools.emulator import EmulatedEngine
+from hetlb.tools.emulator.kv_transfer import KvSettings
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 #: Four blocks of 16 tokens of 4 bytes, all different.

@@ -7,9 +7,9 @@ import time
 
 from helpers import FAST, HANG_S
 
-from hetlb.emulator.real_time import EmulatedSequence, RealTimeEngine
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.engine_model import EngineModel
+from hetlb.tools.emulator.real_time import EmulatedSequence, RealTimeEngine
+from hetlb.tools.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.engine_model import EngineModel
 
 
 async def test_an_engine_that_waits_for_kv_goes_on_at_the_next_arrival() -> None:

@@ -12,9 +12,9 @@ from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.emulator.counting import VOCABULARY
-from hetlb.emulator.generation import Generation, Reader
-from hetlb.openai.requests import ApiError
+from hetlb.tools.emulator.counting import VOCABULARY
+from hetlb.tools.emulator.generation import Generation, Reader
+from hetlb.tools.openai.requests import ApiError
 
 READER = Reader(("tiny", "alias"), 2048)
 KINDS = {"completion": READER.completion, "chat": READER.chat}

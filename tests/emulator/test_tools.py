@@ -10,8 +10,8 @@ from emulator.wire import ask
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.emulator import EmulatedEngine
-from hetlb.emulator.tools import ToolCall, example
+from hetlb.tools.emulator import EmulatedEngine
+from hetlb.tools.emulator.tools import ToolCall, example
 
 CHAT = "/v1/chat/completions"
 SCHEMA = {

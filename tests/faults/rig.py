@@ -27,7 +27,7 @@ from faults.engine import FaultEngine
 from helpers import HANG_S
 from proxy.services import PatientService
 
-from hetlb.config.fleet import load_fleet
+from hetlb.balancer.config.fleet import load_fleet
 
 BACKGROUND = 50
 

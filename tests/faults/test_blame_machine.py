@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 from proxy.memory import End, Proxy
 
-from hetlb.core.types import Health
+from hetlb.balancer.core.types import Health
 
 #: Examples of the property; `BLAME_EXAMPLES=10000` runs it at length.
 EXAMPLES = int(os.environ.get("BLAME_EXAMPLES", "40"))

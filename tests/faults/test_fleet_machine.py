@@ -23,8 +23,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from hetlb.core.queue import QueueLimits
-from hetlb.core.types import (
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
     Dispatch,

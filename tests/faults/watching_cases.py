@@ -15,7 +15,7 @@ from faults.rig import Rig
 from faults.upstream_cases import refused, whole
 from helpers import HANG_S
 
-from hetlb.core.health import EJECTION_BASE_S, EJECTION_JITTER, FALL
+from hetlb.balancer.core.health import EJECTION_BASE_S, EJECTION_JITTER, FALL
 
 GOOD = METRICS % (1, 0.25)
 

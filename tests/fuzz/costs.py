@@ -25,22 +25,22 @@ from proxy.memory import End, Proxy
 from yaml import YAMLError
 
 from hetlb import turns
-from hetlb.config.fleet_tables import SharedTable
-from hetlb.config.mistakes import mistakes_in
-from hetlb.config.yaml_file import _Builder
-from hetlb.core import engine_metrics
-from hetlb.core.health import HealthTracker
-from hetlb.core.throttle import Throttle
-from hetlb.core.types import Health
-from hetlb.proxy.discovery.file_source import InstanceFile
-from hetlb.proxy.http import openai_body as bodies
-from hetlb.proxy.http.endpoints import Kind
-from hetlb.proxy.http.http1 import GateError
-from hetlb.proxy.http.websocket import accept_of
-from hetlb.proxy.kv_events import read_batch
-from hetlb.proxy.model_names import ModelNames
-from hetlb.proxy.sharing import Sharing
-from hetlb.stage import stage_messages
+from hetlb.balancer.clients.model_names import ModelNames
+from hetlb.balancer.config.fleet_tables import SharedTable
+from hetlb.balancer.config.mistakes import mistakes_in
+from hetlb.balancer.config.yaml_file import _Builder
+from hetlb.balancer.core import engine_metrics
+from hetlb.balancer.core.health import HealthTracker
+from hetlb.balancer.core.throttle import Throttle
+from hetlb.balancer.core.types import Health
+from hetlb.balancer.http import openai_body as bodies
+from hetlb.balancer.http.endpoints import Kind
+from hetlb.balancer.http.http1 import GateError
+from hetlb.options.instance_files.file_source import InstanceFile
+from hetlb.options.kv_events.kv_events import read_batch
+from hetlb.options.shared_view.sharing import Sharing
+from hetlb.options.tunnel.websocket import accept_of
+from hetlb.tools.stage import stage_messages
 
 #: Reads of a socket are as large as this at most.
 READ = 256 << 10

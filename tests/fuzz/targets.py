@@ -34,23 +34,23 @@ from pick.door import Door, messages_of
 from proxy.stream_spellings import data_of
 from stage.toy import make_folder, make_worker
 
-from hetlb.config.api_keys import load_api_keys
-from hetlb.config.cluster import load_cluster
-from hetlb.config.fleet import load_fleet
-from hetlb.config.profile_file import load_profile
-from hetlb.core import engine_metrics
-from hetlb.core.block_index import BlocksCleared, BlocksStored
-from hetlb.core.remote_leases import RemoteLeases
+from hetlb.balancer.config.api_keys import load_api_keys
+from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.config.profile_file import load_profile
+from hetlb.balancer.core import engine_metrics
+from hetlb.balancer.http import http1, multipart, sse, text_shape, transfer_fields
+from hetlb.balancer.http import openai_body as bodies
+from hetlb.balancer.http.endpoints import Kind
 from hetlb.errors import InputError
-from hetlb.proxy.http import http1, multipart, sse, text_shape, transfer_fields
-from hetlb.proxy.http import openai_body as bodies
-from hetlb.proxy.http.endpoints import Kind
-from hetlb.proxy.kv_events import PART_BLOCKS, read_batch
-from hetlb.proxy.lease_wire import from_wire
-from hetlb.proxy.offer import DECODER as TAKEOVER
-from hetlb.proxy.offer import Step
-from hetlb.stage import stage_messages
-from hetlb.stage.runner import run_apart
+from hetlb.options.kv_events.block_index import BlocksCleared, BlocksStored
+from hetlb.options.kv_events.kv_events import PART_BLOCKS, read_batch
+from hetlb.options.lease_wire import from_wire
+from hetlb.options.remote_leases import RemoteLeases
+from hetlb.options.takeover.offer import DECODER as TAKEOVER
+from hetlb.options.takeover.offer import Step
+from hetlb.tools.plan.cluster import load_cluster
+from hetlb.tools.stage import stage_messages
+from hetlb.tools.stage.runner import run_apart
 
 CORPUS = Path(__file__).parent / "corpus"
 #: Folder of the toy model whose stage is fuzzed.

@@ -16,10 +16,18 @@ from msgspec import msgpack
 from pick.door import ANSWER, BODY, HEADERS, written
 from pick.gateway import body_of
 
+from hetlb.balancer.http.endpoints import Kind
 from hetlb.build import compiled
-from hetlb.proxy.http.endpoints import Kind
-from hetlb.proxy.lease_wire import PART_CHANGES
-from hetlb.stage.stage_messages import MOST_PASSES, Close, Pass, Passes, StageProtocolError, decode, encode
+from hetlb.options.lease_wire import PART_CHANGES
+from hetlb.tools.stage.stage_messages import (
+    MOST_PASSES,
+    Close,
+    Pass,
+    Passes,
+    StageProtocolError,
+    decode,
+    encode,
+)
 
 Make = Callable[[int], bytes]
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\n"

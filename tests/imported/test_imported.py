@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from hetlb.cli.main import main
-from hetlb.config.imported.recognised import read_foreign
 from hetlb.errors import ConfigError
+from hetlb.tools.imported.recognised import read_foreign
 
 FILES = sorted(each for each in Path(__file__).parent.iterdir() if each.suffix in (".conf", ".cfg", ".yaml"))
 

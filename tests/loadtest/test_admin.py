@@ -11,8 +11,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from hetlb.errors import HetlbError
-from hetlb.loadtest.fleet_admin import FleetAdmin, busy_figures, fleet_admin
-from hetlb.workload.records import Counted
+from hetlb.tools.loadtest.fleet_admin import FleetAdmin, busy_figures, fleet_admin
+from hetlb.tools.workload.records import Counted
 
 IDLE = {"in_flight": 0, "queued": 0, "workload": 0.0, "kv_reserved_tokens": 0, "health": "up"}
 

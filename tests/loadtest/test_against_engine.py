@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-import hetlb.demo
-from hetlb.config.profile_file import load_profile
-from hetlb.emulator import EmulatedEngine
-from hetlb.loadtest.bodies import RequestBodies
-from hetlb.loadtest.generator import run_load
-from hetlb.workload.arrivals import PlannedRequest
-from hetlb.workload.rows import Row
+import hetlb.tools.demo
+from hetlb.balancer.config.profile_file import load_profile
+from hetlb.tools.emulator import EmulatedEngine
+from hetlb.tools.loadtest.bodies import RequestBodies
+from hetlb.tools.loadtest.generator import run_load
+from hetlb.tools.workload.arrivals import PlannedRequest
+from hetlb.tools.workload.rows import Row
 
-PROFILE = load_profile(Path(hetlb.demo.__file__).parent / "fast.yaml")
+PROFILE = load_profile(Path(hetlb.tools.demo.__file__).parent / "fast.yaml")
 PLAN = [PlannedRequest(i, 0.0, Row(None, 5 + 11 * i, 1 + i % 7)) for i in range(20)]
 
 

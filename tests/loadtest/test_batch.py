@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 
 from hetlb.cli.main import main
 from hetlb.errors import HetlbError, TraceError
-from hetlb.loadtest.batch_files import BatchJob, BatchJournal, read_jobs
-from hetlb.loadtest.batch_run import BatchRun, retry_after_s
+from hetlb.tools.loadtest.batch_files import BatchJob, BatchJournal, read_jobs
+from hetlb.tools.loadtest.batch_run import BatchRun, retry_after_s
 
 Answer = Callable[[int, dict[str, Any], web.Request], Awaitable[web.StreamResponse]]
 

@@ -10,11 +10,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.emulator.counting import VOCABULARY
-from hetlb.loadtest.bodies import CHAT, RequestBodies
-from hetlb.workload.arrivals import PlannedRequest
-from hetlb.workload.chats import estimate_tokens
-from hetlb.workload.rows import Row
+from hetlb.tools.emulator.counting import VOCABULARY
+from hetlb.tools.loadtest.bodies import CHAT, RequestBodies
+from hetlb.tools.workload.arrivals import PlannedRequest
+from hetlb.tools.workload.chats import estimate_tokens
+from hetlb.tools.workload.rows import Row
 
 BLOCK = 8
 

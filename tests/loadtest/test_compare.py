@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.loadtest.campaign import FIGURES, comparisons, paired, turns
+from hetlb.tools.loadtest.campaign import FIGURES, comparisons, paired, turns
 
 
 def run(policy: str, number: int, value: float, rate: float | str = 4.0) -> dict[str, Any]:

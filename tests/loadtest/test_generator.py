@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from loadtest.stub import Call, stub
 
-from hetlb.loadtest.bodies import RequestBodies
-from hetlb.loadtest.generator import LoadInterruptedError, LoadProgress, run_load
-from hetlb.loadtest.load_result import LoadResult
-from hetlb.workload.arrivals import PlannedRequest, make_plan
-from hetlb.workload.records import RequestResult
-from hetlb.workload.rows import Row
+from hetlb.tools.loadtest.bodies import RequestBodies
+from hetlb.tools.loadtest.generator import LoadInterruptedError, LoadProgress, run_load
+from hetlb.tools.loadtest.load_result import LoadResult
+from hetlb.tools.workload.arrivals import PlannedRequest, make_plan
+from hetlb.tools.workload.records import RequestResult
+from hetlb.tools.workload.rows import Row
 
 
 def plan_of(count: int, *, gap_s: float = 0.0, output: int = 3) -> list[PlannedRequest]:

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.loadtest.load_plot import write_load_plot
-from hetlb.loadtest.load_result import LoadResult, peak_concurrency
-from hetlb.loadtest.report import latency_table
-from hetlb.workload.arrivals import PlannedRequest
-from hetlb.workload.records import RequestResult
-from hetlb.workload.rows import Row
+from hetlb.tools.loadtest.load_plot import write_load_plot
+from hetlb.tools.loadtest.load_result import LoadResult, peak_concurrency
+from hetlb.tools.loadtest.report import latency_table
+from hetlb.tools.workload.arrivals import PlannedRequest
+from hetlb.tools.workload.records import RequestResult
+from hetlb.tools.workload.rows import Row
 
 
 def record(

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.errors import InputError
-from hetlb.loadtest import options
-from hetlb.workload.arrivals import Ramp, Waves
+from hetlb.tools.loadtest import options
+from hetlb.tools.workload.arrivals import Ramp, Waves
 
 
 def test_rates() -> None:

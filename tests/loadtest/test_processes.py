@@ -12,11 +12,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-import hetlb.demo
+import hetlb.tools.demo
 from hetlb.errors import HetlbError
-from hetlb.loadtest.processes import helper_processes
+from hetlb.tools.loadtest.processes import helper_processes
 
-PROFILE = Path(hetlb.demo.__file__).parent / "fast.yaml"
+PROFILE = Path(hetlb.tools.demo.__file__).parent / "fast.yaml"
 ENGINE = ("engine", "--profile", str(PROFILE), "--port", "0", "--served-model-name", "m")
 
 
@@ -35,7 +35,7 @@ async def test_a_process_is_ready_at_its_address_and_gone_afterwards() -> None:
 
 PARENT = """
 import asyncio, sys
-from hetlb.loadtest.processes import Helpers
+from hetlb.tools.loadtest.processes import Helpers
 from pathlib import Path
 
 async def main():

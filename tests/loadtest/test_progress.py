@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hetlb.loadtest.generator import LoadProgress
-from hetlb.loadtest.screen import Screen, live_figures
+from hetlb.tools.loadtest.generator import LoadProgress
+from hetlb.tools.loadtest.screen import Screen, live_figures
 
 
 def test_a_run_so_far_in_a_few_words() -> None:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from hetlb.loadtest.report import (
+from hetlb.tools.loadtest.report import (
     comparison_table,
     instances_table,
     latency_table,
@@ -18,7 +18,7 @@ from hetlb.loadtest.report import (
     search_table,
     throughput_table,
 )
-from hetlb.workload.records import RequestResult, summarize
+from hetlb.tools.workload.records import RequestResult, summarize
 
 
 def run(policy: str, counts: dict[str, int], *, failed: int = 0) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hetlb.loadtest.response_parser import StreamReader, read_plain
-from hetlb.openai.answer_events import AnswerError
-from hetlb.workload.records import RequestResult
+from hetlb.tools.loadtest.response_parser import StreamReader, read_plain
+from hetlb.tools.openai.answer_events import AnswerError
+from hetlb.tools.workload.records import RequestResult
 
 RECORDINGS = Path(__file__).parents[1] / "vllm" / "data"
 

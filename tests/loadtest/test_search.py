@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.loadtest.campaign import MAX_PROBES, RESOLUTION, RateSearch
+from hetlb.tools.loadtest.campaign import MAX_PROBES, RESOLUTION, RateSearch
 
 RATES = st.floats(0.1, 1000.0)
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.models.degrees import ModelShape, refusal
-from hetlb.models.facts import read_facts
-from hetlb.models.layer import Heads
+from hetlb.tools.models.degrees import ModelShape, refusal
+from hetlb.tools.models.facts import read_facts
+from hetlb.tools.models.layer import Heads
 
 CONFIGS = json.loads((Path(__file__).parent / "data/degrees.json").read_text())
 

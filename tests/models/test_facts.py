@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from hetlb.cli.main import main
 from hetlb.errors import ConfigError
-from hetlb.models.config_keys import ALIASES, class_defaults
-from hetlb.models.degrees import refusal
-from hetlb.models.facts import ModelFacts, read_facts
-from hetlb.models.families import ARCHITECTURES, FAMILIES
+from hetlb.tools.models.config_keys import ALIASES, class_defaults
+from hetlb.tools.models.degrees import refusal
+from hetlb.tools.models.facts import ModelFacts, read_facts
+from hetlb.tools.models.families import ARCHITECTURES, FAMILIES
 
 DATA = Path(__file__).parent / "data"
 CACHES: Mapping[str, Any] = json.loads((DATA / "caches.json").read_text())

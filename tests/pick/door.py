@@ -11,18 +11,18 @@ from pick.gateway import body_of, request_headers, response_headers
 from proxy.memory import Loop
 from proxy.upstreams import PLAIN_BODY
 
-from hetlb.config.fleet_tables import PickTable, ProxyTable
-from hetlb.core.health import HealthTracker
-from hetlb.core.throttle import Throttle
-from hetlb.core.types import Health
-from hetlb.pick.calls import receive
-from hetlb.pick.envoy_fields import MalformedMessage
-from hetlb.pick.messages import STREAMED
-from hetlb.pick.pick_driver import PickDriver
-from hetlb.pick.stream import HttpStream, PickerState
-from hetlb.pick.tenant_names import MOST
-from hetlb.proxy.router import Router
-from hetlb.proxy.token_estimator import TokenEstimator
+from hetlb.balancer.clients.router import Router
+from hetlb.balancer.clients.token_estimator import TokenEstimator
+from hetlb.balancer.config.fleet_tables import PickTable, ProxyTable
+from hetlb.balancer.core.health import HealthTracker
+from hetlb.balancer.core.throttle import Throttle
+from hetlb.balancer.core.types import Health
+from hetlb.options.pick.calls import receive
+from hetlb.options.pick.envoy_fields import MalformedMessage
+from hetlb.options.pick.messages import STREAMED
+from hetlb.options.pick.pick_driver import PickDriver
+from hetlb.options.pick.stream import HttpStream, PickerState
+from hetlb.options.pick.tenant_names import MOST
 
 #: The messages of a request and its answer, as Envoy sends them.
 HEADERS = request_headers(STREAMED).SerializeToString()

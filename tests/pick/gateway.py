@@ -10,8 +10,8 @@ from typing import Any
 import grpc.aio
 from pick.rig import Engine, Rig
 
-from hetlb.pick import messages
-from hetlb.pick.messages import BUFFERED
+from hetlb.options.pick import messages
+from hetlb.options.pick.messages import BUFFERED
 
 PROCESS = f"/{messages.PROCESS_SERVICE}/Process"
 REQUEST = {":method": "POST", ":path": "/v1/completions", "content-type": "application/json"}

@@ -17,8 +17,8 @@ from aiohttp import web
 from helpers import HANG_S, free_port, outcomes, turns_until
 from proxy.upstreams import DONE, PLAIN_BODY, TOKEN, USAGE
 
-from hetlb.config.fleet import load_fleet
-from hetlb.pick.pick_service import PickService
+from hetlb.balancer.config.fleet import load_fleet
+from hetlb.options.pick.pick_service import PickService
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "envoy"
 STATIC, GATEWAY_API = CONFIGS / "static.yaml", CONFIGS / "gateway-api.yaml"

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from pick.rig import CONFIGS, GATEWAY_API, STATIC, envoy_binary
 
+from hetlb.balancer.config.fleet import load_fleet
 from hetlb.cli.main import main
-from hetlb.config.fleet import load_fleet
 
 KUBERNETES = CONFIGS / "kubernetes"
 

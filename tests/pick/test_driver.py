@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from helpers import make_scheduler, spec
 
-from hetlb.config.fleet_tables import ProxyTable
-from hetlb.core.types import AdminState, AdminStateSet, Capacity, Dispatch, Request
-from hetlb.pick.pick_driver import MOST_RANKED, PickDriver
-from hetlb.proxy.token_estimator import TokenEstimator
+from hetlb.balancer.clients.token_estimator import TokenEstimator
+from hetlb.balancer.config.fleet_tables import ProxyTable
+from hetlb.balancer.core.types import AdminState, AdminStateSet, Capacity, Dispatch, Request
+from hetlb.options.pick.pick_driver import MOST_RANKED, PickDriver
 
 
 @pytest.mark.parametrize("count", [30, 3 * MOST_RANKED])

@@ -24,8 +24,8 @@ from helpers import HANG_S, free_port, turns_until
 from pick.rig import GATEWAY_API, STATIC, Engine, Envoy, Rig, answer, rig
 from proxy.upstreams import DONE, TOKEN
 
+from hetlb.balancer.core.types import Capacity, CapacityLearned
 from hetlb.build import compiled
-from hetlb.core.types import Capacity, CapacityLearned
 
 pytestmark = pytest.mark.envoy
 

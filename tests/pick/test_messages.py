@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from google.protobuf import descriptor_pb2
 
-import hetlb.pick
-from hetlb.pick import messages
+import hetlb.options.pick
+from hetlb.options.pick import messages
 
-FOLDER = Path(hetlb.pick.__file__).parent
+FOLDER = Path(hetlb.options.pick.__file__).parent
 
 
 def test_compiling_the_proto_again_gives_the_same(tmp_path: Path) -> None:

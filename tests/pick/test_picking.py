@@ -16,10 +16,10 @@ from helpers import turns_until
 from pick.rig import GATEWAY_API, STATIC, Envoy, Rig, rig, stream
 from proxy.upstreams import DONE, PLAIN_BODY, TOKEN
 
-from hetlb.core.eventlog import Replay
-from hetlb.core.types import AdminState, AdminStateSet, Capacity, CapacityLearned, Request
-from hetlb.pick.calls import ProcessCall
-from hetlb.pick.stream import HttpStream
+from hetlb.balancer.core.eventlog import Replay
+from hetlb.balancer.core.types import AdminState, AdminStateSet, Capacity, CapacityLearned, Request
+from hetlb.options.pick.calls import ProcessCall
+from hetlb.options.pick.stream import HttpStream
 
 pytestmark = pytest.mark.envoy
 
@@ -334,7 +334,7 @@ def _trusting(path: Path) -> Any:
 async def test_health_checks_say_who_should_get_requests(tmp_path: Path) -> None:
     import grpc.aio
 
-    from hetlb.pick.messages import (
+    from hetlb.options.pick.messages import (
         HEALTH_SERVICE,
         NOT_SERVING,
         PROCESS_SERVICE,

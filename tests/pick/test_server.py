@@ -45,12 +45,12 @@ from proxy.discovery.conftest import Cluster, serving
 from proxy.discovery.test_inference_pool import pool
 from proxy.discovery.test_kubernetes import pod
 
-from hetlb.config.fleet import load_fleet
+from hetlb.balancer.config.fleet import load_fleet
 from hetlb.errors import ConfigError
-from hetlb.pick import messages, pick_service
-from hetlb.pick import pick_server as server
-from hetlb.pick.messages import FULL_DUPLEX
-from hetlb.pick.pick_service import check_pick
+from hetlb.options.pick import messages, pick_service
+from hetlb.options.pick import pick_server as server
+from hetlb.options.pick.messages import FULL_DUPLEX
+from hetlb.options.pick.pick_service import check_pick
 
 #: Names that have an address, and that have none (RFC 6761, 6.4).
 NAMES = ("localhost", "none.invalid")

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from pick.rig import Rig, rig
 from pick.test_faults import BESIDE, beside
 
+from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.config.fleet_tables import SharedTable
+from hetlb.balancer.core.journal import Begun, Booked, Ended, Waiting
+from hetlb.balancer.core.types import Outcome, Request
 from hetlb.cli.main import main
-from hetlb.config.fleet import load_fleet
-from hetlb.config.fleet_tables import SharedTable
-from hetlb.core.journal import Begun, Booked, Ended, Waiting
-from hetlb.core.types import Outcome, Request
-from hetlb.pick.pick_service import PickService
-from hetlb.proxy.lease_wire import WireChange, from_wire, to_wire
-from hetlb.proxy.peer_transport import Hub
-from hetlb.proxy.sharing import Sharing
+from hetlb.options.lease_wire import WireChange, from_wire, to_wire
+from hetlb.options.pick.pick_service import PickService
+from hetlb.options.shared_view.peer_transport import Hub
+from hetlb.options.shared_view.sharing import Sharing
 
 SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
 needs_server = pytest.mark.skipif(SERVER is None, reason="needs valkey-server or redis-server")

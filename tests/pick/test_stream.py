@@ -26,11 +26,11 @@ from pick.gateway import (
 from pick.rig import Rig
 from proxy.upstreams import PLAIN_BODY
 
-from hetlb.pick import messages, stream_states
-from hetlb.pick.calls import MAX_BESIDE_BODY, is_body
-from hetlb.pick.messages import BUFFERED, FULL_DUPLEX, STREAMED
-from hetlb.pick.stream_states import StreamState
-from hetlb.pick.tenant_names import FAIRNESS, MOST, OTHERS, TenantNames
+from hetlb.options.pick import messages, stream_states
+from hetlb.options.pick.calls import MAX_BESIDE_BODY, is_body
+from hetlb.options.pick.messages import BUFFERED, FULL_DUPLEX, STREAMED
+from hetlb.options.pick.stream_states import StreamState
+from hetlb.options.pick.tenant_names import FAIRNESS, MOST, OTHERS, TenantNames
 
 
 def test_every_state_of_a_stream_is_reached_and_left() -> None:

@@ -9,9 +9,15 @@ from typing import Any
 
 import pytest
 
-from hetlb.core.paths.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec
-from hetlb.plan.placement.place_cluster import Holding, LayeredModel, MachineKind, PlaceCluster, PlaceNode
-from hetlb.plan.placement.place_files import load_cluster
+from hetlb.tools.paths.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec
+from hetlb.tools.plan.placement.place_cluster import (
+    Holding,
+    LayeredModel,
+    MachineKind,
+    PlaceCluster,
+    PlaceNode,
+)
+from hetlb.tools.plan.placement.place_files import load_cluster
 
 HELIX = Path(__file__).parents[2] / ".." / "shared" / "data" / "helix"
 

@@ -13,25 +13,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.config.plan_tables import Model
-from hetlb.config.profile_file import EngineInfo, HostTime, MixedSteps, Profile, load_profile
-from hetlb.core.latency import LatencyModel
-from hetlb.core.step_times import DecodeTable, MixedTerm, PnormPrefill
-from hetlb.plan.common.capacity import divide_layers
-from hetlb.plan.common.composition import (
+from hetlb.balancer.config.profile_file import EngineInfo, HostTime, MixedSteps, Profile, load_profile
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.step_times import DecodeTable, MixedTerm, PnormPrefill
+from hetlb.tools.plan.common.capacity import divide_layers
+from hetlb.tools.plan.common.composition import (
     LinkSeconds,
     StageProfile,
     compose_latency,
     compose_profile,
     engine_stages,
 )
-from hetlb.plan.throughput import bubbles, interleave, saturated_rate, slowed
-from hetlb.sim.alone import batch_of, full_part
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.engine_model import EngineModel
-from hetlb.sim.engine_sequence import EngineSequence
-from hetlb.sim.staged_engine import EngineStage, StagedEngine
-from hetlb.sim.study import engine_of
+from hetlb.tools.plan.common.plan_tables import Model
+from hetlb.tools.plan.throughput import bubbles, interleave, saturated_rate, slowed
+from hetlb.tools.sim.alone import batch_of, full_part
+from hetlb.tools.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.engine_model import EngineModel
+from hetlb.tools.sim.engine_sequence import EngineSequence
+from hetlb.tools.sim.staged_engine import EngineStage, StagedEngine
+from hetlb.tools.sim.study import engine_of
 
 PROFILING = Path(__file__).parents[2] / "profiling"
 MODEL = Model(name="m")

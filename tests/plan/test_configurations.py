@@ -10,19 +10,19 @@ import msgspec
 import pytest
 import yaml
 
-from hetlb.config.profile_file import load_profile
-from hetlb.core.latency import LatencyModel
+from hetlb.balancer.config.profile_file import load_profile
+from hetlb.balancer.core.latency import LatencyModel
 from hetlb.errors import ConfigError
-from hetlb.models.facts import read_facts
-from hetlb.plan.common.capacity import divide_layers
-from hetlb.plan.configurations import candidates, capacity_of
-from hetlb.plan.market import Market, load_market
-from hetlb.plan.rent_program import ConfigurationStage
-from hetlb.plan.throughput import Measured, SloLimits, interleave, rate_within, saturated_rate
-from hetlb.plan.workloads import RequestType, cluster
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.sim.study import engine_of
+from hetlb.tools.models.facts import read_facts
+from hetlb.tools.plan.common.capacity import divide_layers
+from hetlb.tools.plan.configurations import candidates, capacity_of
+from hetlb.tools.plan.market import Market, load_market
+from hetlb.tools.plan.rent_program import ConfigurationStage
+from hetlb.tools.plan.throughput import Measured, SloLimits, interleave, rate_within, saturated_rate
+from hetlb.tools.plan.workloads import RequestType, cluster
+from hetlb.tools.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.sim.study import engine_of
 
 PROFILING = Path(__file__).parents[2] / "profiling"
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hetlb.balancer.core.types import Role
 from hetlb.cli.main import main
-from hetlb.core.types import Role
-from hetlb.plan.common.capabilities import NIXL, VLLM_FACTS, Form, Status, fact_of, refused
-from hetlb.plan.common.servers import VllmServer
+from hetlb.tools.plan.common.capabilities import NIXL, VLLM_FACTS, Form, Status, fact_of, refused
+from hetlb.tools.plan.common.servers import VllmServer
 
 PROFILING = Path(__file__).parents[2] / "profiling"
 MARKET = f"""version: 1

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.config.cluster import Cluster, ClusterLimits
-from hetlb.config.plan_tables import Machine, Model
-from hetlb.config.profile_file import Profile, load_profile
-from hetlb.models.facts import read_facts
-from hetlb.plan.layouts import (
+from hetlb.balancer.config.profile_file import Profile, load_profile
+from hetlb.tools.models.facts import read_facts
+from hetlb.tools.plan.cluster import Cluster, ClusterLimits
+from hetlb.tools.plan.common.plan_tables import Machine, Model
+from hetlb.tools.plan.layouts import (
     Layout,
     LayoutFleet,
     LayoutTarget,
@@ -24,9 +24,9 @@ from hetlb.plan.layouts import (
     layout_name,
     layouts_of,
 )
-from hetlb.plan.throughput import SloLimits
-from hetlb.plan.tp_search import Option, Part, Throughput, best_pipelines, search
-from hetlb.plan.trace_throughput import Throughputs
+from hetlb.tools.plan.throughput import SloLimits
+from hetlb.tools.plan.tp_search import Option, Part, Throughput, best_pipelines, search
+from hetlb.tools.plan.trace_throughput import Throughputs
 
 PROFILING = Path(__file__).parents[2] / "profiling"
 LLAMA = {

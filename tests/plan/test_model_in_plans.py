@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from hetlb.balancer.config.profile_file import load_profile
+from hetlb.balancer.core.engine_defaults import batch_limits
 from hetlb.cli.main import main
-from hetlb.config.cluster import load_cluster
-from hetlb.config.plan_tables import Model, PlanModelTable, read_model
-from hetlb.config.profile_file import load_profile
-from hetlb.core.engine_defaults import batch_limits
 from hetlb.errors import ConfigError, ProfileError
-from hetlb.plan.common.remarks import other_model, remarks
-from hetlb.plan.configurations import candidates
-from hetlb.plan.market import load_market
+from hetlb.tools.plan.cluster import load_cluster
+from hetlb.tools.plan.common.plan_tables import Model, PlanModelTable, read_model
+from hetlb.tools.plan.common.remarks import other_model, remarks
+from hetlb.tools.plan.configurations import candidates
+from hetlb.tools.plan.market import load_market
 
 DATA = Path(__file__).parents[1] / "models/data"
 CACHES = json.loads((DATA / "caches.json").read_text())
@@ -153,3 +153,9 @@ def test_vllm_s_limits_by_gpu() -> None:
     assert batch_limits("H100", 80 * gib) == (8192, 1024)
     assert batch_limits("B200", 178 * gib) == (16_384, 1024)
     assert batch_limits(None, None) == (2048, 256)
+    # Without the memory, by the name.
+    assert batch_limits("h100_sxm", None) == (8192, 1024)
+    assert batch_limits("b200_sxm", None) == (16_384, 1024)
+    assert batch_limits("rtx_pro_6000_server", None) == (8192, 1024)
+    assert batch_limits("A100-SXM4-80GB", None) == (2048, 256)
+    assert batch_limits("l40s", None) == (2048, 256)

@@ -22,13 +22,13 @@ from plan.clusters import (
 )
 from scipy.optimize import linprog
 
-from hetlb.core.paths.stages import SINK, SOURCE
 from hetlb.errors import PlanError
-from hetlb.plan.check import check_placement
-from hetlb.plan.placement.flow import Flow, PlacementFlows, max_flow, pipelines
-from hetlb.plan.placement.flow_bounds import compute_bound, flow_bound
-from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
-from hetlb.plan.placement.place_files import load_placement
+from hetlb.tools.paths.stages import SINK, SOURCE
+from hetlb.tools.plan.check import check_placement
+from hetlb.tools.plan.placement.flow import Flow, PlacementFlows, max_flow, pipelines
+from hetlb.tools.plan.placement.flow_bounds import compute_bound, flow_bound
+from hetlb.tools.plan.placement.place_cluster import PlaceCluster, Placement
+from hetlb.tools.plan.placement.place_files import load_placement
 
 
 def flow_by_linear_program(cluster: PlaceCluster, placement: Placement, *, partial: bool) -> float:

@@ -20,18 +20,18 @@ from plan.clusters import (
     small_cluster,
 )
 
-from hetlb.core.paths.stages import SINK, SOURCE, Edge, LinkSpec
-from hetlb.plan.highs import Interrupt, SolveLimits
-from hetlb.plan.placement.block_columns import BlockChain
-from hetlb.plan.placement.estimate import Estimator
-from hetlb.plan.placement.failures import losses
-from hetlb.plan.placement.flow import Flow, PlacementFlows, max_flow
-from hetlb.plan.placement.flow_bounds import flow_bound
-from hetlb.plan.placement.heuristics import chains, petals, separate_pipelines, swarm
-from hetlb.plan.placement.milp import solve
-from hetlb.plan.placement.place_cluster import PlaceCluster, Placement
-from hetlb.plan.placement.place_plan import PlacementSimulator, PlacePlan, plan_placement
-from hetlb.plan.placement.place_search import BASELINES, PlacementSearch
+from hetlb.tools.paths.stages import SINK, SOURCE, Edge, LinkSpec
+from hetlb.tools.plan.highs import Interrupt, SolveLimits
+from hetlb.tools.plan.placement.block_columns import BlockChain
+from hetlb.tools.plan.placement.estimate import Estimator
+from hetlb.tools.plan.placement.failures import losses
+from hetlb.tools.plan.placement.flow import Flow, PlacementFlows, max_flow
+from hetlb.tools.plan.placement.flow_bounds import flow_bound
+from hetlb.tools.plan.placement.heuristics import chains, petals, separate_pipelines, swarm
+from hetlb.tools.plan.placement.milp import solve
+from hetlb.tools.plan.placement.place_cluster import PlaceCluster, Placement
+from hetlb.tools.plan.placement.place_plan import PlacementSimulator, PlacePlan, plan_placement
+from hetlb.tools.plan.placement.place_search import BASELINES, PlacementSearch
 
 LENGTHS = [(100, 20), (50, 40)]
 

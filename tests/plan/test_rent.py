@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetlb.errors import PlanError
-from hetlb.plan import decompose
-from hetlb.plan.check import check_rent
-from hetlb.plan.highs import INFINITY, Interrupt, SolveLimits
-from hetlb.plan.planning import proportional_rate, round_robin_rate
-from hetlb.plan.rent_program import Configuration, Problem, RentPlan, assign, prune, solve
-from hetlb.plan.replan import MoveCost, moves_between, replan
-from hetlb.plan.workloads import RequestType
+from hetlb.tools.plan import decompose
+from hetlb.tools.plan.check import check_rent
+from hetlb.tools.plan.highs import INFINITY, Interrupt, SolveLimits
+from hetlb.tools.plan.planning import proportional_rate, round_robin_rate
+from hetlb.tools.plan.rent_program import Configuration, Problem, RentPlan, assign, prune, solve
+from hetlb.tools.plan.replan import MoveCost, moves_between, replan
+from hetlb.tools.plan.workloads import RequestType
 
 LIMITS = SolveLimits(gap=1e-9)
 

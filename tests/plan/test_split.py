@@ -16,20 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.clusters import Steps
 
+from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.types import Role
 from hetlb.cli.main import main
-from hetlb.config.cluster import load_split
-from hetlb.config.fleet import load_fleet
-from hetlb.config.plan_tables import Machine, Model, RooflineTable
-from hetlb.core.latency import LatencyModel
-from hetlb.core.types import Role
 from hetlb.errors import ConfigError, PlanError
-from hetlb.plan.check import check_split
-from hetlb.plan.common.servers import write_servers
-from hetlb.plan.disaggregation.cost import GroupTable, PaperCost, ProfileCost, capacity_of
-from hetlb.plan.disaggregation.exhaustive import SEARCH_S, Exhaustive, find_exhaustively
-from hetlb.plan.disaggregation.network import LINK_SHARE, Network
-from hetlb.plan.disaggregation.rates import both_rate, decode_rate, prefill_rate
-from hetlb.plan.disaggregation.split_cluster import (
+from hetlb.tools.plan.check import check_split
+from hetlb.tools.plan.cluster import load_split
+from hetlb.tools.plan.common.plan_tables import Machine, Model, RooflineTable
+from hetlb.tools.plan.common.servers import write_servers
+from hetlb.tools.plan.disaggregation.cost import GroupTable, PaperCost, ProfileCost, capacity_of
+from hetlb.tools.plan.disaggregation.exhaustive import SEARCH_S, Exhaustive, find_exhaustively
+from hetlb.tools.plan.disaggregation.network import LINK_SHARE, Network
+from hetlb.tools.plan.disaggregation.rates import both_rate, decode_rate, prefill_rate
+from hetlb.tools.plan.disaggregation.split_cluster import (
     GroupStage,
     Links,
     RequestLengths,
@@ -38,9 +38,9 @@ from hetlb.plan.disaggregation.split_cluster import (
     SplitCluster,
     SplitPlan,
 )
-from hetlb.plan.disaggregation.split_search import SplitSearch
-from hetlb.plan.disaggregation.split_servers import servers_of
-from hetlb.plan.disaggregation.split_simulation import (
+from hetlb.tools.plan.disaggregation.split_search import SplitSearch
+from hetlb.tools.plan.disaggregation.split_servers import servers_of
+from hetlb.tools.plan.disaggregation.split_simulation import (
     Simulated,
     different,
     judge,
@@ -48,10 +48,10 @@ from hetlb.plan.disaggregation.split_simulation import (
     simplest,
     simulate_plan,
 )
-from hetlb.plan.highs import Interrupt, SolveLimits
-from hetlb.plan.throughput import saturated_rate
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_engine import EngineSpec
+from hetlb.tools.plan.highs import Interrupt, SolveLimits
+from hetlb.tools.plan.throughput import saturated_rate
+from hetlb.tools.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.fleet_engine import EngineSpec
 
 GIB = 1 << 30
 #: FLOP/s, memory bytes/s, memory, bytes/s between GPUs of a machine.

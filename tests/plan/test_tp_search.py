@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.config.cluster import Cluster, ClusterLimits
-from hetlb.config.plan_tables import Machine, Model
-from hetlb.config.profile_file import DecodeCoefficients, PrefillCoefficients, Profile
-from hetlb.core.latency import LatencyModel
+from hetlb.balancer.config.profile_file import DecodeCoefficients, PrefillCoefficients, Profile
+from hetlb.balancer.core.latency import LatencyModel
 from hetlb.errors import PlanError
-from hetlb.plan.check import check
-from hetlb.plan.tp_search import Memory, Part, memory, search
-from hetlb.plan.trace_throughput import Batch, pack, static_estimate
+from hetlb.tools.plan.check import check
+from hetlb.tools.plan.cluster import Cluster, ClusterLimits
+from hetlb.tools.plan.common.plan_tables import Machine, Model
+from hetlb.tools.plan.tp_search import Memory, Part, memory, search
+from hetlb.tools.plan.trace_throughput import Batch, pack, static_estimate
 
 V100 = 34_359_738_368
 RESERVED = 2_147_483_648

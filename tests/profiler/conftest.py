@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import msgspec
 import pytest_asyncio
 
-from hetlb.config.profile_file import Profile
-from hetlb.emulator import EmulatedEngine
+from hetlb.balancer.config.profile_file import Profile
+from hetlb.tools.emulator import EmulatedEngine
 
 Start: TypeAlias = Callable[..., Awaitable[EmulatedEngine]]
 

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.core.eventlog import read_value
-from hetlb.core.latency import LatencyModel
-from hetlb.core.step_times import PnormPrefill, PrefillGrid
+from hetlb.balancer.core.eventlog import read_value
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.step_times import PnormPrefill, PrefillGrid
 from hetlb.errors import ProfileError
-from hetlb.profiler.fit import (
+from hetlb.tools.profiler.fit import (
     DEFAULT_DECODE_GRID,
     DEFAULT_PREFILL_GRID,
     DecodeForm,

@@ -7,9 +7,9 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.types import Capacity
-from hetlb.profiler.fit import StepKind
-from hetlb.profiler.grid import DECODE_ROOM, DEFAULT_GRID, clip, token_budget
+from hetlb.balancer.core.types import Capacity
+from hetlb.tools.profiler.fit import StepKind
+from hetlb.tools.profiler.grid import DECODE_ROOM, DEFAULT_GRID, clip, token_budget
 
 
 def test_a_roomy_server_is_measured_on_the_default_grid() -> None:

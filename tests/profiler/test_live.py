@@ -15,17 +15,23 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from hetlb.balancer.config.profile_file import load_profile
+from hetlb.balancer.core.types import Capacity
 from hetlb.cli import profile_live
 from hetlb.cli.main import build_parser, main
-from hetlb.config.profile_file import load_profile
-from hetlb.core.types import Capacity
-from hetlb.emulator import EmulatedEngine
 from hetlb.errors import HetlbError, InputError, ProfileError
-from hetlb.profiler.client import CompletionStream, EngineClient, ServerFailed, TokenTimes, distinct_prompts
-from hetlb.profiler.fit import StepKind
-from hetlb.profiler.grid import DEFAULT_GRID, Size, clip
-from hetlb.profiler.sample_file import Identity, Sample, SampleFile
-from hetlb.profiler.sweep import BusyError, Sweep, learn_max_num_seqs
+from hetlb.tools.emulator import EmulatedEngine
+from hetlb.tools.profiler.client import (
+    CompletionStream,
+    EngineClient,
+    ServerFailed,
+    TokenTimes,
+    distinct_prompts,
+)
+from hetlb.tools.profiler.fit import StepKind
+from hetlb.tools.profiler.grid import DEFAULT_GRID, Size, clip
+from hetlb.tools.profiler.sample_file import Identity, Sample, SampleFile
+from hetlb.tools.profiler.sweep import BusyError, Sweep, learn_max_num_seqs
 
 Start = Callable[..., Awaitable[EmulatedEngine]]
 #: Time scale of engines whose whole grid is measured: a decode takes a tenth of a second, so that a client
@@ -176,7 +182,7 @@ async def test_samples_of_another_server_are_refused(
 async def test_a_busy_server_is_refused(
     start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("hetlb.profiler.sweep._SETTLE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("hetlb.tools.profiler.sweep._SETTLE_TIMEOUT_S", 0.05)
     engine = await start(time_scale=1.0)  # busy for half a minute
     async with EngineClient(engine.url) as client:
         facts = await client.facts(None)

@@ -12,27 +12,31 @@ import pytest
 from profiler.conftest import PROFILE, Start
 from profiler.test_live import profile
 
-from hetlb.config.profile_file import HostTime, Profile, load_profile
-from hetlb.core.types import Capacity, EngineSample
-from hetlb.profiler.client import EngineClient, ServerFacts, TokenTimes
-from hetlb.profiler.probe import probe_host
-from hetlb.profiler.sources import assumed_host
-from hetlb.profiler.sweep import BusyError
+from hetlb.balancer.config.profile_file import Profile, load_profile
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.step_times import DecodeTable
+from hetlb.balancer.core.types import Capacity, EngineSample
+from hetlb.tools.profiler.client import EngineClient, ServerFacts, TokenTimes
+from hetlb.tools.profiler.probe import probe_host
+from hetlb.tools.profiler.sources import assumed_host
+from hetlb.tools.profiler.sweep import BusyError
 
 TABLES = msgspec.convert(PROFILE, Profile).latency
 
 
-class Clocked(EngineClient):
-    """An engine on a clock of its own, with times of the tables and of its host."""
+HOST = assumed_host(True)
+ASSUMED = replace(TABLES, host_s=HOST.iteration_s, host_sequence_s=HOST.sequence_s, request_s=HOST.request_s)
 
-    def __init__(self, host: HostTime, *, busy: bool = False) -> None:
+
+class Clocked(EngineClient):
+    """An engine on a clock of its own, with times of a latency model."""
+
+    def __init__(self, latency: LatencyModel, *, busy: bool = False) -> None:
         super().__init__("http://engine")
         self.now = 100.0
         self.asked: list[int] = []
         self._busy = busy
-        self._latency = replace(
-            TABLES, host_s=host.iteration_s, host_sequence_s=host.sequence_s, request_s=host.request_s
-        )
+        self._latency = latency
 
     async def sample(self) -> EngineSample:
         return EngineSample(running=int(self._busy), waiting=0)
@@ -48,40 +52,59 @@ class Clocked(EngineClient):
         return [TokenTimes(tuple(stamps))]
 
 
-async def probed(client: Clocked, most: int | None = None) -> HostTime:
+async def probed(client: Clocked, most: int | None = None) -> LatencyModel:
     facts = ServerFacts("m", None, Capacity(max_model_len=most), counts=True, prefix_cache=False)
-    return await probe_host(client, facts, TABLES, True, random.Random(1), lambda: client.now)
+    return await probe_host(client, facts, ASSUMED, random.Random(1), lambda: client.now)
 
 
 @pytest.mark.parametrize("times", [0.0, 0.5, 4.0])
 async def test_the_host_time_of_an_idle_server_is_found(times: float) -> None:
-    assumed = assumed_host(True)
-    true = HostTime(
-        iteration_s=times * assumed.iteration_s,
-        sequence_s=times * assumed.sequence_s,
+    true = replace(
+        TABLES,
+        host_s=times * HOST.iteration_s,
+        host_sequence_s=times * HOST.sequence_s,
         request_s=0.003 * times,
     )
     found = await probed(Clocked(true))
-    for key in ("iteration_s", "sequence_s", "request_s"):
+    for key in ("host_s", "host_sequence_s", "request_s"):
         assert getattr(found, key) == pytest.approx(getattr(true, key), abs=2e-6), key
 
 
+async def test_a_server_faster_than_its_tables_has_shorter_decode_steps() -> None:
+    """Tables of a slow attention kernel, as those of models without grouped heads have."""
+    table = DecodeTable(5e-8, 0.0, (1, 64), (0.0066, 0.0080))
+    tables = replace(ASSUMED, better_decode=table)
+    true = replace(
+        TABLES, better_decode=replace(table, seconds=tuple(each - 0.0014 for each in table.seconds))
+    )
+    client = Clocked(true)
+    facts = ServerFacts("m", None, Capacity(), counts=True, prefix_cache=False)
+    found = await probe_host(client, facts, tables, random.Random(1), lambda: client.now)
+    assert found.host_s == found.host_sequence_s == 0.0
+    for batch in (1, 8, 64):
+        assert found.step_s(batch, 500 * batch) == pytest.approx(true.step_s(batch, 500 * batch), rel=0.01)
+    # Within the error of tables nothing changes.
+    near, assumed = Clocked(true), replace(true, host_s=4e-4)
+    same = await probe_host(near, facts, assumed, random.Random(1), lambda: near.now)
+    assert same.better_decode == true.better_decode
+
+
 async def test_a_probe_ends_in_time_on_a_slow_server_and_fits_a_short_context() -> None:
-    slow = Clocked(HostTime(iteration_s=0.2))
+    slow = Clocked(replace(TABLES, host_s=0.2))
     began = slow.now
     found = await probed(slow)
-    assert found.iteration_s + found.sequence_s == pytest.approx(0.2, rel=1e-3)
+    assert found.host_s + found.host_sequence_s == pytest.approx(0.2, rel=1e-3)
     assert slow.asked.count(200) == 2  # one to warm up and one that counts
     assert slow.now - began < 100.0
-    short = Clocked(HostTime())
+    short = Clocked(TABLES)
     await probed(short, most=64)
     assert max(short.asked) == 32
 
 
 async def test_a_busy_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetlb.profiler.sweep._SETTLE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("hetlb.tools.profiler.sweep._SETTLE_TIMEOUT_S", 0.0)
     with pytest.raises(BusyError):
-        await probed(Clocked(HostTime(), busy=True))
+        await probed(Clocked(TABLES, busy=True))
 
 
 CSV = "phase,batch,length,latency_ms\n" + "".join(

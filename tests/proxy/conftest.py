@@ -14,14 +14,14 @@ import pytest_asyncio
 import uvloop
 from helpers import HANG_S, make_scheduler, spec, turns_until
 
-from hetlb.config.fleet_tables import ProxyTable
-from hetlb.core.queue import QueueLimits
-from hetlb.core.scheduler import Scheduler
-from hetlb.proxy.driver import Driver
-from hetlb.proxy.exchange import Exchange
-from hetlb.proxy.scheduler_driver import SchedulerDriver
-from hetlb.proxy.server import ProxyServer
-from hetlb.proxy.token_estimator import TokenEstimator
+from hetlb.balancer.clients.server import ProxyServer
+from hetlb.balancer.clients.token_estimator import TokenEstimator
+from hetlb.balancer.config.fleet_tables import ProxyTable
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.exchange.driver import Driver
+from hetlb.balancer.exchange.exchange import Exchange
+from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 
 #: Modules whose tests run on the standard library's loop too: what transports say, and when, is their matter.
 ON_BOTH_LOOPS = frozenset(

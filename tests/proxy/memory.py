@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 from helpers import make_scheduler, spec
 
-from hetlb.config.fleet_tables import ProxyTable
-from hetlb.proxy.connection import ClientConnection
-from hetlb.proxy.driver import Driver
-from hetlb.proxy.scheduler_driver import SchedulerDriver
-from hetlb.proxy.server import ProxyServer
-from hetlb.proxy.token_estimator import TokenEstimator
+from hetlb.balancer.clients.connection import ClientConnection
+from hetlb.balancer.clients.server import ProxyServer
+from hetlb.balancer.clients.token_estimator import TokenEstimator
+from hetlb.balancer.config.fleet_tables import ProxyTable
+from hetlb.balancer.exchange.driver import Driver
+from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 
 #: What a kernel holds for a reader that does not read.
 KERNEL = 64 << 10

@@ -16,10 +16,10 @@ import yaml
 from helpers import HANG_S, turns_until
 from proxy.upstreams import PLAIN_BODY, Upstream, Visit, plain
 
-from hetlb.config.fleet import load_fleet
-from hetlb.core.instance import Instance
-from hetlb.core.types import Health
-from hetlb.proxy.service import Service
+from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.types import Health
+from hetlb.balancer.fleet.service import Service
 
 METRICS = b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0\n"
 

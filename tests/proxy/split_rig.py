@@ -15,13 +15,13 @@ import yaml
 from helpers import HANG_S
 from proxy.services import PatientService
 
-from hetlb.config.fleet import load_fleet
-from hetlb.config.profile_file import Profile, load_profile
-from hetlb.emulator import EmulatedEngine
-from hetlb.emulator.kv_transfer import KvSettings
-from hetlb.proxy.service import Service
+from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.config.profile_file import Profile, load_profile
+from hetlb.balancer.fleet.service import Service
+from hetlb.tools.emulator import EmulatedEngine
+from hetlb.tools.emulator.kv_transfer import KvSettings
 
-DEMO = Path(__file__).parents[2] / "hetlb" / "demo"
+DEMO = Path(__file__).parents[2] / "hetlb" / "tools" / "demo"
 SCALE = 0.02
 #: Six tokens of any emulated engine.
 WHOLE = " t0 t1 t2 t3 t4 t5"

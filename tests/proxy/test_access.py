@@ -19,11 +19,11 @@ from proxy.test_proxying import Client, post
 from proxy.upstreams import plain
 
 from hetlb.addresses import allowed_address
+from hetlb.balancer.clients.access import EngineAccess, _network, load_access
+from hetlb.balancer.config.fleet import load_fleet
 from hetlb.cli.main import COMMANDS, build_parser, main
-from hetlb.config.fleet import load_fleet
 from hetlb.errors import ConfigError, HetlbError
-from hetlb.loadtest.fleet_admin import fleet_admin
-from hetlb.proxy.access import EngineAccess, _network, load_access
+from hetlb.tools.loadtest.fleet_admin import fleet_admin
 
 TOKEN = "t0ken-for-operators"
 KEY = "sk-engine-0123456789"
@@ -234,7 +234,7 @@ async def test_a_registered_name_is_resolved_once_and_the_address_is_kept(
                 resolved.append(url)
                 return ["127.0.0.1"]
 
-            monkeypatch.setattr("hetlb.proxy.discovery.members.addresses", resolve)
+            monkeypatch.setattr("hetlb.balancer.fleet.members.addresses", resolve)
             body = {"url": f"http://engine.example:{port}", "model": "m", "name": "new"}
             assert (await running.admin("POST", "/v1/fleet/instances", body)).status == 201
             await running.up("new")

@@ -18,14 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from proxy.services import Engine, document, serving
 
-from hetlb.config.fleet import load_fleet
-from hetlb.core.types import Lease, Outcome, Request
+from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.core.types import Lease, Outcome, Request
+from hetlb.balancer.exchange.exchange_states import Phase
+from hetlb.balancer.http.endpoints import Kind
+from hetlb.balancer.telemetry.access_log import FORMATS, escape, json_line, keyvalue_line
+from hetlb.balancer.telemetry.log_writer import LogWriter
+from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.errors import ConfigError
-from hetlb.proxy.exchange_states import Phase
-from hetlb.proxy.http.endpoints import Kind
-from hetlb.proxy.telemetry.access_log import FORMATS, escape, json_line, keyvalue_line
-from hetlb.proxy.telemetry.log_writer import LogWriter
-from hetlb.proxy.telemetry.request_record import RequestRecord
 
 
 async def test_lines_arrive_whole_and_in_order() -> None:

@@ -18,7 +18,7 @@ from proxy.services import PLAIN_BODY, Engine, document, said, serving
 from proxy.upstreams import Upstream, plain
 
 from hetlb import app_listener
-from hetlb.proxy import admin as admin_module
+from hetlb.balancer.fleet import admin as admin_module
 
 # --- what is seen ---
 

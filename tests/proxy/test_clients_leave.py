@@ -13,14 +13,14 @@ import msgspec
 from helpers import turns_until
 from proxy.services import PatientService
 
-from hetlb.config.fleet import fleet_from_urls
-from hetlb.config.profile_file import load_profile
-from hetlb.core.types import Outcome
-from hetlb.emulator import EmulatedEngine
-from hetlb.proxy.exchange import Exchange
-from hetlb.proxy.exchange_states import Phase
+from hetlb.balancer.config.fleet import fleet_from_urls
+from hetlb.balancer.config.profile_file import load_profile
+from hetlb.balancer.core.types import Outcome
+from hetlb.balancer.exchange.exchange import Exchange
+from hetlb.balancer.exchange.exchange_states import Phase
+from hetlb.tools.emulator import EmulatedEngine
 
-DEMO = Path(__file__).parents[2] / "hetlb" / "demo"
+DEMO = Path(__file__).parents[2] / "hetlb" / "tools" / "demo"
 REQUESTS = 500
 AT_ONCE = 200
 

@@ -13,9 +13,10 @@ from helpers import HANG_S, turns_until
 from proxy.conftest import Proxy
 from proxy.upstreams import PLAIN_BODY, SSE_HEAD, plain
 
-from hetlb.core.transition import Transition
-from hetlb.proxy import connection_states
-from hetlb.proxy.connection_states import (
+from hetlb.balancer.core.transition import Transition
+from hetlb.balancer.engines.upstream import EngineConnection
+from hetlb.balancer.http import connection_states
+from hetlb.balancer.http.connection_states import (
     ANSWER_BEGUN,
     ANSWERED,
     BEGUN,
@@ -41,8 +42,7 @@ from hetlb.proxy.connection_states import (
     EngineState,
     Reading,
 )
-from hetlb.proxy.http.websocket import accept_of
-from hetlb.proxy.upstream import EngineConnection
+from hetlb.options.tunnel.websocket import accept_of
 
 ROWS: list[Transition[Any]] = [
     each for each in vars(connection_states).values() if isinstance(each, Transition)

@@ -18,11 +18,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from proxy.test_proxying import ask, post
 from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, Upstream, chunk, plain
 
-from hetlb.config.fleet_tables import TracingTable
-from hetlb.proxy.telemetry.access_log import json_line, keyvalue_line
-from hetlb.proxy.telemetry.recent import Recent
-from hetlb.proxy.telemetry.request_record import RequestRecord
-from hetlb.proxy.telemetry.tracing import Tracing
+from hetlb.balancer.config.fleet_tables import TracingTable
+from hetlb.balancer.telemetry.access_log import json_line, keyvalue_line
+from hetlb.balancer.telemetry.recent import Recent
+from hetlb.balancer.telemetry.request_record import RequestRecord
+from hetlb.options.tracing.tracing import Tracing
 
 Start = Callable[..., Any]
 RECORDED = Path(__file__).parents[1] / "vllm" / "data"

@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 from proxy.services import document, serving
 
-from hetlb.config.profile_file import Profile, load_profile
-from hetlb.emulator import EmulatedEngine
+from hetlb.balancer.config.profile_file import Profile, load_profile
+from hetlb.tools.emulator import EmulatedEngine
 
-PROFILE = Path(__file__).parents[2] / "hetlb" / "demo" / "fast.yaml"
+PROFILE = Path(__file__).parents[2] / "hetlb" / "tools" / "demo" / "fast.yaml"
 PLACES = 8
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
-from hetlb.core.health import PASSIVE_FALL, Verdict
-from hetlb.core.types import Health
-from hetlb.proxy import ends, exchange_states
-from hetlb.proxy.ends import ENDS, End
-from hetlb.proxy.exchange_states import Phase, Response
+from hetlb.balancer.core.health import PASSIVE_FALL, Verdict
+from hetlb.balancer.core.types import Health
+from hetlb.balancer.exchange import ends, exchange_states
+from hetlb.balancer.exchange.ends import ENDS, End
+from hetlb.balancer.exchange.exchange_states import Phase, Response
 
 #: What a row says, said once more: a change of blame is a change here.
 COUNTS = {

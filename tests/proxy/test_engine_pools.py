@@ -10,13 +10,13 @@ import pytest
 from helpers import HANG_S, turns_until
 from proxy.memory import End, Loop
 
-from hetlb.config.fleet_tables import ProxyTable
-from hetlb.proxy import ends
-from hetlb.proxy.access import PLAIN_ACCESS, EngineAccess
-from hetlb.proxy.ends import End as LeaseEnd
-from hetlb.proxy.engine_pools import EnginePool, EnginePools
-from hetlb.proxy.http.http1 import ResponseHead
-from hetlb.proxy.upstream import SideCall
+from hetlb.balancer.clients.access import PLAIN_ACCESS, EngineAccess
+from hetlb.balancer.config.fleet_tables import ProxyTable
+from hetlb.balancer.engines.engine_pools import EnginePool, EnginePools
+from hetlb.balancer.engines.upstream import SideCall
+from hetlb.balancer.exchange import ends
+from hetlb.balancer.exchange.ends import End as LeaseEnd
+from hetlb.balancer.http.http1 import ResponseHead
 
 PORT = 8998
 IDLE_S = 10.0

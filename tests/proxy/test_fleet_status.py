@@ -8,8 +8,8 @@ import pytest
 from helpers import MODEL, make_scheduler, request, spec
 from proxy.dashboard.rows import ended
 
-from hetlb.core.scheduler import Scheduler
-from hetlb.core.types import (
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
     Capacity,
@@ -20,10 +20,10 @@ from hetlb.core.types import (
     Probed,
     ProbeResult,
 )
-from hetlb.proxy.admin import pools
-from hetlb.proxy.beliefs import BeliefSource, believed, slots_source, speed_source
-from hetlb.proxy.fleet_status import status
-from hetlb.proxy.telemetry.recent import Recent
+from hetlb.balancer.fleet.admin import pools
+from hetlb.balancer.fleet.beliefs import BeliefSource, believed, slots_source, speed_source
+from hetlb.balancer.fleet.fleet_status import status
+from hetlb.balancer.telemetry.recent import Recent
 
 SLOTS = 8
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 import pytest
 from proxy.memory import End, Proxy
 
-from hetlb.core.types import Health
-from hetlb.proxy.connection_states import ClientState, Reading
-from hetlb.proxy.http.endpoints import Kind
-from hetlb.proxy.http.http1 import MAX_SMALL_CHUNKS
-from hetlb.proxy.http.multipart import MAX_PART_LINES, MAX_PARTS, read_form
-from hetlb.proxy.http.openai_body import MAX_PROMPTS, GateError, read_json
-from hetlb.proxy.http.request_reader import MAX_BLANK_LINES
-from hetlb.proxy.upstream import MAX_INTERIM
+from hetlb.balancer.core.types import Health
+from hetlb.balancer.engines.upstream import MAX_INTERIM
+from hetlb.balancer.http.connection_states import ClientState, Reading
+from hetlb.balancer.http.endpoints import Kind
+from hetlb.balancer.http.http1 import MAX_SMALL_CHUNKS
+from hetlb.balancer.http.multipart import MAX_PART_LINES, MAX_PARTS, read_form
+from hetlb.balancer.http.openai_body import MAX_PROMPTS, GateError, read_json
+from hetlb.balancer.http.request_reader import MAX_BLANK_LINES
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\n"
 ASK = HEAD + b"content-length: 26\r\n\r\n" + b'{"model":"m","prompt":"x"}'

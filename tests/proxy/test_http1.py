@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.proxy.http.http1 import (
+from hetlb.balancer.http.http1 import (
     LONGEST_KNOWN_BYTES,
     MAX_HEAD_BYTES,
     MOST_KNOWN,

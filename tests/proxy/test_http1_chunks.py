@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetlb.proxy.http.http1 import (
+from hetlb.balancer.http.http1 import (
     LEAST_CHUNK_BYTES,
     ChunkedDecoder,
     GateError,

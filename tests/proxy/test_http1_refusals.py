@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hetlb.proxy.http import http1
-from hetlb.proxy.http.http1 import (
+from hetlb.balancer.http import http1
+from hetlb.balancer.http.http1 import (
     LONGEST_KNOWN_BYTES,
     MAX_HEAD_BYTES,
     MAX_HEADERS,

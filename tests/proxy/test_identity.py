@@ -9,7 +9,7 @@ import pytest
 from helpers import turns_until
 from proxy.services import Engine, document, said, serving
 
-from hetlb.core.types import AdminState
+from hetlb.balancer.core.types import AdminState
 
 #: No probe comes while a test runs: what is found out is found out by the requests themselves.
 SELDOM = {"interval_s": 1000.0}

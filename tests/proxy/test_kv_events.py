@@ -22,9 +22,11 @@ from proxy.kv_flood import KINDS, flooding
 from proxy.kv_publisher import CLEARED, SIZE, Publisher, removed, stored
 from proxy.services import Engine, Running, document, serving
 
-from hetlb.config.fleet import load_fleet
-from hetlb.config.fleet_tables import KvEventsTable
-from hetlb.core.block_index import (
+from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.config.fleet_tables import KvEventsTable
+from hetlb.errors import ConfigError
+from hetlb.options.kv_events import kv_events
+from hetlb.options.kv_events.block_index import (
     BlockIndex,
     BlocksCleared,
     BlocksRemoved,
@@ -32,10 +34,8 @@ from hetlb.core.block_index import (
     KvEventBatch,
     block_digests,
 )
-from hetlb.errors import ConfigError
-from hetlb.proxy import kv_events
-from hetlb.proxy.kv_events import MOST_PUBLISHER_BYTES, PART_BLOCKS, read_batch
-from hetlb.proxy.zmtp import MOST_BYTES, ZmtpConnection, ZmtpError
+from hetlb.options.kv_events.kv_events import MOST_PUBLISHER_BYTES, PART_BLOCKS, read_batch
+from hetlb.options.kv_events.zmtp import MOST_BYTES, ZmtpConnection, ZmtpError
 
 
 @pytest_asyncio.fixture

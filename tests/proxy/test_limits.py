@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from proxy.services import Engine, Running, document, serving
 
-from hetlb.config.api_keys import LimitsTable
-from hetlb.proxy import limits
-from hetlb.proxy.http.error_responses import Refusal
-from hetlb.proxy.limits import WINDOW_S, Limiter, duration
-from hetlb.proxy.telemetry import events
+from hetlb.balancer.config.api_keys import LimitsTable
+from hetlb.balancer.http.error_responses import Refusal
+from hetlb.balancer.telemetry import events
+from hetlb.options.key_limits import limits
+from hetlb.options.key_limits.limits import WINDOW_S, Limiter, duration
 
 ROOT = Path(__file__).parents[2]
 
@@ -210,6 +210,6 @@ def test_every_event_has_a_name_of_its_own() -> None:
 
 
 def test_nothing_is_logged_without_a_name() -> None:
-    for path in [*(ROOT / "hetlb" / "proxy").rglob("*.py"), *(ROOT / "hetlb" / "workers").rglob("*.py")]:
+    for path in [path for room in ("balancer", "options") for path in (ROOT / "hetlb" / room).rglob("*.py")]:
         if path.name != "events.py":
             assert not re.search(r"logger\.(info|warning|error|exception|log)\(", path.read_text()), path

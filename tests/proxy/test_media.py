@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from proxy.test_proxying import ask, post
 from proxy.upstreams import Upstream, plain
 
-from hetlb.proxy.http.endpoints import Kind
-from hetlb.proxy.http.openai_body import read_json
-from hetlb.proxy.token_estimator import START_TOKENS_PER_MEDIUM, TokenEstimator
+from hetlb.balancer.clients.token_estimator import START_TOKENS_PER_MEDIUM, TokenEstimator
+from hetlb.balancer.http.endpoints import Kind
+from hetlb.balancer.http.openai_body import read_json
 
 Start = Callable[..., Any]
 IMAGE = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + b"\0" * 100_000

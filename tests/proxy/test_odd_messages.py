@@ -12,13 +12,13 @@ import pytest
 from fuzz.targets import TARGETS
 from helpers import make_scheduler, request, spec
 
+from hetlb.balancer.config.fleet_tables import SharedTable
+from hetlb.balancer.core.journal import Booked, Change, Ended
+from hetlb.balancer.core.types import Outcome
 from hetlb.build import compiled
-from hetlb.config.fleet_tables import SharedTable
-from hetlb.core.journal import Booked, Change, Ended
-from hetlb.core.types import Outcome
-from hetlb.proxy import sharing
-from hetlb.proxy.lease_wire import PART_BYTES, PART_CHANGES, WireChange, from_wire, to_wire
-from hetlb.proxy.sharing import MOST_BYTES, Sharing
+from hetlb.options.lease_wire import PART_BYTES, PART_CHANGES, WireChange, from_wire, to_wire
+from hetlb.options.shared_view import sharing
+from hetlb.options.shared_view.sharing import MOST_BYTES, Sharing
 
 NAME = "ab12"
 

@@ -19,13 +19,15 @@ from proxy.split_rig import Rig, rig
 from proxy.test_proxying import Start
 from proxy.upstreams import DONE, LAST, SSE_HEAD, STREAM, Upstream, Visit, chunk, plain
 
-from hetlb.core.policies.base import Policy
-from hetlb.core.queue import QueueLimits
-from hetlb.core.types import AdminState, AdminStateSet, Capacity, CapacityLearned, EngineSample
-from hetlb.proxy import client_response, continuation, engine_answer, engine_request, exchange, progress
-from hetlb.proxy import kv_transfers as kv
-from hetlb.proxy import streamed_answer as streamed
-from hetlb.proxy.exchange_states import Phase
+from hetlb.balancer.clients import client_response
+from hetlb.balancer.core.policies.base import Policy
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.types import AdminState, AdminStateSet, Capacity, CapacityLearned, EngineSample
+from hetlb.balancer.exchange import engine_answer, engine_request, exchange
+from hetlb.balancer.exchange import streamed_answer as streamed
+from hetlb.balancer.exchange.exchange_states import Phase
+from hetlb.options.resume import continuation, progress
+from hetlb.options.split import kv_transfers as kv
 
 pytestmark = pytest.mark.skipif(
     exchange.__file__.endswith(".so"), reason="methods of compiled classes cannot be replaced"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from hetlb.balancer.clients.token_estimator import TokenEstimator, bytes_per_token, load_tokenizers
+from hetlb.balancer.http.endpoints import Kind
+from hetlb.balancer.http.http1 import GateError
+from hetlb.balancer.http.openai_body import Call, read_json
 from hetlb.errors import ConfigError
-from hetlb.proxy.http.endpoints import Kind
-from hetlb.proxy.http.http1 import GateError
-from hetlb.proxy.http.openai_body import Call, read_json
-from hetlb.proxy.token_estimator import TokenEstimator, bytes_per_token, load_tokenizers
 
 
 def read(kind: Kind = Kind.COMPLETION, /, **fields: object) -> Call:

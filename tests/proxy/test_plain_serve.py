@@ -28,33 +28,28 @@ sys.exit(code)
 ROOMS = {
     "addresses",
     "app_listener",
+    "balancer",
     "build",
     "cli",
-    "config",
-    "core",
     "errors",
-    "files",
     "extras",
-    "pages",
-    "proxy",
+    "files",
     "served_models",
     "turns",
 }
 OF_CLI = {"hetlb.cli", "hetlb.cli.flags", "hetlb.cli.main", "hetlb.cli.serve"}
+#: Options that are still imported at the start: what a process needs while another takes its place.
+OF_OPTIONS = {"hetlb.options", "hetlb.options.lease_wire", "hetlb.options.message_channel"}
+OF_OPTIONS |= {"hetlb.options.takeover", "hetlb.options.takeover.offer"}
 #: Modules that only some fleets, requests or readers of a page need.
 ON_DEMAND = {
+    "clients": ("model_names", "service_classes"),
     "config": ("profile_file",),
-    "core": ("block_index", "eventlog", "paths", "shared_view"),
+    "core": ("eventlog",),
     "core.policies": ("baselines", "pairs", "planned"),
-    "proxy": (
-        "continuation", "kv_events", "kv_transfers", "limits",
-        "model_names", "peer_transport", "progress", "realtime", "service_classes", "sharing", "takeover",
-    ),
-    "proxy.dashboard": ("balance", "decisions", "page", "snapshot"),
-    "proxy.discovery": ("dns_names", "file_source", "kubernetes", "members", "source"),
-    "proxy.http": ("multipart", "websocket"),
-    "proxy.telemetry": ("tracing",),
-}  # fmt: skip
+    "fleet": ("members", "source"),
+    "http": ("multipart",),
+}
 #: Lines of all modules that a plain `serve` may import.
 MOST_LINES = 23_400
 
@@ -100,12 +95,13 @@ def imported(loaded: set[str]) -> set[str]:
 
 
 def test_it_imports_these_rooms_alone(imported: set[str]) -> None:
-    assert {name.split(".")[1] for name in imported - {"hetlb"}} <= ROOMS
+    assert {name for name in imported if name.startswith("hetlb.options")} <= OF_OPTIONS
+    assert {name.split(".")[1] for name in imported - {"hetlb"} - OF_OPTIONS} <= ROOMS
     assert {name for name in imported if name.startswith("hetlb.cli")} == OF_CLI
 
 
 def test_what_few_fleets_need_is_imported_by_those(imported: set[str]) -> None:
-    few = [f"hetlb.{room}.{name}" for room, names in ON_DEMAND.items() for name in names]
+    few = [f"hetlb.balancer.{room}.{name}" for room, names in ON_DEMAND.items() for name in names]
     found = {each for each in imported if any(f"{each}.".startswith(f"{name}.") for name in few)}
     assert found == set()
     for name in few:  # a module that was renamed is none

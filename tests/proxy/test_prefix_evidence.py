@@ -12,10 +12,10 @@ from helpers import turns_until
 from proxy.services import Engine, Running, document, serving
 from proxy.upstreams import DONE, LAST, SSE_HEAD, chunk, plain
 
-from hetlb.config.profile_file import load_profile
-from hetlb.emulator import EmulatedEngine
+from hetlb.balancer.config.profile_file import load_profile
+from hetlb.tools.emulator import EmulatedEngine
 
-PROFILE = Path(__file__).parents[2] / "hetlb" / "demo" / "fast.yaml"
+PROFILE = Path(__file__).parents[2] / "hetlb" / "tools" / "demo" / "fast.yaml"
 PROMPT = list(range(2000))
 
 

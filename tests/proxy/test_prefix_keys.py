@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from proxy.services import Engine, document, serving
 
-from hetlb.core.prefix_index import PrefixKey
-from hetlb.proxy.http.endpoints import Kind
-from hetlb.proxy.http.openai_body import Call, read_json
-from hetlb.proxy.prefix_keys import id_keys, session_key, text_keys, token_ids
+from hetlb.balancer.clients.prefix_keys import id_keys, session_key, text_keys, token_ids
+from hetlb.balancer.core.prefix_index import PrefixKey
+from hetlb.balancer.http.endpoints import Kind
+from hetlb.balancer.http.openai_body import Call, read_json
 
 SYSTEM = {"role": "system", "content": "You are terse. " * 200}
 TOOLS = [

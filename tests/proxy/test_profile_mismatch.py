@@ -8,9 +8,9 @@ import pytest
 import yaml
 from proxy.services import PatientService
 
-from hetlb.config.fleet import load_fleet
-from hetlb.config.profile_file import load_profile
-from hetlb.emulator import EmulatedEngine
+from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.config.profile_file import load_profile
+from hetlb.tools.emulator import EmulatedEngine
 
 PROFILE = {
     "version": 1,

@@ -25,9 +25,9 @@ from proxy.upstreams import (
     resetting,
 )  # fmt: skip
 
-from hetlb.core.queue import QueueLimits
-from hetlb.core.types import AdminState, AdminStateSet
-from hetlb.proxy.connection_states import ClientState, Reading
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.types import AdminState, AdminStateSet
+from hetlb.balancer.http.connection_states import ClientState, Reading
 
 Start = Callable[..., Any]
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.proxy.http.http1 import GateError, parse_request_head
-from hetlb.proxy.http.request_reader import RequestReader
+from hetlb.balancer.http.http1 import GateError, parse_request_head
+from hetlb.balancer.http.request_reader import RequestReader
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\n"
 BODIES = st.one_of(st.binary(max_size=40), st.integers(0, 20_000).map(lambda size: b"x" * size))

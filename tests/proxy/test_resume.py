@@ -18,10 +18,17 @@ from helpers import HANG_S, turns_until
 from proxy.cutter import AFTER_HEAD, Cut, Cutter
 from proxy.test_proxying import Start
 
-from hetlb.core.types import AdminState, AdminStateSet, Capacity, EngineSample, InstanceAdded, Outcome
-from hetlb.emulator import EmulatedEngine
-from hetlb.proxy.continuation import MOST_RESUMED
-from hetlb.proxy.exchange_states import Phase
+from hetlb.balancer.core.types import (
+    AdminState,
+    AdminStateSet,
+    Capacity,
+    EngineSample,
+    InstanceAdded,
+    Outcome,
+)
+from hetlb.balancer.exchange.exchange_states import Phase
+from hetlb.options.resume.continuation import MOST_RESUMED
+from hetlb.tools.emulator import EmulatedEngine
 
 HOWS = ("fin", "rst")
 #: Bytes of the head of an answer: what ends in it is no answer (502), as before.

@@ -14,16 +14,16 @@ from proxy.test_proxying import Start
 from proxy.test_resume import ask, body, proxied, resumed, same
 from proxy.upstreams import DONE, LAST, SSE_HEAD, Upstream, Visit, chunk
 
-from hetlb.config.fleet import load_fleet
-from hetlb.core.types import AdminState, AdminStateSet, Capacity, CapacityLearned
-from hetlb.emulator import EmulatedEngine
+from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.core.types import AdminState, AdminStateSet, Capacity, CapacityLearned
+from hetlb.balancer.exchange.engine_request import EngineRequest
+from hetlb.balancer.http.endpoints import Kind
+from hetlb.balancer.http.http1 import RequestHead
 from hetlb.errors import ConfigError
-from hetlb.proxy.continuation import Continuation
-from hetlb.proxy.engine_request import EngineRequest
-from hetlb.proxy.http.endpoints import Kind
-from hetlb.proxy.http.http1 import RequestHead
-from hetlb.proxy.progress import Kept, Progress
-from hetlb.proxy.resume_fields import read_asked
+from hetlb.options.resume.continuation import Continuation
+from hetlb.options.resume.progress import Kept, Progress
+from hetlb.options.resume.resume_fields import read_asked
+from hetlb.tools.emulator import EmulatedEngine
 
 MODEL_LEN = 512
 MIB = 1 << 20

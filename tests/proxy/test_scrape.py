@@ -13,8 +13,8 @@ import pytest
 from aiohttp import web
 from helpers import HANG_S, free_port
 
-from hetlb.config.fleet_tables import ScrapeTable
-from hetlb.core.types import (
+from hetlb.balancer.config.fleet_tables import ScrapeTable
+from hetlb.balancer.core.types import (
     AdminState,
     CapacityLearned,
     EngineSample,
@@ -24,8 +24,8 @@ from hetlb.core.types import (
     Probed,
     ProbeResult,
 )
-from hetlb.proxy.scheduler_driver import SchedulerDriver
-from hetlb.proxy.scrape import EngineWatch
+from hetlb.balancer.engines.scrape import EngineWatch
+from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.served_models import read_model_list, read_version
 
 PAGE = (Path(__file__).parents[1] / "vllm" / "data" / "metrics-busy.http").read_text()

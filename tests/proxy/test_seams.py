@@ -8,12 +8,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.proxy.continuation import Continuation
-from hetlb.proxy.engine_request import EngineRequest
-from hetlb.proxy.http.endpoints import Kind
-from hetlb.proxy.http.http1 import ChunkedDecoder, RequestHead
-from hetlb.proxy.progress import Kept, Progress
-from hetlb.proxy.streamed_answer import StreamedAnswer
+from hetlb.balancer.exchange.engine_request import EngineRequest
+from hetlb.balancer.exchange.streamed_answer import StreamedAnswer
+from hetlb.balancer.http.endpoints import Kind
+from hetlb.balancer.http.http1 import ChunkedDecoder, RequestHead
+from hetlb.options.resume.continuation import Continuation
+from hetlb.options.resume.progress import Kept, Progress
 
 PROMPT = [3, 1, 4]
 #: Texts of tokens; "" is the first part of a character, which comes whole with the next token.

@@ -12,8 +12,8 @@ import pytest
 from helpers import HANG_S
 from proxy.split_rig import WHOLE, Rig, rig
 
-from hetlb.emulator import EmulatedEngine
-from hetlb.emulator.kv_transfer import KvExchange
+from hetlb.tools.emulator import EmulatedEngine
+from hetlb.tools.emulator.kv_transfer import KvExchange
 
 STREAMS = pytest.mark.parametrize("stream", [False, True])
 

@@ -9,7 +9,7 @@ import pytest
 from helpers import HANG_S
 from proxy.split_rig import WHOLE, Rig, rig
 
-from hetlb.core.fetch_checks import MOST_MISSED, MOST_UNJUDGED
+from hetlb.balancer.core.fetch_checks import MOST_MISSED, MOST_UNJUDGED
 
 
 async def checked(fleet: Rig, name: str) -> None:

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.proxy.http.http1 import ChunkedDecoder
-from hetlb.proxy.http.sse import MAX_HELD_BYTES, SseWatcher, usage_in_tail
-from hetlb.proxy.http.text_shape import TextShape, pass_events, text_shape
+from hetlb.balancer.http.http1 import ChunkedDecoder
+from hetlb.balancer.http.sse import MAX_HELD_BYTES, SseWatcher, usage_in_tail
+from hetlb.balancer.http.text_shape import TextShape, pass_events, text_shape
 
 DATA = Path(__file__).parents[1] / "vllm" / "data"
 USAGE = '"usage":{"prompt_tokens":21,"total_tokens":26,"completion_tokens":5}'

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from proxy.stream_spellings import TEXTS, Speller, events_of, read, through_hetlb, without_usage
 
-from hetlb.core.types import Outcome
+from hetlb.balancer.core.types import Outcome
 
 APIS = ("chat", "completion", "responses", "messages")
 
@@ -138,7 +138,7 @@ def test_an_event_that_ends_a_choice_goes_out_if_the_stream_breaks_off_behind_it
 
 @pytest.mark.parametrize("comment", [b": waiting\n", b": waiting\r\n", b":\n\n", b"\n"])
 def test_comments_are_never_held(comment: bytes) -> None:
-    from hetlb.proxy.http.sse import SseWatcher
+    from hetlb.balancer.http.sse import SseWatcher
 
     watcher = SseWatcher(True)
     assert watcher.feed(comment).startswith(comment[:1])

@@ -20,13 +20,13 @@ from helpers import HANG_S, turns_until
 from proxy.services import Engine, PatientService, document
 from proxy.upstreams import SSE_HEAD, Upstream, Visit, chunk, plain
 
-from hetlb.config.fleet import load_fleet
+from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.fleet import systemd
+from hetlb.balancer.fleet.service import Service
+from hetlb.balancer.fleet.systemd import inherited
 from hetlb.errors import HetlbError
-from hetlb.proxy import systemd
-from hetlb.proxy.offer import name_of
-from hetlb.proxy.service import Service
-from hetlb.proxy.systemd import inherited
-from hetlb.proxy.takeover import Takeover
+from hetlb.options.takeover.offer import name_of
+from hetlb.options.takeover.takeover import Takeover
 
 BODY = b'{"model":"m","prompt":"hello","max_tokens":5}'
 
@@ -57,7 +57,7 @@ async def take_over(old: Service, new: Service) -> None:
         takeover = await Takeover.ask(old.address)
         await asyncio.sleep(0.005)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("hetlb.proxy.takeover.PROVEN_S", 0.0)
+        patched.setattr("hetlb.options.takeover.takeover.PROVEN_S", 0.0)
         await new.start(takeover=takeover)
     await turns_until(lambda: old.replaced)
 

@@ -18,9 +18,9 @@ from proxy.test_access import problem
 from proxy.test_proxying import ASK_STREAM, Client, post
 from proxy.upstreams import DONE, STREAM, TOKEN
 
-from hetlb.config.fleet import load_fleet
-from hetlb.core.types import Health
-from hetlb.proxy.access import load_access, server_context
+from hetlb.balancer.clients.access import load_access, server_context
+from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.core.types import Health
 
 
 class Authority:

@@ -17,15 +17,15 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from hetlb.config.fleet import fleet_from_urls
-from hetlb.config.fleet_tables import TracingTable
-from hetlb.core.types import Lease, Outcome, Request
+from hetlb.balancer.config.fleet import fleet_from_urls
+from hetlb.balancer.config.fleet_tables import TracingTable
+from hetlb.balancer.core.types import Lease, Outcome, Request
+from hetlb.balancer.exchange.exchange_states import Phase
+from hetlb.balancer.fleet.service import require_urls
+from hetlb.balancer.http.endpoints import Kind
+from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.errors import ConfigError
-from hetlb.proxy.exchange_states import Phase
-from hetlb.proxy.http.endpoints import Kind
-from hetlb.proxy.service import require_urls
-from hetlb.proxy.telemetry.request_record import RequestRecord
-from hetlb.proxy.telemetry.tracing import Trace, Tracing, spans_url
+from hetlb.options.tracing.tracing import Trace, Tracing, spans_url
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = f"00-{TRACE_ID}-{PARENT_ID}-01".encode()
@@ -247,7 +247,8 @@ def test_names_do_not_grow_with_what_clients_send(traces: Traces) -> None:
 
 
 def test_without_it_nothing_of_opentelemetry_is_imported() -> None:
-    program = "import sys, hetlb.proxy.service; print(any('opentelemetry' in name for name in sys.modules))"
+    loaded = "any('opentelemetry' in name for name in sys.modules)"
+    program = f"import sys, hetlb.balancer.fleet.service; print({loaded})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from proxy.services import Engine, document, serving
 
-from hetlb.config.fleet import load_fleet
+from hetlb.balancer.config.fleet import load_fleet
 from hetlb.errors import ConfigError
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -15,7 +15,7 @@ from proxy.services import Engine, document, serving
 from proxy.split_rig import rig
 from proxy.upstreams import SSE_HEAD, chunk, plain
 
-from hetlb.proxy.http.transfer_fields import FIELDS, TransferFilter, without_transfer_fields
+from hetlb.balancer.http.transfer_fields import FIELDS, TransferFilter, without_transfer_fields
 
 PARAMS = {
     "do_remote_prefill": True,

@@ -11,7 +11,7 @@ import pytest
 from proxy.test_proxying import ASK_STREAM, Start, ask, post
 from proxy.upstreams import SSE_HEAD, STREAM, TOKEN, Upstream, chunk, closing, plain, resetting
 
-from hetlb.core.types import Health
+from hetlb.balancer.core.types import Health
 
 DIES = pytest.mark.parametrize("dies", [closing(SSE_HEAD), resetting(SSE_HEAD)], ids=["fin", "rst"])
 

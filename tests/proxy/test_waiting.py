@@ -28,9 +28,9 @@ from proxy.upstreams import (
     plain,
 )  # fmt: skip
 
-from hetlb.core.queue import QueueLimits
-from hetlb.core.types import AdminState, AdminStateSet
-from hetlb.proxy.scheduler_side import WINDOW_S, DrainRate
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.types import AdminState, AdminStateSet
+from hetlb.balancer.exchange.scheduler_side import WINDOW_S, DrainRate
 
 BEAT = b": waiting\n\n"
 #: Shorter than anything: every sweep sends one.

@@ -12,7 +12,7 @@ from proxy.services import Engine, Running, document, serving
 from proxy.test_access import CLIENT_KEY, bearer, sha256, write
 from proxy.test_tls import Authority
 
-from hetlb.config.fleet import load_fleet
+from hetlb.balancer.config.fleet import load_fleet
 
 ANN = {"name": "ann", "sha256": sha256(CLIENT_KEY)}
 BOB = {"name": "bob", "sha256": sha256("sk-bob")}

@@ -25,9 +25,9 @@ from helpers import HANG_S
 from proxy.cutter import Cut, Cutter
 from proxy.upstreams import Upstream, Visit
 
-import hetlb.demo
-from hetlb.loadtest.fleet_admin import fleet_admin
-from hetlb.loadtest.processes import helper_processes
+import hetlb.tools.demo
+from hetlb.tools.loadtest.fleet_admin import fleet_admin
+from hetlb.tools.loadtest.processes import helper_processes
 
 pytestmark = pytest.mark.filterwarnings("default")  # of the SDKs
 
@@ -65,7 +65,7 @@ async def up(admin_url: str) -> None:
 @pytest.fixture(scope="module")
 def urls() -> Iterator[Urls]:
     """An engine, and hetlb in front of it."""
-    profile = Path(hetlb.demo.__file__).parent / "fast.yaml"
+    profile = Path(hetlb.tools.demo.__file__).parent / "fast.yaml"
     with helper_processes() as helpers:
         engine = helpers.start(
             "engine", "engine", "--profile", str(profile), "--port", "0", "--served-model-name", MODEL,

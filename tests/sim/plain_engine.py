@@ -1,6 +1,7 @@
 """The rules of vLLM's scheduler and block pool, sequence by sequence and block by block.
 
-The statement that `hetlb.sim.engine_model` is held to by property tests: slow, nothing derived or bucketed.
+The statement that `hetlb.tools.sim.engine_model` is held to by property tests: slow, nothing derived or
+bucketed.
 Written from vLLM 0.32, `v1/core/sched/scheduler.py`, `v1/core/block_pool.py` and `v1/engine/core.py`:
 
 * Running sequences first, in order of admission: each decodes one token, an unfinished prompt takes what is
@@ -37,8 +38,8 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from hetlb.core.latency import IterationRule, LatencyModel
-from hetlb.sim.engine_limits import EngineLimits
+from hetlb.balancer.core.latency import IterationRule, LatencyModel
+from hetlb.tools.sim.engine_limits import EngineLimits
 
 
 @dataclass(eq=False)

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 from sim.test_fleet import fleet
 
+from hetlb.balancer.core.adapters import AdapterLoadTime
+from hetlb.balancer.core.policies.base import PolicyParams
+from hetlb.balancer.core.types import Capacity, Outcome
 from hetlb.cli.main import main
-from hetlb.core.adapters import AdapterLoadTime
-from hetlb.core.policies.base import PolicyParams
-from hetlb.core.types import Capacity, Outcome
-from hetlb.sim.adapter_slots import LoadedAdapters
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.engine_sequence import EngineSequence
-from hetlb.sim.fleet_result import FleetResult
-from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.workload.arrivals import PlannedRequest
-from hetlb.workload.rows import Row
+from hetlb.tools.sim.adapter_slots import LoadedAdapters
+from hetlb.tools.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.engine_sequence import EngineSequence
+from hetlb.tools.sim.fleet_result import FleetResult
+from hetlb.tools.sim.fleet_simulation import FleetSimulation
+from hetlb.tools.workload.arrivals import PlannedRequest
+from hetlb.tools.workload.rows import Row
 
 NAMES = tuple(f"lora-{n}" for n in range(8))
 LOAD_S = 0.5

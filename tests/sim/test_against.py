@@ -17,15 +17,15 @@ from helpers import examples, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.core.eventlog import RecordingScheduler, encode_setup
-from hetlb.core.latency import LatencyModel
-from hetlb.core.policies.base import PolicyParams
-from hetlb.core.queue import QueueLimits
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.step_times import DecodeTable, MixedTerm, PnormPrefill, scaled
-from hetlb.core.types import Dispatch, Health, Lease, Outcome
+from hetlb.balancer.core.eventlog import RecordingScheduler, encode_setup
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.policies.base import PolicyParams
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.step_times import DecodeTable, MixedTerm, PnormPrefill, scaled
+from hetlb.balancer.core.types import Dispatch, Health, Lease, Outcome
 from hetlb.errors import ConfigError, TraceError
-from hetlb.sim.against import (
+from hetlb.tools.sim.against import (
     Comparison,
     Corrections,
     compare,
@@ -35,10 +35,10 @@ from hetlb.sim.against import (
     replay,
     varies_enough,
 )
-from hetlb.sim.against_report import engines
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.workload.measured_logs import Log, LoggedRequest, read_log
+from hetlb.tools.sim.against_report import engines
+from hetlb.tools.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.workload.measured_logs import Log, LoggedRequest, read_log
 
 TRUE = LatencyModel(
     *(8e-5, 0.0, 0.0, 0.015, 1.4e-7, 4.5e-5, 0.0, 0.016),

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.sim.block_pool import BlockPool, blocks_for
-from hetlb.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.block_pool import BlockPool, blocks_for
+from hetlb.tools.sim.engine_limits import EngineLimits
 
 
 @pytest.mark.parametrize(

@@ -9,20 +9,23 @@ import itertools
 from dataclasses import replace
 from operator import attrgetter
 
+import msgspec
 import pytest
 from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim.plain_engine import PlainEngine, PlainSequence
 
-from hetlb.core.latency import IterationRule, LatencyModel
-from hetlb.core.step_times import PnormPrefill, PrefillGrid, SplitKv
-from hetlb.core.types import Capacity
-from hetlb.sim.block_pool import blocks_for
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.engine_model import EngineModel
-from hetlb.sim.engine_sequence import EngineSequence, SequenceState
-from hetlb.sim.iterations import IterationEnd, IterationRun
+from hetlb.balancer.config.profile_file import Profile
+from hetlb.balancer.core.latency import IterationRule, LatencyModel
+from hetlb.balancer.core.step_times import PnormPrefill, PrefillGrid, SplitKv
+from hetlb.balancer.core.types import Capacity
+from hetlb.tools.sim.block_pool import blocks_for
+from hetlb.tools.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.engine_model import EngineModel
+from hetlb.tools.sim.engine_sequence import EngineSequence, SequenceState
+from hetlb.tools.sim.iterations import IterationEnd, IterationRun
+from hetlb.tools.sim.study import engine_of
 
 MAX_EXAMPLES = examples(60)
 LATENCY = LatencyModel(k1=1e-4, k2=1e-3, k3=2e-6, k4=1e-2, k5=5e-8, k6=6e-5, k7=1e-7, k8=1.3e-2)
@@ -577,6 +580,32 @@ def test_no_output_ends_with_its_prefill() -> None:
     assert ended.first == []
     assert engine.generated_tokens == 0
     assert engine.idle
+
+
+def test_limits_of_a_batch_that_a_profile_leaves_out_are_those_of_vllm_on_its_gpu() -> None:
+    profile = msgspec.convert(
+        {
+            "version": 1,
+            "name": "p",
+            "engine": {"kv_cache_tokens": 100_000},
+            "hardware": {"gpu": "H100", "gpus": 1},
+            "prefill": {"k1": 1e-4, "k2": 1e-3, "k3": 0.0, "k4": 1e-2},
+            "decode": {"k5": 5e-8, "k6": 6e-5, "k7": 0.0, "k8": 1.3e-2},
+        },
+        Profile,
+    )
+
+    def limits(**engine: object) -> tuple[int, int]:
+        changed = msgspec.structs.replace(profile.engine, **engine)
+        found = engine_of(msgspec.structs.replace(profile, engine=changed)).limits
+        return found.max_num_batched_tokens, found.max_num_seqs
+
+    assert limits() == (8192, 1024)
+    assert limits(max_num_batched_tokens=512) == (512, 512)
+    assert limits(max_num_seqs=10_000) == (10_000, 10_000)
+    assert limits(name="sglang") == (2048, 256)
+    # What serve masks by is what the profile states.
+    assert profile.capacity.max_num_seqs is None
 
 
 def test_limits_come_from_a_capacity() -> None:

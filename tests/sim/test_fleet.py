@@ -10,22 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.config.profile_file import load_profile
-from hetlb.core.latency import IterationRule, LatencyModel
-from hetlb.core.policies.base import PolicyParams
-from hetlb.core.policies.registry import POLICIES
-from hetlb.core.predictor import PREDICTORS, LengthDistribution
-from hetlb.core.queue import QueueLimits
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Capacity, Health, InstanceSpec, Outcome
-from hetlb.sim.alone import run_alone
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.sim.fleet_result import FleetResult
-from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.sim.simulation_sweep import fixed_split
-from hetlb.workload.arrivals import PlannedRequest
-from hetlb.workload.rows import Row
+from hetlb.balancer.config.profile_file import load_profile
+from hetlb.balancer.core.latency import IterationRule, LatencyModel
+from hetlb.balancer.core.policies.base import PolicyParams
+from hetlb.balancer.core.policies.registry import POLICIES
+from hetlb.balancer.core.predictor import PREDICTORS, LengthDistribution
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import Capacity, Health, InstanceSpec, Outcome
+from hetlb.tools.sim.alone import run_alone
+from hetlb.tools.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.sim.fleet_result import FleetResult
+from hetlb.tools.sim.fleet_simulation import FleetSimulation
+from hetlb.tools.sim.simulation_sweep import fixed_split
+from hetlb.tools.workload.arrivals import PlannedRequest
+from hetlb.tools.workload.rows import Row
 
 FAST = LatencyModel(k1=1e-4, k2=1e-3, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
 
@@ -215,7 +215,7 @@ def test_bound_is_the_sum_of_lone_runs_and_split_is_near_it() -> None:
         alone.append(simulate(one, one_engine, plan).summary()["total_token_throughput"])
     bound = sum(speeds.values())
     assert bound == pytest.approx(sum(alone))
-    from hetlb.core.predictor import make_predictor
+    from hetlb.balancer.core.predictor import make_predictor
 
     lengths = {planned.index: planned.output_tokens for planned in plan}
     predictor = make_predictor("oracle", rng=random.Random(0), oracle=lengths)

@@ -8,17 +8,17 @@ import statistics
 import pytest
 from helpers import FAST, MODEL, spec
 
-from hetlb.core.policies.base import PolicyParams
-from hetlb.core.predictor import LengthDistribution
-from hetlb.core.queue import QueueLimits
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Capacity, Health, Outcome
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.sim.fleet_result import FleetResult, FleetSeries
-from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.workload.arrivals import PlannedRequest
-from hetlb.workload.rows import Row
+from hetlb.balancer.core.policies.base import PolicyParams
+from hetlb.balancer.core.predictor import LengthDistribution
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import Capacity, Health, Outcome
+from hetlb.tools.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.sim.fleet_result import FleetResult, FleetSeries
+from hetlb.tools.sim.fleet_simulation import FleetSimulation
+from hetlb.tools.workload.arrivals import PlannedRequest
+from hetlb.tools.workload.rows import Row
 
 CAPACITY = Capacity(200_000, 16, 64, 2048, None, 200_000)
 SPECS = tuple(spec(f"i{i}", slower=1.0 + i, capacity=CAPACITY) for i in range(3))

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from hetlb.core.paths.path_ledger import PathLease
-from hetlb.core.paths.path_scheduler import PathScheduler
-from hetlb.core.paths.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec, StageNetwork, StageSpec
-from hetlb.core.predictor import LengthDistribution, SamplePredictor
-from hetlb.sim.pipelines import OfflineLoad, PipelineSimulation
+from hetlb.balancer.core.predictor import LengthDistribution, SamplePredictor
+from hetlb.tools.paths.path_ledger import PathLease
+from hetlb.tools.paths.path_scheduler import PathScheduler
+from hetlb.tools.paths.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec, StageNetwork, StageSpec
+from hetlb.tools.sim.pipelines import OfflineLoad, PipelineSimulation
 
 LIMITS = BatchLimits(prompts=1, prompt_tokens=4096, decodes=64, decode_context=100_000)
 #: 1 ms a layer for 10 prompt tokens, 2 ms for a batch of decodes however large.

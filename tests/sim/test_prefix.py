@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim.plain_engine import PlainEngine, PlainSequence
 
-from hetlb.core.latency import LatencyModel
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.engine_model import EngineModel
-from hetlb.sim.engine_sequence import EngineSequence, SequenceState
-from hetlb.workload.content import contents_of
-from hetlb.workload.rows import Row
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.tools.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.engine_model import EngineModel
+from hetlb.tools.sim.engine_sequence import EngineSequence, SequenceState
+from hetlb.tools.workload.content import contents_of
+from hetlb.tools.workload.rows import Row
 
 LATENCY = LatencyModel(k1=1e-4, k2=1e-3, k3=2e-6, k4=1e-2, k5=5e-8, k6=6e-5, k7=1e-7, k8=1.3e-2)
 

@@ -6,8 +6,8 @@ import pytest
 from shared_simulation import SharedSimulation
 from sim.test_fleet import fleet, load
 
-from hetlb.core.types import Outcome
-from hetlb.sim.fleet_simulation import FleetSimulation
+from hetlb.balancer.core.types import Outcome
+from hetlb.tools.sim.fleet_simulation import FleetSimulation
 
 
 @pytest.mark.parametrize("delay_s", [0.001, 0.1])

@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.config.profile_file import load_profile
-from hetlb.core.latency import LatencyModel
-from hetlb.core.predictor import LengthDistribution
-from hetlb.core.queue import QueueLimits
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Capacity, Connector, Health, InstanceSpec, KvLink, Outcome, Role
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.sim.fleet_result import FleetResult
-from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.sim.kv_links import KvLinks, KvPath
-from hetlb.workload.arrivals import PlannedRequest
-from hetlb.workload.rows import Row
+from hetlb.balancer.config.profile_file import load_profile
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.predictor import LengthDistribution
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import Capacity, Connector, Health, InstanceSpec, KvLink, Outcome, Role
+from hetlb.tools.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.sim.fleet_result import FleetResult
+from hetlb.tools.sim.fleet_simulation import FleetSimulation
+from hetlb.tools.sim.kv_links import KvLinks, KvPath
+from hetlb.tools.workload.arrivals import PlannedRequest
+from hetlb.tools.workload.rows import Row
 
 LATENCY = LatencyModel(k1=1e-4, k2=0.0, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
 LINK = KvLink(Connector.NIXL, bytes_per_token=1e5, bandwidth_bytes_per_s=1e9, latency_s=0.01)

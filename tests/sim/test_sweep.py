@@ -15,23 +15,23 @@ from typing import Any
 
 import pytest
 
-from hetlb.core.latency import IterationRule, LatencyModel
-from hetlb.core.policies.base import PolicyParams
-from hetlb.core.predictor import LengthDistribution, make_predictor
-from hetlb.core.queue import QueueLimits
-from hetlb.core.setup import SchedulerSetup
-from hetlb.core.types import Capacity, Health, InstanceSpec
+from hetlb.balancer.core.latency import IterationRule, LatencyModel
+from hetlb.balancer.core.policies.base import PolicyParams
+from hetlb.balancer.core.predictor import LengthDistribution, make_predictor
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import Capacity, Health, InstanceSpec
 from hetlb.errors import HetlbError
-from hetlb.sim.alone import run_alone
-from hetlb.sim.engine_limits import EngineLimits
-from hetlb.sim.engine_model import EngineModel
-from hetlb.sim.engine_sequence import EngineSequence
-from hetlb.sim.fleet_engine import EngineSpec
-from hetlb.sim.fleet_result import FleetSeries
-from hetlb.sim.fleet_simulation import FleetSimulation
-from hetlb.sim.simulation_sweep import TRACE, Study, StudyCell, fixed_split, run_sweep
-from hetlb.workload.arrivals import Load
-from hetlb.workload.rows import Row
+from hetlb.tools.sim.alone import run_alone
+from hetlb.tools.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.engine_model import EngineModel
+from hetlb.tools.sim.engine_sequence import EngineSequence
+from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.sim.fleet_result import FleetSeries
+from hetlb.tools.sim.fleet_simulation import FleetSimulation
+from hetlb.tools.sim.simulation_sweep import TRACE, Study, StudyCell, fixed_split, run_sweep
+from hetlb.tools.workload.arrivals import Load
+from hetlb.tools.workload.rows import Row
 
 FAST = LatencyModel(k1=1e-4, k2=1e-3, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
 CELLS = [
@@ -128,7 +128,7 @@ ENDLESS = """
 import math, sys
 sys.path.insert(0, {folder!r})
 from test_sweep import CELLS, study
-from hetlb.sim.simulation_sweep import run_sweep
+from hetlb.tools.sim.simulation_sweep import run_sweep
 def say(done, total):
     if done:
         print("running", flush=True)

@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from hetlb.cli.main import main
-from hetlb.sim.tune import search
-from hetlb.workload.records import student_margin
+from hetlb.tools.sim.tune import search
+from hetlb.tools.workload.records import student_margin
 
-DEMO = Path(__file__).parents[2] / "hetlb" / "demo"
+DEMO = Path(__file__).parents[2] / "hetlb" / "tools" / "demo"
 
 
 def test_a_bowl_is_descended_and_the_gain_is_of_seeds_not_seen() -> None:

@@ -12,12 +12,12 @@ from typing import Any
 from helpers import HANG_S, free_port, turns_until
 from stage.toy import make_worker
 
-from hetlb.config.stages_file import StagesFile, StageTable, resolve_stages
-from hetlb.core.types import RejectReason
-from hetlb.stage.checkpoint import load_config
-from hetlb.stage.coordinator import Coordinator
-from hetlb.stage.stage_messages import Token
-from hetlb.stage.worker import StageWorker
+from hetlb.balancer.core.types import RejectReason
+from hetlb.tools.stage.checkpoint import load_config
+from hetlb.tools.stage.coordinator import Coordinator
+from hetlb.tools.stage.stage_messages import Token
+from hetlb.tools.stage.stages_file import StagesFile, StageTable, resolve_stages
+from hetlb.tools.stage.worker import StageWorker
 
 RANGES = {"a": (0, 7), "b": (0, 6), "c": (5, 12), "d": (6, 12)}
 

@@ -21,10 +21,10 @@ from helpers import HANG_S
 from stage.rig import Rig, rig, until
 from stage.toy import answer
 
+from hetlb.balancer.config.fleet import load_fleet
 from hetlb.cli.doctor import examine
-from hetlb.config.fleet import load_fleet
-from hetlb.stage.openai_api import OpenAIServer
-from hetlb.stage.text import TextModel
+from hetlb.tools.stage.openai_api import OpenAIServer
+from hetlb.tools.stage.text import TextModel
 
 ROOT = Path(__file__).parents[2]
 

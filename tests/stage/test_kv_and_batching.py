@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.stage.batching import Batcher
-from hetlb.stage.kv import BlockTable, StageBlocks
-from hetlb.stage.stage_messages import Opening, Pass, RouteHop, Sampling
+from hetlb.tools.stage.batching import Batcher
+from hetlb.tools.stage.kv import BlockTable, StageBlocks
+from hetlb.tools.stage.stage_messages import Opening, Pass, RouteHop, Sampling
 
 SIZE = 4
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.stage import auth
-from hetlb.stage.stage_messages import (
+from hetlb.tools.stage import auth
+from hetlb.tools.stage.stage_messages import (
     MOST_PASSES,
     Cause,
     Close,
@@ -76,8 +76,8 @@ def test_passes_are_divided_and_lose_nothing(parts: list[tuple[int, bool]], spli
         for i, (count, last) in enumerate(parts)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hetlb.stage.stage_messages.SPLIT_BYTES", split)
-        patch.setattr("hetlb.stage.stage_messages.MOST_PASSES", 3)
+        patch.setattr("hetlb.tools.stage.stage_messages.SPLIT_BYTES", split)
+        patch.setattr("hetlb.tools.stage.stage_messages.MOST_PASSES", 3)
         sent = list(frames(made))
     found: dict[int, list[tuple[Pass, bytes]]] = {}
     for frame in sent:

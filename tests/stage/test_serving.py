@@ -16,12 +16,12 @@ import trustme
 from stage.rig import Collector, Rig, rig, until
 from stage.toy import answer, make_worker
 
-from hetlb.core.paths.path_log import dispatches
-from hetlb.core.types import RejectReason
-from hetlb.plan.check import check_path
-from hetlb.stage.coordinator import Sequence as Asked
-from hetlb.stage.stage_channel import ChannelError, connect
-from hetlb.stage.stage_messages import Sampling, pack
+from hetlb.balancer.core.types import RejectReason
+from hetlb.tools.paths.path_log import dispatches
+from hetlb.tools.plan.check import check_path
+from hetlb.tools.stage.coordinator import Sequence as Asked
+from hetlb.tools.stage.stage_channel import ChannelError, connect
+from hetlb.tools.stage.stage_messages import Sampling, pack
 
 
 class Inline(ThreadPoolExecutor):
@@ -115,7 +115,7 @@ async def test_requests_of_a_killed_stage_go_on_elsewhere(folder: Path) -> None:
 async def test_without_a_path_requests_end_with_a_reason(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetlb.stage.coordinator.NO_PATH_S", 0.05)
+    monkeypatch.setattr("hetlb.tools.stage.coordinator.NO_PATH_S", 0.05)
     async with rig(folder, "ac") as made:
         _, collector = submit(made, [1, 2, 3], 400)
         await until(lambda: bool(collector.tokens))
@@ -211,8 +211,8 @@ async def test_a_prompt_in_chunks_shares_batches_with_others(folder: Path) -> No
 async def test_a_coordinator_that_falls_silent_is_given_up(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetlb.stage.worker.SILENCE_S", 0.3)
-    monkeypatch.setattr("hetlb.stage.stage_channel.HEARTBEAT_S", 1000.0)
+    monkeypatch.setattr("hetlb.tools.stage.worker.SILENCE_S", 0.3)
+    monkeypatch.setattr("hetlb.tools.stage.stage_channel.HEARTBEAT_S", 1000.0)
     async with rig(folder, "ac") as made:
         made.stages["c"].runner.gate.clear()  # no token comes, so nothing is sent
         _, collector = submit(made, [1, 2, 3], 5)

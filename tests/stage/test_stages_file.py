@@ -11,9 +11,9 @@ import yaml
 from stage.rig import Collector, rig, until
 
 from hetlb.cli.main import main
-from hetlb.config.stages_file import load_stages
 from hetlb.errors import ConfigError
-from hetlb.stage.stage_messages import Sampling
+from hetlb.tools.stage.stage_messages import Sampling
+from hetlb.tools.stage.stages_file import load_stages
 
 WORKERS = [{"name": "a", "url": "http://127.0.0.1:9100"}, {"name": "b", "url": "http://127.0.0.1:9101/"}]
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from stage.toy import EOS, make_folder
 
 from hetlb.errors import ConfigError
-from hetlb.stage.checkpoint import load_config, stage_tensors, tensor_files
-from hetlb.stage.stage_messages import Token
-from hetlb.stage.text import AnswerText, Ending, TemplateError, TextModel
+from hetlb.tools.stage.checkpoint import load_config, stage_tensors, tensor_files
+from hetlb.tools.stage.stage_messages import Token
+from hetlb.tools.stage.text import AnswerText, Ending, TemplateError, TextModel
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128,

@@ -14,9 +14,9 @@ from stage.rig import Rig, rig, until
 from stage.test_serving import prompt_of, submit
 from stage.toy import VOCABULARY, answer
 
-from hetlb.stage import auth
-from hetlb.stage.stage_channel import check_peer, connect
-from hetlb.stage.stage_messages import (
+from hetlb.tools.stage import auth
+from hetlb.tools.stage.stage_channel import check_peer, connect
+from hetlb.tools.stage.stage_messages import (
     Close,
     Lost,
     Opening,
@@ -28,7 +28,7 @@ from hetlb.stage.stage_messages import (
     encode,
     pack,
 )
-from hetlb.stage.worker import MOST_STRANGERS
+from hetlb.tools.stage.worker import MOST_STRANGERS
 
 POISON = 250
 KEY = b"0123456789abcdef"
@@ -108,7 +108,7 @@ async def test_a_worker_that_is_stopped_beside_a_batch_that_hangs_does_not_wait_
 async def test_silent_connections_do_not_keep_others_out(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetlb.stage.worker.STRANGER_S", 0.1)
+    monkeypatch.setattr("hetlb.tools.stage.worker.STRANGER_S", 0.1)
     async with rig(folder, "ac", key=KEY) as made:
         port = made.stages["a"].port
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2 * MOST_STRANGERS)]

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from hetlb.stage.batching import Work
-from hetlb.stage.kv import StageBlocks
-from hetlb.stage.runner import Result, Sampled
-from hetlb.stage.sampling import choose
-from hetlb.stage.stage_messages import Sampling, Welcome
-from hetlb.stage.worker import StageWorker
+from hetlb.tools.stage.batching import Work
+from hetlb.tools.stage.kv import StageBlocks
+from hetlb.tools.stage.runner import Result, Sampled
+from hetlb.tools.stage.sampling import choose
+from hetlb.tools.stage.stage_messages import Sampling, Welcome
+from hetlb.tools.stage.worker import StageWorker
 
 PRIME = 997
 LAYERS = 12
@@ -128,7 +128,7 @@ def make_worker(
     **options: object,
 ) -> tuple[StageWorker, ToyRunner, StageBlocks]:
     """A worker of the toy model, not started."""
-    from hetlb.stage.checkpoint import load_config
+    from hetlb.tools.stage.checkpoint import load_config
 
     pool = StageBlocks(token_layers // block_size, block_size)
     runner = ToyRunner(first, end, pool.blocks, block_size)

@@ -1,4 +1,4 @@
-"""Prints `hetlb/models/defaults.json`: what transformers' classes take for keys that a file leaves out.
+"""Prints `hetlb/tools/models/defaults.json`: what transformers' classes take for keys that a file leaves out.
 
 Run in the environment of `tests/vllm/install.sh`; its input has the model types and the keys that are read.
 `tests/vllm/test_model_facts.py` holds the file against it.

@@ -1,8 +1,8 @@
 """Makes small random models of 12 layers for the tests of `hetlb stage`, and answers them with transformers.
 
-Each family of `hetlb.stage.checkpoint` with what sets it apart: Llama 3's rope scaling and tied embeddings,
-Mistral's sliding window, Qwen 2's biases, Qwen 3's norms of queries and keys. All parameters are random,
-norms and biases too, so that a wrong one changes the answer.
+Each family of `hetlb.tools.stage.checkpoint` with what sets it apart: Llama 3's rope scaling and tied
+embeddings, Mistral's sliding window, Qwen 2's biases, Qwen 3's norms of queries and keys. All parameters are
+random, norms and biases too, so that a wrong one changes the answer.
 
     .venv-vllm/bin/python tests/vllm/make_stage_models.py make FOLDER
     .venv-vllm/bin/python tests/vllm/make_stage_models.py answer N FOLDER/llama ... < PROMPTS > TOKENS

@@ -17,10 +17,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from hetlb.core import engine_metrics
-from hetlb.core.engine_tables import VLLM
-from hetlb.plan.common import servers
-from hetlb.proxy.http.endpoints import ENDPOINTS, KEPT_PATHS, REALTIME_PATH
+from hetlb.balancer.core import engine_metrics
+from hetlb.balancer.core.engine_tables import VLLM
+from hetlb.balancer.http.endpoints import ENDPOINTS, KEPT_PATHS, REALTIME_PATH
+from hetlb.tools.plan.common import servers
 
 KNOWN_FIELDS = Path(__file__).parent / "data" / "known-fields.json"
 #: Answered by hetlb itself.

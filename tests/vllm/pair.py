@@ -35,14 +35,14 @@ from engines import (
     vllm_servers,
 )
 
-from hetlb.core.engine_metrics import parse
-from hetlb.core.types import EngineSample
-from hetlb.loadtest.bodies import RequestBodies
-from hetlb.loadtest.generator import run_load
-from hetlb.loadtest.load_result import LoadResult
-from hetlb.loadtest.processes import helper_processes
-from hetlb.workload.arrivals import PlannedRequest, make_plan
-from hetlb.workload.rows import Row
+from hetlb.balancer.core.engine_metrics import parse
+from hetlb.balancer.core.types import EngineSample
+from hetlb.tools.loadtest.bodies import RequestBodies
+from hetlb.tools.loadtest.generator import run_load
+from hetlb.tools.loadtest.load_result import LoadResult
+from hetlb.tools.loadtest.processes import helper_processes
+from hetlb.tools.workload.arrivals import PlannedRequest, make_plan
+from hetlb.tools.workload.rows import Row
 
 HERE = Path(__file__).resolve().parent
 MODELS = REPO_ROOT / ".cache" / "vllm-models"

@@ -27,7 +27,7 @@ import pytest
 import yaml
 from engines import REPO_ROOT, SERVED_MODEL_NAME, Server, ServerSpec, free_ports, vllm_servers
 
-from hetlb.loadtest.processes import helper_processes
+from hetlb.tools.loadtest.processes import helper_processes
 
 KV_FOLDER = REPO_ROOT / ".cache" / "kv"
 WHEELS = ("nixl==1.5.1", "nixl-cu12==1.5.1", "mooncake-transfer-engine-non-cuda==0.3.13.post1")

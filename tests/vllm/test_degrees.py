@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from engines import VENV_PYTHON
 
-from hetlb.models.degrees import ModelShape, refusal
-from hetlb.models.facts import read_facts
+from hetlb.tools.models.degrees import ModelShape, refusal
+from hetlb.tools.models.facts import read_facts
 
 pytestmark = pytest.mark.vllm
 

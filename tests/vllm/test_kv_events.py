@@ -19,8 +19,8 @@ import pytest
 import yaml
 from engines import SERVED_MODEL_NAME, Server, ServerSpec, vllm_servers
 
-from hetlb.core.engine_metrics import EngineCounters, parse_counters
-from hetlb.loadtest.processes import helper_processes
+from hetlb.balancer.core.engine_metrics import EngineCounters, parse_counters
+from hetlb.tools.loadtest.processes import helper_processes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 

@@ -1,4 +1,4 @@
-"""Parameters and defaults of `hetlb.models` against the classes of transformers, on the meta device."""
+"""Parameters and defaults of `hetlb.tools.models` against the classes of transformers, on the meta device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from engines import VENV_PYTHON
 
-from hetlb.models.config_keys import ALIASES
-from hetlb.models.facts import read_facts
-from hetlb.models.families import FAMILIES
+from hetlb.tools.models.config_keys import ALIASES
+from hetlb.tools.models.facts import read_facts
+from hetlb.tools.models.families import FAMILIES
 
 pytestmark = pytest.mark.vllm
 
-MODELS = Path(__file__).parents[2] / "hetlb/models"
+MODELS = Path(__file__).parents[2] / "hetlb/tools/models"
 #: transformers leaves out weights that checkpoints of Gemma 3n have; MiMo's windows have heads of their own.
 ROUGH = {"gemma3n_text": 0.005, "mimo_v2_flash": 0.001}
 #: transformers has weights for experts that do nothing, and encoders of images and sound in one model.

@@ -14,8 +14,8 @@ import split_pair
 from engines import SERVED_MODEL_NAME, ServerFailed, ServerSpec, free_ports, vllm_servers
 from split_pair import DECODER, READER
 
-from hetlb.core.types import Role
-from hetlb.plan.common.capabilities import NIXL, Form, Status, fact_of
+from hetlb.balancer.core.types import Role
+from hetlb.tools.plan.common.capabilities import NIXL, Form, Status, fact_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import stages as real
 
-from hetlb.core.paths.path_log import dispatches
-from hetlb.plan.check import check_path
+from hetlb.tools.paths.path_log import dispatches
+from hetlb.tools.plan.check import check_path
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 

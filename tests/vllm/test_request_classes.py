@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from engines import VENV_PYTHON
 
-from hetlb.proxy.http.endpoints import ENDPOINTS
-from hetlb.proxy.http.http1 import GateError
-from hetlb.proxy.http.openai_body import Call, read_json
+from hetlb.balancer.http.endpoints import ENDPOINTS
+from hetlb.balancer.http.http1 import GateError
+from hetlb.balancer.http.openai_body import Call, read_json
 
 pytestmark = pytest.mark.vllm
 HERE = Path(__file__).parent

@@ -14,10 +14,10 @@ from helpers import HANG_S
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.types import Outcome, Request
-from hetlb.proxy.lease_wire import RequestFacts, WireBooked, WireEnded
-from hetlb.proxy.message_channel import MessageChannel
-from hetlb.workers.protocol import (
+from hetlb.balancer.core.types import Outcome, Request
+from hetlb.options.lease_wire import RequestFacts, WireBooked, WireEnded
+from hetlb.options.message_channel import MessageChannel
+from hetlb.options.relays.protocol import (
     FROM_RELAY,
     FROM_SCHEDULER,
     Arrival,
@@ -28,7 +28,7 @@ from hetlb.workers.protocol import (
     LeaseChange,
     LiveRequest,
 )
-from hetlb.workers.relay_driver import arrival_of
+from hetlb.options.relays.relay_driver import arrival_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "messages.md"
 REQUEST = Request(7 << 32, "m", 12, 5, 2, 30, True, 400, True, (("k", 64), ("s", None)), -1, "t", 2)

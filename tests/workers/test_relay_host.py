@@ -12,12 +12,12 @@ from helpers import make_scheduler, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.core.queue import QueueLimits
-from hetlb.core.types import Outcome
-from hetlb.proxy.lease_wire import WireBegun, WireBooked, WireEnded
-from hetlb.proxy.message_channel import MessageChannel
-from hetlb.workers import protocol
-from hetlb.workers.protocol import (
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.types import Outcome
+from hetlb.options.lease_wire import WireBegun, WireBooked, WireEnded
+from hetlb.options.message_channel import MessageChannel
+from hetlb.options.relays import protocol
+from hetlb.options.relays.protocol import (
     FROM_RELAY,
     FROM_SCHEDULER,
     Cancelled,
@@ -26,8 +26,8 @@ from hetlb.workers.protocol import (
     LiveRequest,
     RelayMessage,
 )
-from hetlb.workers.relay_driver import ID_BITS, arrival_of
-from hetlb.workers.relay_host import RelayHost, RelayLink
+from hetlb.options.relays.relay_driver import ID_BITS, arrival_of
+from hetlb.options.relays.relay_host import RelayHost, RelayLink
 
 ENDS = [Outcome.OK, Outcome.CLIENT_GONE, Outcome.BROKEN_STREAM, Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE]
 

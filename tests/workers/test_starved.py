@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers import turns_until
 
-from hetlb.workers.supervisor import cpu_wait_s
+from hetlb.options.relays.supervisor import cpu_wait_s
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/schedstat").exists(), reason="needs a kernel that counts the time without a CPU"

@@ -8,8 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from hetlb.workload.arrivals import gaps_s, make_plan
-from hetlb.workload.rows import Row
+from hetlb.tools.workload.arrivals import gaps_s, make_plan
+from hetlb.tools.workload.rows import Row
 
 COUNT = 10_000
 

@@ -7,9 +7,9 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.core.prefix_cuts import FIRST_TOKENS, cuts
-from hetlb.workload.content import UNSHARED, PromptContent, contents_of
-from hetlb.workload.rows import Row
+from hetlb.balancer.core.prefix_cuts import FIRST_TOKENS, cuts
+from hetlb.tools.workload.content import UNSHARED, PromptContent, contents_of
+from hetlb.tools.workload.rows import Row
 
 #: A prompt as the choices made on its way down a tree; the name of a span says which way it went.
 PATHS = st.lists(st.tuples(st.integers(0, 1), st.sampled_from([100, 256, 700])), min_size=1, max_size=6)

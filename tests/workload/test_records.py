@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.workload.records import (
+from hetlb.tools.workload.records import (
     Gaps,
     RequestResult,
     latency_figures,

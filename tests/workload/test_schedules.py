@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.workload.arrivals import PlannedRequest, Ramp, make_plan
-from hetlb.workload.rows import Row
+from hetlb.tools.workload.arrivals import PlannedRequest, Ramp, make_plan
+from hetlb.tools.workload.rows import Row
 
 ROWS = [Row(at, 10 + i, 1 + i) for i, at in enumerate((3.0, 1.0, 2.0, 1.0, 7.0))]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hetlb.core.types import Lease, Outcome, Request
-from hetlb.proxy.http.endpoints import Kind
-from hetlb.proxy.telemetry.request_record import RequestRecord
+from hetlb.balancer.core.types import Lease, Outcome, Request
+from hetlb.balancer.http.endpoints import Kind
+from hetlb.balancer.telemetry.request_record import RequestRecord
 
 
 def ended(at: float, *, placed: bool = True, outcome: Outcome = Outcome.OK, **more: Any) -> RequestRecord:

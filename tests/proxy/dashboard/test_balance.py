@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from proxy.services import Engine, document, serving
 
-from hetlb.proxy.dashboard.balance import BalancePart, parts, sentence
+from hetlb.options.dashboard.balance import BalancePart, parts, sentence
 
 
 def part(name: str, work: float, speed: float, busy: float = 1.0, out: str = "") -> BalancePart:

@@ -10,9 +10,9 @@ import pytest
 from helpers import make_scheduler, spec
 from proxy.dashboard.rows import ended
 
-from hetlb.core.types import Outcome
-from hetlb.proxy.dashboard.snapshot import accuracy, levels, series
-from hetlb.proxy.telemetry.recent import BIN_S, BINS, POINTS, Recent
+from hetlb.balancer.core.types import Outcome
+from hetlb.balancer.telemetry.recent import BIN_S, BINS, POINTS, Recent
+from hetlb.options.dashboard.snapshot import accuracy, levels, series
 
 #: Latencies are counted in steps of 4.4 %.
 NEAR = 0.045

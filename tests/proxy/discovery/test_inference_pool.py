@@ -12,10 +12,10 @@ from helpers import HANG_S, turns_until
 from proxy.discovery.conftest import Cluster, serving
 from proxy.discovery.test_kubernetes import Seen, pod
 
-from hetlb.config.discovery import KubernetesTable
+from hetlb.balancer.config.discovery import KubernetesTable
+from hetlb.balancer.fleet.source import Sources
 from hetlb.errors import ConfigError
-from hetlb.proxy.discovery.inference_pool import InferencePoolSource, ObjectiveSource
-from hetlb.proxy.discovery.source import Sources
+from hetlb.options.kubernetes.inference_pool import InferencePoolSource, ObjectiveSource
 
 
 def pool(name: str, labels: dict[str, str], *ports: int) -> dict[str, Any]:

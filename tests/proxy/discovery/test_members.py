@@ -8,10 +8,10 @@ import pytest
 from helpers import make_scheduler, request, spec
 from msgspec.structs import replace
 
-from hetlb.config.urls import Origin, origin
-from hetlb.core import fleet_state
-from hetlb.core.ready import ReadyInstances
-from hetlb.core.types import (
+from hetlb.balancer.config.urls import Origin, origin
+from hetlb.balancer.core import fleet_state
+from hetlb.balancer.core.ready import ReadyInstances
+from hetlb.balancer.core.types import (
     Capacity,
     CapacityLearned,
     InstanceAdded,
@@ -20,8 +20,8 @@ from hetlb.core.types import (
     Probed,
     ProbeResult,
 )
-from hetlb.proxy.discovery.members import AT_ONCE, LEAVES_AT, Members
-from hetlb.proxy.discovery.source import Found
+from hetlb.balancer.fleet.members import AT_ONCE, LEAVES_AT, Members
+from hetlb.balancer.fleet.source import Found
 
 
 class CountingRoster:

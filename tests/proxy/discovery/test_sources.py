@@ -15,11 +15,11 @@ from proxy.discovery.test_growth_and_shrinking import fleet, instance_file
 from proxy.services import METRICS, Engine, Running, document, said, serving
 from proxy.upstreams import plain
 
-from hetlb.config.discovery import parse_selector, select_profile
-from hetlb.config.fleet import fleet_from_urls
+from hetlb.balancer.config.discovery import parse_selector, select_profile
+from hetlb.balancer.config.fleet import fleet_from_urls
+from hetlb.balancer.fleet.source import Found
 from hetlb.errors import ConfigError
-from hetlb.proxy.discovery import file_source as files
-from hetlb.proxy.discovery.source import Found
+from hetlb.options.instance_files import file_source as files
 
 PROFILE: dict[str, Any] = {
     "version": 1,

@@ -1,0 +1,1 @@
+"""The balancer: what every `hetlb serve` runs. It imports neither `options` nor `tools`."""

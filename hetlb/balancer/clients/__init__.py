@@ -1,0 +1,1 @@
+"""Clients: from their bytes to a request, and the head of its answer."""

@@ -1,0 +1,439 @@
+"""Connections of clients: requests are read, one at a time, and answered in order.
+
+A client that leaves is noticed in every phase. What is held of bodies and of requests behind the one being
+answered is bounded; no connection has more than one read looked at before the others have their turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, cast
+
+from hetlb.balancer.config.api_keys import Tenant
+from hetlb.balancer.core.transition import Transition
+from hetlb.balancer.exchange.exchange import Exchange
+from hetlb.balancer.http import connection_states as states
+from hetlb.balancer.http import error_responses
+from hetlb.balancer.http.connection_states import ClientState, Reading
+from hetlb.balancer.http.error_responses import Refusal
+from hetlb.balancer.http.http1 import GateError, RequestHead
+from hetlb.balancer.http.paced_reading import PacedReader
+from hetlb.balancer.http.request_reader import RequestReader
+
+if TYPE_CHECKING:
+    from hetlb.balancer.clients.server import ProxyServer
+
+#: Bytes of a next request that may wait behind the one being answered.
+_MAX_PIPELINED: Final = 64 << 10
+#: A read of this size or more is a turn of its own: more is waiting in the kernel.
+_LARGE_READ: Final = 128 << 10
+#: Bodies of at least this many bytes are parsed in a turn of their own.
+_LARGE_BODY: Final = 256 << 10
+#: Seconds before the minimum rate of a body applies.
+_BODY_GRACE_S: Final = 5.0
+_LEAST_BODY_BYTES_PER_S: Final = 1024.0
+#: Maximum seconds between two pieces of a body.
+_BODY_STOP_S: Final = 10.0
+#: Seconds in which a refused client may still send before its connection is dropped.
+LINGER_S: Final = 2.0
+#: Kernel send buffer of a client's connection, in bytes.
+_SEND_BUFFER: Final = 64 << 10
+#: Looked up here and not for every request: a member of an enum costs as much as a call.
+_IDLE: Final = ClientState.IDLE
+_HEAD: Final = ClientState.HEAD
+_BODY: Final = ClientState.BODY
+_READ: Final = ClientState.READ
+_ANSWERING: Final = ClientState.ANSWERING
+_UPGRADED: Final = ClientState.UPGRADED
+_CLOSING: Final = ClientState.CLOSING
+_CLOSED: Final = ClientState.CLOSED
+#: States in which requests are read.
+_READS: Final = (_IDLE, _HEAD, _BODY, _READ)
+_OPEN: Final = Reading.OPEN
+_TURN: Final = Reading.TURN
+_HELD: Final = Reading.HELD
+
+
+class ClientConnection(PacedReader):
+    """One connection of a client."""
+
+    __slots__ = (
+        "_exchange", "_fed_at", "_head", "_held", "_now", "_reader", "_server", "_since",
+        "_stalled_since", "_tenant", "address", "cors", "state",
+    )  # fmt: skip
+
+    def __init__(self, server: ProxyServer) -> None:
+        super().__init__(server.turns)
+        self._server = server
+        self._reader = RequestReader()
+        #: IP address of the client, "-" where it has none.
+        self.address = "-"
+        #: Header lines of CORS for the answer.
+        self.cors = b""
+        self.state = _IDLE
+        self._head: RequestHead | None = None
+        self._tenant: Tenant | None = None
+        #: Bytes of the body that are counted among those of all connections.
+        self._held = 0
+        self._exchange: Exchange | None = None
+        self._now = server.driver.now
+        #: Time at which the body began, or its last piece came.
+        self._fed_at = 0.0
+        self._since = 0.0
+        #: Since when the client does not read what is written.
+        self._stalled_since: float | None = None
+
+    # --- asyncio's side ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        transport = cast(asyncio.Transport, transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+            peer = transport.get_extra_info("peername")
+            if peer:
+                self.address = str(peer[0])
+        transport.set_write_buffer_limits(high=64 << 10)
+        self._since = self._now()
+        if not self._server.admit(self):
+            self._refuse(Refusal(error_responses.TOO_MANY_CONNECTIONS, "Too many connections are open."))
+
+    def data_received(self, data: bytes) -> None:
+        state = self.state
+        if state is _CLOSING or state is _CLOSED:
+            if len(data) >= _LARGE_READ:
+                self._continue_later()  # what is thrown away has its turn like anything else
+            return
+        self._reader.feed(data)
+        if state is _ANSWERING or self._stalled_since is not None or self.reading is _TURN:
+            self._bound_reading()
+            return
+        if state is _IDLE:
+            self._since = self._now()  # the head's time begins with its first byte
+        if len(data) >= _LARGE_READ:
+            self._continue_later()
+        self._advance()
+
+    def eof_received(self) -> bool:
+        if self.state is _CLOSING:
+            return False  # what was written still goes out
+        # A client that closes its sending side is gone (HAProxy's abortonclose): a client that waits
+        # for an answer keeps the connection open.
+        self.abort()
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if self.state is _CLOSED:
+            return
+        self.state = states.CLIENT_GONE.take(self.state)
+        self._server.left(self)
+        self._release()
+        exchange, self._exchange = self._exchange, None
+        if exchange is None:
+            return
+        try:
+            exchange.client_gone()
+        except Exception as error:
+            exchange.fault(error)
+
+    def pause_writing(self) -> None:
+        self._stalled_since = self._now()
+        self._hold(True)
+
+    def resume_writing(self) -> None:
+        self._stalled_since = None
+        if self._exchange is not None:
+            self._hold(False)
+        else:
+            self._read_on()
+
+    def _hold(self, held: bool) -> None:
+        exchange = self._exchange
+        if exchange is None:
+            return
+        try:
+            exchange.hold(held)
+        except Exception as error:
+            exchange.fault(error)
+
+    # --- the exchange's side ---
+
+    @property
+    def write(self) -> Callable[[bytes], None]:
+        return _nowhere if self._transport is None else self._transport.write
+
+    def hand_over(self, protocol: asyncio.Protocol) -> tuple[asyncio.Transport, bytes]:
+        """Let another protocol have the transport, and what came behind the request; `break_off` ends it."""
+        transport, reader = self._transport, self._reader
+        assert transport is not None, "expected a connection that is open"
+        self.state = states.UPGRADED.take(self.state)
+        unread, reader.buffer, reader.at = reader.buffer[reader.at :], b"", 0
+        if self.reading is not _OPEN:
+            self._resume_reading()
+        transport.set_protocol(protocol)
+        return transport, unread
+
+    def hold(self, held: bool) -> None:
+        """Stop (`held`) or resume reading the client: backpressure of the engine."""
+        if self._transport is None or held is (self.reading is _HELD):
+            return
+        if held:
+            self._hold_back()
+        elif self._reader.unread:
+            self._continue_later()
+        else:
+            self._resume_reading()
+
+    def end(self, *, keep: bool) -> None:
+        """The answer is out; `keep` says that the client can tell where it ended."""
+        head, self._head, self._exchange = self._head, None, None
+        if not keep or head is None or not head.keep_alive or self._server.stopping:
+            self._close(states.LAST_ANSWERED)
+            return
+        self.state = states.ANSWERED.take(self.state)
+        self._since = self._now()
+        self._read_on()
+
+    def break_off(self) -> None:
+        """End an answer that must not look complete: what was written goes out, then the connection ends."""
+        self._exchange = None
+        if self.state is _UPGRADED:
+            if self._transport is None or self._transport.is_closing():
+                self.connection_lost(None)  # the other protocol was told
+                return
+            self._transport.set_protocol(self)
+            self._server.parting.add(self)
+            # The client may still be sending: a reset would lose the Close frame.
+            self._linger(states.LAST_ANSWERED)
+        else:
+            self._close(states.LAST_ANSWERED)
+
+    def forsake(self, exchange: object) -> None:
+        """Drop the connection if it still waits for an exchange: that one has failed and says nothing."""
+        if self._exchange is exchange:
+            self._exchange = None
+            self.abort()
+
+    # --- from the listener ---
+
+    def _read_on(self) -> None:
+        """Read on, what is there already in a turn of its own: pipelined requests must not nest."""
+        if self._reader.unread and self.state is not _CLOSING:
+            self._continue_later()
+        else:
+            self._bound_reading()
+
+    def turn_came(self) -> None:
+        """Read on, or go on throwing away what is of no use."""
+        if self.state is _CLOSING:
+            self._resume_reading()
+        elif self.state is not _UPGRADED:
+            self._hold_back()
+            self._advance()
+            self._bound_reading()  # a request that was whole is being answered, and its client may leave
+
+    def _bound_reading(self) -> None:
+        """Read from the socket only while few requests wait behind the one being answered."""
+        reading, reader = self.reading, self._reader
+        if reading is _TURN or self.state is _CLOSING or self._transport is None:
+            return
+        full = len(reader.buffer) - reader.at > _MAX_PIPELINED
+        if full and reading is _OPEN:
+            self._hold_back()
+        elif not full and reading is _HELD:
+            self._resume_reading()
+
+    @property
+    def idle(self) -> bool:
+        """True if no request is read or answered here; the beginning of a head is none yet."""
+        if self.state is not _IDLE and self.state is not _HEAD:
+            return False
+        return self._transport is not None and not self._transport.get_write_buffer_size()
+
+    def close_if_idle(self) -> None:
+        if self.state is _IDLE and not self._reader.unread:
+            self._close(states.UNUSED)
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def sweep(self, now: float) -> None:
+        """End what has taken too long: heads, bodies, idle connections, clients that do not read."""
+        table, state = self._server.table, self.state
+        if self._stalled_since is not None and now - self._stalled_since > table.write_timeout_s:
+            self.abort()
+        elif state is _ANSWERING or state is _UPGRADED:
+            return
+        elif state is _CLOSING:
+            # A slow client may still be reading the end of its answer.
+            unsent = self._transport is not None and self._transport.get_write_buffer_size() > 0
+            if now - self._since > (table.write_timeout_s if unsent else LINGER_S):
+                self.abort()
+        elif state is _BODY or state is _READ:
+            took_s = now - self._since
+            slow = took_s > _BODY_GRACE_S and self._reader.held < took_s * _LEAST_BODY_BYTES_PER_S
+            stopped = now - self._fed_at > _BODY_STOP_S
+            if slow or stopped or took_s > table.body_timeout_s:
+                self._refuse(GateError(408, "The request body took too long."))
+        elif state is _HEAD:
+            if now - self._since > table.head_timeout_s:
+                self._refuse(GateError(408, "The request head took too long."))
+        elif now - self._since > table.keepalive_timeout_s:
+            self._close(states.UNUSED)
+
+    # --- reading requests ---
+
+    def _advance(self) -> None:
+        """Read on, up to one request that can be served."""
+        # A client that does not read its answers gets no further ones: they would pile up here.
+        state = self.state
+        if self._stalled_since is not None or state not in _READS:
+            return
+        reader = self._reader
+        try:
+            if not (state is _BODY or state is _READ or self._read_head()):
+                if reader.unread:
+                    self._continue_later()
+            elif reader.read_body():
+                if reader.held >= _LARGE_BODY and state is not _READ:
+                    self.state = states.BODY_READ.take(self.state)  # to look at it is a turn of its own
+                    self._continue_later()
+                else:
+                    self._serve()
+            else:
+                self._count_held()
+                if reader.unread:
+                    self._continue_later()
+        except GateError as error:
+            self._refuse(error)
+        except Exception as error:
+            self._server.driver.guard.log(error, f"reading a request of {self.address}")
+            if self.state in _READS:
+                self._refuse(Refusal(error_responses.FAULT, "The proxy failed on this request."))
+            else:
+                self.abort()
+        if reader.at >= len(reader.buffer):
+            reader.buffer, reader.at = b"", 0  # a connection that waits keeps no read in memory
+        self._bound_reading()
+
+    def _read_head(self) -> bool:
+        """Take in a head; False if it is not whole. Raises `GateError`."""
+        server, reader = self._server, self._reader
+        raw = reader.find_head()
+        if not raw:
+            if self.state is _IDLE and reader.begun:
+                self.state = states.HEAD_BEGUN.take(self.state)
+            return False
+        head, length = server.heads.find(raw)
+        self._head, self._tenant = head, None  # first: how a refusal is written depends on them
+        self._since = self._fed_at = self._now()
+        self.state = states.HEAD_PASSED.take(self.state)
+        router = server.router
+        self.cors = router.cors_lines(head)
+        self._tenant = router.authenticate(head)
+        reader.begin_body(length, head.chunked, server.table.max_body_bytes)
+        if head.expects is not None:
+            if head.expects != b"100-continue":
+                raise GateError(417, "The only expectation understood is 100-continue.")
+            if not router.knows(head.path):
+                raise GateError(404, "Not Found")  # before the body is asked for
+            if head.http11 and not reader.whole and not reader.unread:
+                self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
+        return True
+
+    def _count_held(self) -> None:
+        """Count what came of a body that is not whole. Raises `Refusal` where all of them are too much."""
+        server, more = self._server, self._reader.held - self._held
+        if more:
+            self._fed_at = self._now()
+            self._held += more
+            server.held_bytes += more
+            if server.held_bytes > server.table.max_held_bytes:
+                raise Refusal(error_responses.TOO_MANY_BYTES, "Too many bytes of bodies are being read.")
+
+    def _release(self) -> None:
+        """Drop the parts of a body that is whole, or of no use any more."""
+        self._server.held_bytes -= self._held
+        self._held = 0
+        self._reader.drop_body()
+
+    # --- answering ---
+
+    def _serve(self) -> None:
+        head, server = self._head, self._server
+        assert head is not None
+        body = self._reader.body()
+        server.held_bytes -= self._held
+        self._held = 0
+        if server.leaving:
+            head = self._head = head.closing()
+        elif server.stopping:
+            raise Refusal(error_responses.SHUTTING_DOWN, "The proxy is shutting down.")
+        taken = server.router.handle(self, head, body, self._tenant)
+        if isinstance(taken, bytes):
+            self._send(taken.replace(b"\r\n", b"\r\n" + self.cors, 1) if self.cors else taken)
+            self.end(keep=True)
+        else:
+            self._exchange = taken
+            self.state = states.SUBMITTED.take(self.state)
+            server.driver.submit(taken)
+
+    def _send(self, data: bytes) -> None:
+        """Send what is no answer of an exchange (compiled code cannot call what the property gives)."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def _refuse(self, error: GateError) -> None:
+        """Answer what did not pass, and close: what follows on this connection cannot be trusted."""
+        answer, retry_after_s, lines = error_responses.refused_for(error)
+        # A body that was read whole leaves the connection in a known state.
+        known = self._reader.whole and (answer.status in (400, 403, 404, 405) or lines != b"")
+        head, path, keep, head_only = self._head, "", False, False
+        if head is None:
+            self._server.driver.refused(answer.outcome, answer.status)
+        else:
+            label = self._server.router.refused(head, self._tenant, answer, self._since, self.address)
+            lines = b"%bx-request-id: %b\r\n%b" % (lines, label.encode("ascii"), self.cors)
+            path, keep, head_only = head.path, head.keep_alive and known, head.method == b"HEAD"
+        self._send(
+            error_responses.refusal(
+                answer, error.message, retry_after_s, lines, path, close=not keep, head_only=head_only
+            )
+        )
+        self._release()
+        if keep:
+            self.end(keep=True)
+        else:
+            self._linger(states.REFUSED)
+
+    def _linger(self, transition: Transition[ClientState]) -> None:
+        """Close our side only: bytes still on their way would otherwise reset what was just written."""
+        self.state = transition.take(self.state)
+        self._head = None
+        self._since = self._now()
+        if self._transport is None or self._transport.is_closing():
+            return
+        self.hold(False)  # what still comes is thrown away, its end is heard
+        if self._transport.can_write_eof():
+            with contextlib.suppress(OSError):  # the client has reset the connection
+                self._transport.write_eof()
+        else:
+            self._transport.close()  # TLS has no half-closed connections; its goodbye waits for the client's
+
+    def _close(self, transition: Transition[ClientState]) -> None:
+        """End the connection when what was written is out."""
+        self.state = transition.take(self.state)
+        self._since = self._now()
+        if self._transport is not None:
+            self._transport.close()
+
+
+def _nowhere(data: bytes) -> None:
+    """The client is gone."""

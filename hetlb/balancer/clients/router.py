@@ -1,0 +1,418 @@
+"""Router of whole requests: an exchange that goes to an engine, or an answer of hetlb's own.
+
+Nothing is sent here and nothing is booked; a refused request gets one `GateError` that says why.
+Where keys are needed, nothing but `/health` and `/ping` is answered without one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
+from urllib.parse import unquote
+
+import msgspec
+
+import hetlb
+from hetlb.balancer.clients.client_response import ClientSide
+from hetlb.balancer.clients.prefix_keys import id_keys, session_key, text_keys, token_ids
+from hetlb.balancer.config.api_keys import Tenant
+from hetlb.balancer.config.fleet_tables import ProxyTable, Resume
+from hetlb.balancer.core.objective import UNSTATED, ServiceClass
+from hetlb.balancer.core.prefix_index import PrefixKey
+from hetlb.balancer.core.types import RejectReason, Request
+from hetlb.balancer.exchange.driver import Driver
+from hetlb.balancer.exchange.engine_request import EngineRequest
+from hetlb.balancer.exchange.exchange import Exchange
+from hetlb.balancer.exchange.scheduler_driver import several_models
+from hetlb.balancer.http import error_responses
+from hetlb.balancer.http.endpoints import ENDPOINTS, KEPT_PATHS, NOT_KEPT, REALTIME_PATH, Kind
+from hetlb.balancer.http.error_responses import Answer, Refusal
+from hetlb.balancer.http.http1 import GateError, RequestHead
+from hetlb.balancer.http.openai_body import MAX_INJECT_BYTES, Call, read_json
+from hetlb.balancer.telemetry.request_record import RequestRecord
+
+if TYPE_CHECKING:
+    from hetlb.balancer.clients.model_names import ModelNames
+    from hetlb.balancer.clients.service_classes import ServiceClasses
+    from hetlb.options.kv_events.block_index import PromptBlocks
+    from hetlb.options.resume.continuation import Continuation
+    from hetlb.options.resume.progress import Kept
+    from hetlb.options.tracing.tracing import Tracing
+
+_TENANT = re.compile(rb"[!-~]{1,64}")
+_LABEL = re.compile(rb"[!-~]{1,128}")
+#: Maximum characters of the path of a refused request in the request log.
+_MOST_PATH: Final = 128
+#: Paths of answers that can go on at another instance.
+_RESUMED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+#: Balancers ask here, and have no key.
+_OPEN_PATHS = frozenset({"/health", "/ping"})
+#: Looked up here and not for every request: a member of an enum costs as much as a call.
+_AUDIO: Final = Kind.AUDIO
+_PLAIN: Final = Kind.PLAIN
+_REALTIME: Final = Kind.REALTIME
+_MULTIPART: Final = b"multipart/"
+_FORM: Final = b"application/x-www-form-urlencoded"
+#: CORS: lines of every answer to a page of another origin, and those of the question before (Fetch, 3.2).
+_CORS_LINES: Final = (
+    b"access-control-allow-origin: %b\r\nvary: Origin\r\n"
+    b"access-control-expose-headers: x-request-id, x-hetlb-instance, retry-after\r\n"
+)
+_PREFLIGHT: Final = (
+    b"access-control-allow-methods: GET, POST, DELETE\r\naccess-control-allow-headers: %b\r\n"
+    b"access-control-max-age: 600\r\n"
+)
+_READS: tuple[bytes, ...] = (b"GET", b"HEAD")
+
+
+class FleetView(Protocol):
+    """Interface of the fleet for requests that are answered without an engine."""
+
+    def models(self) -> list[dict[str, Any]]: ...
+    def routable(self) -> bool: ...
+
+
+class Router:
+    """Takes whole requests in. On the event loop only."""
+
+    def __init__(self, driver: Driver, view: FleetView) -> None:
+        self._driver = driver
+        self._view = view
+        self.configure(driver.table)
+        #: Tenants by the SHA-256 of their keys; None lets every client in.
+        self.tenants: Mapping[bytes, Tenant] | None = None
+        #: Aliases and fallbacks, None without any.
+        self.names: ModelNames | None = None
+        #: Classes of the models' requests, None without any.
+        self.classes: ServiceClasses | None = None
+        #: Ways of resuming answers by model and class; others as `proxy.resume` says.
+        self.resume: Mapping[tuple[str, str], Resume] = {}
+        #: Bytes kept of streams that may go on elsewhere, None before the first.
+        self._kept: Kept | None = None
+        #: Makes the ids of every request's spans, None without tracing.
+        self.tracing: Tracing | None = None
+        #: Engines take our request ids for their own, and another proxy may count from 1 too.
+        self._label_prefix = f"hetlb-{secrets.token_hex(4)}-"
+
+    def configure(self, table: ProxyTable) -> None:
+        """Names of headers and paths that hold from now on."""
+        self._extra_paths = frozenset(table.extra_paths)
+        self._origins = frozenset(each.encode("ascii") for each in table.cors_origins)
+        self._trusted = tuple(ipaddress.ip_network(each) for each in table.trusted_proxies)
+        self._session_header = table.session_header.lower().encode()
+        self._tenant_header = None if table.tenant_header is None else table.tenant_header.lower().encode()
+
+    def authenticate(self, head: RequestHead) -> Tenant | None:
+        """The tenant whose key came with a request; None where none is needed. Raises `GateError` (401)."""
+        tenants = self.tenants
+        if tenants is None or (self._origins and head.method == b"OPTIONS"):
+            return None  # browsers ask for permission without a key
+        authorization = head.fields.get(b"authorization")
+        if authorization is not None:
+            scheme, _, key = authorization.partition(b" ")
+            key = key.strip() if scheme.lower() == b"bearer" else b""
+        else:
+            key = head.fields.get(b"x-api-key") or b""  # as Anthropic's clients send it
+        tenant = tenants.get(hashlib.sha256(key).digest()) if key else None
+        if tenant is None and head.path not in _OPEN_PATHS:
+            if key:
+                raise GateError(401, "This API key is not known here.")
+            raise GateError(401, "An API key is needed: Authorization: Bearer KEY.")
+        return tenant
+
+    def cors_lines(self, head: RequestHead) -> bytes:
+        """Header lines by which a browser lets a page of another origin read the answer; b"" for others."""
+        origin = head.fields.get(b"origin") if self._origins else None
+        if origin is None or not self._origins & {origin.lower(), b"*"}:
+            return b""
+        return _CORS_LINES % origin
+
+    def knows(self, path: str) -> bool:
+        """True if something that takes a body is at a path."""
+        return path in ENDPOINTS or path in self._extra_paths
+
+    def handle(
+        self, client: ClientSide, head: RequestHead, body: bytes, tenant: Tenant | None
+    ) -> Exchange | bytes:
+        """The exchange of a request, not yet submitted, or the whole answer to it. Raises `GateError`."""
+        if b"via" in head.fields and self._driver.forward_rules.came_back(head.headers):
+            raise Refusal(
+                error_responses.LOOP,
+                "The request came back: an instance leads to this proxy.",
+                lines=b"via: 1.1 " + self._driver.forward_rules.own + b"\r\n",
+            )
+        if self._origins and head.method == b"OPTIONS":
+            asked = head.fields.get(b"access-control-request-headers", b"*")
+            return error_responses.response(200, b"", lines=_PREFLIGHT % asked, close=not head.keep_alive)
+        path = head.path
+        kind: Kind | None = ENDPOINTS.get(path)
+        if kind is None and path in self._extra_paths:
+            kind = _PLAIN
+        if kind is None:
+            if path == REALTIME_PATH:
+                return self._session(client, head, body, tenant)
+            if path.startswith(KEPT_PATHS):
+                raise GateError(404, NOT_KEPT)
+            return self._own(head, tenant)
+        if head.method != b"POST" and kind is not _PLAIN:
+            raise _method_not_allowed((b"POST",))
+        is_form = head.content_type.startswith(_MULTIPART)
+        if is_form:
+            from hetlb.balancer.http.multipart import read_form
+
+            call = read_form(head.fields[b"content-type"], body)
+        elif kind is _AUDIO and head.content_type.startswith(_FORM):
+            raise GateError(415, "This form is expected as multipart/form-data.")
+        elif kind is _PLAIN and not body:
+            call = Call()
+        else:
+            call = read_json(kind, body)
+        if self.names is not None and call.model is not None:
+            model = self._resolve(self.names, call, tenant)
+            if call.renamed:
+                call.body = self.names.rename(call.body, call.asked, model, is_form=is_form)
+        return self._exchange(client, head, kind, call, tenant)
+
+    def _session(
+        self, client: ClientSide, head: RequestHead, body: bytes, tenant: Tenant | None
+    ) -> Exchange | bytes:
+        """The session that an upgrade to WebSocket asks for. Raises `GateError`."""
+        if head.method != b"GET":
+            raise _method_not_allowed((b"GET",))
+        from hetlb.options.tunnel.realtime import Handshake, check_upgrade, model_asked_for, with_model
+
+        check_upgrade(head, body, open_to_all=self.tenants is None)
+        call = Call()
+        call.model = model_asked_for(head.query)
+        if self.names is not None and call.model is not None:
+            self._resolve(self.names, call, tenant)
+        if call.model is None and tenant is not None and tenant.models is not None:
+            raise GateError(403, "This API key is for some models: name one in the query, `?model=`.")
+        exchange = self._exchange(client, head, _REALTIME, call, tenant)
+        asked = with_model(head, call.model) if call.renamed and call.model is not None else head
+        exchange.outgoing = Handshake(exchange.outgoing, asked)
+        return exchange
+
+    def _resolve(self, names: ModelNames, call: Call, tenant: Tenant | None) -> str:
+        """Set the model that serves a request in place of the one it asks for. Raises `GateError` (403)."""
+        asked = call.asked = call.model or ""
+        model = call.model = names.served(asked, self._driver.scheduling.available)
+        call.renamed = model != asked
+        # The right to an alias is one to what it stands for, and to what stands in for that.
+        if call.renamed and tenant is not None and not tenant.may_use(asked) and not tenant.may_use(model):
+            raise GateError(403, f"This API key is not for the model `{asked}`.")
+        return model
+
+    def _exchange(
+        self, client: ClientSide, head: RequestHead, kind: Kind, call: Call, tenant: Tenant | None
+    ) -> Exchange:
+        driver, scheduling = self._driver, self._driver.scheduling
+        owner = None if tenant is None else tenant.name
+        model = call.model or scheduling.only_model or several_models()
+        if tenant is not None and not call.renamed and not tenant.may_use(model):
+            raise GateError(403, f"This API key is not for the model `{model}`.")
+        service = UNSTATED
+        if self.classes is not None:
+            service = self.classes.of(model, head, None if tenant is None else tenant.classes)
+        request = self._request(head, kind, call, model, service, owner)
+        text = label_of(head)
+        if text is None:
+            text = engine_text = self._label_prefix + hex(request.id)[2:]
+        else:  # engines take it for their own id: no tenant may choose that of another
+            engine_text = text if tenant is None else f"{text}.{hex(request.id)[2:]}"
+        outgoing = EngineRequest(head, call.body, engine_text)
+        exchange = Exchange(driver, client, outgoing, kind, call, request, text, driver.now(), owner)
+        exchange.address = self._address_of(head, client.address) if self._trusted else client.address
+        if request.generates and head.path in _RESUMED_PATHS:
+            how = self.resume.get((model, service.name), driver.table.resume)
+            exchange.rest = self._rest(kind, call, outgoing, how)
+        call.body = call.text = call.tools = call.ids = b""  # no prompt is in memory twice, or for longer
+        if self.tracing is not None:
+            exchange.trace = self.tracing.begin(head.fields.get(b"traceparent"))
+        return exchange
+
+    def _request(
+        self,
+        head: RequestHead,
+        kind: Kind,
+        call: Call,
+        model: str,
+        service: ServiceClass,
+        owner: str | None,
+    ) -> Request:
+        """The request as the scheduler sees it, of the tenant `owner`."""
+        driver, scheduling = self._driver, self._driver.scheduling
+        exact = call.prompt_tokens_total is not None
+        if not kind.prompted:
+            call.prompt_tokens_total, call.prompts = 0, 1
+        elif call.prompt_tokens_total is None:
+            call.prompt_tokens_total = driver.token_estimator.tokens(
+                model, call.text, call.text_bytes, call.media
+            )
+        each = max(1, -(-call.prompt_tokens_total // call.prompts))
+        sequences = call.prompts * call.n
+        generates: bool = kind.generates
+        prefix_keys: tuple[PrefixKey, ...] = ()
+        blocks: PromptBlocks | None = None
+        if generates:
+            prefix_keys, blocks = self._prefix(head, call, model, owner)
+        transfers = scheduling.transfers if sequences == 1 else None
+        return Request(
+            id=driver.next_id(),
+            model=model,
+            prompt_tokens=each,
+            max_tokens=call.max_tokens,
+            sequences=sequences,
+            samples=call.n,
+            longest_prompt_tokens=call.longest_tokens or each,
+            generates=generates,
+            body_bytes=len(call.body),
+            prompt_exact=exact,
+            prefix_keys=prefix_keys,
+            blocks=blocks,
+            priority=call.priority,
+            tenant=owner if self._tenant_header is None else self._claimed(head, owner),
+            splittable=transfers is not None and transfers.may_split(kind, head.path, call.body),
+            streamed=call.stream,
+            service=service,
+        )
+
+    def _prefix(
+        self, head: RequestHead, call: Call, model: str, owner: str | None
+    ) -> tuple[tuple[PrefixKey, ...], PromptBlocks | None]:
+        """Keys of what a request's prompt begins with, and the digests of its blocks."""
+        ids = token_ids(call) if call.ids else None
+        keys = id_keys(ids, model, call.cache_salt, owner) if ids else text_keys(call, model, owner)
+        blocks: PromptBlocks | None = None
+        if ids and call.prompts == 1 and (block_tokens := self._driver.scheduling.block_tokens):
+            from hetlb.options.kv_events.block_index import block_digests
+
+            salt = () if call.cache_salt is None else (call.cache_salt,)
+            # The last token of a prompt is always computed.
+            blocks = block_tokens, block_digests(ids[0][:-1], block_tokens, salt)
+        session = session_key(head.fields.get(self._session_header), owner, model)
+        if session is not None and call.prompts == 1:
+            keys = (session, *keys)
+        return keys, blocks
+
+    def _rest(self, kind: Kind, call: Call, outgoing: EngineRequest, how: Resume) -> Continuation | None:
+        """Continuation of an answer whose engine is lost (`how`: `proxy.resume`), None where it ends."""
+        if how is False or call.prompts * call.n != 1 or not self._driver.resumes:
+            return None
+        from hetlb.options.resume.continuation import Continuation
+        from hetlb.options.resume.progress import Kept
+
+        if self._kept is None:
+            self._kept = Kept()
+        asks_ids = len(outgoing.body) <= MAX_INJECT_BYTES and outgoing.body.find(b'"return_token_ids"') < 0
+        return Continuation(
+            kind,
+            outgoing,
+            self._kept,
+            streamed=call.stream,
+            asks_ids=asks_ids,
+            hides_usage=call.hold_usage,
+        )
+
+    def _address_of(self, head: RequestHead, peer: str) -> str:
+        """Address of the client: of `peer` and `X-Forwarded-For` the last that is no trusted proxy."""
+        forwarded = head.fields.get(b"x-forwarded-for")
+        if forwarded is None:
+            return peer
+        for text in [peer, *reversed(forwarded.decode("latin-1").split(","))]:
+            text = text.strip()
+            try:
+                address = ipaddress.ip_address(text)
+            except ValueError:
+                break
+            peer = str(address)
+            if not any(address in network for network in self._trusted):
+                break
+        return peer
+
+    def _claimed(self, head: RequestHead, owner: str | None) -> str | None:
+        """The tenant that a header names (one of a key's owner, if there are keys)."""
+        assert self._tenant_header is not None
+        name = head.fields.get(self._tenant_header)
+        if name is None or _TENANT.fullmatch(name) is None:
+            return owner
+        claimed = name.decode("ascii")
+        return claimed if owner is None else f"{owner}/{claimed}"
+
+    # --- answers of hetlb's own ---
+
+    def refused(
+        self, head: RequestHead, tenant: Tenant | None, answer: Answer, since: float, peer: str
+    ) -> str:
+        """Count and log a request of `peer` that came in at `since` and did not pass. Its `x-request-id`."""
+        driver = self._driver
+        request_id = driver.next_id()
+        label = label_of(head) or self._label_prefix + hex(request_id)[2:]
+        path = head.path if len(head.path) <= _MOST_PATH else head.path[:_MOST_PATH] + "..."
+        owner = None if tenant is None else tenant.name
+        request = Request(request_id, "", 0, generates=False)
+        record = RequestRecord(request, _PLAIN, head.method, path, label, owner, since, 1, 0)
+        record.address = self._address_of(head, peer) if self._trusted else peer
+        record.outcome, record.status, record.ended_at = answer.outcome, answer.status, driver.now()
+        driver.refused(answer.outcome, answer.status, record)
+        return label
+
+    def _own(self, head: RequestHead, tenant: Tenant | None) -> bytes:
+        path, status, body = head.path, 200, b""
+        methods = (*_READS, b"POST") if path == "/ping" else _READS
+        if path in _OPEN_PATHS:
+            status = 200 if self._view.routable() else 503
+        elif path == "/version":
+            body = msgspec.json.encode({"version": hetlb.__version__})
+        elif path == "/v1/models":
+            body = msgspec.json.encode({"object": "list", "data": self._models(tenant)})
+        elif path.startswith("/v1/models/"):
+            body = msgspec.json.encode(self._model(unquote(path[len("/v1/models/") :]), tenant))
+        else:
+            raise GateError(404, "Not Found")
+        if head.method not in methods:
+            raise _method_not_allowed(methods)
+        return error_responses.response(
+            status, body, close=not head.keep_alive, head_only=head.method == b"HEAD"
+        )
+
+    def _models(self, tenant: Tenant | None) -> list[dict[str, Any]]:
+        """The models that a client may use."""
+        models = self._view.models()
+        if self.names is not None:
+            models = [*models, *self.names.entries(models)]
+        if self.classes is not None:
+            allowed = None if tenant is None else tenant.classes
+            models = [self._with_class(self.classes, entry, allowed) for entry in models]
+        return models if tenant is None else [entry for entry in models if tenant.may_use(entry["id"])]
+
+    def _with_class(
+        self, classes: ServiceClasses, entry: dict[str, Any], allowed: Sequence[str] | None
+    ) -> dict[str, Any]:
+        """Return the entry of a model with its background class, if it has one."""
+        model = entry["id"] if self.names is None else self.names.aliases.get(entry["id"], entry["id"])
+        name = classes.background(model, allowed)
+        return entry if name is None else {**entry, "background_class": name}
+
+    def _model(self, name: str, tenant: Tenant | None) -> dict[str, Any]:
+        for entry in self._models(tenant):
+            if entry.get("id") == name:
+                return entry
+        raise Refusal(
+            error_responses.REJECTIONS[RejectReason.UNKNOWN_MODEL], f"The model `{name}` does not exist."
+        )
+
+
+def _method_not_allowed(allowed: tuple[bytes, ...]) -> Refusal:
+    answer = error_responses.bad_request(405, "method_not_allowed")
+    return Refusal(answer, "Method Not Allowed", lines=b"allow: " + b", ".join(allowed) + b"\r\n")
+
+
+def label_of(head: RequestHead) -> str | None:
+    """The client's `x-request-id`, None without one that can be kept."""
+    label = head.fields.get(b"x-request-id")
+    return None if label is None or _LABEL.fullmatch(label) is None else label.decode("ascii")

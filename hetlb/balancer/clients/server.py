@@ -1,0 +1,152 @@
+"""The main listener: its sockets, its certificate, its connections, when it begins and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+import ssl
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+from hetlb.balancer.clients.access import Access, show_newest
+from hetlb.balancer.clients.connection import LINGER_S, ClientConnection
+from hetlb.balancer.clients.router import FleetView, Router
+from hetlb.balancer.config.fleet_tables import ProxyTable
+from hetlb.balancer.exchange.driver import Driver
+from hetlb.balancer.http.http1 import KnownHeads, parse_request_head
+from hetlb.turns import turns
+
+#: Seconds in which clients of WebSocket sessions close their side when the process ends.
+_PART_S: Final = 1.0
+
+
+class ProxyServer:
+    """Accepts connections of clients, and holds what all of them share."""
+
+    def __init__(self, driver: Driver, view: FleetView) -> None:
+        self.driver = driver
+        self.router = Router(driver, view)
+        self.table: ProxyTable = driver.table
+        self.heads = KnownHeads(parse_request_head)
+        #: Oldest first (the values say nothing).
+        self.connections: dict[ClientConnection, None] = {}
+        #: Bytes of bodies that have not come whole yet, over all connections.
+        self.held_bytes = 0
+        #: Those that were a WebSocket and wait for the client's side to close; told when there is none.
+        self.parting: set[ClientConnection] = set()
+        self._all_parted: asyncio.Future[None] | None = None
+        #: True if each connection ends with the answer it is at: no further request is taken.
+        self.stopping = False
+        #: True if connections are still served, each with one more answer that says that it is the last.
+        self.leaving = False
+        #: Connections with more to read than one turn takes wait here for another.
+        self.turns = turns(driver.loop)
+        #: The certificate shown to clients that connect from now on; set before `start`, or None for no TLS.
+        self.tls: ssl.SSLContext | None = None
+        #: uvloop gives a list of sockets where asyncio gives a tuple: compiled, neither type is asserted.
+        self._servers: list[Any] = []
+        driver.on_swept = self.sweep
+
+    # --- its connections ---
+
+    def admit(self, connection: ClientConnection) -> bool:
+        """True if there is room for a new connection; where not, the oldest without a request makes it."""
+        limit = self.table.max_connections or _half_of_the_descriptors()
+        full = len(self.connections) >= limit
+        idle = next((each for each in self.connections if each.idle), None) if full else None
+        self.connections[connection] = None
+        if idle is not None:
+            idle.abort()
+        elif len(self.connections) > limit + max(8, limit // 8):
+            connection.abort()  # too many are being refused already
+        return not full or idle is not None
+
+    def left(self, connection: ClientConnection) -> None:
+        self.connections.pop(connection, None)
+        if connection in self.parting:
+            self.parting.remove(connection)
+            waiter = self._all_parted
+            if not self.parting and waiter is not None and not waiter.done():
+                waiter.set_result(None)
+
+    def sweep(self, now: float) -> None:
+        guard = self.driver.guard
+        for connection in list(self.connections):
+            try:
+                connection.sweep(now)
+            except Exception as error:
+                guard.log(error, "sweeping a client's connection")
+                connection.abort()
+
+    def abort(self) -> None:
+        for connection in list(self.connections):
+            connection.abort()
+
+    # --- its listener ---
+
+    def configure(self, table: ProxyTable, access: Access) -> None:
+        """Limits, names, keys and certificate that hold from now on; a listener with TLS stays one."""
+        self.table = table
+        self.router.configure(table)
+        self.router.tenants = access.tenants
+        if access.tls is not None:
+            self.tls = access.tls
+
+    async def start(self, host: str, port: int, sockets: Sequence[socket.socket] = ()) -> tuple[str, int]:
+        """Accept connections; returns the address in use. Raises `OSError` if it cannot be bound.
+
+        With `sockets`, which are bound already, on those.
+        """
+        loop = self.driver.loop
+        tls: dict[str, Any] = {}
+        if self.tls is not None:
+            show_newest(self.tls, lambda: self.tls)
+            tls = {
+                "ssl": self.tls,
+                "ssl_handshake_timeout": self.table.head_timeout_s,
+                "ssl_shutdown_timeout": LINGER_S,
+            }
+        addressed: dict[str, Any] = {"host": host, "port": port, "reuse_address": True}
+        wheres: list[dict[str, Any]] = [{"sock": each} for each in sockets] or [addressed]
+        for where in wheres:
+            self._servers.append(
+                await loop.create_server(lambda: ClientConnection(self), backlog=2048, **where, **tls)
+            )
+        name = self._servers[0].sockets[0].getsockname()
+        return name[0], name[1]
+
+    def leave(self) -> None:
+        """Close the listener here; it lives on in another process. Connections get one more answer each."""
+        for server in self._servers:
+            server.close()
+        self.leaving = True
+
+    @property
+    def descriptors(self) -> list[int]:
+        return [each.fileno() for server in self._servers for each in server.sockets]
+
+    def stop_accepting(self) -> None:
+        """Close the listener; open connections end with the answer they are at."""
+        for server in self._servers:
+            server.close()
+        self.leaving = False
+        self.stopping = True
+        for connection in list(self.connections):
+            connection.close_if_idle()
+
+    async def close(self) -> None:
+        """Drop whatever connection is left, once clients of sessions have seen why they ended."""
+        if self.parting:
+            waiter = self._all_parted = self.driver.loop.create_future()
+            await asyncio.wait([waiter], timeout=_PART_S)
+        self.abort()
+        for server in self._servers:
+            server.close()
+            await server.wait_closed()
+
+
+def _half_of_the_descriptors() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else max(1, soft // 2)

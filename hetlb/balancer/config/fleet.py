@@ -1,0 +1,477 @@
+"""Fleet files, resolved: the `Fleet`, its instances and their profiles."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from hetlb.balancer.config.discovery import gpu_of, parse_selector, select_profile
+from hetlb.balancer.config.fleet_tables import (
+    OWN_HEADERS,
+    ClassTable,
+    FleetFile,
+    InstanceTable,
+    KvEventsTable,
+    KvTransferTable,
+    ModelTable,
+    PickTable,
+    PolicyTable,
+    Resume,
+)
+from hetlb.balancer.config.gone import RESUME_BY_TEXT
+from hetlb.balancer.config.mistakes import Mistakes, did_you_mean, listed, one_of, short
+from hetlb.balancer.config.urls import Origin, bracketed, check_base, check_publisher, check_url, origin
+from hetlb.balancer.config.yaml_file import load_yaml, with_lines
+from hetlb.balancer.core.health import HealthParams
+from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.core.policies.base import COMBINE_FORMS, PlannedShares, PolicyParams
+from hetlb.balancer.core.policies.registry import POLICIES
+from hetlb.balancer.core.predictor import PREDICTORS, LengthDistribution
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.types import Capacity, Connector, InstanceSpec, KvLink, Role
+from hetlb.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hetlb.balancer.config.profile_file import Profile
+
+#: vLLM's own defaults: `VLLM_MOONCAKE_BOOTSTRAP_PORT`, `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`.
+MOONCAKE_BOOTSTRAP_PORT: Final = 8998
+MOONCAKE_LEASE_S: Final = 480.0
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """An instance of the file, its addresses checked and normalised. `key` names it in errors."""
+
+    key: str
+    table: InstanceTable
+
+    @property
+    def kv_events(self) -> KvEventsTable | None:
+        """Its publisher of KV events, None without one."""
+        stated = self.table.kv_events
+        return KvEventsTable(endpoint=stated) if isinstance(stated, str) else stated
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+    """Resolved fleet file: instances with their profiles, in file order.
+
+    `file` is in force, flags applied; `written` is the file before flags. Secrets and certificates are not
+    read: only serving needs them. `listed` has an entry per instance.
+    """
+
+    path: Path | None
+    file: FleetFile
+    written: FleetFile
+    instances: tuple[InstanceSpec, ...]
+    profiles: dict[str, Profile] = {}
+    tokenizers: dict[str, Path] = {}
+    listed: dict[str, Listed] = {}
+
+    def with_tables(self, **tables: Any) -> Fleet:
+        """Copy of the fleet with other tables in force, by their keys in the file."""
+        return msgspec.structs.replace(self, file=msgspec.structs.replace(self.file, **tables))
+
+    def resolve_found(self, table: InstanceTable, model: str, cache: dict[Path, Profile]) -> InstanceSpec:
+        """Resolve a discovered instance, with the profile its labels select. Raises `InputError`."""
+        return resolve_instance(table, model, "", self.base, cache, self.file.profiles)[0]
+
+    @property
+    def where(self) -> str:
+        """Prefix of errors about this fleet."""
+        return f"{self.path}: " if self.path else ""
+
+    @property
+    def base(self) -> Path:
+        """Folder to which paths in the file are relative."""
+        return self.path.parent if self.path else Path()
+
+    @property
+    def named_files(self) -> list[Path]:
+        """Return the fleet file and every file that it names: profiles, keys, tokens, certificates.
+
+        Sources of instances (`discovery`) and the listener of `hetlb pick` read their own files again.
+        """
+        if self.path is None:
+            return []
+        tables = msgspec.structs.replace(self.written, discovery=None, pick=PickTable())
+        return [self.path, *sorted({self.base / name for name in _file_names(msgspec.to_builtins(tables))})]
+
+    @property
+    def policy_params(self) -> PolicyParams:
+        """Policy parameters as the scheduler's type."""
+        p = self.file.policy
+        first = self.file.models[0].name if self.file.models else ""
+        shares = tuple(
+            PlannedShares(
+                each.type,
+                each.model or first,
+                each.input_tokens,
+                each.output_tokens,
+                each.share,
+                tuple(each.instances.items()),
+            )
+            for each in p.shares
+        )
+        return PolicyParams(p.theta, p.combine, shares, p.adapter_load_s, tuple(p.weights.items()))
+
+    @property
+    def service_classes(self) -> dict[str, dict[str, ServiceClass]]:
+        """Service classes by model and name, the default first."""
+        return {
+            model.name: {name: _service_class(name, table) for name, table in model.classes.items()}
+            for model in self.file.models
+        }
+
+    def classes_of(self, model: str, named: Iterable[str]) -> dict[str, ServiceClass]:
+        """Service classes of a model. Raises `ConfigError` if a trace names another one."""
+        classes = self.service_classes.get(model, {})
+        for name in named:
+            if name and name not in classes:
+                known = ", ".join(classes) or f"none, as {model} has no classes in {self.path}"
+                raise ConfigError(f"--trace: class: expected one of {known}, got {name!r}")
+        return classes
+
+    @property
+    def resume(self) -> dict[tuple[str, str], Resume]:
+        """Mode of resuming answers, by model and class ("" without one)."""
+        found = {}
+        for model in self.file.models:
+            stated = self.file.proxy.resume if model.resume is None else model.resume
+            found[model.name, ""] = stated
+            for name, table in model.classes.items():
+                found[model.name, name] = stated if table.resume is None else table.resume
+        return found
+
+    @property
+    def queue_limits(self) -> QueueLimits:
+        """Queue limits as the scheduler's type."""
+        return QueueLimits(**msgspec.structs.asdict(self.file.queue))
+
+    @property
+    def health_params(self) -> HealthParams:
+        """Health parameters as the scheduler's type."""
+        return HealthParams(**msgspec.structs.asdict(self.file.health))
+
+    def output_lengths(self) -> LengthDistribution | None:
+        """Output lengths of `policy.trace`, None without one. Raises `TraceError`."""
+        if self.file.policy.trace is None:
+            return None
+        from hetlb.tools.workload.traces import read_trace
+
+        rows = read_trace(self.base / self.file.policy.trace)
+        return LengthDistribution(row.output_tokens for row in rows)
+
+
+def _service_class(name: str, table: ClassTable) -> ServiceClass:
+    targets_ms = (table.ttft_ms, table.tpot_ms, table.e2e_ms)
+    ttft_s, tpot_s, e2e_s = (math.inf if target is None else target / 1e3 for target in targets_ms)
+    return ServiceClass(
+        name,
+        ttft_s,
+        tpot_s,
+        e2e_s,
+        attainment=table.attainment,
+        background=table.background,
+        first_token_weight=table.first_token_weight,
+        refuse_hopeless=table.refuse_hopeless,
+    )
+
+
+#: Keys whose value is the path of a file, beside those that end with `_file`.
+_FILE_KEYS = frozenset({"profile", "tokenizer", "cert", "key"})
+
+
+def _file_names(tables: Any, key: str = "") -> Iterator[str]:
+    """Yield the paths in tables of the fleet file, as written."""
+    if isinstance(tables, dict):
+        for name, value in tables.items():
+            yield from _file_names(value, "profile" if key == "profiles" else name)
+    elif isinstance(tables, list | tuple):
+        for each in tables:
+            yield from _file_names(each, key)
+    elif isinstance(tables, str) and (key in _FILE_KEYS or key.endswith("_file")):
+        yield tables
+
+
+def _class_mistakes(classes: dict[str, ClassTable], key: str) -> Iterator[str]:
+    """Names that are no header values, and classes that contradict themselves."""
+    for name, table in classes.items():
+        stated = any(ms is not None for ms in (table.ttft_ms, table.tpot_ms, table.e2e_ms))
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
+            yield f"{key}: expected names of letters, digits and . _ - (64 at most), got {short(name)}"
+        if stated and table.background:
+            yield f"{key}.{name}.background: expected either targets or background, got both"
+        if stated and table.first_token_weight is not None:
+            yield f"{key}.{name}.first_token_weight: expected either targets or a weight, got both"
+        if table.refuse_hopeless and not stated:
+            yield f"{key}.{name}.refuse_hopeless: expected a target beside it, got none"
+
+
+def _resume_mistakes(model: ModelTable, key: str) -> Iterator[str]:
+    """Yield a line for each `resume: true`, which went."""
+    stated = {f"{key}.resume": model.resume}
+    stated |= {f"{key}.classes.{name}.resume": each.resume for name, each in model.classes.items()}
+    for where, how in stated.items():
+        if how is True:
+            yield f"{where}: {RESUME_BY_TEXT}"
+
+
+def _check_secret(file: str | None, env: str | None, key: str) -> None:
+    """Raise `ConfigError` where both `{key}_file` and `{key}_env` are stated."""
+    if file is not None and env is not None:
+        name = key.rpartition(".")[2]
+        raise ConfigError(f"{key}_file: expected either {name}_file or {name}_env, got both")
+
+
+def _checked(instance: InstanceTable, url: str, key: str) -> InstanceTable:
+    """Check the addresses of an instance at `url`, and how its key is stated. Raises `ConfigError`."""
+    bootstrap = instance.kv_bootstrap
+    if bootstrap is not None:
+        bootstrap = check_url(bootstrap, f"{key}.kv_bootstrap")
+    elif url:
+        bootstrap = f"http://{bracketed(urlsplit(url).hostname or '')}:{MOONCAKE_BOOTSTRAP_PORT}"
+    if instance.ca_file is not None and not url.startswith("https://"):
+        raise ConfigError(
+            f"{key}.ca_file: expected one only where the url begins with https://, got {short(url)}"
+        )
+    _check_secret(instance.api_key_file, instance.api_key_env, f"{key}.api_key")
+    if (events := Listed(key, instance).kv_events) is not None:
+        check_publisher(events.endpoint, f"{key}.kv_events")
+        if events.replay is not None:
+            check_publisher(events.replay, f"{key}.kv_events.replay")
+    return msgspec.structs.replace(instance, kv_bootstrap=bootstrap)
+
+
+def _kv_link(stated: str | KvTransferTable | None, profile: Profile | None) -> KvLink | None:
+    """KV connector of an instance; the bytes per token default to the profile's."""
+    if stated is None:
+        return None
+    table = KvTransferTable(connector=stated) if isinstance(stated, str) else stated  # type: ignore[arg-type]
+    connector = Connector(table.connector)
+    model = None if profile is None else profile.model
+    figures = {
+        "lease_s": table.lease_s or (MOONCAKE_LEASE_S if connector is Connector.MOONCAKE else None),
+        "bytes_per_token": table.bytes_per_token or (model.kv_bytes_per_token if model else None),
+        "bandwidth_bytes_per_s": table.bandwidth_bytes_per_s,
+        "latency_s": table.latency_s,
+    }
+    return KvLink(connector, **{key: float(value) for key, value in figures.items() if value is not None})
+
+
+def _role_mistakes(model: ModelTable, key: str) -> Iterator[str]:
+    """Roles with which the instances of a model cannot serve requests."""
+    roles = [instance.role for instance in model.instances]
+    if model.kv_transfer is None:
+        for i, role in enumerate(roles):
+            if role != "both":
+                yield f"{key}.instances[{i}].role: expected both where there is no kv_transfer, got {role!r}"
+    elif all(role == "prefill" for role in roles):
+        yield f"{key}.instances: expected one with the role decode or both, got none"
+
+
+def check_policy(table: PolicyTable, where: str) -> None:
+    """Raise `ConfigError` unless policy, combine form and predictor are names that exist."""
+    if table.name not in POLICIES:
+        raise ConfigError(f"{where}policy.name: {one_of(table.name, tuple(POLICIES))}")
+    try:
+        POLICIES[table.name]
+    except ConfigError as error:
+        raise ConfigError(f"{where}policy.name: {error}") from error
+    for key, value, names in (
+        ("combine", table.combine, tuple(COMBINE_FORMS)),
+        ("predictor", table.predictor, PREDICTORS),
+    ):
+        if value is not None and value not in names:
+            raise ConfigError(f"{where}policy.{key}: {one_of(value, names)}")
+
+
+def resolve_instance(
+    instance: InstanceTable,
+    model: str,
+    key: str,
+    base: Path,
+    cache: dict[Path, Profile],
+    profiles: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[InstanceSpec, Profile | None]:
+    """Check one instance and read its profile, cached by path. Raises `ConfigError` or `ProfileError`.
+
+    `key` is the prefix of its keys in errors, such as `models[0].instances[1].`. `profiles` maps selectors to
+    profiles, for instances that name none.
+    """
+    url = "" if instance.url is None else check_url(instance.url, f"{key}url")
+    name = instance.name or urlsplit(url).netloc
+    if not name:
+        raise ConfigError(f"{key}name: expected a name, but neither name nor url is given")
+    if not re.fullmatch(r"[A-Za-z0-9._:\[\]-]{1,128}", name):
+        raise ConfigError(f"{key}name: expected letters, digits and . _ : - (128 at most), got {short(name)}")
+    profile: Profile | None = None
+    labels = instance.labels if instance.gpu is None else {**instance.labels, "gpu": instance.gpu}
+    named = instance.profile or select_profile(labels, profiles)
+    if named is not None:
+        path = base / named
+        if path not in cache:
+            from hetlb.balancer.config.profile_file import load_named
+
+            cache[path] = load_named(base, named, f"{key}profile")
+        profile = cache[path]
+    capacity = profile.capacity if profile else Capacity()
+    spec = InstanceSpec(
+        name=name,
+        model=model,
+        url=url,
+        weight=instance.weight,
+        latency=profile.latency if profile else None,
+        capacity=capacity.updated(Capacity(max_num_seqs=instance.max_num_seqs)),
+        slots_stated=instance.max_num_seqs is not None,
+        gpu=gpu_of(labels),
+    )
+    return spec, profile
+
+
+def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
+    """Check a whole fleet and read its profiles. Raises one `ConfigError` with all mistakes."""
+    where = f"{path}: " if path else ""
+    base = path.parent if path else Path()
+    mistakes = Mistakes()
+    with mistakes.here():
+        check_policy(file.policy, where)
+    with mistakes.here():
+        if file.tracing is not None:
+            check_base(file.tracing.otlp_endpoint, f"{where}tracing.otlp_endpoint", "http://collector:4318")
+    with mistakes.here():
+        _check_secret(file.admin.token_file, file.admin.token_env, f"{where}admin.token")
+    for text in file.profiles:
+        with mistakes.here():
+            parse_selector(text, f"{where}profiles")
+    mistakes.add(ConfigError(where + each) for each in _mistakes_across(file, base))
+    fleet = Fleet(path=path, file=file, written=file, instances=())
+    resolved = _Resolved(fleet, mistakes)
+    for m, model in enumerate(file.models):
+        resolved.add_model(model, f"{where}models[{m}]")
+    for s, shares in enumerate(file.policy.shares):
+        unknown = [name for name in shares.instances if name not in fleet.listed]
+        keys = f"{where}policy.shares[{s}].instances"
+        mistakes.add(ConfigError(f"{keys}: {one_of(name, fleet.listed)}") for name in unknown)
+    if mistakes.found:
+        raise with_lines(path, mistakes.found) if path else mistakes.found[0]
+    return msgspec.structs.replace(fleet, instances=tuple(resolved.specs))
+
+
+def _mistakes_across(file: FleetFile, base: Path) -> Iterator[str]:
+    """Mistakes in the tables that need no instance resolved, without the name of the file."""
+    for h, header in enumerate(file.proxy.forward_headers):
+        if header.lower() in OWN_HEADERS or header.lower().startswith("proxy-"):
+            yield (
+                f"proxy.forward_headers[{h}]: expected one that neither frames, addresses nor authorises a "
+                f"message, got {short(header)}"
+            )
+    if file.proxy.resume is True:
+        yield f"proxy.resume: {RESUME_BY_TEXT}"
+    if not file.models and file.discovery is None:
+        yield "models: expected at least one model, got none"
+    for text, profile in file.profiles.items():
+        if not (base / profile).is_file():
+            yield f"profiles.{text}: expected the path of a latency profile, got {profile!r}: no such file"
+    names = [model.name for model in file.models]
+    seen = set(names)
+    for m, model in enumerate(file.models):
+        key = f"models[{m}]"
+        yield from _pattern_mistakes(model, key)
+        if model.name in names[:m]:
+            yield f"{key}.name: expected a name used once, got {model.name!r} again"
+        if not model.instances and file.discovery is None:
+            yield f"{key}.instances: expected at least one instance, got none"
+        yield from _role_mistakes(model, key)
+        yield from _resume_mistakes(model, key)
+        yield from _class_mistakes(model.classes, f"{key}.classes")
+        for alias in model.aliases:
+            if alias in seen:
+                yield f"{key}.aliases: expected names used once, got {alias!r} again"
+            seen.add(alias)
+        others = sorted({*names} - {model.name})
+        if model.fallback is not None and model.fallback not in others:
+            among = f", one of {listed(others)}" if others else ""
+            got = f"{short(model.fallback)}{did_you_mean(model.fallback, others)}"
+            yield f"{key}.fallback: expected another model of this file{among}, got {got}"
+
+
+def _pattern_mistakes(model: ModelTable, key: str) -> Iterator[str]:
+    """Yield mistakes of names that are patterns, as other balancers know them."""
+    where = {"name": model.name, **{f"aliases[{a}]": alias for a, alias in enumerate(model.aliases)}}
+    for place, name in where.items():
+        if "*" in name:
+            yield f"{key}.{place}: expected the name of a model, got the pattern {short(name)}: name each"
+
+
+class _Resolved:
+    """Resolver that adds models one by one to the tables of `fleet`."""
+
+    def __init__(self, fleet: Fleet, mistakes: Mistakes) -> None:
+        self._fleet = fleet
+        self._mistakes = mistakes
+        #: Names of the instances at each address.
+        self._origins: dict[Origin, str] = {}
+        self._cache: dict[Path, Profile] = {}
+        self.specs: list[InstanceSpec] = []
+
+    def add_model(self, model: ModelTable, key: str) -> None:
+        """Resolve one model and its instances; `key` names it in errors."""
+        mistakes, fleet, base = self._mistakes, self._fleet, self._fleet.base
+        if model.tokenizer is not None:
+            fleet.tokenizers[model.name] = base / model.tokenizer
+        with mistakes.here():
+            _check_secret(model.api_key_file, model.api_key_env, f"{key}.api_key")
+        for i, instance in enumerate(model.instances):
+            with mistakes.here():
+                self._add_instance(instance, model, f"{key}.instances[{i}]")
+
+    def _add_instance(self, instance: InstanceTable, model: ModelTable, key: str) -> None:
+        fleet = self._fleet
+        spec, profile = resolve_instance(
+            instance, model.name, f"{key}.", fleet.base, self._cache, fleet.file.profiles
+        )
+        link = _kv_link(model.kv_transfer, profile)
+        spec = replace(spec, role=Role(instance.role), kv_transfer=link)
+        self._add(spec, _checked(instance, spec.url, key), key)
+        if profile is not None:
+            fleet.profiles[spec.name] = profile
+
+    def _add(self, spec: InstanceSpec, table: InstanceTable, key: str) -> None:
+        known = self._fleet.listed
+        if spec.name in known:
+            raise ConfigError(f"{key}.name: expected a name used once in the fleet, got {spec.name!r} again")
+        if spec.url:
+            taken = self._origins.setdefault(origin(spec.url), spec.name)
+            if taken != spec.name:
+                raise ConfigError(
+                    f"{key}.url: expected an address used once in the fleet, got that of {taken} again"
+                )
+        self.specs.append(spec)
+        known[spec.name] = Listed(key, table)
+
+
+def load_fleet(path: Path) -> Fleet:
+    """Read a fleet file and every profile it names. Raises `ConfigError` or `ProfileError`."""
+    return resolve_fleet(load_yaml(path, FleetFile, ConfigError), path)
+
+
+def fleet_from_urls(urls: list[str]) -> Fleet:
+    """Fleet of URLs without a file; models and speeds are learnt from the engines."""
+    specs: dict[str, InstanceSpec] = {}
+    for url in urls:
+        clean = check_url(url, "--instance")
+        name = urlsplit(clean).netloc
+        if name in specs:
+            raise ConfigError(f"--instance: expected every URL once, got {url!r} again")
+        specs[name] = InstanceSpec(name=name, model="", url=clean)
+    defaults = FleetFile(version=1, models=())
+    known = {name: Listed(f"--instance {spec.url}", InstanceTable()) for name, spec in specs.items()}
+    return Fleet(path=None, file=defaults, written=defaults, instances=tuple(specs.values()), listed=known)

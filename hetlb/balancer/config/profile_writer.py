@@ -1,0 +1,50 @@
+"""Latency profiles as files: their text, and a server's measured host time in place of an assumed one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hetlb.balancer.config.profile_file import HostTime, Profile, with_latency
+from hetlb.balancer.config.yaml_file import yaml_text
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.errors import ProfileError
+from hetlb.files import write_text
+
+
+def profile_text(profile: Profile) -> str:
+    """Return the profile as YAML: one line per row of a grid, 6 digits, nothing that is empty."""
+    return yaml_text(_written(msgspec.to_builtins(profile)))
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Write a profile. Raises `ProfileError`."""
+    write_text(path, profile_text(profile), ProfileError)
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, dict):
+        kept = {key: _written(inner) for key, inner in value.items() if inner is not None}
+        return {key: inner for key, inner in kept.items() if inner not in ({}, [])}
+    if isinstance(value, list):
+        return [_written(inner) for inner in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def with_host(profile: Profile, found: LatencyModel) -> Profile:
+    """Return a profile whose host time is that of `found`, its own model as `HostProbe` has corrected it."""
+    host = HostTime(iteration_s=found.host_s, sequence_s=found.host_sequence_s, request_s=found.request_s)
+    step_s = host.iteration_s + host.sequence_s
+    note = (
+        f"host.sequence_s: the {1e3 * step_s:.3g} ms that a server added to an iteration of one sequence "
+        "are divided as usual; more sequences would show their part"
+    )
+    assumed = [line for line in profile.assumed if not line.startswith("host")]
+    if found.better_decode != profile.latency.better_decode or found.k8 != profile.latency.k8:
+        note = "decode: steps are shorter than the points by as much as that of one sequence was on a server"
+        # Times of a profile are of a step, those of a model of a token.
+        if (profile.engine.tokens_per_step or 1.0) == 1.0:
+            profile = with_latency(profile, found)
+    return msgspec.structs.replace(profile, host=host, assumed=(*assumed, note))

@@ -1,0 +1,187 @@
+"""Backlog: requests that wait for an instance, from their place in the queue to a placement or a reject."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from hetlb.balancer.core import rejections
+from hetlb.balancer.core.demand import size_of
+from hetlb.balancer.core.placement import Placement
+from hetlb.balancer.core.queue import Queued, QueueKey
+from hetlb.balancer.core.ready import ReadyInstances, least_tokens
+from hetlb.balancer.core.types import Command, Reject, Request, RequestId
+
+#: So many of those that wait are given a new predicted length whenever an answer has taught one.
+_REPREDICTED: Final = 8
+
+
+#: No instance is kept for other requests.
+NONE_KEPT: Final[frozenset[str]] = frozenset()
+
+
+class Backlog:
+    """The queue, and what becomes of its requests as instances get room and time passes."""
+
+    def __init__(self, placement: Placement, now: float) -> None:
+        self._placement = placement
+        self.queue, self._fleet = placement.queue, placement.fleet
+        self._ledger, self._retries = placement.ledger, placement.retries
+        #: Waiting requests whose predicted length is older than what was learnt since.
+        self._stale: list[RequestId] = []
+        #: Time from which the next tick counts: the last one, or when the first began to wait.
+        self.ticked_at = now
+
+    def push(self, request: Request, now: float, predicted: float, *, again: bool = False) -> list[Command]:
+        """Queue a request, or reject it if the policy failed on it. `again`: it may run a second time."""
+        queue, fleet = self.queue, self._fleet
+        if self._placement.take_failed(request.id):
+            self._retries.forget(request.id)
+            return [rejections.policy_failed(request.id)]
+        if request.model in fleet.down_since and queue.limits.no_instance_timeout_s <= 0:
+            return [rejections.no_instance(request)]
+        commands: list[Command] = []
+        if not queue.has_room(request):
+            leave = queue.crowding_out(request)
+            if not leave:
+                return [rejections.queue_full(request.id)]
+            for request_id in leave:
+                self.forget(request_id)
+                commands.append(rejections.queue_full(request_id))
+        if not len(queue):
+            self.ticked_at = now
+        size = round(size_of(request, predicted))
+        due = self._placement.due(request, now, predicted)
+        suits = self._placement.suiting(request, predicted)
+        queue.push(request, now, size, again, fleet.fit_of(request), due, suits)
+        return commands + self.flush(now) if fleet.end_slow_starts(request.model) else commands
+
+    def forget(self, request_id: RequestId) -> None:
+        """A request waits no longer, nor is it retried."""
+        self.queue.remove(request_id)
+        self._retries.forget(request_id)
+
+    def give_up(self, request: Request, *, unsent: bool) -> Reject:
+        """A request that no engine answered is tried no more. `unsent`: none can have run it."""
+        self.forget(request.id)
+        return rejections.not_answered(request.id, unsent=unsent)
+
+    def predict_again(self) -> None:
+        """Give the next few that wait the length that is predicted now, in turns."""
+        queue, stale = self.queue, self._stale
+        if not stale:
+            stale = self._stale = list(queue.held)
+        for _ in range(min(_REPREDICTED, len(stale))):
+            entry = queue.held.get(stale.pop())
+            if entry is not None and entry.request.generates:
+                predicted = self._placement.predictor.predict(entry.request)
+                queue.resize(entry, round(size_of(entry.request, predicted)))
+
+    # --- placement ---
+
+    def flush(self, now: float) -> list[Command]:
+        """Place what waits."""
+        if not self.queue.held:
+            return []
+        commands: list[Command] = []
+        for key in self.queue.keys:
+            self._demote_late(key, now, commands)
+            while (command := self._place_next(key, now)) is not None:
+                commands.append(command)
+        return commands
+
+    def _place_next(self, key: QueueKey, now: float) -> Command | None:
+        """Place the first request of a line that can be placed; what an earlier one could use is kept."""
+        ready = self._fleet.ready.get(key.model)
+        if ready is None:
+            return None
+        ceiling: int | None = None
+        heads = self.queue.heads(key)
+        for entry in heads:
+            kept = _kept_for_others(heads, entry) if len(heads) > 1 and not key.retry else NONE_KEPT
+            command = self._place_head(ready, key, entry, ceiling, kept, now)
+            if command is not None:
+                return command
+            if not entry.flow.background:
+                fit = entry.flow.name.fit
+                ceiling = fit if ceiling is None else min(ceiling, fit)
+        return None
+
+    def _demote_late(self, key: QueueKey, now: float, commands: list[Command]) -> None:
+        """Refuse those that can meet their targets no more, or serve them after those that can."""
+        for entry in self.queue.late(key, now):
+            if entry.request.service.refuse_hopeless:
+                self.forget(entry.request.id)
+                commands.append(rejections.hopeless(entry.request))
+            else:
+                self.queue.demote(entry)
+
+    def _place_head(
+        self,
+        ready: ReadyInstances,
+        key: QueueKey,
+        entry: Queued,
+        ceiling: int | None,
+        kept: frozenset[str],
+        now: float,
+    ) -> Command | None:
+        queue, placement, request = self.queue, self._placement, entry.request
+        if request.prompt_exact and least_tokens(request) > ready.longest_prompt:
+            self.forget(request.id)
+            return rejections.too_long(request, ready.instances)
+        predicted = placement.predictor.predict(request) if request.generates else 0.0
+        waited_s = now - entry.arrived_at
+        found = placement.choose(
+            request, ready, now, predicted, entry.size, ceiling=ceiling, waited_s=waited_s, kept=kept
+        )
+        if found is None:
+            if placement.take_failed(request.id):
+                self.forget(request.id)
+                return rejections.policy_failed(request.id)
+            # The rest of an answer was lost by all it was at: like a new request it may go back there.
+            if request.id in self._retries.attempts and not placement.able(request, ready, now).instances:
+                return self.give_up(request, unsent=False)
+            return None
+        if key.retry and not self._retries.allowed(len(self._ledger.leased)):
+            return None
+        queue.remove(request.id)
+        placed = placement.book(found)
+        if key.retry:
+            self._retries.leases.add(placed.lease.id)
+        return placed
+
+    # --- time ---
+
+    def expire(self, now: float) -> list[Command]:
+        """Turn down what has waited for too long."""
+        commands: list[Command] = []
+        for waiting in self.queue.flows():
+            for entry in waiting:
+                reject = self._waited(entry, now)
+                if reject is None:
+                    break  # those behind it have waited for less
+                self.forget(entry.request.id)
+                commands.append(reject)
+        return commands
+
+    def _waited(self, entry: Queued, now: float) -> Reject | None:
+        """Rejection of a request that has waited for too long, None if it has not."""
+        limits, request, waited_s = self.queue.limits, entry.request, now - entry.arrived_at
+        if limits.timeout_s is not None and waited_s >= limits.timeout_s:
+            return rejections.expired(request.id, waited_s)
+        down_since = self._fleet.down_since.get(request.model)
+        if down_since is None or now - max(down_since, entry.arrived_at) < limits.no_instance_timeout_s:
+            return None
+        return rejections.no_instance(request)
+
+
+def _kept_for_others(heads: Sequence[Queued], entry: Queued) -> frozenset[str]:
+    """Return the instances that suit other requests which are as urgent as `entry`, and not `entry`."""
+    suits, level = entry.flow.name.suits, entry.flow.name.level
+    if not suits:
+        return NONE_KEPT
+    kept: set[str] = set()
+    for other in heads:
+        if other is not entry and other.flow.name.level <= level:
+            kept |= other.flow.name.suits
+    return frozenset(kept - suits)

@@ -1,0 +1,318 @@
+"""Demand: the work that is asked for, in sizes that no instance decides.
+
+The size of a request is `PROMPT_WEIGHT * prompt + predicted output` tokens (a prompt token is prefilled
+together with many others, an output token takes a step of its own).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from hetlb.balancer.core.instance import Instance, Parameters
+from hetlb.balancer.core.latency import ideal_batch
+from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.core.types import Request
+
+#: Weight of a prompt token against one output token.
+PROMPT_WEIGHT: Final = 0.15
+#: Arrivals within so many seconds count as one: a burst is no stream.
+_TICK_S: Final = 0.25
+#: So many ticks with arrivals are a stream, which has ended after so many of their mean gaps without one.
+_STREAM: Final = 4
+_ENDED: Final = 5.0
+#: Means over requests with targets, and over dispatches, follow the newest so many.
+_NEWEST: Final = 64.0
+
+
+def size_of(request: Request, predicted_output: float) -> float:
+    """The size of a request in weighted tokens, all sequences together; at least 1."""
+    return max(1.0, request.sequences * (PROMPT_WEIGHT * request.prompt_tokens + predicted_output))
+
+
+#: The mean request follows the newest so many.
+MIX_REQUESTS: Final = 1000.0
+#: An instance's speed is computed again when the mean request has changed by more than this share.
+_MIX_CHANGE: Final = 0.02
+#: Sequences of instances that are known again.
+_MOST_FLEETS: Final = 128
+
+
+class Costs:
+    """The mean request on an instance of given parameters.
+
+    `speed`: sizes per second, its batch full; `batch_s`: how long a full batch takes; `prefill_s`: the mean
+    prompt alone, and `token_prefill_s` per token that is computed; `beside_s`: how much longer it takes
+    beside a sequence that decodes; `delay_s` by how much it delays one that decodes alone, and `delay_rise_s`
+    more for each beside that. In seconds.
+    """
+
+    __slots__ = ("batch_s", "beside_s", "delay_rise_s", "delay_s", "prefill_s", "speed", "token_prefill_s")
+
+    def __init__(
+        self,
+        speed: float,
+        batch_s: float,
+        prefill_s: float,
+        token_prefill_s: float,
+        beside_s: float,
+        delay_s: float,
+        delay_rise_s: float,
+    ) -> None:
+        self.speed = speed
+        self.batch_s = batch_s
+        self.prefill_s = prefill_s
+        self.token_prefill_s = token_prefill_s
+        self.beside_s = beside_s
+        self.delay_s = delay_s
+        self.delay_rise_s = delay_rise_s
+
+
+class FleetCosts:
+    """Facts about a sequence of instances under one mean request, until any of them changes.
+
+    `costs` of each; `order`: their indices, a full batch done soonest first; `prefill_alike`: a prompt token
+    takes all the same time. The mean prompt takes `least_prefill_s` at least, a step `least_step_s`.
+    """
+
+    __slots__ = (
+        "changes", "costs", "counter", "instances", "least_prefill_s", "least_step_s", "members", "order",
+        "prefill_alike",
+    )  # fmt: skip
+
+    def __init__(self, instances: Sequence[Instance], costs: Sequence[Costs]) -> None:
+        self.instances = instances
+        #: The same as a list, which compiled code goes through faster.
+        self.members = list(instances)
+        self.counter = instances[0].changes
+        self.changes = self.counter.count
+        self.costs = list(costs)
+        self.order = sorted(range(len(costs)), key=lambda i: costs[i].batch_s)
+        self.least_prefill_s = min([each.prefill_s for each in costs])
+        self.least_step_s = min([each.latency.step_s(1.0, 1.0) for each in instances])
+        self.prefill_alike = len({cost.token_prefill_s for cost in costs}) == 1
+
+
+class Mix:
+    """The mean request of a model, and how fast each instance is at it. Lengths in tokens.
+
+    `output` is the mean prediction. `booked` is what prompts of one sequence took of a KV cache and `prefill`
+    what of them had to be computed, in the mean: less than `prompt` where they begin alike.
+    """
+
+    __slots__ = (
+        "_bookings", "_costs", "_fleets", "_measured", "_measured_at", "_newest", "booked", "count",
+        "output", "prefill", "prompt",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.booked = self.prefill = 0.0
+        self._bookings = 0
+        self.prompt = self.output = 0.0
+        #: Requests so far.
+        self.count = 0
+        self._measured = (0.0, 0.0, 0.0, 0.0)
+        #: By name, with the version of the instance's parameters.
+        self._costs: dict[str, tuple[int, Costs]] = {}
+        #: By parameters: instances of a large fleet are of few kinds.
+        self._measured_at: dict[Parameters, Costs] = {}
+        #: By the identity of their instances, which they keep.
+        self._fleets: dict[int, FleetCosts] = {}
+        #: That of the last decision.
+        self._newest: FleetCosts | None = None
+
+    def add(self, prompt: float, output: float) -> None:
+        """One more request, as predicted."""
+        self.count = count = self.count + 1
+        gain = 1.0 / count if count < MIX_REQUESTS else 1.0 / MIX_REQUESTS
+        self.prompt = mean_prompt = self.prompt + gain * (prompt - self.prompt)
+        self.output = mean_output = self.output + gain * (output - self.output)
+        if not self._bookings:
+            self.booked = self.prefill = mean_prompt
+        old_prompt, old_output, old_booked, old_prefill = self._measured
+        booked, prefill = self.booked, self.prefill
+        if (
+            abs(mean_prompt - old_prompt) > _MIX_CHANGE * old_prompt
+            or abs(mean_output - old_output) > _MIX_CHANGE * old_output
+            or abs(booked - old_booked) > _MIX_CHANGE * old_booked
+            or abs(prefill - old_prefill) > _MIX_CHANGE * old_prefill
+        ):
+            self._measured = (mean_prompt, mean_output, booked, prefill)
+            self._costs.clear()
+            self._measured_at.clear()
+            self._fleets.clear()
+            self._newest = None
+
+    def add_booking(self, kv_prompt_tokens: float, unread_tokens: float) -> None:
+        """Record a sequence's KV tokens and uncached prompt tokens."""
+        self._bookings = count = self._bookings + 1
+        gain = 1.0 / count if count < MIX_REQUESTS else 1.0 / MIX_REQUESTS
+        self.booked += gain * (kv_prompt_tokens - self.booked)
+        self.prefill += gain * (unread_tokens - self.prefill)
+
+    @property
+    def size(self) -> float:
+        """Size of the mean request: see `size_of`."""
+        return PROMPT_WEIGHT * self.prompt + self.output
+
+    def speed(self, instance: Instance) -> float:
+        """Sizes per second that an instance does of the mean request, its batch full."""
+        return self.costs(instance).speed
+
+    def fleet(self, instances: Sequence[Instance]) -> FleetCosts:
+        """Facts about all of them together. The sequence is known again by its identity: do not change it."""
+        known = self._newest
+        if known is None or known.instances is not instances:
+            known = self._fleets.get(id(instances))
+        if known is None or known.instances is not instances or known.changes != known.counter.count:
+            costs = [self.costs(instance) for instance in instances]
+            if len(self._fleets) >= _MOST_FLEETS:
+                self._fleets.clear()
+            known = self._fleets[id(instances)] = FleetCosts(instances, costs)
+        self._newest = known
+        return known
+
+    def costs(self, instance: Instance) -> Costs:
+        """Costs of the mean request on an instance. Read-only, valid until the next change."""
+        known = self._costs.get(instance.name)
+        if known is not None and known[0] == instance.parameters_version:
+            return known[1]
+        costs = self._measured_at.get(instance.parameters)
+        if costs is None:
+            if len(self._measured_at) >= _MOST_FLEETS:
+                self._measured_at.clear()
+            costs = self._measured_at[instance.parameters] = self._measure(instance)
+        self._costs[instance.name] = instance.parameters_version, costs
+        return costs
+
+    def _measure(self, instance: Instance) -> Costs:
+        prompt, output, booked, prefill = self._measured
+        latency, engines = instance.latency, instance.engines
+        cache, slots = instance.kv_cache_tokens // engines, instance.max_num_seqs // engines
+        batch = ideal_batch(cache, booked, output, slots)
+        computed = max(1.0, min(prefill, prompt))
+        cached, context = max(0.0, prompt - computed), prompt + output / 2.0
+        # One request's share of the time of a full batch, prompts in passes as full as they may be.
+        together = max(1.0, min(batch, instance.token_budget / computed))
+        share_s = latency.prefill_s(max(1.0, prompt), together, cached) / together
+        share_s += output * latency.step_s(batch, batch * context) / batch
+        prefill_s = latency.prefill_s(max(1.0, prompt), 1.0, cached)
+        beside_s = latency.first_token_s(prompt, cached, 0.0, 1.0, context, instance.token_budget)
+        half, budget = max(2.0, batch / 2.0), instance.token_budget
+        delay_s = latency.read_delay_s(prompt, cached, 1.0, context, budget)
+        delay_half_s = latency.read_delay_s(prompt, cached, half, half * context, budget)
+        return Costs(
+            speed=engines * max(1.0, PROMPT_WEIGHT * prompt + output) / max(share_s, 1e-9),
+            batch_s=share_s * batch,
+            prefill_s=prefill_s,
+            token_prefill_s=prefill_s / computed,
+            beside_s=max(0.0, beside_s - prefill_s),
+            delay_s=delay_s,
+            delay_rise_s=(delay_half_s - delay_s) / (half - 1.0),
+        )
+
+
+class Protected:
+    """Requests of a model with targets: what the background must leave room for.
+
+    The tightest targets among their classes, their mean prompt and output, and the mean gap between them.
+    """
+
+    __slots__ = ("attainment", "count", "gap_s", "newest_s", "output", "prompt", "tpot_s", "ttft_s")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.attainment = 0.0
+        self.ttft_s = self.tpot_s = math.inf
+        self.prompt = self.output = self.gap_s = self.newest_s = 0.0
+
+    def arrived(
+        self, service: ServiceClass, prompt: float, output: float, now: float, idle: FleetCosts | None = None
+    ) -> None:
+        """A request with targets came in; those that no `idle` instance meets protect nothing."""
+        gap_s = now - self.newest_s
+        if self.count > 1 and gap_s > _NEWEST * self.gap_s:
+            self.count, self.gap_s = 0, 0.0  # a silence longer than all that is remembered: a new stream
+        self.count = count = self.count + 1
+        gain = 1.0 / count if count < _NEWEST else 1.0 / _NEWEST
+        if count > 1:
+            self.gap_s += (gap_s - self.gap_s) / min(count - 1.0, _NEWEST)
+        self.newest_s = now
+        self.prompt += gain * (prompt - self.prompt)
+        self.output += gain * (output - self.output)
+        self.attainment = max(self.attainment, service.attainment)
+        ttft_s = min(service.ttft_s, service.e2e_s)
+        if idle is None or ttft_s >= idle.least_prefill_s:
+            self.ttft_s = min(self.ttft_s, ttft_s)
+        if idle is None or service.tpot_s >= idle.least_step_s:
+            self.tpot_s = min(self.tpot_s, service.tpot_s)
+
+    def rate(self, now: float) -> float:
+        """Requests per second; it fades while none comes."""
+        gap_s = max(self.gap_s, now - self.newest_s)
+        return 1.0 / gap_s if self.count > 1 and gap_s > 0.0 else 0.0
+
+
+class Demand:
+    """Demand for one model: the mean request, whether requests keep arriving, how long answers take.
+
+    `first_s` until the first token and `end_s` until the end, as forecast: geometric means of the newest
+    dispatches, their waits included. Waits of seconds in an overload are forgotten soon after it.
+    """
+
+    __slots__ = (
+        "_dispatched",
+        "_ticks",
+        "arrivals",
+        "end_s",
+        "first_s",
+        "mix",
+        "protected",
+    )
+
+    def __init__(self) -> None:
+        #: Times of the newest ticks with arrivals since the fleet was idle, seconds.
+        self._ticks: list[float] = []
+        #: Requests that came so far.
+        self.arrivals = 0
+        self.mix = Mix()
+        self.protected = Protected()
+        self._dispatched = 0.0
+        self.first_s = self.end_s = 0.0
+
+    def dispatched(self, first_s: float, end_s: float, waited_s: float) -> None:
+        """Record the forecast of a request that was dispatched; of a prefill leg there is none."""
+        if first_s <= 0.0:
+            return
+        first_s, end_s = waited_s + first_s, waited_s + end_s
+        if first_s <= 0.0 or end_s <= 0.0:  # a clock that went back
+            return
+        self._dispatched = count = self._dispatched + 1.0 if self._dispatched < _NEWEST else _NEWEST
+        if count <= 1.0:
+            self.first_s, self.end_s = first_s, end_s
+            return
+        self.first_s *= math.pow(first_s / self.first_s, 1.0 / count)
+        self.end_s *= math.pow(end_s / self.end_s, 1.0 / count)
+
+    def arrived(self, now: float, idle: bool) -> None:
+        """Record an arrival. `idle`: no instance had a request, so those before are no part of a stream."""
+        self.arrivals += 1
+        tick_s, ticks = int(now / _TICK_S) * _TICK_S, self._ticks
+        if not ticks or tick_s > ticks[-1]:
+            if idle:
+                ticks.clear()
+            ticks.append(tick_s)
+            if len(ticks) > _STREAM:
+                del ticks[0]
+
+    def goes_on(self, horizon_s: float, now: float) -> bool:
+        """True if another request is expected within `horizon_s`, by the gaps since the fleet was idle.
+
+        Requests that came at once are no stream: they wait, and are counted there.
+        """
+        ticks = self._ticks
+        if len(ticks) < _STREAM:
+            return False
+        gap_s = (ticks[-1] - ticks[0]) / (_STREAM - 1)
+        return gap_s <= horizon_s and now - ticks[-1] <= _ENDED * gap_s

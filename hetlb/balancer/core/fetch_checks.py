@@ -1,0 +1,234 @@
+"""Pairs of instances between which KV transfers fail, by the decode engine's own counters.
+
+A decode engine whose fetch fails may compute the prompt itself and answer as if nothing had happened. vLLM
+counts prompt tokens by source (`vllm:prompt_tokens_by_source_total`: fetched, computed); its other counters
+count failed fetches as hits. Transfers whose first token has come are judged together at a scrape: each pair
+either fetched all of its tokens or none, and the pairs for which that comes nearest to what the engine
+counted are believed. A pair rests after `MOST_MISSED` failures in a row; after the rest it is tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from typing import Final
+
+from mypy_extensions import mypyc_attr
+
+from hetlb.balancer.core.instance import Instance
+
+#: Transfers in a row that failed before a pair rests.
+MOST_MISSED: Final = 8
+#: From this number on, transfers are judged without a pause.
+_ENOUGH: Final = 4
+#: Transfers that a pair gets before the first of them is judged, and seconds after which it gets more.
+MOST_UNJUDGED: Final = 16
+UNJUDGED_S: Final = 10.0
+#: Seconds for which a pair rests, doubled each time, and at most.
+REST_S: Final = 30.0
+MOST_REST_S: Final = 960.0
+#: Seconds by which an engine's counters may be behind its answers.
+LAG_S: Final = 0.25
+#: Pairs of one decode instance that are told apart; more are judged together.
+_MOST_PAIRS: Final = 6
+#: Cost of a verdict against what was believed before, as a share of the tokens.
+_CONTRADICTION: Final = 0.05
+
+FETCHED: Final = "done"
+NOT_FETCHED: Final = "not_fetched"
+
+
+@mypyc_attr(acyclic=True)
+class PairRecord:
+    """Verdicts on the transfers of one pair.
+
+    `unjudged` counts transfers booked since the last verdict, `missed` those in a row that failed.
+    """
+
+    __slots__ = ("booked_at", "fetched", "missed", "names", "rests", "rests_until", "unjudged")
+
+    def __init__(self, source: str, target: str) -> None:
+        self.names = source, target
+        self.fetched = self.missed = self.unjudged = self.rests = 0
+        self.booked_at = self.rests_until = float("-inf")
+
+    def judge(self, fetched: bool, count: int, now: float) -> None:
+        """Add `count` transfers with one verdict."""
+        self.unjudged = 0
+        if fetched:
+            self.fetched += count
+            self.missed = self.rests = 0
+            self.rests_until = float("-inf")
+            return
+        self.missed += count
+        if self.missed >= MOST_MISSED and self.rests_until <= now:
+            self.rests_until = now + min(MOST_REST_S, REST_S * 2.0**self.rests)
+            self.rests += 1
+
+
+@mypyc_attr(acyclic=True)
+class _Counted:
+    """Prompt tokens that a decode engine has fetched and computed, as last judged, and what is to be judged.
+
+    `due`: source and tokens of transfers whose first token came; `last_at`: time of the last one.
+    """
+
+    __slots__ = ("computed", "due", "fetched", "last_at")
+
+    def __init__(self, fetched: int, computed: int) -> None:
+        self.fetched = fetched
+        self.computed = computed
+        self.due: list[tuple[int, float]] = []
+        self.last_at = float("-inf")
+
+
+class FetchChecks:
+    """Verdicts on the transfers of a fleet. Instances are named by their incarnations."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[int, int], PairRecord] = {}
+        self._counted: dict[int, _Counted] = {}
+        #: Verdicts since they were last taken.
+        self._results: dict[str, int] = {}
+        #: True once any pair has rested.
+        self.restrained = False
+
+    @property
+    def due(self) -> int:
+        """Return the number of transfers that wait for a verdict."""
+        return sum([len(each.due) for each in self._counted.values()])
+
+    def _record(self, source: Instance, target: Instance) -> PairRecord:
+        key = source.incarnation, target.incarnation
+        found = self._pairs.get(key)
+        if found is None:
+            found = self._pairs[key] = PairRecord(source.name, target.name)
+        return found
+
+    # --- facts ---
+
+    def booked(self, source: Instance, target: Instance, now: float) -> None:
+        """Count a request that is to be split between both."""
+        record = self._record(source, target)
+        record.unjudged += 1
+        record.booked_at = now
+        if record.unjudged >= MOST_UNJUDGED and not record.fetched:
+            self.restrained = True
+
+    def checks(self, target: Instance) -> bool:
+        """Return True if the engine of `target` says what it fetches."""
+        return target.incarnation in self._counted
+
+    def answered(self, source: Instance, target: Instance, tokens: float, now: float) -> None:
+        """Note a first token of `target` whose prompt of `tokens` tokens was at `source`."""
+        counted = self._counted.get(target.incarnation)
+        if counted is not None:
+            counted.due.append((source.incarnation, tokens))
+            counted.last_at = now
+
+    def failed(self, source: Instance, target: Instance, now: float) -> None:
+        """Judge a transfer that failed before a first token."""
+        record = self._record(source, target)
+        record.judge(False, 1, now)
+        self.restrained = self.restrained or record.rests > 0
+
+    def sampled(
+        self, target: Instance, fetched: int | None, computed: int | None, coming: float, now: float
+    ) -> None:
+        """Judge what is due by an engine's counters, None where it has none.
+
+        `coming`: tokens of transfers to it whose first token has not come, which may be counted already.
+        """
+        counted = self._counted.get(target.incarnation)
+        if fetched is None or computed is None:
+            if counted is not None and fetched is None:
+                self._count(FETCHED, len(counted.due))
+                del self._counted[target.incarnation]
+            return
+        if counted is None or fetched < counted.fetched or computed < counted.computed:  # first, or restarted
+            if counted is not None:
+                self._count(FETCHED, len(counted.due))
+            self._counted[target.incarnation] = _Counted(fetched, computed)
+            return
+        if not counted.due:
+            counted.fetched = max(counted.fetched, int(fetched - coming))
+            counted.computed = computed
+        elif now - counted.last_at >= LAG_S or len(counted.due) >= _ENOUGH:
+            self._judge(target, counted, fetched, computed, coming, now)
+
+    def _judge(
+        self, target: Instance, counted: _Counted, fetched: int, computed: int, coming: float, now: float
+    ) -> None:
+        """Believe the set of pairs whose tokens come nearest to what was fetched."""
+        sums: dict[int, float] = {}
+        counts: dict[int, int] = {}
+        for source, tokens in counted.due:
+            sums[source] = sums.get(source, 0.0) + tokens
+            counts[source] = counts.get(source, 0) + 1
+        grown, total = float(fetched - counted.fetched), max(1.0, sum(sums.values()))
+        believed = {source for source in sums if not self._missed(source, target.incarnation)}
+        best, least = believed, float("inf")
+        for able in _sets(list(sums)):
+            own = sum([sums[source] for source in able])
+            off = max(0.0, own - grown) + max(0.0, grown - own - coming)
+            cost = off / total + _CONTRADICTION * len(able ^ believed)
+            if cost < least:
+                best, least = able, cost
+        own = sum([sums[source] for source in best])
+        missing = total - own
+        # Prompts that the engine had in its prefix cache are neither fetched nor computed.
+        computed_anew = computed - counted.computed >= 0.5 * missing
+        for source, count in counts.items():
+            reached = source in best or not computed_anew
+            self._count(FETCHED if reached else NOT_FETCHED, count)
+            record = self._pairs.get((source, target.incarnation))
+            if record is not None:
+                record.judge(reached, count, now)
+                self.restrained = self.restrained or record.rests > 0
+        self._counted[target.incarnation] = kept = _Counted(fetched, computed)
+        # What was counted early belongs to transfers that are to be judged later.
+        kept.fetched -= int(min(coming, max(0.0, grown - own)))
+
+    def _missed(self, source: int, target: int) -> bool:
+        record = self._pairs.get((source, target))
+        return record is not None and record.missed > 0
+
+    def _count(self, result: str, count: int) -> None:
+        if count:
+            self._results[result] = self._results.get(result, 0) + count
+
+    def forget(self, incarnation: int) -> None:
+        """Drop an instance that is gone."""
+        counted = self._counted.pop(incarnation, None)
+        if counted is not None:
+            self._count(FETCHED, len(counted.due))
+        for pair in [pair for pair in self._pairs if incarnation in pair]:
+            del self._pairs[pair]
+
+    # --- verdicts ---
+
+    def usable(self, source: Instance, target: Instance, now: float) -> bool:
+        """Return True if requests may be split between both."""
+        record = self._pairs.get((source.incarnation, target.incarnation))
+        if record is None:
+            return True
+        if record.rests_until > now:
+            return False
+        waits = record.unjudged >= MOST_UNJUDGED and not record.fetched and self.checks(target)
+        return not waits or now - record.booked_at > UNJUDGED_S
+
+    def resting(self, now: float) -> list[PairRecord]:
+        """Return the pairs that get no request now as their transfers fail."""
+        return [record for record in self._pairs.values() if record.rests_until > now]
+
+    def take_results(self) -> dict[str, int]:
+        """Return the verdicts since the last call by result, and begin anew."""
+        results, self._results = self._results, {}
+        return results
+
+
+def _sets(sources: Sequence[int]) -> Iterable[set[int]]:
+    """Return the sets of sources that may all have reached the engine: all of them, or few told apart."""
+    if len(sources) > _MOST_PAIRS:
+        return [set(sources), set()]
+    return [set(chosen) for count in range(len(sources), -1, -1) for chosen in combinations(sources, count)]

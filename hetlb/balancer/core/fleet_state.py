@@ -1,0 +1,242 @@
+"""State of the fleet: its instances, the models that they answer to, and which of them may be taken out."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from hetlb.balancer.core.health import HealthTracker
+from hetlb.balancer.core.instance import ChangeCounter, Instance
+from hetlb.balancer.core.prefix_index import PrefixIndex, Tree
+from hetlb.balancer.core.queue import Queue
+from hetlb.balancer.core.ready import ReadyInstances
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import Command, Health, HealthChanged, InstanceSpec, Request
+
+#: Instances that are ejected for failed answers hold at most this share of the capacity for a model.
+#: More than half, for the error of learnt speeds: either of two equal servers can go.
+MOST_EJECTED: Final = 0.55
+
+
+class FleetState:
+    """The instances and, computed at the first use after one changed, what follows for each model."""
+
+    def __init__(self, setup: SchedulerSetup, queue: Queue, rng: random.Random) -> None:
+        """`queue` is told which lengths the instances of a model can take."""
+        self._params = setup.health
+        self._initial_health = setup.initial_health
+        self._queue = queue
+        self._rng = rng
+        self._changes = ChangeCounter()
+        self._next_incarnation = 1
+        self._next_cache = -1
+        #: By name, in file order.
+        self.instances: dict[str, Instance] = {}
+        #: Time of the last change that `_ready` does not have, None for none.
+        self._changed_at: float | None = None
+        self._ready: dict[str, ReadyInstances] = {}
+        #: Models of which no instance takes requests, and since when; as of the last look at `ready`.
+        self.down_since: dict[str, float] = {}
+        #: Names of all LoRA adapters, as of the same look.
+        self.adapters: frozenset[str] = frozenset()
+        #: Prefixes in the caches of all instances.
+        self.prefixes = PrefixIndex()
+        #: Instances that publish KV events.
+        self.publishers: list[Instance] = []
+        for spec in setup.specs:
+            self.add(spec, setup.now)
+        self.reindex(setup.now)
+
+    def available(self, model: str) -> bool:
+        """True if some instance of a model takes requests."""
+        return model in self.ready and model not in self.down_since
+
+    @property
+    def ready(self) -> dict[str, ReadyInstances]:
+        """Ready instances by every name that some instance answers to."""
+        if self._changed_at is not None:
+            self._rebuild(self._changed_at)
+        return self._ready
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of the engines that publish KV events, 0 where none does."""
+        return max((each.blocks.block_tokens for each in self.publishers if each.blocks), default=0)
+
+    def any_routable(self, request: Request) -> bool:
+        """True unless the model of a request is served, but by no routable instance of its subset."""
+        ready = self.ready.get(request.model)
+        if ready is None or request.subset is None:
+            return True
+        return any(each.routable and each.name in request.subset for each in ready.instances)
+
+    def fit_of(self, request: Request) -> int:
+        """The smallest class of instances that can take a request (see `ReadyInstances`)."""
+        ready = self.ready.get(request.model)
+        return 0 if ready is None else ready.fit_of(request)
+
+    # --- changes; `reindex` follows ---
+
+    def add(self, spec: InstanceSpec, now: float) -> Instance:
+        """A new incarnation of an instance."""
+        health = HealthTracker(self._rng, self._initial_health)
+        instance = Instance(spec, self._next_incarnation, health, now, self._changes, self.prefixes)
+        self.instances[spec.name] = instance
+        self._next_incarnation += 1
+        return instance
+
+    def remove(self, instance: Instance) -> None:
+        """An instance has left; its leases go on."""
+        instance.removed = True
+        instance.tree.retire()
+        del self.instances[instance.name]
+        self.publishers = [each for each in self.publishers if each is not instance]
+
+    def restarted(self, instance: Instance, now: float) -> None:
+        """The process of an instance is new: its prefix cache is empty; it starts slowly once it is up."""
+        instance.tree.retire()
+        instance.tree = Tree(self.prefixes, self._next_cache)
+        self._next_cache -= 1
+        instance.health.gone = False
+        instance.account.forget()
+        if instance.health.state is Health.UP:
+            instance.throttle.begin_slow_start(self._params.slow_start_s, now)
+        else:
+            instance.throttle.restarted = True
+
+    def share_speed(self, model: str, profiled: bool) -> None:
+        """Give instances that have not answered yet the geometric mean of the factors of those that have.
+
+        Those with a profile and those without are apart: factors are of other models.
+        """
+        unseen: list[Instance] = []
+        weight = logs = 0.0
+        for each in self.instances.values():
+            if each.spec.model != model or each.profiled is not profiled:
+                continue
+            if each.speed.seen:
+                weight += each.speed.confidence
+                logs += each.speed.confidence * math.log(each.speed.factor)
+            else:
+                unseen.append(each)
+        if weight > 0.0:
+            for each in unseen:
+                if each.speed.assume(math.exp(logs / weight)):
+                    each.take_speed()
+
+    def process_seen(self, instance: Instance, began: float, now: float) -> bool:
+        """An instance told when its process began. True if that is another process than before."""
+        known = instance.began
+        if known is None or began > known:
+            instance.began = began
+        if known is None or began <= known:  # an earlier one is that of another server at its address
+            if began == known:
+                instance.health.gone = False
+            return False
+        self.restarted(instance, now)
+        return True
+
+    def end_slow_starts(self, model: str) -> bool:
+        """Requests for a model wait: no instance of it starts slowly any more. True if one did."""
+        ready = self.ready.get(model)
+        if ready is None or not ready.throttled:
+            return False
+        ended = [instance.throttle.end_slow_start() for instance in ready.able]
+        return any(ended)
+
+    def reindex(self, now: float) -> None:
+        """Recompute what follows from the instances: at once while requests wait, else at its next use."""
+        self._changed_at = now
+        if self._queue.held:
+            self._rebuild(now)
+            self._queue.refit(self.fit_of)
+
+    def _rebuild(self, now: float) -> None:
+        """Compute which instances answer to which name, and since when a name has had none to go to."""
+        self._changed_at = None
+        by_model: dict[str, list[Instance]] = {}
+        for instance in self.instances.values():
+            for name in instance.models:
+                by_model.setdefault(name, []).append(instance)
+        self.adapters = frozenset(
+            name
+            for each in self.instances.values()
+            if each.adapters is not None
+            for name in each.adapters.names
+        )
+        self._ready = {model: ReadyInstances(instances, now) for model, instances in by_model.items()}
+        waiting = {entry.request.model for entry in self._queue}
+        self.down_since = {
+            model: self.down_since.get(model, now)
+            for model in by_model.keys() | waiting
+            if not any(instance.routable for instance in by_model.get(model, ()))
+        }
+
+    def health_changed(self, instance: Instance, now: float) -> list[Command]:
+        """The health of an instance changed state: rebuild what follows from it."""
+        if instance.health.state is Health.UP and (instance.throttle.restarted or instance.health.gone):
+            self.restarted(instance, now)
+        self.reindex(now)
+        if instance.removed:  # its name may be another's by now
+            return []
+        return [HealthChanged(instance.name, instance.health.state, instance.health.reason)]
+
+    # --- accounts ---
+
+    def judge(self, instance: Instance, now: float) -> None:
+        """Compare the account of an instance, and those in doubt, with the others of their models."""
+        changed = False
+        for pool in self._pools(instance):
+            accounts = [each.account for each in pool]
+            for account in accounts:
+                if account is instance.account or account.doubted:
+                    changed = account.judge(accounts) or changed
+        if changed:
+            self.reindex(now)
+
+    def watch(self, tokens_at: Mapping[str, float], now: float) -> bool:
+        """Look at every instance: does it work, is it in doubt? True if an answer to that changed."""
+        changed = False
+        for instance in self.instances.values():
+            account = instance.account
+            account.age(now)
+            changed = instance.watch(tokens_at.get(instance.name), now) or changed
+            if account.doubted or account.excess > 0.0:
+                before = account.doubted
+                self.judge(instance, now)
+                changed = changed or account.doubted is not before
+        if changed:
+            self.reindex(now)
+        return changed
+
+    # --- ejection ---
+
+    def _pools(self, instance: Instance) -> list[Sequence[Instance]]:
+        """Instances by each name that they answer to."""
+        return [ready.instances for ready in self.ready.values() if instance in ready.instances]
+
+    def has_another(self, instance: Instance) -> bool:
+        """True if some other instance could take over what this one is answering."""
+        names = instance.models
+        return any(
+            other is not instance and other.routable and any(name in names for name in other.models)
+            for other in self.instances.values()
+        )
+
+    def may_eject(self, instance: Instance, capacity: Callable[[Instance], float]) -> bool:
+        """True if failed answers may take an instance out: of every model it serves enough must be left."""
+        pools = self._pools(instance)
+        for pool in pools:
+            if not any(other is not instance and other.routable for other in pool):
+                return False
+            out = left = 0.0
+            for other in pool:
+                if other is instance or other.health.ejected_for_failures:
+                    out += capacity(other)
+                elif other.routable:
+                    left += capacity(other)
+            if out > MOST_EJECTED * (out + left):
+                return False
+        return bool(pools)

@@ -1,0 +1,135 @@
+"""Errors of the forecasts of an instance: ratios of true to forecast times, and their quantiles."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from functools import cache
+from typing import Final
+
+from hetlb.balancer.core.binary_search import first_at_least
+from hetlb.balancer.core.types import Lease
+
+#: Ratios are those of the newest so many answers.
+_KEPT: Final = 200
+#: Spread of ln(true / forecast) that is assumed before answers have shown it, and its weight in answers.
+_PRIOR_SPREAD: Final = 0.25
+_PRIOR_WEIGHT: Final = 8.0
+#: Share of the answers that the bound is to cover whose coverage is shown.
+_BOUND: Final = 0.9
+
+
+class Ratios:
+    """True times over forecast ones of the newest answers."""
+
+    def __init__(self) -> None:
+        #: True over forecast times, ascending.
+        self._ordered: list[float] = []
+        #: Raw, corrected and true times of each, and their sums.
+        self._times: deque[tuple[float, float, float]] = deque()
+        self._raw_s = self._corrected_s = self._true_s = 0.0
+        #: For each of the newest, whether it was within the bound that held before it.
+        self._covered: deque[bool] = deque(maxlen=_KEPT)
+
+    @property
+    def samples(self) -> int:
+        """Number of answers that are known."""
+        return len(self._times)
+
+    def add(self, predicted_s: float, true_s: float) -> None:
+        """An answer took `true_s`; its forecast is judged as the answers before it correct it."""
+        if predicted_s <= 0.0 or true_s <= 0.0:
+            return
+        ratio = true_s / predicted_s
+        corrected_s = predicted_s * self.factor
+        self._covered.append(ratio <= self.quantile(_BOUND))
+        if len(self._times) == _KEPT:
+            was_predicted_s, was_corrected_s, was_true_s = self._times.popleft()
+            del self._ordered[first_at_least(self._ordered, was_true_s / was_predicted_s)]
+            self._raw_s -= was_predicted_s
+            self._corrected_s -= was_corrected_s
+            self._true_s -= was_true_s
+        self._ordered.insert(first_at_least(self._ordered, ratio), ratio)
+        self._times.append((predicted_s, corrected_s, true_s))
+        self._raw_s += predicted_s
+        self._corrected_s += corrected_s
+        self._true_s += true_s
+
+    @property
+    def factor(self) -> float:
+        """Mean true over mean forecast time: corrects a forecast. 1 while few answers are known."""
+        known = len(self._times) >= _PRIOR_WEIGHT
+        return self._true_s / self._raw_s if known and self._raw_s > 0.0 and self._true_s > 0.0 else 1.0
+
+    def over(self, ratio: float) -> float:
+        """The probability that an answer takes more than `ratio` times its forecast."""
+        n = float(len(self._ordered))
+        seen = n - first_at_least(self._ordered, ratio)
+        prior = 0.5 * math.erfc(math.log(max(ratio, 1e-9)) / (_PRIOR_SPREAD * math.sqrt(2.0)))
+        return (seen + _PRIOR_WEIGHT * prior) / (n + _PRIOR_WEIGHT)
+
+    def quantile(self, share: float) -> float:
+        """The ratio that a share of the answers stays within; by the assumed spread while few are known."""
+        n = len(self._ordered)
+        if n < _PRIOR_WEIGHT:
+            return math.exp(_PRIOR_SPREAD * normal_quantile(share))
+        return self._ordered[min(n - 1, math.ceil(share * (n + 1)) - 1)]
+
+    @property
+    def bias(self) -> float | None:
+        """Mean corrected forecast over mean true time - 1, None before the first answer."""
+        return self._corrected_s / self._true_s - 1.0 if self._times and self._true_s > 0.0 else None
+
+    @property
+    def coverage(self) -> float | None:
+        """Share of the newest answers that stayed within the 90 % bound, None before the first."""
+        return sum(self._covered) / len(self._covered) if self._covered else None
+
+
+@cache
+def normal_quantile(share: float) -> float:
+    """The quantile of the standard normal distribution, by bisection of `math.erf`."""
+    low, high = -8.0, 8.0
+    for _ in range(48):
+        middle = (low + high) / 2.0
+        if 0.5 * math.erfc(-middle / math.sqrt(2.0)) < share:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+class ForecastErrors:
+    """Errors of the forecasts of one instance: first token, time per further token, whole answer."""
+
+    def __init__(self) -> None:
+        self.first_token = Ratios()
+        self.step = Ratios()
+        self.end = Ratios()
+
+    @property
+    def by_figure(self) -> tuple[tuple[str, Ratios], ...]:
+        """The ratios by the name of what they are of."""
+        return ("first_token", self.first_token), ("step", self.step), ("end", self.end)
+
+    def document(self) -> dict[str, float | int | None]:
+        """JSON of the admin listener; figures before the first answer are null."""
+        return {
+            "samples": self.end.samples,
+            "first_token_bias": self.first_token.bias,
+            "first_token_coverage90": self.first_token.coverage,
+            "end_bias": self.end.bias,
+            "end_coverage90": self.end.coverage,
+        }
+
+    def learn(self, lease: Lease, now: float) -> None:
+        """Compare the forecast of an answer that ended well with its times."""
+        if lease.expected_first_s <= 0.0 or lease.first_token_at is None:
+            return
+        first_s, end_s = lease.first_token_at - lease.dispatched_at, now - lease.dispatched_at
+        self.end.add(lease.forecast_end_s, end_s)
+        tokens = lease.output_tokens / lease.request.sequences
+        if tokens > 1.0 and lease.request.streamed:
+            # The first byte of an answer that is no stream comes with its end.
+            self.first_token.add(lease.forecast_first_s, first_s)
+            self.step.add(lease.forecast_step_s, (end_s - first_s) / (tokens - 1.0))

@@ -1,0 +1,214 @@
+"""Health of an instance: evidence in, `Health` out; every change is a row of `TRANSITIONS`.
+
+Proof of absence (a refused connection) counts at once. Every ejection makes the next one longer, up to a cap.
+A probe that answers does not restore the trust that failed answers cost: an instance ejected for its answers
+comes back half-open, and one more failure before one answer that ends well ejects it again.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from hetlb.balancer.core.pickle_by_fields import PickleByFields
+from hetlb.balancer.core.transition import Transition
+from hetlb.balancer.core.types import Health, Outcome, ProbeResult
+
+FALL: Final = 3
+RISE: Final = 2
+PASSIVE_FALL: Final = 5
+EJECTION_BASE_S: Final = 5.0
+EJECTION_CAP_S: Final = 60.0
+EJECTION_JITTER: Final = 0.2
+#: A success this long after the last ejection forgives one step of the growth.
+FORGIVE_AFTER_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class HealthParams(PickleByFields):
+    """Parameters under `health:` of the fleet file; 0 turns slow start off."""
+
+    slow_start_s: float = 30.0
+
+
+class Verdict(StrEnum):
+    """Meaning of the end of a lease for its instance."""
+
+    WELL = "as a success"
+    ABSENT = "as a refused connection"
+    FAILED = "as a failed answer"
+    LOST = "as a lost answer"
+    NOTHING = "against no instance"
+
+
+_VERDICTS: dict[Outcome, Verdict] = {
+    Outcome.OK: Verdict.WELL,
+    Outcome.UPSTREAM_BUSY: Verdict.LOST,
+    Outcome.UPSTREAM_REFUSED: Verdict.LOST,
+    Outcome.UPSTREAM_ERROR: Verdict.LOST,
+    Outcome.CONNECT_FAILED: Verdict.ABSENT,
+    Outcome.NO_RESPONSE: Verdict.FAILED,
+    Outcome.BROKEN_STREAM: Verdict.FAILED,
+}
+
+
+def verdict(outcome: Outcome) -> Verdict:
+    """Verdict of a lease that ended in `outcome`."""
+    return _VERDICTS.get(outcome, Verdict.NOTHING)
+
+
+_IN_USE: Final = (Health.SUSPECT, Health.UP)
+REFUSED: Final = Transition("a connection is refused, by a probe or a dispatch", _IN_USE, Health.EJECTED)
+ANSWERS: Final = Transition("a probe is answered, or an answer begins", (Health.SUSPECT,), Health.UP)
+PROBES_FAIL: Final = Transition(
+    f"{FALL} probes fail in a row, and no answer came since", (Health.UP,), Health.EJECTED
+)
+PROBES_FAIL_ALONE: Final = Transition(
+    f"{FALL} probes fail in a row, and no other instance could take over", (Health.UP,), Health.SUSPECT
+)
+FAILS_IN_A_ROW: Final = Transition(
+    f"{PASSIVE_FALL} answers fail in a row, and it may be ejected", _IN_USE, Health.EJECTED
+)
+FAILS_HALF_OPEN: Final = Transition(
+    "half-open (ejected for its answers before), it fails before an answer ends well", _IN_USE, Health.EJECTED
+)
+RECOVERS: Final = Transition(
+    f"the ejection time is over and {RISE} probes in a row are answered", (Health.EJECTED,), Health.UP
+)
+TRANSITIONS: Final = (
+    REFUSED, ANSWERS, PROBES_FAIL, PROBES_FAIL_ALONE, FAILS_IN_A_ROW, FAILS_HALF_OPEN, RECOVERS,
+)  # fmt: skip
+
+
+def transitions_table() -> str:
+    """The transitions as a Markdown table, as docs/reference/states.md has it."""
+    rows = ["| state | event | next |", "|---|---|---|"]
+    rows += [f"| {', '.join(each.before)} | {each.event} | {each.after} |" for each in TRANSITIONS]
+    return "\n".join(rows)
+
+
+class HealthTracker:
+    """The health of one incarnation of one instance."""
+
+    def __init__(self, rng: random.Random, state: Health = Health.SUSPECT) -> None:
+        self._rng = rng
+        self.state = state
+        self.reason = "not probed yet" if state is Health.SUSPECT else ""
+        self.ejected_until = 0.0
+        #: True if it is up and no success could make it any better.
+        self.clean = state is Health.UP
+        self._ejections = 0
+        self._forgiven_at = 0.0
+        self._probe_failures = 0
+        self._probe_successes = 0
+        self._passive_failures = 0
+        self._half_open = False
+        #: True if no process listened at its address since its process was seen last.
+        self.gone = False
+        self._been_up = state is Health.UP
+
+    # --- evidence ---
+
+    def on_probe(self, result: ProbeResult, now: float, *, alone: bool = False, detail: str = "") -> bool:
+        """Take a probe's result. True if the state changed. `alone`: no other instance could take over."""
+        if result is ProbeResult.OK:
+            self._probe_failures = 0
+            self._probe_successes += 1
+            if self.state is Health.SUSPECT:
+                return self._enter(ANSWERS, "probe answered")
+            if self.state is Health.EJECTED and self._probe_successes >= RISE and now >= self.ejected_until:
+                return self._enter(RECOVERS, f"{self._probe_successes} probes answered")
+            return False
+        self._probe_successes = 0
+        if result is ProbeResult.REFUSED:
+            return self.on_refused(now, detail)
+        self.clean = False
+        self._probe_failures += 1
+        if self.state is Health.UP and self._probe_failures >= FALL:
+            reason = f"{self._probe_failures} probes failed in a row"
+            reason = f"{reason}: {detail}" if detail else reason
+            return self._enter(PROBES_FAIL_ALONE, reason) if alone else self._eject(PROBES_FAIL, reason, now)
+        if self.state is Health.SUSPECT:
+            self.reason = detail or "a probe failed"
+        return False
+
+    def on_refused(self, now: float, detail: str = "") -> bool:
+        """A connection was refused: no process listens. No back-off: it may return as soon as it answers."""
+        self._probe_successes = 0
+        self.gone = self._been_up
+        # What returns is another process: nothing is held against it.
+        self._half_open = False
+        if self.state is Health.EJECTED:
+            self.reason = detail or self.reason
+            return False
+        self.ejected_until = now
+        return self._enter(REFUSED, detail or "connection refused")
+
+    def on_answering(self, now: float) -> bool:
+        """An answer began. True if the state changed."""
+        if self.clean:
+            return False
+        self._probe_failures = 0
+        return self.state is Health.SUSPECT and self._enter(ANSWERS, "answered a request")
+
+    def on_success(self, now: float) -> bool:
+        """An answer is whole and well. True if the state changed."""
+        if self.clean:
+            return False
+        self._passive_failures = self._probe_failures = 0
+        self._half_open = False
+        if self._ejections and now - self._forgiven_at >= FORGIVE_AFTER_S:
+            self._ejections -= 1
+            self._forgiven_at = now
+        if self.state is Health.SUSPECT:
+            return self._enter(ANSWERS, "answered a request")
+        self.clean = self.state is Health.UP and not self._ejections
+        return False
+
+    def on_failure(self, now: float, *, may_eject: bool) -> bool:
+        """An answer failed in the engine's own way: dropped, broken off. True if the state changed."""
+        self._passive_failures += 1
+        self.clean = False
+        found: Transition[Health] | None = None
+        reason = f"{self._passive_failures} answers failed in a row"
+        if self._half_open:
+            found, reason = FAILS_HALF_OPEN, "failed again after it came back"
+        elif self._passive_failures >= PASSIVE_FALL:
+            found = FAILS_IN_A_ROW
+        if found is None or not may_eject or self.state is Health.EJECTED:
+            return False
+        self._half_open = True
+        return self._eject(found, reason, now)
+
+    @property
+    def failures(self) -> int:
+        """Answers that failed in a row, until it changes its state."""
+        return self._passive_failures
+
+    @property
+    def ejected_for_failures(self) -> bool:
+        """True if it is out because of its answers, not because its process is gone."""
+        return self.state is Health.EJECTED and self._half_open
+
+    # --- states ---
+
+    def _eject(self, transition: Transition[Health], reason: str, now: float) -> bool:
+        self._ejections += 1
+        self._forgiven_at = now
+        jitter = 1.0 + EJECTION_JITTER * (2.0 * self._rng.random() - 1.0)
+        self.ejected_until = now + min(EJECTION_CAP_S, EJECTION_BASE_S * self._ejections) * jitter
+        return self._enter(transition, reason)
+
+    def _enter(self, transition: Transition[Health], reason: str) -> bool:
+        assert self.state in transition.before, f"{self.state.value}: {transition.event}"
+        self.state = state = transition.after
+        self.reason = reason
+        self.clean = False
+        self._been_up = self._been_up or state is Health.UP
+        self._passive_failures = 0
+        if state is Health.EJECTED:
+            self._probe_successes = 0
+        self._probe_failures = 0
+        return True

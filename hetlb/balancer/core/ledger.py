@@ -1,0 +1,220 @@
+"""Ledger of leases: each books on one incarnation of an instance, which gives that back once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mypy_extensions import mypyc_attr
+
+from hetlb.balancer.core.forecast import Forecast
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.journal import Begun, Booked, Change, Ended, Journal, booked
+from hetlb.balancer.core.occupancy import Occupancy
+from hetlb.balancer.core.policies.base import SplitChoice
+from hetlb.balancer.core.policies.sight import SchedulingContext
+from hetlb.balancer.core.prefix_index import Shared
+from hetlb.balancer.core.queue import Queue
+from hetlb.balancer.core.types import Lease, LeaseId, Outcome, Request
+
+
+def _nearest(value: float) -> int:
+    """`round` of a number from 0, without a call in Python."""
+    whole = int(value)
+    rest = value - whole
+    return whole + 1 if rest > 0.5 or (rest == 0.5 and whole % 2) else whole
+
+
+def exact_held(instance: Instance, request: Request) -> int | None:
+    """Tokens of a prompt in the cache of an instance by its own KV events; None where they do not tell."""
+    blocks = instance.blocks
+    if blocks is None or not blocks.live or request.blocks is None or instance.engines > 1:
+        return None
+    return min(blocks.held(request.model, request.blocks), request.prompt_tokens - 1)
+
+
+@mypyc_attr(acyclic=True)
+class Ledger:
+    """Leases that have not ended, each with the incarnation that it is booked on."""
+
+    def __init__(self, queue: Queue) -> None:
+        """`queue` is told what each tenant is served."""
+        self._queue = queue
+        #: Also those of removed instances.
+        self.leased: dict[LeaseId, Instance] = {}
+        self._next_lease = 1
+        #: Readers of what is booked here and given back.
+        self.journals: tuple[Journal, ...] = ()
+
+    def book(self, ctx: SchedulingContext, instance: Instance, work_s: float, forecast: Forecast) -> Lease:
+        """Lease of a whole request on an instance, for so many seconds of work."""
+        predicted, work_ns = ctx.predicted_output, _nearest(work_s * 1e9)
+        lease = self.grant(ctx.request, instance, predicted, work_ns, ctx.now)
+        lease.forecast_first_s, lease.forecast_end_s = forecast.first_token_s, forecast.end_s
+        lease.forecast_step_s = forecast.step_s
+        lease.expected_first_s = forecast.first_token_s / instance.speed.factor
+        lease.beside = forecast.load.batch > 0.0
+        instance.acquire(lease)
+        if self.journals:
+            self._tell(booked(lease, ctx.now))
+        return lease
+
+    def book_pair(
+        self, ctx: SchedulingContext, pair: SplitChoice, source: Instance, target: Instance
+    ) -> Lease:
+        """Leases of both legs of a request: that of the prefill, which names that of the decode."""
+        request, now = ctx.request, ctx.now
+        lease = self.grant(request, source, 1.0, _nearest(pair.work_s * 1e9), now)
+        lease.expected_first_s = pair.first_s / source.speed.factor
+        decode_ns = _nearest(pair.decode_work_s * 1e9)
+        decode = self.grant(request, target, ctx.predicted_output, decode_ns, now, transferred=True)
+        decode.forecast_first_s, decode.forecast_end_s = pair.decode_first_s, pair.decode_end_s
+        source.acquire(lease)
+        target.acquire(decode)
+        target.incoming[decode.id] = decode  # until its prompt has been prefilled elsewhere
+        decode.incoming, decode.mark = True, None
+        lease.decode = decode
+        if self.journals:
+            self._tell(booked(lease, now))
+            self._tell(booked(decode, now))
+        return lease
+
+    def _tell(self, change: Change) -> None:
+        for journal in self.journals:
+            journal.add(change)
+
+    def drop(self, lease: Lease, now: float, outcome: Outcome = Outcome.CLIENT_GONE) -> Instance:
+        """Give back what a lease booked; the instance that it was booked on. Readers are told the outcome."""
+        leased, key = self.leased, lease.key
+        instance = leased[key]
+        del leased[key]
+        instance.release(lease, now)
+        self._queue.service.ended(lease.request.tenant, lease.promised_tokens)
+        if self.journals and lease.own:
+            self._tell(Ended(lease.id, outcome, lease.output_tokens, lease.reported_cached_tokens))
+        return instance
+
+    def begun(self, lease: Lease) -> None:
+        """The answer of a lease began."""
+        if lease.own:
+            self._tell(Begun(lease.id))
+
+    def restored(self, lease: Lease, now: float, own: bool) -> None:
+        """A lease was booked again, of a request of this process (`own`) or of another."""
+        lease.own = own
+        if own:
+            self._tell(booked(lease, now))
+
+    def grant(
+        self,
+        request: Request,
+        instance: Instance,
+        predicted: float,
+        work_ns: int,
+        now: float,
+        *,
+        transferred: bool = False,
+    ) -> Lease:
+        """Lease that the instance is to book; `transferred`: its prompt was prefilled elsewhere."""
+        cache, sequences, prompt = instance.kv_cache_tokens, request.sequences, request.prompt_tokens
+        # One request never books more than its instance has: it would wait inside the engine.
+        prompt_tokens = min(sequences * prompt, cache)
+        answers = sequences * _nearest(predicted)
+        promised = min(sequences * prompt + answers, cache)
+        shared: Shared | None = None
+        exact = None if instance.blocks is None else exact_held(instance, request)
+        if (sequences == 1 and not request.prefix_keys and exact is None) or not instance.caches_prefixes:
+            own, unread = prompt_tokens, prompt_tokens
+        else:
+            prompts = -(-sequences // request.samples)
+            common = held = 0
+            if request.prefix_keys:
+                shared = instance.tree.attach(request.prefix_keys, prompt)
+                common = shared.tokens
+                if exact is not None:
+                    shared.held_tokens = exact
+                held = shared.held_tokens
+            elif exact is not None:
+                shared, held = Shared(None, 0, 0, exact), exact
+            own = min(prompts * (prompt - common), cache)
+            unread = max(prompts, prompts * (prompt - max(common, held)) + max(0, common - held))
+        if transferred:
+            unread = 1
+        lease = Lease(
+            self._next_lease,
+            request,
+            instance.name,
+            instance.incarnation,
+            work_ns=work_ns,
+            kv_tokens=max(own, min(own + answers, cache)),
+            kv_prompt_tokens=own,
+            promised_tokens=promised,
+            prompt_tokens=prompt_tokens,
+            unread_tokens=unread,
+            predicted_output=predicted,
+            dispatched_at=now,
+            shared=shared,
+        )
+        self._next_lease += 1
+        self.leased[lease.key] = instance
+        self._queue.booked(request.tenant, promised)
+        return lease
+
+    def leases(self) -> list[Lease]:
+        """Those that have not ended."""
+        return [instance.leases[lease_id] for lease_id, instance in self.leased.items()]
+
+    def live(self, now: float) -> list[Booked]:
+        """The own leases that have not ended, as another process must know them."""
+        return [booked(lease, now) for lease in self.leases() if lease.own]
+
+    def check_integrity(self, instances: Iterable[Instance]) -> list[Instance]:
+        """Assert that each instance books its leases and nothing else.
+
+        Returns `instances` and those of which leases are left.
+        """
+        known = {id(instance): instance for instance in (*self.leased.values(), *instances)}
+        everyone = list(known.values())
+        for instance in everyone:
+            check_instance(instance)
+        assert sum(len(instance.leases) for instance in everyone) == len(self.leased)
+        for lease_id, instance in self.leased.items():
+            assert lease_id in instance.leases, f"lease {lease_id} is not booked on {instance.name}"
+        leases = self.leases()
+        incoming = {lease.id for lease in leases if lease.incoming}
+        expected = {lease.decode.id for lease in leases if lease.decode is not None and lease.decode.incoming}
+        assert incoming == expected, "a decode leg is booked without its prefill leg"
+        return everyone
+
+
+def check_instance(instance: Instance) -> None:
+    """Assert that what is booked on an instance is the sum over its live leases."""
+    leases = instance.leases.values()
+    used: dict[int, int] = {}
+    for lease in leases:
+        node = None if lease.shared is None else lease.shared.node
+        while node is not None:
+            used[id(node)] = node.own
+            node = node.parent
+    shared = sum(used.values()) + instance.held_tokens
+    assert all(instance.leases.get(each.id) is each and each.incoming for each in instance.incoming.values())
+    for name in ("work_ns", "promised_tokens", "prompt_tokens"):
+        booked_there = sum(getattr(lease, name) for lease in leases)
+        assert getattr(instance, name) == booked_there, f"{name} of {instance.name}"
+    assert instance.kv_tokens == shared + sum(lease.kv_tokens for lease in leases), instance.name
+    prompts = shared + sum(lease.kv_prompt_tokens for lease in leases)
+    assert instance.kv_prompt_tokens == prompts, instance.name
+    unread = sum(lease.unread_tokens for lease in leases if lease.first_token_at is None)
+    assert instance.pending_prompt_tokens == unread, instance.name
+    assert instance.in_flight == len(instance.leases), instance.name
+    assert instance.sequences == sum(lease.request.sequences for lease in leases), instance.name
+    stated = sum(lease.request.sequences for lease in leases if lease.request.service.stated)
+    assert instance.stated_sequences == stated, instance.name
+    groups = {lease.id: lease for lease in leases if lease.request.sequences > 1}
+    assert instance.groups == groups, instance.name
+    assert 0 <= instance.finished_sequences <= sum(each.request.sequences - 1 for each in groups.values())
+    assert all(not lease.ended for lease in leases), instance.name
+    assert instance._occupancy is None or instance._occupancy.same_as(Occupancy(instance)), instance.name
+    if instance.adapters is not None:
+        names = [lease.request.model for lease in leases if lease.request.model in instance.adapters.names]
+        assert instance.adapters.count() == {name: names.count(name) for name in names}, instance.name
+    instance.tree.check_integrity()

@@ -1,0 +1,68 @@
+"""Objectives: what the requests of a service class are to be given, in seconds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from mypy_extensions import mypyc_attr
+
+from hetlb.balancer.core.pickle_by_fields import PickleByFields
+
+#: Bounds of a target in milliseconds: within them every score is a number.
+LEAST_TARGET_MS: Final = 1e-3
+MOST_TARGET_MS: Final = 1e9
+
+
+@mypyc_attr(acyclic=True)
+class _Targets(PickleByFields):
+    """`stated`: True if it has a target. Derived from its fields and none itself."""
+
+    __slots__ = ("stated",)
+
+    stated: bool
+
+    def _state(self, nearest_s: float) -> None:
+        object.__setattr__(self, "stated", nearest_s < math.inf)
+
+
+@mypyc_attr(acyclic=True)
+@dataclass(frozen=True, slots=True)
+class ServiceClass(_Targets):
+    """Objective of one class of requests of a model.
+
+    Targets: `ttft_s` until the first token, `tpot_s` for each further one, `e2e_s` until the whole answer;
+    infinite where none is stated. `attainment` is the share of requests that is to meet all of them.
+    `background` requests take only what the other classes leave over. `first_token_weight`: a second until
+    the first token weighs so many of the rest, None for the default. `refuse_hopeless`: a request that can
+    no longer meet its targets is refused.
+    """
+
+    name: str = ""
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+    e2e_s: float = math.inf
+    attainment: float = 0.95
+    background: bool = False
+    first_token_weight: float | None = None
+    refuse_hopeless: bool = False
+
+    def __post_init__(self) -> None:
+        self._state(min(self.ttft_s, self.tpot_s, self.e2e_s))
+
+    @property
+    def parts(self) -> tuple[str, float, float, float, float, bool, float | None, bool]:
+        """Its fields in their order."""
+        targets = self.name, self.ttft_s, self.tpot_s, self.e2e_s, self.attainment
+        return (*targets, self.background, self.first_token_weight, self.refuse_hopeless)
+
+    def met(self, ttft_s: float, e2e_s: float, output_tokens: int) -> bool:
+        """True if an answer met every target; TPOT is (E2E - TTFT) / (tokens - 1)."""
+        if ttft_s > self.ttft_s or e2e_s > self.e2e_s:
+            return False
+        return output_tokens < 2 or (e2e_s - ttft_s) / (output_tokens - 1) <= self.tpot_s
+
+
+#: The class of requests of a model without classes.
+UNSTATED: Final = ServiceClass()

@@ -1,0 +1,133 @@
+"""Occupancy of an instance as scoring reads it: its ledger and step times until the next change."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+from mypy_extensions import mypyc_attr
+
+if TYPE_CHECKING:
+    from hetlb.balancer.core.instance import Instance
+
+#: A scrape older than this says nothing about now.
+SIGNAL_STALE_S: Final = 5.0
+#: Of prompts that are to be computed, the share that a request finds done. Those that came while the running
+#: iteration was the next one, two thirds, are half done in it; the others came since it began.
+_HALF_DONE: Final = 1.0 / 3.0
+#: Steps until the first token of a request whose KV cache has come: half of the running one, and its own.
+JOINING_STEPS: Final = 1.5
+
+
+@mypyc_attr(acyclic=True)
+class EngineLoad:
+    """Load of each engine of an instance at a number of sequences, and the duration of its steps then.
+
+    `batch` of `slots` sequences run on each; of the instance's tokens in context `context_share` are theirs.
+    With C tokens in context a decode step takes `step_s + token_s * C`, one with a sequence more
+    `next_step_s + next_token_s * C`; a prompt token takes at least `prompt_token_s`.
+    `kv_cache_tokens` and `all_slots` are those of all `engines`; `asynchronous`: it schedules so.
+    It is never changed.
+    """
+
+    __slots__ = (
+        "all_slots", "asynchronous", "batch", "budget", "context_share", "engines", "kv_cache_tokens",
+        "latency", "next_step_s", "next_token_s", "prompt_token_s", "slots", "step_s", "token_s",
+    )  # fmt: skip
+
+    def __init__(self, instance: Instance, fewer: EngineLoad | None = None) -> None:
+        """`fewer` is the load with one sequence less, if it is known."""
+        sequences = instance.unfinished_sequences
+        self.kv_cache_tokens = float(instance.kv_cache_tokens)
+        self.latency = latency = instance.latency
+        self.asynchronous = instance.capacity.async_scheduling is True
+        self.budget = float(instance.token_budget)
+        self.engines = float(instance.engines)
+        slots, share = instance.max_num_seqs, 1.0 / instance.engines
+        self.all_slots = float(slots)
+        self.slots = slots * share
+        self.context_share = share
+        self.batch = batch = sequences * share
+        if sequences > slots:
+            self.context_share = share * slots / sequences
+            self.batch = batch = self.slots
+        self.prompt_token_s = latency.least_token_s
+        self.next_step_s, self.next_token_s = latency.step_line(batch + 1.0)
+        if fewer is not None and fewer.batch + 1.0 == batch:
+            self.step_s, self.token_s = fewer.next_step_s, fewer.next_token_s
+        else:
+            self.step_s, self.token_s = latency.step_line(batch)
+
+    def own_batch(self, sequences: float) -> float:
+        """Sequences of one request on each engine that has some: they are spread over all engines."""
+        return 1.0 if sequences <= self.engines else sequences / self.engines
+
+
+@mypyc_attr(acyclic=True)
+class Occupancy:
+    """Ledger and speed of an instance until its next change, as scoring reads them. It is never changed.
+
+    `running` sequences that have not ended, `empty` if none and no tokens are booked; tokens of all engines:
+    `kv_tokens` expected in use, and `kv_excess` more while `sample_at` is not stale; `kv_utilization` as
+    promised. Of each engine: `context` of its batch, each answer half-grown, `pending` prompt tokens, of
+    which a request finds `unread`. A step takes `now_s`; until the iteration that computes a prompt it
+    takes `joining_s`. Prompts of `incoming` of them are elsewhere still, since `oldest_at`. `prefilling`:
+    prompt tokens read lately.
+    """
+
+    __slots__ = (
+        "context", "empty", "incoming", "joining_s", "kv_excess", "kv_tokens", "kv_utilization",
+        "load", "now_s", "oldest_at", "pending", "prefilling", "running", "sample_at", "unread",
+    )  # fmt: skip
+
+    def __init__(self, instance: Instance) -> None:
+        self.load = load = instance.load
+        running = instance.unfinished_sequences
+        self.running = float(running)
+        self.empty = not running and not instance.kv_tokens
+        booked = (instance.promised_tokens + instance.prompt_tokens) / 2.0 - instance.finished_kv_tokens
+        self.context = context = booked * load.context_share
+        self.kv_utilization = instance.kv_utilization
+        self.pending = unread = float(instance.pending_prompt_tokens) / load.engines
+        self.now_s = now_s = load.step_s + load.token_s * context if load.batch > 0.0 else 0.0
+        joining_s = load.latency.joining_s(now_s, load.asynchronous)
+        if unread > 0.0:
+            part = load.budget - load.batch if load.budget - load.batch >= 1.0 else 1.0
+            unread -= _HALF_DONE * (unread if unread < part else part)
+            joining_s -= _HALF_DONE * now_s  # two thirds of the time it is no decode step that is half done
+        self.unread = unread
+        self.joining_s = joining_s
+        self.kv_tokens = (instance.kv_tokens + instance.kv_prompt_tokens) / 2.0 - instance.finished_kv_tokens
+        sample_at = instance.sample_at
+        self.kv_excess = instance.kv_excess_tokens
+        self.sample_at = -math.inf if sample_at is None else sample_at
+        self.prefilling = instance.speed.prefilling
+        self.incoming = float(len(instance.incoming))
+        self.oldest_at = 0.0
+        if instance.incoming:
+            self.oldest_at = next(iter(instance.incoming.values())).dispatched_at
+
+    def same_as(self, other: Occupancy) -> bool:
+        """True if both say the same."""
+        names = ["empty", "running", "context", "kv_utilization", "pending", "kv_tokens", "kv_excess"]
+        names += ["sample_at", "incoming", "oldest_at"]
+        load, loads = self.load, other.load
+        if load.batch != loads.batch or load.latency is not loads.latency:
+            return False
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
+    def ending(self, answer_s: float, now: float) -> float:
+        """Answers of `answer_s` that will have ended when a prompt that is elsewhere comes to decode.
+
+        The oldest of those on their way shows how long that takes; no more end than are on their way.
+        """
+        if self.incoming <= 0.0 or answer_s <= 0.0:
+            return 0.0
+        ended = (self.running - self.incoming) * (now - self.oldest_at) / answer_s
+        return ended if ended < self.incoming else self.incoming
+
+    def expected_kv_tokens(self, now: float) -> float:
+        """Tokens of the KV cache in use: every answer half-grown, or what the engine said, if more."""
+        if self.kv_excess and now - self.sample_at <= SIGNAL_STALE_S:
+            return self.kv_tokens + self.kv_excess
+        return self.kv_tokens

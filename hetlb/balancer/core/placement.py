@@ -1,0 +1,381 @@
+"""Placement of a request: filter the instances, let the policy score them and pick one, book the lease."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from mypy_extensions import mypyc_attr
+
+from hetlb.balancer.core.adapters import AdapterLoadTime
+from hetlb.balancer.core.demand import Demand, Mix
+from hetlb.balancer.core.fleet_state import FleetState
+from hetlb.balancer.core.instance import NOTICE_MARGIN_S, Instance
+from hetlb.balancer.core.ledger import Ledger, exact_held
+from hetlb.balancer.core.policies.base import (
+    Choice,
+    Policy,
+    SplitChoice,
+    best,
+    paper_terms,
+)
+from hetlb.balancer.core.policies.sight import SchedulingContext, foreseen
+from hetlb.balancer.core.predictor import Predictor
+from hetlb.balancer.core.prefix_index import Held
+from hetlb.balancer.core.queue import Queue
+from hetlb.balancer.core.ready import Choices, ReadyInstances, with_excluded
+from hetlb.balancer.core.retries import Retries
+from hetlb.balancer.core.transfer import Holds
+from hetlb.balancer.core.types import Candidate, Dispatch, Request, RequestId
+
+#: Mean request by which capacity is measured before the first one: prompt and output tokens.
+_USUAL_REQUEST = (512.0, 256.0)
+
+
+@mypyc_attr(acyclic=True, free_list_len=1)
+class Decision:
+    """Decision of a policy for a request, before anything is booked."""
+
+    __slots__ = ("choice", "choices", "ctx", "instance", "pair", "ready", "target")
+
+    def __init__(
+        self,
+        ctx: SchedulingContext,
+        ready: ReadyInstances,
+        choices: Choices,
+        choice: Choice | SplitChoice,
+        instance: Instance,
+    ) -> None:
+        self.ctx = ctx
+        self.ready = ready
+        self.choices = choices
+        self.choice = choice
+        self.instance = instance
+        #: Instance that decodes the answer, if that is not `instance`, and what both book.
+        self.target: Instance | None = None
+        self.pair: SplitChoice | None = None
+
+
+def _check(index: int, work_s: float, instances: int) -> None:
+    """Raise `ValueError` unless a choice can be booked: one of the instances, and a finite time of work."""
+    if not (0 <= index < instances and 0.0 <= work_s < math.inf):
+        raise ValueError(
+            f"expected one of {instances} instances and seconds of work, got {index} and {work_s}"
+        )
+
+
+class Placement:
+    """The policy with all that it is asked about: the fleet, what is asked for, lengths, prefixes."""
+
+    def __init__(self, policy: Policy, predictor: Predictor, fleet: FleetState, queue: Queue) -> None:
+        self.use(policy)
+        self.predictor = predictor
+        self.fleet = fleet
+        self.queue = queue
+        self.ledger = Ledger(queue)
+        self.holds = Holds()
+        self.retries = Retries()
+        #: Demand by model.
+        self.demands: dict[str, Demand] = defaultdict(Demand)
+        #: Sizes of what waits at other schedulers, by model.
+        self.elsewhere: dict[str, int] = {}
+        self.adapter_load = AdapterLoadTime(policy.params.adapter_load_s)
+        #: Longest target of a first token by model.
+        self._patience_s: dict[str, float] = {}
+        self._usual = Mix()
+        self._usual.add(*_USUAL_REQUEST)
+        #: Called with each request at which the policy raised an error; None: the error is raised.
+        self.on_failed: Callable[[Request, Exception], None] | None = None
+        #: Requests at which it did, until they are rejected.
+        self.failed: set[RequestId] = set()
+
+    def use(self, policy: Policy) -> None:
+        """Decide by this policy from now on."""
+        self.policy = policy
+        self.policy_name = policy.name
+
+    # --- what is asked for ---
+
+    def _mix(self, model: str) -> Mix:
+        """The mean request of a model, or a usual one before the first."""
+        demand = self.demands.get(model)
+        return self._usual if demand is None or not demand.mix.count else demand.mix
+
+    def capacity(self, instance: Instance) -> float:
+        """Sizes per second that an instance does of what is asked for."""
+        return self._mix(instance.spec.model).speed(instance)
+
+    def speeds(self, model: str, instances: Sequence[Instance]) -> dict[str, float]:
+        """Weighted tokens per second of each instance at the mean request of a model; for people."""
+        mix = self._mix(model)
+        return {instance.name: mix.speed(instance) for instance in instances}
+
+    def due(self, request: Request, now: float, predicted: float) -> float:
+        """Latest time of the dispatch of a request that came now, for its targets to be met.
+
+        A request without targets is due as late as any of its model.
+        """
+        service, ready = request.service, self.fleet.ready.get(request.model)
+        if ready is None or not service.stated:
+            return now + self._patience_s.get(request.model, 0.0)
+        if service.ttft_s < math.inf:
+            self._patience_s[request.model] = max(service.ttft_s, self._patience_s.get(request.model, 0.0))
+        fastest_s = min([each.latency.prefill_s(request.prompt_tokens) for each in ready.able], default=0.0)
+        due = now + service.ttft_s - fastest_s
+        if service.e2e_s < math.inf:
+            steps_s = [
+                each.latency.answer_s(request.prompt_tokens, predicted, 0.0, 0.0) for each in ready.able
+            ]
+            due = min(due, now + service.e2e_s - fastest_s - min(steps_s, default=0.0))
+        return due
+
+    def suiting(self, request: Request, predicted: float) -> frozenset[str]:
+        """Return the names of the instances that suit a request best, none where none is known to."""
+        worth, ready = self.policy.worth, self.fleet.ready.get(request.model)
+        if worth is None or ready is None:
+            return frozenset()
+        return worth.suiting(request.prompt_tokens, predicted, ready.able)
+
+    # --- filter, score, pick, book ---
+
+    def place(self, request: Request, ready: ReadyInstances, now: float, predicted: float) -> Dispatch | None:
+        """Choose an instance and book the request there; None if none would get it now."""
+        found = self.choose(request, ready, now, predicted)
+        return None if found is None else self.book(found)
+
+    def choose(
+        self,
+        request: Request,
+        ready: ReadyInstances,
+        now: float,
+        predicted: float,
+        own_size: int = 0,
+        long: float | None = None,
+        ceiling: int | None = None,
+        waited_s: float = 0.0,
+        stays: bool = False,
+        kept: frozenset[str] = frozenset(),
+    ) -> Decision | None:
+        """Filter, then let the policy choose; None if no instance would get the request now.
+
+        `own_size` is what it counts for in the queue; `long` is the predictor's, where it was asked already;
+        instances of class `ceiling` and above are kept for another; it came `waited_s` ago. An instance that
+        has been given notice gets only what ends in time, with `stays` nothing. None, too, if the policy
+        raised an error: the request is in `failed` then.
+        """
+        try:
+            return self._choose(
+                request, ready, now, predicted, own_size, long, ceiling, waited_s, stays, kept
+            )
+        except Exception as error:
+            if self.on_failed is None:
+                raise
+            self.on_failed(request, error)
+            self.failed.add(request.id)
+            return None
+
+    def _choose(
+        self,
+        request: Request,
+        ready: ReadyInstances,
+        now: float,
+        predicted: float,
+        own_size: int,
+        long: float | None,
+        ceiling: int | None,
+        waited_s: float,
+        stays: bool,
+        kept: frozenset[str],
+    ) -> Decision | None:
+        queue, policy = self.queue, self.policy
+        if ready.parts and request.splittable and (parts := self._parts(request, ready, now, ceiling)):
+            waiting = queue.waiting(request.model) - own_size if queue.held else 0
+            ctx = self.context(request, predicted, waiting, now, None, long, waited_s)
+            choice = policy.choose_split(ctx, parts, self.holds.transfers, ready.mixed)
+            if choice is None:
+                return None
+            if choice.prefill >= 0:
+                _check(choice.prefill, choice.work_s, len(parts))
+                _check(choice.decode, choice.decode_work_s, len(parts))
+                decision = Decision(ctx, ready, Choices(parts, {}), choice, parts[choice.prefill])
+                if choice.prefill != choice.decode:
+                    decision.target, decision.pair = parts[choice.decode], choice
+                return decision
+        choices = self.able(request, ready, now)
+        if ceiling is not None or stays:
+            choices = choices.without(_kept_for_others(choices, ready, ceiling, stays))
+        if kept:
+            choices = ready.keeping(choices, kept)
+        able = choices.instances
+        if not able:
+            return None
+        waiting = queue.waiting(request.model) - own_size if queue.held else 0
+        if self.elsewhere:
+            waiting += self.elsewhere.get(request.model, 0)
+        ctx = self.context(request, predicted, waiting, now, choices.availabilities, long, waited_s)
+        found = policy.choose(ctx, able)
+        if found is None:
+            return None
+        _check(found.index, found.work_s, len(able))
+        instance = able[found.index]
+        leaves_at = instance.leaves_at
+        if leaves_at is not None and not stays:
+            late = now + found.forecast.end_s > leaves_at - NOTICE_MARGIN_S
+            if late:
+                return self._choose(
+                    request, ready, now, predicted, own_size, long, ceiling, waited_s, True, kept
+                )
+        return Decision(ctx, ready, choices, found, instance)
+
+    def take_failed(self, request_id: RequestId) -> bool:
+        """Return True if the policy failed on a request, which is said once."""
+        if not self.failed or request_id not in self.failed:
+            return False
+        self.failed.remove(request_id)
+        return True
+
+    def able(self, request: Request, ready: ReadyInstances, now: float) -> Choices:
+        """Return the instances that may get a request (see `ReadyInstances.choices`): most may go to all."""
+        known = self.retries.attempts
+        prompt = request.longest_prompt_tokens or request.prompt_tokens
+        if (
+            prompt + (request.max_tokens or 1) <= ready.longest_tokens
+            and request.subset is None
+            and not request.generated
+            and (not known or request.id not in known)
+        ):
+            return ready.everyone
+        if ready.throttled and not any(instance.throttle.active(now) for instance in ready.able):
+            ready = self.fleet.ready[request.model] = ReadyInstances(ready.instances, now)
+        attempts = known.get(request.id)
+        tried = None if attempts is None else attempts.tried
+        return ready.choices(request, tried, now, holds_back=self.policy.holds_back)
+
+    def _parts(
+        self, request: Request, ready: ReadyInstances, now: float, ceiling: int | None
+    ) -> list[Instance]:
+        """The instances that may get a part of a request, [] where it is not to be split."""
+        attempts = self.retries.attempts.get(request.id)
+        if attempts is not None and attempts.whole:
+            return []
+        parts = ready.parts_for(request, None if attempts is None else attempts.tried, now, ceiling)
+        return [each for each in parts if each.leaves_at is None]
+
+    def context(
+        self,
+        request: Request,
+        predicted: float,
+        waiting: int,
+        now: float,
+        availabilities: list[tuple[int, str]] | None,
+        long: float | None = None,
+        waited_s: float = 0.0,
+    ) -> SchedulingContext:
+        """Context of a decision; `long` and `waited_s` as for `choose`."""
+        fleet = self.fleet
+        if not request.generates:
+            long = 0.0
+        elif long is None:
+            long = self.predictor.long(request)
+        demand = self.demands[request.model]
+        if not demand.mix.count:  # to explain one request: it is the mean one
+            demand = Demand()
+            demand.mix.add(request.prompt_tokens, predicted)
+        held: Held | None = None
+        if request.prefix_keys:
+            held = fleet.prefixes.held(request.prefix_keys, request.prompt_tokens)
+        if fleet.publishers and request.blocks is not None:
+            held = self._exact(request, held)
+        ctx = SchedulingContext(request, predicted, long, waiting, demand, now, held, availabilities)
+        ctx.waited_s = waited_s
+        if fleet.adapters and request.model in fleet.adapters:
+            ctx.adapter_load_s = self.adapter_load.seconds
+        return ctx
+
+    def _exact(self, request: Request, held: Held | None) -> Held:
+        """Held tokens of a prompt, with the exact figures of engines that publish KV events."""
+        if held is None:
+            held = Held()
+        for instance in self.fleet.publishers:
+            exact = exact_held(instance, request)
+            if exact is not None:
+                cache = instance.tree.cache_id
+                held.tokens[cache] = exact
+                held.credits[cache] = min(held.credit, float(exact))
+        return held
+
+    def book(self, found: Decision) -> Dispatch:
+        """Book what was decided."""
+        ctx, instance, choice, target = found.ctx, found.instance, found.choice, found.target
+        request, now = ctx.request, ctx.now
+        if found.pair is not None and target is not None:
+            lease = self.ledger.book_pair(ctx, found.pair, instance, target)
+            self.holds.transfers.checks.booked(instance, target, now)
+        else:
+            slots = instance.adapters if ctx.adapter_load_s > 0.0 else None
+            loads = None if slots is None else slots.loads(request.model)
+            assert choice.forecast is not None, f"{request.id}: {self.policy_name} gave no forecast"
+            lease = self.ledger.book(ctx, instance, choice.work_s, choice.forecast)
+            if loads is not None:
+                self.adapter_load.expected[lease.id] = lease.forecast_first_s, loads
+        if ctx.availabilities is not None:
+            instance.account.dispatched(lease.id, now)
+            for other in found.ready.able:
+                if other is not instance and other.account.held(now):
+                    other.account.passed_over()
+        shared = lease.shared
+        used = lease.kv_prompt_tokens if shared is None else lease.kv_prompt_tokens + shared.new_tokens
+        sequences = request.sequences
+        ctx.demand.mix.add_booking(used / sequences, lease.unread_tokens / sequences)
+        ctx.demand.dispatched(lease.forecast_first_s, lease.forecast_end_s, ctx.waited_s)
+        try:
+            self.policy.committed(ctx, instance, found.choices.instances)
+        except Exception as error:  # the request has its instance all the same
+            if self.on_failed is None:
+                raise
+            self.on_failed(request, error)
+        considered: Callable[[], Sequence[Candidate]] = choice.candidates
+        excluded = found.choices.excluded
+        if excluded:
+            scored, instances = considered, found.ready.instances
+            considered = lambda: with_excluded(scored(), instances, excluded)  # noqa: E731
+        return Dispatch(request.id, lease, self.policy_name, considered)
+
+    # --- explaining ---
+
+    def explain(self, request: Request, predicted: float, now: float) -> tuple[list[Candidate], str | None]:
+        """Every instance of the request's model with all its terms, in file order, and which is chosen.
+
+        Terms that the policy does not use are filled with the paper's. Policies that draw draw here too.
+        """
+        ready = self.fleet.ready.get(request.model)
+        if ready is None:
+            return [], None
+        choices = self.able(request, ready, now)
+        waiting = self.queue.waiting(request.model)
+        ctx = self.context(request, predicted, waiting, now, choices.availabilities)
+        scored = self.policy.score(ctx, choices.instances) if choices.instances else []
+        candidates = with_excluded(scored, ready.instances, choices.excluded)
+        for instance, candidate in zip(ready.instances, candidates, strict=True):
+            if candidate.forecast is None:
+                candidate.forecast = foreseen(ctx, instance).document(instance.errors)
+            if candidate.ideal_batch is None:
+                terms = paper_terms(instance, request, predicted, self.policy.params)
+                candidate.ideal_batch, candidate.processing_s = terms.ideal_batch, terms.processing_s
+                candidate.kv_utilization, candidate.workload = terms.kv_utilization, terms.workload
+        chosen = best(candidates)
+        return candidates, None if chosen is None else candidates[chosen].instance
+
+
+def _kept_for_others(
+    choices: Choices, ready: ReadyInstances, ceiling: int | None, stays: bool
+) -> dict[str, str]:
+    """Return reasons against instances of class `ceiling` and above and, with `stays`, those that leave."""
+    reasons: dict[str, str] = {}
+    for each in choices.instances:
+        if ceiling is not None and ready.class_of(each) >= ceiling:
+            reasons[each.name] = "kept for a longer request that waits"
+        elif stays and each.leaves_at:
+            reasons[each.name] = "it leaves before the answer would end"
+    return reasons

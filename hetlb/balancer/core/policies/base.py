@@ -1,0 +1,253 @@
+"""Base of every policy: the paper's terms, the decision.
+
+A policy sees only instances that can take the request, the lowest score wins and ties go to the first in file
+order. Choosing changes nothing but the policy's random draws; `committed` is told what was chosen.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+from mypy_extensions import mypyc_attr
+
+from hetlb.balancer.core.forecast import Forecast
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.latency import ideal_batch, processing_s
+from hetlb.balancer.core.pickle_by_fields import PickleByFields
+from hetlb.balancer.core.policies.sight import SchedulingContext, foreseen
+from hetlb.balancer.core.policies.worth import Worth
+from hetlb.balancer.core.transfer import TransferTimes
+from hetlb.balancer.core.types import Candidate, Request, Role, pair_name
+
+#: The forms of the paper's eq. 7, which joins processing time T, KV utilisation u and a constant. No copy at
+#: hand prints the formula, so none of them is called the paper's own.
+COMBINE_FORMS: Final[dict[str, Callable[[float, float, float], float]]] = {
+    "power": lambda t_s, u, theta: t_s * math.pow(theta, u),
+    "exp": lambda t_s, u, theta: t_s * math.exp(theta * u),
+    "linear": lambda t_s, u, theta: t_s * (1.0 + theta * u),
+    "sum": lambda t_s, u, theta: t_s + theta * u,
+}
+
+#: A workload is kept below this many seconds: far beyond any real one, and its nanoseconds still add up.
+MAX_WORKLOAD_S: Final = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedShares(PickleByFields):
+    """A type of request in a plan: mean lengths in tokens, its share of all, and that of each instance."""
+
+    name: str
+    model: str
+    input_tokens: float
+    output_tokens: float
+    share: float
+    instances: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyParams(PickleByFields):
+    """Parameters under `policy:` of the fleet file; `shares` are for `planned`, `weights` for `hetlb`."""
+
+    theta: float = 2.0
+    combine: str = "power"
+    shares: tuple[PlannedShares, ...] = ()
+    worth: tuple[tuple[str, float], ...] = ()
+    adapter_load_s: float = 0.25
+    weights: tuple[tuple[str, float], ...] = ()
+
+
+def paper_terms(
+    instance: Instance,
+    request: Request,
+    predicted_output: float,
+    params: PolicyParams,
+    fixed_processing_s: float | None = None,
+) -> Candidate:
+    """The paper's terms of one request on one instance (Xiong et al., arXiv 2504.15303, algorithm 2).
+
+    `T = (T_prefill(b) + T_decode(b)) / b` at the ideal batch b, u the promised KV fraction without this
+    request, workload = combine(T, u, theta) times the number of sequences, score = W_i + workload.
+    `fixed_processing_s` replaces T (the memory-only baseline). Data-parallel engines run a batch each: T is
+    divided by their number.
+    """
+    capacity, engines = instance.capacity, instance.engines
+    batch = ideal_batch(
+        instance.kv_cache_tokens // engines, request.prompt_tokens, predicted_output, capacity.max_num_seqs
+    )
+    t_s = fixed_processing_s
+    if t_s is None:
+        # The paper knows no correction of a profile; without one, what was learnt is all there is.
+        model = instance.nominal if instance.profiled else instance.latency
+        t_s = processing_s(model, batch, request.prompt_tokens, predicted_output) / engines
+    u = instance.kv_utilization
+    try:
+        workload = COMBINE_FORMS[params.combine](t_s, u, params.theta) * request.sequences
+    except OverflowError:
+        workload = MAX_WORKLOAD_S
+    workload = min(workload, MAX_WORKLOAD_S)
+    return Candidate(
+        instance=instance.name,
+        score=instance.work_s + workload,
+        ideal_batch=batch * engines,
+        processing_s=t_s,
+        kv_utilization=u,
+        workload=workload,
+    )
+
+
+def paper_work(ctx: SchedulingContext, instance: Instance) -> tuple[int, float, float]:
+    """Ideal batch, processing time and workload (booked in the ledger), as the paper defines them."""
+    request, predicted = ctx.request, ctx.predicted_output
+    prompt = request.prompt_tokens
+    engines = instance.engines
+    cache, slots = instance.kv_cache_tokens // engines, instance.max_num_seqs // engines
+    batch = ideal_batch(cache, prompt, predicted, slots)
+    t_s = processing_s(instance.latency, batch, prompt, predicted) / engines
+    workload_s = t_s * request.sequences
+    return batch * engines, t_s, workload_s if workload_s < MAX_WORKLOAD_S else MAX_WORKLOAD_S
+
+
+@mypyc_attr(acyclic=True, free_list_len=1)
+class Choice:
+    """Index of the instance, seconds of work to book, forecast; `candidates` are made on demand."""
+
+    __slots__ = ("candidates", "forecast", "index", "work_s")
+
+    def __init__(
+        self, index: int, work_s: float, candidates: Callable[[], list[Candidate]], forecast: Forecast
+    ) -> None:
+        self.index = index
+        self.work_s = work_s
+        self.candidates = candidates
+        self.forecast = forecast
+
+
+#: Prompt tokens beyond its prefix cache that an instance with the role `decode` computes itself, where the
+#: cache holds half of the prompt. Short prompts alone would make it do both as soon as prefill is busy.
+OWN_PREFILL_TOKENS: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SplitChoice:
+    """Instances of the prefill and of the decode of a request that may be split, by index.
+
+    They are the same where one instance gets all of it, with its forecast, and -1 where the request is not to
+    be split. Works are in seconds, `first_s` until the token of the prefill leg, `decode_first_s` and
+    `decode_end_s` from the dispatch of the decode leg to its first token and its end, without transfer.
+    `candidates` are those of all instances, and of pairs behind them.
+    """
+
+    prefill: int
+    decode: int
+    work_s: float
+    candidates: Callable[[], list[Candidate]]
+    decode_work_s: float = 0.0
+    first_s: float = 0.0
+    decode_first_s: float = 0.0
+    decode_end_s: float = 0.0
+    forecast: Forecast | None = None
+
+
+def whole_choice(index: int, choice: Choice) -> SplitChoice:
+    """One instance for all of a request."""
+    return SplitChoice(index, index, choice.work_s, choice.candidates, forecast=choice.forecast)
+
+
+def pair_choice(
+    ctx: SchedulingContext,
+    instances: Sequence[Instance],
+    prefill: int,
+    decode: int,
+    candidates: Callable[[], list[Candidate]],
+) -> SplitChoice:
+    """A pair with what it books: the prefill alone here, the decoding alone there."""
+    source, target, prompt = instances[prefill], instances[decode], float(ctx.request.prompt_tokens)
+    there, decode_first_s = foreseen(ctx, target), target.join_s(prompt)
+    return SplitChoice(
+        prefill,
+        decode,
+        min(source.latency.prefill_s(prompt), MAX_WORKLOAD_S),
+        candidates,
+        decode_work_s=min(target.latency.answer_s(prompt, ctx.predicted_output, 0.0, 0.0), MAX_WORKLOAD_S),
+        first_s=foreseen(ctx, source).first_token_s,
+        decode_first_s=decode_first_s,
+        decode_end_s=decode_first_s + there.end_s - there.first_token_s,
+    )
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Policy:
+    """Base of all policies: binds on arrival and holds nothing back."""
+
+    name: ClassVar[str]
+    #: True if a request may be left waiting although an instance could take it. The others are asked only
+    #: about the instances that stand best.
+    holds_back: ClassVar[bool] = False
+    #: What the time of each instance is worth in a plan, None without one.
+    worth: Worth | None = None
+
+    def __init__(self, params: PolicyParams, rng: random.Random) -> None:
+        self.params = params
+        self._rng = rng
+
+    def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice | None:
+        """The eligible candidate with the lowest score, the first of several; None for none now."""
+        candidates = self.score(ctx, instances)
+        index = best(candidates)
+        if index is None:
+            return None
+        # The ledger stays meaningful when the policy is switched.
+        workload = candidates[index].workload
+        if workload is None:
+            request, predicted = ctx.request, ctx.predicted_output
+            workload = paper_terms(instances[index], request, predicted, self.params).workload
+        return Choice(index, workload or 0.0, lambda: candidates, foreseen(ctx, instances[index]))
+
+    def choose_split(
+        self, ctx: SchedulingContext, instances: Sequence[Instance], transfers: TransferTimes, mixed: bool
+    ) -> SplitChoice | None:
+        """Instances for a request that may be split, None for none now; `mixed`: all have the role `both`."""
+        whole = [i for i, instance in enumerate(instances) if instance.spec.role is Role.BOTH]
+        if whole:
+            found = self.choose(ctx, [instances[i] for i in whole])
+            return None if found is None else whole_choice(whole[found.index], found)
+        chosen: list[int] = []
+        made: list[Callable[[], list[Candidate]]] = []
+        for role in (Role.PREFILL, Role.DECODE):
+            able = [i for i, instance in enumerate(instances) if instance.spec.role is role]
+            found = self.choose(ctx, [instances[i] for i in able]) if able else None
+            if found is None:
+                return None
+            chosen.append(able[found.index])
+            made.append(found.candidates)
+        source, target = instances[chosen[0]], instances[chosen[1]]
+        if not transfers.checks.usable(source, target, ctx.now):
+            return SplitChoice(-1, -1, 0.0, lambda: [*made[0](), *made[1]()])
+        name = pair_name(source.name, target.name)
+        return pair_choice(
+            ctx, instances, chosen[0], chosen[1], lambda: [*made[0](), *made[1](), Candidate(name)]
+        )
+
+    def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
+        """One candidate per instance, in their order; an infinite score is never chosen."""
+        return [self.rate(ctx, each) for each in instances]
+
+    def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
+        """Candidate of one instance, for policies that look at each by itself."""
+        raise NotImplementedError
+
+    def committed(self, ctx: SchedulingContext, chosen: Instance, instances: Sequence[Instance]) -> None:
+        """`chosen` out of `instances` got the request."""
+
+
+def best(candidates: Sequence[Candidate]) -> int | None:
+    """The index of the eligible candidate with the lowest score, the first of several; None without one."""
+    index: int | None = None
+    for i, candidate in enumerate(candidates):
+        if candidate.eligible and (index is None or candidate.score < candidates[index].score):
+            index = i
+    return index

@@ -1,0 +1,250 @@
+"""Policies to compare with, a small class each."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import ClassVar, Final
+
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.occupancy import SIGNAL_STALE_S
+from hetlb.balancer.core.policies.base import Policy, PolicyParams, paper_terms
+from hetlb.balancer.core.policies.sight import SchedulingContext
+from hetlb.balancer.core.types import Candidate, Request
+
+NOT_DRAWN: Final = "not drawn"
+
+#: `prefix`: the share of a prompt that must be matched, and the difference and ratio of requests in flight
+#: beyond which balance comes first. sglang-router's defaults, which vllm-router has too.
+_MATCH_THRESHOLD: Final = 0.3
+_BALANCE_ABS_THRESHOLD: Final = 64
+_BALANCE_REL_THRESHOLD: Final = 1.5
+#: `prefix` remembers so many prefixes, the ones used last.
+_PREFIXES_KEPT: Final = 65_536
+#: Prefix of the key of a session among the keys of a request.
+_SESSION: Final = "session:"
+
+
+class RoundRobin(Policy):
+    """`rr`: each in turn, in file order."""
+
+    name = "rr"
+
+    def __init__(self, params: PolicyParams, rng: random.Random) -> None:
+        super().__init__(params, rng)
+        self._last: dict[str, str] = {}
+
+    def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
+        names = [instance.name for instance in instances]
+        last = self._last.get(instances[0].spec.model)
+        start = (names.index(last) + 1) if last in names else 0
+        return [Candidate(name, float((i - start) % len(names))) for i, name in enumerate(names)]
+
+    def committed(self, ctx: SchedulingContext, chosen: Instance, instances: Sequence[Instance]) -> None:
+        self._last[instances[0].spec.model] = chosen.name
+
+
+class SmoothWeightedRoundRobin(Policy):
+    """`wrr`: interleaved by weight, as nginx does (each gains its weight, the chosen pays the sum)."""
+
+    name = "wrr"
+
+    def __init__(self, params: PolicyParams, rng: random.Random) -> None:
+        super().__init__(params, rng)
+        self._current: dict[str, float] = {}
+
+    def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
+        return Candidate(instance.name, -(self._current.get(instance.name, 0.0) + instance.spec.weight))
+
+    def committed(self, ctx: SchedulingContext, chosen: Instance, instances: Sequence[Instance]) -> None:
+        for instance in instances:
+            self._current[instance.name] = self._current.get(instance.name, 0.0) + instance.spec.weight
+        self._current[chosen.name] -= sum(instance.spec.weight for instance in instances)
+
+
+class Random(Policy):
+    """`random`: drawn in proportion to weight, as HAProxy's `balance random` does.
+
+    The least of exponential draws of rate w_i is that of i with probability w_i / sum of all w.
+    """
+
+    name = "random"
+
+    def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
+        return Candidate(instance.name, self._rng.expovariate(instance.spec.weight))
+
+
+class LeastRequests(Policy):
+    """`least-requests`: fewest requests in flight."""
+
+    name = "least-requests"
+
+    def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
+        return Candidate(instance.name, float(instance.in_flight))
+
+
+class PowerOfTwoChoices(LeastRequests):
+    """`p2c`: two drawn at random, the one with fewer requests in flight."""
+
+    name = "p2c"
+
+    def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
+        count = len(instances)
+        drawn = set(self._rng.sample(range(count), 2)) if count > 2 else set(range(count))
+        return [
+            self.rate(ctx, each) if i in drawn else Candidate(each.name, math.inf, reason=NOT_DRAWN)
+            for i, each in enumerate(instances)
+        ]
+
+
+def kv_used_tokens(instance: Instance, now: float) -> float:
+    """Tokens in use: what is promised, or what the engine reports if that is more and fresh."""
+    sample, at, promised = instance.sample, instance.sample_at, float(instance.kv_tokens)
+    if sample is None or sample.kv_usage is None or at is None or now - at > SIGNAL_STALE_S:
+        return promised
+    return max(promised, sample.kv_usage * instance.kv_cache_tokens)
+
+
+class LeastKv(Policy):
+    """`least-kv`: most free KV tokens, absolute (a percentage hides how large the cache is)."""
+
+    name = "least-kv"
+
+    def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
+        free = instance.kv_cache_tokens - kv_used_tokens(instance, ctx.now)
+        return Candidate(instance.name, -free, kv_utilization=instance.kv_utilization)
+
+
+class PeakEwmaChoice(PowerOfTwoChoices):
+    """`peak-ewma`: Linkerd's balancer, the cheaper of two drawn by peak EWMA times (in flight + 1)."""
+
+    name = "peak-ewma"
+
+    def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
+        return Candidate(instance.name, instance.peak_ewma.estimate_s(ctx.now) * (instance.in_flight + 1))
+
+
+class Single(Policy):
+    """`single`: everything to the first in file order that can take it."""
+
+    name = "single"
+
+    def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
+        return [Candidate(instance.name, float(i)) for i, instance in enumerate(instances)]
+
+
+class Paper(Policy):
+    """`paper`: the least W_i + W_ri, with the workload of processing time and KV utilisation."""
+
+    name = "paper"
+    _fixed_processing_s: ClassVar[float | None] = None
+
+    def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
+        fixed_s = self._fixed_processing_s
+        return paper_terms(instance, ctx.request, ctx.predicted_output, self.params, fixed_s)
+
+
+class PaperMemory(Paper):
+    """`paper-memory`: the paper's MB baseline, the same with T fixed to one second."""
+
+    name = "paper-memory"
+    _fixed_processing_s = 1.0
+
+
+class LMetric(Policy):
+    """`lmetric`: least product of uncached prompt tokens to be computed there and batch, with the request.
+
+    Source: Zhang et al., "LMetric: Simple is Better", arXiv 2603.15202, 2026.
+    """
+
+    name = "lmetric"
+
+    def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
+        sequences = ctx.request.sequences
+        own = sequences * max(1, ctx.request.prompt_tokens - ctx.cached_tokens(instance))
+        batch = instance.unfinished_sequences + sequences
+        return Candidate(instance.name, float(instance.pending_prompt_tokens + own) * batch)
+
+
+class LMetricBySpeed(LMetric):
+    """`lmetric-speed`: the product of `lmetric` over the speed of the instance at the mean request."""
+
+    name = "lmetric-speed"
+
+    def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
+        return Candidate(instance.name, super().rate(ctx, instance).score / ctx.demand.mix.speed(instance))
+
+
+class PrefixMatch(Policy):
+    """`prefix`: cache-aware routing, the instance that was sent the longest prefix of the prompt.
+
+    Fewest requests in flight where the match is short, where several match alike, and where requests in
+    flight are out of balance. Source: sglang-router's `cache_aware`, with the prefix keys of a request in
+    place of a radix tree over its text.
+    """
+
+    name = "prefix"
+
+    def __init__(self, params: PolicyParams, rng: random.Random) -> None:
+        super().__init__(params, rng)
+        #: By model and prefix key: the caches that were sent it, by `Tree.cache_id`.
+        self._sent: OrderedDict[tuple[str, str], set[int]] = OrderedDict()
+
+    def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
+        loads = [instance.in_flight for instance in instances]
+        least, most = min(loads), max(loads)
+        balanced = most - least <= _BALANCE_ABS_THRESHOLD or most <= _BALANCE_REL_THRESHOLD * least
+        matched = self._matched(ctx.request) if balanced else {}
+        longest = max((matched.get(instance.tree.cache_id, 0) for instance in instances), default=0)
+        if longest <= _MATCH_THRESHOLD * ctx.request.prompt_tokens:
+            longest = 0
+        return [
+            Candidate(instance.name, float(instance.in_flight))
+            if matched.get(instance.tree.cache_id, 0) >= longest
+            else Candidate(instance.name, math.inf, reason="shorter prefix")
+            for instance in instances
+        ]
+
+    def _matched(self, request: Request) -> dict[int, int]:
+        """Tokens of the longest prefix that each cache was sent."""
+        found: dict[int, int] = {}
+        for name, tokens in request.prefix_keys:
+            if tokens is not None:
+                for cache_id in self._sent.get((request.model, name), ()):
+                    found[cache_id] = max(tokens, found.get(cache_id, 0))
+        return found
+
+    def committed(self, ctx: SchedulingContext, chosen: Instance, instances: Sequence[Instance]) -> None:
+        request, sent = ctx.request, self._sent
+        for name, tokens in request.prefix_keys:
+            if tokens is not None:
+                key = (request.model, name)
+                sent.setdefault(key, set()).add(chosen.tree.cache_id)
+                sent.move_to_end(key)
+        while len(sent) > _PREFIXES_KEPT:
+            sent.popitem(last=False)
+
+
+class SessionAffinity(LeastRequests):
+    """`session`: the instance of a session, by weighted rendezvous hashing; without one the fewest requests.
+
+    A session moves only when its instance is away. Source: Schindelhauer and Schomaker, "Weighted
+    distributed hash tables", SPAA 2005 (the logarithmic method).
+    """
+
+    name = "session"
+
+    def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
+        for name, _ in ctx.request.prefix_keys:
+            if name.startswith(_SESSION):
+                return Candidate(instance.name, _distance(name, instance))
+        return super().rate(ctx, instance)
+
+
+def _distance(session: str, instance: Instance) -> float:
+    """-ln(h) / weight, h being uniform in (0, 1) for every pair of session and instance."""
+    digest = blake2b(f"{session}/{instance.name}".encode(), digest_size=8).digest()
+    return -math.log((int.from_bytes(digest, "big") + 1) / (2.0**64 + 1)) / instance.spec.weight

@@ -1,0 +1,265 @@
+"""Pairs of instances for one request: one prefills the prompt, the other fetches its KV cache and decodes.
+
+The score of a pair has the terms of a whole request (`hetlb.balancer.core.policies.hetlb`), of which the
+prefill's are those of the source and the decode's those of the target, and the time of the transfer before
+the first token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from mypy_extensions import mypyc_attr
+
+from hetlb.balancer.core.occupancy import JOINING_STEPS
+from hetlb.balancer.core.policies.base import (
+    MAX_WORKLOAD_S,
+    OWN_PREFILL_TOKENS,
+    Choice,
+    SplitChoice,
+    paper_work,
+    whole_choice,
+)
+from hetlb.balancer.core.policies.hetlb import Evaluation
+from hetlb.balancer.core.policies.sight import ROOM, SchedulingContext, Sight
+from hetlb.balancer.core.policies.terms import FINISH
+from hetlb.balancer.core.transfer import TransferTimes
+from hetlb.balancer.core.types import Candidate, Role, pair_name
+
+#: A pair must cost less than this share of what one instance costs: it takes two slots, and may fail.
+_WORTH: Final = 0.9
+#: Share of its time that a decode instance is taken to spend on prompts, at most.
+_MOST_PREFILL: Final = 0.95
+#: Share of the lease on held KV blocks in which an answer that is no stream is to end.
+_LEASE_SHARE: Final = 0.4
+
+
+@mypyc_attr(acyclic=True)
+class _Pair:
+    """Source and target by index, and their score.
+
+    `start_s`: from the arrival of the KV cache to the first token. `in_time`: see `_in_time`.
+    """
+
+    __slots__ = ("in_time", "score", "source", "start_s", "target")
+
+    def __init__(self, source: int, target: int, score: float, start_s: float, in_time: bool) -> None:
+        self.source = source
+        self.target = target
+        self.score = score
+        self.start_s = start_s
+        self.in_time = in_time
+
+
+def choose_pair(
+    ctx: SchedulingContext, evaluation: Evaluation, transfers: TransferTimes, mixed: bool
+) -> SplitChoice | None:
+    """Instances of both legs, or one instance for all; None if none would get the request now.
+
+    `mixed`: all instances have the role `both`.
+    """
+    pairs = _Pairs(ctx, evaluation, transfers, mixed)
+    whole = pairs.best_whole()
+    below = math.inf if whole is None else _WORTH * pairs.whole_score
+    pair = pairs.best_pair(below)
+    instances = evaluation.instances
+    if pair is not None and pair.in_time:
+        source, target, prompt = (
+            instances[pair.source],
+            instances[pair.target],
+            float(ctx.request.prompt_tokens),
+        )
+        decode_s = target.latency.answer_s(prompt, ctx.predicted_output, 0.0, 0.0)
+        return SplitChoice(
+            pair.source,
+            pair.target,
+            min(source.latency.prefill_s(prompt), MAX_WORKLOAD_S),
+            lambda: pairs.candidates(pair),
+            decode_work_s=min(decode_s, MAX_WORKLOAD_S),
+            first_s=evaluation.ratings[pair.source].first_token_s,
+            decode_first_s=pair.start_s,
+            decode_end_s=pair.start_s + pairs.decode_s(evaluation.ratings[pair.target]),
+        )
+    if whole is None:
+        return (
+            None
+            if pair is None and not pairs.restrained
+            else SplitChoice(-1, -1, 0.0, lambda: pairs.candidates(None))
+        )
+    work_s = paper_work(ctx, instances[whole.index])[2]
+    return whole_choice(whole.index, Choice(whole.index, work_s, lambda: pairs.candidates(None), whole))
+
+
+class _Pairs:
+    """Pairs of the instances of one evaluation."""
+
+    def __init__(
+        self, ctx: SchedulingContext, evaluation: Evaluation, transfers: TransferTimes, mixed: bool
+    ) -> None:
+        self._ctx = ctx
+        self._evaluation = evaluation
+        self._transfers = transfers
+        self._mixed = mixed
+        #: Weight of a second until the first token: as such, and as part of the whole answer.
+        self._first = evaluation.weights[0] + evaluation.weights[1]
+        self.whole_score = math.inf
+        #: True if pairs were left out whose transfers fail.
+        self.restrained = False
+
+    def best_whole(self) -> Sight | None:
+        """The best rating with room among instances that take whole requests.
+
+        `whole_score` is its score with the prompts that are to be prefilled there beside the answer.
+        """
+        evaluation, prompt = self._evaluation, self._ctx.request.prompt_tokens
+        among: list[int] | None = None
+        if not self._mixed:
+            own = min(OWN_PREFILL_TOKENS, prompt // 2)
+            among = [
+                each.index
+                for each in evaluation.ratings
+                if each.instance.spec.role is Role.BOTH
+                or (each.instance.spec.role is Role.DECODE and prompt - each.cached <= own)
+            ]
+        found = evaluation.best(among)
+        if found is not None:
+            self.whole_score = found.score + self._delay_to_come_s(found, self.decode_s(found))
+        return found
+
+    def best_pair(self, below: float) -> _Pair | None:
+        """The best pair with a score `below` a bound; those in time come first.
+
+        Of sources and targets only the two best of each are combined: the cost of a decision must not grow
+        with the square of the fleet.
+        """
+        evaluation, fleet = self._evaluation, self._evaluation.fleet
+        if self._mixed and self._ctx.held is None and fleet.prefill_alike:
+            return None
+        sources: list[tuple[float, int]] = []
+        targets: list[tuple[float, int]] = []
+        for each in evaluation.ratings:
+            if each.state == ROOM:
+                role = Role.BOTH if self._mixed else each.instance.spec.role
+                if role is not Role.DECODE:
+                    sources.append((self._prefill_score(each), each.index))
+                if role is not Role.PREFILL:
+                    targets.append((self._decode_score(each), each.index))
+        if self._transfers.checks.restrained:
+            sources, targets = self._usable(sources, targets)
+        found: _Pair | None = None
+        for prefill, i in sorted(sources)[:2]:
+            for decode, j in sorted(targets)[:2]:
+                if i != j and prefill + decode < below and self._suits(i, j) and self._reaches(i, j):
+                    pair = self._pair(i, j)
+                    if pair.score < below and (
+                        found is None or (not pair.in_time, pair.score) < (not found.in_time, found.score)
+                    ):
+                        found = pair
+        return found
+
+    def _reaches(self, i: int, j: int) -> bool:
+        """Return True unless transfers between both were seen to fail."""
+        instances = self._evaluation.instances
+        return self._transfers.checks.usable(instances[i], instances[j], self._ctx.now)
+
+    def _usable(
+        self, sources: list[tuple[float, int]], targets: list[tuple[float, int]]
+    ) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
+        """Return the sources and targets that are in any pair whose transfers do not fail."""
+        able = [(s, t) for s in sources for t in targets if s[1] != t[1] and self._reaches(s[1], t[1])]
+        usable = list({s for s, _ in able}), list({t for _, t in able})
+        self.restrained = len(usable[0]) < len(sources) or len(usable[1]) < len(targets)
+        return usable
+
+    def _prefill_score(self, each: Sight) -> float:
+        """The part of a pair's score that is the source's."""
+        return self._first * (each.first_token_s + each.coming_s) + max(
+            0.0, each.others_s - each.joining_s(self._ctx.predicted_output)
+        )
+
+    def _decode_score(self, each: Sight) -> float:
+        """The part of a pair's score that is the target's, without what depends on the source."""
+        decode_s = self.decode_s(each)
+        first_s = self._first * JOINING_STEPS * each.with_s
+        joining_s = each.joining_s(self._ctx.predicted_output)
+        finish = self._evaluation.weights[FINISH] * each.finish_s
+        return first_s + decode_s + joining_s + finish + self._delay_to_come_s(each, decode_s)
+
+    @staticmethod
+    def decode_s(each: Sight) -> float:
+        """Seconds from the first token on, prompts to come included."""
+        return each.end_s - each.first_token_s
+
+    def _suits(self, i: int, j: int) -> bool:
+        """True if the source, idle, prefills faster than the target and decodes no faster, or by role.
+
+        Where one is better at both, a transfer would only lighten the load of the moment.
+        """
+        ratings, evaluation = self._evaluation.ratings, self._evaluation
+        source, target = evaluation.instances[i], evaluation.instances[j]
+        if not self._mixed and (source.spec.role is Role.PREFILL or target.spec.role is Role.DECODE):
+            return True
+        costs, prompt = evaluation.fleet.costs, float(self._ctx.request.prompt_tokens)
+        here_s = costs[i].token_prefill_s * (prompt - ratings[i].cached)
+        if here_s >= costs[j].token_prefill_s * (prompt - ratings[j].cached):
+            return False
+        context = prompt + self._ctx.predicted_output / 2.0
+        return target.latency.step_s(1.0, context) <= source.latency.step_s(1.0, context)
+
+    def _pair(self, i: int, j: int) -> _Pair:
+        ctx, instances, ratings = self._ctx, self._evaluation.instances, self._evaluation.ratings
+        source, target, prompt = ratings[i], ratings[j], float(ctx.request.prompt_tokens)
+        sent = prompt - target.cached
+        ready_s = source.first_token_s + self._transfers.estimate_s(instances[i], instances[j], sent, ctx.now)
+        wait_s = self._wait_for_prefill_s(target)
+        start_s = JOINING_STEPS * target.with_s
+        # Prompts prefilled at the target by then, and those still to come.
+        prefill_s = instances[j].join_s(prompt) - start_s - ready_s
+        late_s = wait_s if wait_s > prefill_s else prefill_s
+        start_s += late_s
+        score = self._prefill_score(source) + self._decode_score(target)
+        score += self._first * (ready_s - source.first_token_s + late_s)
+        whole_s = ready_s + start_s + self.decode_s(target)
+        return _Pair(i, j, score, start_s, self._in_time(j, whole_s))
+
+    def _in_time(self, j: int, whole_s: float) -> bool:
+        """True if an answer comes well before the lease on the KV blocks ends, where that matters.
+
+        The first token of an answer that is sent as a whole is not seen, so nothing else shows that the
+        blocks were fetched in time.
+        """
+        link = self._evaluation.instances[j].spec.kv_transfer
+        assert link is not None, f"{self._evaluation.instances[j].name} takes part in no KV transfer"
+        return self._ctx.request.streamed or whole_s <= _LEASE_SHARE * link.lease_s
+
+    def _delay_to_come_s(self, each: Sight, decode_s: float) -> float:
+        """Weighted seconds by which an answer that takes `decode_s` delays prompts yet to come there.
+
+        A prompt that comes while others decode waits for half a step and is prefilled in longer iterations.
+        Every answer is charged all of that, though one more beside others adds little to it: else answers
+        would stay wherever there are some, and no instance would come to prefill alone.
+        """
+        return self._first * each.prompts_per_s * decode_s * (0.5 * each.with_s + each.cost.beside_s)
+
+    def _wait_for_prefill_s(self, each: Sight) -> float:
+        """Seconds by which prompts that are yet to come delay a sequence that joins, by those of late."""
+        cost = each.cost
+        share = each.seen.prefilling.per_s(self._ctx.now) * cost.token_prefill_s / each.load.engines
+        return min(share, _MOST_PREFILL) * cost.prefill_s if cost.prefill_s > each.with_s else 0.0
+
+    def candidates(self, pair: _Pair | None) -> list[Candidate]:
+        """Candidates for people; those that get no whole request by their role are not eligible."""
+        ctx, instances = self._ctx, self._evaluation.instances
+        candidates = self._evaluation()
+        for candidate, each in zip(candidates, self._evaluation.ratings, strict=True):
+            role = each.instance.spec.role
+            if role is not Role.BOTH and candidate.eligible:
+                left = ctx.request.prompt_tokens - each.cached
+                if role is Role.PREFILL or left > OWN_PREFILL_TOKENS:
+                    candidate.eligible = False
+                    candidate.reason = f"its role is {role}"
+        if pair is not None:
+            name = pair_name(instances[pair.source].name, instances[pair.target].name)
+            candidates.append(Candidate(name, pair.score))
+        return candidates

@@ -1,0 +1,93 @@
+"""Registry of policies: by the names of the fleet file, also those of other packages."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, entry_points
+from typing import Final
+
+from hetlb.balancer.core.policies.base import Policy, PolicyParams
+from hetlb.errors import ConfigError
+
+#: Group of entry points by which other packages add policies.
+GROUP: Final = "hetlb.policies"
+
+#: Policies of hetlb by name, as entry points are written, in this package.
+_OWN: Final = {
+    "rr": "baselines:RoundRobin",
+    "wrr": "baselines:SmoothWeightedRoundRobin",
+    "random": "baselines:Random",
+    "least-requests": "baselines:LeastRequests",
+    "p2c": "baselines:PowerOfTwoChoices",
+    "least-kv": "baselines:LeastKv",
+    "peak-ewma": "baselines:PeakEwmaChoice",
+    "single": "baselines:Single",
+    "prefix": "baselines:PrefixMatch",
+    "session": "baselines:SessionAffinity",
+    "paper": "baselines:Paper",
+    "paper-memory": "baselines:PaperMemory",
+    "lmetric": "baselines:LMetric",
+    "lmetric-speed": "baselines:LMetricBySpeed",
+    "hetlb": "hetlb:Hetlb",
+    "planned": "planned:Planned",
+}
+
+
+class PolicyRegistry:
+    """Policies by name: those of hetlb, and those of installed packages; each is imported when it is used."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, type[Policy]] = {}
+        self._outside: dict[str, EntryPoint] | None = None
+
+    def _others(self) -> dict[str, EntryPoint]:
+        """Entry points by name, looked for once: that takes tens of milliseconds."""
+        if self._outside is None:
+            self._outside = {each.name: each for each in entry_points(group=GROUP) if each.name not in _OWN}
+        return self._outside
+
+    def __contains__(self, name: object) -> bool:
+        return name in _OWN or name in self._others()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*_OWN, *sorted(self._others())])
+
+    def __len__(self) -> int:
+        return len(_OWN) + len(self._others())
+
+    def __getitem__(self, name: str) -> type[Policy]:
+        """The class of a policy. Raises `KeyError` for an unknown name, `ConfigError` of a broken package."""
+        found = self._known.get(name)
+        if found is None:
+            own = _OWN.get(name)
+            if own is None:
+                entry = self._others()[name]
+            else:
+                entry = EntryPoint(name, f"hetlb.balancer.core.policies.{own}", GROUP)
+            found = self._known[name] = _load(entry)
+        return found
+
+
+POLICIES: Final = PolicyRegistry()
+
+
+def _load(entry: EntryPoint) -> type[Policy]:
+    package = "an unknown package" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+    where = f"policy {entry.name!r} of {package} ({entry.value})"
+    try:
+        found = entry.load()
+    except Exception as error:
+        raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Policy)):
+        raise ConfigError(
+            f"{where}: expected a subclass of ViewPolicy (hetlb.balancer.core.policies.views), got {found!r}"
+        )
+    if getattr(found, "name", None) != entry.name:
+        raise ConfigError(f"{where}: name: expected {entry.name!r}, got {getattr(found, 'name', None)!r}")
+    return found
+
+
+def make_policy(name: str, params: PolicyParams, rng: random.Random) -> Policy:
+    """The policy called `name`. Raises `KeyError` for an unknown name, `ConfigError` for a broken package."""
+    return POLICIES[name](params, rng)

@@ -1,0 +1,351 @@
+"""Predictors of output lengths: at least one token, and never above the client's own `max_tokens`.
+
+No predictor but `OraclePredictor` ever sees a true length before the request has ended.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import random
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
+from typing import Any, Final
+
+from hetlb.balancer.core.types import Request, RequestId
+
+PREDICTORS = ("normal", "mean", "empirical", "online", "oracle")
+
+#: Cold start of `online`: before any answer was seen a request counts as this many tokens (or its
+#: `max_tokens`, if less). About the mean of public chat traces (Azure 2023 conversation: 221).
+PRIOR_OUTPUT_TOKENS: Final = 256.0
+#: Weight of the prior, in answers: after 8 real ones it counts half.
+PRIOR_WEIGHT: Final = 8.0
+
+
+#: Quantile that counts as a long answer: all but one in fifty are shorter.
+LONG_SHARE: Final = 0.98
+
+
+class LengthDistribution:
+    """A fixed sample of output lengths. Raises `ValueError` on an empty one."""
+
+    def __init__(self, lengths: Iterable[int]) -> None:
+        self._lengths = sorted(max(1, length) for length in lengths)
+        if not self._lengths:
+            raise ValueError("expected at least one length")
+        self._prefix = [0, *accumulate(self._lengths)]
+        n = len(self._lengths)
+        self.mean = self._prefix[-1] / n
+        self.std = math.sqrt(sum((length - self.mean) ** 2 for length in self._lengths) / n)
+        #: The length that `LONG_SHARE` of the sample stay within.
+        self.long = float(self._lengths[min(n - 1, int(LONG_SHARE * n))])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LengthDistribution, (self._lengths,)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The sample, ascending."""
+        return list(self._lengths)
+
+    def mean_capped(self, cap: int | None) -> float:
+        """E[min(O, cap)] in tokens: what a request with this `max_tokens` is expected to produce."""
+        if cap is None or cap >= self._lengths[-1]:
+            return self.mean
+        below = bisect.bisect_right(self._lengths, cap)
+        n = len(self._lengths)
+        return (self._prefix[below] + cap * (n - below)) / n
+
+
+class Predictor:
+    """Output length predictor: asked before a request is placed, told when one has ended."""
+
+    def outlook(self, request: Request) -> tuple[float, float]:
+        """`predict` and `long` at once: both are asked for at every arrival."""
+        return self.predict(request), self.long(request)
+
+    def predict(self, request: Request) -> float:
+        """Expected output tokens of one sequence of `request`."""
+        raise NotImplementedError
+
+    def long(self, request: Request) -> float:
+        """A length that `LONG_SHARE` of such answers stay within."""
+        return self.predict(request)
+
+    def observe(self, request: Request, output_tokens: float) -> None:
+        """A request ended well with this many output tokens per sequence."""
+
+
+def _cap(request: Request, tokens: float) -> float:
+    if request.max_tokens is not None and tokens > request.max_tokens:
+        tokens = float(request.max_tokens)
+    return tokens if tokens > 1.0 else 1.0
+
+
+class SamplePredictor(Predictor):
+    """Mean of a data set; `capped`: under the request's own cap, E[min(O, max_tokens)]."""
+
+    def __init__(self, lengths: LengthDistribution, *, capped: bool) -> None:
+        self._lengths = lengths
+        self._capped = capped
+
+    def predict(self, request: Request) -> float:
+        sample = self._lengths
+        return _cap(request, sample.mean_capped(request.max_tokens) if self._capped else sample.mean)
+
+    def long(self, request: Request) -> float:
+        return _cap(request, self._lengths.long)
+
+
+class NormalPredictor(Predictor):
+    """The paper's: a draw from a normal with the data set's mean and deviation."""
+
+    def __init__(self, lengths: LengthDistribution, rng: random.Random) -> None:
+        self._lengths = lengths
+        self._rng = rng
+
+    def predict(self, request: Request) -> float:
+        return _cap(request, self._rng.gauss(self._lengths.mean, self._lengths.std))
+
+    def long(self, request: Request) -> float:
+        return _cap(request, self._lengths.mean + 2.0 * self._lengths.std)
+
+
+class OraclePredictor(Predictor):
+    """The true lengths, for simulations only."""
+
+    def __init__(self, output_tokens: Mapping[RequestId, int]) -> None:
+        self._output_tokens = output_tokens
+
+    def predict(self, request: Request) -> float:
+        return float(max(1, self._output_tokens[request.id]))
+
+
+#: Histogram buckets: exact up to 16 tokens, then eight per doubling (a width of at most 12.5 %).
+_EXACT: Final = 16
+_PER_DOUBLING: Final = 8
+
+
+def _bucket(tokens: int) -> int:
+    if tokens < _EXACT:
+        return tokens
+    shift = tokens.bit_length() - 5
+    return _EXACT + shift * _PER_DOUBLING + ((tokens >> (shift + 1)) - 8)
+
+
+#: Longest length that is told apart: engines and peers may say any.
+_MOST_LENGTH: Final = 1 << 31
+#: Weight halves after about this many observations, so that a change of traffic is followed.
+HALF_LIFE: Final = 2000
+_GROWTH = 2.0 ** (1.0 / HALF_LIFE)
+#: Squared shares of limits that stand against the first answers.
+_LIMIT_PRIOR: Final = 0.5
+
+
+class _Histogram:
+    """Lengths seen, newer ones weighing more: `count` and `total` per bucket, decayed together.
+
+    Sums over the buckets are made anew at each of the first answers, then every 16th.
+    """
+
+    def __init__(self) -> None:
+        size = _bucket(_MOST_LENGTH) + 1
+        self._counts = [0.0] * size
+        self._totals = [0.0] * size
+        #: The buckets that hold something, ascending; the sums end with the last of them.
+        self._used: list[int] = []
+        self._cum_counts: list[float] = []
+        self._cum_totals: list[float] = []
+        #: Of the caps that were asked for since: where they fall, and what is below.
+        self._below: dict[int, tuple[int, float, float]] = {}
+        self._unit = 1.0
+        self._fresh = False
+        self.seen = 0
+        #: By doubling of the limit, not part of `state` (a few answers tell it again): see `share`.
+        self._moved = [0.0] * 64
+        self._room = [0.0] * 64
+
+    def add(self, tokens: int) -> None:
+        """Count one length. The growing unit decays what is older without touching it."""
+        index = _bucket(tokens)
+        unit = self._unit
+        if not self._counts[index] and index not in self._used:
+            bisect.insort(self._used, index)
+        self._counts[index] += unit
+        self._totals[index] += unit * tokens
+        self._unit = unit = unit * _GROWTH
+        self.seen += 1
+        if unit > 1e100:
+            self._counts = [count / unit for count in self._counts]
+            self._totals = [total / unit for total in self._totals]
+            self._moved = [moved / unit for moved in self._moved]
+            self._room = [room / unit for room in self._room]
+            self._unit = 1.0
+        if self.seen < 64 or self.seen % 16 == 0:
+            self._fresh = False
+
+    def follow(self, limit: int, expected: float, tokens: float) -> None:
+        """Count how far an answer went to its limit; `expected` is E[min(O, limit)] before it."""
+        room, doubling = (limit - expected) / limit, min(63, limit.bit_length())
+        self._moved[doubling] += self._unit * room * (tokens - expected) / limit
+        self._room[doubling] += self._unit * room * room
+
+    def share(self, limit: int, prior: float = 0.0) -> float:
+        """Part of the way from their expectation to such a limit that answers go, 0 to 1: `prior` before any.
+
+        The least-squares slope of (output - expected) on (limit - expected), both as shares of the limit: 0
+        where lengths alone decide, as under one large limit for all; 1 where all are as long as their limits.
+        """
+        doubling, weight = min(63, limit.bit_length()), _LIMIT_PRIOR * self._unit
+        share = (self._moved[doubling] + weight * prior) / (self._room[doubling] + weight)
+        return 0.0 if share < 0.0 else min(1.0, share)
+
+    def mean_capped(self, cap: int | None) -> tuple[float, float]:
+        """(E[min(O, cap)], effective number of observations), the latter 0 when nothing was seen."""
+        if not self._fresh:
+            self._refresh()
+        n = self._cum_counts[-1]
+        if n == 0:
+            return 0.0, 0.0
+        if cap is None:
+            return self._cum_totals[-1] / n, n / self._unit
+        known = self._below.get(cap)
+        if known is None:
+            index = _bucket(min(cap, _MOST_LENGTH))
+            last = min(index, len(self._cum_counts)) - 1
+            known = (index, self._cum_counts[last], self._cum_totals[last]) if index else (0, 0.0, 0.0)
+            self._below[cap] = known
+        index, below_count, below_total = known
+        # Within the cap's own bucket every length counts as at most the cap.
+        count, inside = self._counts[index], self._totals[index]
+        if cap * count < inside:
+            inside = cap * count
+        above = n - below_count - count
+        if above < 0.0:
+            above = 0.0
+        return (below_total + inside + cap * above) / n, n / self._unit
+
+    def quantile(self, share: float) -> float:
+        """The upper end of the bucket that holds this share of what was seen."""
+        if not self._fresh:
+            self._refresh()
+        index = bisect.bisect_left(self._cum_counts, share * self._cum_counts[-1])
+        count = self._counts[index]
+        return self._totals[index] / count if count else 0.0
+
+    def _refresh(self) -> None:
+        counts, totals, used = self._counts, self._totals, self._used
+        end = used[-1] + 1 if used else 1
+        self._cum_counts = list(accumulate(counts[:end]))
+        self._cum_totals = list(accumulate(totals[:end]))
+        self._below.clear()
+        self._fresh = True
+
+
+#: Answers of one tenant weigh as much as the whole model's once so many of them were seen.
+TENANT_WEIGHT: Final = 8.0
+#: Fewer answers than this tell nothing of their spread.
+_SPREAD_SEEN: Final = 50
+#: Tenants remembered over all models, the ones seen last.
+MOST_TENANTS: Final = 4096
+
+
+class OnlinePredictor(Predictor):
+    """E[min(O, max_tokens)] per model and tenant, nearer to `max_tokens` as answers to such limits are.
+
+    Cold start: `PRIOR_OUTPUT_TOKENS`, weighing as `PRIOR_WEIGHT` answers. What is known of a tenant is
+    shrunk towards the model's mean: (w * tenant + TENANT_WEIGHT * model) / (w + TENANT_WEIGHT), w being the
+    effective number of its answers (empirical Bayes with a fixed prior weight).
+    """
+
+    def __init__(self) -> None:
+        self._by_model: dict[str, _Histogram] = {}
+        self._by_tenant: OrderedDict[tuple[str, str], _Histogram] = OrderedDict()
+
+    def _tenant(self, request: Request) -> _Histogram | None:
+        tenant = request.tenant
+        return None if tenant is None else self._by_tenant.get((request.model, tenant))
+
+    def outlook(self, request: Request) -> tuple[float, float]:
+        own, histogram = self._tenant(request), self._by_model.get(request.model)
+        cap = request.max_tokens
+        predicted, long = self._mean(histogram, own, cap), self._long(histogram, own)
+        if cap is not None:
+            share = histogram.share(cap) if histogram is not None else 0.0
+            if own is not None:
+                share = own.share(cap, share)
+            predicted += share * (cap - predicted)
+            long = float(cap) if long > cap else long + share * (cap - long)
+        return _cap(request, predicted), long if long > 1.0 else 1.0
+
+    def _mean(self, histogram: _Histogram | None, own: _Histogram | None, cap: int | None) -> float:
+        prior = PRIOR_OUTPUT_TOKENS if cap is None or cap > PRIOR_OUTPUT_TOKENS else float(cap)
+        if histogram is None:
+            return prior
+        mean, weight = histogram.mean_capped(cap)
+        predicted = (PRIOR_WEIGHT * prior + weight * mean) / (PRIOR_WEIGHT + weight)
+        if own is not None:
+            mean, weight = own.mean_capped(cap)
+            predicted = (TENANT_WEIGHT * predicted + weight * mean) / (TENANT_WEIGHT + weight)
+        return predicted
+
+    def _long(self, histogram: _Histogram | None, own: _Histogram | None) -> float:
+        """The quantile of what was seen, at least four times the prior while little was."""
+        if own is not None and own.seen >= _SPREAD_SEEN:
+            return own.quantile(LONG_SHARE)
+        if histogram is None:
+            return 4.0 * PRIOR_OUTPUT_TOKENS
+        seen = histogram.quantile(LONG_SHARE)
+        return seen if histogram.seen >= _SPREAD_SEEN else max(seen, 4.0 * PRIOR_OUTPUT_TOKENS)
+
+    def predict(self, request: Request) -> float:
+        return self.outlook(request)[0]
+
+    def long(self, request: Request) -> float:
+        return self.outlook(request)[1]
+
+    def observe(self, request: Request, output_tokens: float) -> None:
+        tokens = min(max(1, round(output_tokens)), _MOST_LENGTH)
+        histogram, own = self._by_model.get(request.model), self._tenant(request)
+        if histogram is None:
+            histogram = self._by_model[request.model] = _Histogram()
+        if request.tenant is not None:
+            key = (request.model, request.tenant)
+            if own is None:
+                own = self._by_tenant[key] = _Histogram()
+                if len(self._by_tenant) > MOST_TENANTS:
+                    self._by_tenant.popitem(last=False)
+            else:
+                self._by_tenant.move_to_end(key)
+        cap = request.max_tokens
+        expected = self._mean(histogram, own, cap)
+        for each in (histogram, own):
+            if each is not None:
+                if cap is not None:
+                    each.follow(cap, expected, tokens)
+                each.add(tokens)
+
+
+def make_predictor(
+    name: str,
+    *,
+    rng: random.Random,
+    lengths: LengthDistribution | None = None,
+    oracle: Mapping[RequestId, int] | None = None,
+) -> Predictor:
+    """The predictor called `name`. Raises `ValueError` if what it needs is not given."""
+    if name == "online":
+        return OnlinePredictor()
+    if name == "oracle":
+        if oracle is None:
+            raise ValueError("the predictor 'oracle' exists only where true lengths are known")
+        return OraclePredictor(oracle)
+    if lengths is None:
+        raise ValueError(f"the predictor {name!r} needs a sample of output lengths")
+    if name == "normal":
+        return NormalPredictor(lengths, rng)
+    if name in ("mean", "empirical"):
+        return SamplePredictor(lengths, capped=name == "empirical")
+    raise ValueError(f"expected one of {', '.join(PREDICTORS)}, got {name!r}")

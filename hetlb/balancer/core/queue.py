@@ -1,0 +1,446 @@
+"""The bounded queue of requests that no instance has been chosen for yet.
+
+Next to go, under one `QueueKey`: the lowest level (priority; of one priority background requests come last,
+before them those that cannot meet their target any more); then the tenant that was served least for its
+weight, what runs counted (`TenantService`); then the request that is due first. Requests that only large
+instances can take are kept apart by `fit`, so that they hold up none that others can take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from hetlb.balancer.core.pickle_by_fields import PickleByFields
+from hetlb.balancer.core.types import Request, RequestId
+
+#: Ranks of the requests of one priority, and their number.
+_IN_TIME: Final = 0
+_HOPELESS: Final = 1
+_BACKGROUND: Final = 2
+_RANKS: Final = 3
+#: Tenants that ask for nothing are forgotten, if they were served no more than others, beyond so many.
+_TENANTS_KEPT: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits(PickleByFields):
+    """Bounds of the queue. Times in seconds.
+
+    A request waits at most `timeout_s`, and at most `no_instance_timeout_s` while no instance of its
+    model is routable. `max_requests` None means no bound (simulation). A tenant may hold `tenant_share` of
+    `max_requests` and `max_bytes`; `tenant_weights` are shares of what runs, 1 for a tenant without one.
+    """
+
+    max_requests: int | None = 16_384
+    max_bytes: int | None = 256 << 20
+    timeout_s: float | None = 300.0
+    no_instance_timeout_s: float = 30.0
+    tenant_share: float = 1.0
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+
+
+class QueueKey(NamedTuple):
+    """One line of waiting requests: for a model, or for one instance of it; retries apart."""
+
+    model: str
+    instance: str | None
+    retry: bool
+
+
+class Queued:
+    """One waiting request, when it arrived, and its size by the output predicted (see `core.demand`).
+
+    `due`: until when it is to be dispatched to meet its target. `number`: of requests that were queued.
+    """
+
+    __slots__ = ("arrived_at", "due", "flow", "number", "request", "size")
+
+    def __init__(
+        self, request: Request, number: int, arrived_at: float, size: int, due: float, flow: QueueFlow
+    ) -> None:
+        self.request = request
+        self.number = number
+        self.arrived_at = arrived_at
+        self.size = size
+        self.due = due
+        self.flow = flow
+
+
+class FlowName(NamedTuple):
+    """Level, tenant and service class of waiting requests, and the smallest class of instances for them."""
+
+    level: int
+    tenant: str | None
+    service_class: str
+    fit: int
+    suits: frozenset[str] = frozenset()
+
+
+class QueueFlow:
+    """Waiting requests of one line and name, oldest first."""
+
+    __slots__ = ("entries", "key", "name")
+
+    def __init__(self, key: QueueKey, name: FlowName) -> None:
+        self.key = key
+        self.name = name
+        #: Ordered: the head of a plain dict that is eaten from the front costs its past length.
+        self.entries: OrderedDict[RequestId, Queued] = OrderedDict()
+
+    @property
+    def first(self) -> Queued:
+        """The oldest."""
+        return next(iter(self.entries.values()))
+
+    @property
+    def background(self) -> bool:
+        """True if the requests are in the background."""
+        return self.name.level % _RANKS == _BACKGROUND
+
+
+def _level(request: Request) -> int:
+    """The level of a request that has just come."""
+    return request.priority * _RANKS + (_BACKGROUND if request.service.background else _IN_TIME)
+
+
+class TenantService:
+    """Tokens that each tenant was served, over its weight: the one with the least is next.
+
+    A virtual token counter (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024) that counts
+    running work: a tenant that comes starts level with the least that another had beyond what runs for it,
+    so that it gets as much as runs for others before they get more, and saves nothing up by not asking.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._weights = weights
+        #: Tokens of leases that have not ended, by tenant.
+        self.running: dict[str | None, int] = {}
+        self._served: dict[str | None, float] = {}
+        self._floor = 0.0
+
+    def weight(self, tenant: str | None) -> float:
+        """Stated share of a tenant, else 1."""
+        return self._weights.get(tenant, 1.0) if self._weights and tenant is not None else 1.0
+
+    def come(self, tenant: str | None, waiting: Iterable[str | None]) -> None:
+        """A tenant for which nothing ran or waited asks for something; those in `waiting` wait."""
+        active = self.running.keys() | set(waiting)
+        levels = [
+            self._served[t] - self.running.get(t, 0) / self.weight(t) for t in active if t in self._served
+        ]
+        self._floor = max(self._floor, min(levels, default=self._floor))
+        self._served[tenant] = max(self._served.get(tenant, 0.0), self._floor)
+        if len(self._served) > _TENANTS_KEPT:
+            self._served = {
+                name: served
+                for name, served in self._served.items()
+                if served > self._floor or name in active or name == tenant
+            }
+
+    def booked(self, tenant: str | None, tokens: int, waiting: Iterable[str | None]) -> None:
+        """A lease of a tenant began."""
+        running = self.running
+        known = running.get(tenant)
+        if known is None:
+            if tenant not in waiting:
+                self.come(tenant, waiting)
+            known = 0
+        running[tenant] = known + tokens
+        self._served[tenant] = self._served.get(tenant, self._floor) + tokens / self.weight(tenant)
+
+    def ended(self, tenant: str | None, tokens: int) -> None:
+        """A lease of a tenant ended."""
+        left = self.running.get(tenant, 0) - tokens
+        if left > 0:
+            self.running[tenant] = left
+        else:
+            self.running.pop(tenant, None)
+
+    def served(self, tenant: str | None) -> float:
+        """Tokens that a tenant was served, over its weight."""
+        return self._served.get(tenant, self._floor)
+
+
+class Queue:
+    """Waiting requests, bounded by count and bytes over all of them."""
+
+    def __init__(self, limits: QueueLimits) -> None:
+        self.limits = limits
+        self._lines: dict[QueueKey, dict[FlowName, QueueFlow]] = {}
+        #: Keys of unrestricted lines by model: making one costs more than to find it.
+        self._keys: dict[str, QueueKey] = {}
+        #: The waiting requests. To be read: asked at every event whether it is empty.
+        self.held: dict[RequestId, Queued] = {}
+        self._sizes: dict[str, int] = {}
+        #: Requests and bytes that a tenant holds.
+        self._shares: dict[str | None, list[int]] = {}
+        self.bytes = 0
+        self._pushed = 0
+        #: Service that each tenant has had; kept by the ledger.
+        self.service = TenantService(limits.tenant_weights)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self.held
+
+    def __iter__(self) -> Iterator[Queued]:
+        """The waiting requests; a snapshot: callers may remove meanwhile."""
+        return iter(list(self.held.values()))
+
+    def flows(self) -> list[list[Queued]]:
+        """The waiting requests in lists, each oldest first: by key, level, tenant, class and fit."""
+        return [
+            list(flow.entries.values())
+            for line in self._lines.values()
+            for flow in sorted(line.values(), key=lambda each: each.name.level)
+        ]
+
+    @property
+    def keys(self) -> list[QueueKey]:
+        """The lines in which something waits, those of retries first."""
+        lines = self._lines
+        return sorted(lines, key=lambda key: not key.retry) if len(lines) > 1 else list(lines)
+
+    def heads(self, key: QueueKey) -> list[Queued]:
+        """The next of a line for each `fit`, in the background and not: by level and turn."""
+        line = self._lines.get(key)
+        if line is None:
+            return []
+        if len(line) == 1:
+            return [flow.first for flow in line.values()]
+        best: dict[tuple[int, frozenset[str], bool], tuple[int, float, float, int, Queued]] = {}
+        for name, flow in line.items():
+            first = flow.first
+            rank = (name.level, self.service.served(name.tenant), first.due, first.number, first)
+            known = best.get((name.fit, name.suits, flow.background))
+            if known is None or rank[:4] < known[:4]:
+                best[name.fit, name.suits, flow.background] = rank
+        return [rank[4] for rank in sorted(best.values(), key=lambda each: each[:4])]
+
+    def ahead(self, request: Request) -> bool:
+        """True if requests wait in the line of one that has just come, and not only behind it."""
+        line = self._lines.get(self._key(request, False))
+        if line is None:
+            return False
+        level = _level(request)
+        return min([name.level for name in line]) <= level
+
+    def demote(self, entry: Queued) -> None:
+        """Serve a request after those of its priority that can still meet their targets."""
+        flow = entry.flow
+        assert flow.name.level % _RANKS == _IN_TIME, f"{entry.request.id} is demoted twice"
+        self._withdraw(entry)
+        self._enter(flow.key, flow.name._replace(level=flow.name.level + _HOPELESS), entry)
+
+    def late(self, key: QueueKey, now: float) -> list[Queued]:
+        """Requests of a line that were due before now and are neither demoted nor in the background."""
+        found: list[Queued] = []
+        for name, flow in self._lines.get(key, {}).items():
+            if name.level % _RANKS == _IN_TIME:
+                for entry in flow.entries.values():
+                    if entry.due >= now or not entry.request.service.stated:
+                        break
+                    found.append(entry)
+        return found
+
+    def by_model(self) -> dict[str, int]:
+        """Number of waiting requests, by model."""
+        return Counter(entry.request.model for entry in self)
+
+    def oldest_at(self) -> float | None:
+        """Arrival of the request that waits longest, None if none waits."""
+        return min((flow[0].arrived_at for flow in self.flows()), default=None)
+
+    def waiting(self, model: str) -> int:
+        """The sizes of all that wait for a model, added up."""
+        return self._sizes.get(model, 0)
+
+    def waiting_sizes(self) -> dict[str, int]:
+        """The sizes of all that wait, added up, of each model for which something does."""
+        return {model: size for model, size in self._sizes.items() if size}
+
+    # --- bounds ---
+
+    def has_room(self, request: Request) -> bool:
+        """True if one more request stays within the bounds and its tenant's share of them."""
+        return self._within(len(self.held), self.bytes, request) and self._within_share(request)
+
+    def _within(self, requests: int, held_bytes: int, request: Request) -> bool:
+        limits = self.limits
+        if limits.max_requests is not None and requests >= limits.max_requests:
+            return False
+        return limits.max_bytes is None or held_bytes + request.body_bytes <= limits.max_bytes
+
+    def _within_share(self, request: Request) -> bool:
+        limits = self.limits
+        if limits.tenant_share >= 1.0:
+            return True
+        requests, held_bytes = self.held_by(request.tenant)
+        if not requests:  # one is always allowed
+            return True
+        if limits.max_requests is not None and requests >= limits.tenant_share * limits.max_requests:
+            return False
+        most = limits.max_bytes
+        return most is None or held_bytes + request.body_bytes <= limits.tenant_share * most
+
+    def held_by(self, tenant: str | None) -> tuple[int, int]:
+        """Requests and bytes that a tenant holds."""
+        requests, held_bytes = self._shares.get(tenant, (0, 0))
+        return requests, held_bytes
+
+    def crowding_out(self, request: Request) -> Sequence[RequestId]:
+        """The requests that leave a full queue so that this one has room; none if that would not be fair.
+
+        The newest of the tenant that holds most, as long as it holds more than that of the request will.
+        """
+        if (len(self._shares) < 2 and request.tenant in self._shares) or not self._within_share(request):
+            return ()
+        limits = self.limits
+        by_count = limits.max_requests is not None and len(self.held) >= limits.max_requests
+        unit = 0 if by_count else 1
+        held = {tenant: self.held_by(tenant)[unit] for tenant in self._shares}
+        tenant = max(held, key=held.__getitem__, default=request.tenant)
+        if tenant == request.tenant:
+            return ()
+        gone: list[RequestId] = []
+        requests, held_bytes = len(self.held), self.bytes
+        theirs = held[tenant]
+        after = self.held_by(request.tenant)[unit] + (1 if by_count else request.body_bytes)
+        flows = [
+            flow for line in self._lines.values() for flow in line.values() if flow.name.tenant == tenant
+        ]
+        for flow in sorted(flows, key=lambda each: -each.name.level):
+            for request_id, entry in reversed(flow.entries.items()):
+                theirs -= 1 if by_count else entry.request.body_bytes
+                if theirs < after:
+                    return ()
+                gone.append(request_id)
+                requests -= 1
+                held_bytes -= entry.request.body_bytes
+                if self._within(requests, held_bytes, request):
+                    return gone
+        return ()
+
+    # --- in and out ---
+
+    def push(
+        self,
+        request: Request,
+        arrived_at: float,
+        size: int = 0,
+        retry: bool = False,
+        fit: int = 0,
+        due: float = math.inf,
+        suits: frozenset[str] = frozenset(),
+    ) -> None:
+        """Append a request that there is room for."""
+        assert request.id not in self.held, f"request {request.id} is queued already"
+        key = self._key(request, retry)
+        name = FlowName(_level(request), request.tenant, request.service.name, fit, suits)
+        flow = self._flow(key, name)
+        self._pushed += 1
+        entry = Queued(request, self._pushed, arrived_at, size, due, flow)
+        flow.entries[request.id] = self.held[request.id] = entry
+        self._sizes[request.model] = self._sizes.get(request.model, 0) + size
+        share = self._shares.get(request.tenant)
+        if share is None:
+            if request.tenant not in self.service.running:
+                self.service.come(request.tenant, self._shares)
+            share = self._shares[request.tenant] = [0, 0]
+        share[0] += 1
+        share[1] += request.body_bytes
+        self.bytes += request.body_bytes
+
+    def _flow(self, key: QueueKey, name: FlowName) -> QueueFlow:
+        """A flow that something is about to enter."""
+        line = self._lines.get(key)
+        if line is None:
+            line = self._lines[key] = {}
+        flow = line.get(name)
+        if flow is None:
+            flow = line[name] = QueueFlow(key, name)
+        return flow
+
+    def _enter(self, key: QueueKey, name: FlowName, entry: Queued) -> None:
+        entry.flow = self._flow(key, name)
+        entry.flow.entries[entry.request.id] = entry
+
+    def _withdraw(self, entry: Queued) -> None:
+        """Take an entry out of its flow, and what is empty then out of the line."""
+        flow = entry.flow
+        del flow.entries[entry.request.id]
+        if not flow.entries:
+            line = self._lines[flow.key]
+            del line[flow.name]
+            if not line:
+                del self._lines[flow.key]
+
+    def remove(self, request_id: RequestId) -> Queued | None:
+        """Take a request out, None if it is not waiting."""
+        entry = self.held.pop(request_id, None)
+        if entry is None:
+            return None
+        request, model = entry.request, entry.request.model
+        self._withdraw(entry)
+        self._sizes[model] -= entry.size
+        if not any(other.model == model for other in self._lines):
+            assert self._sizes.pop(model) == 0, f"sizes waiting for {model} do not add up"
+        share = self._shares[request.tenant]
+        share[0] -= 1
+        share[1] -= request.body_bytes
+        if not share[0]:
+            del self._shares[request.tenant]
+        self.bytes -= request.body_bytes
+        assert self.bytes >= 0, "queued bytes fell below zero"
+        return entry
+
+    def resize(self, entry: Queued, size: int) -> None:
+        """Take over a new size of a waiting request."""
+        self._sizes[entry.request.model] += size - entry.size
+        entry.size = size
+
+    def refit(self, fit_of: Callable[[Request], int]) -> None:
+        """Sort the waiting requests anew after the instances have changed. Their order stays."""
+        entries = list(self.held.values())
+        if all(entry.flow.name.fit == fit_of(entry.request) for entry in entries):
+            return
+        for entry in entries:
+            self._withdraw(entry)
+        for entry in entries:
+            flow = entry.flow
+            self._enter(flow.key, flow.name._replace(fit=fit_of(entry.request)), entry)
+
+    def _key(self, request: Request, retry: bool) -> QueueKey:
+        """The line of a request."""
+        restriction = request.restriction
+        if restriction is not None or retry:
+            return QueueKey(request.model, restriction, retry)
+        key = self._keys.get(request.model)
+        if key is None:
+            key = self._keys[request.model] = QueueKey(request.model, None, False)
+        return key
+
+    def booked(self, tenant: str | None, tokens: int) -> None:
+        """A lease of a tenant began, for so many tokens."""
+        self.service.booked(tenant, tokens, self._shares)
+
+    def check_integrity(self) -> None:
+        """Assert that the counts are those of the entries."""
+        entries = [entry for waiting in self.flows() for entry in waiting]
+        assert sum(entry.request.body_bytes for entry in entries) == self.bytes
+        assert {entry.request.id for entry in entries} == self.held.keys()
+        assert all(self.flows()), "an empty flow was left behind"
+        assert all(self._lines.values()), "an empty line was left behind"
+        assert all(entry.request.id in entry.flow.entries for entry in entries), "an entry has a wrong flow"
+        held: dict[str | None, list[int]] = {}
+        for entry in entries:
+            of = held.setdefault(entry.request.tenant, [0, 0])
+            of[0] += 1
+            of[1] += entry.request.body_bytes
+        assert held == self._shares

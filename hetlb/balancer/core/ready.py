@@ -1,0 +1,272 @@
+"""Filter of the scheduler: which instances of a model can take a request now, and why the others cannot."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from mypy_extensions import mypyc_attr
+
+from hetlb.balancer.core.instance import Instance, tokens_of
+from hetlb.balancer.core.types import AdminState, Candidate, Health, Request, Role
+
+_ADMIN_REASON = {AdminState.DRAIN: "draining", AdminState.MAINT: "in maintenance"}
+
+
+#: Reason against an instance.
+KEPT_FOR_OTHERS: Final = "a request waits that suits it better"
+
+
+@mypyc_attr(acyclic=True)
+class Choices:
+    """Instances that may get a request now, in file order, and why each other one of its model may not.
+
+    `availabilities` (see `core.throttle`) go with `instances`; None where none is throttled.
+    """
+
+    __slots__ = ("availabilities", "excluded", "instances")
+
+    def __init__(
+        self,
+        instances: list[Instance],
+        excluded: dict[str, str],
+        availabilities: list[tuple[int, str]] | None = None,
+    ) -> None:
+        self.instances = instances
+        self.excluded = excluded
+        self.availabilities = availabilities
+
+    def without(self, reasons: Mapping[str, str]) -> Choices:
+        """Return the choices but for the instances that are named, with the reasons against them."""
+        if not reasons:
+            return self
+        kept = [i for i, each in enumerate(self.instances) if each.name not in reasons]
+        availabilities = self.availabilities
+        if availabilities is not None:
+            availabilities = [availabilities[i] for i in kept]
+        return Choices([self.instances[i] for i in kept], {**self.excluded, **reasons}, availabilities)
+
+
+class ReadyInstances:
+    """Instances of one model that take any but very long requests, and reasons against the others."""
+
+    def __init__(self, instances: Sequence[Instance], now: float) -> None:
+        self.instances = instances
+        self.excluded: dict[str, str] = {}
+        routable: list[Instance] = []
+        for instance in instances:
+            if reason := _why_not(instance):
+                self.excluded[instance.name] = reason
+            else:
+                routable.append(instance)
+        up = [instance for instance in routable if instance.health.state is Health.UP] or routable
+        if len(up) < len(routable):
+            for instance in routable:
+                if instance.health.state is not Health.UP:
+                    self.excluded[instance.name] = f"suspect: {instance.health.reason}"
+        #: Those that may get a part of a split request, [] where none is split.
+        self.parts = up if _splits(up) else []
+        #: True if none of them has a role.
+        self.mixed = all(each.spec.role is Role.BOTH for each in self.parts)
+        #: Those that get no whole request, and why: their role, while another one is there.
+        self.roles = _kept_by_role(routable)
+        self.excluded.update(self.roles)
+        self.able = [each for each in up if each.name not in self.roles] if self.roles else up
+        if not self.able and routable:  # those of the role that takes whole requests are all suspect
+            self.able = [each for each in routable if each.name not in self.roles]
+        #: Choices of a request that may go to all of `able`.
+        self.everyone = Choices(self.able, self.excluded)
+        #: Choices without what is kept for other requests, by what is kept.
+        self._keeping: dict[frozenset[str], Choices] = {}
+        #: True if an instance is throttled.
+        self.throttled = any(instance.throttle.active(now) for instance in self.able)
+        #: A request whose prompt and output stay within this fits everywhere.
+        self.longest_tokens = (
+            -1.0 if self.throttled else min((_longest(instance) for instance in self.able), default=math.inf)
+        )
+        #: Lengths that instances can take, ascending: the index of one is the class of an instance.
+        self.limits = tuple(sorted({_longest(instance) for instance in instances}))
+        #: A prompt longer than this, with one token of output if there is any, fits no instance.
+        self.longest_prompt = max((_longest(instance) for instance in instances), default=math.inf)
+
+    @property
+    def idle(self) -> bool:
+        """True if no instance has a request."""
+        for each in self.instances:  # noqa: SIM110 (compiled, a loop is faster than a generator)
+            if each.in_flight:
+                return False
+        return True
+
+    def fit_of(self, request: Request) -> int:
+        """The smallest class of instances that can take a request; the largest where none can."""
+        limits = self.limits
+        return 0 if len(limits) < 2 else min(bisect_left(limits, tokens_of(request)), len(limits) - 1)
+
+    def class_of(self, instance: Instance) -> int:
+        """The class of an instance."""
+        return 0 if len(self.limits) < 2 else bisect_left(self.limits, _longest(instance))
+
+    def choices(
+        self, request: Request, tried: Sequence[str] | None, now: float, *, holds_back: bool
+    ) -> Choices:
+        """Return what a request may be sent to now.
+
+        `tried`: where the request was before. `holds_back`: the policy heeds availability itself; otherwise
+        only the most available are left.
+        """
+        found = self._fitting(request, tried)
+        chosen = found.instances
+        if not self.throttled or not any(instance.throttle.active(now) for instance in chosen):
+            return found
+        doubt = not all(instance.account.held(now) for instance in chosen)
+        found.availabilities = availabilities = [
+            each.throttle.availability(each.sequences, each.max_num_seqs, now, doubt=doubt) for each in chosen
+        ]
+        if doubt:
+            due = [each for each in chosen if each.account.restrained(now) and not each.account.held(now)]
+            if due and len(due) < len(chosen):
+                waits = f"{due[0].name} gets a trial"
+                return found.without({each.name: waits for each in chosen if each is not due[0]})
+        if holds_back:
+            return found
+        best_availability = min(availability for availability, _ in availabilities)
+        less = {
+            instance.name: reason
+            for instance, (availability, reason) in zip(chosen, availabilities, strict=True)
+            if availability > best_availability
+        }
+        return found.without(less)
+
+    def _fitting(self, request: Request, tried: Sequence[str] | None) -> Choices:
+        """Return the instances that may have the request and are large enough.
+
+        Roles count for nothing where no other instance is left. The rest of an answer goes on by its token
+        ids, where any that is there takes them.
+        """
+        tokens = tokens_of(request)
+        by_ids = request.generated > 0 and any(
+            not _why_not(each) and each.gives_ids for each in self.instances
+        )
+        anywhere = tried is None and request.subset is None and not by_ids
+        if anywhere and all(tokens <= _longest(instance) for instance in self.able):
+            return Choices(self.able, self.excluded)
+        excluded: dict[str, str] = {}
+        able: list[Instance] = []
+        kept: list[Instance] = []
+        for instance in self.instances:
+            if request.subset is not None and instance.name not in request.subset:
+                reason = "not in the subset of the gateway"
+            else:
+                reason = _why_not(instance)
+                if not reason and tried is not None and instance.name in tried:
+                    reason = "tried before"
+                if not reason and by_ids and not instance.gives_ids:
+                    reason = "it takes no token ids"
+                if not reason and self.roles:
+                    reason = self.roles.get(instance.name, "")
+                    if reason:
+                        kept.append(instance)
+            if reason:
+                excluded[instance.name] = reason
+            else:
+                able.append(instance)
+        if not able:
+            able = kept
+            for instance in kept:
+                del excluded[instance.name]
+        fitting = [instance for instance in able if tokens <= _longest(instance)]
+        if not fitting and able:
+            # vLLM serves a prompt that fits and cuts the answer at its context length; and a length that
+            # was only estimated must not shut out everyone. The largest engine has the last word.
+            longest = max(instance.longest_request_tokens or 0 for instance in able)
+            fitting = [i for i in able if (i.longest_request_tokens or 0) == longest]
+        up = [instance for instance in fitting if instance.health.state is Health.UP]
+        chosen = up or fitting
+        if len(chosen) < len(able):
+            for instance in able:
+                if instance not in fitting:
+                    excluded[instance.name] = "too small for prompt and max_tokens"
+                elif instance not in chosen:
+                    excluded[instance.name] = f"suspect: {instance.health.reason}"
+        return Choices(chosen, excluded)
+
+    def keeping(self, choices: Choices, kept: frozenset[str]) -> Choices:
+        """Return the choices without instances that are kept for requests that suit them."""
+        reasons = dict.fromkeys(kept, KEPT_FOR_OTHERS)
+        if choices is not self.everyone:
+            return choices.without(reasons)
+        found = self._keeping.get(kept)
+        if found is None:
+            found = self._keeping[kept] = choices.without(reasons)
+        return found
+
+    def parts_for(
+        self, request: Request, tried: Sequence[str] | None, now: float, ceiling: int | None
+    ) -> list[Instance]:
+        """The instances that may get a part of a request; those of class `ceiling` and above are kept."""
+        tokens = tokens_of(request)
+        if tried is None and not self.throttled and ceiling is None and tokens <= self.limits[0]:
+            return self.parts
+        found = [
+            each
+            for each in self.parts
+            if (tried is None or each.name not in tried)
+            and tokens <= _longest(each)
+            and not each.throttle.active(now)
+            and (ceiling is None or self.class_of(each) < ceiling)
+        ]
+        return found if _splits(found) else []
+
+
+def _longest(instance: Instance) -> float:
+    limit = instance.longest_request_tokens
+    return math.inf if limit is None else limit
+
+
+def _splits(instances: Sequence[Instance]) -> bool:
+    """True if one of them can prefill for another one."""
+    linked = [each for each in instances if each.spec.kv_transfer is not None]
+    sources = [each for each in linked if each.spec.role is not Role.DECODE]
+    return any(
+        target is not source and target.spec.role is not Role.PREFILL
+        for source in sources
+        for target in linked
+    )
+
+
+def _kept_by_role(routable: Sequence[Instance]) -> dict[str, str]:
+    """Those that get no whole request: with a role, while one without is there; else those that prefill."""
+    roles = {each.spec.role for each in routable}
+    if roles <= {Role.BOTH} or len(roles) == 1:
+        return {}
+    takes = Role.BOTH if Role.BOTH in roles else Role.DECODE
+    return {each.name: f"its role is {each.spec.role}" for each in routable if each.spec.role is not takes}
+
+
+def _why_not(instance: Instance) -> str:
+    """Reason an instance can take no request now, "" if it can."""
+    if instance.admin is not AdminState.READY:
+        return _ADMIN_REASON[instance.admin]
+    if instance.health.state is Health.EJECTED:
+        return f"ejected: {instance.health.reason}"
+    return "asleep" if instance.asleep else ""
+
+
+def least_tokens(request: Request) -> int:
+    """Tokens of its longest sequence that an instance must hold at least: one of output, if there is any."""
+    return (request.longest_prompt_tokens or request.prompt_tokens) + request.generates
+
+
+def with_excluded(
+    candidates: Sequence[Candidate], instances: Sequence[Instance], excluded: Mapping[str, str]
+) -> list[Candidate]:
+    """The scored candidates and, in their places, those that were filtered out."""
+    scored = iter(candidates)
+    return [
+        Candidate(instance.name, math.inf, eligible=False, reason=excluded[instance.name])
+        if instance.name in excluded
+        else next(scored)
+        for instance in instances
+    ]

@@ -1,0 +1,73 @@
+"""Rejections: reason, text for the client, and seconds after which to try again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Final
+
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.types import Reject, RejectReason, Request, RequestId
+
+#: Names that an answer lists at most.
+_LISTED: Final = 20
+
+
+def _later(request_id: RequestId, reason: RejectReason, text: str) -> Reject:
+    return Reject(request_id, reason, text, retry_after_s=1.0)
+
+
+def queue_full(request_id: RequestId) -> Reject:
+    """The queue has no room for a request, or others need its room."""
+    return _later(request_id, RejectReason.QUEUE_FULL, "Too many requests are waiting for an instance.")
+
+
+def expired(request_id: RequestId, waited_s: float) -> Reject:
+    """A request has waited for as long as requests may."""
+    text = f"The request waited {waited_s:.0f} s for an instance and none became free."
+    return _later(request_id, RejectReason.QUEUE_EXPIRED, text)
+
+
+def hopeless(request: Request) -> Reject:
+    """A request can meet the targets of its class no more, and the class refuses such requests."""
+    text = f"The targets of the class `{request.service.name}` can no longer be met for this request."
+    return _later(request.id, RejectReason.QUEUE_EXPIRED, text)
+
+
+def unknown_model(request: Request, instances: Iterable[Instance], models: Iterable[str]) -> Reject:
+    """No instance serves the model, as far as `instances`, those of the fleet, have told; `models` exist."""
+    if any(each.served is None and not each.spec.model for each in instances):
+        text = f"Not every instance has told yet what it serves; none is known to serve {request.model!r}."
+        return _later(request.id, RejectReason.NO_INSTANCE, text)
+    names = ", ".join(islice(models, _LISTED))
+    text = f"The model `{request.model}` does not exist. Valid names: {names or 'none yet'}."
+    return Reject(request.id, RejectReason.UNKNOWN_MODEL, text)
+
+
+def too_long(request: Request, instances: Sequence[Instance]) -> Reject:
+    """The prompt alone is longer than any of the model's instances can take."""
+    largest = max(instance.longest_request_tokens or 0 for instance in instances)
+    prompt = request.longest_prompt_tokens or request.prompt_tokens
+    text = f"This model's maximum context length is {largest} tokens. "
+    text += f"However, your prompt has {prompt} input tokens. Please reduce its length."
+    return Reject(request.id, RejectReason.TOO_LONG, text)
+
+
+def no_instance(request: Request) -> Reject:
+    """No instance of the model has been there for as long as requests wait for one."""
+    text = f"No instance of the model `{request.model}` is up."
+    return _later(request.id, RejectReason.NO_INSTANCE, text)
+
+
+def not_answered(request_id: RequestId, *, unsent: bool) -> Reject:
+    """The engines that were tried did not answer; `unsent`: none can have run the request."""
+    if unsent:
+        text = "No instance of this model accepts connections."
+        return _later(request_id, RejectReason.CONNECT_FAILED, text)
+    text = "The instance closed the connection without answering."
+    return Reject(request_id, RejectReason.NO_RESPONSE, text)
+
+
+def policy_failed(request_id: RequestId) -> Reject:
+    """The policy raised an error at the request, or chose what cannot be booked."""
+    return Reject(request_id, RejectReason.POLICY_FAILED, "The scheduling policy failed on this request.")

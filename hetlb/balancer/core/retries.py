@@ -1,0 +1,58 @@
+"""Retries: where a request was before, and the budget of retries of requests that may run twice."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Final
+
+from mypy_extensions import mypyc_attr
+
+from hetlb.balancer.core.types import LeaseId, RequestId
+
+#: Retries of requests that an engine dropped without an answer: at most this share of those in flight…
+RETRY_SHARE: Final = 0.2
+#: …but always this many at a time.
+RETRY_FLOOR: Final = 3
+
+
+@mypyc_attr(acyclic=True)
+class Attempts:
+    """Earlier destinations of a request that is being retried, and how often it may have been run."""
+
+    def __init__(self) -> None:
+        self.tried: list[str] = []
+        self.runs = 0
+        #: True if it is not to be split: a hand-over has failed.
+        self.whole = False
+        #: Of the runs, those that ended with an engine saying that it is busy.
+        self.turned_away = 0
+
+
+@mypyc_attr(acyclic=True)
+class Retries:
+    """Attempts of the requests that are retried, and the leases that count in the budget of retries."""
+
+    def __init__(self) -> None:
+        self.attempts: dict[RequestId, Attempts] = {}
+        #: Leases of requests that may run for the second time.
+        self.leases: set[LeaseId] = set()
+
+    def of(self, request_id: RequestId) -> Attempts:
+        """The attempts of a request, noted from now on."""
+        attempts = self.attempts.get(request_id)
+        if attempts is None:
+            attempts = self.attempts[request_id] = Attempts()
+        return attempts
+
+    def forget(self, request_id: RequestId) -> None:
+        """A request is over, or begins anew."""
+        self.attempts.pop(request_id, None)
+
+    def allowed(self, in_flight: int) -> bool:
+        """True if the budget allows one more retry of a request that may run twice."""
+        return len(self.leases) < max(RETRY_FLOOR, int(RETRY_SHARE * in_flight))
+
+    def check_integrity(self, leases: Set[LeaseId], requests: Set[RequestId]) -> None:
+        """Assert that nothing is noted of leases and requests other than these, which are alive."""
+        assert self.leases <= leases, "a retry outlived its lease"
+        assert self.attempts.keys() <= requests, "retry notes outlived their request"

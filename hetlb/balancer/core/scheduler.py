@@ -1,0 +1,686 @@
+"""Scheduler: facts and the current time go in, commands come out.
+
+One dispatch, one lease, tied to the incarnation of its instance; what a lease booked is given back exactly
+once, however it ends. A request is at any moment waiting, leased or gone; nothing is dispatched to an
+instance that is drained, ejected or removed; what restrains one for a while throttles none where all are
+alike.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final
+
+from hetlb.balancer.core import rejections
+from hetlb.balancer.core.account import LEAST_SILENCE_S
+from hetlb.balancer.core.backlog import Backlog
+from hetlb.balancer.core.fleet_state import FleetState
+from hetlb.balancer.core.health import PASSIVE_FALL, Verdict, verdict
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.journal import Booked, Journal
+from hetlb.balancer.core.placement import Placement
+from hetlb.balancer.core.policies.registry import make_policy
+from hetlb.balancer.core.predictor import Predictor
+from hetlb.balancer.core.queue import Queue
+from hetlb.balancer.core.ready import ReadyInstances, least_tokens
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import (
+    HAND_OVER,
+    AdminStateSet,
+    CapacityLearned,
+    Command,
+    Dispatch,
+    EngineSample,
+    Health,
+    Hold,
+    InstanceAdded,
+    InstanceChange,
+    InstanceRemoved,
+    InstanceUpdated,
+    Lease,
+    Outcome,
+    PassOn,
+    Probed,
+    ProbeResult,
+    Request,
+    RequestId,
+)
+
+if TYPE_CHECKING:
+    from hetlb.options.kv_events.block_index import KvEventBatch
+
+#: Time between ticks while something waits for time to pass (queue limits, ejections).
+TICK_S: Final = 0.25
+#: Times that a request of which nothing came is sent elsewhere.
+MOST_MOVES: Final = 2
+#: A client was not heard that left after this many times the forecast, and after these seconds.
+_UNHEARD: Final = 3.0
+_UNHEARD_S: Final = 2.0
+#: A member of an enum costs as much as a call.
+_OK: Final = Outcome.OK
+
+
+class Scheduler:
+    """Places requests on instances by a policy and keeps the ledger. Its parts are not to be written."""
+
+    def __init__(
+        self,
+        setup: SchedulerSetup,
+        *,
+        oracle: Mapping[RequestId, int] | None = None,
+        predictor: Predictor | None = None,
+    ) -> None:
+        """`oracle` has true lengths. Raises `ValueError` if the predictor lacks what it needs."""
+        self._rng = random.Random(setup.seed)
+        self._params = setup.params
+        self.predictor = setup.make_predictor(self._rng, oracle) if predictor is None else predictor
+        policy = make_policy(setup.policy, setup.params, self._rng)
+        self.queue = queue = Queue(setup.limits)
+        self.fleet = FleetState(setup, queue, self._rng)
+        self.placement = placement = Placement(policy, self.predictor, self.fleet, queue)
+        self.ledger, self.holds, self._retries = placement.ledger, placement.holds, placement.retries
+        self._backlog = Backlog(placement, setup.now)
+
+    # --- what drivers and pages may look at ---
+
+    @property
+    def instances(self) -> list[Instance]:
+        """The instances of the fleet, in file order."""
+        return list(self.fleet.instances.values())
+
+    @property
+    def in_flight(self) -> int:
+        """Leases that have not ended, also those of removed instances."""
+        return len(self.ledger.leased)
+
+    def contain(self, on_failed: Callable[[Request, Exception], None]) -> None:
+        """Reject a request at which the policy raises an error, and call `on_failed` with both.
+
+        Without this the error is raised, as a simulation needs it.
+        """
+        self.placement.on_failed = on_failed
+
+    def abandon(self, request_id: RequestId, now: float) -> list[Command]:
+        """End whatever a request has, waiting or leased: its driver has lost track of it."""
+        commands: list[Command] = []
+        for lease in [each for each in self.ledger.leases() if each.request.id == request_id]:
+            if not lease.ended:
+                commands += self.on_lease_ended(lease, Outcome.LOCAL_FAULT, now, retry=False)
+        self.placement.take_failed(request_id)
+        return commands + self.on_cancelled(request_id, now)
+
+    def subscribe(self, journal: Journal) -> None:
+        """Append every change to a journal from now on."""
+        self.ledger.journals += (journal,)
+
+    def unsubscribe(self, journal: Journal) -> None:
+        """Append nothing more to a journal."""
+        self.ledger.journals = tuple([each for each in self.ledger.journals if each is not journal])
+
+    # --- facts about requests ---
+
+    def on_arrival(self, request: Request, now: float) -> list[Command]:
+        """A request came in. No command for it means it is queued."""
+        fleet, placement = self.fleet, self.placement
+        ready = fleet.ready.get(request.model)
+        if ready is None:
+            return [rejections.unknown_model(request, fleet.instances.values(), fleet.ready)]
+        if request.prompt_exact and least_tokens(request) > ready.longest_prompt:
+            return [rejections.too_long(request, ready.instances)]
+        demand = placement.demands[request.model]
+        predicted, long = self.predictor.outlook(request) if request.generates else (0.0, 0.0)
+        demand.arrived(now, ready.idle)
+        demand.mix.add(request.prompt_tokens, predicted)
+        if request.service.stated:
+            idle = demand.mix.fleet(ready.able) if ready.able else None
+            demand.protected.arrived(request.service, request.prompt_tokens, predicted, now, idle)
+        if self.queue.held and self.queue.ahead(request):
+            return self._backlog.push(request, now, predicted) + self._backlog.flush(now)
+        found = placement.choose(request, ready, now, predicted, long=long)
+        return self._backlog.push(request, now, predicted) if found is None else [placement.book(found)]
+
+    def on_prefilled(self, lease: Lease, now: float) -> list[Command]:
+        """A prefill leg ended well: dispatch the decode leg, or the request anew if its instance is gone."""
+        request, decode = lease.request, lease.decode
+        assert decode is not None, f"{lease!r} is no prefill leg"
+        leased = self.ledger.leased
+        source, target = leased[lease.id], leased[decode.id]
+        if decode.incoming and (target.removed or target.health.state is Health.EJECTED):
+            return self.on_unsplit(lease, Outcome.OK, now)
+        self._end_prefill(lease, decode, now)
+        commands: list[Command] = []
+        if source.health.on_success(now):
+            commands = self.fleet.health_changed(source, now)
+        if decode.incoming:
+            target.begin(decode, now)
+            commands.append(Dispatch(request.id, decode, HAND_OVER))
+        return commands + self._backlog.flush(now)
+
+    def _end_prefill(self, lease: Lease, decode: Lease | None, now: float) -> Hold | None:
+        """End the lease of a prefill leg; its blocks are held where its connector does that, for `decode`."""
+        self.ledger.leased[lease.id].first_token(lease, now)
+        self._retries.leases.discard(lease.id)
+        source = self.ledger.drop(lease, now, _OK)
+        if source.learn_prefill(lease, now):
+            self.fleet.share_speed(source.spec.model, source.profiled)
+        link = source.spec.kv_transfer
+        planned = lease.decode
+        if link is None or planned is None:
+            return None
+        if decode is not None and decode.first_token_at is not None:
+            return None  # fetched already: both legs were sent at once
+        tokens = lease.request.prompt_tokens
+        held = 0 if planned.shared is None else planned.shared.held_tokens
+        hold = Hold(
+            lease.id,
+            source.name,
+            planned.instance,
+            tokens,
+            tokens - held,
+            0.0 if decode is None else self.ledger.leased[decode.id].join_s(tokens),
+            now + link.lease_s,
+        )
+        if not len(self.queue) and not self.holds.count:
+            self._backlog.ticked_at = now
+        self.holds.keep(source, hold)
+        if decode is not None:
+            decode.hold = hold
+        return hold
+
+    def on_unsplit(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
+        """A hand-over failed before anything reached the client: one instance gets the whole request.
+
+        `lease` is that of either leg; `outcome` is that of its end, where `OK` is that of a prefill leg whose
+        blocks will not be fetched. The commands are those of a retry.
+        """
+        request, predicted = lease.request, lease.predicted_output
+        commands: list[Command] = []
+        if outcome is Outcome.CLIENT_GONE:  # no fault of either engine
+            self._transfer_failed(lease, now)
+        if lease.decode is not None:
+            predicted = lease.decode.predicted_output
+            self._drop(lease.decode, now)
+        if outcome is Outcome.OK and lease.decode is not None:
+            self._end_prefill(lease, None, now)
+        else:
+            instance = self._drop(lease, now)
+            commands = self._ended_badly(instance, lease, outcome, now)
+        attempts = self._retries.of(request.id)
+        attempts.whole = True
+        if outcome in (Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE):
+            attempts.tried.append(lease.instance)
+        ready = self.fleet.ready.get(request.model)
+        placed = None if ready is None else self.placement.place(request, ready, now, predicted)
+        if placed is not None:
+            commands.append(placed)
+        elif (
+            request.id not in self.placement.failed
+            and ready is not None
+            and attempts.tried
+            and not self.placement.able(request, ready, now).instances
+        ):
+            commands.append(self._backlog.give_up(request, unsent=False))
+        else:
+            commands += self._backlog.push(request, now, predicted)
+        return commands + self._backlog.flush(now)
+
+    def _transfer_failed(self, lease: Lease, now: float) -> None:
+        """Count a transfer that failed by no fault of the engine of this leg against the pair."""
+        leased, decode, hold = self.ledger.leased, lease.decode, lease.hold
+        source = leased.get(lease.id) if decode is not None else None
+        if hold is not None:
+            source = self.holds.source_of(hold)
+        target = leased.get(lease.id if decode is None else decode.id)
+        if source is not None and target is not None:
+            self.holds.transfers.checks.failed(source, target, now)
+
+    def _drop(self, lease: Lease, now: float) -> Instance:
+        """Give back what a lease booked."""
+        self._retries.leases.discard(lease.id)
+        self.placement.adapter_load.expected.pop(lease.id, None)
+        return self.ledger.drop(lease, now)
+
+    def on_hold_released(self, hold: Hold, now: float) -> list[Command]:
+        """A prefill instance was told that a prompt will not be fetched."""
+        if hold.ended:
+            return []
+        self.holds.let_go(hold)
+        return self._backlog.flush(now)
+
+    def on_first_token(self, lease: Lease, now: float) -> list[Command]:
+        """The first byte of the answer came. Not called for 4xx and 5xx."""
+        instance = self.ledger.leased[lease.key]
+        if lease.incoming:  # both legs were sent at once, and the other one's answer is on its way
+            instance.begin(lease, now)
+        elif lease.hold is not None and not lease.hold.ended:
+            self.holds.fetched(lease.hold, lease, instance, now)
+        instance.first_token(lease, now)
+        account = instance.account
+        account.ended(lease.id)
+        if account.token(now):
+            self.fleet.reindex(now)
+        taught = not instance.explored and lease.request.streamed and lease.decode is None
+        if taught and instance.learn_prefill(lease, now):
+            self.fleet.share_speed(instance.spec.model, instance.profiled)
+        if self.ledger.journals:
+            self.ledger.begun(lease)
+        adapter_load = self.placement.adapter_load
+        if adapter_load.expected:
+            adapter_load.first_token(lease.id, now - lease.dispatched_at)
+        instance.peak_ewma.observe(now - lease.dispatched_at, now)
+        retries = self._retries
+        if retries.leases:  # another instance answers: this one costs nothing more than any other
+            retries.leases.discard(lease.id)
+        if instance.health.on_answering(now):
+            return self.fleet.health_changed(instance, now)
+        return []
+
+    def on_lease_ended(
+        self,
+        lease: Lease,
+        outcome: Outcome,
+        now: float,
+        *,
+        retry: bool = True,
+        generated: int | None = None,
+    ) -> list[Command]:
+        """A lease ended; its work, tokens and slot are given back.
+
+        `lease.output_tokens` holds what the engine produced. After `CONNECT_FAILED` (nothing was sent) and
+        `NO_RESPONSE` (sent, dropped without a byte), with `retry`, the commands hold what becomes of the
+        request: another dispatch, or a reject; or none if it waits in the queue again. With any other
+        outcome the request is finished, unless its answer goes on elsewhere: then `generated` tokens of it
+        are part of the prompt.
+        """
+        request, retries, adapter_load = lease.request, self._retries, self.placement.adapter_load
+        if retries.leases:
+            retries.leases.discard(lease.id)
+        if adapter_load.expected:
+            adapter_load.expected.pop(lease.id, None)
+        instance = self.ledger.drop(lease, now, outcome)
+        lease.outcome, lease.ended_at = outcome, now
+        if lease.decode is not None and not lease.decode.ended:
+            self._drop(lease.decode, now)
+        health = instance.health
+        commands: list[Command] = []
+        if outcome is _OK:
+            if request.generates and not request.generated:
+                self.predictor.observe(request, lease.output_tokens / request.sequences)
+                if instance.learn_speed(lease, now):
+                    self.fleet.share_speed(instance.spec.model, instance.profiled)
+                instance.errors.learn(lease, now)
+                if self.queue.held:
+                    self._backlog.predict_again()
+            if health.on_success(now):
+                commands = self.fleet.health_changed(instance, now)
+            if instance.account.ended_well(lease.id, now):
+                self.fleet.judge(instance, now)
+        else:
+            commands = self._ended_badly(instance, lease, outcome, now)
+            if generated is not None:
+                commands += self._go_on(lease, lease.request.goes_on(generated), now)
+                return commands + self._backlog.flush(now)
+            if retry and outcome in (Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE):
+                commands += self._retry(lease, outcome, now)
+                return commands + self._backlog.flush(now)
+        if retries.attempts:
+            retries.forget(request.id)
+        return commands + self._backlog.flush(now) if self.queue.held else commands
+
+    def _ended_badly(self, instance: Instance, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
+        """Effect of the end of a lease on the health and the account of its instance."""
+        health, fleet, says = instance.health, self.fleet, verdict(outcome)
+        changed = False
+        if says is Verdict.ABSENT:
+            changed = health.on_refused(now)
+            instance.account.forget()
+        elif says is Verdict.FAILED:
+            changed = health.on_failure(now, may_eject=fleet.may_eject(instance, self.placement.capacity))
+        elif says is Verdict.LOST:
+            changed = health.on_answering(now)
+        if says in (Verdict.FAILED, Verdict.LOST) or _left_unheard(lease, outcome, now):
+            skip = 1 if says is Verdict.FAILED and 0 < health.failures < PASSIVE_FALL else 0
+            self._lost(instance, lease, skip, now)
+        return fleet.health_changed(instance, now) if changed else []
+
+    def _lost(self, instance: Instance, lease: Lease, skip: int, now: float) -> None:
+        """Count a lost answer in the account of its instance, unless it was counted before."""
+        if lease.judged:
+            return
+        lease.judged = True
+        instance.account.ended_badly(lease.id, now - lease.dispatched_at, skip, now)
+        self.fleet.judge(instance, now)
+
+    def on_refused(
+        self, lease: Lease, busy: bool, retry_after_s: float | None, now: float, *, may_move: bool = True
+    ) -> list[Command]:
+        """An engine refused a request with 4xx or 503, having run nothing of it; `busy`: with 429 or 503.
+
+        If it is busy beside what it answers, that is a limit of it. Otherwise it counts in its account.
+        Another instance gets the request, within the budget of retries, if the engine said when to come again
+        (`retry_after_s`), has reached its limit, or is in doubt while the others answer: then the commands
+        hold the new dispatch. Otherwise, and without `may_move`, they hold a `PassOn`, and the lease goes on.
+        """
+        request, retries = lease.request, self._retries
+        if retry_after_s is not None and retry_after_s <= 0.0:
+            retry_after_s = None
+        instance = self.ledger.leased[lease.id]
+        account, others = instance.account, instance.sequences - request.sequences
+        passed_on: list[Command] = [PassOn(request.id, lease)]
+        doubted, limited = account.doubted, busy and others > 0 and not account.doubted
+        if limited:
+            lease.judged = True
+            instance.throttle.refused(others, retry_after_s, now)
+            self.fleet.reindex(now)
+        else:
+            if busy and retry_after_s is not None:
+                account.asked(retry_after_s, now)
+            self._lost(instance, lease, 0, now)
+            self.fleet.reindex(now)
+        known = retries.attempts.get(request.id)
+        ready = self.fleet.ready.get(request.model)
+        may_move = may_move and (known is None or not known.runs)
+        may_move = may_move and ((busy and retry_after_s is not None) or limited or doubted)
+        if not may_move or ready is None or not retries.allowed(self.in_flight):
+            return passed_on
+        return self._move(lease, ready, now, ran=False) or passed_on
+
+    def _move(self, lease: Lease, ready: ReadyInstances, now: float, *, ran: bool) -> list[Command]:
+        """Send a request elsewhere of whose answer nothing came; no commands where no other one is better."""
+        request, retries = lease.request, self._retries
+        known = retries.attempts.get(request.id)
+        attempts = retries.of(request.id)
+        attempts.tried.append(lease.instance)
+        found = self.placement.choose(request, ready, now, lease.predicted_output)
+        if (
+            found is None
+            or found.instance.account.restrained(now)
+            or found.instance.sequences >= found.instance.throttle.limit(now)
+        ):
+            self.placement.take_failed(request.id)  # the lease goes on as it is
+            attempts.tried.pop()
+            if known is None:
+                retries.forget(request.id)
+            return []
+        attempts.runs += 1
+        attempts.turned_away += not ran
+        attempts.whole = attempts.whole or lease.hold is not None
+        self._drop(lease, now)
+        if lease.decode is not None:
+            self._drop(lease.decode, now)
+        placed = self.placement.book(found)
+        retries.leases.add(placed.lease.id)
+        return [placed, *self._backlog.flush(now)]
+
+    # --- instances that say nothing ---
+
+    def on_sweep(self, tokens_at: Mapping[str, float], now: float) -> list[Command]:
+        """Time passed, about half a second; `tokens_at` has the time of each instance's newest token."""
+        if self.fleet.watch(tokens_at, now):
+            return self._backlog.flush(now)
+        return []
+
+    def stranded(self, now: float) -> list[Lease]:
+        """Return leases of which nothing came, of instances that are ejected or have stalled."""
+        found: list[Lease] = []
+        for instance in self.fleet.instances.values():
+            ejected = instance.health.state is Health.EJECTED
+            if not instance.leases or not (ejected or instance.account.stalled_since is not None):
+                continue
+            for lease in instance.leases.values():
+                request = lease.request
+                if (
+                    lease.first_token_at is None
+                    and lease.own
+                    and not lease.incoming
+                    and lease.decode is None
+                    and lease.hold is None
+                    and request.subset is None
+                    and not request.generated
+                    and (ejected or now - lease.dispatched_at >= max(LEAST_SILENCE_S, lease.forecast_first_s))
+                ):
+                    found.append(lease)
+        return found
+
+    def on_stranded(self, lease: Lease, now: float) -> list[Command]:
+        """Send a lease of `stranded` elsewhere, within the budget of retries; no commands: it stays."""
+        retries, ready = self._retries, self.fleet.ready.get(lease.request.model)
+        known = retries.attempts.get(lease.request.id)
+        if ready is None or (known is not None and known.runs >= MOST_MOVES):
+            return []
+        instance = self.ledger.leased[lease.id]
+        if instance.health.state is not Health.EJECTED and not retries.allowed(self.in_flight):
+            return []
+        commands = self._move(lease, ready, now, ran=True)
+        if commands:
+            self._lost(instance, lease, 0, now)
+        return commands
+
+    def _retry(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
+        """Retry or reject a request that an engine did not answer."""
+        request, predicted, retries = lease.request, lease.predicted_output, self._retries
+        attempts, sent = retries.of(request.id), outcome is Outcome.NO_RESPONSE
+        attempts.tried.append(lease.instance)
+        attempts.runs += sent
+        unsent = not sent and attempts.runs == attempts.turned_away
+        ready, placement = self.fleet.ready.get(request.model), self.placement
+        # Dropped twice: the request itself may be what kills engines.
+        if attempts.runs <= 1 and ready is not None and placement.able(request, ready, now).instances:
+            within = not sent or retries.allowed(self.in_flight)
+            placed = placement.place(request, ready, now, predicted) if within else None
+            if placed is not None:
+                if sent:
+                    retries.leases.add(placed.lease.id)
+                return [placed]
+            # An instance can take it, but not now: none has room, or too many are being tried again.
+            if unsent:
+                retries.forget(request.id)
+            if self.queue.has_room(request) or request.id in placement.failed:
+                return self._backlog.push(request, now, predicted, again=not unsent)
+        elif unsent and request.model in self.fleet.down_since:
+            retries.forget(request.id)
+            return self._backlog.push(request, now, predicted)
+        return [self._backlog.give_up(request, unsent=unsent)]
+
+    def _go_on(self, lease: Lease, rest: Request, now: float) -> list[Command]:
+        """Place the rest of an answer whose engine was lost; it counts as a request that may run twice."""
+        retries, placement, request_id = self._retries, self.placement, rest.id
+        retries.forget(request_id)
+        predicted = max(1.0, lease.predicted_output - (rest.generated - lease.request.generated))
+        ready = self.fleet.ready.get(rest.model)
+        if ready is not None and retries.allowed(self.in_flight):
+            retries.of(request_id).tried.append(lease.instance)
+            placed = placement.place(rest, ready, now, predicted)
+            if placed is not None:
+                retries.leases.add(placed.lease.id)
+                return [placed]
+            retries.forget(request_id)
+        return self._backlog.push(rest, now, predicted, again=True)
+
+    def on_moving(self, lease: Lease, generated: int, now: float) -> list[Command]:
+        """The answer of a lease is to go on elsewhere while its engine lives, since its instance leaves.
+
+        The commands hold the dispatch of its rest, behind `generated` tokens, and the lease is over; or none,
+        and it goes on where it is.
+        """
+        retries, request_id = self._retries, lease.request.id
+        ready = self.fleet.ready.get(lease.request.model)
+        if ready is None or lease.decode is not None:
+            return []
+        known = request_id in retries.attempts
+        tried = retries.of(request_id).tried
+        tried.append(lease.instance)
+        predicted = max(1.0, lease.predicted_output - (generated - lease.request.generated))
+        placed = self.placement.place(lease.request.goes_on(generated), ready, now, predicted)
+        if placed is None:
+            self.placement.take_failed(request_id)
+            tried.pop()
+            if not known:
+                retries.forget(request_id)
+            return []
+        lease.outcome, lease.ended_at = Outcome.CLIENT_GONE, now
+        self._drop(lease, now)
+        return [placed, *self._backlog.flush(now)]
+
+    def restore(self, live: Booked, now: float, *, own: bool = True, arrived: bool = False) -> Lease | None:
+        """Book a lease that another scheduler granted; None where its instance is gone.
+
+        It teaches nothing about speed: the load beside its first part is unknown. `own`: its request is of
+        this process. `arrived`: it has just come to a scheduler of the same fleet, and is demand here too.
+        """
+        request = live.request
+        assert request.id not in self.queue, f"request {request.id} waits and is restored"
+        instance = self.fleet.instances.get(live.instance)
+        if instance is None:
+            return None
+        dispatched_at = now - live.age_s
+        if arrived:
+            ready = self.fleet.ready.get(request.model)
+            self.placement.demands[request.model].arrived(now, ready is not None and ready.idle)
+        lease = self.ledger.grant(request, instance, live.predicted_output, live.work_ns, dispatched_at)
+        instance.acquire(lease)
+        if live.begun:
+            instance.first_token(lease, now)
+        lease.mark = lease.first_mark = None
+        self.ledger.restored(lease, now, own)
+        return lease
+
+    def assume(self, request: Request, now: float) -> Lease | None:
+        """Book a request as if it had come, None where no instance would get it now: it waits nowhere."""
+        ready = self.fleet.ready.get(request.model)
+        predicted = self.predictor.predict(request) if request.generates else 0.0
+        ledger = self.ledger
+        journals, ledger.journals = ledger.journals, ()  # to be told to no other
+        placed = None if ready is None else self.placement.place(request, ready, now, predicted)
+        ledger.journals = journals
+        if placed is None:
+            self.placement.take_failed(request.id)
+            return None
+        placed.lease.own = False
+        return placed.lease
+
+    def on_waiting_elsewhere(self, sizes: Mapping[str, int], now: float) -> list[Command]:
+        """Other schedulers of the same fleet have requests of these sizes waiting, by model."""
+        self.placement.elsewhere = dict(sizes)
+        return []
+
+    def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
+        """The client of a waiting request left."""
+        self._backlog.forget(request_id)
+        return []
+
+    # --- facts about instances ---
+
+    def on_instance(self, change: InstanceChange, now: float) -> list[Command]:
+        """Something about an instance changed. Unknown names are ignored: facts may arrive late."""
+        fleet = self.fleet
+        if isinstance(change, InstanceAdded):
+            for spec in (change.spec, *change.more):
+                fleet.restarted(fleet.add(spec, now), now)
+            for model, profiled in {(s.model, s.latency is not None) for s in (change.spec, *change.more)}:
+                fleet.share_speed(model, profiled)
+        elif isinstance(change, InstanceRemoved):
+            for name in (change.name, *change.more):
+                if (leaving := fleet.instances.get(name)) is not None:
+                    fleet.remove(leaving)
+                    self.holds.transfers.forget(leaving.incarnation)
+        elif (instance := fleet.instances.get(change.name)) is None:
+            return []
+        elif isinstance(change, Probed):
+            alone = change.result is ProbeResult.FAILED and not fleet.has_another(instance)
+            if not instance.health.on_probe(change.result, now, alone=alone, detail=change.detail):
+                return []
+            return fleet.health_changed(instance, now) + self._backlog.flush(now)
+        elif isinstance(change, CapacityLearned):
+            instance.learn_capacity(change.capacity)
+        elif isinstance(change, AdminStateSet):
+            instance.admin = change.state
+            instance.leaves_at = None if change.deadline_s is None else now + change.deadline_s
+        elif isinstance(change, InstanceUpdated):
+            instance.update(change.spec, now)
+            fleet.share_speed(change.spec.model, instance.profiled)
+        elif instance.served == change.models:
+            return []
+        else:
+            instance.learn_models(change.models, change.adapters)
+        fleet.reindex(now)
+        return self._backlog.flush(now)
+
+    def on_scrape(self, name: str, sample: EngineSample, now: float) -> list[Command]:
+        """An engine's metrics were read."""
+        instance = self.fleet.instances.get(name)
+        if instance is None:
+            return []
+        longest, slept = instance.longest_request_tokens, instance.asleep
+        finished = instance.finished_sequences
+        instance.learn_sample(sample, now)
+        if instance.spec.kv_transfer is not None:
+            self.holds.sampled(instance, sample, now)
+        if sample.asleep is not None:
+            instance.asleep = sample.asleep
+        restarted = sample.began is not None and self.fleet.process_seen(instance, sample.began, now)
+        if restarted or instance.longest_request_tokens != longest or instance.asleep is not slept:
+            self.fleet.reindex(now)
+        woken = slept and not instance.asleep
+        return self._backlog.flush(now) if woken or instance.finished_sequences > finished else []
+
+    def on_kv_events(self, name: str, batch: KvEventBatch, now: float) -> list[Command]:
+        """An engine told what came into its prefix cache and what left it."""
+        instance = self.fleet.instances.get(name)
+        if instance is None:
+            return []
+        if instance.blocks is None:
+            from hetlb.options.kv_events.block_index import BlockIndex
+
+            instance.blocks = BlockIndex()
+            self.fleet.publishers.append(instance)
+        blocks, tree = instance.blocks, instance.tree
+        before = blocks.stored_tokens
+        removed, cleared = blocks.apply(batch)
+        tree.told = blocks.live
+        if cleared:
+            tree.clear()
+        elif removed and tree.unused_tokens:  # prompts of unknown token ids lose their part
+            unused = max(tree.unused_tokens, before - tree.used_tokens)
+            tree.evicted(removed * blocks.block_tokens * tree.unused_tokens / unused)
+        return []
+
+    def set_policy(self, name: str, now: float) -> list[Command]:
+        """Switch the policy; the ledger stays. Raises `KeyError` for an unknown name."""
+        self.placement.use(make_policy(name, self._params, self._rng))
+        return self._backlog.flush(now)
+
+    # --- time ---
+
+    def next_deadline(self) -> float | None:
+        """Time at which `on_tick` is due, None while nothing waits for time to pass."""
+        waits = len(self.queue) or self.holds.count
+        return self._backlog.ticked_at + TICK_S if waits else None
+
+    def on_tick(self, now: float) -> list[Command]:
+        """Time passed: expire what has waited too long."""
+        self._backlog.ticked_at = now
+        self.holds.let_go_expired(now)
+        return self._backlog.flush(now) + self._backlog.expire(now)
+
+    # --- integrity ---
+
+    def check_integrity(self) -> None:
+        """Assert that blocks, work and requests are all accounted for."""
+        ledger, queue = self.ledger, self.queue
+        everyone = ledger.check_integrity(self.fleet.instances.values())
+        self.holds.check_integrity(everyone)
+        leased = {lease.request.id for lease in ledger.leases()}
+        waiting = {entry.request.id for entry in queue}
+        assert not leased & waiting, f"requests {leased & waiting} wait and are leased"
+        queue.check_integrity()
+        self._retries.check_integrity(ledger.leased.keys(), leased | waiting)
+
+
+def _left_unheard(lease: Lease, outcome: Outcome, now: float) -> bool:
+    """True if a client left after a long wait without a byte."""
+    if outcome is not Outcome.CLIENT_GONE or lease.first_token_at is not None or lease.incoming:
+        return False
+    first_s = lease.forecast_first_s if lease.request.streamed else lease.forecast_end_s
+    return now - lease.dispatched_at >= max(_UNHEARD_S, _UNHEARD * first_s)

@@ -1,0 +1,34 @@
+"""Set-up of a scheduler: the same object makes the proxy's, a worker's and the simulator's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hetlb.balancer.core.health import HealthParams
+from hetlb.balancer.core.pickle_by_fields import PickleByFields
+from hetlb.balancer.core.policies.base import PolicyParams
+from hetlb.balancer.core.predictor import LengthDistribution, Predictor, make_predictor
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.types import Health, InstanceSpec, RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSetup(PickleByFields):
+    """Everything a scheduler is built from; `lengths` is the sample of some predictors."""
+
+    specs: tuple[InstanceSpec, ...]
+    policy: str
+    params: PolicyParams = field(default_factory=PolicyParams)
+    limits: QueueLimits = field(default_factory=QueueLimits)
+    predictor: str = "online"
+    seed: int = 0
+    lengths: LengthDistribution | None = None
+    initial_health: Health = Health.SUSPECT
+    health: HealthParams = field(default_factory=HealthParams)
+    now: float = 0.0
+
+    def make_predictor(self, rng: random.Random, oracle: Mapping[RequestId, int] | None) -> Predictor:
+        """Predictor of this name. Raises `ValueError` if it lacks what it needs."""
+        return make_predictor(self.predictor, rng=rng, lengths=self.lengths, oracle=oracle)

@@ -1,0 +1,265 @@
+"""Speed of an instance, as its answers show, against what its latency model says.
+
+One factor on all durations of the model, bounded, and exactly 1 while a measured profile is about right. An
+answer of n tokens takes n - 1 steps at the batch that ran beside it, and the prompts that were prefilled
+meanwhile. What that took over what it should have taken by the model, both summed over the answers of about
+the last `MEMORY_S` seconds, is the factor.
+
+Models of a fleet are often wrong together (another build, an estimate, the default): until an instance has
+answered, its factor is the mean of those that have, with profiles and without apart.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from mypy_extensions import mypyc_attr
+
+from hetlb.balancer.core.latency import LatencyModel, delay_of_reading_s
+
+#: Evidence this old counts 1/e, in seconds.
+MEMORY_S: Final = 15.0
+#: Seconds of answers in agreement with the model that stand against the first evidence.
+PRIOR_S: Final = 5.0
+#: A measured profile is corrected only when it is further off than this, and at most so many times.
+TRUST: Final = 1.2
+MOST_PROFILED: Final = 4.0
+#: The default model, used without a profile, is corrected by so much at most.
+MOST_UNPROFILED: Final = 64.0
+#: Seconds over which the factor is averaged that a speed returns to while no answer comes.
+_GOOD_S: Final = 60.0
+#: A factor is put in force when it differs from the one in force by more than this share.
+_CHANGE: Final = 0.05
+#: Steps count as mixed where prefilling beside them is more than this share of their time.
+_MIXED_SHARE: Final = 0.1
+
+
+@mypyc_attr(acyclic=True)
+@dataclass(slots=True, init=False)
+class Mark:
+    """Work of an instance so far: sequence-seconds, token-seconds in the KV cache, prefilled prompts.
+
+    `stood_s`: seconds in which it stood still, which are no part of the others.
+    """
+
+    sequence_s: float
+    token_s: float
+    prompt_tokens: int
+    prompts: int
+    stood_s: float
+
+    def __init__(
+        self, sequence_s: float, token_s: float, prompt_tokens: int, prompts: int, stood_s: float = 0.0
+    ) -> None:
+        self.sequence_s = sequence_s
+        self.token_s = token_s
+        self.prompt_tokens = prompt_tokens
+        self.prompts = prompts
+        self.stood_s = stood_s
+
+
+@mypyc_attr(acyclic=True)
+class RecentRate:
+    """Rate of a count over about its last `MEMORY_S` seconds, older events weighing less; never changed."""
+
+    __slots__ = ("_at", "_per_s")
+
+    def __init__(self, at: float, per_s: float = 0.0) -> None:
+        self._at = at
+        self._per_s = per_s
+
+    def plus(self, count: float, now: float) -> RecentRate:
+        """The rate with a count of now."""
+        return RecentRate(now, self.per_s(now) + count / MEMORY_S)
+
+    def per_s(self, now: float) -> float:
+        """The rate now."""
+        since = now - self._at
+        return self._per_s * math.exp(-since / MEMORY_S) if since > 0.0 else self._per_s
+
+
+class SpeedTracker:
+    """The evidence about one instance: what ran on it when, and how long answers took."""
+
+    def __init__(self, profiled: bool, now: float) -> None:
+        self._profiled = profiled
+        self._most = MOST_PROFILED if profiled else MOST_UNPROFILED
+        #: Time of the last `elapsed`.
+        self.last = now
+        self._at = now
+        self._sequence_s = self._token_s = 0.0
+        self._prompt_tokens = self._prompts = 0
+        #: Prompt tokens that were prefilled.
+        self.prefilling = RecentRate(now)
+        # The default model is a guess: the first answer may replace it.
+        self._observed_s = self._expected_s = PRIOR_S if profiled else 0.0
+        #: Factor for the model's durations.
+        self.factor = 1.0
+        #: The model's seconds of the last answer's steps, and whether many were mixed.
+        self.last_expected_s = 0.0
+        self.last_mixed = False
+        #: Engines that share what runs.
+        self.engines = 1
+        #: True if some answer has shown a speed.
+        self.seen = False
+        #: Seconds in which it stood still so far, and the last time that it did.
+        self.stood_s = 0.0
+        self.stood_at = -math.inf
+        #: Running sequences and their tokens since the last `elapsed`.
+        self._running = self._tokens = 0.0
+        #: Factor that it showed over about `_GOOD_S` seconds, the mean of the first answers before that.
+        self._good = 1.0
+        self._answers = 0
+        self._aged_at = now
+        #: True if `age` changed the factor.
+        self.changed = False
+
+    @property
+    def seen_at(self) -> float:
+        """Time of the newest evidence."""
+        return self._at
+
+    @property
+    def confidence(self) -> float:
+        """Share of the seen seconds of answers in all that the factor rests on, 0 to 1."""
+        return self._observed_s / (self._observed_s + PRIOR_S)
+
+    def elapsed(self, running: float, tokens: float, now: float) -> None:
+        """Add `running` sequences with `tokens` in the KV cache until now; call it before they change."""
+        since = now - self.last
+        if since > 0.0:
+            self._sequence_s += since * running
+            self._token_s += since * tokens
+            self.last = now
+            self._running, self._tokens = running, tokens
+
+    def stood(self, since: float, now: float) -> None:
+        """Take the seconds since `since` or the last call out of the evidence: it stood still.
+
+        Call it right after `elapsed`.
+        """
+        seconds = now - max(since, self.stood_at)
+        if seconds > 0.0:
+            self.stood_s += seconds
+            self._sequence_s -= seconds * self._running
+            self._token_s -= seconds * self._tokens
+        self.stood_at = now
+
+    def age(self, now: float) -> None:
+        """Let a factor that is worse than before return to that while no answer confirms it."""
+        begin = max(self._at + MEMORY_S, self._aged_at)
+        if not self.seen or now <= begin or self.factor <= self._good * (1.0 + _CHANGE):
+            return
+        keep = math.exp(-(now - begin) / MEMORY_S)
+        self._aged_at, self.changed = now, True
+        self.factor = self._good + (self.factor - self._good) * keep
+        self._observed_s = self._expected_s * self.factor
+
+    def prefilled(self, prompts: int, tokens: int, now: float) -> None:
+        """Prompts of so many tokens together have been prefilled."""
+        self._prompts += prompts
+        self._prompt_tokens += tokens
+        self.prefilling = self.prefilling.plus(tokens, now)
+
+    def mark(self) -> Mark:
+        """The work up to the last `elapsed`."""
+        return Mark(self._sequence_s, self._token_s, self._prompt_tokens, self._prompts, self.stood_s)
+
+    def answered(
+        self, model: LatencyModel, since: Mark, seconds: float, steps: float, now: float, budget: float
+    ) -> bool:
+        """An answer took `seconds` for `steps` decode steps since a mark. True if the factor changed."""
+        if seconds <= 0.0 or steps < 1.0:
+            return False
+        engine_s = seconds * self.engines
+        running = (self._sequence_s - since.sequence_s) / engine_s
+        if running < 1.0:
+            running = 1.0
+        tokens = (self._token_s - since.token_s) / engine_s
+        step_s = model.step_s(running, tokens)
+        expected_s = steps * step_s
+        prompts = self._prompts - since.prompts
+        delay_s = 0.0
+        if prompts > 0:
+            mean_prompt = (self._prompt_tokens - since.prompt_tokens) / prompts
+            read_s = model.first_token_s(mean_prompt, 0.0, 0.0, running, tokens, budget)
+            delay_s = delay_of_reading_s(read_s, max(1.0, mean_prompt), running, step_s, budget)
+            delay_s *= prompts / self.engines
+            expected_s += delay_s
+        self.last_expected_s = expected_s
+        self.last_mixed = delay_s > _MIXED_SHARE * expected_s
+        return self._observe(expected_s, seconds, now)
+
+    def observe_prefill(self, expected_s: float, seconds: float, now: float) -> bool:
+        """A prompt took `seconds`, and `expected_s` uncorrected. True if the factor changed."""
+        return seconds > 0.0 and expected_s > 0.0 and self._observe(expected_s, seconds, now)
+
+    def assume(self, factor: float) -> bool:
+        """Take the factor that others show, before any answer of its own. True if it changed."""
+        if self.seen or abs(factor / self.factor - 1.0) <= _CHANGE:
+            return False
+        self._observed_s = self._expected_s * factor
+        self.factor = factor
+        return True
+
+    def _observe(self, expected_s: float, seconds: float, now: float) -> bool:
+        """Take one comparison over. True if the factor changed."""
+        since = now - self._at
+        keep = math.exp(-since / MEMORY_S)
+        self._at, self.seen = now, True
+        self._observed_s = self._observed_s * keep + seconds
+        self._expected_s = self._expected_s * keep + expected_s
+        if self._expected_s <= 0.0:
+            return False
+        ratio, most = self._observed_s / self._expected_s, self._most
+        if self._profiled and 1.0 / TRUST <= ratio <= TRUST:
+            ratio = 1.0
+        elif ratio > most:
+            ratio = most
+        elif ratio < 1.0 / most:
+            ratio = 1.0 / most
+        self._remember(ratio, since)
+        if ratio == self.factor or (abs(ratio / self.factor - 1.0) <= _CHANGE and ratio != 1.0):
+            return False
+        self.factor = ratio
+        return True
+
+    def _remember(self, factor: float, since: float) -> None:
+        """Let the factor over a long time follow one that was shown `since` seconds after the last."""
+        self._answers += 1
+        gain = max(1.0 / self._answers, 1.0 - math.exp(-min(since, 1.0) / _GOOD_S))
+        self._good *= (factor / self._good) ** gain
+
+
+class PeakEwma:
+    """Linkerd's (tower's) peak EWMA of the time to the first byte, in seconds, for the policy `peak-ewma`.
+
+    A latency above the estimate replaces it at once; below it decays towards the new value with weight
+    `exp(-elapsed / DECAY_S)`, also towards zero while nothing is heard.
+    Source: tower `load::peak_ewma`, linkerd2-proxy `proxy::balance`.
+    """
+
+    DEFAULT_RTT_S = 0.030
+    DECAY_S = 10.0
+
+    def __init__(self, now: float) -> None:
+        self._rtt_s = self.DEFAULT_RTT_S
+        self._updated_at = now
+
+    def observe(self, rtt_s: float, now: float) -> None:
+        """A first byte came after `rtt_s`."""
+        if rtt_s > self._rtt_s:
+            self._rtt_s = rtt_s
+        else:
+            keep = self._keep(now)
+            self._rtt_s = self._rtt_s * keep + rtt_s * (1.0 - keep)
+        self._updated_at = now
+
+    def estimate_s(self, now: float) -> float:
+        """The estimate now, decayed since the last observation."""
+        return self._rtt_s * self._keep(now)
+
+    def _keep(self, now: float) -> float:
+        return math.exp(-(now - self._updated_at) / self.DECAY_S)

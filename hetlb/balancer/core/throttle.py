@@ -1,0 +1,107 @@
+"""Restraints on an instance for a while: its process is new, or it refused what was more than it takes.
+
+A refusal for a full queue (429, 503) of an engine that answers others is no failure: what ran there then is a
+limit. It holds for the time that the engine asks for, or a second; then one more is tried, and more as time
+passes, until it is forgotten or the engine refuses again.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from mypy_extensions import mypyc_attr
+
+from hetlb.balancer.core.account import Account
+
+#: An engine that says when to come again is believed for this long at most, in seconds.
+BUSY_CAP_S: Final = 60.0
+#: A limit without a stated time holds for this long, in seconds; it is forgotten this long after that.
+LIMIT_S: Final = 1.0
+FORGOTTEN_S: Final = 10.0
+#: Growth of a limit in a second, as a share of it.
+_GROWTH: Final = 0.25
+#: Availability at a moment: like any other, or not now.
+NORMAL: Final = 0
+BLOCKED: Final = 2
+
+
+@mypyc_attr(acyclic=True)
+class Throttle:
+    """Slow start, learnt limit and trials of one instance."""
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        #: True if its process is new and is not up yet.
+        self.restarted = False
+        #: Begin and length of its slow start.
+        self._ramp_since: float | None = None
+        self._ramp_s = 0.0
+        #: Sequences beyond which it refused, and until when that holds as it is.
+        self._limit = 0
+        self._limit_until = -math.inf
+
+    def begin_slow_start(self, seconds: float, now: float) -> None:
+        """Let it run only a growing part of what it can for some seconds."""
+        self.restarted = False
+        self._ramp_since, self._ramp_s = (now, seconds) if seconds > 0.0 else (None, 0.0)
+
+    def end_slow_start(self) -> bool:
+        """End the slow start. True if there was one."""
+        ended = self._ramp_since is not None
+        self._ramp_since = None
+        return ended
+
+    def refused(self, sequences: int, retry_after_s: float | None, now: float) -> None:
+        """Learn that it takes no more than `sequences`, for the time that it asked for if it did."""
+        seconds = LIMIT_S if retry_after_s is None else min(retry_after_s, BUSY_CAP_S)
+        until = now + seconds
+        if now >= self._limit_until or sequences < self._limit:
+            self._limit = max(1, sequences)
+        self._limit_until = max(self._limit_until, until)
+
+    def limit(self, now: float) -> float:
+        """Return the sequences that it is believed to take, infinite if nothing is known."""
+        since = now - self._limit_until
+        if since >= FORGOTTEN_S:
+            return math.inf
+        if since < 0.0:
+            return self._limit
+        return self._limit + 1 + int(since * max(1.0, _GROWTH * self._limit))
+
+    def active(self, now: float) -> bool:
+        """True if the instance may now not be treated like any other."""
+        if self._ramp_since is not None and now - self._ramp_since >= self._ramp_s:
+            self._ramp_since = None
+        limited = now - self._limit_until < FORGOTTEN_S
+        return self._ramp_since is not None or limited or self._account.restrained(now)
+
+    def reason(self, max_num_seqs: int, now: float) -> str:
+        """Reason of what restrains it now, "" if nothing does; for people."""
+        if why := self._account.why(now):
+            return why
+        if self._ramp_since is not None and now - self._ramp_since < self._ramp_s:
+            return self._slow_start(max_num_seqs, now)
+        limit = self.limit(now)
+        return "" if limit >= max_num_seqs else f"it refused more than {limit:.0f} requests"
+
+    def _slow_start(self, max_num_seqs: int, now: float) -> str:
+        assert self._ramp_since is not None
+        slots = max_num_seqs * max(0.0, now - self._ramp_since) / self._ramp_s
+        return f"slow start: {max(1, int(slots))} of {max_num_seqs} slots"
+
+    def availability(
+        self, sequences: int, max_num_seqs: int, now: float, *, doubt: bool = True
+    ) -> tuple[int, str]:
+        """Availability now, and its reason; `doubt`: whether the account is heeded."""
+        if doubt and self._account.held(now):
+            return BLOCKED, self._account.why(now)
+        wanted = sequences + 1
+        if self._ramp_since is not None:
+            slots = max_num_seqs * max(0.0, now - self._ramp_since) / self._ramp_s
+            if wanted > max(1.0, slots):
+                return BLOCKED, self._slow_start(max_num_seqs, now)
+        limit = self.limit(now)
+        if wanted > limit:
+            return BLOCKED, f"full: it refused more than {limit:.0f} requests"
+        return NORMAL, ""

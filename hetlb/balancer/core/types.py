@@ -1,0 +1,610 @@
+"""Types of the scheduler: what goes in (requests, facts), what comes out (commands), and leases.
+
+Facts and commands are frozen; into a `Lease` the driver counts tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from mypy_extensions import mypyc_attr
+
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.objective import UNSTATED, ServiceClass
+from hetlb.balancer.core.pickle_by_fields import PickleByFields
+from hetlb.balancer.core.prefix_index import PrefixKey, Shared
+from hetlb.balancer.core.speed import Mark
+
+if TYPE_CHECKING:
+    from hetlb.options.kv_events.block_index import PromptBlocks
+
+RequestId: TypeAlias = int
+LeaseId: TypeAlias = int
+
+#: Longest length an engine can take; larger figures in a request are wrong input.
+MAX_TOKENS_LIMIT: Final = 1 << 31
+
+
+class AdminState(StrEnum):
+    """Administrative state. `DRAIN` and `MAINT` both take no new work; maint also stops probing."""
+
+    READY = "ready"
+    DRAIN = "drain"
+    MAINT = "maint"
+
+
+class Health(StrEnum):
+    """Health by evidence. `SUSPECT` is used only while no instance that can take a request is `UP`."""
+
+    UP = "up"
+    SUSPECT = "suspect"
+    EJECTED = "ejected"
+
+
+class Outcome(StrEnum):
+    """End of a request, or of one lease of it. Every accepted request has exactly one; `CAUSES` says whose.
+
+    `UPSTREAM_REFUSED` is an engine's whole answer of 4xx, `UPSTREAM_ERROR` one of 5xx, `UPSTREAM_BUSY` one of
+    429 or 503 that says when to come again.
+    """
+
+    OK = "ok"
+    UPSTREAM_REFUSED = "upstream_refused"
+    UPSTREAM_BUSY = "upstream_busy"
+    UPSTREAM_ERROR = "upstream_error"
+    BAD_REQUEST = "bad_request"
+    RATE_LIMITED = "rate_limited"
+    REJECTED_FULL = "rejected_full"
+    NO_INSTANCE = "no_instance"
+    EXPIRED_QUEUE = "expired_queue"
+    CONNECT_FAILED = "connect_failed"
+    NO_RESPONSE = "no_response"
+    BROKEN_STREAM = "broken_stream"
+    CLIENT_GONE = "client_gone"
+    LOCAL_FAULT = "local_fault"
+    SHUTDOWN = "shutdown"
+
+
+#: Causes of the ends of requests: the client, a limit of its key, an engine, or hetlb and its fleet.
+CAUSES: Final[dict[str, str]] = {
+    Outcome.OK.value: "none",
+    Outcome.UPSTREAM_REFUSED.value: "client",
+    Outcome.BAD_REQUEST.value: "client",
+    Outcome.CLIENT_GONE.value: "client",
+    Outcome.RATE_LIMITED.value: "limit",
+    Outcome.UPSTREAM_BUSY.value: "engine",
+    Outcome.UPSTREAM_ERROR.value: "engine",
+    Outcome.CONNECT_FAILED.value: "engine",
+    Outcome.NO_RESPONSE.value: "engine",
+    Outcome.BROKEN_STREAM.value: "engine",
+    Outcome.REJECTED_FULL.value: "hetlb",
+    Outcome.NO_INSTANCE.value: "hetlb",
+    Outcome.EXPIRED_QUEUE.value: "hetlb",
+    Outcome.LOCAL_FAULT.value: "hetlb",
+    Outcome.SHUTDOWN.value: "hetlb",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity(PickleByFields):
+    """Limits of one instance, by the names of vLLM. `None` means not known yet.
+
+    `kv_cache_tokens` is the sum over its data-parallel `engines`, `kv_tokens_per_request` the most that a
+    single request can use of it (one engine's share); all other limits are of one engine.
+    """
+
+    kv_cache_tokens: int | None = None
+    block_size: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    kv_tokens_per_request: int | None = None
+    engines: int | None = None
+    enable_prefix_caching: bool | None = None
+    async_scheduling: bool | None = None
+    max_loras: int | None = None
+
+    def updated(self, newer: Capacity) -> Capacity:
+        """This capacity with every figure that `newer` knows replaced by it."""
+        known = {each.name: getattr(newer, each.name) for each in fields(Capacity)}
+        return replace(self, **{name: value for name, value in known.items() if value is not None})
+
+
+class Role(StrEnum):
+    """Phases of a request that an instance takes."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class Connector(StrEnum):
+    """KV connectors of vLLM by which one instance hands the KV blocks of a prompt to another."""
+
+    NIXL = "nixl"
+    MOONCAKE = "mooncake"
+
+
+@dataclass(frozen=True, slots=True)
+class KvLink(PickleByFields):
+    """Link over which instances of one model transfer KV blocks.
+
+    A prefill instance keeps blocks that were not fetched for `lease_s`. The other figures give the first
+    estimate of a transfer's time, which `core.transfer` corrects.
+    """
+
+    connector: Connector
+    lease_s: float = 30.0
+    bytes_per_token: float = 131_072.0
+    bandwidth_bytes_per_s: float = 5e9
+    latency_s: float = 0.01
+
+    @property
+    def concurrent(self) -> bool:
+        """True if both legs of a request are sent at the same time."""
+        return self.connector is Connector.MOONCAKE
+
+    def nominal_s(self, tokens: float) -> float:
+        """Seconds to transfer the KV of `tokens` tokens, before any was seen."""
+        return self.latency_s + tokens * self.bytes_per_token / self.bandwidth_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSpec(PickleByFields):
+    """One vLLM server as configured; `slots_stated`: a person said `max_num_seqs` of its capacity.
+
+    `latency` is None without a profile; `model` is "" where only the engine knows what it serves.
+    """
+
+    name: str
+    model: str
+    url: str = ""
+    weight: float = 1.0
+    latency: LatencyModel | None = None
+    capacity: Capacity = Capacity()
+    role: Role = Role.BOTH
+    kv_transfer: KvLink | None = None
+    slots_stated: bool = False
+    gpu: str = ""
+
+
+@mypyc_attr(acyclic=True)
+@dataclass(slots=True, init=False)
+class Request(PickleByFields):
+    """One request as the scheduler sees it; its fields are final (a frozen dataclass is not compiled).
+
+    `prompt_tokens` is the mean length of its prompts; `sequences` are prompts times `n`, of which `samples`
+    have the same prompt; `max_tokens` is the client's cap on each output. `generates` is False for
+    embeddings, scores and the like. `prompt_exact`: the length was counted, not estimated from bytes.
+    `subset` names the instances that a gateway allows (None: all).
+    `prefix_keys` name what each of its prompts begins with, shortest first, each with its tokens: None for
+    all that a conversation has had so far. `priority` is vLLM's: the lower value goes first. `blocks` are
+    digests of a prompt of known token ids, for engines that publish KV events. `splittable`: prefill and
+    decode may run on different instances. Of the instances `preferred` the best one is chosen where it is
+    worse than the best of all by `preferred_within` at most (a share of the score). `generated` tokens of
+    `prompt_tokens` are output of earlier leases. `service` is its class with the targets it has narrowed.
+    """
+
+    id: Final[RequestId]
+    model: Final[str]
+    prompt_tokens: Final[int]
+    max_tokens: Final[int | None]
+    sequences: Final[int]
+    longest_prompt_tokens: Final[int]
+    generates: Final[bool]
+    body_bytes: Final[int]
+    prompt_exact: Final[bool]
+    prefix_keys: Final[tuple[PrefixKey, ...]]
+    priority: Final[int]
+    tenant: Final[str | None]
+    samples: Final[int]
+    blocks: Final[PromptBlocks | None]
+    splittable: Final[bool]
+    streamed: Final[bool]
+    subset: Final[tuple[str, ...] | None]
+    preferred: Final[tuple[str, ...]]
+    preferred_within: Final[float]
+    generated: Final[int]
+    service: Final[ServiceClass]
+
+    def __init__(
+        self,
+        id: RequestId,
+        model: str,
+        prompt_tokens: int,
+        max_tokens: int | None = None,
+        sequences: int = 1,
+        longest_prompt_tokens: int = 0,
+        generates: bool = True,
+        body_bytes: int = 0,
+        prompt_exact: bool = False,
+        prefix_keys: tuple[PrefixKey, ...] = (),
+        priority: int = 0,
+        tenant: str | None = None,
+        samples: int = 1,
+        blocks: PromptBlocks | None = None,
+        splittable: bool = False,
+        streamed: bool = False,
+        subset: tuple[str, ...] | None = None,
+        preferred: tuple[str, ...] = (),
+        preferred_within: float = 0.0,
+        generated: int = 0,
+        service: ServiceClass = UNSTATED,
+    ) -> None:
+        self.id = id
+        self.model = model
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
+        self.sequences = sequences
+        self.longest_prompt_tokens = longest_prompt_tokens
+        self.generates = generates
+        self.body_bytes = body_bytes
+        self.prompt_exact = prompt_exact
+        self.prefix_keys = prefix_keys
+        self.priority = priority
+        self.tenant = tenant
+        self.samples = samples
+        self.blocks = blocks
+        self.subset = subset
+        self.splittable = splittable
+        self.streamed = streamed
+        self.preferred = preferred
+        self.preferred_within = preferred_within
+        self.service = service
+        self.generated = generated
+
+    def goes_on(self, generated: int) -> Request:
+        """Request for the rest of an answer, of which `generated` tokens are part of the prompt now."""
+        more = generated - self.generated
+        return replace(
+            self,
+            generated=generated,
+            prompt_tokens=self.prompt_tokens + more,
+            longest_prompt_tokens=self.longest_prompt_tokens + more,
+            splittable=False,
+            max_tokens=None if self.max_tokens is None else max(1, self.max_tokens - more),
+        )
+
+    @property
+    def restriction(self) -> str | None:
+        """Name of the instances that the request is restricted to, None for any that serves its model."""
+        subset = self.subset
+        return None if subset is None else ",".join(subset)
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """KV blocks of a prompt that a prefill instance keeps for another one, until `expires_at` at most.
+
+    `id` is that of the lease of the prefill. `sent_tokens` of its `tokens` are to be transferred to `target`;
+    `expected_s` is the time from the dispatch of the decode leg to its first token without the transfer.
+    `ended`: fetched, released or expired.
+    """
+
+    id: LeaseId
+    instance: str
+    target: str
+    tokens: int
+    sent_tokens: int
+    expected_s: float
+    expires_at: float
+    ended: bool = False
+
+
+@mypyc_attr(acyclic=True)
+class Lease:
+    """One dispatch of one request to one incarnation of one instance, and what it took from the ledger.
+
+    Tokens of all sequences: `promised_tokens` (prompts and predicted answers), `prompt_tokens`,
+    `unread_tokens` (of prompts, that the engine must compute), `kv_tokens` and of them `kv_prompt_tokens`
+    (of the KV cache, for itself), `shared` (used together with others). All are fixed at dispatch and given
+    back once. The driver sets `output_tokens` (all sequences together) and `reported_cached_tokens` (of one
+    prompt, None if the engine did not say) before it reports the end."""
+
+    __slots__ = (
+        "beside", "decode", "dispatched_at", "ended", "ended_at", "expected_first_s", "expected_s",
+        "first_mark", "first_token_at", "forecast_end_s", "forecast_first_s", "forecast_step_s",
+        "hold", "id", "incarnation", "incoming", "instance", "judged", "key", "kv_prompt_tokens", "kv_tokens",
+        "mark", "mixed", "outcome", "output_tokens", "own", "predicted_output", "promised_tokens",
+        "prompt_tokens", "reported_cached_tokens", "request", "seen_s", "shared", "unread_tokens",
+        "work_ns",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        lease_id: LeaseId,
+        request: Request,
+        instance: str,
+        incarnation: int,
+        *,
+        work_ns: int,
+        kv_tokens: int,
+        kv_prompt_tokens: int,
+        promised_tokens: int,
+        prompt_tokens: int,
+        unread_tokens: int,
+        predicted_output: float,
+        dispatched_at: float,
+        shared: Shared | None = None,
+    ) -> None:
+        self.id = lease_id
+        #: Boxed id, reused as dictionary key.
+        self.key: Any = lease_id
+        self.request = request
+        self.instance = instance
+        self.incarnation = incarnation
+        self.work_ns = work_ns
+        self.kv_tokens = kv_tokens
+        self.kv_prompt_tokens = kv_prompt_tokens
+        self.promised_tokens = promised_tokens
+        self.prompt_tokens = prompt_tokens
+        self.unread_tokens = unread_tokens
+        self.predicted_output = predicted_output
+        self.dispatched_at = dispatched_at
+        self.shared = shared
+        self.first_token_at: float | None = None
+        #: Forecast at the dispatch, seconds: until the first token, per further token, until the end (of a
+        #: decode leg without the transfer).
+        self.forecast_first_s = self.forecast_step_s = self.forecast_end_s = 0.0
+        #: Work of the instance when the lease began and when its first token came.
+        self.mark: Mark | None = None
+        self.first_mark: Mark | None = None
+        #: Of an answer that showed the speed of its instance: seconds that its profile expects of its
+        #: steps, seconds that they took (0: it showed none), and whether prompts were prefilled beside them.
+        self.expected_s = self.seen_s = 0.0
+        self.mixed = False
+        self.output_tokens = 0
+        self.reported_cached_tokens: int | None = None
+        self.ended = False
+        #: True if its end counts for nothing more: its refusal was counted when it came.
+        self.judged = False
+        #: True if its request is of this process.
+        self.own = True
+        self.outcome: Outcome | None = None
+        self.ended_at: float | None = None
+        #: Of a prefill leg: the lease of its decode leg, which begins when this one has ended.
+        self.decode: Lease | None = None
+        #: The forecast of the first token by the profile as it is, 0 of a decode leg; `beside` others?
+        self.expected_first_s = 0.0
+        self.beside = False
+        #: Of a decode leg: `incoming` until it is dispatched, then `hold` is what it fetches.
+        self.incoming = False
+        self.hold: Hold | None = None
+
+    def __repr__(self) -> str:
+        return f"Lease({self.id}, request={self.request.id}, instance={self.instance!r})"
+
+
+# --- facts about instances ---
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceAdded(PickleByFields):
+    """A server joined the fleet, or came back as a new incarnation; `more` came with it."""
+
+    spec: InstanceSpec
+    more: tuple[InstanceSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceRemoved(PickleByFields):
+    """A server left the fleet, and `more` with it: no new work; their leases end when their requests do."""
+
+    name: str
+    more: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceUpdated(PickleByFields):
+    """A server has another profile, capacity or weight; it is the same server with the same leases."""
+
+    spec: InstanceSpec
+
+    @property
+    def name(self) -> str:
+        """Name of the instance."""
+        return self.spec.name
+
+
+@dataclass(frozen=True, slots=True)
+class AdminStateSet(PickleByFields):
+    """An operator set the administrative state. `deadline_s`: the instance is gone after so many seconds."""
+
+    name: str
+    state: AdminState
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityLearned(PickleByFields):
+    """The engine told what it can hold; figures it does not know stay as they were."""
+
+    name: str
+    capacity: Capacity
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsLearned(PickleByFields):
+    """The engine's own list of model names: base, aliases, LoRA adapters (named once more in `adapters`)."""
+
+    name: str
+    models: tuple[str, ...]
+    adapters: tuple[str, ...] = ()
+
+
+class ProbeResult(StrEnum):
+    """Result of a probe of an engine. A refused connection is proof of absence, a timeout is not."""
+
+    OK = "ok"
+    REFUSED = "refused"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Probed(PickleByFields):
+    """A health probe ended; `detail` says how one failed."""
+
+    name: str
+    result: ProbeResult
+    detail: str = field(default="", compare=False)
+
+
+InstanceChange: TypeAlias = (
+    InstanceAdded
+    | InstanceRemoved
+    | InstanceUpdated
+    | AdminStateSet
+    | CapacityLearned
+    | ModelsLearned
+    | Probed
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSample(PickleByFields):
+    """One scrape of a server, summed over its data-parallel engines. None where absent or absurd.
+
+    `kv_usage` is a fraction 0..1, the mean of the engines weighted by their capacity; `kv_usage_max` is that
+    of the fullest engine. `preemptions` are those since the engine started. `missing` and `invalid`
+    name the metrics that were not there or absurd.
+    """
+
+    running: int | None = None
+    waiting: int | None = None
+    kv_usage: float | None = None
+    capacity: Capacity = Capacity()
+    missing: tuple[str, ...] = ()
+    invalid: tuple[str, ...] = ()
+    preemptions: int | None = None
+    kv_usage_max: float | None = None
+    #: True if one of its engines sleeps (vLLM's sleep mode).
+    asleep: bool | None = None
+    #: LoRA adapters with running requests.
+    adapters: tuple[str, ...] | None = None
+    #: Start of the server's process, Unix time in seconds.
+    began: float | None = None
+    #: Kind of the engine by its metrics, a key of `core.engines.ENGINES`; "" where none is known.
+    engine: str = ""
+    #: Prompt tokens fetched from other engines, and computed, since the engine started.
+    fetched_tokens: int | None = None
+    computed_tokens: int | None = None
+    #: Tokens that it has computed since it started: prompts that were read, and answers.
+    generated: int | None = None
+
+
+# --- commands ---
+
+
+class RejectReason(StrEnum):
+    """Reason for which the scheduler turned a request down."""
+
+    UNKNOWN_MODEL = "unknown_model"
+    TOO_LONG = "too_long"
+    QUEUE_FULL = "queue_full"
+    NO_INSTANCE = "no_instance"
+    QUEUE_EXPIRED = "queue_expired"
+    CONNECT_FAILED = "connect_failed"
+    NO_RESPONSE = "no_response"
+    POLICY_FAILED = "policy_failed"
+
+
+@dataclass(slots=True)
+class Candidate(PickleByFields):
+    """One instance as a policy saw it for one request: every term of the score, lowest score wins.
+
+    `workload` is what the request would add to the instance (seconds), `processing_s` its share of the
+    ideal batch, `kv_utilization` the promised fraction of the KV cache before this request; None where not
+    used. `terms` are a policy's own, by name, in seconds; the score is their sum, each times its weight.
+    """
+
+    instance: str
+    score: float = 0.0
+    eligible: bool = True
+    reason: str = ""
+    ideal_batch: int | None = None
+    processing_s: float | None = None
+    kv_utilization: float | None = None
+    workload: float | None = None
+    terms: dict[str, float] | None = None
+    weights: dict[str, float] | None = None
+    forecast: dict[str, float] | None = None
+
+    def document(self) -> dict[str, object]:
+        """JSON of it, unrounded; a score that is never chosen is null."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {**found, "score": self.score if math.isfinite(self.score) else None}
+
+
+#: Reason of the dispatch of a decode leg, which was decided together with its prefill leg.
+HAND_OVER: Final = "hand-over"
+
+
+def pair_name(prefill: str, decode: str) -> str:
+    """The name of a pair of instances, for people."""
+    return f"{prefill} > {decode}"
+
+
+@mypyc_attr(acyclic=True)
+@dataclass(slots=True, init=False)
+class Dispatch:
+    """Send the request to the lease's instance now. Made like a `Request`."""
+
+    request_id: RequestId
+    lease: Lease
+    reason: str
+    #: Makes the candidates from what was known at the time: most decisions are never looked at.
+    considered: Callable[[], Sequence[Candidate]] = field(compare=False, repr=False)
+    #: `x-request-id` of the request, "" where the driver does not know it.
+    label: str = field(compare=False, repr=False, default="")
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        lease: Lease,
+        reason: str,
+        considered: Callable[[], Sequence[Candidate]] = tuple,
+    ) -> None:
+        self.request_id = request_id
+        self.lease = lease
+        self.reason = reason
+        self.considered = considered
+        self.label = ""
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Every instance of the model as the policy saw it, in file order."""
+        return tuple(self.considered())
+
+
+@dataclass(frozen=True, slots=True)
+class Reject(PickleByFields):
+    """Answer the client: the request will not be run. `detail` is a sentence for the client."""
+
+    request_id: RequestId
+    reason: RejectReason
+    detail: str
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PassOn(PickleByFields):
+    """Give the client the refusal of an engine: no other instance takes the request."""
+
+    request_id: RequestId
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class HealthChanged(PickleByFields):
+    """An instance's health changed; for the log and the metrics."""
+
+    instance: str
+    health: Health
+    reason: str
+
+
+Command: TypeAlias = Dispatch | Reject | PassOn | HealthChanged

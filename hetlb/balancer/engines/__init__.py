@@ -1,0 +1,1 @@
+"""Connections to engines, and what is asked of them beside requests."""

@@ -1,0 +1,330 @@
+"""Connections to the engines of a fleet: a pool for each incarnation of an instance.
+
+An idle connection is reused for at most `upstream_idle_s` (uvicorn closes them after 5 s); trouble of this
+machine is told apart from the engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, NamedTuple
+from urllib.parse import urlsplit
+
+from hetlb.balancer.clients.access import PLAIN_ACCESS, EngineAccess
+from hetlb.balancer.config.fleet_tables import ProxyTable
+from hetlb.balancer.core.types import Lease
+from hetlb.balancer.engines.upstream import Carried, EngineConnection, SideCall, Upstream
+from hetlb.balancer.exchange import ends
+from hetlb.balancer.exchange.ends import End
+from hetlb.balancer.http.connection_states import EngineState
+from hetlb.balancer.http.http1 import KnownHeads, ResponseHead, parse_response_head
+from hetlb.turns import turns
+
+#: Errors of this machine, not of the engine.
+LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
+#: Seconds that an engine may take to close a TLS connection.
+_TLS_SHUTDOWN_S: Final = 1.0
+#: Looked up here and not for every request: a member of an enum costs as much as a call.
+_IDLE: Final = EngineState.IDLE
+
+
+class Target(NamedTuple):
+    """One incarnation of an instance, as its connections need it."""
+
+    name: str
+    incarnation: int
+    url: str
+    #: Time at which it is gone, None without a notice.
+    leaves_at: float | None = None
+
+
+def local_trouble(error: OSError) -> bool:
+    """True if a failed connection is the fault of this machine; an address that is not found is not."""
+    if isinstance(error, socket.gaierror):
+        return error.errno == socket.EAI_MEMORY
+    return error.errno in LOCAL_ERRNOS
+
+
+class EnginePool(Upstream):
+    """The connections to one instance."""
+
+    __slots__ = (
+        "_address", "_checks", "_confined", "_connect_timeout_s", "_connecting", "_host", "_host_header",
+        "_idle", "_idle_s", "_loop", "_lost", "_now", "_on_reconnect", "_port", "_stalled_since", "_tls",
+        "busy", "closed", "heads", "origin", "own_headers", "passthrough", "turns",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        url: str,
+        loop: asyncio.AbstractEventLoop,
+        access: EngineAccess,
+        table: ProxyTable,
+        stalled_since: Callable[[float], bool] = lambda then: False,
+        on_reconnect: Callable[[bytes], None] | None = None,
+    ) -> None:
+        """`stalled_since` tells whether this process stood still since a time: then no engine was slow.
+
+        `on_reconnect` gets the engine's `/v1/models` where it closed connections before: it may be another.
+        """
+        parts = urlsplit(url)
+        assert parts.hostname is not None, f"expected a checked URL, got {url!r}"
+        self._host = parts.hostname
+        self._port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._host_header = b"host: " + parts.netloc.encode("ascii")
+        self.origin = f"{parts.scheme}://{parts.netloc}"
+        self._loop = loop
+        self._now = loop.time
+        self.turns = turns(loop)
+        self._stalled_since = stalled_since
+        self._on_reconnect = on_reconnect
+        #: True if the engine closed or refused a connection since its models were last read here.
+        self._lost = False
+        #: Questions for the engine's models, and when each was asked, by the request that waits.
+        self._checks: dict[Carried, tuple[SideCall, float]] = {}
+        self.configure(access, table)
+        #: The most recently used at the right: the others grow old and are closed.
+        self._idle: deque[EngineConnection] = deque()
+        self.busy: set[EngineConnection] = set()
+        self._connecting: dict[Carried, asyncio.Task[None]] = {}
+        self.closed = False
+        self.heads = KnownHeads(_parse_answer_head)
+
+    def configure(self, access: EngineAccess, table: ProxyTable) -> None:
+        """Set what holds for requests and connections from now on: key, certificates, times."""
+        self._connect_timeout_s = table.connect_timeout_s
+        self._idle_s = table.upstream_idle_s
+        self._address = access.address or self._host
+        self._confined = access.confined
+        self._tls: dict[str, Any] = {}
+        if access.tls is not None:
+            self._tls = {
+                "ssl": access.tls,
+                "server_hostname": self._host,
+                "ssl_shutdown_timeout": _TLS_SHUTDOWN_S,
+            }
+        #: The header lines that are ours, and whether a client's own key goes along with them.
+        self.own_headers = self._host_header + b"\r\n"
+        self.passthrough = access.passthrough and access.authorization is None
+        if access.authorization is not None:
+            self.own_headers += b"authorization: " + access.authorization + b"\r\n"
+
+    @property
+    def open_connections(self) -> int:
+        return len(self.busy) + len(self._idle) + len(self._connecting)  # checks are among the busy ones
+
+    def send(self, exchange: Carried, *, fresh: bool = False) -> None:
+        if not fresh:
+            idle, oldest = self._idle, self._now() - self._idle_s
+            while idle:
+                connection = idle.pop()
+                if connection.idle_since > oldest and connection.state is _IDLE:
+                    connection.begin(exchange)
+                    return
+                connection.close()
+        self._connecting[exchange] = self._loop.create_task(self._connect(exchange))
+
+    def head(self, request_line: bytes, fields: bytes = b"") -> bytes:
+        """The head of a request of the proxy's own, with these fields and the engine's."""
+        return b"%b HTTP/1.1\r\n%b%b" % (request_line, self.own_headers, fields)
+
+    def cancel(self, exchange: Carried) -> None:
+        task = self._connecting.pop(exchange, None)
+        if task is not None:
+            task.cancel()
+        if exchange in self._checks:
+            self._checks.pop(exchange)[0].abort()
+
+    def lost(self) -> None:
+        """The engine closed or refused a connection: what answers next may be another."""
+        self._lost = True
+
+    def put_back(self, connection: EngineConnection) -> None:
+        """A cleanly ended answer: keep its connection for a while."""
+        if self.closed:
+            connection.close()
+            return
+        connection.idle_since = self._now()
+        self._idle.append(connection)
+
+    def forget(self, connection: EngineConnection) -> None:
+        self.busy.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def sweep(self, now: float) -> None:
+        """Close what has been idle for too long; wait no longer for an engine to say what it serves."""
+        for exchange, (check, began) in list(self._checks.items()):
+            if now - began > self._connect_timeout_s:
+                check.abort()
+                try:
+                    self._checked(exchange, None)
+                except Exception as error:
+                    exchange.fault(error)
+        while self._idle and self._idle[0].idle_since <= now - self._idle_s:
+            self._idle.popleft().close()
+
+    def close(self) -> None:
+        """Close idle connections now and the others as they end."""
+        self.closed = True
+        while self._idle:
+            self._idle.popleft().close()
+
+    async def _connect(self, exchange: Carried) -> None:
+        end: End | None = None
+        detail = ""
+        began = self._now()
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await self._loop.create_connection(
+                    lambda: EngineConnection(self), self._address, self._port, **self._tls
+                )
+            if self._confined:
+                connection.refuse_special_peer()
+            if connection.state is EngineState.CLOSED:  # before anything was sent
+                end, detail = ends.NOT_ACCEPTED, "the engine closed the connection"
+        except asyncio.CancelledError:
+            return
+        except TimeoutError:
+            if self._stalled_since(began) and exchange in self._connecting:
+                self._connecting[exchange] = self._loop.create_task(self._connect(exchange))
+                return
+            end, detail = ends.NOT_ACCEPTED, "the connection was not accepted in time"
+        except OSError as error:
+            end = ends.LOCAL if local_trouble(error) else ends.NOT_ACCEPTED
+            detail = error.strerror or str(error)
+        except UnicodeError:
+            end, detail = ends.NOT_ACCEPTED, "its host can be no name"
+        if self._connecting.pop(exchange, None) is None:
+            # The client left in the same turn in which the connection came.
+            if end is None:
+                connection.close()
+            return
+        try:
+            if end is not None:
+                self._lost = True
+                exchange.engine_failed(end, detail)
+            elif self._lost and self._on_reconnect is not None:
+                self._check(exchange, connection)
+            else:
+                connection.begin(exchange)
+        except Exception as error:
+            exchange.fault(error)
+
+    def _check(self, exchange: Carried, connection: EngineConnection) -> None:
+        """Ask a fresh connection for the engine's models, for a request that waits for the answer."""
+
+        def done(head: ResponseHead, body: bytes) -> None:
+            self._checked(exchange, body if head.status == 200 else None)
+
+        def failed(end: End, detail: str) -> None:
+            if end is ends.JUNK or end is ends.HEAD_CUT:
+                self._checked(exchange, None)  # the path may not be known there
+            elif self._checks.pop(exchange, None) is not None:
+                exchange.engine_failed(ends.NOT_ACCEPTED, detail)
+
+        check = SideCall(self, self.head(b"GET /v1/models"), b"", done, failed, on_fault=exchange.fault)
+        self._checks[exchange] = check, self._now()
+        connection.begin(check)
+
+    def _checked(self, exchange: Carried, body: bytes | None) -> None:
+        """The engine's models were read, or could not be (None); the request goes on."""
+        if self._checks.pop(exchange, None) is None:
+            return
+        self._lost = False
+        if body is not None and self._on_reconnect is not None:
+            self._on_reconnect(body)
+        if exchange.still_served():
+            self.send(exchange)
+        else:
+            exchange.engine_failed(ends.MOVED, "another model is served there")
+
+
+class EnginePools:
+    """Pools by incarnation, and those to bootstrap servers of KV transfers by URL."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        table: ProxyTable,
+        access: Mapping[str, EngineAccess],
+        stalled_since: Callable[[float], bool],
+    ) -> None:
+        self._loop = loop
+        self._table = table
+        self._access = access
+        self._stalled_since = stalled_since
+        self._pools: dict[int | str, EnginePool] = {}
+        #: Called with an instance's name and its `/v1/models` after its engine closed connections.
+        self.on_reconnect: Callable[[str, bytes], None] | None = None
+
+    def of(self, lease: Lease) -> EnginePool:
+        """The connections to the incarnation a lease is tied to."""
+        return self._pools[lease.incarnation]
+
+    def find(self, lease: Lease) -> EnginePool | None:
+        """The same, None where they are gone."""
+        return self._pools.get(lease.incarnation)
+
+    def all(self) -> list[EnginePool]:
+        return list(self._pools.values())
+
+    def open(self, incarnation: int, name: str, url: str) -> EnginePool:
+        """The pool of an instance, made for its first request."""
+        pool = self._pools.get(incarnation)
+        if pool is None:
+            read = self.on_reconnect
+            pool = self._pools[incarnation] = EnginePool(
+                url,
+                self._loop,
+                self._access.get(name, PLAIN_ACCESS),
+                self._table,
+                self._stalled_since,
+                None if read is None else lambda body: read(name, body),
+            )
+        return pool
+
+    def bootstrap(self, name: str) -> EnginePool | None:
+        """Connections to the bootstrap server of an instance, None where none is known."""
+        url = self._access.get(name, PLAIN_ACCESS).kv_bootstrap
+        if url is not None and url not in self._pools:
+            self._pools[url] = EnginePool(url, self._loop, PLAIN_ACCESS, self._table)
+        return None if url is None else self._pools[url]
+
+    def configure(self, table: ProxyTable, targets: Iterable[Target]) -> None:
+        self._table = table
+        names = {target.incarnation: target.name for target in targets}
+        for key, pool in self._pools.items():
+            if isinstance(key, str):
+                pool.configure(PLAIN_ACCESS, table)
+            elif key in names:
+                pool.configure(self._access.get(names[key], PLAIN_ACCESS), table)
+
+    @property
+    def open_connections(self) -> int:
+        return sum(pool.open_connections for pool in self.all())
+
+    def drop_unused(self, live: set[int]) -> None:
+        """Close connections to other incarnations and unused bootstrap servers, once they carry nothing."""
+        known = {each.kv_bootstrap for each in self._access.values()}
+        for key, pool in list(self._pools.items()):
+            if isinstance(key, int) and key not in live:
+                pool.close()
+            if key not in live and key not in known and not pool.open_connections:
+                del self._pools[key]
+
+    def sweep(self, now: float) -> None:
+        for pool in self.all():
+            pool.sweep(now)
+
+    def close(self) -> None:
+        for pool in self.all():
+            pool.close()
+
+
+def _parse_answer_head(raw: bytes) -> tuple[ResponseHead, int | None]:
+    return parse_response_head(raw, b"POST")

@@ -1,0 +1,397 @@
+"""Watch over the engines: health, what they serve, how full they are, for the scheduler and for the log.
+
+Whatever an engine answers, the watch goes on. A refused connection is told apart from a slow answer, and
+trouble of our own (no file descriptors, no ports) is no instance's failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from hetlb.addresses import confined_socket
+from hetlb.balancer.clients.access import PLAIN_ACCESS, EngineAccess
+from hetlb.balancer.config.fleet_tables import ScrapeTable
+from hetlb.balancer.config.urls import bracketed
+from hetlb.balancer.core.engine_metrics import EnginePage
+from hetlb.balancer.core.engine_tables import OTHER_PAGE
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.types import (
+    AdminState,
+    Capacity,
+    CapacityLearned,
+    EngineSample,
+    Health,
+    InstanceChange,
+    ModelsLearned,
+    Probed,
+    ProbeResult,
+)
+from hetlb.balancer.engines.engine_pools import LOCAL_ERRNOS
+from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
+from hetlb.balancer.telemetry.access_log import escape
+from hetlb.balancer.telemetry.events import Event, tell
+from hetlb.served_models import longest_context, read_model_list, read_version
+
+if TYPE_CHECKING:
+    from hetlb.balancer.config.profile_file import Profile
+
+logger = logging.getLogger("hetlb.scrape")
+
+#: A page beyond this is none: a list of a thousand models has 100 KiB.
+_MAX_PAGE_BYTES = 1 << 20
+#: Metrics are read line by line and not kept: each of 32 data-parallel engines has some 60 KiB.
+_MAX_METRICS_BYTES = 64 << 20
+#: An engine with such a page is asked for its metrics this seldom.
+_TOO_LARGE_PAUSE_S = 60.0
+#: The model list is read again after this many rounds, and whenever an instance comes back.
+_MODELS_EVERY = 10
+
+
+class _TooLargeError(Exception):
+    """A page beyond its limit."""
+
+
+class _LocalTroubleError(Exception):
+    """We could not even try."""
+
+
+class EngineWatch:
+    """One watching task per instance; what it finds out goes to the scheduler as it is."""
+
+    def __init__(
+        self, table: ScrapeTable, scheduling: SchedulerDriver, access: Mapping[str, EngineAccess]
+    ) -> None:
+        self._table = table
+        self._scheduling = scheduling
+        self._scheduler = scheduling.scheduler
+        #: Keys and certificates of the engines, by instance. The owner of this mapping alone changes it.
+        self._access = access
+        #: Reasons logged for instances that are not let in: each is logged once.
+        self._told: dict[str, str] = {}
+        self._urls: dict[str, str] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._first_rounds: dict[str, asyncio.Event] = {}
+        self._session: aiohttp.ClientSession | None = None
+        #: The same for engines whose names may not lead everywhere.
+        self._confined: aiohttp.ClientSession | None = None
+        #: The engines' own entries of `/v1/models`, by instance.
+        self.models: dict[str, list[dict[str, Any]]] = {}
+        #: The engines' `/version`, by instance.
+        self.versions: dict[str, str] = {}
+        #: Paths of their metrics where that is not `/metrics`.
+        self._pages: dict[str, str] = {}
+        self.invalid_samples: dict[str, int] = {}
+
+    async def start(self, profiles: Mapping[str, Profile], most_s: float) -> None:
+        """Begin to watch all instances; returns once every one was probed, after `most_s` at the latest."""
+        self._session = self._make_session()
+        self._confined = self._make_session(socket_factory=confined_socket)
+        for instance in self._scheduler.instances:
+            if instance.admin is not AdminState.MAINT:
+                self.add(instance.name, instance.spec.url)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                for event in list(self._first_rounds.values()):
+                    await event.wait()
+        for instance in self._scheduler.instances:
+            _log_absent(instance)
+            if (profile := profiles.get(instance.name)) is not None:
+                entries, version = self.models.get(instance.name, []), self.versions.get(instance.name)
+                _log_other_than_profiled(instance.name, profile, entries, version)
+
+    @property
+    def started(self) -> bool:
+        return self._session is not None
+
+    def add(self, name: str, url: str) -> None:
+        self._urls[name] = url
+        self._first_rounds[name] = asyncio.Event()
+        self._tasks[name] = asyncio.create_task(self._watch(name), name=f"watch {name}")
+
+    def pause(self, name: str) -> None:
+        """Stop watching a server for now; what is known of it stays."""
+        if task := self._tasks.pop(name, None):
+            task.cancel()
+
+    def watches(self, name: str) -> bool:
+        return name in self._tasks
+
+    def remove(self, name: str) -> None:
+        self.pause(name)
+        for known in (
+            self.models, self.versions, self.invalid_samples, self._first_rounds, self._told, self._urls,
+            self._pages,
+        ):  # fmt: skip
+            known.pop(name, None)
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
+        for session in (self._session, self._confined):
+            if session is not None:
+                await session.close()
+
+    def reconnected(self, name: str, body: bytes) -> None:
+        """An engine that closed connections was asked what it serves now: `body` is its `/v1/models`."""
+        entries = read_model_list(body)
+        names = tuple(dict.fromkeys(entry["id"] for entry in entries))
+        instance = self._scheduler.fleet.instances.get(name)
+        if names and instance is not None and instance.served != names:
+            self.models[name] = entries
+            self._learned(models_learned(name, entries))
+
+    def model_list(self) -> list[dict[str, Any]]:
+        union: dict[str, dict[str, Any]] = {}
+        for instance in self._scheduler.instances:
+            if instance.health.state is Health.EJECTED:
+                continue
+            entries = self.models.get(instance.name)
+            if entries is None and instance.spec.model:
+                entries = [{"id": instance.spec.model, "object": "model", "owned_by": "hetlb"}]
+            for entry in entries or ():
+                known = union.setdefault(entry["id"], entry)
+                longest, mine = known.get("max_model_len"), entry.get("max_model_len")
+                if isinstance(mine, int) and (not isinstance(longest, int) or mine > longest):
+                    union[entry["id"]] = entry
+        return list(union.values())
+
+    def _learned(self, change: InstanceChange) -> None:
+        if not isinstance(change, ModelsLearned):
+            self._scheduling.change(change)
+            return
+        instance = self._scheduler.fleet.instances.get(change.name)
+        before, model = (None, "") if instance is None else (instance.served, instance.spec.model)
+        self._scheduling.change(change)
+        if change.models != before:
+            _log_models(change.name, model, before, change.models)
+
+    def _sampled(self, name: str, sample: EngineSample) -> None:
+        instance = self._scheduler.fleet.instances.get(name)
+        slept = instance is not None and instance.asleep
+        self._scheduling.sample(name, sample)
+        if instance is not None and instance.asleep is not slept:
+            event = Event.INSTANCE_ASLEEP if instance.asleep else Event.INSTANCE_AWAKE
+            now = "sleeps: it gets no requests" if instance.asleep else "woke up"
+            tell(logger, event, "%s %s", name, now, instance=name)
+
+    async def _watch(self, name: str) -> None:
+        loop = asyncio.get_running_loop()
+        rounds_until_models = 0
+        metrics_after = 0.0
+        began: float | None = None
+        told_missing = False
+        while True:
+            started = loop.time()
+            result, detail = await self._probe(name)
+            if result is ProbeResult.OK and rounds_until_models <= 0:
+                # What it serves is known before it is said to be up: another may be at its address by now.
+                rounds_until_models = _MODELS_EVERY if await self._read_models(name) else 0
+            if result is not None:
+                self._learned(Probed(name, result, detail))
+            if result is ProbeResult.OK:
+                rounds_until_models -= 1
+                sample = None
+                if started >= metrics_after:
+                    try:
+                        sample = await self._read_metrics(name)
+                    except _TooLargeError:
+                        metrics_after = started + _TOO_LARGE_PAUSE_S
+                        self._tell_once(name, f"its /metrics has more than {_MAX_METRICS_BYTES} bytes")
+                if sample is not None:
+                    if sample.began is None:
+                        rounds_until_models = 0  # only its list tells whether it is the process it was
+                    elif sample.began != began:
+                        if began is not None:
+                            await self._read_models(name)  # another process has its address
+                        began = sample.began
+                    self._sampled(name, sample)
+                    if sample.invalid:
+                        self.invalid_samples[name] = self.invalid_samples.get(name, 0) + 1
+                    if sample.missing and not told_missing:
+                        text, lacking = (
+                            "%s does not report %s; its own ledger is used instead",
+                            sample.missing,
+                        )
+                        tell(logger, Event.INSTANCE_METRICS, text, name, ", ".join(lacking), instance=name)
+                        told_missing = True
+            else:
+                # A process that comes back may serve another model.
+                rounds_until_models = 0
+            self._first_rounds[name].set()
+            await asyncio.sleep(max(0.05, started + self._table.interval_s - loop.time()))
+
+    def _make_session(self, **options: Any) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=self._table.timeout_s),
+            # uvicorn closes idle connections after 5 s: ours are given up first.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0, **options),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+    async def _get(self, name: str, path: str, metrics: EnginePage | None = None) -> tuple[int, bytes]:
+        """Return status and body of a page; with `metrics`, which are fed it, its first byte alone."""
+        access = self._access.get(name, PLAIN_ACCESS)
+        session = self._confined if access.confined else self._session
+        assert session is not None, "start() comes first"
+        url, headers, hostname = self._urls[name], {}, None
+        if access.authorization is not None:
+            headers["authorization"] = access.authorization.decode("ascii")
+        if access.address is not None:
+            parts = urlsplit(url)
+            url = f"{parts.scheme}://{bracketed(access.address)}" + (f":{parts.port}" if parts.port else "")
+            headers["host"] = parts.netloc
+            hostname = parts.hostname if access.tls is not None else None
+        try:
+            async with session.get(
+                url + path,
+                headers=headers,
+                allow_redirects=False,
+                ssl=access.tls or True,
+                server_hostname=hostname,
+            ) as reply:
+                body, size = bytearray(), 0
+                most = _MAX_PAGE_BYTES if metrics is None else _MAX_METRICS_BYTES
+                async for piece in reply.content.iter_any():
+                    size += len(piece)
+                    if size > most:
+                        raise _TooLargeError
+                    if metrics is None:
+                        body += piece
+                    else:
+                        metrics.feed(piece)
+                        body += piece[:1] if not body else b""
+                return reply.status, bytes(body)
+        except OSError as error:
+            if error.errno in LOCAL_ERRNOS:
+                raise _LocalTroubleError from error
+            raise
+
+    async def _probe(self, name: str) -> tuple[ProbeResult | None, str]:
+        """Probe an engine: the result, None where this machine could not try; and how it failed."""
+        try:
+            status, _ = await self._get(name, "/health")
+        except _LocalTroubleError:
+            return None, ""
+        except aiohttp.ClientSSLError as error:
+            detail = f"no TLS connection: {_tls_reason(error)}"
+            self._tell_once(name, detail)
+            return ProbeResult.FAILED, detail
+        except aiohttp.ClientConnectorDNSError as error:
+            host, why = urlsplit(self._urls[name]).hostname, error.os_error.strerror or error.os_error
+            return ProbeResult.REFUSED, f"the name has no address: {host}: {why}"
+        except aiohttp.ClientConnectorError as error:
+            if isinstance(error.os_error, ConnectionRefusedError):
+                return ProbeResult.REFUSED, "connection refused"
+            return ProbeResult.FAILED, f"no connection: {error.os_error.strerror or error.os_error}"
+        except TimeoutError:
+            return ProbeResult.FAILED, f"no answer to /health within {self._table.timeout_s:g} s"
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            text = (str(error) or type(error).__name__)[:200]
+            shown = "".join(each if each.isprintable() else "?" for each in text)
+            return ProbeResult.FAILED, f"/health: {shown}"
+        except _TooLargeError:
+            status = 200
+        if status == 200:
+            return ProbeResult.OK, ""
+        return ProbeResult.FAILED, f"/health answers {status}"
+
+    async def _read_metrics(self, name: str) -> EngineSample | None:
+        page = EnginePage()
+        try:
+            status, body = await self._get(name, self._pages.get(name, "/metrics"), page)
+        except (_LocalTroubleError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            return None
+        if body[:1] == b"[":
+            self._pages[name] = OTHER_PAGE
+            return None
+        return page.sample() if status == 200 else None
+
+    async def _read_models(self, name: str) -> bool:
+        try:
+            status, body = await self._get(name, "/v1/models")
+            _, version = await self._get(name, "/version")
+        except (_LocalTroubleError, _TooLargeError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
+            return False
+        if status in (401, 403):
+            has_key = self._access.get(name, PLAIN_ACCESS).authorization is not None
+            told = "refuses the API key" if has_key else "wants an API key"
+            self._tell_once(name, f"{told} ({status} at /v1/models)")
+        entries = read_model_list(body) if status == 200 else []
+        if not entries:
+            return False
+        self._told.pop(name, None)
+        self.models[name] = entries
+        if text := read_version(version):
+            self.versions[name] = text
+        self._learned(models_learned(name, entries))
+        if (longest := longest_context(entries)) is not None:
+            self._learned(CapacityLearned(name, Capacity(max_model_len=longest)))
+        return True
+
+    def _tell_once(self, name: str, text: str) -> None:
+        if self._told.get(name) != text:
+            self._told[name] = text
+            event = Event.INSTANCE_METRICS if "/metrics" in text else Event.INSTANCE_ACCESS
+            tell(logger, event, "%s: %s", name, text, instance=name)
+
+
+def _tls_reason(error: aiohttp.ClientSSLError) -> str:
+    """OpenSSL's own words: `certificate verify failed: Hostname mismatch, …`."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        cause: BaseException = error.certificate_error
+    else:
+        cause = error.os_error
+    return getattr(cause, "verify_message", "") or getattr(cause, "reason", "") or type(cause).__name__
+
+
+def models_learned(name: str, entries: list[dict[str, Any]]) -> ModelsLearned:
+    """The fact that an engine lists these; an adapter has a `parent`."""
+    names = tuple(dict.fromkeys(entry["id"] for entry in entries))
+    return ModelsLearned(name, names, tuple({entry["id"]: None for entry in entries if entry.get("parent")}))
+
+
+def _log_absent(instance: Instance) -> None:
+    """Log that an engine did not answer the first round of probes, if so."""
+    if instance.health.state is Health.UP:
+        return
+    url, reason = instance.spec.url, instance.health.reason
+    tell(
+        logger, Event.INSTANCE_ABSENT, "%s (%s) is not answering: %s; the others are served",
+        instance.name, url, reason, instance=instance.name, url=url, reason=reason,
+    )  # fmt: skip
+
+
+def _log_models(name: str, model: str, before: tuple[str, ...] | None, now: tuple[str, ...]) -> None:
+    """Log that an engine serves other models than `before`, or than `model`, that of the file ("": none)."""
+    shown = ", ".join(map(escape, now))
+    if model and model not in now:
+        text = "%s serves %s, not %s: it gets requests for what it serves"
+        tell(logger, Event.INSTANCE_OTHER_MODEL, text, name, shown, model, instance=name)
+    elif before is not None:
+        text, old = "%s now serves %s (before: %s)", ", ".join(map(escape, before))
+        tell(logger, Event.INSTANCE_MODELS, text, name, shown, old, instance=name)
+
+
+def _log_other_than_profiled(
+    name: str, profile: Profile, entries: Sequence[Mapping[str, Any]], version: str | None
+) -> None:
+    """Warn where an engine is not what its profile was measured on; `entries` are of its `/v1/models`."""
+    serves = {str(entry[key]) for entry in entries for key in ("id", "root") if entry.get(key)}
+    if profile.model is not None and serves and profile.model.name not in serves:
+        shown = ", ".join(sorted(map(escape, serves)))
+        text = "%s: its profile is of the model %s, it serves %s"
+        tell(logger, Event.INSTANCE_PROFILE, text, name, profile.model.name, shown, instance=name)
+    if profile.engine.version is not None and version not in (None, profile.engine.version):
+        shown, text = escape(str(version)), "%s: its profile is of vLLM %s, it runs %s"
+        tell(logger, Event.INSTANCE_PROFILE, text, name, profile.engine.version, shown, instance=name)

@@ -1,0 +1,458 @@
+"""Connections to engines, one protocol each; they carry clients' requests and those of the proxy's own.
+
+One that was idle and fails before its answer began is replaced by a fresh one without the client noticing;
+one whose answer was not cleanly framed is never used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final, Protocol
+
+from hetlb.addresses import refuse_special
+from hetlb.balancer.exchange import ends
+from hetlb.balancer.exchange.ends import End
+from hetlb.balancer.http import connection_states as states
+from hetlb.balancer.http.connection_states import EngineState, Reading
+from hetlb.balancer.http.http1 import ChunkedDecoder, GateError, ResponseHead, head_end, parse_response_head
+from hetlb.balancer.http.paced_reading import PacedReader
+
+if TYPE_CHECKING:
+    from hetlb.balancer.engines.engine_pools import EnginePool
+
+_MAX_HEAD_BYTES: Final = 32 << 10
+#: Maximum number of interim answers (1xx).
+MAX_INTERIM: Final = 16
+#: Bytes of an answer that are looked at before other connections have their turn, where that is costly.
+TURN_BYTES: Final = 16 << 10
+#: A read of this size or more is a turn of its own: more is waiting in the kernel.
+_LARGE_READ: Final = 64 << 10
+#: Maximum bytes of the answer to a request of the proxy's own.
+_MAX_ANSWER_BYTES: Final = 4 << 20
+#: Bodies up to this size are written in one piece with their head.
+_COPIED_BYTES: Final = 16 << 10
+#: Looked up here and not for every request: a member of an enum costs as much as a call.
+_IDLE: Final = EngineState.IDLE
+_OPEN: Final = Reading.OPEN
+_TURN: Final = Reading.TURN
+_HELD: Final = Reading.HELD
+#: Ends of an engine that did not answer, by the state of its connection; of others it is `DROPPED`.
+_UNANSWERED: Final = {EngineState.HEAD: ends.HEAD_CUT, EngineState.SENDING: ends.UNREAD}
+
+
+class Carried(Protocol):
+    """One request as a connection sees it: what to send, and what is told of the answer."""
+
+    @property
+    def method(self) -> bytes: ...
+    @property
+    def plain(self) -> bool: ...
+    def engine_lost_idle(self) -> None: ...
+    def engine_head(self, head: ResponseHead, length: int | None) -> None: ...
+    def engine_events(self, chunks: bytes) -> bool: ...
+    def engine_body(self, payload: bytes) -> None: ...
+    def engine_end(self, payload: bytes) -> None: ...
+    def engine_failed(self, end: End, detail: str) -> None: ...
+    def engine_connected(self, connection: EngineConnection) -> None: ...
+    def still_served(self) -> bool: ...
+    def fault(self, error: Exception) -> None: ...
+
+
+class Upstream:
+    """The way of exchanges to their engines."""
+
+    __slots__ = ()
+
+    def send(self, exchange: Carried, *, fresh: bool = False) -> None:
+        """Send the exchange's request, on a connection that was not used before if `fresh`."""
+        raise NotImplementedError
+
+    def cancel(self, exchange: Carried) -> None:
+        """Stop sending an exchange's request, if that is going on."""
+        raise NotImplementedError
+
+
+class EngineConnection(PacedReader):
+    """One connection to an engine; carries one exchange at a time."""
+
+    __slots__ = (
+        "_buffer", "_decoder", "_interim", "_left", "_rest", "_rest_at", "exchange", "head",
+        "idle_since", "may_upgrade", "pool", "state",
+    )  # fmt: skip
+
+    def __init__(self, pool: EnginePool) -> None:
+        super().__init__(pool.turns)
+        self.pool = pool
+        self.state = EngineState.FRESH
+        self.exchange: Carried | None = None
+        self.head: ResponseHead | None = None
+        self.idle_since = 0.0
+        #: The beginning of a head, and how many interim ones came before it.
+        self._buffer = bytearray()
+        self._interim = 0
+        self._decoder: ChunkedDecoder | None = None
+        self._left: int | None = None
+        #: Bytes that were read and are looked at in later turns, from `_rest_at` on.
+        self._rest = b""
+        self._rest_at = 0
+        #: True if the request asks for another protocol.
+        self.may_upgrade = False
+
+    def _leave(self) -> None:
+        """This connection is of no further use: the pool forgets it, what was read of it is dropped."""
+        if self.state is not EngineState.CLOSED:
+            self.state = states.CLOSED.take(self.state)
+        self.pool.forget(self)
+        self._rest, self._rest_at = b"", 0
+
+    def refuse_special_peer(self) -> None:
+        """Close and raise `OSError` where the engine's name led to where no engine can be."""
+        assert self._transport is not None, "expected a connection"
+        try:
+            refuse_special(self._transport.get_extra_info("peername")[0])
+        except OSError:
+            self._transport.abort()
+            raise
+
+    # --- the exchange's side ---
+
+    def begin(self, exchange: Carried) -> None:
+        self.exchange = exchange
+        self.head = None
+        self._decoder = None
+        self.may_upgrade = False
+        self._interim = 0
+        self._buffer.clear()
+        row = states.REUSED if self.state is _IDLE else states.BEGUN
+        self.state = row.take(self.state)
+        self.pool.busy.add(self)
+        try:
+            exchange.engine_connected(self)
+        except Exception:
+            if self.exchange is exchange:
+                self.abort()
+            raise
+
+    def send(self, head: bytes, body: bytes) -> None:
+        transport = self._transport
+        assert transport is not None, "expected a connection that was made"
+        if len(body) <= _COPIED_BYTES:
+            transport.write(head + body)
+        else:
+            transport.writelines((head, body))
+
+    def hand_over(self, protocol: asyncio.Protocol) -> tuple[asyncio.Transport, bytes]:
+        """Let another protocol have the transport, and what came behind the head; `abort` ends it."""
+        transport, unread = self._transport, self._rest[self._rest_at :]
+        assert transport is not None, "expected a connection that was made"
+        self.exchange, self._rest, self._rest_at = None, b"", 0
+        if self.reading is not _OPEN:
+            self._resume_reading()
+        transport.set_protocol(protocol)
+        return transport, unread
+
+    def pause(self) -> None:
+        """Read no more for now: the client is slow."""
+        if self.reading is not _HELD:
+            self._hold_back()
+
+    def resume(self) -> None:
+        if self.reading is not _HELD:
+            return
+        if self._rest:
+            self._continue_later()
+        else:
+            self._resume_reading()
+
+    def abort(self) -> None:
+        """Drop the connection at once: the engine stops working for what it carries."""
+        self.exchange = None
+        self._leave()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close(self) -> None:
+        self._leave()
+        if self._transport is not None:
+            self._transport.close()
+
+    def _failed(self, exchange: Carried, error: Exception) -> None:
+        """End an exchange that raised an error, and this connection while it still carries it."""
+        if self.exchange is exchange:
+            self.abort()
+        exchange.fault(error)
+
+    # --- asyncio's side ---
+
+    def data_received(self, data: bytes) -> None:
+        exchange = self.exchange
+        if exchange is None:
+            # Bytes that no request asked for: the framing of this connection cannot be trusted.
+            self.abort()
+            return
+        try:
+            if len(data) > TURN_BYTES or self.reading is not _OPEN:
+                self._rest = self._rest[self._rest_at :] + data if self._rest else data
+                self._rest_at = 0
+                if self.reading is _OPEN:
+                    self._take_part(exchange)
+                return
+            decoder = self._decoder
+            # By far the most common read: an event in a chunk of its own.
+            if decoder is not None and decoder.between and exchange.engine_events(data):
+                return
+            self._receive_or_fail(exchange, data)
+        except Exception as error:
+            self._failed(exchange, error)
+
+    def _take_part(self, exchange: Carried) -> None:
+        """Look at the next part of what was read; the others have their turn before more is read."""
+        at, size = self._rest_at, len(self._rest) - self._rest_at
+        # What is passed on as it stands costs nothing to look at.
+        if self.head is None or self._decoder is not None or not exchange.plain:
+            size = min(size, TURN_BYTES)
+        data = self._rest[at : at + size]
+        self._rest_at = at + size
+        if self._rest_at >= len(self._rest):
+            self._rest, self._rest_at = b"", 0
+        if self._rest or size >= _LARGE_READ or self.reading is _TURN:
+            self._continue_later()
+        self._receive_or_fail(exchange, data)
+
+    def turn_came(self) -> None:
+        exchange = self.exchange
+        if not self._rest or exchange is None:
+            self._resume_reading()
+            return
+        try:
+            self._take_part(exchange)
+        except Exception as error:
+            self._failed(exchange, error)
+
+    def _receive_or_fail(self, exchange: Carried, data: bytes) -> None:
+        try:
+            self._receive(exchange, data)
+        except GateError as error:
+            self.abort()
+            exchange.engine_failed(ends.JUNK, error.message)
+
+    def _receive(self, exchange: Carried, data: bytes) -> None:
+        if self.head is None:
+            seen = len(self._buffer)
+            if seen:
+                self._buffer += data
+                if not head_end(self._buffer, _MAX_HEAD_BYTES, seen=seen):
+                    return
+                data = bytes(self._buffer)
+                self._buffer.clear()
+            while True:
+                end = head_end(data, _MAX_HEAD_BYTES)
+                if not end:
+                    self._buffer += data
+                    if self.state is not EngineState.HEAD:
+                        self.state = states.ANSWER_BEGUN.take(self.state)
+                    return
+                raw, data = data[:end], data[end:]
+                if exchange.method == b"HEAD":
+                    head, length = parse_response_head(raw, b"HEAD")
+                else:
+                    head, length = self.pool.heads.find(raw)
+                if head.status >= 200:
+                    break
+                if head.status == 101:
+                    if not self.may_upgrade:
+                        raise GateError(502, "The engine switched protocols.")
+                    length = None  # what follows is another protocol's
+                    self._rest, self._rest_at, data = data + self._rest[self._rest_at :], 0, b""
+                    break
+                self._interim += 1
+                if self._interim > MAX_INTERIM:
+                    raise GateError(502, f"The engine sent more than {MAX_INTERIM} interim answers.")
+            self.state = states.HEAD_READ.take(self.state)
+            self.head = head
+            self._decoder = ChunkedDecoder() if head.chunked else None
+            self._left = length
+            exchange.engine_head(head, length)
+            if self.exchange is None:
+                return
+            exchange = self.exchange
+        if self._decoder is not None:
+            payload = self._decoder.feed(data) if data else b""
+            if not self._decoder.done:
+                if payload:
+                    exchange.engine_body(payload)
+                return
+            clean = not self._decoder.surplus and not self._rest
+        elif self._left is not None:
+            payload = data[: self._left]
+            self._left -= len(payload)
+            if self._left:
+                if payload:
+                    exchange.engine_body(payload)
+                return
+            clean = len(data) == len(payload) and not self._rest
+        else:
+            if data:
+                exchange.engine_body(data)
+            return
+        self._end(exchange, payload, clean)
+
+    def _end(self, exchange: Carried, payload: bytes, clean: bool) -> None:
+        """The answer is whole: free the connection first, so that what comes next may use it."""
+        assert self.head is not None
+        self.exchange = None
+        self.pool.busy.discard(self)
+        transport = self._transport
+        # An early answer leaves a request half-sent.
+        whole = transport is not None and not transport.get_write_buffer_size()
+        if clean and whole and self.head.keep_alive and transport is not None and not transport.is_closing():
+            self.state = states.KEPT.take(self.state)
+            if self.reading is not _OPEN:
+                self._resume_reading()
+            self.pool.put_back(self)
+        else:
+            self.close()
+        exchange.engine_end(payload)
+
+    def eof_received(self) -> bool:
+        if self.exchange is None:
+            self._leave()  # the transport closes in a later turn: it must not be taken until then
+            self.pool.lost()
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        left = self.state is not EngineState.CLOSED
+        self._transport = None
+        exchange = self.exchange
+        try:
+            while self._rest and exchange is not None:  # what came before the end comes first
+                self._take_part(exchange)
+                exchange = self.exchange
+        except Exception as error:
+            if exchange is not None:
+                self._failed(exchange, error)
+        state = self.state
+        exchange, self.exchange = self.exchange, None
+        self._leave()
+        if left:
+            self.pool.lost()  # none of our own doing
+        if exchange is None:
+            return
+        try:
+            self._lost(exchange, state, exc)
+        except Exception as error:
+            exchange.fault(error)
+
+    def _lost(self, exchange: Carried, state: EngineState, exc: Exception | None) -> None:
+        """Tell an exchange that its connection is lost, which was in `state`."""
+        if state is EngineState.RESENT:
+            # It was closed while idle and we learnt it too late: that is no failure.
+            exchange.engine_lost_idle()
+        elif state is EngineState.BODY:
+            if self._decoder is None and self._left is None and exc is None:
+                exchange.engine_end(b"")
+            else:
+                exchange.engine_failed(ends.BROKEN, "the engine's answer broke off")
+        else:
+            # Part of an answer is an answer: only an engine that said nothing may be replaced.
+            end = _UNANSWERED.get(state, ends.DROPPED)
+            exchange.engine_failed(end, "the engine closed the connection")
+
+    def pause_writing(self) -> None:
+        # A request was written in one go: nothing to hold back.
+        if self.state is EngineState.SENT:
+            self.state = states.UNREAD.take(self.state)
+
+    def resume_writing(self) -> None:
+        if self.state is EngineState.SENDING:
+            self.state = states.READ.take(self.state)
+
+
+class SideCall:
+    """A request of the proxy's own to an engine, and its whole answer, of bounded size.
+
+    `head` is all of it but for `content-length` and the empty line.
+    """
+
+    __slots__ = (
+        "_answer", "_body", "_connection", "_done", "_failed", "_head", "_on_fault", "_received", "_serves",
+        "method", "plain", "pool",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        head: bytes,
+        body: bytes,
+        done: Callable[[ResponseHead, bytes], None],
+        failed: Callable[[End, str], None],
+        serves: Callable[[], bool] = lambda: True,
+        on_fault: Callable[[Exception], None] | None = None,
+    ) -> None:
+        """`on_fault` gets an error that `done` or `failed` raised; without it, `failed` is called."""
+        self.method = b"POST" if body else b"GET"
+        self.plain = True
+        self.pool = pool
+        self._head = head
+        self._body = body
+        self._done = done
+        self._failed = failed
+        self._serves = serves
+        self._on_fault = on_fault
+        self._connection: EngineConnection | None = None
+        self._answer: ResponseHead | None = None
+        self._received = bytearray()
+
+    def send(self) -> None:
+        self.pool.send(self)
+
+    def abort(self) -> None:
+        """Abort it at the engine. No outcome is reported."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
+        else:
+            self.pool.cancel(self)
+
+    def engine_connected(self, connection: EngineConnection) -> None:
+        self._connection = connection
+        length = b"content-length: %d\r\n" % len(self._body) if self._body else b""
+        connection.send(b"%b%b\r\n" % (self._head, length), self._body)
+
+    def still_served(self) -> bool:
+        return self._serves()
+
+    def engine_lost_idle(self) -> None:
+        """A reused connection was closed before it answered: once more on a fresh one."""
+        self._connection = None
+        self.pool.send(self, fresh=True)
+
+    def engine_head(self, head: ResponseHead, length: int | None) -> None:
+        self._answer = head
+
+    def engine_events(self, chunks: bytes) -> bool:
+        """Nothing of it is passed on as it stands."""
+        return False
+
+    def engine_body(self, payload: bytes) -> None:
+        self._received += payload
+        if len(self._received) > _MAX_ANSWER_BYTES:
+            self.abort()
+            self._failed(ends.JUNK, "its answer is too long")
+
+    def engine_end(self, payload: bytes) -> None:
+        self._connection = None
+        assert self._answer is not None, "expected a head before the end"
+        self._done(self._answer, bytes(self._received) + payload)
+
+    def engine_failed(self, end: End, detail: str) -> None:
+        self._connection = None
+        self._failed(end, detail)
+
+    def fault(self, error: Exception) -> None:
+        self._connection = None
+        if self._on_fault is not None:
+            self._on_fault(error)
+        else:
+            self._failed(ends.FAULT, str(error))

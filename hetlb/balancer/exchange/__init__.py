@@ -1,0 +1,1 @@
+"""One request from arrival to its outcome, and the drivers of the scheduler."""

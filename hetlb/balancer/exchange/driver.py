@@ -1,0 +1,319 @@
+"""Driver of the exchanges of one process: it carries out the scheduler's commands and reports facts to it.
+
+Every accepted request has one exchange until its one terminal outcome, every lease ends once. What is only
+counted or logged of a request is done for many at once (`settle`), and before the counters are read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from hetlb.balancer.clients.access import EngineAccess
+from hetlb.balancer.clients.client_response import STARTED
+from hetlb.balancer.clients.token_estimator import TokenEstimator
+from hetlb.balancer.config.fleet_tables import ProxyTable
+from hetlb.balancer.core.instance import NOTICE_MARGIN_S, Instance
+from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Reject, Request, RequestId
+from hetlb.balancer.engines.engine_pools import EnginePools
+from hetlb.balancer.engines.upstream import Upstream
+from hetlb.balancer.exchange.ends import End
+from hetlb.balancer.exchange.exchange import Exchange
+from hetlb.balancer.exchange.exchange_states import TURNED_AWAY, Phase
+from hetlb.balancer.exchange.guard import Guard
+from hetlb.balancer.exchange.scheduler_side import SWEEP_S, Carrier, SchedulerSide
+from hetlb.balancer.http import error_responses
+from hetlb.balancer.http.forward_headers import ForwardRules
+from hetlb.balancer.http.openai_body import Call
+from hetlb.balancer.telemetry.counters import Totals
+from hetlb.balancer.telemetry.request_record import RequestRecord
+from hetlb.turns import turns
+
+#: So many ended requests are counted and logged at once; fewer at the next sweep.
+SETTLED_AT_ONCE: Final = 64
+#: After a pause of the process this long, what came meanwhile is read before anything times out.
+GAP_S: Final = 1.0
+
+
+class Driver(Carrier):
+    """Exchanges, connections to engines and counters of one process; `scheduling` is set by its maker."""
+
+    scheduling: SchedulerSide
+
+    def __init__(
+        self,
+        table: ProxyTable,
+        token_estimator: TokenEstimator,
+        loop: asyncio.AbstractEventLoop,
+        access: Mapping[str, EngineAccess],
+        first_id: RequestId = 1,
+    ) -> None:
+        super().__init__(loop)
+        self.table = table
+        self.token_estimator = token_estimator
+        #: Requests that ended and were not counted yet.
+        self._ended: list[Exchange] = []
+        #: Ends one exchange where hetlb raised an error at it.
+        self.guard = Guard(self)
+        self.exchanges: dict[RequestId, Exchange] = {}
+        self.forward_rules = ForwardRules(table.forward_headers)
+        self.access = access
+        #: True if answers may go on at another instance.
+        self.resumes = True
+        #: Called with the requests that ended, some at once, and with each that did not pass.
+        self.on_ended: Callable[[list[Exchange]], None] | None = None
+        self.on_refused: Callable[[RequestRecord], None] | None = None
+        #: Called in a sweep with its time: what clients have to do in time.
+        self.on_swept: Callable[[float], None] | None = None
+        self._next_id = first_id
+        #: Turns in which answers are taken elsewhere.
+        self.turns = turns(loop)
+        self.pools = EnginePools(loop, table, access, self.stalls.since)
+        self._idle_waiters: list[asyncio.Future[None]] = []
+
+    # --- requests ---
+
+    def next_id(self) -> RequestId:
+        """A fresh request id: the client's own label may come twice."""
+        request_id = self._next_id
+        self._next_id += 1
+        return request_id
+
+    def submit(self, exchange: Exchange) -> None:
+        self.exchanges[exchange.request.id] = exchange
+        try:
+            self.scheduling.submit(exchange)
+        except Exception as error:
+            self.guard.ended(exchange, error)
+
+    def try_again(self, lease: Lease, outcome: Outcome) -> None:
+        """A lease ended with nothing of an answer: the scheduler decides what becomes of its request."""
+        self.counted.tried_again(lease.instance, outcome)
+        self.scheduling.lease_ended(lease, outcome, self.now(), retry=True)
+
+    def goes_on(self, rest: Request, lease: Lease, end: End) -> None:
+        """The engine of a lease is lost; `rest`, what is missing of its answer, goes on elsewhere."""
+        self.counted.resumed(rest.model, end.name, end.told, lease)
+        self.scheduling.lease_ended(lease, end.told, self.now(), retry=True, generated=rest.generated)
+
+    def give_up(self, request_id: RequestId) -> float:
+        """A request's client waits no longer: take it out of the queue. When to try again, in seconds."""
+        now, scheduling = self.now(), self.scheduling
+        scheduling.cancelled(request_id, now)
+        return scheduling.drain_rate.retry_after_s(scheduling.waiting, now)
+
+    def finished(self, request_id: RequestId) -> None:
+        exchange = self.exchanges.pop(request_id)
+        outcome, ended_at = exchange.outcome, exchange.ended_at
+        assert outcome is not None
+        assert ended_at is not None
+        if exchange.ticket is not None:
+            exchange.ticket.ended(exchange.prompt_tokens_total, exchange.output_tokens, ended_at)
+        lease, scheduling = exchange.lease, self.scheduling
+        ended = self._ended
+        ended.append(exchange)
+        if len(ended) >= SETTLED_AT_ONCE:
+            self.settle()
+        if lease is not None:
+            scheduling.drain_rate.ended(ended_at)
+            end = exchange.end
+            assert end is not None, "expected a lease to end in one of the ways of `proxy.ends`"
+            scheduling.lease_ended(lease, end.told, self.now(), retry=False)
+        elif exchange.ended_in is Phase.QUEUED and outcome in (Outcome.CLIENT_GONE, Outcome.SHUTDOWN):
+            scheduling.cancelled(request_id, ended_at)
+        self._told_if_idle()
+
+    def dropped(self, exchange: Exchange) -> None:
+        """Count an exchange that could not end itself; the guard gives back what was booked for it."""
+        self._ended.append(exchange)
+        if exchange.ticket is not None:
+            exchange.ticket.ended(exchange.prompt_tokens_total, exchange.output_tokens, self.now())
+        self._told_if_idle()
+
+    def _told_if_idle(self) -> None:
+        if self._idle_waiters and not self.exchanges:
+            for waiter in self._idle_waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    def refused(self, outcome: Outcome, status: int, record: RequestRecord | None = None) -> None:
+        """A request was answered before the scheduler saw it; `record` where its head was read."""
+        self.counted.count(outcome, Phase.QUEUED.value, "", status)
+        if record is not None and self.on_refused is not None:
+            self.on_refused(record)
+
+    def settle(self) -> None:
+        self.scheduling.count_calls()
+        if not self._ended:
+            return
+        ended, self._ended = self._ended, []
+        self.guard.run(lambda: self._count(ended), "counting of ended requests")
+        told = self.on_ended
+        if told is not None:
+            on_ended: Callable[[list[Exchange]], None] = told
+            self.guard.run(lambda: on_ended(ended), "logging of ended requests")
+
+    def _count(self, ended: list[Exchange]) -> None:
+        models, counted = self.scheduling.models, self.counted
+        for exchange in ended:
+            # A name that was never served is a client's: it must not become a label.
+            counted.finished(exchange, exchange.lease is not None or exchange.request.model in models)
+
+    @property
+    def totals(self) -> Totals:
+        self.settle()
+        return self.counted
+
+    def learn_prompt(self, model: str, call: Call, tokens: int) -> None:
+        """The engine counted `tokens` in the prompts of a body that were estimated."""
+        self.token_estimator.learn(model, call.text_bytes, call.media, tokens)
+        if not call.media:  # what one counts each process learns by itself
+            self.scheduling.learn_prompt(model, call.text_bytes, tokens)
+
+    def tokens_at(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for exchange in self.exchanges.values():
+            lease = exchange.lease
+            if lease is not None and exchange.phase is Phase.STREAMING:
+                name = lease.instance
+                if exchange.since > found.get(name, -math.inf):
+                    found[name] = exchange.since
+        return found
+
+    def tokens_so_far(self, lease: Lease) -> int:
+        exchange = None if lease.ended else self.exchanges.get(lease.request.id)
+        if exchange is None or exchange.lease is not lease:  # a request that is tried again has another lease
+            return lease.output_tokens
+        return 0 if exchange.answer is None else exchange.answer.tokens_so_far
+
+    # --- commands ---
+
+    def dispatch(self, command: Dispatch, instance: Instance, decode: Instance | None) -> None:
+        lease = command.lease
+        exchange = self.exchanges[command.request_id]
+        command.label = exchange.label
+        try:
+            self.open_pool(instance.incarnation, instance.name, instance.spec.url)
+            if decode is not None:
+                self.open_pool(decode.incarnation, decode.name, decode.spec.url)
+            exchange.dispatched(lease, instance.gives_ids, instance.capacity.max_model_len or 0)
+        except Exception as error:
+            self.guard.ended(exchange, error)
+
+    def reject(self, command: Reject, retry_after_s: float | None) -> None:
+        exchange, answer = self.exchanges[command.request_id], error_responses.REJECTIONS[command.reason]
+        try:
+            exchange.refuse(answer, command.detail, retry_after_s)
+        except Exception as error:
+            self.guard.ended(exchange, error)
+
+    def may_turn_away(self, lease: Lease) -> bool:
+        exchange = self.exchanges.get(lease.request.id)
+        return (
+            exchange is not None
+            and exchange.lease is lease
+            and exchange.phase in TURNED_AWAY.before
+            and exchange.transfer is None
+            and exchange.response.state is not STARTED
+        )
+
+    def turned_away(self, lease: Lease) -> None:
+        self.counted.tried_again(lease.instance, Outcome.UPSTREAM_BUSY)
+        self.exchanges[lease.request.id].back_to_queue(TURNED_AWAY)
+
+    # --- connections to engines ---
+
+    def identify(self, own: str, table: ProxyTable | None = None) -> None:
+        """Set the name in `Via`: processes that serve one fleet share one."""
+        self.forward_rules = ForwardRules((table or self.table).forward_headers, own)
+
+    def configure(self, table: ProxyTable) -> None:
+        if table.forward_headers != self.table.forward_headers:
+            self.identify(self.forward_rules.own.decode("ascii"), table)
+        self.table = table
+        self.pools.configure(table, self.scheduling.targets())
+
+    def open_pool(self, incarnation: int, name: str, url: str) -> None:
+        self.pools.open(incarnation, name, url)
+
+    def pool(self, lease: Lease) -> Upstream:
+        return self.pools.of(lease)
+
+    def instances_changed(self) -> None:
+        """Close the connections to instances that left, as soon as they carry nothing."""
+        self.pools.drop_unused({target.incarnation for target in self.scheduling.targets()})
+
+    # --- time ---
+
+    def swept(self, lag_s: float) -> None:
+        self.settle()
+        now, table = self.now(), self.table
+        if lag_s <= GAP_S:
+            if self.on_swept is not None:
+                self.on_swept(now)
+            for exchange in list(self.exchanges.values()):
+                if exchange.phase is not Phase.DONE:
+                    try:
+                        exchange.sweep(
+                            now, table.first_byte_timeout_s, table.idle_timeout_s, table.heartbeat_s
+                        )
+                    except Exception as error:
+                        self.guard.ended(exchange, error)
+        run = self.guard.run
+        run(lambda: self._move_all_away(now), "moving requests away")
+        run(lambda: self.pools.sweep(now), "sweeping connections")
+        run(self.instances_changed, "closing unused connections")
+        run(lambda: self.counted.keep({each.name for each in self.scheduling.targets()}), "counting")
+        run(lambda: self.scheduling.sweep(now), "sweeping the scheduler")
+
+    def _move_all_away(self, now: float) -> None:
+        for each in self.scheduling.targets():
+            if each.leaves_at is not None:
+                self._move_away(each.name, each.leaves_at, now)
+
+    def _move_away(self, name: str, gone_at: float, now: float) -> None:
+        """Move what cannot end before its instance leaves, evenly until then, the shortest first."""
+        left_s = gone_at - NOTICE_MARGIN_S - now
+        late = []
+        for each in self.exchanges.values():
+            if each.lease is not None and each.lease.instance == name and each.phase is not Phase.QUEUED:
+                ends_at = each.lease.dispatched_at + each.expected_s
+                if ends_at > now + left_s or left_s < SWEEP_S:
+                    late.append((ends_at, each.request.id))
+        late.sort()
+        most = math.ceil(len(late) * SWEEP_S / max(left_s, SWEEP_S))
+        for _, request_id in late:
+            exchange = self.exchanges.get(request_id)
+            if most <= 0 or exchange is None:
+                continue
+            try:
+                most -= exchange.move()
+            except Exception as error:
+                self.guard.ended(exchange, error)
+
+    # --- the end ---
+
+    async def drain(self, grace_s: float) -> None:
+        """Wait until no request is open, for at most `grace_s`; then end the others."""
+        if self.exchanges:
+            waiter: asyncio.Future[None] = self.loop.create_future()
+            self._idle_waiters.append(waiter)
+            await asyncio.wait([waiter], timeout=grace_s)
+        self.shut_down()
+
+    def shut_down(self) -> None:
+        for exchange in list(self.exchanges.values()):
+            if exchange.phase is not Phase.DONE:
+                try:
+                    exchange.shut_down()
+                except Exception as error:
+                    self.guard.ended(exchange, error)
+
+    def close(self) -> None:
+        """Stop the timers and close idle connections. Call after `drain`."""
+        self.settle()
+        super().close()
+        self.scheduling.close()
+        self.pools.close()

@@ -1,0 +1,93 @@
+"""Every way in which a lease ends: the request's outcome, and what the end counts against.
+
+What a client, the operator or this machine caused is told to the scheduler as an outcome that counts against
+no instance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from hetlb.balancer.core.health import Verdict, verdict
+from hetlb.balancer.core.types import Outcome
+
+#: An answer that its client held up for this long in all may break off for that reason.
+HELD_UP_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """One way to end. `outcome` is the request's, `lease` what the scheduler is told, None for the same."""
+
+    name: str
+    happened: str
+    outcome: Outcome
+    lease: Outcome | None = None
+
+    @property
+    def told(self) -> Outcome:
+        return self.outcome if self.lease is None else self.lease
+
+    @property
+    def counts_as(self) -> Verdict:
+        return verdict(self.told)
+
+
+ANSWERED: Final = End("answered", "the whole answer, below 400", Outcome.OK)
+UNSEEN: Final = End(
+    "unseen", "a gateway showed no body of an answer (`hetlb pick`)", Outcome.OK, Outcome.CLIENT_GONE
+)
+REFUSED: Final = End("refused", "the whole answer, 4xx", Outcome.UPSTREAM_REFUSED)
+BUSY: Final = End("busy", "429, or 503 with `Retry-After`, no room elsewhere", Outcome.UPSTREAM_BUSY)
+SERVER_ERROR: Final = End("server-error", "the whole answer, 5xx", Outcome.UPSTREAM_ERROR)
+NOT_ACCEPTED: Final = End(
+    "not-accepted", "no connection: refused, not in time, or the name has no address", Outcome.CONNECT_FAILED
+)
+LOOP: Final = End("loop", "the instance is this proxy: the request came back", Outcome.CONNECT_FAILED)
+MOVED: Final = End("moved", "after a reconnect its engine has not the model", Outcome.CONNECT_FAILED)
+DROPPED: Final = End("dropped", "the engine closed the connection without an answer", Outcome.NO_RESPONSE)
+UNREAD: Final = End("unread", "closed before it read the request", Outcome.NO_RESPONSE, Outcome.CLIENT_GONE)
+NOT_HANDED_OVER: Final = End(
+    "not-handed-over",
+    "its KV blocks did not reach the decode instance, or not in time",
+    Outcome.NO_RESPONSE,
+    Outcome.CLIENT_GONE,
+)
+JUNK: Final = End("junk", "no valid HTTP, a redirect, another protocol", Outcome.NO_RESPONSE)
+HEAD_CUT: Final = End("head-cut", "it closed within the head of its answer", Outcome.NO_RESPONSE)
+SILENT: Final = End("silent", "no first byte within `proxy.first_byte_timeout_s`", Outcome.NO_RESPONSE)
+BROKEN: Final = End("broken", "the answer broke off, or ended without `[DONE]`", Outcome.BROKEN_STREAM)
+STALLED: Final = End("stalled", "nothing came for `proxy.idle_timeout_s`", Outcome.BROKEN_STREAM)
+ERROR_EVENT: Final = End("error-event", "an error event in a stream", Outcome.BROKEN_STREAM)
+REFUSED_IN_STREAM: Final = End("refused-in-stream", "an error event, code 4xx", Outcome.UPSTREAM_REFUSED)
+LAST_MISSING: Final = End(
+    "last-missing", "it broke off after its last token: hetlb ended it", Outcome.OK, Outcome.BROKEN_STREAM
+)
+OTHERWISE: Final = End(
+    "otherwise", "it said something else than was said before", Outcome.BROKEN_STREAM, Outcome.CLIENT_GONE
+)
+NOTICE: Final = End(
+    "notice", "its instance leaves: the answer goes on elsewhere", Outcome.BROKEN_STREAM, Outcome.CLIENT_GONE
+)
+HELD_UP: Final = End(
+    "held-up",
+    f"it broke off while its client did not read, or after {HELD_UP_S:g} s of that",
+    Outcome.BROKEN_STREAM,
+    Outcome.CLIENT_GONE,
+)
+IDLE: Final = End("idle", "nothing in a session for `proxy.idle_timeout_s`", Outcome.CLIENT_GONE)
+LEFT: Final = End("left", "the client left, in any phase", Outcome.CLIENT_GONE)
+LOCAL: Final = End("local", "this machine has no descriptors, ports or memory", Outcome.LOCAL_FAULT)
+FAULT: Final = End("fault", "hetlb itself raised an error", Outcome.LOCAL_FAULT)
+STOPPED: Final = End("stopped", "the proxy shuts down", Outcome.SHUTDOWN)
+
+#: All of them, in the order of the table.
+ENDS: tuple[End, ...] = (
+    ANSWERED, UNSEEN, REFUSED, BUSY, SERVER_ERROR, NOT_ACCEPTED, LOOP, MOVED, DROPPED, UNREAD,
+    NOT_HANDED_OVER, JUNK, HEAD_CUT, SILENT, BROKEN, STALLED, ERROR_EVENT, REFUSED_IN_STREAM, LAST_MISSING,
+    OTHERWISE, NOTICE, HELD_UP, IDLE, LEFT, LOCAL, FAULT, STOPPED,
+)  # fmt: skip
+
+#: Ends before a request was sent: another instance gets it.
+NOTHING_SENT: Final = (NOT_ACCEPTED, LOOP, MOVED)

@@ -1,0 +1,152 @@
+"""Answer of the engine of one lease: its head, what is known of its body, and how it ends."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hetlb.balancer.exchange import ends
+from hetlb.balancer.exchange.ends import End
+from hetlb.balancer.exchange.streamed_answer import StreamedAnswer
+from hetlb.balancer.http import error_responses
+from hetlb.balancer.http.http1 import ResponseHead
+from hetlb.balancer.http.retry_after import retry_after_s
+from hetlb.balancer.http.sse import TAIL_BYTES, usage_in_tail
+from hetlb.balancer.http.transfer_fields import TransferFilter, harmless
+
+#: RFC 5842, 7.2.
+LOOP_STATUS: Final = 508
+#: Statuses of an engine that has no room now, if it says when to come again.
+_BUSY: Final = (429, 503)
+_EVENTS: Final = b"text/event-stream"
+#: Content types of answers with fields that are looked at.
+_WITH_FIELDS: Final = (b"application/json", b"text/event-stream")
+
+
+class EngineAnswer:
+    """Answer of one lease. `length` is that of the body where it is known, `stream` None of a plain answer.
+
+    `whole_only`: nothing goes out before all of it is there. `tail`: the last bytes of a plain body. `waits`:
+    what comes is `kept` until it is known that the client gets it.
+    """
+
+    __slots__ = (
+        "_transfers", "failure", "head", "kept", "kept_whole", "length", "stream", "tail",
+        "waits", "whole_only",
+    )  # fmt: skip
+
+    def __init__(self, head: ResponseHead, length: int | None) -> None:
+        self.head = head
+        self.length = length
+        self.stream: StreamedAnswer | None = None
+        self.waits = self.whole_only = False
+        self.tail = b""
+        #: Empties fields about KV transfers, None before the first part.
+        self._transfers: TransferFilter | None = None
+
+    def wait(self) -> None:
+        """Keep what comes: it is not known yet whether the client gets it."""
+        self.waits, self.kept, self.kept_whole = True, b"", False
+        #: Failure of its engine meanwhile, None without one.
+        self.failure: tuple[End, str] | None = None
+
+    @property
+    def is_stream(self) -> bool:
+        """True if its head says that server-sent events follow, as they are: not compressed."""
+        head = self.head
+        if head.status != 200 or not head.fields.get(b"content-type", b"").lower().startswith(_EVENTS):
+            return False
+        return head.fields.get(b"content-encoding", b"identity").lower() == b"identity"
+
+    @property
+    def refuses(self) -> bool:
+        """True if the engine has refused the request and run nothing of it."""
+        status = self.head.status
+        return 400 <= status < 500 or status == 503
+
+    @property
+    def is_busy(self) -> bool:
+        """True if the engine says that it has no room now."""
+        return self.head.status in _BUSY
+
+    @property
+    def busy_s(self) -> float | None:
+        """Seconds after which to come again, None unless the engine has no room now and says so."""
+        return retry_after_s(self.head.fields) if self.is_busy else None
+
+    @property
+    def tokens_so_far(self) -> int:
+        """Output tokens of a stream until now, 0 of another answer: its lease has the number at the end."""
+        return 0 if self.stream is None else self.stream.events
+
+    @property
+    def lost(self) -> bytes | None:
+        """The event of a stream by which the engine said that it has failed, None if it did not."""
+        return None if self.stream is None else self.stream.lost
+
+    def read(self, payload: bytes, now: float) -> bytes:
+        if self.stream is not None:
+            return self.stream.read(payload, now)
+        self.tail = (self.tail + payload)[-TAIL_BYTES:]
+        return b"" if self.whole_only else payload
+
+    def read_last(self, payload: bytes) -> bytes:
+        """Look at the last bytes of the body; returns those to pass on, but for an unfinished event."""
+        if self.stream is not None:
+            return self.stream.feed(payload) if payload else payload
+        if payload or self.whole_only:
+            self.tail = (self.tail + payload)[-TAIL_BYTES:]
+        return self.tail if self.whole_only else payload
+
+    def emptied(self, payload: bytes) -> bytes:
+        """A part of the body, with nothing in its fields about KV transfers."""
+        transfers = self._transfers
+        if transfers is None:
+            if not self.head.fields.get(b"content-type", b"").startswith(_WITH_FIELDS):
+                return payload
+            transfers = self._transfers = TransferFilter()
+        return transfers.feed(payload)
+
+    def last_emptied(self, payload: bytes) -> bytes:
+        """The last part of the body, as `emptied` has it."""
+        return payload if self._transfers is None and harmless(payload) else self.emptied(payload)
+
+    def usage(self) -> tuple[int | None, int | None, int | None]:
+        """(completion tokens, prompt tokens, cached prompt tokens) of the lease, as the engine counted."""
+        stream = self.stream
+        if stream is None:
+            return usage_in_tail(self.tail)
+        completion, prompt, rest = stream.completion_tokens, stream.prompt_tokens, stream.rest
+        if rest is not None:
+            # What earlier leases said was part of this one's prompt.
+            completion = 0 if rest.only_end and completion is not None else completion
+            prompt = None if prompt is None else prompt - rest.generated
+        return completion, prompt, stream.cached_tokens
+
+    @property
+    def end(self) -> End:
+        stream, status = self.stream, self.head.status
+        if stream is not None and stream.failed:
+            return ends.REFUSED_IN_STREAM if stream.refused else ends.ERROR_EVENT
+        if status < 400:
+            return ends.ANSWERED
+        if status == 429 or (status == 503 and self.busy_s is not None):
+            return ends.BUSY
+        # A loop behind another proxy is no failure of that one.
+        return ends.REFUSED if status < 500 or status == LOOP_STATUS else ends.SERVER_ERROR
+
+    def late(self, path: str) -> tuple[bytes, End]:
+        """The event and the end of a whole answer that is no stream, where the client has the head of one."""
+        status = self.head.status
+        if self.stream is None and status >= 400:
+            return error_responses.upstream_error_event(status, self.tail, path), self.end
+        text = "The instance did not answer with a stream."
+        event = error_responses.error_event(error_responses.BAD_UPSTREAM, text, path)
+        # A whole answer of another kind may be what the request asked for: no failure of the instance.
+        return event, ends.REFUSED if self.stream is None else ends.BROKEN
+
+    @property
+    def not_the_rest(self) -> End:
+        """The end of a second lease whose engine did not answer with a stream."""
+        if self.head.status >= 500:
+            return ends.ERROR_EVENT
+        return ends.REFUSED_IN_STREAM if self.head.status >= 400 else ends.OTHERWISE

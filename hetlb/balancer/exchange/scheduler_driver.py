@@ -1,0 +1,364 @@
+"""Driver of the scheduler of this process: facts go in, commands come out and are carried out at once.
+
+A process that serves alone and the scheduler process of several differ in the `Carrier`, where commands go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from time import perf_counter
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import (
+    HAND_OVER,
+    AdminState,
+    AdminStateSet,
+    Command,
+    Dispatch,
+    EngineSample,
+    Health,
+    HealthChanged,
+    InstanceAdded,
+    InstanceChange,
+    InstanceRemoved,
+    Lease,
+    Outcome,
+    PassOn,
+    Probed,
+    ProbeResult,
+    Reject,
+    RejectReason,
+    Request,
+    RequestId,
+)
+from hetlb.balancer.engines.engine_pools import EnginePools, Target
+from hetlb.balancer.exchange.guard import policy_failed
+from hetlb.balancer.exchange.scheduler_side import Carrier, DrainRate, SchedulerSide
+from hetlb.balancer.http.error_responses import Refusal
+from hetlb.balancer.http.http1 import GateError
+from hetlb.balancer.telemetry.counters import Totals
+from hetlb.balancer.telemetry.events import Event, tell
+
+if TYPE_CHECKING:
+    from hetlb.balancer.config.api_keys import LimitsTable
+    from hetlb.balancer.exchange.exchange import Exchange
+    from hetlb.options.key_limits.limits import Limiter, Limiters, Ticket
+    from hetlb.options.kv_events.block_index import KvEventBatch
+    from hetlb.options.shared_view.shared_view import SharedView
+
+logger = logging.getLogger("hetlb.proxy")
+
+#: After a pause of this process, nothing is concluded from silence for this long, in seconds.
+_OWN_STALL_S: Final = 1.0
+DECISIONS_KEPT: Final = 1000
+#: A decision keeps figures of every instance: of a large fleet fewer are kept, so that they stay some 10 MB.
+CANDIDATES_KEPT: Final = 50_000
+_HEALTH: Final = {
+    Health.UP: Event.INSTANCE_UP,
+    Health.SUSPECT: Event.INSTANCE_SUSPECT,
+    Health.EJECTED: Event.INSTANCE_EJECTED,
+}
+
+
+def newest(decisions: Iterable[Dispatch], instances: int) -> deque[Dispatch]:
+    """The last dispatches, the oldest first: as many as suit a fleet of this size."""
+    return deque(decisions, min(DECISIONS_KEPT, CANDIDATES_KEPT // max(1, instances)))
+
+
+class SchedulerDriver(SchedulerSide):
+    """The scheduler of this process, driven; with `pools`, requests may be split between instances."""
+
+    def __init__(self, scheduler: Scheduler, carrier: Carrier, pools: EnginePools | None = None) -> None:
+        super().__init__()
+        self.scheduler = scheduler
+        self.carrier = carrier
+        self._pools = pools
+        #: Bookings of other processes of the fleet, None while this one is alone.
+        self.view: SharedView | None = None
+        #: Limits of clients' keys, None where no key ever had some.
+        self._limiters: Limiters | None = None
+        #: The last dispatches, the oldest first; fewer of a large fleet.
+        self.decisions = newest((), len(scheduler.instances))
+        #: Seconds that a probe may take.
+        self.probe_timeout_s = 0.0
+        #: True if a request may leave a busy engine for another one.
+        self.moves_busy = True
+        #: Takes an instance out that turned out to be this proxy.
+        self.take_out: Callable[[InstanceChange], None] = self.change
+        #: Seconds of the scheduler's calls that were not counted yet: arrivals, ends of leases.
+        self._arrival_s: list[float] = []
+        self._end_s: list[float] = []
+        self._ticker: asyncio.TimerHandle | None = None
+        #: Names of the instances that have stalled, as last told.
+        self._stalled: set[str] = set()
+        self._look_for_splits()
+        scheduler.contain(policy_failed)
+
+    def _look_for_splits(self) -> None:
+        pools = self._pools
+        if pools is None or self.transfers is not None:
+            return
+        if any(each.spec.kv_transfer is not None for each in self.scheduler.instances):
+            from hetlb.options.split.kv_transfers import KvTransfers
+
+            self.transfers = KvTransfers(self.scheduler, pools, self.carrier, self.carry_out)
+
+    # --- limits of keys ---
+
+    def limit(self, limits: Mapping[str, LimitsTable]) -> None:
+        """Limits of keys that hold from now on, by the name of the key."""
+        if limits and self._limiters is None:
+            from hetlb.options.key_limits.limits import Limiters
+
+            self._limiters = Limiters()
+        if self._limiters is not None:
+            self._limiters.configure(limits)
+
+    def limiter(self, owner: str | None) -> Limiter | None:
+        return None if self._limiters is None or owner is None else self._limiters.of(owner)
+
+    def admit(self, request: Request, owner: str | None, prompt_tokens: int, now: float) -> Ticket | None:
+        """Count a request against the limits of its key, if it has some. Raises `Refusal`."""
+        limiter = self.limiter(owner)
+        if limiter is None:
+            return None
+        return limiter.admit(prompt_tokens, (request.max_tokens or 0) * request.sequences, now)
+
+    # --- the fleet ---
+
+    @property
+    def models(self) -> Collection[str]:
+        return self.scheduler.fleet.ready
+
+    @property
+    def only_model(self) -> str:
+        models = self.scheduler.fleet.ready
+        if models and len({instance.spec.model for instance in self.scheduler.instances}) == 1:
+            return next(iter(models))
+        return ""
+
+    @property
+    def block_tokens(self) -> int:
+        return self.scheduler.fleet.block_tokens
+
+    @property
+    def waiting(self) -> int:
+        return len(self.scheduler.queue)
+
+    def available(self, model: str) -> bool:
+        return self.scheduler.fleet.available(model)
+
+    def targets(self) -> list[Target]:
+        return [
+            Target(each.name, each.incarnation, each.spec.url, each.leaves_at)
+            for each in self.scheduler.instances
+        ]
+
+    def serves(self, lease: Lease) -> bool:
+        served = self.scheduler.ledger.leased[lease.id].served
+        return served is None or lease.request.model in served
+
+    # --- facts about requests ---
+
+    def submit(self, exchange: Exchange) -> None:
+        request, now = exchange.request, exchange.arrived_at
+        try:
+            exchange.ticket = self.admit(request, exchange.tenant, exchange.prompt_tokens_total, now)
+        except Refusal as refusal:
+            exchange.refuse(refusal.answer, refusal.message, refusal.retry_after_s, refusal.lines)
+        else:
+            self.arrive(request, now)
+
+    def arrive(self, request: Request, now: float) -> None:
+        view = self.view
+        started = perf_counter()
+        commands = self.scheduler.on_arrival(request, now) if view is None else view.on_arrival(request, now)
+        self._arrival_s.append(perf_counter() - started)
+        self.carry_out(commands)
+
+    def first_token(self, lease: Lease, now: float) -> None:
+        if commands := self.scheduler.on_first_token(lease, now):
+            self.carry_out(commands)
+
+    def lease_ended(
+        self, lease: Lease, outcome: Outcome, now: float, *, retry: bool, generated: int | None = None
+    ) -> None:
+        started = perf_counter()
+        commands = self.scheduler.on_lease_ended(lease, outcome, now, retry=retry, generated=generated)
+        self._end_s.append(perf_counter() - started)
+        if commands or self._ticker is None:
+            self.carry_out(commands)
+
+    def move(self, lease: Lease, generated: int, now: float) -> None:
+        self.carry_out(self.scheduler.on_moving(lease, generated, now))
+
+    def refused(self, lease: Lease, busy: bool, retry_after_s: float | None, now: float) -> None:
+        commands = self.scheduler.on_refused(lease, busy, retry_after_s, now, may_move=self.moves_busy)
+        if lease.ended:
+            self.carrier.turned_away(lease)
+        self.carry_out(commands)
+
+    def works(self, lease: Lease, now: float) -> bool:
+        return self.scheduler.ledger.leased[lease.id].account.works(now)
+
+    def stalled_s(self, lease: Lease, now: float) -> float:
+        since = self.scheduler.ledger.leased[lease.id].account.stalled_since
+        return 0.0 if since is None else now - since
+
+    def cancelled(self, request_id: RequestId, now: float) -> None:
+        self.carry_out(self.scheduler.on_cancelled(request_id, now))
+
+    def abandon(self, request_id: RequestId, now: float) -> None:
+        self.carry_out(self.scheduler.abandon(request_id, now))
+
+    def came_back(self, instance: str) -> None:
+        text = "%s is this proxy itself, or leads back to it: taken out (state maint)"
+        tell(logger, Event.INSTANCE_LOOP, text, instance, instance=instance)
+        self.take_out(AdminStateSet(instance, AdminState.MAINT))
+
+    # --- facts about instances ---
+
+    def change(self, change: InstanceChange) -> None:
+        carrier = self.carrier
+        now = carrier.now()
+        if isinstance(change, Probed) and change.result is ProbeResult.FAILED:
+            if carrier.emits(change.name):
+                return  # busy, not dead: its probes wait behind its work
+            if carrier.stalls.since(now - self.probe_timeout_s):
+                return  # the probe may have been answered while this process stood still
+        commands = self.scheduler.on_instance(change, now)
+        if isinstance(change, InstanceAdded | InstanceRemoved | AdminStateSet):
+            self.decisions = newest(self.decisions, len(self.scheduler.instances))
+            self._look_for_splits()
+            carrier.instances_changed()
+        if commands or not isinstance(change, Probed):
+            carrier.view_changed()
+        self.carry_out(commands)
+
+    def sample(self, name: str, sample: EngineSample) -> None:
+        instance = self.scheduler.fleet.instances.get(name)
+        slept = instance is not None and instance.asleep
+        self.carry_out(self.scheduler.on_scrape(name, sample, self.carrier.now()))
+        if self.transfers is not None:
+            self.transfers.judged()
+        if instance is not None and instance.asleep is not slept:
+            self.carrier.view_changed()
+
+    def kv_events(self, name: str, batch: KvEventBatch) -> None:
+        known = self.block_tokens
+        self.carry_out(self.scheduler.on_kv_events(name, batch, self.carrier.now()))
+        if self.block_tokens != known:
+            self.carrier.view_changed()
+
+    def set_policy(self, name: str) -> None:
+        self.carry_out(self.scheduler.set_policy(name, self.carrier.now()))
+
+    # --- commands ---
+
+    def carry_out(self, commands: list[Command]) -> None:
+        carrier = self.carrier
+        for command in commands:
+            if type(command) is Dispatch:
+                if command.reason != HAND_OVER:  # decided with its prefill leg
+                    carrier.counted.decisions += 1
+                    self.decisions.append(command)
+                lease, leased = command.lease, self.scheduler.ledger.leased
+                carrier.dispatch(
+                    command, leased[lease.id], None if lease.decode is None else leased[lease.decode.id]
+                )
+            elif isinstance(command, Reject):
+                again_s = _retry_after_s(command, self.drain_rate, self.waiting, carrier.now())
+                carrier.reject(command, again_s)
+            elif isinstance(command, HealthChanged):
+                _log_health(command, carrier.counted)
+                carrier.view_changed()
+            else:
+                assert isinstance(command, PassOn), f"expected a command, got {command!r}"
+                carrier.pass_on(command.request_id)
+        self.tick_later()
+
+    def tick_later(self) -> None:
+        if self._ticker is None and (deadline := self.scheduler.next_deadline()) is not None:
+            self._ticker = self.carrier.loop.call_at(deadline, self._tick)
+
+    def _tick(self) -> None:
+        self._ticker = None
+        try:
+            self.carry_out(self.scheduler.on_tick(self.carrier.now()))
+        finally:
+            self.tick_later()
+        self.carrier.ticked()
+
+    def sweep(self, now: float) -> None:
+        """Look which instances work, and send elsewhere what waits at those that do not."""
+        scheduler, carrier = self.scheduler, self.carrier
+        if carrier.stalls.since(now - _OWN_STALL_S):
+            return  # what came meanwhile is not read yet
+        if scheduler.in_flight or any(each.account.restrained(now) for each in scheduler.instances):
+            self.carry_out(scheduler.on_sweep(carrier.tokens_at(), now))
+        self._tell_stalls(now)
+        for lease in scheduler.stranded(now):
+            if carrier.may_turn_away(lease):
+                commands = scheduler.on_stranded(lease, now)
+                if lease.ended:
+                    carrier.turned_away(lease)
+                self.carry_out(commands)
+
+    def _tell_stalls(self, now: float) -> None:
+        """Log which instances have stalled, or do so no more."""
+        stalled = {each.name for each in self.scheduler.instances if each.account.stalled_since is not None}
+        for name in stalled - self._stalled:
+            why = self.scheduler.fleet.instances[name].account.why(now)
+            text = "%s has %s: it gets one request at a time"
+            tell(logger, Event.INSTANCE_STALLED, text, name, why, instance=name, reason=why)
+            self.carrier.counted.instance(name).stalls += 1
+        for name in self._stalled - stalled:
+            tell(
+                logger,
+                Event.INSTANCE_MOVES,
+                "%s goes on: tokens come again, or it is gone",
+                name,
+                instance=name,
+            )
+        self._stalled = stalled
+
+    def count_calls(self) -> None:
+        counted = self.carrier.counted
+        counted.arrival.observe_all(self._arrival_s)
+        counted.end.observe_all(self._end_s)
+        self._arrival_s.clear()
+        self._end_s.clear()
+
+    def close(self) -> None:
+        if self.transfers is not None:
+            self.transfers.close()
+        if self._ticker is not None:
+            self._ticker.cancel()
+            self._ticker = None
+
+
+def several_models() -> NoReturn:
+    """Refuse a request that names no model where there are several. Raises `GateError` (400)."""
+    raise GateError(400, "model: expected the name of a model, since several are served here.")
+
+
+def _log_health(command: HealthChanged, totals: Totals) -> None:
+    if command.health is Health.EJECTED:
+        totals.instance(command.instance).ejections += 1
+    tell(
+        logger, _HEALTH[command.health], "%s is %s: %s", command.instance, command.health, command.reason,
+        instance=command.instance, reason=command.reason,
+    )  # fmt: skip
+
+
+def _retry_after_s(reject: Reject, drain_rate: DrainRate, waiting: int, now: float) -> float | None:
+    """Seconds until the client of a rejected request should try again, None where that is of no use."""
+    if reject.retry_after_s is None:
+        return None
+    if reject.reason in (RejectReason.QUEUE_FULL, RejectReason.QUEUE_EXPIRED):
+        return drain_rate.retry_after_s(waiting, now)
+    return drain_rate.spread(reject.retry_after_s)

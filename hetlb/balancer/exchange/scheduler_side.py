@@ -1,0 +1,277 @@
+"""Both sides of a driver: the scheduler as exchanges see it, and what carries out its commands.
+
+Facts go to a `SchedulerSide`: the scheduler of this process (`balancer/exchange/scheduler_driver.py`), or one
+that is reached over a channel (`options/relays/relay_driver.py`). Commands go to a `Carrier`: the exchanges
+of this process (`balancer/exchange/driver.py`), or those of relays (`options/relays/relay_host.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from time import perf_counter
+from typing import TYPE_CHECKING, Final
+
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Reject, RequestId
+from hetlb.balancer.engines.engine_pools import Target
+from hetlb.balancer.telemetry.counters import Totals
+
+if TYPE_CHECKING:
+    from hetlb.balancer.exchange.exchange import Exchange
+    from hetlb.options.split.kv_transfers import KvTransfers
+
+#: Deadlines of requests are looked at this often.
+SWEEP_S: Final = 0.5
+#: A timer that is so late says that this process stood still; it is due this often.
+STALL_S: Final = 0.25
+BEAT_S: Final = 0.1
+#: An instance from which something came within so many seconds is not failed by a probe.
+EMITS_S: Final = 2.0
+#: Seconds over which ended requests are counted, in slices of one.
+WINDOW_S: Final = 10
+#: Longest `Retry-After` in seconds, and the part of each by which it is spread: not all come back together.
+_LONGEST_S: Final = 40.0
+_SPREAD: Final = 0.5
+
+
+class DrainRate:
+    """Rate at which requests ended lately, and the `Retry-After` of clients that are turned away."""
+
+    __slots__ = ("_counts", "_rng", "_second")
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._counts = [0] * WINDOW_S
+        self._second = 0
+
+    def ended(self, now: float) -> None:
+        self._turn(now)
+        self._counts[self._second % WINDOW_S] += 1
+
+    def retry_after_s(self, waiting: int, now: float) -> float:
+        """Seconds until another try makes sense, with `waiting` requests in the queue."""
+        self._turn(now)
+        rate_rps = max(1, sum(self._counts)) / WINDOW_S
+        return self.spread(waiting / rate_rps)
+
+    def spread(self, wait_s: float) -> float:
+        """A wait within the bounds, up to half as long again by chance."""
+        return min(_LONGEST_S, max(1.0, wait_s)) * (1.0 + _SPREAD * self._rng.random())
+
+    def _turn(self, now: float) -> None:
+        """Forget the slices that have left the window."""
+        second = int(now)
+        for passed in range(max(self._second + 1, second - WINDOW_S + 1), second + 1):
+            self._counts[passed % WINDOW_S] = 0
+        self._second = max(self._second, second)
+
+
+class SchedulerSide(ABC):
+    """The scheduler as the exchanges of a process see it, wherever it is."""
+
+    def __init__(self) -> None:
+        self.drain_rate = DrainRate(random.Random())
+        #: KV transfers, None while no instance has ever taken part in any.
+        self.transfers: KvTransfers | None = None
+
+    # --- the fleet ---
+
+    @property
+    @abstractmethod
+    def models(self) -> Collection[str]:
+        """Every name that some instance answers to."""
+
+    @property
+    @abstractmethod
+    def only_model(self) -> str:
+        """The model of a fleet that serves one, "" of another."""
+
+    @property
+    @abstractmethod
+    def block_tokens(self) -> int:
+        """Tokens of a block of engines that tell of theirs, 0 where none does or it is not known here."""
+
+    @property
+    @abstractmethod
+    def waiting(self) -> int:
+        """Requests that wait for an instance."""
+
+    @abstractmethod
+    def available(self, model: str) -> bool:
+        """True if some instance of a model takes requests, as far as this process knows."""
+
+    @abstractmethod
+    def targets(self) -> Collection[Target]:
+        """The engines that may get requests."""
+
+    @abstractmethod
+    def serves(self, lease: Lease) -> bool:
+        """True if the instance of a lease serves its model, as far as is known."""
+
+    # --- facts ---
+
+    @abstractmethod
+    def submit(self, exchange: Exchange) -> None:
+        """A whole request came in."""
+
+    @abstractmethod
+    def first_token(self, lease: Lease, now: float) -> None:
+        """The answer of a lease began."""
+
+    @abstractmethod
+    def lease_ended(
+        self, lease: Lease, outcome: Outcome, now: float, *, retry: bool, generated: int | None = None
+    ) -> None:
+        """A lease ended; with `retry` the scheduler says what becomes of its request.
+
+        `generated`: so many tokens of its answer are part of the prompt now, None where it begins again.
+        """
+
+    @abstractmethod
+    def move(self, lease: Lease, generated: int, now: float) -> None:
+        """The answer of a lease is to go on elsewhere while its engine lives, `generated` tokens of it said.
+
+        A dispatch follows once there is a place; without one the lease goes on.
+        """
+
+    @abstractmethod
+    def refused(self, lease: Lease, busy: bool, retry_after_s: float | None, now: float) -> None:
+        """An engine refused a request and ran nothing of it; `busy`: it has no room.
+
+        Another instance may get it. `retry_after_s`: when to come again, None where the engine did not say.
+        """
+
+    def works(self, lease: Lease, now: float) -> bool:
+        """True if the own counters of the instance of a lease moved lately, as far as this process knows."""
+        return False
+
+    def stalled_s(self, lease: Lease, now: float) -> float:
+        """Return the seconds for which the instance of a lease has been stalled, 0.0 if it is not."""
+        return 0.0
+
+    @abstractmethod
+    def cancelled(self, request_id: RequestId, now: float) -> None:
+        """The client of a waiting request left."""
+
+    @abstractmethod
+    def abandon(self, request_id: RequestId, now: float) -> None:
+        """End whatever the scheduler has of a request, of which its exchange has lost track."""
+
+    @abstractmethod
+    def came_back(self, instance: str) -> None:
+        """A request to an instance came back to this proxy: nothing goes there any more."""
+
+    def learn_prompt(self, model: str, text_bytes: int, tokens: int) -> None:
+        """An engine counted `tokens` in prompts of text alone: other processes may learn of it."""
+
+    # --- time ---
+
+    def count_calls(self) -> None:
+        """Count the seconds of the scheduler's calls since the last time."""
+
+    def sweep(self, now: float) -> None:
+        """Called about twice a second."""
+
+    def close(self) -> None:
+        """Stop the timers."""
+
+
+class StallWatch:
+    """True if this process stood still: what came meanwhile was not heard, and no engine was slow."""
+
+    __slots__ = ("_beater", "_due", "_loop", "_stalled_at")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._stalled_at = -math.inf
+        self._due = loop.time() + BEAT_S
+        self._beater = loop.call_at(self._due, self._beat)
+
+    def since(self, then: float) -> bool:
+        """True if it stood still for a while since `then`."""
+        now = self._loop.time()
+        if now - self._due > STALL_S:  # the timer below is as late as this call
+            self._stalled_at = now
+        return self._stalled_at >= then
+
+    def close(self) -> None:
+        self._beater.cancel()
+
+    def _beat(self) -> None:
+        now = self._loop.time()
+        if now - self._due > STALL_S:
+            self._stalled_at = now
+        self._due = now + BEAT_S
+        self._beater = self._loop.call_at(self._due, self._beat)
+
+
+class Carrier(ABC):
+    """Base of what carries out a scheduler's commands: the clock, counters and sweeps of its process."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.now = loop.time
+        self.counted = Totals()
+        self.stalls = StallWatch(loop)
+        self._sweeper = loop.call_later(SWEEP_S, self._sweep)
+        self._sweep_due = perf_counter() + SWEEP_S
+
+    @abstractmethod
+    def dispatch(self, command: Dispatch, instance: Instance, decode: Instance | None) -> None:
+        """Send a request to its instance; its decode leg, if it is split, goes to `decode`."""
+
+    @abstractmethod
+    def reject(self, command: Reject, retry_after_s: float | None) -> None:
+        """Turn a request down; `retry_after_s` is None where another try is of no use."""
+
+    def pass_on(self, request_id: RequestId) -> None:
+        """A busy engine's answer is the client's; it goes on by itself unless something holds it."""
+
+    def may_turn_away(self, lease: Lease) -> bool:
+        """True if a lease of which nothing came can be taken from its engine."""
+        return False
+
+    def turned_away(self, lease: Lease) -> None:
+        """A lease was taken from an engine that refused it, or says nothing: its request gets another one."""
+
+    @abstractmethod
+    def tokens_so_far(self, lease: Lease) -> int:
+        """Output tokens of a lease: all of them, or those that came until now."""
+
+    @abstractmethod
+    def tokens_at(self) -> dict[str, float]:
+        """Return the time of the newest part of a stream by instance, of those with streams."""
+
+    def emits(self, name: str) -> bool:
+        """True if part of an answer came from an instance lately."""
+        return self.now() - self.tokens_at().get(name, -math.inf) < EMITS_S
+
+    @abstractmethod
+    def instances_changed(self) -> None:
+        """An instance was added or removed, or its administrative state is another."""
+
+    def view_changed(self) -> None:
+        """The answers about the fleet (`/health`, `/v1/models`) may differ from now on."""
+
+    def ticked(self) -> None:
+        """The scheduler was called because it was time."""
+
+    def _sweep(self) -> None:
+        self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
+        clock = perf_counter()
+        lag_s = max(0.0, clock - self._sweep_due)
+        self.counted.lag.observe(lag_s)
+        self._sweep_due = clock + SWEEP_S
+        self.swept(lag_s)
+
+    @abstractmethod
+    def swept(self, lag_s: float) -> None:
+        """Sweep, twice a second; this time `lag_s` late."""
+
+    def close(self) -> None:
+        self.stalls.close()
+        self._sweeper.cancel()

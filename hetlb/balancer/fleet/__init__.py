@@ -1,0 +1,1 @@
+"""The running fleet: start, reload, members, probes' beliefs, admin, state."""

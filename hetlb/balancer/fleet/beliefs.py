@@ -1,0 +1,67 @@
+"""Beliefs about one instance, each with where it is from: stated, measured, learnt or assumed."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from hetlb.balancer.core.instance import Instance
+
+
+class BeliefSource(StrEnum):
+    """Origin of a figure: a person, a profile or the engine, what answers and metrics showed, a default."""
+
+    STATED = "stated"
+    MEASURED = "measured"
+    LEARNT = "learnt"
+    ASSUMED = "assumed"
+
+
+def slots_source(instance: Instance) -> BeliefSource:
+    """Origin of the number of sequences that it is believed to run at once."""
+    if instance.spec.slots_stated:
+        return BeliefSource.STATED
+    if instance.capacity.max_num_seqs is not None:
+        return BeliefSource.MEASURED
+    return BeliefSource.ASSUMED if instance.slots_learnt_at is None else BeliefSource.LEARNT
+
+
+def speed_source(instance: Instance) -> BeliefSource:
+    if instance.speed.seen and (instance.speed.factor != 1.0 or not instance.profiled):
+        return BeliefSource.LEARNT
+    return BeliefSource.MEASURED if instance.profiled else BeliefSource.ASSUMED
+
+
+def believed(instance: Instance, tokens_per_s: float, now: float) -> dict[str, Any]:
+    """The part `believes` of an instance's document.
+
+    `tokens_per_s` are weighted tokens at the mean request. `speed.factor` is by how much longer than its
+    profile (or the default) it takes; `age_s` is that of the newest evidence, None for what has none;
+    `confidence` 0 to 1. `host` are seconds of the host for each step, `value`, and for each request.
+    """
+    speed, latency, sample = instance.speed, instance.latency, instance.sample
+    slots, model, learnt = slots_source(instance), speed_source(instance), BeliefSource.LEARNT
+    kv = host = BeliefSource.ASSUMED
+    kv_at = None
+    if instance.capacity.kv_cache_tokens is not None:
+        kv = BeliefSource.MEASURED
+        if sample is not None and sample.capacity.kv_cache_tokens is not None:
+            kv_at = instance.sample_at
+    if latency.host_s or latency.request_s:
+        host = BeliefSource.MEASURED
+    slots_at = instance.slots_learnt_at if slots is learnt else None
+    seen_at = speed.seen_at if model is learnt else None
+    return {
+        "max_num_seqs": _belief(instance.max_num_seqs, slots, slots_at, now, 0.8),
+        "speed": {**_belief(tokens_per_s, model, seen_at, now, speed.confidence), "factor": speed.factor},
+        "kv_cache_tokens": _belief(instance.kv_cache_tokens, kv, kv_at, now, 1.0),
+        "host": {**_belief(latency.host_s, host, None, now, 1.0), "request_s": latency.request_s},
+    }
+
+
+def _belief(
+    value: float, source: BeliefSource, at: float | None, now: float, learnt: float
+) -> dict[str, Any]:
+    confidence = {BeliefSource.ASSUMED: 0.0, BeliefSource.LEARNT: round(learnt, 3)}.get(source, 1.0)
+    age_s = None if at is None else round(max(0.0, now - at), 3)
+    return {"value": value, "source": source.value, "age_s": age_s, "confidence": confidence}

@@ -1,0 +1,249 @@
+"""Roster of a running fleet: its instances as they come and go, and what an operator sets of each.
+
+An instance that comes is in the scheduler, is watched and has its keys when the call returns; one that goes
+has none of them, and what it is answering goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+from hetlb.addresses import allowed_address, is_special
+from hetlb.balancer.clients.access import Access, EngineAccess
+from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.config.urls import Origin, origin
+from hetlb.balancer.core.types import (
+    AdminState,
+    AdminStateSet,
+    InstanceAdded,
+    InstanceChange,
+    InstanceRemoved,
+    InstanceSpec,
+    InstanceUpdated,
+)
+from hetlb.balancer.engines.scrape import EngineWatch
+from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
+from hetlb.balancer.telemetry.events import Event, tell
+from hetlb.errors import ConfigError
+from hetlb.turns import Share
+
+if TYPE_CHECKING:
+    from hetlb.balancer.config.profile_file import Profile
+    from hetlb.balancer.fleet.members import Members
+    from hetlb.balancer.fleet.source import Found
+
+logger = logging.getLogger("hetlb.proxy")
+
+#: The source of instances that were registered over HTTP.
+REGISTRATION: Final = "registration"
+#: Instances that come or go in one turn of the event loop.
+AT_ONCE: Final = 64
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing: a hook that is not set."""
+
+
+class Roster:
+    """The instances of a fleet, wherever they are from; it alone changes `engines`, their keys."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        access: Access,
+        engines: dict[str, EngineAccess],
+        scheduling: SchedulerDriver,
+        watch: EngineWatch,
+    ) -> None:
+        self._fleet = fleet
+        self._access = access
+        self._engines = engines
+        self._scheduling = scheduling
+        self._scheduler = scheduling.scheduler
+        self._watch = watch
+        #: Address that each of them must have; None where its name resolves itself.
+        self.registered: dict[str, str | None] = {}
+        #: Source of each instance that stands in no file; "" until one gives it that an earlier process had.
+        self.source_of: dict[str, str] = {}
+        self._profiles: dict[Path, Profile] = {}
+        #: Names of the instances by their addresses.
+        self._at: dict[Origin, str] = {origin(spec.url): spec.name for spec in fleet.instances if spec.url}
+        #: Called before the scheduler knows a new instance, and before it forgets one.
+        self.on_coming: Callable[[InstanceSpec], None] = _nothing
+        self.on_gone: Callable[[str], None] = _nothing
+        #: Called after each change by an operator or a source.
+        self.on_edited: Callable[[], None] = _nothing
+
+    @cached_property
+    def members(self) -> Members:
+        """Instances that stand in no file, and where they are from."""
+        from hetlb.balancer.fleet.members import Members
+
+        return Members(self)
+
+    def specs(self) -> Mapping[str, InstanceSpec]:
+        return {each.name: each.spec for each in self._scheduler.instances}
+
+    def spec(self, name: str) -> InstanceSpec | None:
+        instance = self._scheduler.fleet.instances.get(name)
+        return None if instance is None else instance.spec
+
+    def name_at(self, place: Origin) -> str | None:
+        return self._at.get(place)
+
+    # --- sources ---
+
+    def spec_of(self, found: Found) -> InstanceSpec:
+        """The scheduler's view of a server that was found. Raises `InputError`."""
+        spec = self._fleet.resolve_found(found, found.model, self._profiles)
+        if is_special(host := urlsplit(spec.url).hostname or ""):
+            raise ConfigError(f"url: expected the address of a server, got {host}")
+        return spec
+
+    def join(self, specs: Sequence[InstanceSpec], address: str | None = None) -> None:
+        """Instances that stand in no file came; their names resolve to `address`, or themselves."""
+        for spec in specs:
+            self.registered[spec.name] = address
+        self._add(specs, lambda spec: self._access.unlisted(spec.url, spec.model, address))
+        self.on_edited()
+
+    def leave(self, names: Sequence[str]) -> None:
+        self._leave(names)
+        self.on_edited()
+
+    def update(self, spec: InstanceSpec) -> None:
+        self.change(InstanceUpdated(spec))
+        tell(logger, Event.INSTANCE_UPDATED, "%s has another profile, capacity or weight", spec.name,
+             instance=spec.name)  # fmt: skip
+
+    # --- operators ---
+
+    def change(self, change: InstanceChange) -> None:
+        self._scheduling.change(change)
+        if isinstance(change, AdminStateSet):
+            text = "%s is set to %s"
+            tell(logger, Event.INSTANCE_STATE, text, change.name, change.state, instance=change.name)
+            if change.state is AdminState.MAINT:
+                self._watch.pause(change.name)
+            elif not self._watch.watches(change.name):
+                self._watch.add(change.name, self._scheduler.fleet.instances[change.name].spec.url)
+        self.on_edited()
+
+    def notice(self, name: str, deadline_s: float | None) -> None:
+        """An instance is gone after so many seconds; None takes that back."""
+        self.change(AdminStateSet(name, self._scheduler.fleet.instances[name].admin, deadline_s))
+
+    async def register(self, table: Mapping[str, Any]) -> bool:
+        """Add an instance, or say again that it is there. True where it is new. Raises `InputError`."""
+        from hetlb.balancer.fleet.members import addresses, read_registration
+
+        instance, discovery = read_registration(table), self._fleet.file.discovery
+        ttl_s = instance.ttl_s
+        if ttl_s is None:
+            ttl_s = 0.0 if discovery is None else discovery.ttl_s
+        spec = self._fleet.resolve_found(instance, instance.model, self._profiles)
+        known = self.spec(spec.name)
+        ours = self.source_of.get(spec.name) in (REGISTRATION, "")
+        if known is not None and ours and _same_place(known, spec):
+            self.members.registered(spec.name, ttl_s)
+            if known != spec:
+                self.update(spec)
+            return False
+        address = allowed_address(await addresses(spec.url), self._access.networks)
+        if self.spec(spec.name) is not None:
+            raise ConfigError(f"name: expected a name used once in the fleet, got {spec.name!r} again")
+        if taken := self.name_at(origin(spec.url)):
+            raise ConfigError(f"url: expected an address used once in the fleet, got that of {taken} again")
+        self.members.registered(spec.name, ttl_s)
+        self.join([spec], address)
+        return True
+
+    # --- the fleet file ---
+
+    async def replace(self, fleet: Fleet, access: Access) -> str:
+        """Take the instances of another fleet file; what is the same keeps its load. Says what changed."""
+        old, new = self.specs(), {spec.name: spec for spec in fleet.instances}
+        found = {name for name in old if self.source_of.get(name) not in (None, REGISTRATION)}
+        same = {name for name in old if name in new and _same_place(old[name], new[name])}
+        updated = [new[name] for name in old if name in same and old[name] != new[name]]
+        gone = [name for name in old if name not in same and (name in new or name not in found)]
+        come = [spec for name, spec in new.items() if name not in same]
+        self._fleet, self._access = fleet, access
+        self._engines.update(
+            {spec.name: access.engines[spec.name] for spec in new.values() if spec.name in same}
+        )
+        share = Share()
+        for begin in range(0, len(gone), AT_ONCE):
+            self._leave(gone[begin : begin + AT_ONCE])
+            await share.spent()
+        for spec in updated:
+            self.update(spec)
+        for begin in range(0, len(come), AT_ONCE):
+            some = come[begin : begin + AT_ONCE]
+            self._leave([spec.name for spec in some])  # a source gave one of that name meanwhile
+            self._add(some, lambda spec: access.engines[spec.name])
+            await share.spent()
+        done = f"{len(gone)} instances out, {len(come)} in"
+        return done + (f", {len(updated)} changed" if updated else "")
+
+    def refresh(self) -> None:
+        """Choose profiles again after `replace`, and have what was found since names became free."""
+        self._profiles.clear()
+        if "members" in vars(self):
+            self.members.refresh()
+
+    def close(self) -> None:
+        if "members" in vars(self):
+            self.members.close()
+
+    def adopt(self, spec: InstanceSpec, address: str | None) -> None:
+        """Adopt an instance of an earlier process; the first source that gives it takes it over."""
+        self.registered[spec.name] = address
+        self._engines[spec.name] = self._access.unlisted(spec.url, spec.model, address)
+        self._at[origin(spec.url)] = spec.name
+        self._scheduling.change(InstanceAdded(spec))
+        self.source_of[spec.name] = ""
+
+    # --- inside ---
+
+    def _add(self, specs: Sequence[InstanceSpec], access: Callable[[InstanceSpec], EngineAccess]) -> None:
+        for spec in specs:
+            self.on_coming(spec)
+            self._engines[spec.name] = access(spec)
+            self._at[origin(spec.url)] = spec.name
+        if specs:
+            self._scheduling.change(InstanceAdded(specs[0], tuple(specs[1:])))
+        for spec in specs:
+            if self._watch.started:
+                self._watch.add(spec.name, spec.url)
+            source = self.source_of.get(spec.name) or "file"
+            tell(logger, Event.INSTANCE_ADDED, "%s (%s) came", spec.name, spec.url,
+                 instance=spec.name, url=spec.url, source=source)  # fmt: skip
+
+    def _leave(self, names: Sequence[str]) -> None:
+        names = [name for name in names if self.spec(name) is not None]
+        for name in names:
+            if "members" in vars(self):
+                self.members.gone(name)
+            self.source_of.pop(name, None)
+            self.registered.pop(name, None)
+            place = origin(self._scheduler.fleet.instances[name].spec.url)
+            if self._at.get(place) == name:
+                del self._at[place]
+            self._watch.remove(name)
+            self.on_gone(name)
+        if names:
+            self._scheduling.change(InstanceRemoved(names[0], tuple(names[1:])))
+        for name in names:
+            del self._engines[name]
+            tell(logger, Event.INSTANCE_REMOVED, "%s went", name, instance=name)
+
+
+def _same_place(one: InstanceSpec, other: InstanceSpec) -> bool:
+    """True if two specs are of one server: only its profile, capacity or weight may differ."""
+    return (one.url, one.model) == (other.url, other.model)

@@ -1,0 +1,497 @@
+"""`hetlb serve`, whole: start-up, the running fleet, reload, shutdown, in this order and in one file.
+
+The listener opens only after the first round of probes (at most `FIRST_ROUND_S`); an engine that is not there
+yet does not keep the others from being served; a bad file at reload changes nothing; after a stop no task,
+socket or thread is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hetlb.balancer.clients.access import Access, EngineAccess, load_access
+from hetlb.balancer.clients.front import Front, Listener
+from hetlb.balancer.clients.server import ProxyServer
+from hetlb.balancer.clients.token_estimator import TokenEstimator, load_tokenizers
+from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.config.fleet_tables import KvEventsTable
+from hetlb.balancer.config.urls import bracketed
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import Health
+from hetlb.balancer.engines.scrape import EngineWatch
+from hetlb.balancer.exchange.driver import Driver
+from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
+from hetlb.balancer.exchange.scheduler_side import Carrier
+from hetlb.balancer.fleet import systemd
+from hetlb.balancer.fleet.admin import AdminListener, make_app, named
+from hetlb.balancer.fleet.reload import SeenFiles, needs_restart, read_again
+from hetlb.balancer.fleet.roster import Roster
+from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
+from hetlb.balancer.telemetry.counters import Totals
+from hetlb.balancer.telemetry.events import Event, plain_line, tell
+from hetlb.balancer.telemetry.log_writer import EventLog
+from hetlb.balancer.telemetry.prometheus import WorkerState
+from hetlb.balancer.telemetry.recent import Recent
+from hetlb.build import version_line
+from hetlb.errors import ConfigError, InputError
+from hetlb.options.takeover.offer import Offer
+
+if TYPE_CHECKING:
+    from hetlb.balancer.fleet.source import Source, Sources
+    from hetlb.options.kv_events.kv_events import KvEventReader
+    from hetlb.options.shared_view.sharing import Sharing
+    from hetlb.options.takeover.takeover import Takeover
+
+logger = logging.getLogger("hetlb.proxy")
+
+FIRST_ROUND_S = 1.0
+#: So many new containers more than went, before the garbage collector looks.
+_GARBAGE = 20_000
+#: After SIGTERM readiness says no for this long before the listener closes, so that balancers notice.
+READINESS_LAG_S = 5.0
+
+
+class FleetService(ABC):
+    """A fleet and its scheduler, for the listener, the admin surface, the dashboard and `/metrics`."""
+
+    driver: Carrier
+    #: The view that other processes of the fleet share, None where this one is alone.
+    sharing: Sharing | None = None
+    #: The processes that serve, where there are several.
+    workers: Sequence[WorkerState] = ()
+    #: True between SIGTERM and the closing of the listener: not ready, still accepting.
+    stopping_soon = False
+
+    def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
+        self.fleet = fleet
+        self.access = require_urls(fleet)
+        #: Keys and certificates by instance; the driver and the watcher look here.
+        self._engines: dict[str, EngineAccess] = dict(self.access.engines)
+        self.admin = AdminListener(self.access.admin_tls)
+        self._seen = SeenFiles(fleet.named_files)
+        #: The file as it was at the start: what cannot be reloaded is compared with it.
+        self._started = fleet.written
+        self._event_log = None if event_log is None else EventLog(event_log)
+        #: Clock, seconds.
+        self.now = asyncio.get_running_loop().time
+        setup = SchedulerSetup(
+            specs=fleet.instances,
+            policy=fleet.file.policy.name,
+            params=fleet.policy_params,
+            limits=fleet.queue_limits,
+            predictor=fleet.file.policy.predictor or "online",
+            seed=fleet.file.policy.seed,
+            lengths=fleet.output_lengths(),
+            initial_health=Health.SUSPECT,
+            health=fleet.health_params,
+            now=self.now(),
+        )
+        try:
+            self.scheduler = Scheduler(setup) if self._event_log is None else self._event_log.scheduler(setup)
+        except ValueError as error:
+            raise ConfigError(f"policy.predictor: {error} (policy.trace names one)") from error
+        self.scheduling = scheduling = self._drive()
+        scheduling.probe_timeout_s = fleet.file.scrape.timeout_s
+        scheduling.limit(self.access.limits)
+        self.watch = EngineWatch(fleet.file.scrape, scheduling, self._engines)
+        self.roster = Roster(fleet, self.access, self._engines, scheduling, self.watch)
+        scheduling.take_out = self.roster.change
+        #: Reads engines' own KV events, None while none publishes any.
+        self._kv_events: KvEventReader | None = None
+        self.roster.on_gone = lambda name: self._follow(name, None)
+        self._sources: Sources | None = None
+        self._reloading = asyncio.Lock()
+        #: Reason for which the fleet file was not taken over when it was read last, "" if it was.
+        self.reload_refused = ""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        #: Waits for a process that takes this one's place; what this one took over from another.
+        self._offer = Offer(self.scheduler, lambda: (self._descriptors, self.admin.descriptors), self._leave)
+        self._takeover: Takeover | None = None
+        self.address = ("", 0)
+
+    @abstractmethod
+    def _drive(self) -> SchedulerDriver:
+        """Make the driver of the scheduler, and what carries out its commands."""
+
+    # --- start-up ---
+
+    async def _first_look(self, most_s: float = FIRST_ROUND_S) -> None:
+        if self.fleet.file.watch and self.fleet.path is not None:
+            self._do(self._watch_files())
+        if sources := self._discovery_sources():
+            from hetlb.balancer.fleet.source import Sources
+
+            self._sources = Sources(sources, self.roster.members.found)
+            await self._sources.start(most_s)
+            await self.roster.members.settled()
+        await self.watch.start(self.fleet.profiles, most_s)
+
+    def _discovery_sources(self) -> list[Source]:
+        """Sources of instances that stand in no file of the fleet. Raises `ConfigError`."""
+        fleet, table = self.fleet, self.fleet.file.discovery
+        if table is None:
+            return []
+        from hetlb.balancer.fleet.source import configured
+
+        return configured(fleet, table)
+
+    async def _watch_files(self) -> None:
+        table = self.fleet.file.discovery
+        async for _ in self._seen.changes(1.0 if table is None else table.poll_s):
+            await self._reload_by_signal()
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _on_reload_signal(self) -> None:
+        self._do(self._reload_by_signal())
+
+    @abstractmethod
+    async def _reload_by_signal(self) -> None:
+        """Read the fleet file again; what comes of it is logged."""
+
+    # --- the fleet view of the listener ---
+
+    def routable(self) -> bool:
+        return not self.stopping and self._why_none() == ""
+
+    def _why_none(self) -> str:
+        """Reason for which no request can be served, "" where some can."""
+        routable = [each for each in self.scheduler.instances if each.routable]
+        if not routable:
+            return "no instance is routable"
+        if any(not each.spec.model or each.spec.model in each.models for each in routable):
+            return ""
+        names = dict.fromkeys(each.spec.model for each in routable)
+        return f"no instance serves {', '.join(names)}"
+
+    def models(self) -> list[dict[str, Any]]:
+        return self.watch.model_list()
+
+    # --- what the admin surface sees and does ---
+
+    @property
+    @abstractmethod
+    def totals(self) -> Totals:
+        """Counters of all processes."""
+
+    @property
+    def recent(self) -> Recent:
+        return self.totals.recent
+
+    @property
+    def lost_lines(self) -> int:
+        return 0 if self._event_log is None else self._event_log.lost
+
+    @property
+    def stopping(self) -> bool:
+        return self.stopping_soon
+
+    @property
+    def readiness(self) -> str:
+        if self.stopping:
+            return "stopping"
+        return self._why_none() or "ready"
+
+    async def refresh(self) -> None:
+        """Collect the counters of all processes."""
+
+    async def settled(self) -> None:
+        """Return when what an operator changed is in force in all processes."""
+
+    def set_policy(self, name: str) -> None:
+        self.scheduling.set_policy(name)
+        tell(logger, Event.POLICY, "the policy is %s", name, policy=name)
+
+    async def reload(self) -> str:
+        """Read the fleet file again, whole or not at all; says what changed. Raises `InputError`."""
+        async with self._reloading:
+            reloads = self.scheduling.carrier.counted.reloads
+            self._seen.before_reading()
+            try:
+                fleet = await asyncio.to_thread(read_again, self.fleet)
+                access = await asyncio.to_thread(require_urls, fleet)
+            except InputError as error:
+                reloads["refused"] += 1
+                self.reload_refused = str(error)
+                text = "not reloaded, the last good configuration stays: %s"
+                tell(logger, Event.RELOAD_REFUSED, text, error)
+                raise
+            self._seen.after_reading(fleet.named_files)
+            self._spread(fleet)
+            done = await self._swap(fleet, access)
+            reloads["done"] += 1
+            self.reload_refused = ""
+            await self.settled()
+        tell(logger, Event.RELOADED, "reloaded: %s", done)
+        return done
+
+    def _spread(self, fleet: Fleet) -> None:
+        """Give other processes a fleet that is about to be in force."""
+
+    async def _swap(self, fleet: Fleet, access: Access) -> str:
+        """Serve another fleet from now on; what was kept as it is keeps its load. Says what changed."""
+        running, self.fleet, self.access = self.fleet, fleet, access
+        done = await self.roster.replace(fleet, access)
+        self._configure(fleet, access)
+        if access.admin_tls is not None:
+            self.admin.tls = access.admin_tls
+        if access.tls is not None or access.admin_tls is not None:
+            tell(logger, Event.CERTIFICATE, "certificates were read again")
+        # A flag or an operator may have chosen another policy: only an edit of the file overrides that.
+        if fleet.written.policy.name != running.written.policy.name:
+            self.scheduling.set_policy(fleet.written.policy.name)
+        self.roster.refresh()
+        self._read_kv_events(fleet)
+        done += f", policy {self.scheduler.placement.policy_name}"
+        fixed = needs_restart(self._started, fleet.written)
+        return f"{done}; only a restart changes {', '.join(fixed)}" if fixed else done
+
+    def _read_kv_events(self, fleet: Fleet) -> None:
+        for name, listed in fleet.listed.items():
+            self._follow(name, listed.kv_events)
+
+    def _follow(self, name: str, publisher: KvEventsTable | None) -> None:
+        """Read the KV events of an instance from here on, None: no more."""
+        if publisher is not None and self._kv_events is None:
+            from hetlb.options.kv_events.kv_events import KvEventReader
+
+            self._kv_events = KvEventReader(self.scheduling.kv_events)
+        if self._kv_events is not None:
+            self._kv_events.set(name, publisher)
+
+    @abstractmethod
+    def _configure(self, fleet: Fleet, access: Access) -> None:
+        """Apply new limits, keys and certificates where clients are served."""
+
+    # --- another process in this one's place ---
+
+    @property
+    @abstractmethod
+    def _descriptors(self) -> Sequence[int]:
+        """Sockets of the listener for clients."""
+
+    @abstractmethod
+    def _leave(self) -> None:
+        """Another process accepts now: end what is open here."""
+
+    # --- shutdown ---
+
+    async def close(self) -> None:
+        await self._offer.close()
+        if self._takeover is not None:
+            self._takeover.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.roster.close()
+        if self._sources is not None:
+            await self._sources.close()
+        if self._kv_events is not None:
+            await self._kv_events.close()
+        await self.watch.close()
+        await self.admin.close()
+        if self._event_log is not None:
+            self._event_log.close()
+
+
+class Service(FleetService):
+    """A process that serves a fleet alone."""
+
+    driver: Driver
+    _front: Front
+
+    def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
+        super().__init__(fleet, event_log)
+        self._stop = asyncio.Event()
+        self._hurry = False
+        self.driver.pools.on_reconnect = self.watch.reconnected
+        self.server: Listener = self._make_server()
+        self._front = Front(self.driver, self.server, fleet, self.access)
+        #: True if another process accepts in place of this one.
+        self.replaced = False
+
+    #: True if another process may take over the listeners.
+    _hands_over = True
+
+    def _drive(self) -> SchedulerDriver:
+        fleet = self.fleet
+        estimator = TokenEstimator(load_tokenizers(fleet.tokenizers))
+        driver = self.driver = Driver(fleet.file.proxy, estimator, asyncio.get_running_loop(), self._engines)
+        scheduling = driver.scheduling = SchedulerDriver(self.scheduler, driver, driver.pools)
+        return scheduling
+
+    def _make_server(self) -> Listener:
+        return ProxyServer(self.driver, self)
+
+    async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Takeover | None = None) -> None:
+        """Probe, then listen, on given `listeners` or those of `takeover`. Raises `HetlbError`."""
+        if takeover is not None:
+            self._takeover, listeners = takeover, takeover.listeners
+        self._front.open_log()
+        if self.sharing is not None:
+            self.sharing.start()
+        self._read_kv_events(self.fleet)
+        await self._first_look()
+        if takeover is not None:
+            await takeover.begin(self.scheduler, self.scheduling.carry_out)
+        listen = self.fleet.file.listen
+        with named("listen", listen.host, listen.port):
+            self.address = await self.server.start(listen.host, listen.port, listeners.main)
+        await self.admin.listen(make_app(self), self.fleet.file.admin, listeners.admin)
+        if takeover is not None:
+            await takeover.accepting()
+            tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")
+        if self._hands_over:
+            self._offer.open(self.address)
+
+    @property
+    def ready_line(self) -> str:
+        return ready_line(self.address, self.server.tls, self.admin.address, self.admin.tls)
+
+    # --- running ---
+
+    async def run(self, ready: Callable[[], None] | None = None) -> None:
+        """Serve until told to stop by a signal; `ready` is called once signals are handled."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._on_stop_signal, False)
+        loop.add_signal_handler(signal.SIGINT, self._on_stop_signal, True)
+        loop.add_signal_handler(signal.SIGHUP, self._on_reload_signal)
+        try:
+            if ready is not None:
+                ready()
+            await self._stop.wait()
+            systemd.notify("STOPPING=1")
+            if self.replaced:
+                await self.admin.close()
+            if not self._hurry and self.server.connections:
+                # Balancers notice; a client of a process that is replaced gets one more answer.
+                self.stopping_soon = not self.replaced
+                with contextlib.suppress(TimeoutError):
+                    self._stop.clear()
+                    async with asyncio.timeout(READINESS_LAG_S):
+                        await self._stop.wait()
+            await self.stop(0.0 if self._hurry else self.fleet.file.proxy.shutdown_grace_s)
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                loop.remove_signal_handler(number)
+
+    @property
+    def _descriptors(self) -> Sequence[int]:
+        return self.server.descriptors
+
+    def _leave(self) -> None:
+        self.replaced = True
+        self.server.leave()
+        tell(logger, Event.HANDOVER, "another process accepts: what is open here ends")
+        self._stop.set()
+
+    def _on_stop_signal(self, hurry: bool) -> None:
+        # A second signal, or SIGINT, ends at once.
+        self._hurry = self._hurry or hurry or self._stop.is_set() or self.stopping_soon
+        tell(logger, Event.STOPPING, "told to stop%s", " at once" if self._hurry else "")
+        self._stop.set()
+        if self._hurry:
+            self.driver.shut_down()
+
+    async def _reload_by_signal(self) -> None:
+        systemd.reloading_begins()
+        with contextlib.suppress(InputError):  # it was logged
+            await self.reload()
+        systemd.notify("READY=1")
+
+    # --- what the admin surface sees ---
+
+    @property
+    def lost_lines(self) -> int:
+        return super().lost_lines + self._front.lost_lines
+
+    @property
+    def totals(self) -> Totals:
+        return self.driver.totals
+
+    @property
+    def stopping(self) -> bool:
+        return self.stopping_soon or self.server.stopping
+
+    def _configure(self, fleet: Fleet, access: Access) -> None:
+        self._front.configure(fleet, access)
+        self.scheduling.limit(access.limits)
+
+    # --- shutdown ---
+
+    async def stop(self, grace_s: float) -> None:
+        await self._front.stop(grace_s)
+        tell(logger, Event.STOPPED, "every request has ended")
+        await self.close()
+
+    async def close(self) -> None:
+        if self.sharing is not None:
+            await self.sharing.close()
+        await super().close()
+        await self._front.close()
+
+
+def tune_gc() -> None:
+    """Collect garbage seldom, and only what requests leave behind: hardly anything of them is a cycle."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GARBAGE, 10, 10)
+
+
+def require_urls(fleet: Fleet) -> Access:
+    """Read the keys and certificates with which a fleet is served. Raises `ConfigError`."""
+    for spec in fleet.instances:
+        if not spec.url:
+            raise ConfigError(
+                f"{fleet.where}{spec.name}: url: expected the server's URL, but the key is missing"
+            )
+    discovery = fleet.file.discovery
+    for key, module, extra, wanted in (
+        ("tracing", "opentelemetry.exporter.otlp.proto.http", "otel", fleet.file.tracing is not None),
+        ("discovery.dns", "dns.resolver", "discovery", discovery is not None and discovery.dns),
+        ("discovery.kubernetes", "lightkube", "discovery", discovery is not None and discovery.clusters),
+        ("shared", "redis", "pick", _over_redis(fleet)),
+    ):
+        if wanted:
+            from hetlb.extras import check_extra
+
+            check_extra(f"{fleet.where}{key}", module, extra)
+    return load_access(fleet)
+
+
+def _over_redis(fleet: Fleet) -> bool:
+    """Return whether peers share over Valkey or Redis."""
+    shared = fleet.file.shared
+    return shared is not None and not (shared.url or "").startswith("hub:")
+
+
+def ready_line(
+    address: tuple[str, int], tls: object | None, admin_address: tuple[str, int], admin_tls: object | None
+) -> str:
+    """The line of a proxy that accepts requests; what the two listeners show is None without TLS."""
+    return f"hetlb ready on {_url(address, tls)} (admin {_url(admin_address, admin_tls)})"
+
+
+def announce(line: str, style: str) -> None:
+    """Say that requests are accepted: on stdout, to systemd and in the log."""
+    print(plain_line(line, style, Event.STARTED.event), flush=True)
+    systemd.notify("READY=1", f"MAINPID={os.getpid()}", f"STATUS={line}")
+    tell(logger, Event.STARTED, "%s", version_line())
+
+
+def _url(address: tuple[str, int], tls: object | None) -> str:
+    host, port = address
+    return f"{'http' if tls is None else 'https'}://{bracketed(host)}:{port}"

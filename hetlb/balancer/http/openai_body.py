@@ -1,0 +1,213 @@
+"""JSON bodies of the OpenAI API: a few fields, decoded once; everything else passes unread, as it came."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import msgspec
+from mypy_extensions import mypyc_attr
+
+from hetlb.balancer.http.endpoints import NOT_KEPT, Kind
+from hetlb.balancer.http.http1 import GateError
+from hetlb.balancer.http.openai_fields import RequestFields
+from hetlb.balancer.http.transfer_fields import without_transfer_fields
+from hetlb.errors import NOT_JSON
+
+#: Maximum bytes of a body that `stream_options` is put into.
+MAX_INJECT_BYTES: Final = 256 << 10
+#: Maximum number of prompts in one request.
+MAX_PROMPTS: Final = 16_384
+#: Bytes of prompt that a sound in a form counts as (about 600 tokens).
+MEDIA_BYTES: Final = 2400
+
+#: First byte of a list.
+_FIRST = re.compile(rb"\[[ \t\r\n]*(.)", re.S)
+#: Parts of a content, and the beginning of a string in one: all requests with media have them.
+_PARTS: Final = re.compile(rb"\[\s*\{")
+_HINT: Final = re.compile(rb'"(?:data|http)')
+#: A string that is a data URL, or base64 of an Anthropic image source or of `input_audio`. In text the quotes
+#: would be escaped, so no prompt can look like it.
+_INLINE: Final = re.compile(
+    rb'(?<!\\)"data:[^"]{0,100};base64,[A-Za-z0-9+/=\\]*"|"data":\s*"[A-Za-z0-9+/=\\]{64,}"'
+)
+_REMOTE: Final = re.compile(
+    rb'"(?:image|video|audio)_url":\s*(?:\{[^{}"]{0,40}(?:"detail":\s*"[a-z]{0,10}",\s*)?"url":\s*)?"https?:'
+    rb'|"type":\s*"url",\s*"url":\s*"https?:'
+)
+_decoder = msgspec.json.Decoder(RequestFields)
+#: Priorities beyond it count as it.
+_MOST_PRIORITY: Final = 1 << 31
+#: Looked up here and not for every request: a member of an enum costs as much as a call.
+_NO_OUTPUT: Final = Kind.NO_OUTPUT
+_COMPLETION: Final = Kind.COMPLETION
+_RESPONSES: Final = Kind.RESPONSES
+_WITH_USAGE: Final = (Kind.COMPLETION, Kind.CHAT)
+
+
+@mypyc_attr(acyclic=True)
+class Call:
+    """The facts of one request body, and `body` itself as engines get it.
+
+    `prompt_tokens_total` is of all prompts: counted where they are token ids, else None until the router has
+    estimated it from `text_bytes` (without encoded media) and the number of `media`. `prompts` is how many
+    prompts are prefilled, `n` how often each is decoded; `priority` is vLLM's, lower goes first. `text`,
+    `tools` and `ids` are raw JSON: the prompts, the tools of a chat, and prompts of token ids (`ids_nested`:
+    a list for each); `cache_salt` keeps its prefixes apart from those of others.
+    """
+
+    __slots__ = (
+        "asked", "body", "cache_salt", "hold_usage", "ids", "ids_nested", "longest_tokens",
+        "max_tokens", "media", "model", "n", "priority", "prompt_tokens_total", "prompts", "renamed",
+        "stream", "text", "text_bytes", "tools",
+    )  # fmt: skip
+
+    def __init__(self, body: bytes = b"") -> None:
+        self.body = body
+        self.model: str | None = None
+        self.stream = False
+        self.hold_usage = False
+        self.max_tokens: int | None = None
+        self.n = self.prompts = 1
+        self.priority = 0
+        self.prompt_tokens_total: int | None = None
+        self.longest_tokens: int | None = None
+        self.text_bytes = 0
+        self.media = 0
+        self.text: bytes = b""
+        self.tools: bytes = b""
+        self.ids: bytes = b""
+        self.ids_nested = False
+        self.cache_salt: str | None = None
+        #: True if it asked for an alias, or for a model that another stands in for: for `asked`.
+        self.renamed = False
+        self.asked = ""
+
+
+def read_json(kind: Kind, body: bytes) -> Call:
+    try:
+        if not body.isascii():
+            body.decode()  # msgspec does not look into the strings that it skips
+        try:
+            decoded = _decoder.decode(body)
+        except msgspec.ValidationError:
+            from hetlb.balancer.http.lax_numbers import in_plain_numbers
+
+            decoded = _decoder.decode(in_plain_numbers(body))
+    except msgspec.ValidationError as error:
+        raise GateError(400, _plain(str(error))) from error
+    except NOT_JSON as error:
+        raise GateError(400, "The body is not valid JSON.") from error
+    call = Call(body)
+    call.model = decoded.model
+    call.stream = bool(decoded.stream)
+    call.max_tokens = _output_cap(decoded)
+    call.n = max(decoded.n or 1, decoded.best_of or 1)
+    call.priority = min(max(decoded.priority or 0, -_MOST_PRIORITY), _MOST_PRIORITY)
+    call.cache_salt = decoded.cache_salt
+    own = decoded.kv_transfer_params or decoded.ec_transfer_params
+    if own or decoded.vllm_xargs or decoded.sampling_params:
+        call.body = without_transfer_fields(body)
+    if call.stream and not decoded.stream_options:
+        _ask_for_usage(kind, call)
+    if kind is _NO_OUTPUT:
+        call.text_bytes = len(body)
+        if decoded.messages:
+            _read_text(call, bytes(decoded.messages))
+        _read_prompt(call, decoded.input or decoded.prompt)
+    elif kind is _COMPLETION:
+        _read_prompt(call, decoded.prompt)
+    elif kind is _RESPONSES:
+        if bytes(decoded.request_id) not in (b"", b"null"):
+            # vLLM would store the answer under that id, in place of one that is there.
+            raise GateError(400, "request_id: expected none here, the instance names its answers.")
+        _read_prompt(call, decoded.input)
+        call.prompts = 1
+        if decoded.previous_response_id is not None:
+            raise GateError(400, f"previous_response_id: {NOT_KEPT}")
+    else:
+        _read_text(call, bytes(decoded.messages))
+        call.tools = bytes(decoded.tools)
+        call.text_bytes += len(call.tools)
+        if not call.text:
+            _read_prompt(call, decoded.prompt or decoded.input)
+    return call
+
+
+def _ask_for_usage(kind: Kind, call: Call) -> None:
+    """Put `stream_options` into a body without any: before its last brace, so that nothing else changes."""
+    body = call.body
+    if kind in _WITH_USAGE and len(body) <= MAX_INJECT_BYTES and b'"stream_options"' not in body:
+        call.hold_usage = True
+        call.body = with_field(body, b"stream_options", b'{"include_usage":true}')
+
+
+def with_field(body: bytes, name: bytes, value: bytes) -> bytes:
+    """A JSON object with one more field at its end."""
+    end = body.rfind(b"}")
+    return b'%b,"%b":%b%b' % (body[:end], name, value, body[end:])
+
+
+def _plain(text: str) -> str:
+    message, _, where = text.partition(" - at `$.")
+    return f"{where.rstrip('`')}: {message.replace('`', '')}" if where else message.replace("`", "")
+
+
+def _output_cap(body: RequestFields) -> int | None:
+    for cap in (body.max_completion_tokens, body.max_output_tokens, body.max_tokens):
+        if cap is not None:
+            return cap or 1
+    return None
+
+
+def _read_prompt(call: Call, raw: msgspec.Raw) -> None:
+    """A string, a list of strings, of token ids, or of lists of token ids."""
+    data = bytes(raw)  # of many megabytes another copy would take as long as reading it
+    if not data.startswith(b"["):
+        if data:
+            _read_text(call, data)
+        return
+    found = _FIRST.match(data)
+    first = b"" if found is None else found[1]
+    if first.isdigit() or first == b"-":
+        call.prompt_tokens_total = call.longest_tokens = data.count(b",") + 1
+        call.ids = data
+    elif first == b"[":
+        _check_prompts(data.count(b"[") - 1)
+        lists = data.split(b"]")[:-2]
+        counts = [part.count(b",") + 1 - (index > 0) for index, part in enumerate(lists)]
+        call.prompts = max(1, len(lists))
+        call.prompt_tokens_total = max(1, sum(counts))
+        call.longest_tokens = max(counts, default=1)
+        call.ids, call.ids_nested = data, True
+    else:
+        _read_text(call, data)
+        if first == b'"':
+            call.prompts = max(1, _quotes(data) // 2)
+            _check_prompts(call.prompts)
+
+
+def _check_prompts(count: int) -> None:
+    if count > MAX_PROMPTS:
+        raise GateError(400, f"prompt: expected at most {MAX_PROMPTS} prompts in one request, got {count}.")
+
+
+def _quotes(data: bytes) -> int:
+    """Quotes that begin or end a string, of valid JSON."""
+    if b"\\" not in data:
+        return data.count(b'"')
+    if b"\\\\" in data:
+        data = data.replace(b"\\\\", b"")
+    return data.count(b'"') - data.count(b'\\"')
+
+
+def _read_text(call: Call, raw: bytes) -> None:
+    """Take `raw`, JSON, for the prompt; encoded images, sounds and videos in it are no text."""
+    call.text = raw
+    call.text_bytes = len(raw)
+    if raw.find(b"[", 1) < 0 or _PARTS.search(raw, 1) is None or _HINT.search(raw) is None:
+        return
+    for found in _INLINE.finditer(raw):
+        call.text_bytes -= found.end() - found.start()
+        call.media += 1
+    call.media += sum(1 for _ in _REMOTE.finditer(raw))

@@ -1,0 +1,145 @@
+"""Fields of JSON that are read from requests and answers.
+
+This module stays interpreted: msgspec looks at annotations, and compiled classes keep none.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+
+from hetlb.balancer.core.types import MAX_TOKENS_LIMIT
+
+#: Maximum characters of a model's name, which is echoed and logged.
+MAX_MODEL_CHARACTERS: Final = 512
+#: vLLM's own limit on `n`.
+_MAX_SEQUENCES: Final = 16_384
+_Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS_LIMIT)]
+
+
+class RequestFields(msgspec.Struct):
+    """Fields of a request body that tell its work."""
+
+    model: Annotated[str, msgspec.Meta(max_length=MAX_MODEL_CHARACTERS)] | None = None
+    stream: bool | None = None
+    stream_options: msgspec.Raw = msgspec.Raw(b"")
+    max_tokens: _Tokens | None = None
+    max_completion_tokens: _Tokens | None = None
+    max_output_tokens: _Tokens | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=_MAX_SEQUENCES)] | None = None
+    best_of: Annotated[int, msgspec.Meta(le=_MAX_SEQUENCES)] | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    input: msgspec.Raw = msgspec.Raw(b"")
+    tools: msgspec.Raw = msgspec.Raw(b"")
+    previous_response_id: str | None = None
+    request_id: msgspec.Raw = msgspec.Raw(b"")
+    cache_salt: str | None = None
+    #: Those that hetlb alone sets, and what may hold one (`transfer_fields.py`).
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"")
+    ec_transfer_params: msgspec.Raw = msgspec.Raw(b"")
+    vllm_xargs: msgspec.Raw = msgspec.Raw(b"")
+    sampling_params: msgspec.Raw = msgspec.Raw(b"")
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """Prompt tokens found in the prefix cache (`--enable-prompt-tokens-details`)."""
+
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    """Token counts of an engine, in the names of either API. Prompt tokens are of all prompts, each once."""
+
+    completion_tokens: int | None = None
+    output_tokens: int | None = None
+    prompt_tokens: int | None = None
+    input_tokens: int | None = None
+    prompt_tokens_details: PromptTokensDetails | None = None
+    input_tokens_details: PromptTokensDetails | None = None
+
+
+class UsageHolder(msgspec.Struct):
+    """An object of an event, about the whole answer, that may have its usage."""
+
+    usage: msgspec.Raw = msgspec.Raw(b"")
+
+
+class EventFields(msgspec.Struct):
+    """Fields of one server-sent event, each as it came: `response` and `message` may hold usage too."""
+
+    choices: msgspec.Raw = msgspec.Raw(b"")
+    usage: msgspec.Raw = msgspec.Raw(b"")
+    response: msgspec.Raw = msgspec.Raw(b"")
+    message: msgspec.Raw = msgspec.Raw(b"")
+    error: msgspec.Raw = msgspec.Raw(b"")
+
+
+class FinishedChoice(msgspec.Struct):
+    """Reason of the end of a choice, None while it goes on."""
+
+    finish_reason: str | None = None
+
+
+class FinishedFields(msgspec.Struct):
+    """Fields of an event that may end a choice."""
+
+    choices: list[FinishedChoice] | None = None
+
+
+class ErrorFields(msgspec.Struct):
+    """Fields of an error; vLLM's code is an HTTP status."""
+
+    code: int | None = None
+
+
+class DeltaFields(msgspec.Struct):
+    """Fields of an event that add to the message of a chat."""
+
+    role: str | None = None
+    content: str | None = None
+    reasoning: msgspec.Raw = msgspec.Raw(b"")
+    reasoning_content: msgspec.Raw = msgspec.Raw(b"")
+    tool_calls: msgspec.Raw = msgspec.Raw(b"")
+
+
+class ChoiceFields(msgspec.Struct):
+    """One answer in an event, of a completion (`text`) or a chat (`delta`)."""
+
+    text: str | None = None
+    delta: DeltaFields | None = None
+    finish_reason: str | None = None
+    logprobs: msgspec.Raw = msgspec.Raw(b"")
+    token_ids: msgspec.Raw = msgspec.Raw(b"")
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"")
+
+
+class ChunkFields(msgspec.Struct):
+    """Fields of an event of a completion or a chat that tell how to go on from it."""
+
+    id: str = ""
+    created: int = 0
+    model: str = ""
+    choices: list[ChoiceFields] = []
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"")
+
+
+class PrefillFields(msgspec.Struct):
+    """Fields of a prefill instance's answer: its id, and what there is about fetching the KV blocks."""
+
+    id: str | None = None
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"")
+
+
+class TransferFields(msgspec.Struct):
+    """Fields of NIXL's parameters that a router reads."""
+
+    transfer_mode: str | None = None
+
+
+class BootstrapEntry(msgspec.Struct):
+    """One engine at a Mooncake bootstrap server."""
+
+    engine_id: str

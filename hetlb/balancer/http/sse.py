@@ -1,0 +1,435 @@
+"""Reader of a stream of server-sent events as it passes: its first token, its tokens, its usage, its end.
+
+A stream is read as WHATWG has it (HTML, 9.2.6), its JSON by its meaning: the spelling of vLLM is a short
+cut. Any split of the same bytes gives the same facts and output. The client gets lines that end in LF
+and no byte order mark. Of an event that is not whole at most `MAX_HELD_BYTES` wait for its end; what is not
+understood passes unread.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import msgspec
+
+from hetlb.balancer.http.openai_fields import ErrorFields, EventFields, FinishedFields, Usage, UsageHolder
+from hetlb.errors import NOT_JSON
+
+MAX_HELD_BYTES: Final = 64 << 10
+
+_END: Final = b"\n\n"
+#: First bytes of lines that keep connections open: of a comment, of an empty line.
+_COMMENT: Final = (b":", b"\n")
+_BOM: Final = b"\xef\xbb\xbf"
+#: JSON without a value, and lists without a choice.
+_NO_VALUE: Final = (b"", b"null")
+_NO_CHOICES: Final = (b"", b"null", b"[]")
+#: Fields that say nothing where an event has no choice.
+_NAMES: Final = ("id", "object", "created", "model", "choices", "usage")
+_FINISH_REASON: Final = b'"finish_reason"'
+_FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
+
+_decoder = msgspec.json.Decoder(EventFields)
+_usage_decoder = msgspec.json.Decoder(Usage, strict=False)
+_holder_decoder = msgspec.json.Decoder(UsageHolder)
+_error_decoder = msgspec.json.Decoder(ErrorFields, strict=False)
+_choices_decoder = msgspec.json.Decoder(FinishedFields)
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def data_of(event: bytes) -> bytes:
+    """Return the data of an event whose lines end in LF, b"" where the standard dispatches none."""
+    if event[:6] == b"data: " and event.find(b"\n") < 0:
+        return event[6:]
+    values: list[bytes] = []
+    for line in event.split(b"\n"):
+        if line.startswith(b"data:"):
+            values.append(line[6:] if line.startswith(b"data: ") else line[5:])
+        elif line == b"data":
+            values.append(b"")
+    return b"\n".join(values)
+
+
+def _with_data(event: bytes, data: bytes) -> bytes:
+    """Return the same event with other data, behind its other lines."""
+    lines = [line for line in event.split(b"\n") if line[:5] != b"data:" and line != b"data"]
+    return b"\n".join([*lines, *(b"data: " + line for line in data.split(b"\n"))])
+
+
+class SseWatcher:
+    """Facts about one stream. `feed` returns what may be passed on.
+
+    `hold_usage`: usage is taken out, since hetlb asked for it and the client did not. What else the event of
+    usage says, as vLLM's `system_fingerprint`, goes out with the event that ends a choice, as where no usage
+    is asked for; so that one waits for the next event.
+    """
+
+    __slots__ = (
+        "_after_cr", "_begun", "_each", "_ending", "_first", "_hold", "_long", "_max_held", "_passing",
+        "_tail", "cached_tokens", "completion_tokens", "done", "events", "failed", "prompt_tokens",
+        "refused", "understood",
+    )  # fmt: skip
+
+    def __init__(self, hold_usage: bool) -> None:
+        self._hold = hold_usage
+        #: True if every event is looked at; the longest event that is held until it is whole.
+        self._each = False
+        self._max_held = MAX_HELD_BYTES
+        self._begun = False
+        self._first = b""  # what may be the beginning of a byte order mark
+        self._after_cr = False  # the last byte was CR: a line feed behind it ends no line of its own
+        self._tail = bytearray()  # the unfinished event at the end of what was fed
+        self._passing = 0  # how much of the tail was passed on already
+        self._long = False  # the tail is what was kept of an event too long to be read
+        #: Event that ends a choice and waits for the next one, b"" for none.
+        self._ending = b""
+        #: Events that carry content: about one per token.
+        self.events = 0
+        self.done = False
+        self.failed = False
+        #: True if the error was the request's: its code is 4xx.
+        self.refused = False
+        #: True if an event had a JSON object or was the end: the stream is one that its kind should be.
+        self.understood = False
+        self.completion_tokens: int | None = None
+        self.prompt_tokens: int | None = None
+        self.cached_tokens: int | None = None
+
+    @property
+    def between(self) -> bool:
+        """True if what was fed ended with an event: the next byte begins one."""
+        return not self._tail and not self._ending
+
+    def feed(self, data: bytes) -> bytes:
+        """Look at the next bytes of the stream; returns those to pass on (maybe with some held before)."""
+        if not self._begun or self._after_cr or data.find(b"\r") >= 0:
+            data = self._lines(data)
+        return self._take(data)
+
+    def _lines(self, data: bytes) -> bytes:
+        """Return the same lines, each ending in LF, without a byte order mark before the first."""
+        if not self._begun:
+            data = self._first + data
+            if len(data) < len(_BOM) and _BOM.startswith(data):
+                self._first = data
+                return b""
+            self._begun, self._first = True, b""
+            if data.startswith(_BOM):
+                data = data[len(_BOM) :]
+        if self._after_cr and data:
+            self._after_cr = False
+            if data.startswith(b"\n"):
+                data = data[1:]
+        if data.find(b"\r") >= 0:
+            self._after_cr = data.endswith(b"\r")
+            data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        return data
+
+    def _take(self, data: bytes) -> bytes:
+        """Look at lines that end in LF."""
+        tail = self._tail
+        whole_events = data.endswith(_END) and not data.endswith(b"\n" + _END)
+        if not tail and whole_events and len(data) <= MAX_HELD_BYTES and not self._each:
+            # The usual read: whole events. One look decides whether any of them is special.
+            if not self._ending and (count := self._usual(data)):
+                self.events += count
+                self.understood = True
+                return data
+            return self._events(data.split(_END)[:-1])
+        if tail:
+            # An event may end at a line end that lies across two reads: nothing before that is new.
+            start = len(tail) - 1
+            tail += data
+            if tail.find(_END, start) < 0:
+                return self._keep()
+            data = bytes(tail)
+        *events, rest = data.split(_END)
+        passed = self._passing if tail else 0
+        self._tail, self._passing = bytearray(rest), 0
+        out = self._events(events, passed) if events else b""
+        return out + self._keep() if rest else out
+
+    def _usual(self, data: bytes) -> int:
+        """Return the number of whole events, 0 if they take a closer look.
+
+        In vLLM's spelling none of these is usage, an error, the end, or spelt otherwise. A line feed inside
+        text is escaped, so `data: ` begins a line only where an event has data.
+        """
+        if (
+            data.find(b'"usage"') >= 0 or data.find(b"[DONE]") >= 0 or data.find(b"error") >= 0
+            or data.find(b"\\u00") >= 0
+            or (self._hold and data.find(_FINISH_REASON) >= 0 and _FINISHED.search(data) is not None)
+        ):  # fmt: skip
+            return 0
+        if data.startswith(b"data: {"):
+            events = data.count(b"\n\ndata: {") + 1
+            return events if data.count(b"\n") == 2 * events else 0
+        if data.startswith(b"event: "):
+            events = data.count(b"\n\nevent: ") + 1
+            exact = data.count(b"\n") == 3 * events and data.count(b"}\n\n") == events
+            return events if exact and data.count(b"\ndata: {") == events else 0
+        return 0
+
+    @property
+    def whole(self) -> bool:
+        """True if it ended as streams of tokens do, or is none that is understood."""
+        return self.done or self.failed or (self._begun and not self.understood)
+
+    @property
+    def part_is_out(self) -> bool:
+        """True if a part of an event that is not whole was passed on."""
+        return self._passing > 0
+
+    def flush(self) -> bytes:
+        """The stream is over: what was held, an unfinished event too, which some clients read."""
+        tail, passed = bytes(self._first or self._tail), self._passing
+        self._tail.clear()
+        self._passing, self._first = 0, b""
+        if passed or self._long or not tail:
+            return self.release() + tail[passed:]
+        out = self._events([tail])
+        # No more than came: it had no end, or a part of one.
+        return (out[: -len(_END)] if out.endswith(_END) else out) + self.release()
+
+    def release(self) -> bytes:
+        """Return the event that waits for the next one, b"" where none does."""
+        ending, self._ending = self._ending, b""
+        return ending and ending + _END
+
+    def cut(self) -> bytes:
+        """The stream broke off: what ends the event of which a part is out; what was held is dropped."""
+        part_is_out = self.part_is_out
+        self._tail.clear()
+        self._passing = 0
+        return self.release() + (_END if part_is_out else b"")
+
+    def _keep(self) -> bytes:
+        """Pass on of an unfinished event what cannot be held for good."""
+        tail = self._tail
+        comments = b""
+        if not self._passing and not self._long and bytes(tail[:1]) in _COMMENT:
+            # They keep connections open, and are never held.
+            end = _comments_end(tail)
+            comments = bytes(tail[:end])
+            del tail[:end]
+        if len(tail) <= self._max_held and not self._passing:
+            return comments
+        # Too long to wait for the end of a choice, which belongs before it.
+        out = comments + self.release() + bytes(tail[self._passing :])
+        if len(tail) > self._max_held + 1:
+            # Too long to be any event we must read: keep enough to see its end. (One more than an event
+            # may have, since the first line feed of its end may be there already.)
+            if not self._long:
+                self._long = True
+                self.events += tail.startswith(b"data:")
+            del tail[:-1]
+        self._passing = len(tail)
+        return out
+
+    def _events(self, events: list[bytes], passed: int = 0) -> bytes:
+        """Read complete events; `passed` bytes of the first are out already."""
+        kept: list[bytes] = []
+        for event in events:
+            if self._long:
+                self._long = False  # counted when it grew too long
+                self._passed_in_parts()
+            elif len(event) > self._max_held:
+                self.events += event.startswith(b"data:")
+                self._passed_in_parts()
+            elif not passed:
+                if event[:1] in _COMMENT:
+                    end = _comments_end(event)
+                    kept.append(event[:end])
+                    event = event[end:]
+                if event and event[:1] != b":":
+                    self._read_and_pass(event, kept)
+                else:
+                    kept.append(event + _END)
+                continue
+            else:
+                self._read(event, data_of(event))
+            kept.append(self.release())
+            # The first line feed of the event's end may be out already too.
+            kept.append((event + _END)[passed:])
+            passed = 0
+        return b"".join(kept)
+
+    def _read_and_pass(self, event: bytes, kept: list[bytes]) -> None:
+        """Read one whole event and add to `kept` what goes on."""
+        data = data_of(event)
+        if not data:
+            kept.append(event + _END)  # it dispatches nothing
+            return
+        read = self._read(event, data)
+        if read:
+            event = self._pass_on(read, data if read is event else data_of(read))
+        if not read or not event:
+            return
+        if self._ending:
+            kept.append(self.release())
+        if self._hold and _finishes(data):
+            self._ending = event
+        else:
+            kept.append(event + _END)
+
+    def _pass_on(self, event: bytes, data: bytes) -> bytes:
+        """Choose what goes on of an event that was read, b"" for nothing."""
+        return event
+
+    def _passed_in_parts(self) -> None:
+        """An event was too long to be read."""
+
+    def _read(self, event: bytes, data: bytes) -> bytes:
+        """Take the facts out of one event with this data; returns it without usage that is held."""
+        begun = data if data[:1] == b"{" else data.lstrip(b" \t\n")
+        if begun[:6] == b"[DONE]":
+            self.done = self.understood = True
+            return event
+        if begun[:1] == b"{":
+            self.understood = True
+            if data.find(b'"usage"') >= 0 or data.find(b'"error"') >= 0 or data.find(b"\\u00") >= 0:
+                return self._read_fields(event, data)
+        self.events += 1
+        return event
+
+    def _read_fields(self, event: bytes, data: bytes) -> bytes:
+        """Take usage or an error out of an event that may have some; returns it without usage held."""
+        try:
+            fields = _decoder.decode(data)
+        except NOT_JSON:
+            self.events += 1
+            return event
+        error = bytes(fields.error)
+        if error not in _NO_VALUE:
+            self.failed = True
+            self.refused = _is_refusal(error)
+            return event
+        own = bytes(fields.usage)
+        if own in _NO_VALUE:
+            self._take_usage(_inner_usage(bytes(fields.response)) or _inner_usage(bytes(fields.message)))
+            self.events += 1
+            return event
+        self._take_usage(own)
+        only_usage = bytes(fields.choices).translate(None, b" \t\n") in _NO_CHOICES
+        if not only_usage:
+            self.events += 1
+        return self._without_usage(event, data, only_usage) if self._hold else event
+
+    def _take_usage(self, raw: bytes) -> None:
+        """Take the counts out of usage as it came, b"" for none; what is no count is none."""
+        if not raw:
+            return
+        try:
+            usage = _usage_decoder.decode(raw)
+        except NOT_JSON:
+            return
+        self.completion_tokens = _first(usage.completion_tokens, usage.output_tokens, self.completion_tokens)
+        self.prompt_tokens = _first(usage.prompt_tokens, usage.input_tokens, self.prompt_tokens)
+        details = usage.prompt_tokens_details or usage.input_tokens_details
+        if details is not None:
+            self.cached_tokens = _first(details.cached_tokens, self.cached_tokens)
+
+    def _without_usage(self, event: bytes, data: bytes, only_usage: bool) -> bytes:
+        """Return an event without its usage, b"" where nothing is left of it to pass on.
+
+        Names that are no UTF-8 cannot be written again: such an event passes as it came.
+        """
+        try:
+            fields = _object.decode(data)
+        except NOT_JSON:
+            return event
+        del fields["usage"]
+        if not only_usage:
+            return _with_data(event, msgspec.json.encode(fields))
+        rest = {
+            name: value for name, value in fields.items()
+            if name not in _NAMES and bytes(value) != b"null"
+        }  # fmt: skip
+        if not rest:
+            return b""
+        if self._ending:
+            data = data_of(self._ending)
+            end = data.rfind(b"}")
+            more = msgspec.json.encode(rest)[1:]
+            self._ending = _with_data(self._ending, data[:end] + b"," + more)
+            return b""
+        return _with_data(event, msgspec.json.encode(fields))
+
+
+def _comments_end(lines: bytes | bytearray) -> int:
+    """Return the end of the whole comments and empty lines with which lines begin."""
+    end = 0
+    while lines.startswith((b":", b"\n"), end):
+        line_end = lines.find(b"\n", end)
+        if line_end < 0:
+            break
+        end = line_end + 1
+    return end
+
+
+def _finishes(data: bytes) -> bool:
+    """Return True if an event ends a choice."""
+    if data.find(b"\\u00") < 0:
+        return data.find(_FINISH_REASON) >= 0 and _FINISHED.search(data) is not None
+    try:
+        return any(each.finish_reason for each in _choices_decoder.decode(data).choices or ())
+    except NOT_JSON:
+        return False
+
+
+def _inner_usage(raw: bytes) -> bytes:
+    """Return the usage in an object of an event (a response, a message), b"" for none."""
+    try:
+        usage = bytes(_holder_decoder.decode(raw).usage) if raw.startswith(b"{") else b""
+    except NOT_JSON:
+        return b""
+    return b"" if usage in _NO_VALUE else usage
+
+
+def _is_refusal(error: bytes) -> bool:
+    """Return True if an error is the fault of the request: the `code` of vLLM is an HTTP status."""
+    try:
+        code = _error_decoder.decode(error).code
+    except NOT_JSON:
+        return False
+    return code is not None and 400 <= code < 500
+
+
+def _first(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)
+
+
+#: Bytes of the end of a plain body that are kept: `usage` stands near it.
+TAIL_BYTES: Final = 16 << 10
+_COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?([0-9]{1,10})[,}\s]')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens":\s?([0-9]{1,10})[,}\s]')
+_PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s?([0-9]{1,10})[,}\s]')
+
+
+#: As vLLM and OpenAI write it, without details.
+_USUAL_USAGE = re.compile(
+    rb'"usage":\{"prompt_tokens":([0-9]{1,10})(?:,"total_tokens":[0-9]{1,10})?'
+    rb',"completion_tokens":([0-9]{1,10})(?:,"prompt_tokens_details":null|\})'
+)
+
+
+def usage_in_tail(tail: bytes) -> tuple[int | None, int | None, int | None]:
+    """(completion tokens, prompt tokens, cached prompt tokens) of a plain JSON answer, from its last bytes.
+
+    Inside a JSON string the quotes of `"usage":` would be escaped, so generated text cannot forge it.
+    """
+    at = tail.rfind(b'"usage":')
+    if at < 0:
+        return None, None, None
+    if (usual := _USUAL_USAGE.match(tail, at)) is not None:
+        return int(usual[2]), int(usual[1]), None
+    if tail[at + 8 : at + 10].lstrip()[:1] != b"{":
+        return None, None, None
+    completion, prompt = _COMPLETION_TOKENS.search(tail, at), _PROMPT_TOKENS.search(tail, at)
+    cached = _CACHED_TOKENS.search(tail, at)
+    return (
+        None if completion is None else int(completion[1]),
+        None if prompt is None else int(prompt[1]),
+        None if cached is None else int(cached[1]),
+    )

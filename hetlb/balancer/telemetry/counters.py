@@ -1,0 +1,314 @@
+"""Counters and histograms of requests, models and instances. They only grow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import Any, Final
+
+from hetlb.balancer.core.types import Lease, Outcome
+from hetlb.balancer.telemetry.histograms import GapHistogram, Histogram
+from hetlb.balancer.telemetry.recent import Recent, add_counts
+from hetlb.balancer.telemetry.request_record import RequestRecord
+
+#: vLLM's own bounds (0.32), so that its figures and ours can be laid over each other; ITL and E2E have a
+#: finer first one.
+TTFT_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+ITL_S = (
+    0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0,
+)  # fmt: skip
+E2E_S = (
+    0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+    480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+#: Durations of sessions, as vLLM's `websocket_connection_duration_seconds`.
+SESSION_S = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+QUEUE_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+#: Of predictions: predicted over actual.
+RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.11, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+DECISION_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1)
+LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+#: Seconds expected of a part of a latency model before what was seen says anything.
+LEAST_EVIDENCE_S: Final = 1.0
+#: Looked up here and not for every request: a member of an enum costs as much as a call.
+_OK: Final = Outcome.OK
+#: Status of a request that became a WebSocket session.
+_SWITCHED: Final = 101
+#: Label `status` of a request by the hundreds of its status, 0 without one. A session is well.
+STATUS_CLASSES: Final = ("none", "2xx", "2xx", "2xx", "4xx", "5xx")
+#: Resolution of the event loop's clock, seconds.
+CLOCK_S: Final = 0.001
+#: Models with series of their own (engines may list many adapters); further ones are `other`.
+MODELS_MAX: Final = 64
+OTHER_MODELS: Final = "other"
+OTHER_TENANTS: Final = "other"
+
+
+#: Attributes of the totals of a model and of an instance that can be added up.
+MODEL_HISTOGRAMS = ("e2e", "gaps", "output_ratio", "queue", "session", "time_ratio", "ttft")
+INSTANCE_COUNTS = (
+    "cached_prompt_tokens", "ejections", "expected_cached_prompt_tokens", "expected_s", "output_tokens",
+    "prompt_tokens", "served_s", "stalls",
+)  # fmt: skip
+#: Parts of a latency model: times to the first token with nothing beside them, what had prompts and decodes
+#: beside each other, and steps without prompts.
+PARTS: Final = ("prefill", "mixed", "decode")
+
+
+ACCOUNT_COUNTS = ("cached_prompt_tokens", "output_tokens", "prompt_tokens", "queue_s", "requests")
+#: Accounts of their own (a header may name tenants); further ones are `other`.
+ACCOUNTS_MAX: Final = 4096
+
+
+class ModelTotals:
+    """Histograms of one model, by the name that clients ask for."""
+
+    __slots__ = MODEL_HISTOGRAMS
+
+    def __init__(self) -> None:
+        self.ttft = Histogram(TTFT_S)
+        self.gaps = GapHistogram(ITL_S)
+        self.e2e = Histogram(E2E_S)
+        self.queue = Histogram(QUEUE_S)
+        self.session = Histogram(SESSION_S)
+        self.output_ratio = Histogram(RATIOS)
+        self.time_ratio = Histogram(RATIOS)
+
+
+class InstanceTotals:
+    """Counters of one instance."""
+
+    __slots__ = (*INSTANCE_COUNTS, "model_expected_s", "model_seen_s", "requests")
+
+    def __init__(self) -> None:
+        #: By outcome.
+        self.requests: dict[str, int] = {}
+        self.output_tokens = 0
+        #: Tokens of all prompts, each prompt once; and those that the engine read from its prefix cache.
+        self.prompt_tokens = 0
+        self.cached_prompt_tokens = 0
+        #: Tokens of prompts that were believed to be there at dispatch.
+        self.expected_cached_prompt_tokens = 0
+        self.ejections = 0
+        self.stalls = 0
+        #: Seconds from dispatch to the end of answers that completed, predicted and actual.
+        self.expected_s = 0.0
+        self.served_s = 0.0
+        #: By part of the latency model: as profiled, and as seen.
+        self.model_expected_s = dict.fromkeys(PARTS, 0.0)
+        self.model_seen_s = dict.fromkeys(PARTS, 0.0)
+
+    def took(self, part: str, expected_s: float, seen_s: float) -> None:
+        self.model_expected_s[part] += expected_s
+        self.model_seen_s[part] += seen_s
+
+    def model_factors(self) -> dict[str, float | None]:
+        """Seen over expected time by part of the latency model; None where too little was seen."""
+        return {
+            part: self.model_seen_s[part] / expected_s if expected_s >= LEAST_EVIDENCE_S else None
+            for part, expected_s in self.model_expected_s.items()
+        }
+
+    def ended(self, outcome: Outcome) -> None:
+        name = outcome._value_  # `value` and the hash of a member are functions in Python
+        self.requests[name] = self.requests.get(name, 0) + 1
+
+
+class AccountTotals:
+    """Use of one model by one tenant."""
+
+    __slots__ = ACCOUNT_COUNTS
+
+    def __init__(self) -> None:
+        self.requests = self.prompt_tokens = self.cached_prompt_tokens = self.output_tokens = 0
+        self.queue_s = 0.0
+
+
+#: Results of a KV transfer (docs/disaggregation.md).
+KV_TRANSFER_RESULTS: Final = (
+    "done", "not_fetched", "late", "no_params", "no_bootstrap", "decode_error", "decode_failed",
+    "prefill_failed", "prefill_error",
+)  # fmt: skip
+
+
+class Totals:
+    """All counters of one process. The driver increments them."""
+
+    # Compiled, it is pickled by these.
+    __slots__ = (
+        "accounts", "arrival", "classes", "decisions", "end", "instances", "kv_transfers", "lag", "models",
+        "recent", "reloads", "requests", "resumptions", "retries",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        #: By outcome, phase, model ("" where none was read) and class of the status.
+        self.requests: dict[tuple[str, str, str, str], int] = {}
+        #: Requests by model, service class, and whether they met every target of it.
+        self.classes: dict[tuple[str, str, bool], int] = {}
+        self.decisions = 0
+        self.retries = 0
+        #: Answers that went on at another instance, by model and reason.
+        self.resumptions: dict[tuple[str, str], int] = {}
+        #: Requests whose KV blocks were to go from one instance to another, by what came of it.
+        self.kv_transfers = dict.fromkeys(KV_TRANSFER_RESULTS, 0)
+        self.reloads = {"done": 0, "refused": 0}
+        self.models: dict[str, ModelTotals] = {}
+        self.instances: dict[str, InstanceTotals] = {}
+        #: By tenant ("" without one) and model.
+        self.accounts: dict[tuple[str, str], AccountTotals] = {}
+        #: Seconds of the scheduler's calls: for a request that arrived, for one that ended.
+        self.arrival = Histogram(DECISION_S)
+        self.end = Histogram(DECISION_S)
+        self.lag = Histogram(LAG_S)
+        #: The requests that ended lately.
+        self.recent = Recent()
+
+    def add(self, other: Totals) -> None:
+        """Count what another process has counted, but for what ended lately."""
+        _add(self, other, ("decisions", "retries"))
+        for counts in ("requests", "classes", "reloads", "kv_transfers", "resumptions"):
+            add_counts(getattr(self, counts), getattr(other, counts))
+        for histogram in ("arrival", "end", "lag"):
+            getattr(self, histogram).add(getattr(other, histogram))
+        for name, model in other.models.items():
+            for histogram in MODEL_HISTOGRAMS:
+                getattr(self.model(name), histogram).add(getattr(model, histogram))
+        for key, account in other.accounts.items():
+            _add(self.account(*key), account, ACCOUNT_COUNTS)
+        for name, instance in other.instances.items():
+            found = self.instance(name)
+            add_counts(found.requests, instance.requests)
+            add_counts(found.model_expected_s, instance.model_expected_s)
+            add_counts(found.model_seen_s, instance.model_seen_s)
+            _add(found, instance, INSTANCE_COUNTS)
+
+    def model(self, name: str) -> ModelTotals:
+        """The counters of a name that the fleet serves."""
+        totals = self.models.get(name)
+        if totals is None:
+            if len(self.models) >= MODELS_MAX:
+                name = OTHER_MODELS
+            totals = self.models.setdefault(name, ModelTotals())
+        return totals
+
+    def instance(self, name: str) -> InstanceTotals:
+        totals = self.instances.get(name)
+        if totals is None:
+            totals = self.instances[name] = InstanceTotals()
+        return totals
+
+    def keep(self, names: Set[str]) -> None:
+        """Forget the instances that are not among these: they left."""
+        for name in self.instances.keys() - names:
+            del self.instances[name]
+
+    def account(self, tenant: str | None, model: str) -> AccountTotals:
+        key = (tenant or "", model)
+        account = self.accounts.get(key)
+        if account is None:
+            if len(self.accounts) >= ACCOUNTS_MAX:
+                key = (OTHER_TENANTS, OTHER_MODELS)
+            account = self.accounts.setdefault(key, AccountTotals())
+        return account
+
+    def tried_again(self, name: str, outcome: Outcome) -> None:
+        self.retries += 1
+        self.instance(name).ended(outcome)
+
+    def resumed(self, model: str, reason: str, outcome: Outcome, lease: Lease) -> None:
+        """An answer goes on elsewhere: its lease ended, with a part of it."""
+        key = (model, reason)
+        self.resumptions[key] = self.resumptions.get(key, 0) + 1
+        instance = self.instance(lease.instance)
+        instance.ended(outcome)
+        instance.output_tokens += lease.output_tokens
+
+    def kv_transferred(self, result: str, count: int = 1) -> None:
+        self.kv_transfers[result] += count
+
+    def count(self, outcome: Outcome, phase: str, model: str, status: int) -> None:
+        """A request ended. `model` is one that the fleet serves, `OTHER_MODELS` or ""."""
+        if model and model not in self.models and len(self.models) >= MODELS_MAX:
+            model = OTHER_MODELS
+        key = (outcome._value_, phase, model, STATUS_CLASSES[status // 100 if status < 600 else 5])
+        self.requests[key] = self.requests.get(key, 0) + 1
+
+    def believed(self, lease: Lease) -> None:
+        """Count what the scheduler expected of an ended lease: cached prompt tokens, decode time."""
+        instance = self.instance(lease.instance)
+        if lease.shared is not None:
+            prompts = lease.request.sequences // max(1, lease.request.samples)
+            instance.expected_cached_prompt_tokens += prompts * lease.shared.held_tokens
+        if lease.seen_s > 0.0:
+            instance.took("mixed" if lease.mixed else "decode", lease.expected_s, lease.seen_s)
+
+    def finished(self, record: RequestRecord, served: bool) -> None:
+        """Count an ended request; `served` says whether the fleet serves its model."""
+        outcome, ended_at = record.outcome, record.ended_at
+        assert outcome is not None
+        assert ended_at is not None
+        request, lease, ttft_s = record.request, record.lease, record.ttft_s
+        self.recent.finished(record)
+        if not served:  # a client may have made up the name of its model
+            name = OTHER_MODELS if request.model else ""
+            self.count(outcome, record.ended_in._value_, name, record.status)
+            return
+        model = self.model(request.model)
+        self.count(outcome, record.ended_in._value_, request.model, record.status)
+        if request.service.name and outcome is not Outcome.CLIENT_GONE:
+            key = (request.model, request.service.name, outcome is _OK and _met(record))
+            self.classes[key] = self.classes.get(key, 0) + 1
+        model.queue.observe(record.queue_s)
+        account = self.account(request.tenant, request.model)
+        account.requests += 1
+        account.queue_s += record.queue_s
+        if lease is None:
+            return
+        account.prompt_tokens += record.prompt_tokens_total
+        account.cached_prompt_tokens += record.cached_tokens or 0
+        account.output_tokens += record.output_tokens
+        instance = self.instance(lease.instance)
+        instance.ended(outcome)
+        instance.output_tokens += lease.output_tokens
+        instance.prompt_tokens += record.prompt_tokens_total
+        instance.cached_prompt_tokens += record.cached_tokens or 0
+        if record.streamed and ttft_s is not None:
+            model.ttft.observe(ttft_s)
+            if (
+                record.expected_first_s > 0.0
+                and not record.resumed
+                and request.generates
+                and record.first_byte_at is not None
+            ):
+                seen_s = record.first_byte_at - lease.dispatched_at
+                instance.took("mixed" if record.mixed else "prefill", record.expected_first_s, seen_s)
+        self.believed(lease)
+        if record.status == _SWITCHED:
+            model.session.observe(ended_at - lease.dispatched_at)
+            return
+        if outcome is not _OK:
+            return
+        model.e2e.observe(record.e2e_s)
+        if request.generates and lease.output_tokens and not record.resumed:
+            served_s = ended_at - lease.dispatched_at
+            model.output_ratio.observe(lease.predicted_output * record.sequences / lease.output_tokens)
+            instance.expected_s += record.expected_s
+            instance.served_s += served_s
+            model.time_ratio.observe(record.expected_s / max(served_s, CLOCK_S))
+
+
+def _add(whole: Any, part: Any, names: Sequence[str]) -> None:
+    for name in names:
+        setattr(whole, name, getattr(whole, name) + getattr(part, name))
+
+
+def _met(record: RequestRecord) -> bool:
+    """True if an answer met the targets of its class; the first token of a whole answer is not seen."""
+    ttft_s, tokens = record.ttft_s if record.streamed else 0.0, 0
+    if record.lease is not None:
+        tokens = record.lease.output_tokens // max(1, record.sequences)
+    return record.request.service.met(ttft_s or 0.0, record.e2e_s, tokens)

@@ -1,0 +1,156 @@
+"""Lines to a file descriptor without ever blocking the event loop: the request log, the event log, our own.
+
+A line costs the caller an append; a thread of its own writes them, a few times a second. A reader
+that is slow or gone loses lines (they are counted), never a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hetlb.balancer.telemetry.events import FORMATTERS
+from hetlb.errors import InputError
+
+if TYPE_CHECKING:
+    from hetlb.balancer.core.eventlog import RecordingScheduler
+    from hetlb.balancer.core.setup import SchedulerSetup
+
+_FLUSH_S = 0.2
+#: Batches that may wait for a slow reader.
+_MAX_BATCHES = 500
+
+
+class LogWriter:
+    """Collects lines on the event loop and hands them to a writing thread."""
+
+    def __init__(self, fd: int, name: str, at_once: int | None = None) -> None:
+        self._fd = fd
+        #: Whole lines of so many bytes at most are written at once where several processes write to `fd`:
+        #: what is no longer than `PIPE_BUF` stays in one piece.
+        self._at_once = at_once
+        self._lines: list[str] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._batches: queue.Queue[bytes | None] = queue.Queue(_MAX_BATCHES)
+        self.lost = 0
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def write(self, *lines: str) -> None:
+        self._lines += lines
+        if self._timer is None:
+            try:
+                self._timer = asyncio.get_running_loop().call_later(_FLUSH_S, self.flush)
+            except RuntimeError:
+                self._hand_over()  # before the event loop began, after it, or from another thread
+
+    def flush(self) -> None:
+        """Hand what is queued to the thread. On the event loop, whose timer this ends, or after it."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        lines, self._lines = self._lines, []
+        if not lines:
+            return
+        try:
+            self._batches.put_nowait("".join(lines).encode())
+        except queue.Full:
+            self.lost += len(lines)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        self.flush()
+        try:
+            self._batches.put(None, timeout=timeout_s)
+        except queue.Full:
+            return
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (batch := self._batches.get()) is not None:
+            data = memoryview(batch)
+            try:
+                while data:
+                    data = data[os.write(self._fd, data[: self._piece(batch, len(data))]) :]
+            except OSError:
+                self.lost += batch.count(b"\n")
+
+    def _piece(self, batch: bytes, left: int) -> int:
+        """Number of bytes of what is left of a batch that are written at once."""
+        if self._at_once is None or left <= self._at_once:
+            return left
+        start = len(batch) - left
+        end = batch.rfind(b"\n", start, start + self._at_once)
+        return left if end < 0 else end + 1 - start
+
+
+class EventLog(LogWriter):
+    """A file that is written from its beginning. Raises `InputError` where it cannot be."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            # A pipe that has no reader would keep the start waiting for one.
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o644)
+            os.set_blocking(descriptor, True)
+        except OSError as error:
+            why = "nothing reads this pipe" if error.errno == errno.ENXIO else error.strerror
+            raise InputError(
+                f"--event-log: expected a file that can be written, got {str(path)!r}: {why}"
+            ) from error
+        super().__init__(descriptor, "event log")
+        self._descriptor = descriptor
+
+    def scheduler(self, setup: SchedulerSetup) -> RecordingScheduler:
+        from hetlb.balancer.core.eventlog import RecordingScheduler, encode_setup
+
+        self.write(encode_setup(setup))
+        return RecordingScheduler(setup, write=self.write)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Write what is left and close the file; harmless if it is closed."""
+        if self._descriptor >= 0:
+            super().close(timeout_s)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+_STDERR = 2
+
+
+class LogHandler(logging.Handler):
+    """Python's own log through a `LogWriter`: writers do not wait for readers."""
+
+    def __init__(self, writer: LogWriter) -> None:
+        super().__init__()
+        self._writer = writer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue a record as one line or, with a traceback, several."""
+        try:
+            self._writer.write(self.format(record) + "\n")
+        except Exception:  # a log line must not end what it tells of
+            self.handleError(record)
+
+
+@contextlib.contextmanager
+def logging_to_stderr(style: str = "keyvalue") -> Iterator[None]:
+    """Send events to stderr without ever waiting for the reader; `style` is `proxy.request_log_format`."""
+    writer = LogWriter(_STDERR, "log")
+    handler = LogHandler(writer)
+    handler.setFormatter(FORMATTERS[style]())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        writer.close()

@@ -1,0 +1,1 @@
+"""Options of `serve`: a folder each, imported where a fleet uses it."""

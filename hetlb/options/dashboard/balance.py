@@ -1,0 +1,125 @@
+"""True if the work is shared as the speeds say, by model: figures per instance and one sentence.
+
+Work is weighted tokens (`core.demand.size_of`): output tokens and a share of the prompt's. The share that an
+instance should have is its speed at the mean request over that of all that take requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hetlb.balancer.core.demand import PROMPT_WEIGHT
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import AdminState, Health
+from hetlb.balancer.telemetry.recent import InstanceShare, Recent
+
+#: Requests that ended within so many seconds count.
+WINDOW_S: Final = 60.0
+#: Shares that differ by no more than this are alike.
+NEAR: Final = 0.1
+#: An instance with less than this share of the work is idle.
+IDLE: Final = 0.02
+#: Below this share of the places in use the load is light.
+LIGHT: Final = 0.5
+_BY_SPEED: Final = frozenset({"hetlb", "paper", "paper-memory", "planned"})
+
+
+@dataclass(frozen=True, slots=True)
+class BalancePart:
+    """One instance: its shares of work and speed (0 to 1), share of slots in use, and why it is `out`."""
+
+    name: str
+    work_share: float
+    speed_share: float
+    busy: float
+    out: str = ""
+
+
+def sentence(
+    parts: Sequence[BalancePart], waiting: int, policy: str, requests: int = 1 << 30
+) -> tuple[bool, str]:
+    """True if the work is shared as it should be, and a sentence; of few `requests` one is a large share."""
+    able = [part for part in parts if not part.out]
+    out = "; ".join(f"{part.name} is {part.out}" for part in parts if part.out)
+    tail = f" ({out})" if out else ""
+    if not able:
+        return False, f"No instance takes requests{tail}."
+    if not any(part.work_share for part in parts):
+        return True, f"No request ended in the last minute{tail}."
+    if len(able) == 1:
+        return True, f"{able[0].name} is the only one that takes requests{tail}."
+    off = max(able, key=lambda part: abs(part.work_share - part.speed_share))
+    if abs(off.work_share - off.speed_share) <= NEAR + 1 / max(1, requests):
+        worst = round(100 * abs(off.work_share - off.speed_share))
+        return True, f"Balanced: shares of work and speed agree within {worst} points{tail}."
+    less = min(able, key=lambda part: part.work_share - part.speed_share)
+    more = max(able, key=lambda part: part.work_share - part.speed_share)
+    state = "idle" if less.work_share < IDLE else "given less than its share"
+    begin = f"{less.name} is {state} ({_of(less)}), {more.name} has {_of(more)}: "
+    if policy not in _BY_SPEED:
+        return False, f"{begin}the policy {policy} does not consider speed{tail}."
+    if not waiting and more.busy < LIGHT:
+        return True, f"{begin}the load is light, and a request ends soonest there{tail}."
+    if waiting:
+        return False, f"{begin}{waiting} requests wait: too large for it, or waiting for a faster one{tail}."
+    return False, f"{begin}the last decisions show why{tail}."
+
+
+def _of(part: BalancePart) -> str:
+    return f"{100 * part.work_share:.0f} % of the work, {100 * part.speed_share:.0f} % of the speed"
+
+
+def parts(
+    instances: Sequence[Instance], shares: Mapping[str, InstanceShare], speed: Mapping[str, float]
+) -> list[BalancePart]:
+    """The figures of the instances of one model, from what they did in `WINDOW_S` seconds."""
+    own = [shares.get(each.name) or InstanceShare() for each in instances]
+    work = [PROMPT_WEIGHT * each.prompt_tokens + each.output_tokens for each in own]
+    whole = sum(work)
+    fast = sum(speed.get(each.name, 0.0) for each in instances if each.routable)
+    return [
+        BalancePart(
+            each.name,
+            done / whole if whole else 0.0,
+            speed.get(each.name, 0.0) / fast if fast and each.routable else 0.0,
+            each.sequences / each.max_num_seqs,
+            _out(each),
+        )
+        for each, done in zip(instances, work, strict=True)
+    ]
+
+
+def _out(instance: Instance) -> str:
+    """Reason for which an instance takes no requests, "" where it does."""
+    if instance.admin is not AdminState.READY:
+        return "draining" if instance.admin is AdminState.DRAIN else "in maintenance"
+    if instance.health.state is Health.EJECTED:
+        return "ejected"
+    return "asleep" if instance.asleep else ""
+
+
+def documents(
+    scheduler: Scheduler, recent: Recent, pools: dict[str, list[Instance]], now: float
+) -> list[dict[str, Any]]:
+    """The part of a snapshot that says whether each model's work is balanced."""
+    shares = recent.shares(WINDOW_S, now)
+    waiting = scheduler.queue.by_model()
+    found = []
+    for model, instances in pools.items():
+        speed = scheduler.placement.speeds(model, instances)
+        each = parts(instances, shares, speed)
+        requests = sum(shares[one.name].ended for one in instances if one.name in shares)
+        balanced, text = sentence(each, waiting.get(model, 0), scheduler.placement.policy_name, requests)
+        named = [
+            {
+                "name": part.name,
+                "work_share": round(part.work_share, 4),
+                "speed_share": round(part.speed_share, 4),
+            }
+            for part in each
+        ]
+        found.append({"model": model, "balanced": balanced, "sentence": text, "instances": named})
+    return found

@@ -1,0 +1,139 @@
+"""Events of the page's stream: all that the page shows, at one moment."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+import hetlb
+from hetlb.balancer.core.policies.registry import POLICIES
+from hetlb.balancer.core.types import Outcome
+from hetlb.balancer.fleet.admin import pools
+from hetlb.balancer.fleet.fleet_status import status
+from hetlb.balancer.telemetry.recent import BIN_S, BINS, POINTS, Recent, Stretch, latencies
+from hetlb.options.dashboard import balance
+from hetlb.options.dashboard.decisions import decision_summary
+from hetlb.options.dashboard.page import EventStream
+from hetlb.tools.workload.records import weighted_percentile
+
+if TYPE_CHECKING:
+    from hetlb.balancer.fleet.service import FleetService
+
+#: Decisions listed on the page.
+DECISIONS_SHOWN: Final = 25
+
+
+class Snapshots:
+    """Maker of events and of the status over `source`; `fleet` gives the body of `GET /v1/fleet`."""
+
+    def __init__(self, source: FleetService, fleet: Callable[[], dict[str, Any]]) -> None:
+        self._source = source
+        self._fleet = fleet
+        self.events = EventStream(lambda: msgspec.json.encode(self.event()))
+
+    def status(self) -> dict[str, Any]:
+        source = self._source
+        return status(
+            source.scheduler, pools(source.scheduler), source.recent, source.now(), source.reload_refused
+        )
+
+    def event(self) -> dict[str, Any]:
+        source = self._source
+        scheduler, now, totals = source.scheduler, source.now(), source.totals
+        fleet = self._fleet()
+        for model in fleet["models"]:
+            for instance in model["instances"]:
+                counted = totals.instances.get(instance["name"])
+                instance["model_factors"] = None if counted is None else counted.model_factors()
+        oldest_at = scheduler.queue.oldest_at()
+        fleet["queue"]["models"] = scheduler.queue.by_model()
+        fleet["queue"]["oldest_s"] = None if oldest_at is None else now - oldest_at
+        last = islice(reversed(source.scheduling.decisions), DECISIONS_SHOWN)
+        return {
+            "version": hetlb.__version__,
+            "clock_s": now,
+            "policies": list(POLICIES),
+            "registration": source.fleet.file.admin.registration,
+            "decisions": {
+                "total": totals.decisions,
+                "last": [decision_summary(each, source.driver.tokens_so_far) for each in last],
+            },
+            "fleet": fleet,
+            "status": self.status(),
+            "balance": balance.documents(scheduler, totals.recent, pools(scheduler), now),
+            "series": {**series(totals.recent, now), **levels(totals.recent, now)},
+            "accuracy": accuracy(totals.recent),
+        }
+
+
+def _shown(recent: Recent, now: float) -> list[Stretch]:
+    """The last five minutes, up to the last stretch that is over at `now`."""
+    end = math.floor(now / BIN_S)
+    return [recent.stretches.get(number) or Stretch() for number in range(end - BINS, end)]
+
+
+def levels(recent: Recent, now: float) -> dict[str, Any]:
+    """Columns `queue`, `in_flight` and `kv_reserved` (by instance), aligned with those of `series`."""
+    shown = [each.levels for each in _shown(recent, now)]
+    names = dict.fromkeys(name for each in shown if each is not None for name in each[1])
+
+    def column(name: str, place: int) -> list[float | None]:
+        return [None if each is None or name not in each[1] else each[1][name][place] for each in shown]
+
+    return {
+        "queue": [None if each is None else sum(each[0].values()) for each in shown],
+        "in_flight": {name: column(name, 0) for name in names},
+        "kv_reserved": {name: column(name, 1) for name in names},
+    }
+
+
+def series(recent: Recent, now: float) -> dict[str, Any]:
+    """Rates and latencies of the last five minutes."""
+    stretches = _shown(recent, now)
+    outcomes: Counter[str] = Counter()
+    for each in stretches:
+        outcomes.update(each.outcomes)
+    ok = [each.outcomes.get(Outcome.OK.value, 0) for each in stretches]
+    ended = [sum(each.outcomes.values()) for each in stretches]
+    tokens = [{name: share.output_tokens for name, share in each.shares.items()} for each in stretches]
+    names = dict.fromkeys(name for each in tokens for name in each)
+    latency_columns = {
+        f"{name}_p{percent}_s": [_percentile(getattr(each, name), percent) for each in stretches]
+        for name in ("ttft", "e2e")
+        for percent in (50, 99)
+    }
+    return {
+        "bin_s": BIN_S,
+        "end_s": math.floor(now / BIN_S) * BIN_S,
+        "outcomes": dict(outcomes),
+        "instances": {name: [each.get(name, 0) / BIN_S for each in tokens] for name in names},
+        "ok_per_s": [count / BIN_S for count in ok],
+        "not_ok_per_s": [(whole - count) / BIN_S for whole, count in zip(ended, ok, strict=True)],
+        "output_tokens_per_s": [sum(each.values()) / BIN_S for each in tokens],
+        **latency_columns,
+    }
+
+
+def _percentile(counts: dict[int, int], percent: int) -> float | None:
+    return round(weighted_percentile(latencies(counts), percent), 4) if counts else None
+
+
+def accuracy(recent: Recent) -> dict[str, Any]:
+    """Predicted and actual tokens and seconds of the newest answers, by index of the instance."""
+    names: dict[str, int] = {}
+    points = [
+        (
+            names.setdefault(name, len(names)),
+            round(predicted, 1),
+            round(tokens, 1),
+            round(expected_s, 4),
+            round(took_s, 4),
+        )
+        for _, name, predicted, tokens, expected_s, took_s in recent.points[-POINTS:]
+    ]
+    return {"instances": list(names), "points": points}

@@ -1,0 +1,1 @@
+"""Instances by files of a folder."""

@@ -1,0 +1,1 @@
+"""Instances by Kubernetes' API."""

@@ -1,0 +1,1 @@
+"""Blocks of KV caches as engines report them."""

@@ -1,0 +1,175 @@
+"""Encoding of the journal of leases (`balancer/core/journal.py`): MessagePack arrays, typed and bounded.
+
+Fields may be appended within a version: a reader ignores those that it does not know. Times are ages in
+seconds: two processes need no common clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+
+from hetlb.balancer.core import journal
+from hetlb.balancer.core.journal import Change
+from hetlb.balancer.core.objective import UNSTATED, ServiceClass
+from hetlb.balancer.core.types import Outcome, Request
+
+#: Changes in one message, and their bytes, at most; decoded they take some thirty times as much.
+PART_CHANGES: Final = 256
+PART_BYTES: Final = 512 << 10
+#: Largest count of anything: what a float holds exactly, and below what an integer of the ledger may be.
+_MOST: Final = 1 << 53
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
+_Number: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
+_Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+_Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+_Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+_Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
+_Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+_Share: TypeAlias = Annotated[float, msgspec.Meta(gt=0, lt=1)]
+#: Fields of a `core.objective.ServiceClass`, in their order.
+_Service: TypeAlias = tuple[_Name, _Seconds, _Seconds, _Seconds, _Share, bool, _Amount | None, bool]
+_Keys: TypeAlias = Annotated[tuple[tuple[_Name, _Tokens | None], ...], msgspec.Meta(max_length=4096)]
+
+
+class RequestFacts(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """A request as another process sees it: `core.types.Request` without its instance and its preferences."""
+
+    id: _Number
+    model: _Name
+    prompt_tokens: _Tokens
+    max_tokens: _Positive | None
+    sequences: _Positive
+    longest_prompt_tokens: _Tokens
+    generates: bool
+    body_bytes: _Count
+    prompt_exact: bool
+    prefix_keys: _Keys
+    priority: _Number
+    tenant: _Name | None
+    samples: _Positive
+    blocks: tuple[int, tuple[int, ...]] | None = None
+    generated: _Tokens = 0
+    service: _Service | None = None
+
+    @classmethod
+    def of(cls, request: Request, *, blocks: bool = True) -> RequestFacts:
+        """Facts of a request; `blocks`: with the digests of its prompt's blocks."""
+        service = request.service
+        return cls(
+            request.id, request.model, request.prompt_tokens, request.max_tokens, request.sequences,
+            request.longest_prompt_tokens, request.generates, request.body_bytes, request.prompt_exact,
+            request.prefix_keys, request.priority, request.tenant, request.samples,
+            request.blocks if blocks else None, request.generated, service.parts if service.name else None,
+        )  # fmt: skip
+
+    def request(self, model: str | None = None) -> Request:
+        """The request, with the model that was found for it."""
+        return Request(
+            self.id, self.model if model is None else model, self.prompt_tokens, self.max_tokens,
+            self.sequences, self.longest_prompt_tokens, self.generates, self.body_bytes, self.prompt_exact,
+            self.prefix_keys, self.priority, self.tenant, self.samples, self.blocks,
+            generated=self.generated,
+            service=UNSTATED if self.service is None else ServiceClass(*self.service),
+        )  # fmt: skip
+
+
+class WireBooked(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
+    """A lease began."""
+
+    number: _Number
+    instance: _Name
+    request: RequestFacts
+    work_ns: _Count
+    predicted_output: _Amount
+    age_s: _Amount
+    begun: bool
+
+    def __post_init__(self) -> None:
+        """Refuse a lease whose request is like no own one. Raises `ValueError`, in decoding `DecodeError`."""
+        finite = math.isfinite(self.predicted_output) and math.isfinite(self.age_s)
+        if self.request.samples > self.request.sequences or not finite:
+            raise ValueError("a lease of more samples than sequences, or of no finite length")
+
+    @classmethod
+    def of(cls, change: journal.Booked) -> WireBooked:
+        """Encode a lease, without the digests of its prompt: they may be many."""
+        request, age_s = RequestFacts.of(change.request, blocks=False), max(0.0, change.age_s)
+        return cls(
+            change.number, change.instance, request, change.work_ns, change.predicted_output, age_s,
+            change.begun,
+        )  # fmt: skip
+
+    def change(self) -> journal.Booked:
+        return journal.Booked(
+            self.number, self.instance, self.request.request(), self.work_ns, self.predicted_output,
+            self.age_s, self.begun,
+        )  # fmt: skip
+
+
+class WireBegun(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
+    """The answer of a lease began."""
+
+    number: _Number
+
+    def change(self) -> journal.Begun:
+        return journal.Begun(self.number)
+
+
+class WireEnded(msgspec.Struct, array_like=True, tag=2, gc=False, frozen=True):
+    """A lease ended."""
+
+    number: _Number
+    outcome: Outcome
+    output_tokens: _Count
+    cached_tokens: _Count | None
+
+    def change(self) -> journal.Ended:
+        return journal.Ended(self.number, self.outcome, self.output_tokens, self.cached_tokens)
+
+
+class WireWaiting(msgspec.Struct, array_like=True, tag=3, frozen=True):
+    """Sizes of what waits, by model."""
+
+    sizes: Annotated[dict[_Name, _Count], msgspec.Meta(max_length=4096)]
+
+    def change(self) -> journal.Waiting:
+        return journal.Waiting(self.sizes)
+
+
+WireChange: TypeAlias = WireBooked | WireBegun | WireEnded | WireWaiting
+
+
+def to_wire(changes: Iterable[Change]) -> list[WireChange]:
+    return [_wire(each) for each in changes]
+
+
+def _wire(change: Change) -> WireChange:
+    if isinstance(change, journal.Booked):
+        return WireBooked.of(change)
+    if isinstance(change, journal.Begun):
+        return WireBegun(change.number)
+    if isinstance(change, journal.Ended):
+        return WireEnded(change.number, change.outcome, change.output_tokens, change.cached_tokens)
+    return WireWaiting(change.sizes)
+
+
+def parts(changes: Iterable[Change]) -> list[list[msgspec.Raw]]:
+    """Encode changes in parts of `PART_CHANGES` and `PART_BYTES` at most: one at least."""
+    found: list[list[msgspec.Raw]] = [[]]
+    size = 0
+    for each in changes:
+        encoded = msgspec.msgpack.encode(_wire(each))
+        size += len(encoded)
+        if found[-1] and (size > PART_BYTES or len(found[-1]) == PART_CHANGES):
+            found.append([])
+            size = len(encoded)
+        found[-1].append(msgspec.Raw(encoded))
+    return found
+
+
+def from_wire(changes: Sequence[WireChange]) -> list[Change]:
+    return [each.change() for each in changes]

@@ -1,0 +1,122 @@
+"""One end of a channel between two processes of this machine: batches of messages over a Unix socket.
+
+A frame is a length of four bytes (big-endian) and a MessagePack array of messages
+(`options/relays/protocol.py`, `offer.py`): what is sent in one turn of the event loop. A frame that is none
+of the protocol closes the channel; a peer that does not read is dropped when `MOST_UNREAD` bytes wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from struct import Struct
+from typing import Any, Final, Generic, TypeVar, cast
+
+import msgspec
+
+from hetlb.balancer.telemetry.events import Event, Rarely
+
+logger = logging.getLogger("hetlb.proxy")
+
+MOST_UNREAD: Final = 256 << 20
+#: A message that nothing waits for is sent so much later at most.
+POST_S: Final = 0.001
+#: A longer frame is none: a fleet with all its profiles takes a few megabytes.
+MOST_FRAME: Final = 64 << 20
+#: Lines about channels that break the protocol: one in a while.
+_broken: Final = Rarely()
+_LENGTH = Struct("!I")
+_encode = msgspec.msgpack.Encoder().encode
+
+_In = TypeVar("_In")
+
+
+class MessageChannel(asyncio.Protocol, Generic[_In]):
+    """`on_messages` gets each batch that the other end sent; `on_closed` is called once when it is gone."""
+
+    def __init__(
+        self,
+        decoder: msgspec.msgpack.Decoder[list[_In]],
+        on_messages: Callable[[list[_In]], None],
+        on_closed: Callable[[], None],
+        most_frame: int = MOST_FRAME,
+    ) -> None:
+        self._decode = decoder.decode
+        self._on_messages = on_messages
+        self._on_closed = on_closed
+        self._most_frame = most_frame
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._received = b""
+        self._unsent: list[msgspec.Struct] = []
+        #: True if a flush comes at the end of this turn, and by `POST_S` at the latest.
+        self._flushes = self._flushes_later = False
+
+    async def open(self, end: socket.socket) -> None:
+        """Use a connected socket, and close it in the end."""
+        await self._loop.create_connection(lambda: self, sock=end)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop has its own class
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._on_closed()
+
+    def data_received(self, data: bytes) -> None:
+        if self._received:
+            data = self._received + data
+        at, end = 0, len(data)
+        try:
+            while end - at >= 4:
+                (length,) = _LENGTH.unpack_from(data, at)
+                if length > self._most_frame:
+                    raise msgspec.DecodeError(f"a frame of {length} bytes")
+                if end - at - 4 < length:
+                    break
+                messages = self._decode(memoryview(data)[at + 4 : at + 4 + length])
+                at += 4 + length
+                self._on_messages(messages)
+        except msgspec.DecodeError as error:
+            text = "a channel is closed, its other end does not keep to the protocol: %s"
+            _broken.tell(logger, Event.WORKER_FAILED, text, error)
+            self.close()
+            at = end
+        self._received = data[at:]
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message with the others of this turn; dropped where the other end is gone."""
+        self._unsent.append(message)
+        if not self._flushes:
+            self._flushes = True
+            self._loop.call_soon(self.flush)
+
+    def post(self, message: msgspec.Struct) -> None:
+        """Send a message with the next one, `POST_S` later at most: each frame wakes the other end."""
+        self._unsent.append(message)
+        if not self._flushes_later:
+            self._flushes_later = True
+            self._loop.call_later(POST_S, self._flush_later)
+
+    def _flush_later(self) -> None:
+        self._flushes_later = False
+        self.flush()
+
+    def flush(self) -> None:
+        self._flushes = False
+        unsent, self._unsent = self._unsent, []
+        transport = self._transport
+        if not unsent or transport is None or transport.is_closing():
+            return
+        data: Any = _encode(unsent)
+        transport.write(_LENGTH.pack(len(data)) + data)
+        if transport.get_write_buffer_size() > MOST_UNREAD:
+            transport.abort()
+
+    def close(self) -> None:
+        """Flush, then close this end."""
+        self.flush()
+        if self._transport is not None:
+            self._transport.close()

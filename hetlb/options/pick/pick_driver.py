@@ -1,0 +1,165 @@
+"""Driver of the scheduler for an endpoint picker: Envoy owns the connections, each request is a stream.
+
+What the proxy's driver does with connections to engines, Envoy does. A request is sent once: where an engine
+fails, Envoy's retries go down the list that it got, and the lease follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Final
+
+from hetlb.balancer.clients.access import EngineAccess
+from hetlb.balancer.clients.token_estimator import TokenEstimator
+from hetlb.balancer.config.fleet_tables import ProxyTable
+from hetlb.balancer.core.journal import Booked
+from hetlb.balancer.core.policies.hetlb import PASSED_OVER
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import (
+    EngineSample,
+    InstanceChange,
+    InstanceRemoved,
+    Lease,
+    Outcome,
+    Probed,
+    ProbeResult,
+    Reject,
+    RejectReason,
+    RequestId,
+)
+from hetlb.balancer.engines.upstream import Upstream
+from hetlb.balancer.exchange.driver import Driver
+from hetlb.balancer.exchange.exchange import Exchange
+from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
+from hetlb.balancer.exchange.scheduler_side import Carrier
+from hetlb.options.pick.foreign import ForeignLoad
+
+#: Instances of a large fleet out of which those for the gateway's retries are taken.
+_LOOKED_AT: Final = 32
+#: Fallbacks of larger fleets are not ranked.
+MOST_RANKED: Final = 128
+_REASONS: Final = {
+    Outcome.CONNECT_FAILED: (RejectReason.CONNECT_FAILED, "No instance accepted the connection."),
+    Outcome.NO_RESPONSE: (RejectReason.NO_RESPONSE, "The instance closed the connection without answering."),
+}
+
+
+class PickScheduler(SchedulerDriver):
+    """The scheduler of a picker: engines have requests that are not ours, and Envoy moves none."""
+
+    def __init__(self, scheduler: Scheduler, carrier: Carrier) -> None:
+        super().__init__(scheduler, carrier)
+        self.moves_busy = False
+        #: Requests at the engines that are not ours.
+        self.foreign = ForeignLoad(scheduler)
+
+    def sample(self, name: str, sample: EngineSample) -> None:
+        super().sample(name, sample)
+        self.carry_out(self.foreign.look(name, sample, self.carrier.now()))
+
+    def sweep(self, now: float) -> None:
+        """Conclude nothing from silence: Envoy may show nothing of an answer."""
+
+    def change(self, change: InstanceChange) -> None:
+        super().change(change)
+        now = self.carrier.now()
+        if isinstance(change, InstanceRemoved):
+            for name in (change.name, *change.more):
+                self.carry_out(self.foreign.gone(name, now))
+        elif isinstance(change, Probed) and change.result is ProbeResult.REFUSED:
+            self.carry_out(self.foreign.gone(change.name, now))
+
+
+class PickDriver(Driver):
+    """Driver of streams of Envoy."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        table: ProxyTable,
+        token_estimator: TokenEstimator,
+        loop: asyncio.AbstractEventLoop,
+        access: Mapping[str, EngineAccess],
+    ) -> None:
+        super().__init__(table, token_estimator, loop, access)
+        self.scheduler = scheduler
+        self.picking = PickScheduler(scheduler, self)
+        self.scheduling = self.picking
+        self.resumes = False  # the answers are Envoy's
+        #: Streams of the requests that are open, by request.
+        self.streams: dict[RequestId, Upstream] = {}
+
+    def pool(self, lease: Lease) -> Upstream:
+        return self.streams[lease.request.id]
+
+    def open_pool(self, incarnation: int, name: str, url: str) -> None:
+        """Nothing to open: the connections to engines are Envoy's."""
+
+    def finished(self, request_id: RequestId) -> None:
+        super().finished(request_id)
+        self.streams.pop(request_id, None)
+
+    def try_again(self, lease: Lease, outcome: Outcome) -> None:
+        """Turn the request down: it is with Envoy, whose own retries are over."""
+        scheduling = self.picking
+        scheduling.lease_ended(lease, outcome, self.now(), retry=False)
+        reason, detail = _REASONS[outcome]
+        self.reject(Reject(lease.request.id, reason, detail), scheduling.drain_rate.spread(1.0))
+
+    def served_elsewhere(self, exchange: Exchange, instance: str) -> None:
+        """Envoy reached the answering instance after another one failed: the lease moves there."""
+        lease = exchange.lease
+        assert lease is not None, "expected a request with a lease"
+        now = self.now()
+        age_s = now - lease.dispatched_at
+        live = Booked(lease.id, instance, lease.request, lease.work_ns, lease.predicted_output, age_s)
+        if instance not in self.scheduler.fleet.instances:
+            return  # outside the fleet: the lease stays where it was booked
+        commands = self.scheduler.on_lease_ended(lease, Outcome.NO_RESPONSE, now, retry=False)
+        self.counted.tried_again(lease.instance, Outcome.NO_RESPONSE)
+        exchange.lease = self.scheduler.restore(live, now)
+        exchange.retries += 1
+        self.picking.carry_out(commands)
+
+    def shed(self, exchange: Exchange) -> None:
+        """Turn down a request that may not wait."""
+        now, request_id = self.now(), exchange.request.id
+        scheduling = self.picking
+        scheduling.cancelled(request_id, now)
+        detail = "Too many requests are waiting for an instance."
+        again_s = scheduling.drain_rate.retry_after_s(scheduling.waiting, now)
+        self.reject(Reject(request_id, RejectReason.QUEUE_FULL, detail), again_s)
+
+    def fallbacks(self, count: int) -> list[str]:
+        """Names of the instances that come next after the decision made last, the best first."""
+        if count < 1:
+            return []
+        decision = self.picking.decisions[-1]
+        chosen = decision.lease.instance
+        if len(self.scheduler.instances) > MOST_RANKED:
+            return self._neighbours(decision.lease, count)
+        # One that is passed over has room: only the chosen one, which has failed then, was sooner.
+        others = [
+            each
+            for each in decision.candidates
+            if each.instance != chosen and (each.eligible or each.reason.startswith(PASSED_OVER))
+        ]
+        others.sort(key=lambda each: each.score)
+        return [each.instance for each in others[:count]]
+
+    def _neighbours(self, lease: Lease, count: int) -> list[str]:
+        """The least busy of some instances of a large fleet: ranking all costs more than a decision."""
+        instances, request = self.scheduler.instances, lease.request
+        number = len(instances)
+        found: list[tuple[float, str]] = []
+        for step in range(number):
+            each = instances[(request.id * _LOOKED_AT + step) % number]
+            if request.subset is not None and each.name not in request.subset:
+                continue
+            if each.name != lease.instance and each.routable and request.model in each.models:
+                found.append((each.sequences / each.max_num_seqs, each.name))
+                if len(found) >= _LOOKED_AT:
+                    break
+        found.sort()
+        return [name for _, name in found[:count]]

@@ -1,0 +1,284 @@
+"""The picker's gRPC listener (grpcio): Envoy's external processing, and the health checks of gateways."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+import msgspec
+from google.protobuf.message import DecodeError
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
+
+from hetlb.addresses import is_loopback
+from hetlb.balancer.clients.access import Access, server_context
+from hetlb.balancer.clients.router import FleetView, Router
+from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.config.fleet_tables import ProxyTable
+from hetlb.balancer.config.urls import bracketed
+from hetlb.balancer.exchange.scheduler_side import SWEEP_S
+from hetlb.balancer.fleet.reload import Stamp, stamp
+from hetlb.balancer.telemetry.events import Event, tell
+from hetlb.errors import ConfigError
+from hetlb.options.pick import messages
+from hetlb.options.pick.calls import MAX_BESIDE_BODY, ProcessCall
+from hetlb.options.pick.pick_driver import PickDriver
+from hetlb.options.pick.stream import PickerState
+from hetlb.options.pick.tenant_names import FAIRNESS
+
+logger = logging.getLogger("hetlb.pick")
+
+#: Connections, and calls open at once in each and in all of them. One that opens calls and takes them back
+#: without end has no more of them before the picker than that; Envoy connects again where it needs more.
+MAX_CONNECTIONS: Final = 1024
+MAX_CALLS_EACH: Final = 100
+MAX_CALLS: Final = 16_384
+#: Bytes of a call that are read ahead of the picker.
+_AHEAD_BYTES: Final = 64 << 10
+_MS: Final = 1000
+#: Longer than any drain: `close` ends it.
+_UNTIL_CLOSED_S: Final = 1e6
+#: Options of grpcio's server (grpc_types.h), beside the size of a message.
+_OPTIONS: Final = (
+    ("grpc.so_reuseport", 0),  # a second picker on the port is a mistake
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.max_concurrent_streams", MAX_CALLS_EACH),
+    ("grpc.http2.max_requests_per_read", 2),
+    ("grpc.http2.lookahead_bytes", _AHEAD_BYTES),
+    ("grpc.http2.bdp_probe", 0),  # it would raise what is read ahead, and pings at every read
+    ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.absolute_max_metadata_size", 16 << 10),
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: what is sent is what is held
+    ("grpc.server_handshake_timeout_ms", 10 * _MS),
+    # A connection without a call holds no place of `MAX_CONNECTIONS`.
+    ("grpc.max_connection_idle_ms", 10 * _MS),
+    # A gateway that has said nothing for so long is asked for a sign of life, and has as long.
+    ("grpc.keepalive_time_ms", 30 * _MS),
+    ("grpc.keepalive_timeout_ms", 30 * _MS),
+    # Envoy pings every few seconds, with calls and without.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+)
+
+
+class _KnownMethods(cygrpc.AioServer):  # type: ignore[misc]
+    """A server that takes calls of its registered methods; any other call is cancelled.
+
+    grpcio's own looks at the name of the other method, and ends where that is not UTF-8 (1.84, 1.85).
+    """
+
+    def _make_request_call_future(self, method: bytes | None) -> asyncio.Future[Any]:
+        if method is None:
+            return asyncio.get_running_loop().create_task(self._cancel_others())
+        future: asyncio.Future[Any] = super()._make_request_call_future(method)
+        return future
+
+    async def _cancel_others(self) -> None:
+        while True:
+            await self._request_call()  # a call that is not kept is cancelled
+
+
+class PickServer:
+    """The listener of gateways, in the place of the proxy's `ProxyServer`."""
+
+    def __init__(self, driver: PickDriver, view: FleetView, fleet: Fleet, ready: Callable[[], bool]) -> None:
+        """`ready`: whether gateways should send requests to this picker. Raises `ConfigError`."""
+        self._driver = driver
+        self._ready = ready
+        self.router = Router(driver, view)
+        self.state = PickerState(driver, self.router, fleet.file.pick, driver.access)
+        self._fleet = fleet
+        #: Certificates for gateways that connect from now on, None without TLS.
+        self.tls = gateway_certificates(fleet)
+        self._files = _stamp(fleet)
+        self._grpc: grpc.aio.Server | None = None
+        driver.on_swept = self._sweep
+        self._stopping: asyncio.Task[None] | None = None
+
+    def configure(self, table: ProxyTable, access: Access) -> None:
+        """Names, limits and keys that hold from now on; the Gateway API names the header of a fair share.
+
+        The certificate is read again when its files change.
+        """
+        if table.tenant_header is None:
+            table = msgspec.structs.replace(table, tenant_header=FAIRNESS)
+        self.router.configure(table)
+        self.router.tenants = access.tenants
+        self.state.tenants.configure(table.tenant_header or FAIRNESS)
+
+    @property
+    def connections(self) -> Collection[object]:
+        """Calls that are open."""
+        return self.state.streams
+
+    @property
+    def stopping(self) -> bool:
+        """True if no further request is taken."""
+        return self.state.stopping
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Descriptors of listening sockets: none that another process could take over."""
+        return []
+
+    def leave(self) -> None:
+        """Nothing to do: no other process takes over."""
+
+    async def start(self, host: str, port: int, sockets: Sequence[socket.socket] = ()) -> tuple[str, int]:
+        """Accept gateways; returns the address in use. Raises `OSError` if it cannot be bound."""
+        assert not sockets, "expected an address: grpcio takes no listening sockets"
+        largest = self.state.table.buffer_bytes + MAX_BESIDE_BODY
+        server: Any = grpc.aio.server()
+        self._grpc = server
+        options = (*_OPTIONS, ("grpc.max_receive_message_length", largest))
+        server._server = _KnownMethods(self._driver.loop, None, (), (), options, MAX_CALLS)
+        server.add_registered_method_handlers(
+            messages.PROCESS_SERVICE, {"Process": grpc.stream_stream_rpc_method_handler(self._process)}
+        )
+        server.add_registered_method_handlers(
+            messages.HEALTH_SERVICE, {"Check": grpc.unary_unary_rpc_method_handler(self._check)}
+        )
+        _check_free(host, port)
+        where = f"{bracketed(host)}:{port}"
+        try:
+            if self.tls is None:
+                port = server.add_insecure_port(where)
+            else:
+                port = server.add_secure_port(where, self._credentials(self.tls))
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+        await server.start()
+        return host, port
+
+    def _credentials(self, tls: GatewayCertificates) -> grpc.ServerCredentials:
+        """Credentials of the listener; one that was read again is shown from the next handshake on."""
+        shown = tls
+
+        def newest() -> Any:
+            nonlocal shown
+            if self.tls is None or self.tls is shown:
+                return None
+            shown = self.tls
+            return shown.configuration()
+
+        return grpc.dynamic_ssl_server_credentials(
+            tls.configuration(), newest, require_client_authentication=tls.authorities is not None
+        )
+
+    async def _process(self, _: Any, context: Any) -> None:
+        await ProcessCall(self.state, context).run()
+
+    async def _check(self, data: bytes, context: Any) -> bytes:
+        """Answer a health check."""
+        try:
+            service = messages.HealthCheckRequest.FromString(data).service
+        except DecodeError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "expected a HealthCheckRequest")
+        serving = self._serves(service)
+        if serving is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
+        status = messages.SERVING if serving else messages.NOT_SERVING
+        return bytes(messages.HealthCheckResponse(status=status).SerializeToString())
+
+    def _serves(self, service: str) -> bool | None:
+        """Answer to a health check, None where there is no such service."""
+        if service in ("", "liveness"):
+            return True
+        if service not in ("readiness", messages.PROCESS_SERVICE):
+            return None
+        return self._ready() and not self.state.stopping
+
+    def stop_accepting(self) -> None:
+        """Take no further request; those that are open go on, and gateways are told to go elsewhere."""
+        if self._grpc is not None and not self.state.stopping:
+            self._stopping = asyncio.create_task(self._grpc.stop(_UNTIL_CLOSED_S))
+        self.state.stopping = True
+
+    async def close(self) -> None:
+        """Drop every connection that is left."""
+        if self._grpc is not None:
+            await self._grpc.stop(None)
+            self._grpc = None
+        if self._stopping is not None:
+            await self._stopping
+
+    def _sweep(self, now: float) -> None:
+        for stream in list(self.state.streams):
+            stream.sweep(SWEEP_S)
+        if self.tls is not None and (files := _stamp(self._fleet)) != self._files:
+            self._files = files
+            try:
+                self.tls = gateway_certificates(self._fleet)
+            except ConfigError as error:
+                tell(logger, Event.RELOAD_REFUSED, "the certificate in use stays: %s", error)
+
+
+@dataclass(frozen=True)
+class GatewayCertificates:
+    """PEM files of the listener: its certificates and their key, and the authorities of gateways or None."""
+
+    chain: bytes
+    key: bytes = field(repr=False)
+    authorities: bytes | None
+
+    def configuration(self) -> grpc.ServerCertificateConfiguration:
+        """The same for grpcio."""
+        return grpc.ssl_server_certificate_configuration([(self.key, self.chain)], self.authorities)
+
+
+def gateway_certificates(fleet: Fleet) -> GatewayCertificates | None:
+    """Certificate of the listener, and the authorities of its gateways; None without TLS.
+
+    Raises `ConfigError`, also where any peer could be a gateway and the file does not say so.
+    """
+    pick, where, base = fleet.file.pick, fleet.where, fleet.base
+    if not (is_loopback(pick.host) or pick.any_gateway or (pick.tls and pick.client_ca_file)):
+        raise ConfigError(
+            f"{where}pick.host: expected a loopback address, or pick.tls and pick.client_ca_file beside it,"
+            f" or pick.any_gateway: true (every peer that reaches the port is a gateway), got {pick.host!r}"
+        )
+    if pick.tls is None:
+        if pick.client_ca_file is not None:
+            raise ConfigError(f"{where}pick.client_ca_file: expected pick.tls beside it, got none")
+        return None
+    context = server_context(pick.tls, f"{where}pick.tls", base)
+    authorities = None
+    if pick.client_ca_file is not None:
+        path = base / pick.client_ca_file
+        try:
+            authorities = path.read_bytes()
+            context.load_verify_locations(path)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"{where}pick.client_ca_file: expected a file of certificates, got {str(path)!r}"
+            ) from error
+    try:
+        chain, key = (base / pick.tls.cert).read_bytes(), (base / pick.tls.key).read_bytes()
+    except OSError as error:  # replaced since they were looked at
+        raise ConfigError(f"{where}pick.tls: expected readable files, got {error.strerror}") from error
+    return GatewayCertificates(chain, key, authorities)
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raise `OSError` if an address cannot be listened on: grpcio does not say why."""
+    family, kind, number, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, kind, number) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+
+
+def _stamp(fleet: Fleet) -> Stamp:
+    """State of the files of the listener's TLS."""
+    table = fleet.file.pick
+    if table.tls is None:
+        return ()
+    names = (table.tls.cert, table.tls.key, table.client_ca_file)
+    return stamp([fleet.base / name for name in names if name is not None])

@@ -1,0 +1,154 @@
+"""`hetlb pick`, whole: the service of a process that serves alone, with gateways in the place of clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import secrets
+import socket
+from pathlib import Path
+from typing import Final
+
+from hetlb.addresses import is_special
+from hetlb.balancer.clients.token_estimator import TokenEstimator, load_tokenizers
+from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.config.fleet_tables import Listen, SharedTable
+from hetlb.balancer.config.urls import bracketed, origin
+from hetlb.balancer.core.types import InstanceSpec
+from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
+from hetlb.balancer.fleet.service import Service
+from hetlb.balancer.fleet.source import Source
+from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
+from hetlb.options.kubernetes.inference_pool import ObjectiveSource
+from hetlb.options.pick.pick_driver import PickDriver
+from hetlb.options.pick.pick_server import PickServer, gateway_certificates
+from hetlb.options.shared_view.sharing import Sharing, shared_url
+from hetlb.options.takeover.takeover import Takeover
+
+#: Names of instances are resolved again this often.
+_RESOLVE_S: Final = 5.0
+#: Names that are looked up at once: a name server that does not answer holds up a start by 5 s for so many.
+_LOOKUPS: Final = 32
+
+
+class PickService(Service):
+    """An endpoint picker. Raises `ConfigError` where it cannot be one."""
+
+    driver: PickDriver
+    server: PickServer
+    _hands_over = False  # gRPC's listener cannot be given to another process
+
+    def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
+        pick = fleet.file.pick
+        super().__init__(fleet.with_tables(listen=Listen(host=pick.host, port=pick.port)), event_log)
+        self._resolver: asyncio.Task[None] | None = None
+        self.roster.on_coming = self._coming
+        if fleet.file.shared is not None:
+            self.sharing = _share(fleet.file.shared, f"{fleet.where}shared", self.scheduling)
+
+    def _drive(self) -> SchedulerDriver:
+        fleet = self.fleet
+        estimator = TokenEstimator(load_tokenizers(fleet.tokenizers))
+        loop = asyncio.get_running_loop()
+        self.driver = PickDriver(self.scheduler, fleet.file.proxy, estimator, loop, self._engines)
+        return self.driver.picking
+
+    def _make_server(self) -> PickServer:
+        return PickServer(self.driver, self, self.fleet, self._serves)
+
+    @property
+    def ready_line(self) -> str:
+        return super().ready_line.replace("hetlb ready", "hetlb pick ready", 1)
+
+    def _serves(self) -> bool:
+        """True if gateways should send requests here."""
+        return self.routable()
+
+    async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Takeover | None = None) -> None:
+        """Know the addresses of the instances, then start as any service."""
+        await self._resolve()
+        self._resolver = asyncio.create_task(self._resolve_for_ever())
+        await super().start(listeners, takeover)
+
+    async def close(self) -> None:
+        """Close everything now."""
+        task, self._resolver = self._resolver, None
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        await super().close()
+
+    def _coming(self, spec: InstanceSpec) -> None:
+        """Know the address of an instance before it gets a request, where no name must be resolved."""
+        if (address := _literal(spec.url)) is not None:
+            self.server.state.set_address(spec.name, address)
+
+    def _discovery_sources(self) -> list[Source]:
+        fleet, state = self.fleet, self.server.state
+        clusters = () if fleet.file.discovery is None else fleet.file.discovery.clusters
+        pools = [each for each in clusters if each.resource == "inferencepools"]
+        objectives = [ObjectiveSource(each, fleet.base, state.set_objectives) for each in pools]
+        return [*super()._discovery_sources(), *objectives]
+
+    async def _resolve_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(_RESOLVE_S)
+            await self._resolve()
+
+    async def _resolve(self) -> None:
+        """Find the `ip:port` of every instance; one whose name does not resolve now keeps what it had."""
+        state, found, lookups = self.server.state, {}, asyncio.Semaphore(_LOOKUPS)
+        urls = {each.name: each.spec.url for each in self.scheduler.instances}
+        named = {url for url in urls.values() if _literal(url) is None}
+        looked_up = dict(
+            zip(named, await asyncio.gather(*(_look_up(each, lookups) for each in named)), strict=True)
+        )
+        for name, url in urls.items():
+            address = _literal(url) or looked_up[url] or state.addresses.get(name)
+            if address is not None:
+                found[name] = address
+        if found != state.addresses:
+            state.set_addresses(found)
+
+
+def _share(table: SharedTable, key: str, scheduling: SchedulerDriver) -> Sharing:
+    """Let a picker share its view. Raises `ConfigError`."""
+    url = shared_url(table, key)
+    sharing = Sharing(table, url, scheduling.scheduler, scheduling.carry_out, secrets.token_hex(6))
+    scheduling.view = sharing.view
+    return sharing
+
+
+def check_pick(fleet: Fleet) -> None:
+    """Raise `ConfigError` unless all that the section `pick` names is there."""
+    gateway_certificates(fleet)
+    if fleet.file.shared is not None:
+        shared_url(fleet.file.shared, f"{fleet.where}shared")
+
+
+def _literal(url: str) -> str | None:
+    """`ip:port` of a URL with an address in it, None of one with a name."""
+    _, host, port = origin(url)
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    return f"{bracketed(host)}:{port}"
+
+
+async def _look_up(url: str, lookups: asyncio.Semaphore) -> str | None:
+    """`ip:port` of a URL with a name in it, its IPv4 address where it has both; None where it has none.
+
+    An address where no engine can be is none: gateways would send requests, with the engine's key, there.
+    """
+    _, host, port = origin(url)
+    try:
+        async with lookups, asyncio.timeout(_RESOLVE_S):
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, TimeoutError, UnicodeError):
+        return None
+    found = [each for each in found if not is_special(str(each[4][0]))]
+    first = min(found, key=lambda each: each[0] != socket.AF_INET, default=None)
+    return None if first is None else f"{bracketed(str(first[4][0]))}:{port}"

@@ -1,0 +1,341 @@
+"""Driver of a relay: its exchanges are here, its scheduler in another process.
+
+While there is no scheduler process, streams go on and arrivals wait, within the limits of the queue, for at
+most `no_instance_timeout_s`; the next one hears of every live lease and of every request that waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from typing import Final
+
+from hetlb.balancer.core.journal import booked
+from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.types import Lease, Outcome, Reject, RejectReason, Request, RequestId
+from hetlb.balancer.engines.engine_pools import Target
+from hetlb.balancer.exchange.driver import Driver
+from hetlb.balancer.exchange.exchange import Exchange
+from hetlb.balancer.exchange.exchange_states import Phase
+from hetlb.balancer.exchange.scheduler_side import SchedulerSide
+from hetlb.balancer.http import error_responses
+from hetlb.options.key_limits.limits import Ticket
+from hetlb.options.lease_wire import RequestFacts, WireBegun, WireBooked, WireEnded
+from hetlb.options.message_channel import MessageChannel
+from hetlb.options.relays.protocol import (
+    Arrival,
+    Busy,
+    CameBack,
+    Cancelled,
+    DispatchMessage,
+    FromScheduler,
+    InstanceAddress,
+    LeaseChange,
+    LiveRequest,
+    ModelsRead,
+    Moving,
+    PassOnMessage,
+    Rejected,
+    RelayMessage,
+    Used,
+    ViewMessage,
+)
+from hetlb.served_models import read_model_list
+
+#: Bits of a request's id below the number of its relay.
+ID_BITS: Final = 32
+#: Leases of which the tokens so far are reported: what the dashboard lists.
+_RECENT: Final = 25
+
+
+class RelayDriver(SchedulerSide):
+    """The scheduler as a relay sees it: in another process, reached over a channel."""
+
+    def __init__(self, limits: QueueLimits, driver: Driver) -> None:
+        super().__init__()
+        self._limits = limits
+        self._driver = driver
+        self._channel: MessageChannel[FromScheduler] | None = None
+        self._alone_since = driver.now()
+        self._targets: dict[str, Target] = {}
+        #: Incarnations of the instances as the scheduler process numbers them.
+        self._incarnations: dict[str, int] = {}
+        self._next_incarnation = 1
+        #: The newest leases, for reports.
+        self.recent: deque[Lease] = deque(maxlen=_RECENT)
+        #: Bytes and tokens of prompts since the last report, by model.
+        self.learnt: dict[str, tuple[int, int]] = {}
+        #: Models that engines served when connections to them were made again, by instance.
+        self._read: dict[str, set[str]] = {}
+        driver.pools.on_reconnect = self.reconnected
+        #: True if requests wait somewhere: what frees an instance is said at once then.
+        self.others_wait = False
+        self._view = ViewMessage([], [], "", b"[]", False)
+        self._served: frozenset[str] = frozenset()
+
+    # --- the channel ---
+
+    def live_leases(self) -> list[LiveRequest]:
+        """Leases that another scheduler process books again: those on instances still in the fleet."""
+        now, live = self._driver.now(), []
+        for exchange in self._driver.exchanges.values():
+            lease = exchange.lease
+            if lease is None or exchange.phase is Phase.QUEUED:
+                continue
+            target = self._targets.get(lease.instance)
+            if target is None or target.incarnation != lease.incarnation:
+                continue
+            live.append(LiveRequest(WireBooked.of(booked(lease, now)), exchange.tenant))
+        return live
+
+    def connected(self, channel: MessageChannel[FromScheduler]) -> None:
+        """Send waiting requests, oldest first, to a scheduler process that has the live leases."""
+        self._channel = channel
+        self._incarnations.clear()
+        for exchange in self._queued():
+            channel.send(_arrival(exchange))
+
+    def disconnected(self) -> None:
+        self._channel = None
+        self._alone_since = self._driver.now()
+        for exchange in list(self._driver.exchanges.values()):
+            self._let_go(exchange)
+
+    def _let_go(self, exchange: Exchange) -> None:
+        try:
+            exchange.let_go()
+        except Exception as error:
+            exchange.fault(error)
+
+    def _send(self, message: RelayMessage) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
+
+    def post(self, message: RelayMessage) -> None:
+        """Send a message that nothing waits for, unless requests do."""
+        if self.others_wait:
+            self._send(message)
+        elif self._channel is not None:
+            self._channel.post(message)
+
+    # --- the fleet ---
+
+    def set_view(self, view: ViewMessage) -> None:
+        """The fleet is so, as the scheduler process says."""
+        self._set_instances(view.instances)
+        self._view, self._served = view, frozenset(view.names)
+
+    @property
+    def models(self) -> Collection[str]:
+        return self._served
+
+    @property
+    def only_model(self) -> str:
+        return self._view.only_model
+
+    @property
+    def block_tokens(self) -> int:
+        return self._view.block_tokens
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queued())
+
+    def available(self, model: str) -> bool:
+        return model in self._served and model not in self._view.down
+
+    def targets(self) -> Collection[Target]:
+        return self._targets.values()
+
+    def serves(self, lease: Lease) -> bool:
+        names = self._read.get(lease.instance)
+        return not names or lease.request.model in names
+
+    def _set_instances(self, addresses: Iterable[InstanceAddress]) -> None:
+        """These are all instances. Their incarnations are numbered here: they outlive a scheduler process."""
+        targets: dict[str, Target] = {}
+        incarnations: dict[str, int] = {}
+        now = self._driver.now()
+        for each in addresses:
+            name, known = each.name, self._targets.get(each.name)
+            incarnations[name] = each.incarnation
+            if known is None or (known.url, self._incarnations.get(name, each.incarnation)) != (
+                each.url,
+                each.incarnation,
+            ):
+                number, self._next_incarnation = self._next_incarnation, self._next_incarnation + 1
+            else:
+                number = known.incarnation
+            leaves_at = None if each.leaves_in_s is None else now + each.leaves_in_s
+            targets[name] = Target(name, number, each.url, leaves_at)
+        for name in self._read.keys() - targets.keys():
+            del self._read[name]
+        self._targets, self._incarnations = targets, incarnations
+        self._driver.instances_changed()
+
+    # --- facts ---
+
+    def submit(self, exchange: Exchange) -> None:
+        request = exchange.request
+        if self._channel is None and not self._has_room():
+            detail = "Too many requests are waiting for an instance."
+            self._driver.reject(Reject(request.id, RejectReason.QUEUE_FULL, detail), 1.0)
+            return
+        self._send(_arrival(exchange))
+
+    def first_token(self, lease: Lease, now: float) -> None:
+        lease.first_token_at = now
+        self.post(LeaseChange(lease.request.id, WireBegun(lease.id)))
+
+    def lease_ended(
+        self, lease: Lease, outcome: Outcome, now: float, *, retry: bool, generated: int | None = None
+    ) -> None:
+        lease.ended = True
+        request_id = lease.request.id
+        ended = WireEnded(lease.id, outcome, lease.output_tokens, lease.reported_cached_tokens)
+        message = LeaseChange(request_id, ended, retry, generated)
+        if retry:
+            self._send(message)
+        else:
+            self.post(message)
+
+    def move(self, lease: Lease, generated: int, now: float) -> None:
+        self._send(Moving(lease.request.id, lease.id, generated))
+
+    def refused(self, lease: Lease, busy: bool, retry_after_s: float | None, now: float) -> None:
+        if (
+            busy and retry_after_s is not None and self._channel is not None
+        ):  # else the client gets what the engine said
+            request_id = lease.request.id
+            answer = self._driver.exchanges[request_id].answer
+            assert answer is not None, "expected an engine that has answered"
+            answer.wait()
+            self._send(Busy(request_id, lease.id, retry_after_s))
+
+    def cancelled(self, request_id: RequestId, now: float) -> None:
+        self._send(Cancelled(request_id))
+
+    def abandon(self, request_id: RequestId, now: float) -> None:
+        self._send(Cancelled(request_id))
+
+    def came_back(self, instance: str) -> None:
+        self._send(CameBack(instance))
+
+    def learn_prompt(self, model: str, text_bytes: int, tokens: int) -> None:
+        known_bytes, known_tokens = self.learnt.get(model, (0, 0))
+        self.learnt[model] = known_bytes + text_bytes, known_tokens + tokens
+
+    def reconnected(self, instance: str, body: bytes) -> None:
+        """Record the models that a reconnected engine serves now."""
+        self._read[instance] = {entry["id"] for entry in read_model_list(body)}
+        self._send(ModelsRead(instance, body))
+
+    # --- commands ---
+
+    def dispatch(self, command: DispatchMessage) -> None:
+        """Dispatch a request, unless it has ended and the message crossed its end."""
+        driver = self._driver
+        exchange = driver.exchanges.get(command.request)
+        if exchange is None:
+            return
+        if exchange.answer is not None and exchange.answer.waits:
+            assert exchange.lease is not None
+            exchange.lease.ended = True
+            driver.turned_away(exchange.lease)
+        if command.model:
+            exchange.request = replace(exchange.request, model=command.model)
+        target, now = self._targets[command.instance], driver.now()
+        lease = Lease(
+            command.lease,
+            exchange.request,
+            target.name,
+            target.incarnation,
+            # The tokens that it books are known to the scheduler process alone.
+            work_ns=command.work_ns,
+            kv_tokens=0,
+            kv_prompt_tokens=0,
+            promised_tokens=0,
+            prompt_tokens=0,
+            unread_tokens=0,
+            predicted_output=command.predicted_output,
+            dispatched_at=now,
+        )
+        self.recent.append(lease)
+        if command.limit_lines is not None:
+            exchange.ticket = _RelayTicket(self, command.request, command.limit_lines)
+        driver.open_pool(target.incarnation, target.name, target.url)
+        lease.forecast_end_s, lease.expected_first_s = command.expected_s, command.expected_first_s
+        lease.beside = command.mixed
+        try:
+            exchange.dispatched(lease, command.gives_ids, command.max_model_len)
+        except Exception as error:
+            driver.guard.ended(exchange, error)
+
+    def answer(self, command: Rejected | PassOnMessage) -> None:
+        exchange = self._driver.exchanges.get(command.request)
+        if exchange is None:
+            return
+        if isinstance(command, Rejected):
+            if command.reason is not None:
+                kind = error_responses.REJECTIONS[command.reason]
+            elif command.status == error_responses.RATE_LIMITED.status:
+                kind = error_responses.RATE_LIMITED
+            else:
+                kind = error_responses.bad_request(command.status)
+            try:
+                exchange.refuse(kind, command.detail, command.retry_after_s, command.lines)
+            except Exception as error:
+                exchange.fault(error)
+        else:
+            self._let_go(exchange)
+
+    # --- time ---
+
+    def sweep(self, now: float) -> None:
+        if self._channel is None and now - self._alone_since >= self._limits.no_instance_timeout_s:
+            for exchange in self._queued():
+                detail = "The scheduler is not there."
+                self._driver.reject(Reject(exchange.request.id, RejectReason.NO_INSTANCE, detail), 1.0)
+
+    def _has_room(self) -> bool:
+        """True if what waits without a scheduler process is within the queue's limits."""
+        limits, waiting = self._limits, self._queued()
+        if limits.max_requests is not None and len(waiting) > limits.max_requests:
+            return False
+        return (
+            limits.max_bytes is None or sum(each.request.body_bytes for each in waiting) <= limits.max_bytes
+        )
+
+    def _queued(self) -> list[Exchange]:
+        return [each for each in self._driver.exchanges.values() if each.phase is Phase.QUEUED]
+
+
+class _RelayTicket(Ticket):
+    """Ticket of a limiter in the scheduler process; `lines` are its header lines at the dispatch."""
+
+    __slots__ = ("_driver", "_lines", "_request_id")
+
+    def __init__(self, driver: RelayDriver, request_id: RequestId, lines: bytes) -> None:
+        super().__init__(None, None, 0)
+        self._driver = driver
+        self._request_id = request_id
+        self._lines = lines
+
+    def used(self, prompt_tokens: int, output_tokens: int, now: float) -> None:
+        self._driver.post(Used(self._request_id, prompt_tokens, output_tokens, False))
+
+    def ended(self, prompt_tokens: int, output_tokens: int, now: float) -> None:
+        self._driver.post(Used(self._request_id, prompt_tokens, output_tokens, True))
+
+    def headers(self, now: float) -> bytes:
+        return self._lines
+
+
+def arrival_of(request: Request, owner: str | None) -> Arrival:
+    """Make the message of a request."""
+    return Arrival(RequestFacts.of(request), owner)
+
+
+def _arrival(exchange: Exchange) -> Arrival:
+    return arrival_of(exchange.request, exchange.tenant)

@@ -1,0 +1,485 @@
+"""The parent of the scheduler process and the relays: it starts, watches and replaces them.
+
+It runs no event loop and has one thread, so that its children are forked from it within milliseconds, with
+all modules loaded. It holds the listening sockets and the fleet's state for the processes that come next.
+A child that dies is replaced at once, one that dies again within `STEADY_S` a little later each time; one
+that does not answer for `HANG_S`, not counting what it waited for a CPU, is killed and replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import select
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import uvloop
+
+from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.fleet import systemd
+from hetlb.balancer.fleet.service import READINESS_LAG_S, announce, ready_line
+from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
+from hetlb.balancer.http.forward_headers import ForwardRules
+from hetlb.balancer.telemetry.events import FORMATTERS, Event, tell
+from hetlb.balancer.telemetry.log_writer import logging_to_stderr
+from hetlb.balancer.telemetry.prometheus import WorkerState
+from hetlb.errors import HetlbError
+from hetlb.options.relays.control import ChildControl, ChildState, content_of
+from hetlb.options.relays.listeners import bind_listeners, share_of
+from hetlb.options.relays.relay import Relay
+from hetlb.options.relays.scheduler_process import SchedulerProcess
+from hetlb.options.takeover.takeover import Takeover
+
+logger = logging.getLogger("hetlb.workers")
+
+#: Time for a process to begin, in seconds.
+_START_S: Final = 60.0
+#: A process that served for so long before it died is replaced at once; others later and later.
+STEADY_S: Final = 10.0
+BACKOFF_S: Final = 0.5
+BACKOFF_CAP_S: Final = 30.0
+#: Without a scheduler process requests wait: its successor never waits longer than this.
+SCHEDULER_BACKOFF_S: Final = 0.25
+#: A process is asked for a sign of life this often; it counts as silent, and is killed, after so long without
+#: one.
+PING_S: Final = 0.5
+SILENT_S: Final = 1.5
+HANG_S: Final = 5.0
+#: After a stop processes get so long, beyond the grace of their requests, before they are killed.
+_KILL_AFTER_S: Final = 5.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+SCHEDULER: Final = "scheduler"
+
+
+class _Child:
+    """The scheduler process or one relay, whichever process it is now."""
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name = name
+        #: The place of a relay; -1 is the scheduler process.
+        self.number = number
+        self.pid = 0
+        self.control: ChildControl | None = None
+        self.life = 0
+        self.up = False
+        self.failure = ""
+        self.began = False
+        self.restarts = self.hangs = self.deaths = 0
+        self.connections = 0
+        self.started_at = self.heard_at = self.asked_at = 0.0
+        #: `cpu_wait_s` of its process when it became silent, None while it is not.
+        self.waited_s: float | None = None
+        #: Time at which its successor is due, None while it lives.
+        self.due: float | None = 0.0
+        #: The life of the scheduler process that this relay has a channel to.
+        self.linked = 0
+
+    def heard(self, now: float) -> None:
+        self.heard_at, self.waited_s = now, None
+
+
+class Supervisor:
+    """Runs `hetlb serve` with `number` relays."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        number: int,
+        event_log: Path | None = None,
+        listeners: Listeners = NO_LISTENERS,
+        takeover: Takeover | None = None,
+    ) -> None:
+        """`listeners` listen already. Raises `HetlbError` where one cannot be bound."""
+        self._fleet = fleet
+        self._listeners = bind_listeners(fleet, number, listeners if takeover is None else takeover.listeners)
+        #: Until the first scheduler process has it.
+        self._takeover = takeover
+        self._event_log = event_log
+        self._state = pickle.dumps(
+            ChildState(fleet, ForwardRules(fleet.file.proxy.forward_headers).own.decode()),
+            pickle.HIGHEST_PROTOCOL,
+        )
+        self._scheduler = _Child("the scheduler process", -1)
+        self._relays = [_Child(f"relay {each}", each) for each in range(number)]
+        self._children = [self._scheduler, *self._relays]
+        self._lives = 0
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._waker = socket.socketpair()
+        self._signals: list[int] = []
+        self._looked_at = time.monotonic()
+        self._shown: list[WorkerState] = []
+        self._stopping = False
+        #: True once other processes accept in place of these.
+        self._replaced = False
+
+    # --- life ---
+
+    def run(self) -> None:
+        """Serve until stopped. Raises `HetlbError` if a process fails to start."""
+        lines = _Stderr()
+        lines.setFormatter(FORMATTERS[self._fleet.file.proxy.request_log_format]())
+        logging.basicConfig(level=logging.INFO, handlers=[lines])
+        for end in (self._wake, self._waker):
+            end.setblocking(False)
+        handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        try:
+            self._until(lambda: all(child.began for child in self._children), _START_S, fail=True)
+            table = self._fleet.file
+            main, admin = [
+                each[0].getsockname()[:2] for each in (self._listeners.main, self._listeners.admin)
+            ]
+            line = ready_line(main, table.listen.tls, admin, table.admin.tls)
+            self._send(self._scheduler, "serving")
+            announce(line, table.proxy.request_log_format)
+            self._until(lambda: self._ends or self._replaced)
+            systemd.notify("STOPPING=1")
+            self._stop()
+        finally:
+            signal.set_wakeup_fd(-1)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            self._kill_all()
+
+    def _until(
+        self, holds: Callable[[], bool], timeout_s: float = float("inf"), *, fail: bool = False
+    ) -> None:
+        """Watch over the children until something holds; with `fail`, raises `HetlbError` if it does not."""
+        deadline = time.monotonic() + timeout_s
+        while not holds() and (now := time.monotonic()) < deadline:
+            if fail and self._ends:
+                return
+            self._watch(now)
+            if fail:
+                self._check_start(deadline)
+
+    @property
+    def _ends(self) -> bool:
+        """True once SIGTERM or SIGINT arrived."""
+        return signal.SIGTERM in self._signals or signal.SIGINT in self._signals
+
+    @property
+    def _ending(self) -> bool:
+        """True if relays that end are not replaced."""
+        return self._stopping or self._replaced
+
+    def _check_start(self, deadline: float) -> None:
+        for child in self._children:
+            if child.failure:
+                raise HetlbError(child.failure)
+            if not child.began and time.monotonic() >= deadline:
+                raise HetlbError(f"{child.name} did not begin within {_START_S:.0f} s")
+
+    def _watch(self, now: float) -> None:
+        """Run one turn: start due children, read messages, reap, kill hung ones."""
+        if now - self._looked_at > SILENT_S:  # this process stood still, and maybe the whole machine
+            for child in self._children:
+                child.heard(now)
+        self._looked_at = now
+        for child in self._children:
+            if child.due is not None and child.due <= now and not (self._ending and child.number >= 0):
+                self._start(child)
+        for child in self._children:
+            self._ask(child, now)
+        self._link()
+        self._show()
+        for key, _ in self._selector.select(timeout=PING_S / 2):
+            if key.data is None:
+                with contextlib.suppress(BlockingIOError):
+                    while self._wake.recv(4096):
+                        pass
+            else:
+                self._hear(key.data)
+        self._reap()
+        while signal.SIGHUP in self._signals:
+            self._signals.remove(signal.SIGHUP)
+            systemd.reloading_begins()
+            if not self._send(self._scheduler, "reload"):
+                systemd.notify("READY=1")
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if number != signal.SIGCHLD:
+            self._signals.append(number)
+
+    # --- one child ---
+
+    def _start(self, child: _Child) -> None:
+        now = time.monotonic()
+        ours, theirs = ChildControl.pair()
+        self._lives += 1
+        life = child.restarts + 1 if child.number < 0 else self._lives
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        pid = os.fork()
+        if not pid:
+            self._become(child, life, ours, theirs, blocked)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        theirs.close()
+        if child.number < 0 and self._takeover is not None:
+            self._takeover.end.close()
+            self._takeover = None
+        child.pid, child.control, child.life, child.due, child.linked = pid, ours, life, None, 0
+        child.started_at = child.asked_at = now
+        child.heard(now)
+        child.failure = ""
+        self._selector.register(ours, selectors.EVENT_READ, child)
+
+    def _become(
+        self,
+        child: _Child,
+        life: int,
+        ours: ChildControl,
+        theirs: ChildControl,
+        mask: set[int | signal.Signals],
+    ) -> NoReturn:
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            for number in (signal.SIGINT, signal.SIGHUP):  # the supervisor's business
+                signal.signal(number, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            self._let_go(child, ours)
+            name = SCHEDULER if child.number < 0 else f"relay-{child.number}"
+            with contextlib.suppress(OSError):
+                Path("/proc/self/comm").write_text(f"hetlb-{name}")
+            logging.getLogger().handlers.clear()
+            with logging_to_stderr(self._fleet.file.proxy.request_log_format):
+                try:
+                    uvloop.run(self._serve(child, life, theirs))
+                    status = 0
+                except (HetlbError, OSError) as error:
+                    theirs.send("failed", str(error))
+                except Exception:
+                    tell(
+                        logger, Event.WORKER_FAILED, "%s failed", child.name, exc_info=True, worker=child.name
+                    )
+        finally:
+            with contextlib.suppress(BaseException):
+                sys.stdout.flush()
+            os._exit(status)
+
+    def _let_go(self, child: _Child, ours: ChildControl) -> None:
+        """Close what belongs to the supervisor and to other children."""
+        self._selector.close()
+        for end in (self._wake, self._waker, ours):
+            end.close()
+        for other in self._children:
+            if other.control is not None:
+                other.control.close()
+        if child.number < 0:
+            return  # it keeps all of them, to hand them over
+        listeners = self._listeners
+        self._listeners = listeners.only(share_of(child.number, len(self._relays), listeners.main))
+        if self._takeover is not None:
+            self._takeover.end.close()
+
+    def _serve(self, child: _Child, life: int, control: ChildControl) -> Coroutine[Any, Any, None]:
+        state: ChildState = pickle.loads(self._state)
+
+        async def relay() -> None:
+            await Relay(child.number, life, state, control).run(self._listeners.main)
+
+        async def scheduler() -> None:
+            process = SchedulerProcess(state, life, control, self._event_log)
+            await process.run(self._listeners, self._takeover)
+
+        return scheduler() if child.number < 0 else relay()
+
+    def _send(self, child: _Child, *packet: Any, fds: tuple[int, ...] = ()) -> bool:
+        return child.control is not None and child.control.send(*packet, fds=fds)
+
+    def _hear(self, child: _Child) -> None:
+        control = child.control
+        try:
+            while control is not None and (received := control.receive()) is not None:
+                (kind, *rest), fds = received
+                child.heard(time.monotonic())
+                if kind == "pong":
+                    child.connections = rest[0]
+                elif kind == "ready":
+                    child.up = child.began = True
+                elif kind == "failed":
+                    child.failure = rest[0]
+                elif kind == "lost" and rest[0] == self._scheduler.life:
+                    child.linked = 0
+                elif kind == "state":
+                    self._state = content_of(fds[0])
+                elif kind == "reloaded":
+                    systemd.notify("READY=1")
+                elif kind == "replaced":
+                    self._leave()
+        except EOFError:
+            self._selector.unregister(control)  # type: ignore[arg-type]
+            child.control = None
+
+    def _ask(self, child: _Child, now: float) -> None:
+        """Ping a child; kill it if it stays silent, not counting what it waited for a CPU meanwhile."""
+        if not child.pid:
+            return
+        if now - child.asked_at >= PING_S:
+            child.asked_at = now
+            self._send(child, "ping")
+        silent_s = now - child.heard_at
+        if silent_s > SILENT_S:
+            waited_s = cpu_wait_s(child.pid)
+            if child.waited_s is None:
+                child.waited_s = waited_s
+            silent_s -= waited_s - child.waited_s
+        if silent_s > (HANG_S if child.up else _START_S):
+            text = "%s has not answered for %.1f s: it is killed"
+            tell(logger, Event.WORKER_HUNG, text, child.name, silent_s, worker=child.name)
+            child.hangs += 1
+            child.heard(now)
+            os.kill(child.pid, signal.SIGKILL)
+
+    def _link(self) -> None:
+        """Open a channel between the scheduler process and every relay."""
+        scheduler = self._scheduler
+        if not scheduler.pid:
+            return
+        for relay in self._relays:
+            if relay.pid and relay.linked != scheduler.life:
+                one, other = socket.socketpair()
+                with one, other:
+                    if self._send(scheduler, "relay", relay.life, relay.number, fds=(one.fileno(),)):
+                        self._send(relay, SCHEDULER, scheduler.life, fds=(other.fileno(),))
+                        relay.linked = scheduler.life
+
+    def _show(self) -> None:
+        """Tell the scheduler process how all of them are, for metrics and readiness."""
+        now = time.monotonic()
+        shown = [
+            WorkerState(
+                SCHEDULER if each.number < 0 else str(each.number),
+                each.up and now - each.heard_at < SILENT_S,
+                each.restarts,
+                each.hangs,
+            )
+            for each in (*self._relays, self._scheduler)
+        ]
+        if shown != self._shown and self._send(self._scheduler, "workers", shown):
+            self._shown = shown
+
+    def _reap(self) -> None:
+        for child in self._children:
+            if not child.pid:
+                continue
+            pid, status = os.waitpid(child.pid, os.WNOHANG)
+            if pid:
+                if child.control is not None:
+                    self._hear(child)
+                self._bury(child, os.waitstatus_to_exitcode(status))
+
+    def _bury(self, child: _Child, status: int) -> None:
+        """Log a child's end and schedule its successor."""
+        now = time.monotonic()
+        if child.control is not None:
+            self._selector.unregister(child.control)
+            child.control.close()
+            child.control = None
+        child.pid, child.up, child.connections = 0, False, 0
+        self._shown = []
+        if self._ending and child.number >= 0:
+            return
+        if not child.began:
+            child.failure = child.failure or f"{child.name} ended with status {status}"
+            return
+        child.deaths = 1 if now - child.started_at >= STEADY_S else child.deaths + 1
+        child.restarts += 1
+        pause_s = 0.0
+        if child.deaths > 1:
+            pause_s = min(BACKOFF_CAP_S, BACKOFF_S * 2.0 ** min(16, child.deaths - 2))
+        if child.number < 0:
+            pause_s = min(pause_s, SCHEDULER_BACKOFF_S)
+        child.due = now + pause_s
+        how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        why = f" ({child.failure})" if child.failure else ""
+        when = f"in {pause_s:g} s, after {child.deaths} deaths in a row" if pause_s else "at once"
+        text = "%s %s%s; another takes its place %s"
+        tell(logger, Event.WORKER_ENDED, text, child.name, how, why, when, worker=child.name)
+
+    # --- the end ---
+
+    def _leave(self) -> None:
+        """Other processes accept now: close the listeners; every connection gets one more answer."""
+        self._replaced = True
+        for relay in self._relays:
+            self._send(relay, "leave")
+        self._listeners = self._listeners.only()
+
+    def _stop(self) -> None:
+        """Fail readiness, drain, then end all processes."""
+        signals = self._signals
+        hurry = signal.SIGINT in signals or len(signals) > 1
+        for child in () if self._replaced else self._children:
+            self._send(child, "stopping")
+        if not hurry and self._connected():
+            self._until(lambda: len(signals) > 1, READINESS_LAG_S)
+            hurry = len(signals) > 1
+        self._stopping = True
+        for relay in self._relays:
+            self._send(relay, "stop", hurry)
+        self._listeners = self._listeners.only(admin=self._listeners.admin)
+        grace_s = 0.0 if hurry else self._fleet.file.proxy.shutdown_grace_s
+        told = len(signals)
+        relays = self._relays
+        self._until(
+            lambda: not any(each.pid for each in relays) or len(signals) > told, grace_s + _KILL_AFTER_S
+        )
+        if any(each.pid for each in relays) and len(signals) > told:  # a second signal ends at once
+            for relay in relays:
+                self._send(relay, "stop", True)
+            self._until(lambda: not any(each.pid for each in relays), _KILL_AFTER_S)
+        self._scheduler.began = False  # it is not replaced any more
+        self._listeners = self._listeners.only()
+        self._send(self._scheduler, "stop")
+        self._until(lambda: not self._scheduler.pid, _KILL_AFTER_S)
+
+    def _connected(self) -> bool:
+        """True if clients are connected now."""
+        asked_at = time.monotonic()
+        relays = [relay for relay in self._relays if relay.up and self._send(relay, "ping")]
+        self._until(lambda: all(relay.heard_at >= asked_at for relay in relays), SILENT_S)
+        return any(relay.connections for relay in relays)
+
+    def _kill_all(self) -> None:
+        """Leave no process and no socket."""
+        for child in self._children:
+            if child.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGKILL)
+                os.waitpid(child.pid, 0)
+            if child.control is not None:
+                child.control.close()
+        self._listeners.only()
+        for end in (self._wake, self._waker):
+            end.close()
+        self._selector.close()
+
+
+class _Stderr(logging.Handler):
+    """Lines to stderr where it takes them at once: a reader that is slow must not stop the supervisor."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):
+            if select.select([], [2], [], 0)[1]:
+                os.write(2, (self.format(record) + "\n").encode())
+
+
+def cpu_wait_s(pid: int) -> float:
+    """Seconds that the main thread of a process was ready to run and had no CPU; 0 where nothing tells."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0

@@ -1,0 +1,1 @@
+"""An answer whose engine is lost goes on at another instance."""

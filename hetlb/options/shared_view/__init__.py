@@ -1,0 +1,1 @@
+"""Several schedulers of one fleet tell each other their leases."""

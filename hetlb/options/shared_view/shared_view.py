@@ -1,0 +1,170 @@
+"""One view of several schedulers: each books what the others have booked.
+
+A scheduler's journal (`balancer/core/journal.py`) goes to its peers, and a peer's lease is a lease of this
+scheduler as well: it counts in the ledger, its end teaches lengths, speeds and health, and places what waits.
+
+Within the delay of that news all schedulers would choose the same instance: as many requests as peers book
+meanwhile are unseen at a decision. So their number is drawn, from none to all alike, and the decision is made
+as if so many requests like it had just been placed. And each scheduler prefers a share of the instances as
+its own, of every kind as many as the others, where the best of those is hardly worse than the best of all:
+the more so, the more requests are unseen.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.journal import Booked, Change, Journal, Waiting
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import Command, Outcome, Request
+from hetlb.options.remote_leases import RemoteLeases
+
+#: Seconds over which the rate of peers' bookings is a mean.
+_RATE_S: Final = 1.0
+#: Requests that a decision assumes to be unseen, at most: each costs a decision.
+_MOST_UNSEEN: Final = 8.0
+#: An instance of the own share may be so much worse than the best, at most (a share of the score).
+_MOST_WORSE: Final = 0.15
+#: Larger fleets are not dealt out: that costs more than a decision.
+_MOST_DEALT: Final = 128
+
+
+class SharedView:
+    """Leases of a scheduler for its peers, and theirs for it."""
+
+    def __init__(self, scheduler: Scheduler, seed: int, name: str | None = None) -> None:
+        """`seed` and `name` differ from scheduler to scheduler; the name is by default that of the seed."""
+        self._scheduler = scheduler
+        self._name = f"{seed:x}" if name is None else name
+        #: Names of the own share of the instances, and of what it was dealt from.
+        self._own_share: tuple[str, ...] = ()
+        self._share_of: tuple[str, ...] = ()
+        #: Changes for peers. To be read by the transport.
+        self.journal = Journal()
+        scheduler.subscribe(self.journal)
+        self._remote = RemoteLeases(scheduler, arrived=True)
+        self._waits: dict[str, dict[str, int]] = {}
+        self._said: dict[str, int] = {}
+        #: Age of news of peers when it comes, in seconds.
+        self.delay_s = 0.0
+        #: Requests per second that peers book, as of a time.
+        self._rate = 0.0
+        self._rate_at = -math.inf
+        self._rng = random.Random(seed)
+
+    @property
+    def peers(self) -> list[str]:
+        """Names of the peers whose leases are known."""
+        return list(self._remote.of)
+
+    @property
+    def peer_leases(self) -> int:
+        """Number of peers' leases."""
+        return len(self._remote)
+
+    # --- of this scheduler ---
+
+    def take(self) -> list[Change]:
+        """Changes since the last time, for the peers."""
+        waits = self._scheduler.queue.waiting_sizes()
+        if waits != self._said:
+            self._said = waits
+            return [*self.journal.take(), Waiting(waits)]
+        return self.journal.take()
+
+    def live(self, now: float) -> list[Change]:
+        """All that a new peer must know: every live lease, and what waits."""
+        return [*self._scheduler.ledger.live(now), Waiting(self._scheduler.queue.waiting_sizes())]
+
+    # --- of peers ---
+
+    def receive(self, peer: str, changes: Sequence[Change], now: float) -> list[Command]:
+        """Take over what a peer says; the commands are what this scheduler's own requests get of it."""
+        for change in changes:
+            if isinstance(change, Booked):
+                self._heard(now)
+            elif isinstance(change, Waiting):
+                self._waits[peer] = change.sizes
+                self._say_elsewhere(now)
+        return self._remote.receive(peer, changes, now)
+
+    def replace(self, peer: str, changes: Sequence[Change], now: float) -> list[Command]:
+        """Forget what a peer said before: `changes` are all that holds of it."""
+        return self.gone(peer, now) + self.receive(peer, changes, now)
+
+    def gone(self, peer: str, now: float) -> list[Command]:
+        """A peer is no more: its leases end, and count against no instance."""
+        commands = self._remote.gone(peer, now)
+        if self._waits.pop(peer, None):
+            self._say_elsewhere(now)
+        return commands
+
+    def on_arrival(self, request: Request, now: float) -> list[Command]:
+        """A request came to this scheduler: place it, or have peers hear what waits."""
+        commands = self._place(request, now)
+        if len(self._scheduler.queue):
+            self.journal.on_change()
+        return commands
+
+    def _place(self, request: Request, now: float) -> list[Command]:
+        """Place a request as if unseen requests of peers had been placed."""
+        scheduler = self._scheduler
+        if not self._remote.of:
+            return scheduler.on_arrival(request, now)
+        expected = self._unseen(now)
+        if expected and len(scheduler.instances) <= _MOST_DEALT:
+            within = min(_MOST_WORSE, expected)
+            request = replace(request, preferred=self._share(), preferred_within=within)
+        unseen = int(self._rng.random() * (0.5 + expected))
+        if not unseen or len(scheduler.queue):
+            return scheduler.on_arrival(request, now)
+        leases = []
+        for _ in range(unseen):
+            assumed = scheduler.assume(self._remote.copy(request), now)
+            if assumed is None:
+                break
+            leases.append(assumed)
+        commands = scheduler.on_arrival(request, now)
+        for assumed in leases:
+            commands += scheduler.on_lease_ended(assumed, Outcome.CLIENT_GONE, now, retry=False)
+        return commands
+
+    def _share(self) -> tuple[str, ...]:
+        """Instances that are this scheduler's more than its peers': all deal them out alike, kind by kind."""
+        names, instances = sorted([self._name, *self._remote.of]), self._scheduler.instances
+        of = (*names, *[str(each.incarnation) for each in instances])
+        if of != self._share_of:
+            self._share_of = of
+            dealt, rank, count = sorted(instances, key=_kind), names.index(self._name), len(names)
+            self._own_share = tuple([each.name for each in dealt[rank::count]])
+        return self._own_share
+
+    def _unseen(self, now: float) -> float:
+        """Number of requests that peers book within the delay of their news."""
+        rate = self._rate * math.exp((self._rate_at - now) / _RATE_S)
+        return min(_MOST_UNSEEN, rate * self.delay_s)
+
+    def _heard(self, now: float) -> None:
+        """A peer booked a request: its rate is a mean over the last second or so."""
+        self._rate = self._rate * math.exp((self._rate_at - now) / _RATE_S) + 1.0 / _RATE_S
+        self._rate_at = now
+
+    # --- inside ---
+
+    def _say_elsewhere(self, now: float) -> None:
+        sizes: dict[str, int] = {}
+        for waits in self._waits.values():
+            for model, size in waits.items():
+                sizes[model] = sizes.get(model, 0) + size
+        self._scheduler.on_waiting_elsewhere(sizes, now)
+
+
+def _kind(instance: Instance) -> tuple[float, str]:
+    """Order in which instances of a kind are beside each other."""
+    latency = instance.spec.latency
+    return 0.0 if latency is None else latency.step_s(1.0, 1.0), instance.name

@@ -1,0 +1,1 @@
+"""Prefill at one instance, decode at another."""

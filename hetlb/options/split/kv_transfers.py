@@ -1,0 +1,485 @@
+"""KV transfers: requests whose prompt one vLLM instance prefills and whose answer another one decodes.
+
+The prefill leg asks for one token with `kv_transfer_params`; those of its answer go on, as they are, in the
+body of the decode leg (NIXL). With Mooncake both legs are sent at once, with an engine id from the bootstrap
+server of the prefill instance. A prefill instance keeps the KV blocks for
+`lease_s`: KV that is fetched later is that of another prompt, and the answer is wrong with status 200. So the
+first token must come before the lease can have ended, by our clock, or one instance gets the whole request.
+Whether a prompt was fetched, or computed anew, the scheduler finds in the decode engine's counters
+(`core.fetch_checks`).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.transition import Transition
+from hetlb.balancer.core.types import Command, Connector, Hold, KvLink, Lease, Outcome, Role
+from hetlb.balancer.engines.engine_pools import EnginePools
+from hetlb.balancer.engines.upstream import SideCall
+from hetlb.balancer.exchange import ends
+from hetlb.balancer.exchange import exchange_states as states
+from hetlb.balancer.exchange.ends import End
+from hetlb.balancer.exchange.engine_answer import EngineAnswer
+from hetlb.balancer.exchange.exchange_states import Phase
+from hetlb.balancer.http.endpoints import Kind
+from hetlb.balancer.http.http1 import ResponseHead
+from hetlb.balancer.http.openai_body import with_field
+from hetlb.balancer.http.openai_fields import BootstrapEntry, PrefillFields, TransferFields
+from hetlb.balancer.http.sse import SseWatcher
+from hetlb.balancer.telemetry.events import Event, tell
+from hetlb.errors import NOT_JSON
+
+if TYPE_CHECKING:
+    from hetlb.balancer.exchange.exchange import Exchange
+    from hetlb.balancer.exchange.scheduler_side import Carrier
+
+logger = logging.getLogger("hetlb.kv")
+
+#: Share of a lease that is left unused: the clocks of engine and proxy start at different times.
+_MARGIN_SHARE: Final = 0.1
+_LEAST_MARGIN_S: Final = 0.5
+#: Maximum time of a decode leg in multiples of the expected one: where the prefill instance hangs, it never
+#: answers.
+_PATIENCE: Final = 5.0
+#: Lower bound of that, in seconds: the first contact of two engines takes about 5 s on RDMA.
+_LEAST_PATIENCE_S: Final = 10.0
+_ASK: Final = (
+    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
+    b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
+)
+#: Part of the names of transfers: no other process has it.
+_PROCESS: Final = secrets.token_hex(8).encode("ascii")
+#: Kinds whose requests can be split.
+_SPLIT_KINDS: Final = (Kind.COMPLETION, Kind.CHAT, Kind.RESPONSES, Kind.MESSAGES)
+#: Fields of a body that a prefill leg does not have: they make no difference to the KV cache of its prompt,
+#: or could end it in a way in which its blocks are not kept.
+_NOT_PREFILLED: Final = (
+    "stream", "stream_options", "min_tokens", "stop", "stop_token_ids", "logprobs", "top_logprobs",
+    "max_completion_tokens",
+)  # fmt: skip
+#: Fields that a body may not hold: a decode instance that did not prefill the prompt cannot answer it.
+_WHOLE_ONLY: Final = (
+    b'"prompt_logprobs"', b'"echo"', b'"use_beam_search"', b'"prompt_embeds"', b'"return_token_ids"',
+    b'"prompt_token_ids"',
+)  # fmt: skip
+#: More tokens than any engine takes: a request that asks for them is refused before it runs.
+_TOO_MANY_TOKENS: Final = 1 << 30
+_raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_answer = msgspec.json.Decoder(PrefillFields)
+_transfer = msgspec.json.Decoder(TransferFields)
+_bootstrap = msgspec.json.Decoder(dict[str, BootstrapEntry])
+
+
+class TransferState(StrEnum):
+    """State of a transfer: which legs are under way."""
+
+    ASKING = "bootstrap"
+    PREFILL = "prefill"
+    BOTH = "both"
+    DECODE = "decode"
+    OVER = "over"
+
+
+_UNDER_WAY: Final = (TransferState.ASKING, TransferState.PREFILL, TransferState.BOTH, TransferState.DECODE)
+BOTH_SENT: Final = Transition("the engine's id is known", (TransferState.ASKING,), TransferState.BOTH)
+PREFILL_ENDED: Final = Transition(
+    "the prefill leg ended well", (TransferState.PREFILL, TransferState.BOTH), TransferState.DECODE
+)
+LEFT: Final = Transition("the first token, or a failure", _UNDER_WAY, TransferState.OVER)
+
+
+class KvTransfer:
+    """The two legs of one request, from the dispatch of the prefill to the first token of the decode.
+
+    `body` is that of the decode leg. `pushed`: the prefill instance sends the blocks by itself, and keeps
+    those that are not asked for until the lease ends. `stopped`: the decode leg was running and its
+    connection was closed.
+    """
+
+    __slots__ = (
+        "_call", "_exchange", "_hold", "_lease", "_link", "_params", "_pushed", "_query", "_transfers",
+        "_until", "body", "decode", "state", "stopped",
+    )  # fmt: skip
+
+    def __init__(self, exchange: Exchange, transfers: KvTransfers, lease: Lease) -> None:
+        assert lease.decode is not None, f"{lease!r} is no prefill leg"
+        self._exchange = exchange
+        self._transfers = transfers
+        self._link = transfers.link(lease)
+        self._lease = lease
+        self.decode = lease.decode
+        self.state = TransferState.ASKING if self._link.concurrent else TransferState.PREFILL
+        self.body = exchange.outgoing.body
+        self._call: SideCall | None = None
+        self._query: SideCall | None = None
+        self._hold: Hold | None = None
+        #: Parameters of the decode leg, once known.
+        self._params: bytes | None = None
+        #: Time after which the first token is of no use.
+        self._until = float("inf")
+        self._pushed = self.stopped = False
+
+    # --- the prefill leg ---
+
+    def begin(self, now: float) -> None:
+        """Send the prefill leg, once the bootstrap server has told the engine where its connector has one."""
+        exchange, lease = self._exchange, self._lease
+        driver = exchange.driver
+        exchange.dispatched_at = now
+        exchange.enter(states.PREFILL_DISPATCHED, now)
+        params = _ASK
+        if self._link.concurrent:
+            params = b'{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"%b"}' % self._name()
+        body = _prefill_body(exchange.kind, self.body, params)
+        pool = driver.pools.of(lease)
+        head = b"%bx-request-id: %b\r\n" % (exchange.head_lines(pool), exchange.outgoing.label)
+        self._call = SideCall(
+            pool, head, body, self._prefilled, self._prefill_failed,
+            lambda: driver.scheduling.serves(lease), exchange.fault,
+        )  # fmt: skip
+        if self.state is TransferState.PREFILL:
+            self._call.send()
+            return
+        query = driver.pools.bootstrap(lease.instance)
+        if query is None:
+            self._query_failed(ends.NOT_HANDED_OVER, "its bootstrap server is not known")
+            return
+        self._query = SideCall(
+            query, query.head(b"GET /query"), b"", self._queried, self._query_failed, on_fault=exchange.fault
+        )
+        self._query.send()
+
+    def _name(self) -> bytes:
+        return b"xfer-%b-%d" % (_PROCESS, self._lease.id)
+
+    def _queried(self, head: ResponseHead, body: bytes) -> None:
+        """The bootstrap server told the id of the prefill engine: send both legs."""
+        query, self._query = self._query, None
+        try:
+            entry = _bootstrap.decode(body)["0"] if head.status == 200 else None
+        except (msgspec.DecodeError, KeyError, UnicodeDecodeError):
+            entry = None
+        if entry is None or query is None or self._call is None:
+            self._query_failed(ends.NOT_HANDED_OVER, "its bootstrap server does not tell the engine")
+            return
+        self._params = msgspec.json.encode(
+            {
+                "do_remote_decode": False,
+                "do_remote_prefill": True,
+                "remote_bootstrap_addr": query.pool.origin,
+                "remote_engine_id": entry.engine_id,
+                "transfer_id": self._name().decode("ascii"),
+            }
+        )
+        self.body = with_field(self.body, b"kv_transfer_params", self._params)
+        self.state = BOTH_SENT.take(self.state)
+        self._call.send()
+        self._exchange.send(self.decode, fresh=True)
+
+    def _query_failed(self, end: End, detail: str) -> None:
+        self._query = None
+        self._unsplit(ends.NOT_HANDED_OVER, "no_bootstrap")
+
+    def _prefill_failed(self, end: End, detail: str) -> None:
+        exchange, self._call = self._exchange, None
+        if end is ends.NOT_ACCEPTED or end is ends.LOOP:
+            exchange.try_again(end)
+        elif end is ends.LOCAL:
+            exchange.stop_engine()
+            self.leave()
+            exchange.engine_failed(end, detail)
+        else:
+            self._unsplit(end if end is ends.MOVED else ends.DROPPED, "prefill_failed")
+
+    def _prefilled(self, head: ResponseHead, body: bytes) -> None:
+        self._call = None
+        exchange = self._exchange
+        if head.status != 200:
+            self._prefill_refused(head, body)
+            return
+        if self._link.connector is Connector.NIXL:
+            try:
+                answer = _answer.decode(body)
+                params = bytes(answer.kv_transfer_params)
+                self._pushed = params != b"" and _transfer.decode(params).transfer_mode == "push"
+            except NOT_JSON:
+                params = b""
+            if not params.startswith(b"{"):
+                self._unsplit(ends.NOT_HANDED_OVER, "no_params")
+                return
+            self._params = params
+            self.body = with_field(self.body, b"kv_transfer_params", params)
+            if self._pushed and exchange.kind is Kind.RESPONSES and answer.id:
+                # Blocks go to the request of the same id, which vLLM takes from the body of a response alone.
+                self.body = with_field(self.body, b"request_id", msgspec.json.encode(answer.id))
+        self.state = PREFILL_ENDED.take(self.state)
+        lease, exchange.lease = exchange.lease, None
+        assert lease is not None
+        exchange.prefill_instance = lease.instance
+        exchange.enter(states.PREFILLED, self._transfers.now())
+        self._transfers.prefilled(lease)
+
+    def _prefill_refused(self, head: ResponseHead, body: bytes) -> None:
+        """The prefill instance answered with an error: it is the answer, but for those of a broken engine."""
+        if head.status >= 500 and b"retry-after" not in head.fields:
+            self._unsplit(ends.SERVER_ERROR, "prefill_error")
+            return
+        exchange = self._exchange
+        lease = exchange.lease
+        exchange.stop_engine()
+        self.leave()
+        exchange.enter(states.PREFILL_REFUSED, self._transfers.now())
+        exchange.engine_head(head, len(body))
+        if exchange.lease is lease and exchange.phase is Phase.SENT:  # no other instance has room for it
+            exchange.engine_end(body)
+
+    # --- the decode leg ---
+
+    def decode_dispatched(self, lease: Lease) -> None:
+        """The decode leg is sent now, or goes on. The prefill instance keeps the KV from then on."""
+        exchange = self._exchange
+        self._hold = lease.hold
+        now, expected_s = lease.dispatched_at, lease.forecast_end_s
+        exchange.expected_s, exchange.expected_first_s, exchange.mixed = expected_s, 0.0, True
+        begun_at = self._lease.dispatched_at
+        read_at = begun_at if self._transfers.stood_still_since(begun_at) else now
+        lease_s = self._link.lease_s
+        self._until = min(
+            read_at + lease_s - max(_LEAST_MARGIN_S, _MARGIN_SHARE * lease_s),
+            now + max(_LEAST_PATIENCE_S, _PATIENCE * expected_s),
+        )
+        if exchange.engine is None and exchange.answer is None:
+            exchange.enter(states.DISPATCHED, now)
+            if not self._link.concurrent:
+                # Its parameters may be used once: an idle connection that turned out to be closed would
+                # leave open whether they were.
+                exchange.send(lease, fresh=True)
+            return
+        exchange.enter(states.DECODE_UNDER_WAY, now)
+        exchange.let_go()
+
+    def may_begin(self, answer: EngineAnswer) -> bool:
+        """True if the decode leg's answer goes on, by what is kept of it: with that the transfer is over."""
+        status = answer.head.status
+        if self._transfers.now() > self._until:
+            self._late()
+            return False
+        if status >= 500:
+            self._unsplit(ends.NOT_HANDED_OVER, "decode_error")
+            return False
+        if self.state is not TransferState.DECODE:  # the prefill leg has not answered yet
+            return False
+        if answer.stream is not None:
+            watcher = SseWatcher(False)
+            watcher.feed(answer.kept)
+            if watcher.failed and not watcher.events:
+                if not watcher.refused:
+                    self._unsplit(ends.NOT_HANDED_OVER, "decode_error")
+                    return False
+            elif not watcher.events and not watcher.done and not answer.kept_whole:
+                return False
+        self.state = LEFT.take(self.state)
+        self._exchange.transfer = None
+        if status < 400:
+            if not self._transfers.checks(self.decode, self._hold):
+                self._transfers.ended()
+        elif self._hold is not None and not self._pushed:
+            self._transfers.released(self._hold)  # vLLM releases them when it refuses the request
+        return True
+
+    def decode_failed(self, end: End) -> None:
+        if self.state is not TransferState.DECODE:
+            self._unsplit(ends.NOT_HANDED_OVER, "decode_failed")
+        elif end in ends.NOTHING_SENT:
+            self._transfers.ended("decode_failed")
+            self._exchange.try_again(end)
+        else:
+            self._exchange.dropped = True
+            self._unsplit(ends.DROPPED, "decode_failed")
+
+    # --- the end ---
+
+    def sweep(self, now: float, silent_s: float, first_byte_s: float) -> bool:
+        """Give up what comes too late; True if the exchange waits no longer for this transfer."""
+        if now > self._until:
+            self._late()
+        elif self._exchange.phase is Phase.PREFILLING and silent_s > first_byte_s:
+            if self._call is not None:
+                self._call.abort()
+            self._prefill_failed(ends.SILENT, "it did not answer in time")
+        else:
+            return False
+        return True
+
+    def _late(self) -> None:
+        if self._exchange.engine is not None:
+            # What it may have fetched too late is of another prompt, and is in its prefix cache by now.
+            self._exchange.outgoing.salt()
+        self._unsplit(ends.NOT_HANDED_OVER, "late")
+
+    def _unsplit(self, end: End, why: str) -> None:
+        """Send the whole request to one instance. `end` is that of the leg that was going on."""
+        self._exchange.stop_engine()
+        lease = self._exchange.back_to_queue(states.RETRIED)
+        self._transfers.unsplit(lease, end.told, why)
+
+    def leave(self) -> None:
+        """No leg goes on."""
+        self.state = LEFT.take(self.state)
+        self._exchange.transfer = None
+        for call in (self._call, self._query):
+            if call is not None:
+                call.abort()
+        self._call = self._query = None
+        hold = self._hold
+        if hold is None or hold.ended or self._pushed:
+            return
+        if self.stopped:
+            # The decode engine says so to the other as soon as it notices.
+            self._transfers.released(hold)
+        elif self._params is not None:
+            self._transfers.release(hold, self._exchange.request.model, self._params)
+
+
+class KvTransfers:
+    """KV transfers of one process, whose scheduler is in it too, and the calls that release what is kept."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pools: EnginePools,
+        carrier: Carrier,
+        carry_out: Callable[[list[Command]], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._pools = pools
+        self._totals = carrier.counted
+        self._carry_out = carry_out
+        self.now = carrier.now
+        self.stood_still_since = carrier.stalls.since
+        #: Requests of the proxy's own to engines.
+        self._releases: set[SideCall] = set()
+        #: Pairs that were logged as failing, and how often.
+        self._told: dict[tuple[str, str], int] = {}
+
+    def may_split(self, kind: Kind, path: str, body: bytes) -> bool:
+        """True if a request with one prompt and one sequence can be split."""
+        return (
+            kind in _SPLIT_KINDS and path.startswith("/v1/") and not any(key in body for key in _WHOLE_ONLY)
+        )
+
+    def transfer(self, exchange: Exchange, lease: Lease) -> KvTransfer:
+        return KvTransfer(exchange, self, lease)
+
+    def link(self, lease: Lease) -> KvLink:
+        link = self._scheduler.ledger.leased[lease.id].spec.kv_transfer
+        assert link is not None, f"{lease.instance} takes part in no KV transfer"
+        return link
+
+    def prefilled(self, lease: Lease) -> None:
+        self._totals.instance(lease.instance).ended(Outcome.OK)
+        self._carry_out(self._scheduler.on_prefilled(lease, self.now()))
+
+    def unsplit(self, lease: Lease, outcome: Outcome, why: str) -> None:
+        """A transfer failed: the request goes to one instance as a whole."""
+        self._totals.kv_transferred(why)
+        self._totals.tried_again(lease.instance, outcome)
+        self._carry_out(self._scheduler.on_unsplit(lease, outcome, self.now()))
+
+    def ended(self, result: str = "done") -> None:
+        self._totals.kv_transferred(result)
+
+    def checks(self, lease: Lease, hold: Hold | None) -> bool:
+        """Return True if the decode engine's counters will say whether a prompt was fetched."""
+        if hold is None or hold.ended or hold.sent_tokens <= 0:
+            return False
+        target = self._scheduler.ledger.leased.get(lease.id)
+        return target is not None and self._scheduler.holds.transfers.checks.checks(target)
+
+    def judged(self) -> None:
+        """Count the verdicts of the scheduler, and log pairs that are no longer split."""
+        checks = self._scheduler.holds.transfers.checks
+        for result, count in checks.take_results().items():
+            self._totals.kv_transferred(result, count)
+        if not checks.restrained:
+            return
+        for record in checks.resting(self.now()):
+            if self._told.get(record.names) != record.rests:
+                self._told[record.names] = record.rests
+                source, target = record.names
+                text = "KV caches of prompts read at %s do not reach %s: such requests are not split"
+                tell(logger, Event.TRANSFERS_FAIL, text, source, target, instance=target, source=source)
+
+    def released(self, hold: Hold) -> None:
+        self._carry_out(self._scheduler.on_hold_released(hold, self.now()))
+
+    def release(self, hold: Hold, model: str, params: bytes) -> None:
+        """Free a prompt at its prefill instance: a decode instance is sent a request that it refuses."""
+        body = msgspec.json.encode(
+            {
+                "model": model,
+                "prompt": [1],
+                "max_tokens": _TOO_MANY_TOKENS,
+                "kv_transfer_params": msgspec.Raw(params),
+            }
+        )
+        able = [
+            each
+            for each in self._scheduler.instances
+            if each.routable
+            and each.name != hold.instance
+            and each.spec.role is not Role.PREFILL
+            and each.spec.kv_transfer is not None
+            and model in each.models
+        ]
+        able.sort(key=lambda each: each.name != hold.target)
+        self._release_by(able, hold, body)
+
+    def _release_by(self, able: list[Instance], hold: Hold, body: bytes) -> None:
+        """Ask one instance after the other; where none can, the prompt is kept until its lease ends."""
+        if not able or hold.ended:
+            return
+        asked, *others = able
+
+        def done(answer: ResponseHead, _: bytes) -> None:
+            self._releases.discard(call)
+            if answer.status == 400:
+                self.released(hold)
+
+        def failed(end: End, detail: str) -> None:
+            self._releases.discard(call)
+            self._release_by(others, hold, body)
+
+        pool = self._pools.open(asked.incarnation, asked.name, asked.spec.url)
+        head = pool.head(b"POST /v1/completions", b"content-type: application/json\r\n")
+        call = SideCall(pool, head, body, done, failed)
+        self._releases.add(call)
+        call.send()
+
+    def close(self) -> None:
+        """Break off the requests of the proxy's own."""
+        for call in self._releases:
+            call.abort()
+
+
+def _prefill_body(kind: Kind, body: bytes, params: bytes) -> bytes:
+    """The body of a prefill leg: that of the client, but for one token of output and no stream."""
+    fields = _raw_fields.decode(body)
+    for name in _NOT_PREFILLED:
+        fields.pop(name, None)
+    fields["max_output_tokens" if kind is Kind.RESPONSES else "max_tokens"] = msgspec.Raw(b"1")
+    if kind is Kind.RESPONSES:
+        fields["store"] = msgspec.Raw(b"false")
+    elif kind is not Kind.MESSAGES:
+        fields["ignore_eos"] = msgspec.Raw(b"true")
+    fields["kv_transfer_params"] = msgspec.Raw(params)
+    return msgspec.json.encode(fields)

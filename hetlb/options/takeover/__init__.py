@@ -1,0 +1,1 @@
+"""A process that takes the place of another."""

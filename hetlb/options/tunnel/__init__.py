@@ -1,0 +1,1 @@
+"""WebSockets: an opaque tunnel after the handshake."""

@@ -1,0 +1,210 @@
+"""`/v1/realtime`: a request for a WebSocket, and the tunnel that its answer is.
+
+Once the engine has agreed, both transports are handed over: bytes pass both ways unread, and the lease lasts
+until either side closes. The model is that of the handshake.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+from urllib.parse import parse_qs, parse_qsl, urlencode
+
+from hetlb.balancer.engines.upstream import EngineConnection
+from hetlb.balancer.exchange import ends
+from hetlb.balancer.exchange.ends import End
+from hetlb.balancer.exchange.engine_answer import EngineAnswer
+from hetlb.balancer.exchange.engine_request import EngineRequest
+from hetlb.balancer.exchange.exchange_states import COMMITTED, FIRST_BYTE, Phase
+from hetlb.balancer.http import error_responses
+from hetlb.balancer.http.error_responses import Refusal
+from hetlb.balancer.http.forward_headers import response_lines
+from hetlb.balancer.http.http1 import GateError, RequestHead, ResponseHead
+from hetlb.options.tunnel.websocket import VERSION, accept_of, is_key
+
+if TYPE_CHECKING:
+    from hetlb.balancer.exchange.exchange import Exchange
+
+_AGREED: Final = b"upgrade: websocket\r\nconnection: upgrade\r\n"
+_NEEDED: Final = b"upgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\n"
+_DONE: Final = Phase.DONE
+
+
+def check_upgrade(head: RequestHead, body: bytes, *, open_to_all: bool) -> None:
+    """Raise `GateError` unless a request is a WebSocket handshake (RFC 6455, 4.2.1).
+
+    With `open_to_all` no key is needed: then no page of another origin may open one in a user's browser.
+    """
+    names = [name for name, _ in head.headers]
+    fields = head.fields
+    options = b",".join(value for name, value in head.headers if name == b"connection")
+    asked = fields.get(b"upgrade", b"").strip().lower() == b"websocket" and names.count(b"upgrade") == 1
+    if not asked or not head.http11 or b"upgrade" not in map(bytes.strip, options.lower().split(b",")):
+        raise _upgrade_required("This path is a WebSocket: Upgrade: websocket is expected.")
+    if fields.get(b"sec-websocket-version") != VERSION or names.count(b"sec-websocket-version") > 1:
+        raise _upgrade_required("The only WebSocket version understood is 13.")
+    if names.count(b"sec-websocket-key") != 1 or not is_key(fields[b"sec-websocket-key"]):
+        raise GateError(400, "Exactly one Sec-WebSocket-Key of 16 bytes in base64 is expected.")
+    if body or head.chunked:
+        raise GateError(400, "A request for a WebSocket has no body.")
+    origin = fields.get(b"origin")
+    if open_to_all and origin is not None and origin.partition(b"://")[2] != fields.get(b"host"):
+        raise GateError(403, "Pages of other origins may open no WebSocket here.")
+
+
+def _upgrade_required(message: str) -> Refusal:
+    answer = error_responses.bad_request(426, "upgrade_required")
+    return Refusal(answer, message, 1.0, b"upgrade: websocket\r\nsec-websocket-version: 13\r\n")
+
+
+def model_asked_for(query: bytes) -> str | None:
+    """The model in the query of a request, None without one. Raises `GateError` (400) where there are two."""
+    try:
+        found = parse_qs(query.decode("ascii"), max_num_fields=64, errors="strict").get("model", [])
+    except ValueError as error:
+        raise GateError(400, "The query is malformed.") from error
+    if len(found) > 1:
+        raise GateError(400, "The query names more than one model.")
+    return found[0] if found else None
+
+
+def with_model(head: RequestHead, model: str) -> RequestHead:
+    """Return the head with the engine's name of the model in its query, in place of an alias."""
+    query = [(name, model if name == "model" else value) for name, value in parse_qsl(head.query.decode())]
+    renamed = head.closing()
+    renamed.query = urlencode(query).encode("ascii")
+    return renamed
+
+
+class Handshake(EngineRequest):
+    """The request for a tunnel, with the client's key, so that the engine's answer is one to the client."""
+
+    __slots__ = ()
+
+    def __init__(self, outgoing: EngineRequest, head: RequestHead) -> None:
+        super().__init__(head, b"", outgoing.label.decode("ascii"))
+
+    def send(self, connection: EngineConnection, lines: bytes, instead: bytes | None) -> None:
+        fields = (self.label, _NEEDED, self.head.fields[b"sec-websocket-key"])
+        lines += b"x-request-id: %b\r\n%bsec-websocket-key: %b\r\n" % fields
+        for name, value in self.head.headers:
+            if name == b"sec-websocket-protocol":
+                lines += b"sec-websocket-protocol: %b\r\n" % value
+        connection.may_upgrade = True
+        connection.send(lines + b"\r\n", b"")
+
+    def agreed(self, exchange: Exchange, head: ResponseHead) -> None:
+        """The engine agrees: the tunnel begins."""
+        fields = head.fields
+        if (
+            fields.get(b"upgrade", b"").lower() != b"websocket"
+            or fields.get(b"sec-websocket-accept") != accept_of(self.head.fields[b"sec-websocket-key"])
+            or b"sec-websocket-extensions" in fields
+        ):
+            exchange.stop_engine()
+            exchange.engine_failed(ends.JUNK, "its 101 does not answer the handshake")
+            return
+        exchange.session = Tunnel(exchange, head)
+        exchange.session.begin()
+
+
+class TunnelEnd(asyncio.Protocol):
+    """One side of a tunnel: what comes there goes to the transport of the other side."""
+
+    def __init__(self, tunnel: Tunnel, *, of_client: bool) -> None:
+        self._tunnel = tunnel
+        self._of_client = of_client
+
+    def data_received(self, data: bytes) -> None:
+        self._tunnel.came(data, from_client=self._of_client)
+
+    def eof_received(self) -> bool:
+        self._tunnel.left(None, by_client=self._of_client)
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._tunnel.left(exc, by_client=self._of_client)
+
+    def pause_writing(self) -> None:
+        self._tunnel.full(of_client=self._of_client, full=True)
+
+    def resume_writing(self) -> None:
+        self._tunnel.full(of_client=self._of_client, full=False)
+
+
+class Tunnel:
+    """One WebSocket, from the engine's agreement until either side closes."""
+
+    def __init__(self, exchange: Exchange, head: ResponseHead) -> None:
+        engine, response = exchange.engine, exchange.response
+        assert engine is not None, "expected an answer on a connection"
+        self._exchange = exchange
+        self._engine = engine
+        self._now = exchange.now
+        #: Time at which either side was heard last, and since which one takes no more.
+        self._heard_at = exchange.now()
+        self._full_since: float | None = None
+        self._client_full = False
+        now = self._heard_at
+        exchange.status, exchange.answer = 101, EngineAnswer(head, None)
+        exchange.first_byte_at = now
+        exchange.enter(FIRST_BYTE, now)
+        response.state = COMMITTED.take(response.state)
+        own, label = exchange.own_lines(now), exchange.label.encode("ascii")
+        response.write(b"%b%b%bx-request-id: %b\r\n\r\n" % (response_lines(head), _AGREED, own, label))
+
+    def begin(self) -> None:
+        """Take both transports over, with what came behind either head."""
+        client = self._exchange.response.client
+        self._to_client, from_client = client.hand_over(TunnelEnd(self, of_client=True))
+        self._to_engine, from_engine = self._engine.hand_over(TunnelEnd(self, of_client=False))
+        if from_engine:
+            self._to_client.write(from_engine)
+        if from_client:
+            self._to_engine.write(from_client)
+
+    def came(self, data: bytes, *, from_client: bool) -> None:
+        """Pass on what came from one side."""
+        self._heard_at = self._now()
+        (self._to_engine if from_client else self._to_client).write(data)
+
+    def full(self, *, of_client: bool, full: bool) -> None:
+        """Read the other side only while there is room to write to this one."""
+        self._full_since = self._now() if full else None
+        self._client_full = full and of_client
+        other = self._to_engine if of_client else self._to_client
+        if other.is_closing():
+            return
+        if full:
+            other.pause_reading()
+        else:
+            other.resume_reading()
+
+    def left(self, error: Exception | None, *, by_client: bool) -> None:
+        """One side has closed: so does the other, once what was written is out."""
+        if by_client:
+            self._end(ends.LEFT)
+        else:
+            self._end(ends.ANSWERED if error is None else ends.BROKEN)
+
+    def sweep(self, now: float, idle_s: float) -> None:
+        patience_s = self._exchange.driver.table.write_timeout_s if self._client_full else idle_s
+        if self._full_since is not None and now - self._full_since > patience_s:
+            if self._client_full:
+                self._to_client.abort()
+            self._end(ends.LEFT if self._client_full else ends.STALLED)
+        elif now - self._heard_at > idle_s:
+            self._end(ends.IDLE)
+
+    def shut_down(self) -> None:
+        self._end(ends.STOPPED)
+
+    def _end(self, end: End) -> None:
+        exchange = self._exchange
+        if exchange.phase is _DONE:
+            return
+        try:
+            exchange.stop_engine()
+            exchange.finish(end, broken=True)
+        except Exception as error:
+            exchange.fault(error)

@@ -1,1 +1,0 @@
-"""The reverse proxy: a driver of the scheduler on real sockets."""

@@ -1,0 +1,1 @@
+"""Commands beside `serve`: plans, profiles, simulation, load tests, emulated engines."""

@@ -1,0 +1,195 @@
+"""The endpoints of an emulated vLLM 0.32 server.
+
+Every request is answered, or its client has left: what the engine runs for it is aborted at once.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from http import HTTPStatus
+from typing import Any, TypeAlias
+
+import msgspec
+from aiohttp import web
+
+from hetlb.tools.emulator.counting import chat_text, token_ids
+from hetlb.tools.emulator.generation import Generation, Reader
+from hetlb.tools.emulator.kv_transfer import KvExchange
+from hetlb.tools.emulator.real_time import EngineGroup
+from hetlb.tools.emulator.replies import VERSION, ChatReply, CompletionReply, EmbeddingReply, Reply
+from hetlb.tools.emulator.vllm_metrics import CONTENT_TYPE, VllmMetrics
+from hetlb.tools.openai.answers import model_list
+from hetlb.tools.openai.application import application
+from hetlb.tools.openai.requests import ApiError, bad, read
+
+_Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_EVENTS = {"content-type": "text/event-stream; charset=utf-8"}
+
+
+class Api:
+    """Routes requests of one server to its engines."""
+
+    def __init__(
+        self, engines: EngineGroup, reader: Reader, kv_cache_tokens: int, kv: KvExchange | None = None
+    ) -> None:
+        self._kv = kv
+        self._engines = engines
+        self._reader = reader
+        self._metrics = VllmMetrics(engines.runners, reader.served[0], kv_cache_tokens, kv)
+        self._ids = random.Random()
+
+    def app(self) -> web.Application:
+        reader = self._reader
+        posts: dict[str, _Handler] = {
+            "/v1/completions": partial(self._generate, reader.completion, CompletionReply),
+            "/v1/chat/completions": partial(self._generate, reader.chat, ChatReply),
+            "/v1/embeddings": partial(self._generate, reader.embedding, EmbeddingReply),
+            "/tokenize": _telling(self._tokenize),
+            "/detokenize": _telling(self._detokenize),
+            "/ping": _empty,
+        }
+        models = model_list(reader.served, "vllm", reader.served[0], int(time.time()), reader.max_model_len)
+        gets: dict[str, _Handler] = {
+            "/health": _empty,
+            "/ping": _empty,
+            "/version": _telling(lambda _: {"version": VERSION}),
+            "/load": _telling(lambda _: {"server_load": 0}),  # not tracked
+            "/metrics": self._page,
+            "/v1/models": _telling(lambda _: models),
+        }
+        routes = [web.get(path, handler, allow_head=False) for path, handler in gets.items()]
+        routes += [web.post(path, handler) for path, handler in posts.items()]
+        if self._kv is not None:
+            routes += self._kv.routes()
+        app = application(routes, 0, _error_body)
+        app.on_response_prepare.append(_as_uvicorn)
+        return app
+
+    # --- generating ---
+
+    async def _generate(
+        self, read: Callable[[bytes], Generation], kind: type[Reply], request: web.Request
+    ) -> web.StreamResponse:
+        body = await _body(request)
+        try:
+            generation = read(body)
+        except ApiError:
+            if self._kv is not None:
+                self._kv.reject(body)
+            raise
+        # aiohttp reads header fields as UTF-8, and they may be none.
+        sent = request.headers.get("x-request-id", "").encode("utf-8", "surrogateescape")
+        request_id = sent.decode("latin-1") or f"{self._ids.getrandbits(64):016x}"
+        reply = kind(generation, self._reader.max_model_len, request_id)
+        if self._kv is not None and generation.generates:
+            self._kv.prepare(reply, generation.fields.kv_transfer_params)
+        try:
+            response = await self._stream(request, reply) if generation.fields.stream else None
+            self._engines.submit(reply.choices)
+            status, answer = await reply.ended
+        finally:
+            if not reply.done:  # the client has left
+                self._engines.abort(reply.choices)
+                if self._kv is not None:
+                    self._kv.abandon(reply)
+        if response is not None:
+            return response
+        return web.Response(body=answer, status=status, content_type="application/json")
+
+    async def _stream(self, request: web.Request, reply: Reply) -> web.StreamResponse:
+        """Begin a stream of events: each is written to the socket when it comes, and nothing waits for it."""
+        response = web.StreamResponse(headers=_EVENTS)
+        chunked = request.version >= (1, 1)
+        if chunked:
+            response.enable_chunked_encoding()
+        await response.prepare(request)
+        transport = request.transport
+        assert transport is not None, "expected a connection: its end cancels the handler"
+
+        def send(data: bytes) -> None:
+            if not transport.is_closing():  # else the handler is about to be cancelled
+                transport.write(b"%x\r\n%b\r\n" % (len(data), data) if chunked else data)
+
+        reply.send = send
+        return response
+
+    # --- telling ---
+
+    async def _page(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+    def _tokenize(self, body: bytes) -> dict[str, Any]:
+        asked = read(body, _Tokenize)
+        if asked.prompt is not None:
+            tokens = token_ids(asked.prompt)
+        elif asked.messages is not None:
+            text, count = chat_text(asked.messages)
+            ids = token_ids(text)
+            tokens = [ids[number % len(ids)] for number in range(count)]
+        else:
+            raise bad("Expected a prompt or messages.", "prompt")
+        self._reader.model(asked.model)
+        longest = self._reader.max_model_len
+        return {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": None}
+
+    def _detokenize(self, body: bytes) -> dict[str, Any]:
+        asked = read(body, _Detokenize)
+        self._reader.model(asked.model)
+        # The ids of this emulator cannot be turned back into text; each stands for itself.
+        return {"prompt": "".join(f" t{token}" for token in asked.tokens)}
+
+
+class _Tokenize(msgspec.Struct):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+
+
+class _Detokenize(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[Any]
+
+
+async def _empty(request: web.Request) -> web.Response:
+    return web.Response()
+
+
+def _telling(answer: Callable[[bytes], object]) -> _Handler:
+    """Handler that answers with JSON; `answer` makes it of the body of a POST."""
+
+    async def handler(request: web.Request) -> web.Response:
+        found = answer(await _body(request) if request.method == "POST" else b"")
+        return web.Response(body=msgspec.json.encode(found), content_type="application/json")
+
+    return handler
+
+
+async def _body(request: web.Request) -> bytes:
+    """The body of a request. Raises `ApiError` unless it is JSON by its content type."""
+    if request.content_type != "application/json":
+        raise bad("Expected the content type application/json.")
+    try:
+        return await request.read()
+    except web.RequestPayloadError as error:
+        raise bad("The body is not of its Content-Encoding.") from error
+
+
+def _error_body(request: web.Request, error: ApiError) -> bytes:
+    if request.match_info.http_exception is not None:  # no such path or method
+        return msgspec.json.encode({"detail": HTTPStatus(error.status).phrase})
+    return error.body()
+
+
+async def _as_uvicorn(request: web.Request, response: web.StreamResponse) -> None:
+    """Give a response the headers that vLLM's server gives it."""
+    response.headers["server"] = "uvicorn"
+    response.headers["vary"] = "Origin"
+    if request.version < (1, 1):
+        response.headers["connection"] = "close"
+        response.force_close()
+    if response.content_length == 0:
+        response.headers.pop("content-type", None)

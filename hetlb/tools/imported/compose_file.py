@@ -1,0 +1,137 @@
+"""A Compose file: services that run `vllm serve` or vLLM's image; hetlb beside them reaches them by name."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from hetlb.tools.imported.draft import DraftInstance, FleetDraft
+
+_VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?[-?]([^}]*))?\}|\$([A-Za-z_]\w*)")
+_PORT: Final = 8000
+#: Keys of a service that are read here.
+_READ: Final = {"image", "command", "entrypoint", "environment"}
+
+
+def read_compose(path: Path, document: Mapping[str, Any]) -> FleetDraft:
+    """Read a Compose file; each service with a vLLM server is an instance."""
+    draft = FleetDraft(path, "Compose")
+    services = document.get("services")
+    for name, service in services.items() if isinstance(services, dict) else ():
+        words = (
+            _words(service.get("entrypoint")) + _words(service.get("command"))
+            if isinstance(service, dict)
+            else []
+        )
+        image = str(service.get("image") or "") if isinstance(service, dict) else ""
+        if "vllm" in image or "vllm" in " ".join(words[:4]):
+            _take_service(draft, str(name), service, words)
+        else:
+            draft.leave(f"services.{name}", image or "a service without vLLM")
+    for key, value in document.items():
+        if key not in ("services", "version", "name") and not key.startswith("x-"):
+            draft.leave(key, ", ".join(value) if isinstance(value, dict) else str(value))
+    return draft
+
+
+def _take_service(draft: FleetDraft, name: str, service: Mapping[str, Any], words: list[str]) -> None:
+    where = f"services.{name}"
+    flags, plain = _flags(words)
+    environment = _environment(service.get("environment"))
+    port = flags.pop("port", "") or str(_PORT)
+    model = flags.pop("model", "") or (plain.pop(0) if plain else "")
+    model = model or environment.get("MODEL_NAME", "")
+    names = shlex.split(flags.pop("served-model-name", "")) or [model]
+    if not names[0] or "$" in names[0]:
+        draft.leave(where, f"--model {names[0]}", "a model that is stated outside the file")
+        return
+    key = flags.pop("api-key", "") or environment.get("VLLM_API_KEY", "")
+    most = flags.pop("max-num-seqs", "")
+    instance = DraftInstance(f"http://{name}:{port}", name, api_key_env=draft.key_variable(key, name))
+    if most.isdigit() and int(most):
+        instance.max_num_seqs = int(most)
+    table = draft.model(names[0])
+    table.aliases += [alias for alias in names[1:] if alias not in table.aliases]
+    if not draft.add(table, instance, where):
+        return
+    deploy = service.get("deploy")
+    replicas = deploy.get("replicas") if isinstance(deploy, dict) else service.get("scale")
+    if isinstance(replicas, int) and replicas > 1:
+        draft.leave(where, f"{replicas} replicas under one name", f"discovery.dns finds each: {name}:{port}")
+    if rest := [*plain, *(f"--{flag} {value}".strip() for flag, value in flags.items())]:
+        draft.leave(where, f"command: {' '.join(rest)}", "stays with the server")
+    left = [key for key in environment if key not in ("VLLM_API_KEY", "MODEL_NAME")]
+    if left:
+        draft.leave(where, f"environment: {', '.join(left)}", "stays with the server")
+    if others := [key for key in service if key not in _READ]:
+        draft.leave(where, ", ".join(others), "stays with the server")
+
+
+_PROGRAMS: Final = {
+    "vllm",
+    "serve",
+    "python",
+    "python3",
+    "-m",
+    "vllm.entrypoints.openai.api_server",
+    "sh",
+    "bash",
+    "exec",
+}
+
+
+def _flags(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Return flags by name with their values, and the words before the first flag but for vLLM itself."""
+    flags: dict[str, str] = {}
+    plain: list[str] = []
+    last = ""
+    for word in words:
+        if word.startswith("--"):
+            last, equals, value = word[2:].partition("=")
+            last = last.replace("_", "-")
+            flags[last] = value
+            last = "" if equals else last
+        elif last:
+            flags[last] = f"{flags[last]} {word}".strip()
+        else:
+            plain.append(word)
+    return flags, [word for word in plain if word not in _PROGRAMS]
+
+
+def _words(command: Any) -> list[str]:
+    """Return the words of a command, also of one inside `sh -c`."""
+    if isinstance(command, str):
+        try:
+            words = shlex.split(_filled(command))
+        except ValueError:
+            return []
+    else:
+        words = [_filled(str(word)) for word in command or ()]
+    if len(words) == 3 and words[1] in ("-c", "-lc"):
+        return _words(words[2])
+    return [word for word in words if word.strip() and word != "\\"]
+
+
+def _filled(text: str) -> str:
+    """Return a text with Compose's variables that are set here or have a default; others stay."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[3]
+        if (found := os.environ.get(name)) is not None and "KEY" not in name and "TOKEN" not in name:
+            return found
+        default = match[2] if match[1] and "-" in match[0] else None
+        return match[0] if default is None else default
+
+    return _VARIABLE.sub(value, text.replace("$$", "$"))
+
+
+def _environment(value: Any) -> dict[str, str]:
+    """Return the variables of a service, stated as a table or as a list."""
+    if isinstance(value, dict):
+        return {str(key): "" if each is None else str(each) for key, each in value.items()}
+    pairs = (str(each).partition("=") for each in value or ())
+    return {name: text for name, _, text in pairs}

@@ -1,0 +1,256 @@
+"""An open-loop load generator: every request goes out when it is due, whatever became of those before.
+
+Every planned request ends in exactly one record, failed ones with the kind of failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import resource
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import aiohttp
+from yarl import URL
+
+from hetlb.tools.loadtest.bodies import RequestBodies
+from hetlb.tools.loadtest.load_result import LoadResult
+from hetlb.tools.loadtest.response_parser import StreamReader, read_plain
+from hetlb.tools.openai.answer_events import AnswerError
+from hetlb.tools.workload.arrivals import PlannedRequest
+from hetlb.tools.workload.records import RequestResult
+
+#: uvicorn closes idle connections after 5 s; the pool lets go of them before.
+KEEP_ALIVE_S = 2.0
+#: Large events and long prompts must not stall in the client's own buffers (vLLM issue 39963).
+READ_BUFFER_BYTES = 1 << 20
+
+#: As in `vllm bench serve`.
+LONGEST_ANSWER_S = 6 * 3600.0
+
+_LAG_INTERVAL_S = 0.02
+_INSTANCE_HEADER = "x-hetlb-instance"
+
+
+@dataclass(slots=True)
+class LoadProgress:
+    """Live counts of a run; a display reads them when it likes."""
+
+    sent: int = 0
+    completed: int = 0
+    failed: int = 0
+    output_tokens: int = 0
+
+    @property
+    def in_flight(self) -> int:
+        return self.sent - self.ended
+
+    @property
+    def ended(self) -> int:
+        return self.completed + self.failed
+
+
+def client_session(headers: Mapping[str, str], *tracing: aiohttp.TraceConfig) -> aiohttp.ClientSession:
+    """Return a session for any number of requests at once, without a limit of its own on their time."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+        timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
+        headers={"content-type": "application/json", "accept-encoding": "identity", **headers},
+        read_bufsize=READ_BUFFER_BYTES,
+        auto_decompress=False,
+        trace_configs=list(tracing),
+    )
+
+
+class LoadInterruptedError(asyncio.CancelledError):
+    """The run was cancelled. `result` has the requests that had ended."""
+
+    def __init__(self, result: LoadResult) -> None:
+        super().__init__()
+        self.result = result
+
+
+async def run_load(
+    plan: Sequence[PlannedRequest],
+    bodies: RequestBodies,
+    url: str,
+    *,
+    progress: LoadProgress | None = None,
+    headers: dict[str, str] | None = None,
+    max_concurrency: int | None = None,
+    timeout_s: float = LONGEST_ANSWER_S,
+) -> LoadResult:
+    """Send the plan to the server at `url` and wait for every answer.
+
+    `max_concurrency` caps the requests in flight. A request that is due waits for its turn and is late by
+    that much; of a plan that is due all at once, the loop is closed: a request is due when its turn comes.
+    A request that takes longer than `timeout_s` has failed. Cancelled, it raises `LoadInterruptedError`.
+    """
+    turns = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+    records = [
+        RequestResult(each.scheduled_s, each.input_tokens, sequences=each.sequences, service=each.row.service)
+        for each in plan
+    ]
+    result = LoadResult(plan, records, 0.0, [])
+    run = _Run(result, bodies, url.rstrip("/"), progress or LoadProgress(), headers or {}, turns, timeout_s)
+    # What is there stays: a collection that walks over a large plan would stop the clock of every answer.
+    frozen_before = gc.get_freeze_count() > 0
+    gc.collect()
+    gc.freeze()
+    try:
+        await run.run()
+    except asyncio.CancelledError:
+        result.keep_ended()
+        raise LoadInterruptedError(result) from None
+    finally:
+        if not frozen_before:  # else by a process that keeps it so
+            gc.unfreeze()
+    return result
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One request on one connection."""
+
+    record: RequestResult
+    reused: bool = False
+
+
+async def _on_reused(
+    _session: aiohttp.ClientSession, context: SimpleNamespace, _params: aiohttp.TraceConnectionReuseconnParams
+) -> None:
+    context.trace_request_ctx.reused = True
+
+
+@dataclass(slots=True)
+class _Run:
+    """One run, which fills `result`. Of a plan that is due all at once, `turns` close the loop."""
+
+    result: LoadResult
+    bodies: RequestBodies
+    url: str
+    progress: LoadProgress
+    headers: dict[str, str]
+    turns: asyncio.Semaphore | None
+    timeout_s: float
+    start: float = 0.0
+
+    async def run(self) -> None:
+        plan, progress, turns = self.result.plan, self.progress, self.turns
+        closed_loop = turns is not None and all(planned.scheduled_s == 0 for planned in plan)
+        allow_open_files(len(plan))
+        tracing = aiohttp.TraceConfig()
+        tracing.on_connection_reuseconn.append(_on_reused)
+        tracing.on_request_headers_sent.append(self._on_sent)
+        async with client_session(self.headers, tracing) as session:
+            self.start, cpu_s = time.monotonic(), time.process_time()
+            watch = asyncio.create_task(self._watch_lag())
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for planned, record in zip(plan, self.result.records, strict=True):
+                        # Also where it is late already: the answers have a claim to the loop as well.
+                        await asyncio.sleep(max(0.0, planned.scheduled_s - self._now()))
+                        if turns is not None:
+                            await turns.acquire()
+                            if closed_loop:
+                                record.scheduled_s = self._now()
+                        progress.sent += 1
+                        task = group.create_task(self._send(session, planned, record))
+                        if turns is not None:
+                            task.add_done_callback(lambda _, turns=turns: turns.release())  # type: ignore[misc]
+            finally:
+                watch.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await watch
+                elapsed = self._now()
+                self.result.cpu_share = (time.process_time() - cpu_s) / elapsed if elapsed > 0 else 0.0
+
+    def _now(self) -> float:
+        return time.monotonic() - self.start
+
+    async def _on_sent(
+        self,
+        _session: aiohttp.ClientSession,
+        context: SimpleNamespace,
+        _params: aiohttp.TraceRequestHeadersSentParams,
+    ) -> None:
+        # Connecting is the client's own affair: a request that waits for a connection is late.
+        context.trace_request_ctx.record.sent_s = self._now()
+
+    async def _send(
+        self, session: aiohttp.ClientSession, planned: PlannedRequest, record: RequestResult
+    ) -> None:
+        progress = self.progress
+        try:
+            async with asyncio.timeout(self.timeout_s), await self._ask(session, planned, record) as response:
+                record.instance = response.headers.get(_INSTANCE_HEADER, "")
+                await self._read(response, record, streams=self.bodies.streams(planned))
+        except AnswerError as error:
+            self._fail(record, error.kind, error.detail)
+        except TimeoutError:
+            self._fail(record, "timed out", f"no end of the answer within {self.timeout_s:g} s")
+        except aiohttp.ClientConnectorError as error:
+            self._fail(record, f"connect: {error.os_error.strerror or error.os_error}", error)
+        except aiohttp.ClientError as error:
+            self._fail(record, "broken connection", error)
+        else:
+            record.ok = True
+            progress.completed += 1
+        record.end_s = self._now()
+
+    async def _ask(
+        self, session: aiohttp.ClientSession, planned: PlannedRequest, record: RequestResult
+    ) -> aiohttp.ClientResponse:
+        """Send the request and return the response head; retry once on a stale kept-alive connection."""
+        body, headers = self.bodies.body(planned), self.bodies.headers(planned)
+        target = URL(self.url + self.bodies.path(planned))
+        while True:
+            attempt = _Attempt(record)
+            try:
+                return await session.post(target, data=body, headers=headers, trace_request_ctx=attempt)
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                if not attempt.reused:
+                    raise
+
+    async def _read(self, response: aiohttp.ClientResponse, record: RequestResult, *, streams: bool) -> None:
+        if response.status != 200:
+            raise AnswerError(f"http {response.status}", (await response.read()).decode(errors="replace"))
+        if not streams:
+            body = await response.read()
+            read_plain(body, record, self._now())
+            self.progress.output_tokens += record.output_tokens
+            return
+        progress, monotonic, start = self.progress, time.monotonic, self.start
+        reader = StreamReader(record)
+        read = response.content.readany
+        while data := await read():
+            progress.output_tokens += reader.feed(data, monotonic() - start)
+        reader.close(self._now())
+
+    def _fail(self, record: RequestResult, kind: str, detail: object) -> None:
+        record.error = kind
+        self.result.examples.setdefault(kind, str(detail))
+        self.progress.failed += 1
+
+    async def _watch_lag(self) -> None:
+        """Sample event-loop lag, the error of every other timestamp."""
+        while True:
+            due = time.monotonic() + _LAG_INTERVAL_S
+            await asyncio.sleep(_LAG_INTERVAL_S)
+            self.result.loop_lag_s.append(max(0.0, time.monotonic() - due))
+
+
+def allow_open_files(connections: int) -> None:
+    """Raise the soft limit on open files where so many connections need it (as far as the hard limit goes).
+
+    A client that runs out of files would look like a server that refuses.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + 256
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))

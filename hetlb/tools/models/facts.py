@@ -1,0 +1,344 @@
+"""Facts of a model by its `config.json`: parameters, bytes of weights and cache, layers by kind, degrees.
+
+The one place that planners, simulator and profiler ask. Draft layers (MTP) and encoders of images or sound
+are left out of the weights: an engine loads the first only to speculate, and the latter are small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from hetlb.errors import ConfigError
+from hetlb.tools.models.attention import grouped
+from hetlb.tools.models.config_keys import ALIASES, ConfigKeys, class_defaults
+from hetlb.tools.models.degrees import ModelShape, accepted
+from hetlb.tools.models.families import ARCHITECTURES, FAMILIES, INNER_TABLES, WRAPPERS
+from hetlb.tools.models.family import Family
+from hetlb.tools.models.feed_forward import feed_forward
+from hetlb.tools.models.layer import Layer, Scope, Weights, linear, plain
+from hetlb.tools.models.quantization import PLAIN_BITS, Quantization, read_quantization
+
+#: Errors of values of a wrong kind, deep in a file.
+_WRONG_VALUES: Final = (
+    IndexError, TypeError, AttributeError, KeyError, ValueError, ZeroDivisionError, OverflowError,
+)  # fmt: skip
+#: Sizes that a file of one table always states.
+_MAIN_KEYS: Final = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Everything that hetlb understands of a model. Sizes in bytes; `kv_windows`: (tokens, bytes per token).
+
+    Of a mixture, each token takes `chosen` of `experts` in every sparse layer; `expert_bytes` are of all of
+    them, `expert_parameters` too. `embedding_parameters`: an input table that is looked up, never read whole.
+    `kv_heads`: (KV heads, 0 of a latent; their share of the bytes of a token).
+    """
+
+    name: str
+    parameters: int
+    active_parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: float
+    kv_windows: tuple[tuple[int, float], ...] = ()
+    state_bytes: int = 0
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    shape: ModelShape | None = None
+    layers: int = 0
+    hidden_size: int = 0
+    attention_heads: int = 0
+    experts: int = 0
+    chosen: float = 0.0
+    expert_bytes: int = 0
+    expert_parameters: int = 0
+    embedding_parameters: int = 0
+    kv_bytes_per_value: float = 2.0
+    kv_heads: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def expert_parallel(self) -> bool:
+        """Return True if vLLM can divide whole experts over GPUs."""
+        return self.experts > 0
+
+    @property
+    def dense_bytes_per_token(self) -> float:
+        """Return the bytes of a token that all layers keep: what vLLM counts its cache in."""
+        return self.kv_bytes_per_token + math.fsum(size for _, size in self.kv_windows)
+
+    @property
+    def passed_parameters(self) -> int:
+        """Return the parameters that each token is multiplied with: active ones but the input table."""
+        return self.active_parameters - self.embedding_parameters
+
+    def replication(self, tensor_parallel_size: int) -> float:
+        """Return how often the GPUs of a group keep a token: a latent on each, a KV head at least once."""
+        t = tensor_parallel_size
+        return (
+            math.fsum(share * (max(1.0, t / heads) if heads else t) for heads, share in self.kv_heads) or 1.0
+        )
+
+    def with_weights(self, parameters: float, bytes_each: float | None) -> ModelFacts:
+        """Return these facts for a stated number of parameters, and stated bytes of each."""
+        grown = parameters / self.parameters
+        size = grown if bytes_each is None else bytes_each * parameters / self.weight_bytes
+        return replace(
+            self,
+            parameters=round(parameters),
+            active_parameters=round(self.active_parameters * grown),
+            weight_bytes=round(self.weight_bytes * size),
+            expert_bytes=round(self.expert_bytes * size),
+            expert_parameters=round(self.expert_parameters * grown),
+        )
+
+    def kv_bytes(self, tokens: float) -> float:
+        """Return the bytes of cache of one sequence of so many tokens."""
+        windows = math.fsum(size * min(tokens, window) for window, size in self.kv_windows)
+        return self.kv_bytes_per_token * tokens + windows + self.state_bytes
+
+    def touched_experts(self, tokens: float) -> float:
+        """Return the share of the experts that a batch of tokens reaches, each choosing by itself."""
+        if not self.experts or tokens <= 0:
+            return 0.0
+        return 1.0 - math.pow(1.0 - min(1.0, self.chosen / self.experts), tokens)
+
+    def touched_bytes(self, tokens: float) -> float:
+        """Return the bytes of weights that one pass over a batch of tokens reads."""
+        looked_up = self.embedding_parameters * PLAIN_BITS / 8
+        always = self.weight_bytes - self.expert_bytes - looked_up
+        return always + self.expert_bytes * self.touched_experts(tokens)
+
+    def json(self) -> dict[str, Any]:
+        """Return the document of `hetlb model --json`."""
+        return {
+            "name": self.name,
+            "parameters": self.parameters or None,
+            "active_parameters": self.active_parameters or None,
+            "weight_bytes": self.weight_bytes or None,
+            "kv_bytes_per_token": _number(self.kv_bytes_per_token),
+            "kv_windows": [
+                {"tokens": tokens, "bytes_per_token": _number(size)} for tokens, size in self.kv_windows
+            ],
+            "state_bytes": self.state_bytes,
+            "layers": dict(self.kinds),
+            "tensor_parallel_sizes": None if self.shape is None else accepted(self.shape),
+            "expert_parallel": None if self.shape is None else self.expert_parallel,
+        }
+
+
+def _number(value: float) -> float:
+    return int(value) if float(value).is_integer() else value
+
+
+def stated_facts(
+    name: str,
+    parameters: float,
+    kv_bytes_per_token: float,
+    bytes_per_parameter: float = 2.0,
+    layers: int = 0,
+    hidden_size: int = 0,
+    attention_heads: int = 0,
+) -> ModelFacts:
+    """Return the facts of a dense model whose layers all attend in full; 0 is not known."""
+    count = round(parameters)
+    return ModelFacts(
+        name=name,
+        parameters=count,
+        active_parameters=count,
+        weight_bytes=round(parameters * bytes_per_parameter),
+        kv_bytes_per_token=kv_bytes_per_token,
+        kinds={"full": layers} if layers else {},
+        layers=layers,
+        hidden_size=hidden_size,
+        attention_heads=attention_heads,
+    )
+
+
+def read_facts(raw: Mapping[str, Any], name: str) -> ModelFacts:
+    """Return the facts of a `config.json`. Raises `ConfigError` naming a key that is not understood."""
+    config, architecture = _language_model(raw)
+    model_type, family = _family(raw, config, architecture)
+    keys = ConfigKeys(config, _defaults(model_type, inner=config is not raw))
+    try:
+        layers = _layers(family, keys)
+        rest = _embeddings(family, keys, raw)
+        expert_type = keys.value("expert_dtype")
+        keys.expect("is_encoder_decoder", (False,), False)
+        keys.refuse_unread()
+    except _WRONG_VALUES as error:
+        raise ConfigError(f"model_type {model_type}: expected other values, {error}"[:200]) from error
+    try:
+        quantization = read_quantization(quantization_of(raw), expert_type)
+    except _WRONG_VALUES as error:
+        raise ConfigError(f"quantization_config: expected other values, {error}"[:200]) from error
+    return _facts(name, keys, model_type, layers, rest, quantization)
+
+
+def _defaults(model_type: str, inner: bool) -> Mapping[str, Any]:
+    """Return what a missing key means. A file of one table states its main sizes, an inner table need not."""
+    found = class_defaults().get(model_type, {})
+    if inner:
+        return found
+    main = {name for key in _MAIN_KEYS for name in ALIASES[key]}
+    return {key: value for key, value in found.items() if key not in main}
+
+
+def _language_model(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | None]:
+    """Return the table of the language model and its architecture, if the file names one."""
+    architecture = _architecture(raw)
+    inner: Mapping[str, Any] = raw
+    for key in INNER_TABLES:
+        table = inner.get(key)
+        if isinstance(table, dict):
+            inner = table
+    if inner is raw:
+        return raw, architecture
+    if architecture is not None and architecture not in WRAPPERS:
+        raise ConfigError(f"architectures: expected a model that hetlb understands, got {architecture!r}")
+    return inner, _architecture(inner)
+
+
+def _architecture(table: Mapping[str, Any]) -> str | None:
+    """Return the first architecture of a table, None without one."""
+    named = table.get("architectures")
+    if not named:
+        return None
+    if not isinstance(named, list) or not isinstance(named[0], str):
+        raise ConfigError(f"architectures: expected a list of names, got {named!r}"[:200])
+    return named[0]
+
+
+def _family(
+    raw: Mapping[str, Any], config: Mapping[str, Any], architecture: str | None
+) -> tuple[str, Family]:
+    model_type = str(config.get("model_type"))
+    if architecture is not None:
+        if architecture not in ARCHITECTURES:
+            raise ConfigError(f"architectures: expected a model that hetlb understands, got {architecture!r}")
+        listed = ARCHITECTURES[architecture]
+        if model_type not in FAMILIES:
+            return listed, FAMILIES[listed]
+        alike = FAMILIES[listed] is FAMILIES[model_type]
+        return model_type, FAMILIES[model_type if alike else listed]
+    if model_type not in FAMILIES:
+        raise ConfigError(f"model_type: expected a model that hetlb understands, got {model_type!r}")
+    return model_type, FAMILIES[model_type]
+
+
+def quantization_of(raw: Mapping[str, Any]) -> Any:
+    inner: Any = raw
+    found = raw.get("quantization_config") or raw.get("compression_config")
+    for key in INNER_TABLES:
+        if isinstance(inner.get(key), dict):
+            inner = inner[key]
+            found = found or inner.get("quantization_config") or inner.get("compression_config")
+    return found
+
+
+def _layers(family: Family, keys: ConfigKeys) -> Sequence[Layer]:
+    if family.layers is not None:
+        return family.layers(family, keys)
+    norm = family.norms * keys.whole("hidden_size") * (2 if family.norm_bias else 1)
+    mixer, feed = family.mixer or grouped, family.feed or feed_forward
+    return [
+        Layer(mixer(family, keys, i, kind), feed(family, keys, i), plain("norms", norm))
+        for i, kind in enumerate(family.kinds(family, keys))
+    ]
+
+
+def _embeddings(family: Family, keys: ConfigKeys, raw: Mapping[str, Any]) -> tuple[Weights, ...]:
+    vocab, hidden = keys.whole("vocab_size"), keys.whole("hidden_size")
+    tied = keys.flag("tie_word_embeddings", family.tied)
+    if not keys.stated("tie_word_embeddings") and isinstance(raw.get("tie_word_embeddings"), bool):
+        tied = raw["tie_word_embeddings"]
+    norm = hidden * (2 if family.norm_bias else 1) if family.norms else 0
+    found = plain("embed_tokens", vocab * hidden) + plain("norm", norm)
+    if not tied:
+        found += linear("lm_head", hidden, vocab, family.has(family.head_bias, keys))
+    return found + (family.beside(keys) if family.beside is not None else ())
+
+
+def _facts(
+    name: str,
+    keys: ConfigKeys,
+    model_type: str,
+    layers: Sequence[Layer],
+    rest: Sequence[Weights],
+    quantization: Quantization,
+) -> ModelFacts:
+    cache = quantization.cache_bits / 8
+    windows: dict[int, float] = {}
+    for layer in layers:
+        if layer.mixer.window:
+            tokens = layer.mixer.window_tokens
+            windows[tokens] = windows.get(tokens, 0.0) + layer.mixer.window
+    modules = [(f"layers.{i}.{w.name}", w) for i, layer in enumerate(layers) for w in layer.weights]
+    modules += [(w.name, w) for w in rest]
+    size = {True: 0.0, False: 0.0}
+    for full_name, weights in modules:
+        bits = quantization.bits_of(full_name, weights.experts > 0) if weights.matrix else PLAIN_BITS
+        size[weights.experts > 0] += weights.parameters * bits / 8
+    sparse = [layer.feed_forward for layer in layers if layer.feed_forward.experts]
+    experts = sum(w.parameters for _, w in modules if w.experts)
+    idle = math.fsum(
+        w.parameters * (1 - layer.feed_forward.chosen / layer.feed_forward.experts)
+        for layer in layers
+        for w in layer.weights
+        if w.experts
+    )
+    parameters = sum(w.parameters for _, w in modules)
+    kept: dict[int, float] = {}
+    for layer in layers:
+        heads = layer.mixer.heads.keys if layer.mixer.heads is not None else 0
+        kept[heads] = kept.get(heads, 0.0) + layer.mixer.grows + layer.mixer.window
+    dense = math.fsum(kept.values())
+    tied = not any(w.name == "lm_head" for w in rest)
+    return ModelFacts(
+        name=name,
+        parameters=parameters,
+        active_parameters=round(parameters - idle),
+        weight_bytes=round(size[True] + size[False]),
+        kv_bytes_per_token=math.fsum(layer.mixer.grows for layer in layers) * cache,
+        kv_windows=tuple((tokens, values * cache) for tokens, values in sorted(windows.items())),
+        state_bytes=sum(layer.mixer.state_bytes for layer in layers),
+        kinds=_counts(layers),
+        shape=_shape(keys, model_type, layers, quantization),
+        layers=len(layers),
+        hidden_size=keys.whole("hidden_size"),
+        attention_heads=keys.value("num_attention_heads", 0),
+        experts=max((part.experts for part in sparse), default=0),
+        chosen=max((part.chosen for part in sparse), default=0.0),
+        expert_bytes=round(size[True]),
+        expert_parameters=experts,
+        embedding_parameters=0 if tied else keys.whole("vocab_size") * keys.whole("hidden_size"),
+        kv_bytes_per_value=cache,
+        kv_heads=tuple((heads, values / dense) for heads, values in kept.items() if values),
+    )
+
+
+def _counts(layers: Sequence[Layer]) -> dict[str, int]:
+    found = Counter(layer.mixer.kind for layer in layers)
+    return {str(kind): found[kind] for kind in Scope if found[kind]}
+
+
+def _shape(
+    keys: ConfigKeys, model_type: str, layers: Sequence[Layer], quantization: Quantization
+) -> ModelShape:
+    """Return the sizes that tensor parallelism divides, each once."""
+    heads = {layer.mixer.heads: None for layer in layers if layer.mixer.heads is not None}
+    whole = {pair: None for layer in layers for pair in layer.mixer.whole}
+    sizes = {pair: None for layer in layers for pair in layer.feed_forward.sizes}
+    experts = {layer.feed_forward.expert_size: None for layer in layers if layer.feed_forward.expert_size}
+    return ModelShape(
+        len(layers),
+        tuple(heads),
+        keys.whole("vocab_size"),
+        tuple(sizes),
+        tuple(pair for pair in experts if pair is not None),
+        tuple(whole),
+        quantization.block,
+        loose=model_type.startswith("mimo_v2"),
+    )

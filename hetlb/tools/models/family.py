@@ -1,0 +1,56 @@
+"""Differences of architectures from Llama that no configuration states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from hetlb.tools.models.config_keys import ConfigKeys
+from hetlb.tools.models.layer import FeedForward, Layer, Mixer, Scope, Weights
+
+#: A trait that is fixed, or the key that states it.
+Trait: TypeAlias = bool | str
+Kinds: TypeAlias = Callable[["Family", ConfigKeys], Sequence[Scope]]
+MixerOf: TypeAlias = Callable[["Family", ConfigKeys, int, Scope], Mixer]
+FeedForwardOf: TypeAlias = Callable[["Family", ConfigKeys, int], FeedForward]
+
+
+def only_full(_: Family, keys: ConfigKeys) -> Sequence[Scope]:
+    """Return full attention for every layer."""
+    return [Scope.FULL] * keys.whole("num_hidden_layers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One architecture. `mixer`, `feed` None: grouped-query attention, dense or sparse feed-forward parts."""
+
+    kinds: Kinds = only_full
+    mixer: MixerOf | None = None
+    feed: FeedForwardOf | None = None
+    #: Whole layers at once, for architectures whose layers are of other parts.
+    layers: Callable[[Family, ConfigKeys], Sequence[Layer]] | None = None
+    #: Parameters beside layers, embeddings and output.
+    beside: Callable[[ConfigKeys], tuple[Weights, ...]] | None = None
+    gated: bool = True
+    qkv_bias: Trait = "attention_bias"
+    out_bias: Trait = "attention_bias"
+    mlp_bias: Trait = "mlp_bias"
+    #: Norms of queries and keys: none, per "head", or over "all" heads; or the key that switches "head" on.
+    qk_norm: str = ""
+    #: Vectors of the hidden size in a layer's norms; LayerNorm has a bias for each.
+    norms: int = 2
+    norm_bias: bool = False
+    #: Values that a query head's gate has: "" none, "value" one per value, "head" one per head.
+    out_gate: str = ""
+    #: Routed experts are understood.
+    sparse: bool = False
+    router_bias: Trait = False
+    shared_gate: bool = False
+    head_bias: Trait = False
+    tied: bool = False
+    feed_name: str = "mlp"
+
+    def has(self, trait: Trait, keys: ConfigKeys) -> bool:
+        """Return the value of a trait."""
+        return trait if isinstance(trait, bool) else keys.flag(trait, False)

@@ -1,0 +1,272 @@
+"""The scheduler of pipelines: facts and the current time go in, commands come out, as in `core.scheduler`.
+
+Every dispatch is one lease with a path that computes each layer once; what it booked on every stage is
+given back exactly once, however it ends. A request is at any moment waiting, leased or gone. No path crosses
+a stage that is lost. The simulator drives this object from a heap of events, the coordinator of `hetlb stage`
+workers from real messages.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from hetlb.balancer.core.predictor import Predictor
+from hetlb.balancer.core.types import LeaseId, Outcome, Reject, RejectReason, Request, RequestId
+from hetlb.tools.paths.least_time import LeastTime
+from hetlb.tools.paths.path_ledger import PathLease, StageLedger, kv_by_layer
+from hetlb.tools.paths.policies import (
+    FixedPipelines,
+    PathPolicy,
+    RandomPaths,
+    ShortestQueue,
+    Swarm,
+    WeightedRoundRobin,
+)
+from hetlb.tools.paths.stages import StageNetwork, StageSpec
+
+#: Share of a stage's KV cache that expected use may reach (Helix's high-water mark).
+HIGH_WATER: Final = 0.85
+
+#: Policies by name; the first is the default.
+PATH_POLICIES: Final[dict[str, type[PathPolicy]]] = {
+    policy.name: policy
+    for policy in (LeastTime, WeightedRoundRobin, Swarm, RandomPaths, ShortestQueue, FixedPipelines)
+}
+
+#: A lease is the command to send its request over its path now.
+PathCommand: TypeAlias = PathLease | Reject
+
+#: A request whose path broke so often is given up: it may be what breaks stages.
+MOST_REPLAYS: Final = 3
+
+#: Ends of a lease after which the rest of the answer can be computed elsewhere.
+_REPLAYED = frozenset({Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE, Outcome.BROKEN_STREAM})
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """A request without a path: `done_tokens` of its answer are there, so many `replays` were needed."""
+
+    request: Request
+    done_tokens: int = 0
+    replays: int = 0
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens that its next path reads first."""
+        return self.request.prompt_tokens + self.done_tokens
+
+
+class PathScheduler:
+    """Gives every request a path through the stages and keeps the ledger of each."""
+
+    def __init__(
+        self,
+        network: StageNetwork,
+        predictor: Predictor,
+        *,
+        policy: str = "hetlb",
+        high_water: float = HIGH_WATER,
+        queue_limit: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._network = network
+        self._predictor = predictor
+        self._high_water = high_water
+        self._queue_limit = queue_limit
+        self._rng = random.Random(seed)
+        #: Ledgers by stage; drivers only read them.
+        self.ledgers = {stage.name: StageLedger(stage) for stage in network.stages}
+        self._policy_type = PATH_POLICIES[policy]
+        self._policy = self._make_policy()
+        self._queue: deque[_Waiting] = deque()
+        self._leased: dict[LeaseId, PathLease] = {}
+        self._next_lease = 1
+
+    def _make_policy(self) -> PathPolicy:
+        return self._policy_type(self._network, self.ledgers, self._high_water, self._rng)
+
+    # --- what drivers may look at ---
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a path."""
+        return len(self._queue)
+
+    @property
+    def in_flight(self) -> int:
+        """Leases that have not ended."""
+        return len(self._leased)
+
+    @property
+    def passable(self) -> bool:
+        """True if the stages that are up hold all layers."""
+        return self._covers(lambda stage: self.ledgers[stage.name].up)
+
+    @property
+    def reads_hops(self) -> bool:
+        """True if the policy is to be told how long hops take."""
+        return self._policy.reads_hops
+
+    def kv_usage(self) -> float:
+        """Booked share of the KV cache of the fullest layer (Helix's measure)."""
+        layers = kv_by_layer(self.ledgers.values(), self._network.layers)
+        return max((booked / total if total else 1.0) for booked, total in layers)
+
+    # --- facts ---
+
+    def on_arrival(self, request: Request, now: float) -> list[PathCommand]:
+        """A request came in. No command for it means that it waits."""
+        entry = _Waiting(request)
+        if not self._fits(entry):
+            return [self._too_long(entry)]
+        if not self._queue and (lease := self._place(entry, now)) is not None:
+            return [lease]
+        if self._queue_limit is not None and len(self._queue) >= self._queue_limit:
+            detail = "Too many requests are waiting for a path."
+            return [Reject(request.id, RejectReason.QUEUE_FULL, detail, retry_after_s=1.0)]
+        self._queue.append(entry)
+        return []
+
+    def on_first_token(self, lease: PathLease, now: float) -> list[PathCommand]:
+        """The first pass of a lease is through. Said again, it changes nothing."""
+        if lease.first_token_at is not None:
+            return []
+        lease.first_token_at = now
+        return self._flush(now) if self._queue else []
+
+    def on_hop(self, sender: str, receiver: str, seconds: float) -> None:
+        """A message left one stage and was computed by the next so many seconds later."""
+        self._policy.hop_took(sender, receiver, seconds)
+
+    def on_lease_ended(self, lease: PathLease, outcome: Outcome, now: float) -> list[PathCommand]:
+        """A lease ended; what it booked is given back, and a waiting request may be placed.
+
+        `lease.output_tokens` holds what was produced. After a broken path the request goes first in the
+        queue: its next path prefills the prompt and the tokens so far.
+        """
+        request, done = lease.request, self._release(lease, now)
+        if outcome in _REPLAYED:
+            if lease.replays < MOST_REPLAYS:
+                return self._requeue(_Waiting(request, done, lease.replays + 1), now)
+            detail = "Every path of the request broke."
+            return [Reject(request.id, RejectReason.NO_RESPONSE, detail), *self._flush(now)]
+        if outcome is Outcome.OK:
+            self._predictor.observe(request, done)
+        return self._flush(now)
+
+    def on_preempted(self, lease: PathLease, now: float) -> list[PathCommand]:
+        """A stage took the KV blocks of a lease for an older one; the request goes first in the queue."""
+        return self._requeue(_Waiting(lease.request, self._release(lease, now), lease.replays), now)
+
+    def _requeue(self, entry: _Waiting, now: float) -> list[PathCommand]:
+        """Put a request first in the queue; turn it away if no path could ever hold what it has by now."""
+        self._queue.appendleft(entry)
+        return [*self._drop_misfits(), *self._flush(now)]
+
+    def _release(self, lease: PathLease, now: float) -> int:
+        """Give back what a lease booked; returns the tokens of the answer so far."""
+        del self._leased[lease.id]
+        for hop in lease.hops:
+            self.ledgers[hop.stage].release(lease)
+        self._policy.ended(lease, now)
+        return lease.context_tokens - lease.request.prompt_tokens + lease.output_tokens
+
+    def on_cancelled(self, request_id: RequestId, now: float) -> list[PathCommand]:
+        """The client of a waiting request left. (With a lease, the driver ends the lease instead.)"""
+        self._queue = deque(entry for entry in self._queue if entry.request.id != request_id)
+        return self._flush(now)
+
+    def on_stage_lost(self, name: str, now: float) -> list[PathCommand]:
+        """Use a stage no more. Leases that cross it end when the driver says so."""
+        self.ledgers[name].up = False
+        return [*self._drop_misfits(), *self._flush(now)]
+
+    def on_network(self, network: StageNetwork, now: float) -> list[PathCommand]:
+        """Stages came, went or changed: those had no lease. The ledgers of the others stay."""
+        ledgers = {stage.name: StageLedger(stage) for stage in network.stages}
+        for name, ledger in self.ledgers.items():
+            kept = name in ledgers and ledgers[name].spec == ledger.spec
+            assert kept or not ledger.leases, f"{name} went or changed with leases"
+            if kept:
+                ledgers[name] = ledger
+        self._network, self.ledgers = network, ledgers
+        misfits = self._drop_misfits()
+        self._policy = self._make_policy()
+        for lease in self._leased.values():
+            self._policy.dispatched(lease)
+        return [*misfits, *self._flush(now)]
+
+    # --- inside ---
+
+    def _fits(self, entry: _Waiting) -> bool:
+        """True if some path could ever hold the context and one token."""
+        return self._covers(lambda stage: (entry.context_tokens + 1) * stage.layers <= stage.kv_token_layers)
+
+    def _too_long(self, entry: _Waiting) -> Reject:
+        detail = f"No path through the stages holds {entry.context_tokens} tokens."
+        return Reject(entry.request.id, RejectReason.TOO_LONG, detail)
+
+    def _drop_misfits(self) -> list[PathCommand]:
+        """Turn away what fits no path of the stages that there are, and would hold up the others.
+
+        Without any path all wait.
+        """
+        if not self._queue or not self._covers(lambda stage: True):
+            return []
+        misfits = [entry for entry in self._queue if not self._fits(entry)]
+        self._queue = deque(entry for entry in self._queue if entry not in misfits)
+        return [self._too_long(entry) for entry in misfits]
+
+    def _covers(self, usable: Callable[[StageSpec], bool]) -> bool:
+        """True if usable stages can follow each other through all layers."""
+        network, reached = self._network, {0}
+        for stage in sorted(network.stages, key=lambda stage: stage.end):
+            if usable(stage) and any(network.enters(stage, at) for at in reached):
+                reached.add(stage.end)
+        return network.layers in reached
+
+    def _flush(self, now: float) -> list[PathCommand]:
+        """Give paths to waiting requests, in order, until the first that finds none."""
+        commands: list[PathCommand] = []
+        while self._queue and (lease := self._place(self._queue[0], now)) is not None:
+            self._queue.popleft()
+            commands.append(lease)
+        return commands
+
+    def _place(self, entry: _Waiting, now: float) -> PathLease | None:
+        predicted = max(1.0, self._predictor.predict(entry.request) - entry.done_tokens)
+        lease = PathLease(self._next_lease, entry.request, entry.context_tokens, predicted, now)
+        hops = self._policy.choose(lease)
+        if hops is None:
+            return None
+        lease.hops, lease.replays = hops, entry.replays
+        self._next_lease += 1
+        for hop in hops:
+            self.ledgers[hop.stage].acquire(lease, hop.layers)
+        self._leased[lease.id] = lease
+        self._policy.dispatched(lease)
+        return lease
+
+    def check_integrity(self) -> None:
+        """Assert that token-layers and requests are all accounted for and every path is whole."""
+        for ledger in self.ledgers.values():
+            ledger.check_integrity()
+        booked = sum(len(ledger.leases) for ledger in self.ledgers.values())
+        assert booked == sum(len(lease.hops) for lease in self._leased.values())
+        for lease in self._leased.values():
+            at = 0
+            for hop in lease.hops:
+                spec = self.ledgers[hop.stage].spec
+                assert hop.first == at, f"{lease!r} goes on at layer {hop.first}, not {at}"
+                assert spec.first <= hop.first < hop.end <= spec.end, f"{lease!r} leaves {spec.name}"
+                at = hop.end
+            assert at == self._network.layers, f"{lease!r} ends at layer {at}"
+        leased = {lease.request.id for lease in self._leased.values()}
+        waiting = [entry.request.id for entry in self._queue]
+        assert len(set(waiting)) == len(waiting), "a request waits twice"
+        assert not leased & set(waiting), "a request waits and is leased"

@@ -1,0 +1,398 @@
+"""Tables that the files of all planners share: the model, machines, peak figures of a GPU, links."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+
+from hetlb.balancer.config.mistakes import short
+from hetlb.balancer.config.profile_file import Profile, load_named
+from hetlb.balancer.config.yaml_file import NonNegative, Positive, PositiveInt, Share
+from hetlb.errors import ConfigError
+from hetlb.tools.models.degrees import ModelShape
+from hetlb.tools.models.facts import ModelFacts, stated_facts
+from hetlb.tools.models.model_file import load_facts
+from hetlb.tools.plan.common.capacity import usable_bytes
+from hetlb.tools.plan.common.quantities import Quantity, read_bytes, read_memory, read_parameters, read_rate
+
+#: Bytes/s between GPUs of one machine and between machines where the file does not say: PCIe 4 x16, 5 Gbit/s.
+INSIDE, BETWEEN = 25e9, 0.625e9
+#: A stated size that is off by more than this is named: it may be of another model.
+_MOST_OFF = 0.1
+
+
+# --- the model ------------------------------------------------------------------------------------------
+
+
+class PlanModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The model. `config` is its `config.json`; what is stated beside it wins."""
+
+    name: str
+    parameters: Quantity | None = None
+    bytes_per_parameter: Positive | None = None
+    kv_bytes_per_token: Quantity | None = None
+    kv_bytes_per_value: Positive | None = None
+    config: str | None = None
+    layers: PositiveInt | None = None
+    hidden_size: PositiveInt | None = None
+    attention_heads: PositiveInt | None = None
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A model with what planning needs of it; sizes in bytes, 0 where nothing was stated.
+
+    `kv_bytes_per_token` are of all layers that keep tokens, windows too: the unit of a cache's tokens, as in
+    vLLM. `facts` are of its `config.json`, with what was stated in their place; None without one: degrees are
+    not checked then. `notes` name stated sizes that are far from those of `config.json`.
+    """
+
+    name: str
+    parameters: float = 0.0
+    bytes_per_parameter: float = 2.0
+    kv_bytes_per_token: int = 0
+    layers: int = 0
+    hidden_size: int = 0
+    attention_heads: int = 0
+    facts: ModelFacts | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> ModelShape | None:
+        """Return the sizes that decide on degrees."""
+        return None if self.facts is None else self.facts.shape
+
+    @property
+    def weight_bytes(self) -> float:
+        """Return the bytes of all weights."""
+        return self.parameters * self.bytes_per_parameter
+
+    def kv_bytes_at(self, tensor_parallel_size: int, tokens: float = 0.0) -> float:
+        """Return the bytes of a token on all GPUs of a group: those with too few KV heads keep copies.
+
+        With `tokens` it is the mean token of sequences of so many: windows end, and a state counts.
+        """
+        known = self.known
+        uneven = tokens > 0.0 and (known.kv_windows or known.state_bytes)
+        each = known.kv_bytes(tokens) / tokens if uneven else self.kv_bytes_per_token
+        return each * known.replication(tensor_parallel_size)
+
+    @property
+    def known(self) -> ModelFacts:
+        """Return the facts; without a `config.json` those of a dense model that attends in full."""
+        if self.facts is not None:
+            return self.facts
+        return stated_facts(
+            self.name,
+            self.parameters,
+            self.kv_bytes_per_token,
+            self.bytes_per_parameter,
+            self.layers,
+            self.hidden_size,
+            self.attention_heads,
+        )
+
+
+def read_model(table: PlanModelTable, path: Path, where: str, needed: Sequence[str] = ()) -> Model:
+    """Resolve the model of a table at `where`; `needed` keys must be known. Raises `ConfigError`."""
+    parameters, kv_bytes = 0.0, 0
+    if table.parameters is not None:
+        parameters = read_parameters(table.parameters, f"{path}: {where}.parameters")
+    if table.kv_bytes_per_token is not None:
+        kv_bytes = read_bytes(table.kv_bytes_per_token, f"{path}: {where}.kv_bytes_per_token")
+    model = Model(
+        name=table.name,
+        parameters=parameters,
+        bytes_per_parameter=table.bytes_per_parameter or 2.0,
+        kv_bytes_per_token=kv_bytes,
+        layers=table.layers or 0,
+        hidden_size=table.hidden_size or 0,
+        attention_heads=table.attention_heads or 0,
+    )
+    if table.config is not None:
+        model = _with_facts(
+            model, table, load_facts(path.parent / table.config, table.name), f"{path}: {where}"
+        )
+    for key in needed:
+        if not getattr(model, key):
+            if table.config is not None:
+                raise ConfigError(f"{path}: {where}.{key}: expected a value, got none")
+            raise ConfigError(f"{path}: {where}.{key}: expected a value or {where}.config, got neither")
+    return model
+
+
+def _with_facts(model: Model, table: PlanModelTable, found: ModelFacts, where: str) -> Model:
+    """Return the model with its facts; stated sizes win. Raises `ConfigError` for those of another model."""
+    for key in ("layers", "hidden_size", "attention_heads"):
+        stated, own = getattr(table, key), getattr(found, key)
+        if stated is not None and stated != own:
+            raise ConfigError(f"{where}.{key}: expected {own} as its config.json has, got {stated}")
+    scale = 1.0 if table.kv_bytes_per_value is None else table.kv_bytes_per_value / found.kv_bytes_per_value
+    facts = replace(
+        found,
+        kv_bytes_per_token=model.kv_bytes_per_token or found.kv_bytes_per_token * scale,
+        kv_windows=tuple((tokens, size * scale) for tokens, size in found.kv_windows),
+    )
+    each = table.bytes_per_parameter
+    if model.parameters or each is not None:
+        facts = facts.with_weights(model.parameters or found.parameters, each)
+    notes = tuple(
+        f"{where}.{key}: {stated:g} was stated, its config.json gives {own:g}"
+        for key, stated, own in (
+            ("parameters", model.parameters, found.parameters),
+            ("bytes_per_parameter", each or 0.0, found.weight_bytes / found.parameters),
+            ("kv_bytes_per_token", model.kv_bytes_per_token, found.kv_bytes_per_token),
+        )
+        if stated and abs(stated - own) > _MOST_OFF * own
+    )
+    return msgspec.structs.replace(
+        model,
+        parameters=float(facts.parameters),
+        bytes_per_parameter=facts.weight_bytes / facts.parameters,
+        kv_bytes_per_token=math.ceil(facts.dense_bytes_per_token),
+        layers=facts.layers,
+        hidden_size=facts.hidden_size,
+        attention_heads=facts.attention_heads,
+        facts=facts,
+        notes=notes,
+    )
+
+
+# --- machines -------------------------------------------------------------------------------------------
+
+
+class RooflineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Peak figures of one GPU, and the shares of them that are reached: an estimate, never measured."""
+
+    flops: Positive
+    bandwidth_bytes_per_s: Positive
+    flops_efficiency: Share = 0.5
+    bandwidth_efficiency: Share = 0.7
+    overhead_ms: NonNegative = 2.0
+
+
+class MachineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One machine, or `count` alike. Machines of one `site` are near each other.
+
+    `profiles` maps a tensor-parallel degree to a latency profile of the whole model; one of a degree that
+    does not divide `gpus` is for layouts of unequal instances. `place` reads that of degree 1, as a stage is
+    one GPU; `roofline` is what `split` takes for degrees without one.
+    """
+
+    name: str
+    gpu: str
+    gpus: PositiveInt
+    memory_bytes: Quantity
+    profiles: dict[str, str] = {}
+    roofline: RooflineTable | None = None
+    gpu_memory_utilization: Share = 0.9
+    reserved_bytes_per_gpu: Quantity = 0
+    price_per_gpu_hour: NonNegative | None = None
+    site: str = ""
+    count: PositiveInt = 1
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`gpus` alike GPUs of `memory_bytes` each, and the profiles of the whole model by degree.
+
+    `profile_paths` are as written in the file. The price of one GPU is in whatever currency.
+    """
+
+    name: str
+    gpu: str
+    gpus: int
+    memory_bytes: int
+    gpu_memory_utilization: float = 0.9
+    reserved_bytes_per_gpu: int = 0
+    profiles: Mapping[int, Profile] = field(default_factory=dict)
+    profile_paths: Mapping[int, str] = field(default_factory=dict)
+    roofline: RooflineTable | None = None
+    site: str = ""
+    price_per_gpu_hour: float | None = None
+
+    def usable(self, gpus: int) -> Fraction:
+        """Bytes of so many GPUs for weights and KV cache."""
+        return usable_bytes(gpus, self.memory_bytes, self.gpu_memory_utilization, self.reserved_bytes_per_gpu)
+
+    @cached_property
+    def usable_bytes(self) -> float:
+        """Bytes of one GPU for weights and KV cache."""
+        return float(self.usable(1))
+
+    @cached_property
+    def kind_of_gpu(self) -> tuple[object, ...]:
+        """Likeness of the GPUs of two machines."""
+        return (
+            self.gpu,
+            self.memory_bytes,
+            self.gpu_memory_utilization,
+            self.reserved_bytes_per_gpu,
+            tuple((degree, profile.name) for degree, profile in sorted(self.profiles.items())),
+            tuple(sorted(self.profile_paths.items())),
+            self.roofline,
+        )
+
+    @cached_property
+    def kind(self) -> tuple[object, ...]:
+        """Likeness of machines: everything but name and site."""
+        return self.gpus, self.price_per_gpu_hour, *self.kind_of_gpu
+
+
+def read_machines(path: Path, tables: Sequence[MachineTable]) -> tuple[Machine, ...]:
+    """Resolve machines with every profile that they name. Raises `ConfigError` or `ProfileError`."""
+    if not tables:
+        raise ConfigError(f"{path}: machines: expected at least one machine, got none")
+    loaded: dict[str, Profile] = {}
+    machines: list[Machine] = []
+    for m, table in enumerate(tables):
+        key = f"{path}: machines[{m}]"
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", table.name):
+            raise ConfigError(f"{key}.name: expected letters, digits and . _ -, got {short(table.name)}")
+        paths = _profile_paths(path, table, key, loaded)
+        reserved = table.reserved_bytes_per_gpu
+        machines += [
+            Machine(
+                name=table.name if table.count == 1 else f"{table.name}-{copy}",
+                gpu=table.gpu,
+                gpus=table.gpus,
+                memory_bytes=read_memory(table.memory_bytes, f"{key}.memory_bytes"),
+                gpu_memory_utilization=table.gpu_memory_utilization,
+                reserved_bytes_per_gpu=read_bytes(reserved, f"{key}.reserved_bytes_per_gpu")
+                if reserved
+                else 0,
+                profiles={degree: loaded[written] for degree, written in sorted(paths.items())},
+                profile_paths=paths,
+                roofline=table.roofline,
+                site=table.site,
+                price_per_gpu_hour=table.price_per_gpu_hour,
+            )
+            for copy in range(table.count)
+        ]
+    names = [table.name for table in tables if table.count > 1] + [machine.name for machine in machines]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{path}: machines: expected every name once, got {twice!r} again")
+    return tuple(machines)
+
+
+def _profile_paths(path: Path, table: MachineTable, key: str, loaded: dict[str, Profile]) -> dict[int, str]:
+    """Load the profiles of a machine; returns their paths by degree. Raises `ConfigError`."""
+    by_degree: dict[int, str] = {}
+    for text, written in table.profiles.items():
+        where = f"{key}.profiles.{text}"
+        if not re.fullmatch(r"[1-9][0-9]{0,3}", text):
+            raise ConfigError(f"{where}: expected a tensor-parallel degree as the key, got {short(text)}")
+        degree = int(text)
+        by_degree[degree] = written
+        if degree > table.gpus:
+            raise ConfigError(f"{where}: expected a degree of at most the {table.gpus} GPUs, got {degree}")
+        if written not in loaded:
+            loaded[written] = load_named(path.parent, written, where)
+        measured = loaded[written].engine.tensor_parallel_size
+        if measured is not None and measured != degree:
+            raise ConfigError(f"{where}: expected a profile of degree {degree}, got one of degree {measured}")
+    return by_degree
+
+
+# --- links ----------------------------------------------------------------------------------------------
+
+
+class LinkRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Bytes/s between GPUs inside a machine, by kind of GPU (or `default`), and between machines."""
+
+    inside: dict[str, Positive] = {}
+    between: Positive = BETWEEN
+    latency_s: NonNegative = 2e-4
+
+    def rate_inside(self, gpu: str, usual: float = INSIDE) -> float:
+        """Bytes/s inside a machine of these GPUs."""
+        return self.inside.get(gpu, self.inside.get("default", usual))
+
+    def check(self, path: Path) -> None:
+        """Raise `ConfigError` for a rate that lost its unit."""
+        for gpu, rate in self.inside.items():
+            read_rate(rate, f"{path}: links.inside.{gpu}")
+        read_rate(self.between, f"{path}: links.between")
+
+
+class LinkTable(LinkRates, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Link rates with sites, or a matrix of all.
+
+    A matrix has a row per machine or per GPU, in file order; its diagonal is the rate inside.
+    """
+
+    between_sites: Positive | None = None
+    matrix: tuple[tuple[NonNegative, ...], ...] | None = None
+
+    @property
+    def apart(self) -> float:
+        """Bytes/s between machines of two sites."""
+        return self.between if self.between_sites is None else self.between_sites
+
+    def rates(self, path: Path, machines: Sequence[Machine]) -> tuple[tuple[float, ...], ...]:
+        """Bytes/s from each machine to each. Raises `ConfigError`."""
+        self.check(path)
+        gpus = {machine.gpu for machine in machines}
+        for gpu in self.inside:
+            if gpu != "default" and gpu not in gpus:
+                raise ConfigError(
+                    f"{path}: links.inside: expected GPUs out of {', '.join(sorted(gpus))} or default, "
+                    f"got {gpu!r}"
+                )
+        if self.matrix is not None:
+            if self.inside:
+                raise ConfigError(f"{path}: links.inside: expected either inside or matrix, got both")
+            return _rates_of_matrix(path, self.matrix, machines)
+        return tuple(
+            tuple(
+                self.rate_inside(a.gpu) if a is b else self.between if a.site == b.site else self.apart
+                for b in machines
+            )
+            for a in machines
+        )
+
+    def check(self, path: Path) -> None:
+        """Raise `ConfigError` for a rate that lost its unit."""
+        super().check(path)
+        read_rate(self.apart, f"{path}: links.between_sites")
+        for i, row in enumerate(self.matrix or ()):
+            for j, rate in enumerate(row):
+                read_rate(rate, f"{path}: links.matrix[{i}][{j}]")
+
+
+def _rates_of_matrix(
+    path: Path, matrix: tuple[tuple[float, ...], ...], machines: Sequence[Machine]
+) -> tuple[tuple[float, ...], ...]:
+    """A rate per pair of machines. Of a matrix of GPUs, all pairs of two machines must have the same."""
+    key, size = f"{path}: links.matrix", len(matrix)
+    gpus = sum(machine.gpus for machine in machines)
+    if size not in (len(machines), gpus):
+        raise ConfigError(f"{key}: expected {len(machines)} rows (machines) or {gpus} (GPUs), got {size}")
+    for row, rates in enumerate(matrix):
+        if len(rates) != size:
+            raise ConfigError(f"{key}[{row}]: expected {size} columns, got {len(rates)}")
+    if size == len(machines):
+        for i, machine in enumerate(machines):
+            if machine.gpus > 1 and not matrix[i][i] > 0:
+                raise ConfigError(f"{key}[{i}][{i}]: expected the rate inside {machine.name}, got 0")
+        return matrix
+    owner = [i for i, machine in enumerate(machines) for _ in range(machine.gpus)]
+    rates_of: dict[tuple[int, int], float] = {}
+    for row, i in enumerate(owner):
+        for column, j in enumerate(owner):
+            rate = matrix[row][column]
+            if row != column and rates_of.setdefault((i, j), rate) != rate:
+                raise ConfigError(
+                    f"{key}[{row}][{column}]: expected {rates_of[i, j]:g} as between the other GPUs of "
+                    f"{machines[i].name} and {machines[j].name}, got {rate:g}: list GPUs that are connected "
+                    "differently as machines of their own"
+                )
+    count = len(machines)
+    return tuple(tuple(rates_of.get((i, j), INSIDE) for j in range(count)) for i in range(count))

@@ -1,0 +1,66 @@
+"""Remarks on a plan's model: stated sizes far from its `config.json`, profiles of another model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hetlb.balancer.config.profile_file import Profile
+from hetlb.errors import ConfigError
+from hetlb.tools.plan.common.plan_tables import Machine, Model
+
+#: A profile's own model differs if its cache of a token is off by more than this.
+_MOST_OFF = 0.02
+
+
+def _same_name(one: str, other: str) -> bool:
+    """Return True if two names may be of one model: publishers' names are often left out."""
+    short, long = sorted((each.rpartition("/")[2].lower() for each in (one, other)), key=len)
+    return long == short or long.endswith(f"-{short}")
+
+
+def other_model(model: Model, profile: Profile) -> bool:
+    """Return True if a profile states another model than that of the plan, or its cache is of other bytes."""
+    own = profile.model
+    if own is None:
+        return False
+    if not _same_name(own.name, model.name):
+        return True
+    bytes_each, known = own.kv_bytes_per_token, model.known.kv_bytes_per_token
+    return bytes_each is not None and known > 0 and abs(bytes_each - known) > _MOST_OFF * known
+
+
+def remarks(model: Model, found: Iterable[Profile]) -> list[str]:
+    """Return a line for each stated size that is far off, and for each profile of another model."""
+    others: dict[tuple[str, int | None], list[str]] = {}
+    profiles = {each.name: each for each in found}
+    for profile in profiles.values():
+        if profile.model is not None and other_model(model, profile):
+            key = profile.model.name, profile.model.kv_bytes_per_token
+            others.setdefault(key, []).append(profile.name)
+    lines = list(model.notes)
+    for (name, size), own in others.items():
+        cache = f", {size:,} bytes of cache a token" if size else ""
+        more = f" and {len(own) - 1} more" if len(own) > 1 else ""
+        lines.append(f"{own[0]}{more}: a profile of {name}{cache}, not of {model.name}")
+    lines += dict.fromkeys(each.other_discipline for each in profiles.values() if each.other_discipline)
+    return lines
+
+
+def remarks_on_machines(model: Model, machines: Iterable[Machine]) -> list[str]:
+    """Return the remarks on the profiles of machines."""
+    return remarks(model, (profile for machine in machines for profile in machine.profiles.values()))
+
+
+def check_memory(
+    where: str, model: Model, profile: Profile, gpus: int, memory_bytes: float | None, stages: int = 1
+) -> None:
+    """Raise `ConfigError` if weights and the KV cache of a profile are more than the GPUs have."""
+    tokens = profile.engine.kv_cache_tokens
+    if tokens is None or memory_bytes is None or not model.weight_bytes or other_model(model, profile):
+        return
+    need, room = model.weight_bytes + tokens * model.kv_bytes_at(gpus // stages), gpus * memory_bytes
+    if need > room > model.weight_bytes:  # a model that does not fit is no mistake of its profile
+        raise ConfigError(
+            f"{where}: expected a profile whose weights and KV cache {gpus} GPUs of {memory_bytes:g} bytes "
+            f"hold, got {profile.name} with {tokens} tokens: {need:.4g} bytes"
+        )

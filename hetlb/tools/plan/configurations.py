@@ -1,0 +1,325 @@
+"""Ways to run one instance: stated ones, or all that offers, memory and profiles allow.
+
+Enumerated (Jiang et al., ICML 2025, section 4.3 and appendix D): tensor parallelism inside a machine, powers
+of two; pipelines of such stages, of one kind of GPU or of two, inside a machine where they fit and else
+across machines; layers in proportion to a stage's memory or, where stages differ, its speed. An instance
+that vLLM refuses, or that cannot hold its weights and the longest request, goes. Each has the latency
+profile of the whole instance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from itertools import combinations
+
+import msgspec
+
+from hetlb.balancer.config.profile_file import Profile
+from hetlb.balancer.core.engine_defaults import DEFAULT_MAX_NUM_BATCHED_TOKENS
+from hetlb.errors import ConfigError
+from hetlb.tools.models.degrees import refusal
+from hetlb.tools.plan.common.capacity import divide_layers, exact, kv_cache_tokens
+from hetlb.tools.plan.common.composition import (
+    ACTIVATION_BYTES,
+    MOST_GPUS,
+    MOST_STAGES,
+    LinkSeconds,
+    StageProfile,
+    activation_link,
+    compose_profile,
+    engine_stages,
+    estimated,
+    hidden_size,
+)
+from hetlb.tools.plan.common.plan_tables import Model
+from hetlb.tools.plan.market import Market, OfferTable
+from hetlb.tools.plan.rent_program import Configuration, ConfigurationStage
+from hetlb.tools.profiler.fit import Point, fit
+from hetlb.tools.profiler.sources import Measurements, Roofline, make_profile
+from hetlb.tools.sim.staged_engine import EngineStage
+
+#: Bytes/s inside a rented machine where the file does not say.
+_USUAL_INSIDE = 60e9
+
+
+def candidates(market: Market, longest_tokens: dict[str, int]) -> list[Configuration]:
+    """The stated configurations, or all enumerated ones that hold `longest_tokens`. Raises `ConfigError`."""
+    if market.file.configurations:
+        return _stated(market)
+    found = [
+        each
+        for model in market.models.values()
+        for each in _enumerated(market, model, longest_tokens.get(model.name, 1))
+    ]
+    if not any(each.profile for each in found):
+        needs = ", ".join(f"{name} ({_smallest(market, name)})" for name in market.models)
+        raise ConfigError(
+            f"{market.path}: offers: expected GPUs with a profile or roofline that hold a model, got none "
+            f"for {needs}"
+        )
+    return found
+
+
+def _smallest(market: Market, name: str) -> str:
+    weights = market.models[name].weight_bytes
+    return f"{weights / 1e9:.4g} GB of weights" if weights else "parameters not stated"
+
+
+def _stated(market: Market) -> list[Configuration]:
+    found = []
+    for index, table in enumerate(market.file.configurations):
+        profile = market.profiles[table.profile] if table.profile is not None else None
+        gpus = dict(table.gpus)
+        total = sum(gpus.values())
+        degree = table.tensor_parallel_size
+        if degree is None:
+            stated = profile.engine.tensor_parallel_size if profile is not None else None
+            degree = stated or total // table.pipeline_parallel_size
+        stages = total // degree if degree else 0
+        if stages * degree != total:
+            raise ConfigError(
+                f"{market.path}: configurations[{index}].tensor_parallel_size: expected a divisor of its "
+                f"{total} GPUs, got {degree}"
+            )
+        kinds = [gpu for gpu, count in gpus.items() for _ in range(max(1, count // degree))]
+        held = tuple(ConfigurationStage(gpu, degree, Fraction(1, len(kinds))) for gpu in kinds)
+        name = market.model_of(table.model, f"configurations[{index}]")
+        if profile is not None:
+            profile = _with_capacity(market, market.models[name], held, profile)
+        found.append(
+            Configuration(
+                table.name,
+                name,
+                gpus,
+                table.throughput or {},
+                stages=held,
+                origin="stated" if profile is None else _origin_of(profile),
+                profile=profile,
+            )
+        )
+    return found
+
+
+def _with_capacity(
+    market: Market, model: Model, stages: tuple[ConfigurationStage, ...], profile: Profile
+) -> Profile:
+    """The profile with the KV capacity that stated memory allows, where it states none itself."""
+    known = model.weight_bytes and model.kv_bytes_per_token
+    memory = all(market.offers[stage.gpu].memory_bytes for stage in stages)
+    if profile.engine.kv_cache_tokens is not None or not known or not memory:
+        return profile
+    tokens = max(1, capacity_of(market, model, stages))
+    return msgspec.structs.replace(
+        profile, engine=msgspec.structs.replace(profile.engine, kv_cache_tokens=tokens)
+    )
+
+
+def _origin_of(profile: Profile) -> str:
+    """Origin of the figures of a profile, in a word."""
+    if profile.source is None:
+        return "profile"
+    return "measured" if profile.source.measured else profile.source.kind
+
+
+# --- enumeration ----------------------------------------------------------------------------------------
+
+
+def _enumerated(market: Market, model: Model, longest_tokens: int) -> Iterator[Configuration]:
+    for key in ("parameters", "kv_bytes_per_token"):
+        if not getattr(model, key):
+            raise ConfigError(
+                f"{market.path}: models.{model.name}.{key}: expected a value to enumerate configurations, "
+                "got none"
+            )
+    for offer in market.file.offers:
+        if not offer.memory_bytes:
+            where = f"{market.path}: offers.{offer.gpu}.memory_bytes"
+            raise ConfigError(f"{where}: expected a value to enumerate configurations")
+    profiles = {
+        (offer.gpu, degree): profile_on(market, model, offer, degree)
+        for offer in market.file.offers
+        for degree in _degrees(offer.gpus_per_machine)
+    }
+    for kinds in _stage_kinds(market, model):
+        if model.shape is not None:
+            # Profiles of a market state their experts; estimated ones keep them whole where they must.
+            whole = any(_experts_whole(profiles[kind]) for kind in kinds)
+            if refusal(model.shape, kinds[0][1], len(kinds), whole):
+                continue
+        for by_speed in (False, True) if len({gpu for gpu, _ in kinds}) > 1 else (False,):
+            candidate = _candidate(market, model, kinds, longest_tokens, profiles, by_speed)
+            if candidate is not None:
+                yield candidate
+
+
+def _experts_whole(profile: Profile | None) -> bool:
+    return profile is not None and bool(profile.engine.enable_expert_parallel)
+
+
+def _stage_kinds(market: Market, model: Model) -> Iterator[tuple[tuple[str, int], ...]]:
+    """GPU and tensor-parallel degree of every stage."""
+    offers, most = market.file.offers, market.available
+    stages = range(1, min(MOST_STAGES, model.layers or 1) + 1)
+    for offer in offers:
+        for degree in _degrees(offer.gpus_per_machine):
+            for count in stages:
+                if model.layers % count == 0 and count * degree <= min(MOST_GPUS, most[offer.gpu]):
+                    yield ((offer.gpu, degree),) * count
+    for first, second in combinations(offers, 2):
+        for degree in _degrees(min(first.gpus_per_machine, second.gpus_per_machine)):
+            for count in (1, 2):
+                fits = count * degree <= min(MOST_GPUS // 2, most[first.gpu], most[second.gpu])
+                if fits and 2 * count in stages:
+                    yield ((first.gpu, degree),) * count + ((second.gpu, degree),) * count
+
+
+def _degrees(gpus_per_machine: int) -> list[int]:
+    return [1 << power for power in range(gpus_per_machine.bit_length())]
+
+
+def _candidate(
+    market: Market,
+    model: Model,
+    kinds: tuple[tuple[str, int], ...],
+    longest_tokens: int,
+    by_degree: Mapping[tuple[str, int], Profile | None],
+    by_speed: bool,
+) -> Configuration | None:
+    offers = market.offers
+    known = [profile for kind in kinds if (profile := by_degree[kind]) is not None]
+    if len(known) < len(kinds):
+        return None
+    memory = [Fraction(degree * (offers[gpu].memory_bytes or 0)) for gpu, degree in kinds]
+    weights = [speed_of(profile) for profile in known] if by_speed else memory
+    stages = tuple(
+        ConfigurationStage(gpu, degree, share)
+        for (gpu, degree), share in zip(kinds, divide_layers(weights, model.layers or None), strict=True)
+    )
+    tokens = capacity_of(market, model, stages)
+    if tokens < longest_tokens:
+        return None
+    count = sum(stage.tensor_parallel_size for stage in stages)
+    one_kind = len({stage.gpu for stage in stages}) == 1
+    across = len(stages) > 1 and not (one_kind and count <= offers[stages[0].gpu].gpus_per_machine)
+    gpus: dict[str, int] = {}
+    for stage in stages:
+        gpus[stage.gpu] = gpus.get(stage.gpu, 0) + stage.tensor_parallel_size
+    name = "-".join([*(g.lower() for g in gpus), f"tp{stages[0].tensor_parallel_size}"])
+    name += f"-pp{len(stages)}" if len(stages) > 1 else ""
+    name += "-by-speed" if by_speed else ""
+    name = name if len(market.models) == 1 else f"{model.name.rpartition('/')[2].lower()}-{name}"
+    if len(stages) == 1:
+        stated = known[0].engine.kv_cache_tokens
+        # An engine states tokens that all layers keep.
+        each = model.kv_bytes_at(1, mean_tokens(market, model))
+        tokens = tokens if stated is None else int(stated * model.kv_bytes_per_token / each)
+        if tokens < longest_tokens:
+            return None
+    profile, own_stages = compose(market, model, name, stages, known, tokens, across=across)
+    return Configuration(
+        name,
+        model.name,
+        gpus,
+        {},
+        stages=stages,
+        origin=" and ".join(dict.fromkeys(_origin_of(each) for each in known)),
+        profile=profile,
+        engine_stages=own_stages,
+    )
+
+
+def speed_of(profile: Profile) -> Fraction:
+    """Speed of the GPUs of a profile: one full iteration of prompts and one of decodes, per second."""
+    latency, tokens = profile.latency, DEFAULT_MAX_NUM_BATCHED_TOKENS
+    seconds = latency.prefill_s(tokens // 2, 2) + latency.step_s(64, 64 * 1024)
+    return Fraction(1.0 / seconds)
+
+
+def capacity_of(market: Market, model: Model, stages: Sequence[ConfigurationStage]) -> int:
+    """Tokens that the KV cache of an instance of these stages holds."""
+    room = [(market.offers[stage.gpu].usable(stage.tensor_parallel_size), stage.layers) for stage in stages]
+    each = model.kv_bytes_at(stages[0].tensor_parallel_size, mean_tokens(market, model))
+    return kv_cache_tokens(room, exact(model.weight_bytes), exact(each))
+
+
+def mean_tokens(market: Market, model: Model) -> float:
+    """Return the mean tokens that a sequence holds while it runs, 0 where lengths are not stated."""
+    own = [
+        each
+        for index, each in enumerate(market.file.workloads)
+        if market.model_of(each.model, f"workloads[{index}]") == model.name
+    ]
+    if not own or any(each.input_tokens is None or each.output_tokens is None for each in own):
+        return 0.0
+    # A sequence stays as long as its answer has tokens.
+    stays = [each.share * (each.output_tokens or 0) for each in own]
+    held = [(each.input_tokens or 0) + (each.output_tokens or 0) / 2 for each in own]
+    return math.fsum(stay * tokens for stay, tokens in zip(stays, held, strict=True)) / math.fsum(stays)
+
+
+def profile_on(market: Market, model: Model, offer: OfferTable, degree: int) -> Profile | None:
+    """The latency profile of the whole model on so many GPUs, None if unknown."""
+    written = offer.profiles.get(model.name, {}).get(str(degree))
+    if written is not None:
+        return market.profiles[written]
+    return None if offer.roofline is None else roofline_profile(market, model, offer, degree)
+
+
+def _inside(market: Market, gpu: str) -> float:
+    return market.file.links.rate_inside(gpu, _USUAL_INSIDE)
+
+
+def roofline_profile(market: Market, model: Model, offer: OfferTable, degree: int) -> Profile:
+    """An estimated profile: peak figures of the GPU, and two all-reduces a layer over the machine's links."""
+    assert offer.roofline is not None
+    table = offer.roofline
+    roofline = Roofline(
+        peak_flops=table.flops,
+        bandwidth_bytes_s=table.bandwidth_bytes_per_s,
+        model=model.known,
+        tensor_parallel_size=degree,
+        flops_efficiency=table.flops_efficiency,
+        bandwidth_efficiency=table.bandwidth_efficiency,
+        step_overhead_s=table.overhead_ms / 1e3,
+    )
+    per_token = 2.0 * (model.layers or 32) * 2.0 * (degree - 1) / degree
+    per_token *= hidden_size(model) * ACTIVATION_BYTES / _inside(market, offer.gpu)
+    points = tuple(
+        Point(
+            point.phase,
+            point.batch,
+            point.length,
+            point.seconds + per_token * point.batch * (point.length if point.phase.value == "prefill" else 1),
+        )
+        for point in roofline.points()
+    )
+    name = f"{offer.gpu}-{model.name}-tp{degree}-roofline"
+    facts = estimated(model, table, offer.gpu, degree, offer.memory_bytes)
+    return make_profile(name, Measurements(points=points, **facts), fit(points))
+
+
+def compose(
+    market: Market,
+    model: Model,
+    name: str,
+    stages: Sequence[ConfigurationStage],
+    profiles: Sequence[Profile],
+    tokens: int,
+    *,
+    across: bool,
+) -> tuple[Profile, tuple[EngineStage, ...]]:
+    """The profile of stages whose GPUs, with the whole model, have these profiles; of several the stages."""
+    links = market.file.links
+    parts = []
+    for stage, following, profile in zip(stages, [*stages[1:], None], profiles, strict=True):
+        link = LinkSeconds()
+        if following is not None:
+            # Across machines the slow link is counted at every boundary: which one crosses is not planned.
+            slow = across or stage.gpu != following.gpu
+            link = activation_link(
+                model, links.between if slow else _inside(market, stage.gpu), links.latency_s
+            )
+        parts.append(StageProfile(profile, float(stage.layers), stage.gpu, stage.tensor_parallel_size, link))
+    return compose_profile(name, model, parts, tokens), engine_stages(parts)

@@ -1,0 +1,200 @@
+"""Plans for many models at once: one small program a model, a price on every shared resource.
+
+At a fixed rate lambda the models have nothing in common but budget and GPUs. A column is a set of instances
+that serves one model at that rate; a master program picks one column a model (Dantzig and Wolfe, 1960).
+With prices pi >= 0 on the resources, each scaled to 1 and pi summing to 1, the sum over models of the least
+pi-cost of serving it at lambda is a lower bound on the share of the scarcest resource that any plan takes:
+above 1, no plan reaches lambda. That bound rests on the bounds of the small programs alone. Plans come from
+the master over whole columns.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hetlb.tools.plan.highs import INFINITY, LinearProgram, OnProgress, Solution, SolveLimits
+from hetlb.tools.plan.rent_program import (
+    Formulation,
+    Problem,
+    RentPlan,
+    assign,
+    prune,
+    relaxation,
+    require_served,
+    resource_rows,
+)
+from hetlb.tools.plan.rent_program import solve as solve_directly
+
+#: Below so many models one program is faster.
+FEWEST_MODELS = 3
+#: Relative gap of the small programs, at first and at the finest: their bounds, not their incumbents, prove.
+_COARSEST = 0.1
+_FINEST = 2e-4
+#: Seconds of a small program, and of a master over whole columns.
+_PRICING_S, _MASTER_S = 5.0, 4.0
+#: The solver's feasibility tolerance shows in the rate that a column reaches.
+_SLACK = 1e-5
+#: Share of the best prices that a step towards the master's keeps.
+_KEEP = 0.8
+#: Points between plan and bound at which the next rounds look while they change neither.
+_WHERE = (0.65, 0.4, 0.2)
+#: Small programs are solved side by side, in threads: the solver works without the interpreter's lock.
+_THREADS = min(4, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class _Column:
+    """Instances of one model: the share of every resource they take, and the rate lambda they reach."""
+
+    counts: Mapping[str, int]
+    usage: NDArray[np.float64]
+    reaches: float
+
+
+class _Model:
+    """Columns of one model, and the small program that finds them: the least price to serve it at a rate."""
+
+    def __init__(self, problem: Problem, resources: Mapping[str, float]) -> None:
+        self.columns: dict[tuple[tuple[str, int], ...], _Column] = {}
+        self._problem = problem
+        self._usage = np.array(
+            [
+                [
+                    (problem.price(c) if name == "budget" else c.gpus.get(name, 0)) / limit
+                    for name, limit in resources.items()
+                ]
+                for c in problem.configurations
+            ]
+        )
+        self._cover = Formulation(problem)
+        self._cover.program.set_cost(self._cover.rate, 0.0)
+
+    def price(self, rate: float, prices: NDArray[np.float64], limits: SolveLimits, gap: float) -> float:
+        """A lower bound of what serving at `rate` costs, infinite if impossible; keeps columns found."""
+        cover = self._cover
+        cost = self._usage @ prices
+        # HiGHS tolerates 1e-7: costs of about 1 are far above that.
+        scale = 1.0 / max(float(cost.min(initial=INFINITY, where=cost > 0)), 1e-9)
+        for y, each in zip(cover.counts, cost, strict=True):
+            cover.program.set_cost(y, -(each + 1e-9) * scale)
+        cover.program.set_bounds(cover.rate, rate, INFINITY)
+        found: list[NDArray[np.float64]] = []
+        pricing = limits.within(_PRICING_S, gap)
+        solution = cover.program.solve(pricing, on_solution=found.append)
+        if solution is None:
+            return 0.0 if pricing.over else INFINITY
+        for values in (*found, solution.values):
+            self._keep(cover.counts_of(values))
+        # The 1e-9 on every price only breaks ties: what it can add is taken off again.
+        added = 1e-9 * max(sum(solution.values[y] for y in cover.counts), 1.0) * 2.0
+        return float(max(0.0, -solution.bound / scale - added))
+
+    def _keep(self, counts: Mapping[str, int]) -> None:
+        key = tuple(counts.items())
+        if key in self.columns or (plan := assign(self._problem, counts)) is None:
+            return
+        own = np.array([plan.counts.get(c.name, 0) for c in self._problem.configurations], dtype=float)
+        self.columns[key] = _Column(plan.counts, own @ self._usage, plan.throughput)
+
+
+class Decomposition:
+    """The search for one problem: `reached` and `bound` come closer until the limits are reached."""
+
+    def __init__(self, problem: Problem, limits: SolveLimits, on_progress: OnProgress | None = None) -> None:
+        self._limits = limits
+        self._on_progress = on_progress or (lambda _best, _bound: None)
+        rows = resource_rows(problem)
+        self._resources = {name: limit for name, (row, limit) in rows.items() if limit > 0 and any(row)}
+        self._models = [_Model(problem.only(model), self._resources) for model in problem.models]
+        self.bound, prices = relaxation(problem)
+        self._prices = np.array([prices.get(name, 0.0) for name in self._resources])
+        if not self._prices.sum() > 0:
+            self._prices = np.full(len(self._resources), 1.0 / max(1, len(self._resources)))
+        self._centre, self._centre_worth = self._prices, 0.0
+        self.counts: dict[str, int] = {}
+        self.reached = 0.0
+
+    def run(self) -> None:
+        """Rounds of prices until the limits are reached."""
+        stuck = 0
+        with ThreadPoolExecutor(_THREADS) as pool:
+            while not self._limits.over and self.bound > self.reached * (1.0 + self._limits.gap):
+                before = self.reached, self.bound
+                rate = self.reached + (self.bound - self.reached) * _WHERE[stuck % len(_WHERE)]
+                self._price(rate, pool)
+                self._choose(rate)
+                stuck = 0 if (self.reached, self.bound) != before else stuck + 1
+
+    def _price(self, rate: float, pool: ThreadPoolExecutor) -> None:
+        """Price every model at `rate`, and learn new prices from the columns known then."""
+        left = self.bound / self.reached - 1.0 if self.reached > 0.0 else INFINITY
+        arguments = rate, self._prices, self._limits, min(_COARSEST, max(_FINEST, 0.2 * left))
+        total = math.fsum(pool.map(lambda model: model.price(*arguments), self._models))
+        if total > 1.0 + 1e-9:
+            self.bound = min(self.bound, rate)
+            self._on_progress(self.reached or math.nan, self.bound)
+        if total / rate > self._centre_worth:
+            self._centre, self._centre_worth = self._prices, total / rate
+        solution, rows, _ = self._master(rate, SolveLimits())
+        if solution is not None and (duals := np.abs(solution.duals[rows])).sum() > 0:
+            # Prices of few columns are wild: a step from the best prices so far towards them.
+            self._prices = _KEEP * self._centre + (1.0 - _KEEP) * duals / duals.sum()
+
+    def _choose(self, rate: float) -> None:
+        """Take one whole column a model that reaches `rate`, where they fit and serve more than before."""
+        limits = self._limits.within(_MASTER_S, 1e-3)
+        solution, _, picked = self._master(rate, limits, integer=True)
+        if solution is None or -solution.objective > 1.0 + 1e-9:
+            return
+        chosen = [column for index, column in picked if solution.values[index] > 0.5]
+        reached = min(column.reaches for column in chosen)
+        if reached > self.reached:
+            self.counts, self.reached = {}, reached
+            for column in chosen:
+                self.counts |= column.counts
+            self._on_progress(self.reached, self.bound)
+
+    def _master(
+        self, rate: float, limits: SolveLimits, *, integer: bool = False
+    ) -> tuple[Solution | None, list[int], list[tuple[int, _Column]]]:
+        """The columns, whole or in part, that reach `rate` with the least of the scarcest resource.
+
+        Returns the rows of the resources and the columns with their indices, too.
+        """
+        program = LinearProgram()
+        share = program.column(-1.0)
+        picked: list[tuple[int, _Column]] = []
+        for model in self._models:
+            able = [column for column in model.columns.values() if column.reaches >= rate * (1.0 - _SLACK)]
+            if not able:
+                return None, [], []
+            indices = [program.column(upper=1.0, integer=integer) for _ in able]
+            program.row([(index, 1.0) for index in indices], 1.0, 1.0)
+            picked += zip(indices, able, strict=True)
+        rows = [
+            program.row([(share, -1.0), *((index, float(c.usage[r])) for index, c in picked)], upper=0.0)
+            for r in range(len(self._resources))
+        ]
+        return program.solve(limits), rows, picked
+
+
+def solve(problem: Problem, limits: SolveLimits, on_progress: OnProgress | None = None) -> RentPlan:
+    """The best plan by one program or by decomposition, with a proven bound. Raises `PlanError`."""
+    if len(problem.models) < FEWEST_MODELS or problem.request_rate is not None:
+        return solve_directly(problem, limits, on_progress)
+    pruned = prune(problem)
+    require_served(problem, pruned)
+    search = Decomposition(pruned, limits, on_progress)
+    search.run()
+    if not search.counts:
+        return solve_directly(problem, replace(limits, deadline=limits.deadline + 5.0), on_progress)
+    plan = assign(problem, search.counts, search.bound)
+    assert plan is not None, "expected the instances found to serve every workload"
+    return plan

@@ -1,0 +1,411 @@
+"""Capacity of a group of GPUs in a role: the cost models, and the search for its parallelism.
+
+`ProfileCost`: the latency profile of every stage (or one estimated from a roofline), composed to that of a
+pipeline, and the rates of `rates`; what the simulator takes, so planned and simulated figures are comparable.
+
+`PaperCost`: appendix A of HexGen-2 (ICLR 2025), with the true size of a layer and of its KV cache where the
+paper has 12 H^2 weights a layer and one KV head per query head (true for OPT, not for models with
+grouped-query attention: Llama-2-70B has an eighth of that KV cache). bench/PLANNING.md lists every
+difference.
+
+Every tensor-parallel degree that divides the group's GPUs in each of its machines is tried, with several
+divisions of the layers over the stages. Groups that look alike are computed once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+from typing import TypeAlias
+
+from hetlb.balancer.config.profile_file import (
+    BetterDecode,
+    BetterPrefill,
+    DecodeCoefficients,
+    PrefillCoefficients,
+    Profile,
+)
+from hetlb.tools.plan.common.capabilities import NIXL, Form, refused
+from hetlb.tools.plan.common.capacity import divide_layers, exact, kv_cache_tokens
+from hetlb.tools.plan.common.composition import (
+    ACTIVATION_BYTES,
+    MOST_GPUS,
+    MOST_STAGES,
+    LinkSeconds,
+    StageProfile,
+    activation_link,
+    compose_profile,
+    engine_stages,
+    estimated,
+    hidden_size,
+)
+from hetlb.tools.plan.common.plan_tables import Machine
+from hetlb.tools.plan.disaggregation.rates import rate
+from hetlb.tools.plan.disaggregation.split_cluster import (
+    Composition,
+    GroupStage,
+    Role,
+    ServerGroup,
+    SplitCluster,
+)
+from hetlb.tools.plan.throughput import bubbles, slowed
+from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.sim.study import engine_of
+
+#: Divisions of the layers: shares of proportion to speed, the rest to memory.
+_BLENDS = (1.0, 0.75, 0.5, 0.25, 0.0)
+#: Latency of a transfer inside a machine; `links.latency_s` is that between machines.
+_INSIDE_LATENCY_S = 5e-6
+#: Batches at which an estimated step of a mixture is stated.
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+#: Corner between reading weights and computing tokens in an estimated profile: near the larger of both.
+_CORNER = 8.0
+#: Layers' time of the whole model is taken at this batch and context to say how fast GPUs decode.
+_SPEED_BATCH, _SPEED_CONTEXT = 32, 1024
+#: A KV cache below this holds nothing; rows of the workload that the bubbles of a pipeline are found on.
+_FEWEST_TOKENS = 16
+_BUBBLE_ROWS = 100
+
+
+def capacity_of(cluster: SplitCluster, stages: Sequence[GroupStage]) -> int:
+    room = [
+        (cluster.machines[s.machine].usable(s.gpus), Fraction(s.layers, cluster.model.layers)) for s in stages
+    ]
+    each = cluster.model.kv_bytes_at(stages[0].gpus, cluster.workload.context_tokens)
+    return kv_cache_tokens(room, exact(cluster.model.weight_bytes), exact(each))
+
+
+class GroupTable:
+    """The best group of every composition and role, computed when it is asked for.
+
+    `promised` and `most` are before the bubbles of pipelines, whose simulation takes nearly all the time: a
+    search asks for `group` and `capacity` where these would be good enough.
+    """
+
+    def __init__(self, cluster: SplitCluster, cost: CostModel) -> None:
+        self.cluster = cluster
+        self._cost = cost
+        #: The first of the compositions that are alike, which groups are found for: by likeness, by each.
+        self._first: dict[object, Composition] = {}
+        self._like: dict[Composition, Composition] = {}
+        self._ranked: dict[tuple[Composition, Role], list[ServerGroup]] = {}
+        self._best: dict[tuple[Composition, Role], ServerGroup | None] = {}
+
+    def group(self, composition: Composition, role: Role) -> ServerGroup | None:
+        return self._moved(self._find(composition, role), composition)
+
+    def capacity(self, composition: Composition, role: Role) -> float:
+        """Requests/s of the best group, 0 without one."""
+        group = self._find(composition, role)
+        return 0.0 if group is None else group.capacity
+
+    def promised(self, composition: Composition, role: Role) -> ServerGroup | None:
+        """A group that no group of these GPUs serves more than; it may serve less itself."""
+        return self._moved(next(iter(self._promising(composition, role)), None), composition)
+
+    def most(self, composition: Composition, role: Role) -> float:
+        """Requests/s that no group of these GPUs exceeds."""
+        groups = self._promising(composition, role)
+        return groups[0].capacity if groups else 0.0
+
+    def _alike(self, composition: Composition) -> Composition:
+        """The first composition with the same kinds of machines, GPUs in each and links between them."""
+        if composition not in self._like:
+            kinds, rates = self.cluster.kinds, self.cluster.links.bytes_per_s
+            machines = tuple((kinds[m], n) for m, n in composition)
+            links = tuple(rates[a][b] for (a, _), (b, _) in pairwise(composition))
+            self._like[composition] = self._first.setdefault((machines, links), composition)
+        return self._like[composition]
+
+    def _moved(self, group: ServerGroup | None, composition: Composition) -> ServerGroup | None:
+        """A group of the first composition, on the machines of this one."""
+        first = self._alike(composition)
+        if group is None or composition == first:
+            return group
+        target = {m: other for (m, _), (other, _) in zip(first, composition, strict=True)}
+        stages = tuple(GroupStage(target[s.machine], s.gpus, s.layers) for s in group.stages)
+        return replace(group, stages=stages)
+
+    def _promising(self, composition: Composition, role: Role) -> list[ServerGroup]:
+        """All groups that hold the model and a request, those that promise the most first."""
+        key = self._alike(composition), role
+        if key not in self._ranked:
+            found = []
+            workload = self.cluster.workload
+            need = workload.longest_prompt + 1 if role is Role.PREFILL else workload.longest_tokens
+            for stages in self._layouts(*key):
+                tokens = capacity_of(self.cluster, stages)
+                most = self._cost.most(stages, role, tokens) if tokens >= need else 0.0
+                if most > 0.0:
+                    found.append(ServerGroup(role, stages, most, tokens))
+            self._ranked[key] = sorted(found, key=lambda each: -each.capacity)
+        return self._ranked[key]
+
+    def _find(self, composition: Composition, role: Role) -> ServerGroup | None:
+        """The best group of the first composition that is alike."""
+        key = self._alike(composition), role
+        if key not in self._best:
+            best, most = None, 0.0
+            for group in self._promising(*key):
+                if group.capacity <= most:
+                    break
+                capacity = self._cost.capacity(group.stages, role, group.kv_cache_tokens)
+                if capacity > most:
+                    best, most = replace(group, capacity=capacity), capacity * (1.0 + 1e-12)
+            self._best[key] = best
+        return self._best[key]
+
+    def _layouts(self, composition: Composition, role: Role) -> Iterator[tuple[GroupStage, ...]]:
+        """Every degree and division of the layers. Stages stand in the order of the machines."""
+        cluster, cost = self.cluster, self._cost
+        if sum(n for _, n in composition) > MOST_GPUS:
+            return
+        for degree in range(1, math.gcd(*(n for _, n in composition)) + 1):
+            if any(n % degree or degree not in cost.degrees(m) for m, n in composition):
+                continue
+            if cluster.model.attention_heads % degree:
+                continue
+            machines = [m for m, n in composition for _ in range(n // degree)]
+            if len(machines) > min(MOST_STAGES, cluster.model.layers):
+                continue
+            form = Form(degree, len(machines), len(composition), NIXL, role)
+            if role is not Role.BOTH and refused(form):
+                continue
+            seen = set()
+            speeds = [1.0 / cost.layer_s(m, degree, role) for m in machines]
+            memory = [degree * cluster.machines[m].usable_bytes for m in machines]
+            if min(memory) <= 0.0:
+                continue
+            for blend in _BLENDS if len(machines) > 1 else (1.0,):
+                weights = [
+                    blend * s / sum(speeds) + (1.0 - blend) * b / sum(memory)
+                    for s, b in zip(speeds, memory, strict=True)
+                ]
+                layers = tuple(
+                    int(s * cluster.model.layers) for s in divide_layers(weights, cluster.model.layers)
+                )
+                if layers not in seen:
+                    seen.add(layers)
+                    yield tuple(GroupStage(m, degree, own) for m, own in zip(machines, layers, strict=True))
+
+
+# --- latency profiles -----------------------------------------------------------------------------------
+
+
+class ProfileCost:
+    """Rates by latency profiles; those of GPUs without one are estimated from their peak figures."""
+
+    def __init__(self, cluster: SplitCluster) -> None:
+        self._cluster = cluster
+        self._profiles: dict[tuple[int, int], Profile] = {}
+        self._layer_s: dict[tuple[int, int, Role], float] = {}
+        self._shares: dict[object, float] = {}
+
+    def degrees(self, machine: int) -> frozenset[int]:
+        of = self._cluster.machines[machine]
+        found = {degree for degree in of.profiles if degree <= of.gpus}
+        if of.roofline is not None:
+            found |= {1 << power for power in range(of.gpus.bit_length())}
+        return frozenset(found)
+
+    def _whole(self, stage: GroupStage) -> Profile:
+        key = self._cluster.kinds[stage.machine], stage.gpus
+        if key not in self._profiles:
+            machine = self._cluster.machines[stage.machine]
+            link = self._cluster.links.bytes_per_s[stage.machine][stage.machine]
+            self._profiles[key] = machine.profiles.get(stage.gpus) or estimated_profile(
+                self._cluster, machine, stage.gpus, link
+            )
+        return self._profiles[key]
+
+    def layer_s(self, machine: int, degree: int, role: Role) -> float:
+        """Time of one request's prefill, its decode steps, or both, by the whole model."""
+        key = self._cluster.kinds[machine], degree, role
+        if key not in self._layer_s:
+            latency = self._whole(GroupStage(machine, degree, 1)).latency
+            workload = self._cluster.workload
+            seconds = 0.0
+            if role is not Role.DECODE:
+                seconds += latency.prefill_s(workload.prompt_tokens)
+            if role is not Role.PREFILL:
+                steps = workload.output_tokens / _SPEED_BATCH
+                seconds += steps * latency.step_s(_SPEED_BATCH, _SPEED_BATCH * _SPEED_CONTEXT)
+            self._layer_s[key] = seconds
+        return self._layer_s[key]
+
+    def most(self, stages: Sequence[GroupStage], role: Role, kv_cache_tokens: int) -> float:
+        """Requests/s by the composed latency model, without bubbles; 0 where its limits hold no request."""
+        if kv_cache_tokens < _FEWEST_TOKENS:
+            return 0.0
+        spec = engine_of(self._composed(stages, kv_cache_tokens))
+        return rate(role, spec.latency, spec.limits, self._cluster.workload, self._cluster.slo)
+
+    def capacity(self, stages: Sequence[GroupStage], role: Role, kv_cache_tokens: int) -> float:
+        """Requests/s by the composed latency model and the bubbles of its pipeline."""
+        most = self.most(stages, role, kv_cache_tokens)
+        if most == 0.0 or role is not Role.BOTH or len(stages) == 1:
+            return most
+        return most * self._bubbles(stages, engine_of(self._composed(stages, kv_cache_tokens)))
+
+    def _bubbles(self, stages: Sequence[GroupStage], spec: EngineSpec) -> float:
+        """Prompts and answers in one pipeline; groups of one role have batches that are alike."""
+        key = tuple((self._cluster.kinds[s.machine], s.gpus, s.layers) for s in stages), spec.limits
+        if key not in self._shares:
+            rows = self._cluster.workload.rows
+            sample = rows[:: max(1, len(rows) // _BUBBLE_ROWS)]
+            self._shares[key] = bubbles(spec, [(1.0, sample)], engine_stages(self._parts(stages)))
+        return self._shares[key]
+
+    def profile(self, stages: Sequence[GroupStage], kv_cache_tokens: int, role: Role) -> Profile:
+        """The latency profile of a group, for the simulator and for a fleet file."""
+        profile = self._composed(stages, kv_cache_tokens)
+        if role is not Role.BOTH:
+            return profile
+        return slowed(profile, self._bubbles(stages, engine_of(profile)))
+
+    def _parts(self, stages: Sequence[GroupStage]) -> list[StageProfile]:
+        cluster, links, parts = self._cluster, self._cluster.links, []
+        for stage, following in zip(stages, [*stages[1:], None], strict=True):
+            link = LinkSeconds()
+            if following is not None:
+                apart = stage.machine != following.machine
+                speed = links.bytes_per_s[stage.machine][following.machine]
+                link = activation_link(cluster.model, speed, links.latency_s if apart else 0.0)
+            share, gpu = stage.layers / cluster.model.layers, cluster.machines[stage.machine].gpu
+            parts.append(StageProfile(self._whole(stage), share, gpu, stage.gpus, link))
+        return parts
+
+    def _composed(self, stages: Sequence[GroupStage], kv_cache_tokens: int) -> Profile:
+        cluster, parts = self._cluster, self._parts(stages)
+        name = "-".join([*dict.fromkeys(part.gpu.lower() for part in parts), f"tp{stages[0].gpus}"])
+        if len(stages) == 1:
+            stated = parts[0].profile.engine.kv_cache_tokens
+            kv_cache_tokens = kv_cache_tokens if stated is None else min(stated, kv_cache_tokens)
+        return compose_profile(f"{name}-pp{len(stages)}", cluster.model, parts, kv_cache_tokens)
+
+
+def estimated_profile(
+    cluster: SplitCluster, machine: Machine, degree: int, link_bytes_per_s: float
+) -> Profile:
+    """The terms of appendix A as a latency profile: weights read or tokens computed, KV read, all-reduces."""
+    table, model = machine.roofline, cluster.model
+    assert table is not None, "expected a machine with a profile of this degree or peak figures"
+    flops = degree * table.flops * table.flops_efficiency
+    bandwidth = degree * table.bandwidth_bytes_per_s * table.bandwidth_efficiency
+    overhead_s = table.overhead_ms / 1e3
+    size = hidden_size(model) * ACTIVATION_BYTES
+    exchanged_s = 4.0 * cluster.model.layers * (degree - 1) / degree * size / (link_bytes_per_s or math.inf)
+    facts = model.known
+    token_s = 2.0 * facts.passed_parameters / flops + exchanged_s
+    # A prompt reaches all experts but a few; a decode step those that its sequences choose.
+    floor_s = facts.touched_bytes(math.inf) / bandwidth + overhead_s
+    steps = tuple(
+        facts.touched_bytes(batch) / bandwidth + overhead_s + exchanged_s * batch for batch in _BATCHES
+    )
+    return Profile(
+        version=2,
+        name=f"{machine.gpu.lower()}-tp{degree}-estimated",
+        prefill=PrefillCoefficients(k1=token_s, k2=0.0, k3=0.0, k4=floor_s),
+        decode=DecodeCoefficients(
+            k5=facts.kv_bytes_per_token / bandwidth, k6=exchanged_s, k7=0.0, k8=floor_s
+        ),
+        better_decode=BetterDecode(
+            token_s=facts.kv_bytes_per_token / bandwidth, context_s=0.0, batches=_BATCHES, seconds=steps
+        )
+        if facts.experts
+        else None,
+        better_prefill=BetterPrefill(floor_s=floor_s, token_s=token_s, attention_s=0.0, p=_CORNER),
+        **estimated(model, table, machine.gpu, degree, machine.memory_bytes),
+    )
+
+
+# --- appendix A -----------------------------------------------------------------------------------------
+
+
+class PaperCost:
+    """Appendix A of HexGen-2, for clusters whose machines all have a roofline (peak figures).
+
+    A group computes one batch at a time: stages are not pipelined, as in the paper. Prefill capacity is one
+    request over its latency, decode capacity the largest batch over its latency; a group that does both takes
+    the sum of both times per request (the paper has no such group).
+    """
+
+    def __init__(self, cluster: SplitCluster) -> None:
+        self._cluster = cluster
+        self._hidden = hidden_size(cluster.model)
+        self._layer_weights = cluster.model.parameters / cluster.model.layers
+        self._layer_bytes = cluster.model.weight_bytes / cluster.model.layers
+
+    def degrees(self, machine: int) -> frozenset[int]:
+        return frozenset(1 << power for power in range(self._cluster.machines[machine].gpus.bit_length()))
+
+    def layer_s(self, machine: int, degree: int, role: Role) -> float:
+        """Seconds of one layer's computation for one request."""
+        workload = self._cluster.workload
+        return self._compute_s(GroupStage(machine, degree, 1), role, 1.0, workload.prompt_tokens)
+
+    def _compute_s(self, stage: GroupStage, role: Role, batch: float, prompt: float) -> float:
+        table, output = self._cluster.machines[stage.machine].roofline, self._cluster.workload.output_tokens
+        assert table is not None
+        flops = stage.gpus * table.flops * table.flops_efficiency
+        bytes_per_s = stage.gpus * table.bandwidth_bytes_per_s * table.bandwidth_efficiency
+        seconds = 0.0
+        if role is not Role.DECODE:
+            seconds += 2.0 * self._layer_weights * batch * prompt / flops
+        if role is not Role.PREFILL:
+            seconds += self._layer_bytes * output / bytes_per_s
+            seconds += 2.0 * self._layer_weights * batch * output / flops
+        return seconds * stage.layers
+
+    def _tp_s(self, stage: GroupStage, tokens: float, times: float) -> float:
+        """Four exchanges a layer between the GPUs of a stage, each of `tokens` activations."""
+        if stage.gpus == 1:
+            return 0.0
+        links = self._cluster.links
+        size = tokens * self._hidden * ACTIVATION_BYTES
+        each = _INSIDE_LATENCY_S + size / (stage.gpus * links.bytes_per_s[stage.machine][stage.machine])
+        return (stage.gpus - 1) * each * 4.0 * stage.layers * times
+
+    def _pp_s(self, stages: Sequence[GroupStage], tokens: float, times: float) -> float:
+        links, size = self._cluster.links, tokens * self._hidden * ACTIVATION_BYTES
+        return times * math.fsum(
+            (links.latency_s if a.machine != b.machine else _INSIDE_LATENCY_S)
+            + size / max(links.bytes_per_s[a.machine][b.machine], 1.0)
+            for a, b in pairwise(stages)
+        )
+
+    def _prefill_s(self, stages: Sequence[GroupStage], prompt: float) -> float:
+        seconds = math.fsum(
+            self._compute_s(stage, Role.PREFILL, 1.0, prompt) + self._tp_s(stage, prompt, 1.0)
+            for stage in stages
+        )
+        return seconds + self._pp_s(stages, prompt, 1.0)
+
+    def _decode_s(self, stages: Sequence[GroupStage], batch: float) -> float:
+        output = self._cluster.workload.output_tokens
+        seconds = math.fsum(
+            self._compute_s(stage, Role.DECODE, batch, 0.0) + self._tp_s(stage, batch, output)
+            for stage in stages
+        )
+        return seconds + self._pp_s(stages, batch, output)
+
+    def most(self, stages: Sequence[GroupStage], role: Role, kv_cache_tokens: int) -> float:
+        return self.capacity(stages, role, kv_cache_tokens)
+
+    def capacity(self, stages: Sequence[GroupStage], role: Role, kv_cache_tokens: int) -> float:
+        workload = self._cluster.workload
+        prefill_s = self._prefill_s(stages, workload.prompt_tokens)
+        if role is Role.PREFILL:
+            return 1.0 / prefill_s
+        batch = math.floor(kv_cache_tokens / (workload.prompt_tokens + workload.output_tokens))
+        if batch < 1:
+            return 0.0
+        decode_s = self._decode_s(stages, batch) / batch
+        return 1.0 / decode_s if role is Role.DECODE else 1.0 / (prefill_s + decode_s)
+
+
+#: Degrees of a machine, relative times of layers, and requests/s of stages in a role: at most, and exactly.
+CostModel: TypeAlias = ProfileCost | PaperCost

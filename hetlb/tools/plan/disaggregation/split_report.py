@@ -1,0 +1,169 @@
+"""A plan of groups as a document (`--json`) and for a person: groups, flows, whether to split, commands."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hetlb.tools.plan.common.remarks import remarks_on_machines
+from hetlb.tools.plan.common.servers import VllmServer
+from hetlb.tools.plan.disaggregation.split_cluster import Role, SplitCluster, SplitPlan
+from hetlb.tools.plan.disaggregation.split_search import SplitsFound
+from hetlb.tools.tables import table
+
+
+def document_of(
+    cluster: SplitCluster, plan: SplitPlan, found: SplitsFound, servers: list[VllmServer], solve_s: float
+) -> dict[str, Any]:
+    """The figures of the contract, and what they rest on under further keys."""
+    rates = dict.fromkeys(Role, 0.0)
+    for group in plan.groups:
+        rates[group.role] += group.capacity
+    split_s = math.fsum(plan.flows.values())
+    return {
+        "model": cluster.model.known.json(),
+        "remarks": remarks_on_machines(cluster.model, cluster.machines),
+        "throughput_req_s": plan.throughput,
+        "throughput_tok_s": plan.throughput * cluster.workload.output_tokens,
+        "bound_req_s": found.bound if math.isfinite(found.bound) else None,
+        "template_bound_req_s": found.template_bound if math.isfinite(found.template_bound) else None,
+        "capacity_req_s": {str(role): capacity for role, capacity in rates.items()},
+        "split": plan.splits,
+        "split_req_s": split_s,
+        "groups": [
+            {
+                "name": server.name,
+                "role": str(group.role),
+                "gpus": {cluster.machines[m].name: n for m, n in group.composition},
+                "tensor_parallel_size": group.tensor_parallel_size,
+                "pipeline_parallel_size": len(group.stages),
+                "layers": [stage.layers for stage in group.stages],
+                "capacity_req_s": group.capacity,
+                "kv_cache_tokens": group.kv_cache_tokens,
+            }
+            for group, server in zip(plan.groups, servers, strict=True)
+        ],
+        "kv_flows": [
+            {
+                "from": servers[sender].name,
+                "to": servers[receiver].name,
+                "share": rate / split_s,
+                "req_s": rate,
+                "bytes_per_s": rate * cluster.kv_bytes,
+            }
+            for (sender, receiver), rate in plan.flows.items()
+        ],
+        "solve_s": solve_s,
+        "commands": [server.command() for server in servers],
+        "workload": {
+            "input_tokens": cluster.workload.prompt_tokens,
+            "output_tokens": cluster.workload.output_tokens,
+            "requests": len(cluster.workload.rows),
+        },
+        "estimated": any(m.roofline is not None for m in cluster.machines),
+    }
+
+
+def print_plan(document: dict[str, Any]) -> None:
+    """The plan for a person: groups, flows, the plan without splitting, how far to trust it, commands."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(_headline(document), style="bold")
+    console.print(_group_grid(document), soft_wrap=False)
+    if document["kv_flows"]:
+        console.print(_flow_grid(document), soft_wrap=False)
+    for line in [*document["remarks"], *trust_lines(document)]:
+        console.print(line, markup=False)
+    for command in document["commands"]:
+        print(command)
+
+
+def _headline(document: dict[str, Any]) -> str:
+    """Return the throughput and the gain over not splitting, both simulated where there was a simulation."""
+    simulated, gain = document["simulated"], gain_of(document)
+    if simulated is None:
+        text = f"{document['throughput_req_s']:.4g} requests/s planned, not simulated"
+    else:
+        served, tokens = simulated["request_throughput"], simulated["output_throughput"]
+        text = f"{served:.4g} requests/s, {tokens:.4g} output tokens/s in simulation"
+    return text if gain is None else f"{text}: {gain:+.1%} over not splitting"
+
+
+def gain_of(document: dict[str, Any]) -> float | None:
+    """Return the gain over the best plan without splitting: simulated where both were, else planned."""
+    colocated = document["colocated"]
+    if not document["split"] or colocated is None:
+        return None
+    served, other = document["throughput_req_s"], colocated["throughput_req_s"]
+    if document["simulated"] is not None and "simulated" in colocated:
+        served, other = document["simulated"]["request_throughput"], max(colocated["simulated"].values())
+    return served / other - 1.0 if other > 0.0 else None
+
+
+def _group_grid(document: dict[str, Any]) -> Table:
+    rows = []
+    for each in document["groups"]:
+        layers = each["layers"]
+        rows.append(
+            (
+                each["name"],
+                " + ".join(f"{n} {name}" for name, n in each["gpus"].items()),
+                str(each["tensor_parallel_size"]),
+                str(each["pipeline_parallel_size"]),
+                str(layers[0]) if len(set(layers)) == 1 else ",".join(map(str, layers)),
+                f"{each['capacity_req_s']:.4g}",
+                str(each["kv_cache_tokens"]),
+            )
+        )
+    return table("groups", ("group", "GPUs", ">TP", ">PP", "layers", ">requests/s", ">KV tokens"), rows)
+
+
+def _flow_grid(document: dict[str, Any]) -> Table:
+    rows = [
+        (
+            each["from"],
+            each["to"],
+            f"{each['share']:.1%}",
+            f"{each['req_s']:.4g}",
+            f"{each['bytes_per_s'] / 1e9:.3g}",
+        )
+        for each in document["kv_flows"]
+    ]
+    return table("KV flows", ("from", "to", ">share", ">requests/s", ">GB/s"), rows)
+
+
+def trust_lines(document: dict[str, Any]) -> list[str]:
+    """Lines that say what the plan rests on and whether to split at all."""
+    lines = []
+    rate, colocated = document["throughput_req_s"], document["colocated"]
+    if not document["split"]:
+        lines.append("do not split: no plan with separate prefill and decode serves more than this one")
+    elif colocated is None:
+        lines.append("no plan whose groups all do both was found")
+    else:
+        lines.append(f"planned: {rate:.4g} requests/s, without splitting {colocated['throughput_req_s']:.4g}")
+    if (simulated := document["simulated"]) is not None:
+        served = simulated["request_throughput"]
+        lines.append(
+            f"in simulation under hetlb: {served:.4g} requests/s ({served / rate:.1%} of the plan), first "
+            f"token after {simulated['mean_ttft_ms']:.0f} ms, {simulated['mean_tpot_ms']:.1f} ms per token"
+        )
+        if colocated is not None and "simulated" in colocated:
+            lines.append(
+                "without splitting, in simulation: "
+                + ", ".join(f"{each:.4g} under {policy}" for policy, each in colocated["simulated"].items())
+            )
+    if document["bound_req_s"] is not None:
+        lines.append(f"no plan serves more than {document['bound_req_s']:.4g} requests/s in this cost model")
+    elif document["template_bound_req_s"] is not None:
+        lines.append(
+            f"no plan serves more than {document['template_bound_req_s']:.4g} requests/s in this cost model "
+            "with groups inside a machine, over two, or over up to 8 with equally many GPUs of each"
+        )
+    if document["interrupted"]:
+        lines.append("interrupted: the best plan so far")
+    if document["estimated"]:
+        lines.append("some speeds are estimated from peak figures, which no hardware has confirmed: measure")
+    return lines

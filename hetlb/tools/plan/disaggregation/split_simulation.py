@@ -1,0 +1,256 @@
+"""Plans under the production scheduler, in virtual time: what their groups and links really serve.
+
+Requests arrive at random (Poisson) a little faster than the plan serves them. Throughput is that of
+completions once the fleet is full. Groups are the engines of their latency profiles, KV caches take the links
+of the plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from hetlb.balancer.core.types import Connector, KvLink
+from hetlb.tools.plan.common.capabilities import NIXL, Status, fact_of
+from hetlb.tools.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
+from hetlb.tools.plan.common.servers import KV_LEASE_S
+from hetlb.tools.plan.disaggregation.cost import ProfileCost
+from hetlb.tools.plan.disaggregation.network import LINK_SHARE, Network
+from hetlb.tools.plan.disaggregation.split_cluster import Role, SplitCluster, SplitPlan
+from hetlb.tools.plan.disaggregation.split_search import SplitsFound
+from hetlb.tools.plan.highs import SolveLimits
+from hetlb.tools.sim.kv_links import KvLinks, KvPath
+from hetlb.tools.sim.study import engine_of
+from hetlb.tools.workload.records import RequestResult
+
+#: Offered load, as a share of the planned throughput.
+LOAD = 1.05
+#: Weight of a plan that splits in simulation: it has more that can fail, so it must serve a good deal more.
+_WORTH = 0.95
+#: Plans that serve this share of the most are as good: the simplest of them is chosen.
+_AS_GOOD = 0.98
+#: The run lasts so many times as long as a request stays in the slowest group; its requests, within bounds.
+_TURNS = 6.0
+_FEWEST, _MOST = 2000, 8000
+#: Completions count from this share of the arrivals' time on, until the last arrival.
+_FROM = 0.45
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """Figures of a run in its steady part; latencies in seconds, means over what arrived in it."""
+
+    request_throughput: float
+    output_throughput: float
+    ttft_s: float
+    tpot_s: float
+    transfers: int
+    requests: int
+
+
+def make_servers(
+    cluster: SplitCluster, plan: SplitPlan, cost: ProfileCost
+) -> tuple[list[SimulatedServer], KvLinks]:
+    """The groups of a plan with their engines, and the links between them."""
+    network = Network(cluster)
+    groups = dict(zip(plan.names, plan.groups, strict=True))
+    prompt = cluster.workload.prompt_tokens
+    paths: dict[tuple[str, str], KvPath] = {}
+    rates: dict[Hashable, float] = {}
+    seconds: dict[str, list[float]] = {}
+    for pair in itertools.permutations(groups, 2):
+        source, target = groups[pair[0]], groups[pair[1]]
+        if source.role is Role.DECODE or target.role is Role.PREFILL:
+            continue
+        route = network.route(source, target)
+        parts: list[tuple[Hashable, float]] = [(link, size / prompt) for link, size in route.link_bytes]
+        for (i, j), _ in route.link_bytes:
+            rates[i, j] = max(cluster.links.bytes_per_s[i][j], 1.0)
+        if route.inside_s > 0.0:
+            parts.append((pair, cluster.kv_bytes_per_prompt_token))
+            rates[pair] = cluster.kv_bytes / (LINK_SHARE * route.inside_s)
+        paths[pair] = KvPath(tuple(parts), cluster.links.latency_s if route.link_bytes else 0.0)
+        seconds.setdefault(pair[1], []).append(1.0 / route.capacity)
+    servers = []
+    for name, group in groups.items():
+        own = seconds.get(name, [cluster.kv_bytes / 5e9])
+        transfer = KvLink(
+            Connector.NIXL,
+            lease_s=KV_LEASE_S,
+            bytes_per_token=cluster.kv_bytes_per_prompt_token,
+            bandwidth_bytes_per_s=cluster.kv_bytes / max(1e-9, math.fsum(own) / len(own)),
+            latency_s=cluster.links.latency_s,
+        )
+        engine = engine_of(cost.profile(group.stages, group.kv_cache_tokens, group.role))
+        servers.append(SimulatedServer(name, engine, group.role, transfer if plan.splits else None))
+    return servers, KvLinks(rates, paths)
+
+
+def simulate_plan(
+    cluster: SplitCluster,
+    plan: SplitPlan,
+    cost: ProfileCost,
+    *,
+    policy: str = "hetlb",
+    rate: float | None = None,
+    count: int | None = None,
+    seed: int = 0,
+) -> Simulated:
+    """A plan under a policy at `rate` requests/s (a little above the plan's); `count` requests."""
+    servers, links = make_servers(cluster, plan, cost)
+    offered = plan.throughput * LOAD if rate is None else rate
+    number = count or round(min(_MOST, max(_FEWEST, _wanted(cluster, plan))))
+    rng = random.Random(seed)
+    rows = list(cluster.workload.rows)
+    drawn = [rng.choice(rows) for _ in range(number)] if len(rows) > 1 else rows * number
+    planned = arrivals(drawn, offered, rng)
+    outputs = [output for _, output in rows]
+    result = run_fleet(servers, planned, outputs, policy=policy, links=links, seed=seed)
+    return _measure(result.records, planned[-1].scheduled_s, result.transfers)
+
+
+#: A plan and what it serves in simulation.
+Judged: TypeAlias = tuple[SplitPlan, Simulated]
+
+
+def judge(
+    cluster: SplitCluster,
+    plans: Sequence[SplitPlan],
+    cost: ProfileCost,
+    limits: SolveLimits,
+    *,
+    seed: int = 0,
+) -> list[Judged]:
+    """Plans by what they serve in simulation, the best first; those that there was time for, one at least."""
+    judged: list[Judged] = []
+    for plan in plans:
+        if judged and limits.over:
+            break
+        judged.append((plan, simulate_plan(cluster, plan, cost, seed=seed)))
+    return sorted(judged, key=lambda each: -each[1].request_throughput)
+
+
+def choose(
+    cluster: SplitCluster, found: SplitsFound, limits: SolveLimits, count: int
+) -> tuple[SplitPlan, dict[str, Any]]:
+    """The best of `count` plans in simulation, else the first; figures of it and without splitting."""
+    best, colocated = found.plans[0], found.colocated
+    figures: dict[str, Any] = {
+        "simulated": None,
+        "colocated": None if colocated is None else {"throughput_req_s": colocated.throughput},
+    }
+    if count == 0 or limits.over or _wanted(cluster, best) > 2 * _MOST:
+        return best, figures
+    cost = ProfileCost(cluster)
+    judged = judge(cluster, candidates(found.plans, count), cost, limits, seed=limits.seed)
+    if colocated is not None and not limits.over:
+        # At the load of the best split plan: what it does not serve of that, it cannot.
+        rate = LOAD * max(best.throughput, colocated.throughput)
+        by_policy = {
+            policy: simulate_plan(cluster, colocated, cost, policy=policy, rate=rate, seed=limits.seed)
+            for policy in ("hetlb", "rr")
+        }
+        judged.append((colocated, by_policy["hetlb"]))
+        figures["colocated"]["simulated"] = {
+            policy: each.request_throughput for policy, each in by_policy.items()
+        }
+    chosen, result = simplest(judged)
+    figures["simulated"] = {
+        "request_throughput": result.request_throughput,
+        "output_throughput": result.output_throughput,
+        "mean_ttft_ms": result.ttft_s * 1e3,
+        "mean_tpot_ms": result.tpot_s * 1e3,
+        "policy": "hetlb",
+        "requests": result.requests,
+        "candidates": [
+            {"throughput_req_s": plan.throughput, "simulated_req_s": each.request_throughput}
+            for plan, each in judged
+        ],
+    }
+    return chosen, figures
+
+
+def simplest(judged: Sequence[Judged]) -> Judged:
+    """Return the simplest of the plans that serve nearly the most in simulation."""
+
+    def worth(each: Judged) -> float:
+        return each[1].request_throughput * (_WORTH if each[0].splits else 1.0)
+
+    most = max(map(worth, judged))
+    able = [each for each in judged if worth(each) >= _AS_GOOD * most]
+    return min(able, key=lambda each: (complexity(each[0]), -worth(each)))
+
+
+def complexity(plan: SplitPlan) -> tuple[int, int, bool]:
+    """Return the number of commands that were never run, the GPUs of the largest server, and if it splits."""
+    connector = NIXL if plan.splits else None
+    untried = sum(fact_of(group.form(connector)).status is not Status.RUN for group in plan.groups)
+    largest = max(sum(n for _, n in group.composition) for group in plan.groups)
+    return untried, largest, plan.splits
+
+
+def candidates(plans: Sequence[SplitPlan], count: int) -> list[SplitPlan]:
+    """Return plans to simulate: the best by their capacity, and the simplest of those as good."""
+    able = [plan for plan in plans if plan.throughput >= _AS_GOOD * plans[0].throughput]
+    simple = min(able, key=lambda plan: (complexity(plan), -plan.throughput))
+    found = different(plans, count)
+    return found if any(plan is simple for plan in found) else different([*found[: count - 1], simple], count)
+
+
+def why_nothing(cluster: SplitCluster) -> str:
+    """One line that says what is missing where no group holds the model."""
+    room = sum(machine.gpus * max(0.0, machine.usable_bytes) for machine in cluster.machines)
+    need = cluster.model.weight_bytes + cluster.model.known.kv_bytes(cluster.workload.longest_tokens)
+    words = (
+        f"{need / 1e9:.4g} GB for {cluster.model.name} and one request of {cluster.workload.longest_tokens}"
+    )
+    if room < need:
+        return f"machines: expected GPU memory of at least {words} tokens, got {room / 1e9:.4g} GB"
+    return f"machines: expected a group of up to 16 GPUs with {words} tokens within the SLO, got none"
+
+
+def different(plans: Sequence[SplitPlan], count: int) -> list[SplitPlan]:
+    """The first plans that differ in more than in which of several alike machines a group is on."""
+    found: dict[object, SplitPlan] = {}
+    for plan in plans:
+        shape = tuple(
+            sorted(
+                (str(g.role), g.tensor_parallel_size, round(g.capacity, 9), g.kv_cache_tokens)
+                for g in plan.groups
+            )
+        )
+        if len(found) < count:
+            found.setdefault(shape, plan)
+    return list(found.values())
+
+
+def _wanted(cluster: SplitCluster, plan: SplitPlan) -> float:
+    """Requests of a run that is long enough for every group to be full for most of it."""
+    context = cluster.workload.context_tokens
+    stay_s = max(
+        min(256.0, group.kv_cache_tokens / context) / group.capacity
+        for group in plan.groups
+        if group.role is not Role.PREFILL
+    )
+    return _TURNS * stay_s * plan.throughput
+
+
+def _measure(records: Sequence[RequestResult], last_s: float, transfers: int) -> Simulated:
+    first_s = _FROM * last_s
+    ended = [r for r in records if r.ok and r.end_s is not None and first_s <= r.end_s <= last_s]
+    arrived = [r for r in records if r.ok and r.scheduled_s >= first_s]
+    seconds = max(1e-9, last_s - first_s)
+    ttft = [r.ttft_s for r in arrived if r.ttft_s is not None]
+    tpot = [r.tpot_s for r in arrived if r.tpot_s is not None]
+    return Simulated(
+        len(ended) / seconds,
+        sum(r.output_tokens for r in ended) / seconds,
+        math.fsum(ttft) / max(1, len(ttft)),
+        math.fsum(tpot) / max(1, len(tpot)),
+        transfers,
+        len(records),
+    )

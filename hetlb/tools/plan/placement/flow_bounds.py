@@ -1,0 +1,120 @@
+"""Upper bounds on the flow of any placement, with and without partial inference, links left out.
+
+No placement has a higher flow than a bound says, and a bound never depends on the search.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from hetlb.tools.plan.highs import LinearProgram, SolveLimits
+from hetlb.tools.plan.placement.place_cluster import PlaceCluster
+
+#: Bisection ends at this width, relative to the bound (or to the first one, where no flow is possible).
+_WIDTH = 1e-9
+#: A cover counts as violated by more than this share of 1; less is left to the scaling of the prices.
+_VIOLATED = 1e-6
+#: Covers that are added before the prices are scaled as they are (never met).
+_MOST_COVERS = 200
+#: Steps of branch and bound between looks at the clock.
+_LOOK = 4096
+
+
+def compute_bound(cluster: PlaceCluster) -> float:
+    """Sum over machines of max_j(j T_j), by layers: every token passes every layer (Helix, section 4.5)."""
+    most = {
+        name: max(j * holding.tokens_per_s for j, holding in enumerate(kind.holdings, start=1))
+        for name, kind in cluster.kinds.items()
+    }
+    return sum(most[node.kind] for node in cluster.nodes) / cluster.model.layers
+
+
+def flow_bound(cluster: PlaceCluster, limits: SolveLimits | None = None) -> float:
+    """The highest flow at which the machines could still cover every layer (covers as whole machines).
+
+    Each layer needs machines whose rates add up to the flow F, and a machine with j layers gives 1/j of
+    itself to each of them. With w_c the number of layers that the set c of machines covers, the linear
+    program
+
+        max sum w_c   with   sum_c w_c sum_(g,j in c) 1/j <= n_g   for every kind g with n_g machines
+
+    says how many layers can be covered. F is too high where that is fewer than the model has. Its dual has
+    one price per kind, and covers are added as they are violated (a knapsack, by branch and bound).
+    Where the time is up it is the lowest bound known by then.
+    """
+    limits = limits or SolveLimits()
+    groups = cluster.groups()
+    items = [
+        _Item(g, 1.0 / j, rate) for g, group in enumerate(groups) for j, rate in enumerate(group.rates) if j
+    ]
+    numbers = [len(group.nodes) for group in groups]
+    low, high = 0.0, compute_bound(cluster)
+    least = _WIDTH * _WIDTH * high
+    while high - low > max(least, _WIDTH * high) and not limits.over:
+        middle = (low + high) / 2.0
+        if _coverable(items, numbers, middle, limits) >= cluster.model.layers * (1.0 - 1e-9):
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A machine of a group with some layers: its share for one of them, tokens/s."""
+
+    group: int
+    share: float
+    rate: float
+
+
+def _coverable(items: list[_Item], numbers: list[int], flow: float, limits: SolveLimits) -> float:
+    """Most layers that the machines cover at this flow."""
+    program = LinearProgram()
+    prices = [program.column(-float(count)) for count in numbers]
+    for group, price in enumerate(prices):  # covers of one sort bound all prices
+        cheapest = min(item.share * math.ceil(flow / item.rate) for item in items if item.group == group)
+        program.row([(price, cheapest)], lower=1.0)
+    for number in itertools.count():
+        answer = program.solve(SolveLimits())
+        if answer is None:  # no answer is no bound: the flow counts as possible
+            return math.inf
+        cost, cover = _cheapest_cover(items, answer.values.tolist(), flow, limits)
+        if limits.over:
+            return math.inf
+        if cost >= 1.0 - _VIOLATED or number == _MOST_COVERS:
+            # Prices scaled up to the cheapest cover are feasible: a bound even where rounding left one short.
+            return -answer.objective / min(1.0, cost)
+        shares = [math.fsum(item.share for item in cover if item.group == g) for g in range(len(numbers))]
+        program.row(zip(prices, shares, strict=True), lower=1.0)
+    raise AssertionError
+
+
+def _cheapest_cover(
+    items: list[_Item], prices: list[float], flow: float, limits: SolveLimits
+) -> tuple[float, list[_Item]]:
+    """The set of machines (any number of each) that reaches the flow at the least price, if there is time."""
+    useful = sorted(items, key=lambda item: prices[item.group] * item.share / min(item.rate, flow))
+    costs = [prices[item.group] * item.share for item in useful]
+    ratios = [cost / min(item.rate, flow) for cost, item in zip(costs, useful, strict=True)]
+    best_cost: float = math.inf
+    best: list[_Item] = []
+    stack: list[tuple[int, float, float, list[_Item]]] = [(0, flow, 0.0, [])]
+    steps = 0
+    while stack:
+        steps += 1
+        if steps % _LOOK == 0 and limits.over:
+            break
+        index, left, cost, taken = stack.pop()
+        if left <= 0.0:
+            if cost < best_cost:
+                best_cost, best = cost, taken
+            continue
+        # Items come by price per token/s: nothing behind `index` reaches the rest for less.
+        if index == len(useful) or cost + left * ratios[index] >= best_cost:
+            continue
+        stack.append((index + 1, left, cost, taken))
+        stack.append((index, left - useful[index].rate, cost + costs[index], [*taken, useful[index]]))
+    return best_cost, best

@@ -1,0 +1,177 @@
+"""One placement from start to end: bound, search, simulation and failures, each within its share of the time.
+
+At every moment there is a best plan so far: the time limit and an interrupt end whatever is running, and
+what is known by then is the answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hetlb.balancer.core.predictor import LengthDistribution, SamplePredictor
+from hetlb.errors import PlanError
+from hetlb.tools.paths.path_ledger import PathLease
+from hetlb.tools.paths.path_scheduler import PathScheduler
+from hetlb.tools.plan.check import check_path, check_placement
+from hetlb.tools.plan.highs import SolveLimits
+from hetlb.tools.plan.placement.estimate import Estimator
+from hetlb.tools.plan.placement.failures import Loss, losses
+from hetlb.tools.plan.placement.flow import Flow, PlacementFlows
+from hetlb.tools.plan.placement.flow_bounds import flow_bound
+from hetlb.tools.plan.placement.place_cluster import PlaceCluster, Placement
+from hetlb.tools.plan.placement.place_search import PlacementCandidate, PlacementSearch
+from hetlb.tools.sim.pipelines import OfflineLoad, PipelineResult, PipelineSimulation
+from hetlb.tools.workload.arrivals import gaps_s
+
+#: Shares of the time for the bound, and by the end of which the search ends; the rest is for failures.
+_BOUND_SHARE, _SEARCH_SHARE = 0.1, 0.9
+#: The same with a placement given: there is no search.
+_GIVEN_SHARE = 0.7
+#: Seconds of virtual time before the measurement: of an empty cluster, and of one that begins full.
+_WARM_UP_S, _FULL_WARM_UP_S = 60.0, 10.0
+#: A run that was stopped counts from this share of its window on.
+_LEAST_SHARE = 0.3
+#: Seconds for which an online load of a run that goes on has arrivals.
+_MOST_WINDOW_S = 3600.0
+
+OnPhase = Callable[[str, PlacementCandidate | None], object]
+
+
+@dataclass(frozen=True)
+class PlacementSimulator:
+    """Simulator of placements of a cluster for requests of these `lengths` (prompt and output tokens).
+
+    `scheduler` is a path policy; `rate` is requests/s, infinite for as much as fits.
+    """
+
+    cluster: PlaceCluster
+    lengths: Sequence[tuple[int, int]]
+    scheduler: str = "hetlb"
+    rate: float = math.inf
+    seed: int = 0
+
+    def _draw(self) -> Iterator[tuple[int, int]]:
+        rng = random.Random(self.seed)
+        while True:
+            yield rng.choice(self.lengths)
+
+    def begin(self, placement: Placement, flow: Flow) -> PlacementRun:
+        """Return a run that can be continued; an offline one begins with a full cluster."""
+        return PlacementRun(self, placement, flow)
+
+    def run(
+        self, placement: Placement, flow: Flow, seconds: float, limits: SolveLimits
+    ) -> PipelineResult | None:
+        """Simulate, with every path checked; None where the limits ended it too early. Raises `PlanError`."""
+        simulation = self.simulation(placement, flow, lambda: limits.over)
+        if math.isinf(self.rate):
+            result = simulation.run_offline(OfflineLoad(), warm_up_s=_WARM_UP_S, measured_s=seconds)
+        else:
+            result = simulation.run_online(self.arrivals(seconds), warm_up_s=_WARM_UP_S, measured_s=seconds)
+        return result if result.window_s >= _LEAST_SHARE * seconds else None
+
+    def arrivals(self, seconds: float) -> list[float]:
+        """Return the times at which requests of an online load arrive."""
+        count = math.ceil(self.rate * (_WARM_UP_S + seconds))
+        gaps = gaps_s(count, self.rate, 1.0, random.Random(self.seed))
+        return list(itertools.accumulate(gaps, initial=0.0))
+
+    def simulation(self, placement: Placement, flow: Flow, stop: Callable[[], bool]) -> PipelineSimulation:
+        """Return a simulation that has not begun."""
+        network = self.cluster.network(placement, flow.links)
+        predictor = SamplePredictor(LengthDistribution(output for _, output in self.lengths), capped=True)
+        scheduler = PathScheduler(network, predictor, policy=self.scheduler, seed=self.seed)
+
+        def watch(lease: PathLease) -> None:
+            check_path(network, lease.hops)
+
+        return PipelineSimulation(network, scheduler, self._draw(), watch=watch, stop=stop)
+
+
+class PlacementRun:
+    """The simulation of one placement in a race: its window grows until the limits end it."""
+
+    def __init__(self, simulator: PlacementSimulator, placement: Placement, flow: Flow) -> None:
+        self._simulator = simulator
+        self._limits = SolveLimits()
+        self._simulation = simulator.simulation(placement, flow, lambda: self._limits.over)
+        #: Figures of the last whole window.
+        self.result: PipelineResult | None = None
+
+    def advance(self, window_s: float, limits: SolveLimits) -> float | None:
+        """Return the output tokens/s of a window in seconds, None where the limits ended it."""
+        self._limits = limits
+        simulator, simulation = self._simulator, self._simulation
+        if self.result is not None:
+            result = simulation.extend(window_s)
+        elif math.isinf(simulator.rate):
+            result = simulation.run_offline(
+                OfflineLoad(), warm_up_s=_FULL_WARM_UP_S, measured_s=window_s, filled=True
+            )
+        else:
+            arrivals = simulator.arrivals(_MOST_WINDOW_S)
+            result = simulation.run_online(arrivals, warm_up_s=_WARM_UP_S, measured_s=window_s)
+        if result.window_s < window_s:
+            return None
+        self.result = replace(result)
+        return result.decode_tokens_per_s
+
+
+@dataclass(frozen=True)
+class PlacePlan:
+    """A placement with what is known of it; `highest_flow` is what the search found, None without one."""
+
+    cluster: PlaceCluster
+    chosen: PlacementCandidate
+    bound: float
+    highest_flow: PlacementCandidate | None
+    result: PipelineResult | None
+    losses: list[Loss]
+    interrupted: bool
+    #: All candidates of the search, the best first.
+    candidates: Sequence[PlacementCandidate] = ()
+
+
+def plan_placement(
+    simulator: PlacementSimulator,
+    limits: SolveLimits,
+    *,
+    simulate_s: float | None = None,
+    given: Placement | None = None,
+    on_phase: OnPhase | None = None,
+) -> PlacePlan:
+    """Search for a placement, or evaluate a given one. Raises `PlanError` where no token gets through."""
+    seconds, cluster = limits.left_s, simulator.cluster
+    bound = flow_bound(cluster, limits.within(_BOUND_SHARE * seconds))
+    searching = limits.within((_GIVEN_SHARE if given is not None else _SEARCH_SHARE) * seconds)
+    flows, highest = PlacementFlows(cluster), None
+    candidates: Sequence[PlacementCandidate] = ()
+    if given is not None:
+        chosen = PlacementCandidate(given, flows.balanced(given))
+    else:
+        estimator = Estimator(cluster, simulator.lengths)
+        search = PlacementSearch(
+            cluster,
+            estimator,
+            None if simulate_s is None else simulator.begin,
+            longest_s=simulate_s or 0.0,
+            bound=bound,
+            progress=on_phase,
+        )
+        found = search.run(searching)
+        if not found.candidates:
+            if limits.interrupted:
+                raise KeyboardInterrupt
+            raise PlanError("expected a way from source through all layers to sink, got none")
+        chosen, highest, bound = found.best, found.highest_flow, found.bound
+        candidates = found.candidates
+    check_placement(cluster, chosen.placement, chosen.flow, bound)
+    result = chosen.run.result if isinstance(chosen.run, PlacementRun) else None
+    if result is None and simulate_s is not None:
+        result = simulator.run(chosen.placement, chosen.flow, simulate_s, searching)
+    lost = [] if limits.interrupted else losses(flows, chosen.placement, limits)
+    return PlacePlan(cluster, chosen, bound, highest, result, lost, limits.interrupted, candidates)

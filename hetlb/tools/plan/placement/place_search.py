@@ -1,0 +1,449 @@
+"""Search for placements: constructed ones, annealed over the flow or, where a judge (the simulator) has the
+last word, over an estimate.
+
+It can be stopped at any time, and has the best so far at every moment. Every candidate fits its nodes and has
+a flow; the same seed and the same number of steps give the same candidates (a time limit ends the search
+wherever it is).
+
+The highest flow is not the best system: it says nothing of hops, links and the KV cache. So the search keeps
+many candidates, ranks them by an estimate and has the best ones simulated.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
+from typing import Protocol
+
+from hetlb.tools.plan.common.annealing import anneal
+from hetlb.tools.plan.highs import SolveLimits
+from hetlb.tools.plan.placement.block_columns import BlockChain
+from hetlb.tools.plan.placement.estimate import Estimator
+from hetlb.tools.plan.placement.flow import Flow, PlacementFlows
+from hetlb.tools.plan.placement.flow_bounds import compute_bound
+from hetlb.tools.plan.placement.heuristics import chains, petals, separate_pipelines, swarm
+from hetlb.tools.plan.placement.milp import solve
+from hetlb.tools.plan.placement.place_cluster import Interval, PlaceCluster, Placement, PlaceNode
+
+
+class JudgedRun(Protocol):
+    """A simulation of one placement that can be continued."""
+
+    def advance(self, window_s: float, limits: SolveLimits) -> float | None:
+        """Return the output tokens/s of a window in seconds, None where the limits ended it."""
+
+
+#: Begins the simulation of a placement under a flow.
+Judge = Callable[[Placement, Flow], JudgedRun]
+#: The interval of every node, in their order.
+Layout = list[Interval]
+
+#: Shares of the time by the end of which constructions and annealing end; with a judge (who has the rest) and
+#: without.
+_ENDS_JUDGED = (0.1, 0.55)
+_ENDS_ALONE = (0.3, 1.0)
+#: Restarts of the annealing, each with its share of the time.
+_ISLANDS_JUDGED, _ISLANDS_ALONE = 2, 4
+#: Simple rules that a plan is compared with.
+BASELINES = ("swarm", "separate-pipelines", "petals")
+#: Machines that a construction leaves over are tried in so many places each.
+_PLACES = 8
+#: Up to so many machines the integer program can prove the highest flow in seconds.
+_MOST_EXACT = 30
+#: Temperatures at the beginning and the end, as shares of the score at the beginning.
+_FLOW_HEAT = (0.06, 0.003)
+_ESTIMATE_HEAT = (0.02, 0.001)
+#: A placement whose layers are better covered is preferred among those of equal flow.
+_COVER_WEIGHT = 0.1
+#: Candidates that are simulated, at least and at most.
+_FEWEST_LISTED, _MOST_LISTED = 2, 80
+#: Seconds of the first window of a simulation. Rounds of a race cost so many times the first window of all.
+FIRST_WINDOW_S = 20.0
+_ROUNDS_COST = 2.5
+#: Share of a bound from which on the highest flow of blocks is looked for.
+_LEAST_SHARE = 0.3
+
+
+@dataclass(slots=True)
+class PlacementCandidate:
+    """A placement with what is known of it. Tokens/s; None where it was not simulated.
+
+    `window_s` is that of its simulation; `rule` names the simple rule that it follows, "" for none.
+    """
+
+    placement: Placement
+    flow: Flow
+    estimate: float = 0.0
+    simulated: float | None = None
+    window_s: float = 0.0
+    run: JudgedRun | None = None
+    rule: str = ""
+
+
+@dataclass(slots=True)
+class PlacementsFound:
+    """Result of a search: candidates, the best first; `bound`: no placement has a higher flow."""
+
+    candidates: list[PlacementCandidate] = field(default_factory=list)
+    bound: float = math.inf
+
+    @property
+    def highest_flow(self) -> PlacementCandidate:
+        return max(self.candidates, key=_by_flow)
+
+    @property
+    def best(self) -> PlacementCandidate:
+        return self.candidates[0]
+
+
+def _by_throughput(candidate: PlacementCandidate) -> tuple[float, float, float, float]:
+    """Order of candidates: those that were simulated longest, which were the better half, come first."""
+    return (
+        candidate.window_s,
+        candidate.simulated or 0.0,
+        candidate.estimate,
+        candidate.flow.tokens_per_s,
+    )
+
+
+def _by_flow(candidate: PlacementCandidate) -> tuple[float, float, float]:
+    return (round(candidate.flow.tokens_per_s, 6), candidate.simulated or 0.0, candidate.estimate)
+
+
+class PlacementSearch:
+    """One search: constructions, islands of annealing, then the judge."""
+
+    def __init__(
+        self,
+        cluster: PlaceCluster,
+        estimator: Estimator,
+        judge: Judge | None,
+        *,
+        longest_s: float = FIRST_WINDOW_S,
+        bound: float = math.inf,
+        progress: Callable[[str, PlacementCandidate | None], object] | None = None,
+    ) -> None:
+        """Without a `judge` the highest flow is best, and the estimate decides among equals.
+
+        `longest_s` is the window of the longest simulations.
+        `bound`: no placement has a higher flow, and a search for flow ends there. `progress` is told each
+        phase and the best candidate so far.
+        """
+        self._cluster = cluster
+        self._estimator = estimator
+        self._judge = judge
+        self._first_s, self._longest_s = min(FIRST_WINDOW_S, longest_s), longest_s
+        #: Most seconds that a first window took.
+        self._cost_s = 0.0
+        self._quality: Callable[[PlacementCandidate], tuple[float, ...]]
+        self._quality = _by_flow if judge is None else _by_throughput
+        self._bound = bound
+        self._rng = random.Random()
+        self._progress = progress or (lambda phase, best: None)
+        self._flows = PlacementFlows(cluster)
+        self._most = [cluster.most_layers(node) for node in cluster.nodes]
+        self._known: dict[tuple[Interval, ...], PlacementCandidate] = {}
+
+    def run(self, limits: SolveLimits) -> PlacementsFound:
+        """Search within the limits; no `candidates` where no placement has a flow."""
+        self._rng.seed(limits.seed)
+        seconds = limits.left_s
+        ends = _ENDS_ALONE if self._judge is None else _ENDS_JUDGED
+        constructing, annealing = (limits.within(share * seconds) for share in ends)
+        layouts = self._construct(constructing)
+        if self._judge is not None:  # constructions first, those of simple rules before others
+            built = list(self._known.values())
+            self._enter(sorted(built, key=lambda each: (not each.rule, -each.estimate)), limits)
+        if not self._done and not limits.over:
+            self._explore(layouts, annealing)
+            if self._judge is not None:
+                self._race(limits)
+        best = sorted(self._known.values(), key=self._quality, reverse=True)
+        return PlacementsFound(best, self._bound)
+
+    @property
+    def _done(self) -> bool:
+        """True if no flow can be higher and nothing else counts."""
+        best = self._best()
+        return self._judge is None and best is not None and best.flow.tokens_per_s >= self._bound * (1 - 1e-9)
+
+    # --- constructions ---
+
+    def _construct(self, limits: SolveLimits) -> list[Layout]:
+        """Placements to begin with, the highest flow first."""
+        layouts = []
+        for origin, placement in self._constructed(limits):
+            layout = self._complete(placement, limits)
+            layouts.append(layout)
+            self._keep(layout)
+            if origin in BASELINES and (known := self._keep(self._layout(placement))) is not None:
+                known.rule = origin
+            self._progress(origin, self._best())
+            if self._done:
+                break
+        layouts.sort(key=lambda each: -self._flows.value(each))
+        return layouts
+
+    def _constructed(self, limits: SolveLimits) -> Iterator[tuple[str, Placement]]:
+        cluster = self._cluster
+        named = {"swarm": swarm(cluster), "separate-pipelines": separate_pipelines(cluster)}
+        if self._cluster.partial_inference:
+            named["petals"] = petals(cluster, self._rng)
+        named["chains"] = chains(cluster, self._rng)
+        yield from ((name, placement) for name, placement in named.items() if placement is not None)
+        yield from self._block_chains(limits)
+        if len(cluster.nodes) <= _MOST_EXACT and not self._cluster.partial_inference and not limits.over:
+            best = self._best()
+            start = None if best is None else best.placement
+            self._bound, solved = solve(cluster, limits, min(self._bound, compute_bound(cluster)), start)
+            if solved is not None:
+                yield "solver", solved
+
+    def _block_chains(self, limits: SolveLimits) -> Iterator[tuple[str, Placement]]:
+        """One chain of blocks over everything, and one per region."""
+        cluster = self._cluster
+        regions: dict[str, list[PlaceNode]] = {}
+        for node in cluster.nodes:
+            regions.setdefault(node.region, []).append(node)
+
+        def chain(nodes: Sequence[PlaceNode]) -> Placement | None:
+            part = cluster.subset(nodes)
+            if limits.over or sum(map(part.most_layers, nodes)) < part.model.layers:
+                return None
+            most = min(self._bound, compute_bound(part))
+            return BlockChain(part).highest(_LEAST_SHARE * most, most, limits)
+
+        if (whole := chain(cluster.nodes)) is not None:
+            yield "blocks", whole
+        own: Placement = {}
+        for nodes in regions.values() if len(regions) > 1 else ():
+            own.update(chain(nodes) or {})
+        if own:
+            yield "blocks by region", own
+
+    def _complete(self, placement: Placement, limits: SolveLimits) -> Layout:
+        """A layout of all nodes: those left over go where they add most flow, or where cover is thinnest."""
+        layout = self._layout(placement)
+        places = sorted(set(placement.values()))
+        cover = self._cover(layout)
+        for i, node in enumerate(self._cluster.nodes):
+            if node.name in placement:
+                continue
+            fitting = [each for each in places if each[1] - each[0] <= self._most[i]]
+            fitting.sort(key=lambda each: min(cover[each[0] : each[1]]))
+            best = -1.0
+            for interval in fitting[:_PLACES]:
+                before, layout[i] = layout[i], interval
+                flow = 0.0 if limits.over else self._flows.value(layout)
+                if flow > best:
+                    best = flow
+                else:
+                    layout[i] = before
+            cover = self._cover(layout)
+        return layout
+
+    def _cover(self, layout: Layout) -> list[float]:
+        """Tokens/s of all machines that hold a layer, by layer."""
+        changes = [0.0] * (self._cluster.model.layers + 1)
+        for rates, (first, end) in zip(self._flows.rates, layout, strict=True):
+            changes[first] += rates[end - first]
+            changes[end] -= rates[end - first]
+        return list(accumulate(changes[:-1]))
+
+    def _score(self, layout: Layout) -> float:
+        """The flow, and a little for the layer with the least throughput."""
+        return self._flows.value(layout) + _COVER_WEIGHT * min(self._cover(layout))
+
+    # --- annealing ---
+
+    def _explore(self, layouts: list[Layout], limits: SolveLimits) -> None:
+        """Anneal from the best constructions, over the flow or, with a judge, over the estimate."""
+        judged = self._judge is not None
+        score, heat = (self._estimate, _ESTIMATE_HEAT) if judged else (self._score, _FLOW_HEAT)
+        if judged:
+            best = sorted(self._known.values(), key=lambda each: -each.estimate)
+            layouts = [self._layout(each.placement) for each in best]
+        starts = layouts[: _ISLANDS_JUDGED if judged else _ISLANDS_ALONE]
+        starts = starts or [self._layout(chains(self._cluster, self._rng))]
+        each_s = limits.left_s / len(starts)
+        for number, layout in enumerate(starts, start=1):
+            left = limits.left_s - (len(starts) - number) * each_s
+            self._keep(self._anneal(layout, score, limits.within(left), heat))
+            self._progress("annealing", self._best())
+            if self._done:
+                return
+
+    def _layout(self, placement: Placement) -> Layout:
+        """A layout of all nodes; those that a heuristic leaves out hold the first layer."""
+        return [placement.get(name, (0, 1)) for name in self._flows.names]
+
+    def _best(self) -> PlacementCandidate | None:
+        return max(self._known.values(), key=self._quality, default=None)
+
+    def _keep(self, layout: Layout) -> PlacementCandidate | None:
+        """Evaluate a layout and remember it; None if it has no flow."""
+        key = tuple(layout)
+        if (known := self._known.get(key)) is not None:
+            return known
+        placement = dict(zip(self._flows.names, layout, strict=True))
+        flow = self._flows.balanced(placement)
+        if flow.tokens_per_s <= 0.0:
+            return None
+        estimate = self._estimator.estimate(placement, flow.links)
+        candidate = self._known[key] = PlacementCandidate(placement, flow, estimate)
+        return candidate
+
+    def _estimate(self, layout: Layout) -> float:
+        candidate = self._keep(layout)
+        return 0.0 if candidate is None else candidate.estimate
+
+    def _anneal(
+        self, layout: Layout, score: Callable[[Layout], float], limits: SolveLimits, heat: tuple[float, float]
+    ) -> Layout:
+        """Simulated annealing; returns the best layout met, without any time the one given."""
+        seconds = limits.left_s
+        if seconds <= 0.0:
+            return layout
+        at = score(layout)
+        return anneal(
+            layout,
+            at,
+            self._change,
+            lambda changed, _: (changed, score(changed)),
+            done=lambda: 1.0 - limits.left_s / seconds,
+            scale=max(1.0, at),
+            heat=heat,
+            rng=self._rng,
+        )
+
+    def _change(self, layout: Layout) -> Layout | None:
+        """A layout nearby, None if the change drawn does not fit."""
+        draw, changed = self._rng.random(), layout[:]
+        if draw < 0.30:
+            fits = self._shift_boundary(changed)
+        elif draw < 0.55:
+            fits = self._swap(changed)
+        elif draw < 0.80:
+            fits = self._align(changed)
+        elif draw < 0.90:
+            fits = self._redraw(changed)
+        else:
+            fits = self._divide(changed)
+        return changed if fits else None
+
+    def _fits(self, layout: Layout, *nodes: int) -> bool:
+        return all(1 <= layout[i][1] - layout[i][0] <= self._most[i] for i in nodes)
+
+    def _shift_boundary(self, layout: Layout) -> bool:
+        """Move a boundary between stages by one layer, for all nodes that meet there."""
+        boundary = self._rng.choice(layout)[self._rng.randrange(2)]
+        if boundary in (0, self._cluster.model.layers):
+            return False
+        moved = boundary + self._rng.choice((-1, 1))
+        for k, (first, end) in enumerate(layout):
+            if boundary in (first, end):
+                layout[k] = moved if first == boundary else first, moved if end == boundary else end
+                if not self._fits(layout, k):
+                    return False
+        return True
+
+    def _swap(self, layout: Layout) -> bool:
+        """Two nodes change places."""
+        i, j = self._rng.randrange(len(layout)), self._rng.randrange(len(layout))
+        layout[i], layout[j] = layout[j], layout[i]
+        return self._fits(layout, i, j)
+
+    def _align(self, layout: Layout) -> bool:
+        """A node takes an interval between two boundaries of others."""
+        i = self._rng.randrange(len(layout))
+        first = self._rng.choice(sorted({first for first, _ in layout}))
+        ends = [end for end in sorted({end for _, end in layout}) if 0 < end - first <= self._most[i]]
+        if not ends:
+            return False
+        layout[i] = first, self._rng.choice(ends)
+        return True
+
+    def _redraw(self, layout: Layout) -> bool:
+        i = self._rng.randrange(len(layout))
+        length = self._rng.randint(1, self._most[i])
+        first = self._rng.randint(0, self._cluster.model.layers - length)
+        layout[i] = first, first + length
+        return True
+
+    def _divide(self, layout: Layout) -> bool:
+        """A node takes the first layers of another one, which keeps the others."""
+        i, j = self._rng.randrange(len(layout)), self._rng.randrange(len(layout))
+        first, end = layout[j]
+        if i == j or end - first < 2:
+            return False
+        middle = self._rng.randint(first + 1, end - 1)
+        layout[i], layout[j] = (first, middle), (middle, end)
+        return self._fits(layout, i)
+
+    # --- the race ---
+
+    def _enter(self, candidates: Sequence[PlacementCandidate], limits: SolveLimits) -> None:
+        """Simulate candidates over the first window."""
+        assert self._judge is not None, "expected a judge"
+        for candidate in candidates:
+            if limits.over:
+                return
+            if candidate.run is None:
+                candidate.run = self._judge(candidate.placement, candidate.flow)
+                began = limits.clock()
+                self._advance(candidate, self._first_s, limits)
+                self._cost_s = max(self._cost_s, limits.clock() - began)
+            self._progress("simulating", self._best())
+
+    @staticmethod
+    def _advance(candidate: PlacementCandidate, window_s: float, limits: SolveLimits) -> None:
+        assert candidate.run is not None, f"{candidate.placement} has no run"
+        figure = candidate.run.advance(window_s, limits)
+        if figure is not None:
+            candidate.simulated, candidate.window_s = figure, window_s
+
+    def _race(self, limits: SolveLimits) -> None:
+        """Successive halving: more candidates over the first window, then the better half over twice that.
+
+        Runs go on where they stopped. The best goes first, so that what a limit ends leaves the best known.
+        """
+        left = limits.left_s
+        if left <= 0.0:
+            return
+        many = int(left / (max(self._cost_s, 1e-3) * _ROUNDS_COST)) if math.isfinite(left) else _MOST_LISTED
+        self._enter(self._shortlist(max(_FEWEST_LISTED, min(_MOST_LISTED, many))), limits)
+        racing = sorted(
+            (each for each in self._known.values() if each.simulated is not None),
+            key=_by_throughput,
+            reverse=True,
+        )
+        window_s = self._first_s
+        over = False
+        while racing and window_s < self._longest_s and not over:
+            racing = racing[: max(1, (len(racing) + 1) // 2)]
+            window_s = min(2.0 * window_s, self._longest_s)
+            for candidate in racing:
+                over = limits.over
+                if over:
+                    break
+                self._advance(candidate, window_s, limits)
+                self._progress("simulating", self._best())
+            racing.sort(key=_by_throughput, reverse=True)
+
+    def _shortlist(self, count: int) -> list[PlacementCandidate]:
+        """The best by estimate and the best by flow in turn; no two differ in fewer than three nodes."""
+        known = self._known.values()
+        by_estimate = sorted(known, key=lambda each: -each.estimate)
+        by_flow = sorted(known, key=lambda each: (-round(each.flow.tokens_per_s, 3), -each.estimate))
+        listed: list[PlacementCandidate] = []
+        for candidate in chain.from_iterable(zip(by_estimate, by_flow, strict=True)):
+            if len(listed) < count and all(_differing(candidate, other) >= 3 for other in listed):
+                listed.append(candidate)
+        return listed
+
+
+def _differing(one: PlacementCandidate, other: PlacementCandidate) -> int:
+    return sum(interval != other.placement[name] for name, interval in one.placement.items())

@@ -1,0 +1,245 @@
+"""A plan of what to rent as a document (`--json`) and for a person: bill, instances, how far to trust it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as Grid
+
+from hetlb.tools.plan.common.remarks import remarks
+from hetlb.tools.plan.highs import INFINITY
+from hetlb.tools.plan.planning import SolvedPlan, Table
+from hetlb.tools.plan.rent_program import RentPlan, prune
+from hetlb.tools.plan.rent_simulation import simulate_plan
+from hetlb.tools.plan.replan import Replanned
+from hetlb.tools.tables import table as grid
+
+
+def document_of(table: Table, planned: SolvedPlan, solve_s: float) -> dict[str, Any]:
+    """The figures of the contract; what they rest on under further keys."""
+    plan, problem = planned.plan, planned.problem
+    known = problem.by_name
+    requests = table.market.file.requests
+    totals: dict[str, float] = {}
+    for (name, _), rate in plan.rates.items():
+        totals[name] = totals.get(name, 0.0) + rate
+    tokens = {kind.name: kind.input_tokens + kind.output_tokens for kind in table.problem.workloads}
+    tokens_s = sum(tokens[name] * rate for name, rate in totals.items())
+    target = problem.request_rate is not None
+    gap = plan.gap(problem)
+    models = [model.known.json() for model in table.market.models.values()]
+    return {
+        "model": models[0] if len(models) == 1 else None,
+        "models": models,
+        "remarks": _remarks(table),
+        "cost_per_hour": plan.cost_per_hour,
+        "throughput_req_s": plan.throughput,
+        "makespan_s": None if requests is None else requests / plan.throughput,
+        "instances": [
+            {
+                "configuration": name,
+                "count": count,
+                "gpus": dict(known[name].gpus),
+                "price_per_hour": problem.price(known[name]),
+            }
+            for name, count in plan.counts.items()
+        ],
+        "assignment": [
+            {"workload": name, "configuration": configuration, "share": rate / totals[name]}
+            for (name, configuration), rate in plan.rates.items()
+        ],
+        "gap": gap if math.isfinite(gap) else None,
+        "bound_req_s": (plan.throughput if target else plan.bound) if math.isfinite(plan.bound) else None,
+        "bound_cost_per_hour": plan.bound if target else None,
+        "solve_s": solve_s,
+        "cost_per_million_tokens": plan.cost_per_hour / (tokens_s * 3600) * 1e6
+        if table.lengths_known and tokens_s > 0
+        else None,
+        "simulated": None,
+        "baselines": {},
+        "commands": [],
+        "throughput_table": {
+            name: {
+                "origin": table.problem.by_name[name].origin,
+                "requests_per_s": table.problem.by_name[name].throughput,
+            }
+            for name in plan.counts
+        },
+        "configurations": {
+            "all": len(problem.configurations),
+            "pruned": len(prune(table.problem).configurations),
+        },
+        "mixes": {"rounds": planned.rounds, "disagreement": planned.disagreement},
+        "workloads": [
+            {
+                "name": kind.name,
+                "model": kind.model,
+                "share": kind.share,
+                "input_tokens": kind.input_tokens if table.lengths_known else None,
+                "output_tokens": kind.output_tokens if table.lengths_known else None,
+            }
+            for kind in table.problem.workloads
+        ],
+        "clustering": None
+        if table.clustering is None
+        else {key: getattr(table.clustering, key) for key in ("explained", "input_error", "output_error")},
+    }
+
+
+def _remarks(table: Table) -> list[str]:
+    """Return what is worth a word of the models, and of the profiles that the market names for them."""
+    market, found = table.market, []
+    for name, model in market.models.items():
+        written = [path for offer in market.file.offers for path in offer.profiles.get(name, {}).values()]
+        written += [
+            each.profile
+            for index, each in enumerate(market.file.configurations)
+            if each.profile is not None and market.model_of(each.model, f"configurations[{index}]") == name
+        ]
+        found += remarks(model, (market.profiles[path] for path in written))
+    return found
+
+
+def simulated_document(table: Table, plan: RentPlan, seed: int) -> dict[str, Any] | None:
+    """The whole fleet under the policy that serves more of it: lengths known to the scheduler, and not known.
+
+    `planned` takes the plan's shares, so that each type runs where it is cheapest; `hetlb` weighs each
+    request by itself. Of both within 1 % it is `hetlb`, which follows what the requests really are.
+    """
+    if not table.simulated:
+        return None
+    policies = ("hetlb", "planned") if table.lengths_known else ("hetlb",)
+    runs = {policy: simulate_plan(table, plan, policy=policy, seed=seed) for policy in policies}
+    served = {policy: each.request_throughput for policy, each in runs.items()}
+    policy = "planned" if served.get("planned", 0.0) > 1.01 * served["hetlb"] else "hetlb"
+    unknown = runs[policy]
+    found = simulate_plan(table, plan, policy=policy, predictor="oracle", seed=seed)
+    return {
+        "total_token_throughput": found.total_token_throughput,
+        "request_throughput": found.request_throughput,
+        "policy": policy,
+        "policies": served,
+        "predictor": "oracle",
+        "requests": len(found.records),
+        "makespan_s": found.makespan_s,
+        "lengths_unknown": {
+            "total_token_throughput": unknown.total_token_throughput,
+            "request_throughput": unknown.request_throughput,
+            "predictor": "empirical",
+        },
+    }
+
+
+def replanning_document(replanned: Replanned) -> dict[str, Any]:
+    return {
+        "start": dict(replanned.moves.start),
+        "stop": dict(replanned.moves.stop),
+        "moves": replanned.moves.count,
+        "from_scratch": {
+            "throughput_req_s": replanned.scratch.throughput,
+            "cost_per_hour": replanned.scratch.cost_per_hour,
+            "moves": replanned.scratch_moves.count,
+        },
+    }
+
+
+def print_plan(table: Table, planned: SolvedPlan, document: dict[str, Any]) -> None:
+    """The plan for a person: the bill, the instances, what each serves, the others, how far to trust it."""
+    plan, console = planned.plan, Console(highlight=False, soft_wrap=True)
+    cost, rate = document["cost_per_hour"], document["throughput_req_s"]
+    console.print(f"{rate:.4g} requests/s for {cost:.2f} per hour", style="bold")
+    if document["cost_per_million_tokens"] is not None:
+        console.print(f"{document['cost_per_million_tokens']:.3g} per million tokens")
+    if document["makespan_s"] is not None:
+        console.print(f"{table.market.file.requests} requests in {document['makespan_s']:.10g} s")
+    tables = [_rent_grid(document), _share_grid(table, plan, document)]
+    tables += [_baseline_grid(document)] if document["baselines"] else []
+    for each in tables:
+        console.print(each, soft_wrap=False)
+    for line in [*document["remarks"], *trust_lines(document)]:
+        console.print(line, markup=False)
+    if (moves := document.get("replanning")) is not None:
+        console.print(
+            f"moves: {moves['moves']} (start {listed(moves['start'])}; stop {listed(moves['stop'])}); "
+            f"a plan from scratch has {moves['from_scratch']['throughput_req_s']:.4g} requests/s "
+            f"and {moves['from_scratch']['moves']} moves"
+        )
+    for command in document["commands"]:
+        print(command)
+
+
+def listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "none"
+
+
+def _rent_grid(document: dict[str, Any]) -> Grid:
+    rows = []
+    for each in document["instances"]:
+        gpus = " + ".join(f"{count} {gpu}" for gpu, count in each["gpus"].items())
+        origin = document["throughput_table"][each["configuration"]]["origin"]
+        price = each["count"] * each["price_per_hour"]
+        rows.append((str(each["count"]), each["configuration"], gpus, f"{price:.2f}", origin))
+    return grid("rent", (">instances", "configuration", "GPUs", ">per hour", "throughputs from"), rows)
+
+
+def _share_grid(table: Table, plan: RentPlan, document: dict[str, Any]) -> Grid:
+    shares = {(each["workload"], each["configuration"]): each["share"] for each in document["assignment"]}
+    rows = []
+    for kind in table.problem.workloads:
+        known = (f"{kind.input_tokens:.0f}", f"{kind.output_tokens:.0f}")
+        cells = [100 * shares.get((kind.name, name), 0.0) for name in plan.counts]
+        lengths = known if table.lengths_known else ("", "")
+        rows.append((kind.name, *lengths, f"{kind.share:.1%}", *(f"{c:.1f}" if c else "" for c in cells)))
+    columns = ("type", ">prompt", ">answer", ">share", *(f">{name}" for name in plan.counts))
+    return grid("which requests go where, % of each type", columns, rows)
+
+
+def _baseline_grid(document: dict[str, Any]) -> Grid:
+    rate, cost = document["throughput_req_s"], document["cost_per_hour"]
+    target = document["bound_cost_per_hour"] is not None
+    rows = []
+    for name, each in document["baselines"].items():
+        served = each["throughput_req_s"]
+        gain = each["cost_per_hour"] / cost - 1 if target else rate / served - 1 if served > 0 else INFINITY
+        words = f"{gain:+.1%}" + (" cheaper" if target else "")
+        rows.append((name, f"{served:.4g}", f"{each['cost_per_hour']:.2f}", words if gain < 100 else ""))
+    return grid("the same money spent otherwise", ("", ">requests/s", ">per hour", ">this plan"), rows)
+
+
+def trust_lines(document: dict[str, Any]) -> list[str]:
+    """Lines that say what the plan rests on and how far it can be trusted."""
+    gap = document["gap"]
+    lines = [
+        f"solver: at most {gap:.2%} from the best plan there is, {document['solve_s']:.1f} s"
+        if gap is not None
+        else "solver: no bound is known"
+    ]
+    if document["interrupted"]:
+        lines.append("interrupted: the best plan so far; neither baselines nor simulation")
+    simulated = document["simulated"]
+    if simulated is not None:
+        planned = document["throughput_req_s"]
+        known = simulated["request_throughput"]
+        unknown = simulated["lengths_unknown"]["request_throughput"]
+        lines.append(
+            f"simulation of the whole fleet under the policy {simulated['policy']}: {known:.4g} requests/s "
+            f"({known / planned:.1%} of the plan) where answer lengths are known in advance, {unknown:.4g} "
+            f"({unknown / planned:.1%}) where they are not"
+        )
+        if simulated["policy"] == "planned":
+            other = simulated["policies"]["hetlb"]
+            lines.append(
+                f"under hetlb, which has no shares by type: {other:.4g} requests/s ({other / planned:.1%})"
+            )
+    if (clustering := document["clustering"]) is not None:
+        lines.append(
+            f"types: they explain {clustering['explained']:.0%} of the variance of the lengths; a request is "
+            f"{clustering['input_error']:.0%} off its type's mean prompt, {clustering['output_error']:.0%} "
+            "off its mean answer"
+        )
+    origins = sorted({each["origin"] for each in document["throughput_table"].values()})
+    if any("roofline" in origin for origin in origins):
+        lines.append("some throughputs come from rooflines, which no hardware has confirmed: measure before")
+    return lines

@@ -1,0 +1,199 @@
+"""A rented fleet under the production scheduler, in virtual time: what a plan really serves.
+
+All requests wait at the start, or come at more than the planned rate; types are mixed in the plan's
+proportions. The rate is that of tokens while the fleet is neither filling nor emptying, in requests:
+batches of alike answers that began together end together, so that completions come in waves.
+Models share nothing but the bill: each is simulated by itself,
+and the fleet serves the whole mix as fast as the slowest model serves its part.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from hetlb.balancer.config.profile_file import Profile
+from hetlb.balancer.core.policies.base import PlannedShares
+from hetlb.balancer.core.policies.worth import busy_s
+from hetlb.tools.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
+from hetlb.tools.plan.highs import LinearProgram, SolveLimits
+from hetlb.tools.plan.planning import Table
+from hetlb.tools.plan.rent_program import Configuration, Problem, RentPlan
+from hetlb.tools.plan.throughput import interleave, with_bubbles
+from hetlb.tools.plan.workloads import RequestType
+from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.sim.study import engine_of
+from hetlb.tools.workload.records import RequestResult, tokens_within
+
+#: A run lasts so many times as long as a request stays in the instance that turns its batch over most
+#: slowly; its requests, within these bounds.
+_TURNS = 10
+_FEWEST, _MOST = 2000, 24000
+#: The part of the completions that counts: later than filling, earlier than emptying.
+_FROM, _TO = 0.25, 0.80
+#: With arrivals: from this share of the time in which they come.
+_ARRIVED = 0.4
+#: Shares of a type below this are left out of what `planned` holds.
+_LEAST_SHARE = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedFleet:
+    """Rates of the whole fleet in its steady part; `makespan_s` until the last of `records` ended."""
+
+    request_throughput: float
+    total_token_throughput: float
+    records: tuple[RequestResult, ...]
+    makespan_s: float
+
+
+def instance_names(plan: RentPlan) -> dict[str, list[str]]:
+    """Names of the instances of every configuration: its own and a number."""
+    return {name: [f"{name}-{index}" for index in range(count)] for name, count in plan.counts.items()}
+
+
+def planned_shares(plan: RentPlan, kinds: Sequence[RequestType]) -> tuple[PlannedShares, ...]:
+    """Share of every type's requests that each instance gets."""
+    names = instance_names(plan)
+    found = []
+    for kind in kinds:
+        total = math.fsum(rate for (name, _), rate in plan.rates.items() if name == kind.name)
+        shares = {
+            instance: rate / total / len(names[configuration])
+            for (name, configuration), rate in plan.rates.items()
+            if name == kind.name and rate > _LEAST_SHARE * total
+            for instance in names[configuration]
+        }
+        found.append(
+            PlannedShares(
+                kind.name,
+                kind.model,
+                kind.input_tokens,
+                kind.output_tokens,
+                kind.share,
+                tuple(sorted(shares.items())),
+            )
+        )
+    return tuple(found)
+
+
+def worth_of(
+    problem: Problem, plan: RentPlan, engines: Mapping[str, EngineSpec]
+) -> tuple[tuple[str, float], ...]:
+    """Return what each instance adds to a plan, in requests per second: the price of its time.
+
+    By the times that the policy itself computes, so that its costs and these prices go together.
+    """
+    program = LinearProgram()
+    rate = program.column(1.0)
+    serving: dict[str, list[tuple[int, float]]] = {each.name: [] for each in problem.workloads}
+    rows = {}
+    for name, count in plan.counts.items():
+        engine, columns = engines[name], []
+        limits = engine.limits
+        for workload in problem.workloads:
+            if (
+                workload.model != problem.by_name[name].model
+                or workload.longest_tokens > limits.max_sequence_tokens
+            ):
+                continue
+            column = program.column()
+            columns.append(column)
+            seconds = busy_s(
+                engine.latency,
+                limits.kv_cache_tokens,
+                limits.max_num_seqs,
+                limits.max_num_batched_tokens,
+                workload.input_tokens,
+                workload.output_tokens,
+            )
+            serving[workload.name].append((column, 1.0 / seconds))
+        rows[name] = program.row([(column, 1.0) for column in columns], upper=float(count))
+    for workload in problem.workloads:
+        program.row([(rate, -workload.share), *serving[workload.name]], lower=0.0)
+    solution = program.solve(SolveLimits())
+    assert solution is not None
+    return tuple(
+        (instance, abs(float(solution.duals[rows[name]])))
+        for name, own in instance_names(plan).items()
+        for instance in own
+    )
+
+
+def profile_of(plan: RentPlan, configuration: Configuration, kinds: Sequence[RequestType]) -> Profile | None:
+    """The profile of a configuration under its part of a plan: of a pipeline with the bubbles it then has."""
+    profile, stages = configuration.profile, configuration.engine_stages
+    if profile is None or not stages:
+        return profile
+    rows = {kind.name: kind.rows for kind in kinds}
+    mix = [(rate, rows[kind]) for (kind, c), rate in sorted(plan.rates.items()) if c == configuration.name]
+    return with_bubbles(profile, mix, stages)
+
+
+def simulate_plan(
+    table: Table,
+    plan: RentPlan,
+    *,
+    policy: str = "hetlb",
+    predictor: str = "empirical",
+    seed: int = 0,
+    load: float = math.inf,
+) -> SimulatedFleet:
+    """The plan's fleet at `load` times its rate (infinite: all at once); all configurations have profiles."""
+    kinds, configurations = table.problem.workloads, table.problem.by_name
+    profiles = {name: profile_of(plan, configurations[name], kinds) for name in plan.counts}
+    engines = {name: engine_of(each) for name, each in profiles.items() if each is not None}
+    serve = partial(
+        run_fleet,
+        policy=policy,
+        predictor=predictor,
+        shares=planned_shares(plan, kinds),
+        worth=worth_of(table.problem, plan, engines),
+        seed=seed,
+    )
+    rate, makespan_s = math.inf, 0.0
+    records: list[RequestResult] = []
+    for model in table.problem.models:
+        own = [kind for kind in kinds if kind.model == model]
+        part = math.fsum(kind.share for kind in own)
+        rows, servers = _load_of(plan, engines, own, random.Random(seed))
+        planned = arrivals(rows, load * plan.throughput * part, random.Random(seed))
+        found = serve(servers, planned, [output for _, output in rows], model=model).records
+        ended = sorted(record.last_token_s for record in found if record.last_token_s is not None)
+        from_s, to_s = _ARRIVED * planned[-1].scheduled_s, planned[-1].scheduled_s
+        if math.isinf(load):
+            from_s, to_s = ended[int(_FROM * len(ended))], ended[int(_TO * len(ended))]
+        served = math.fsum(
+            tokens_within(record, from_s, to_s) / (record.prompt_tokens + record.output_tokens)
+            for record in found
+            if record.ok
+        )
+        rate = min(rate, served / (to_s - from_s) / part if to_s > from_s else 0.0)
+        makespan_s = max(makespan_s, ended[-1])
+        records += found
+    tokens = math.fsum(kind.share * (kind.input_tokens + kind.output_tokens) for kind in kinds)
+    return SimulatedFleet(rate, rate * tokens, tuple(records), makespan_s)
+
+
+def _load_of(
+    plan: RentPlan, engines: Mapping[str, EngineSpec], kinds: Sequence[RequestType], rng: random.Random
+) -> tuple[list[tuple[int, int]], list[SimulatedServer]]:
+    """Requests of one model for a long enough run, and the servers that the plan has for them."""
+    share = math.fsum(kind.share for kind in kinds)
+    tokens = math.fsum(kind.share * (kind.input_tokens + kind.output_tokens / 2) for kind in kinds) / share
+    serving = {c for (name, c), _ in plan.rates.items() if name in {kind.name for kind in kinds}}
+    servers, stay_s = [], 0.0
+    for configuration, names in instance_names(plan).items():
+        if configuration in serving:
+            engine = engines[configuration]
+            servers += [SimulatedServer(name, engine) for name in names]
+            batch = min(engine.limits.max_num_seqs, engine.limits.kv_cache_tokens / tokens)
+            own = math.fsum(rate for (_, c), rate in plan.rates.items() if c == configuration)
+            stay_s = max(stay_s, batch / (own / len(names)))
+    count = round(min(_MOST, max(_FEWEST, _TURNS * stay_s * plan.throughput * share)))
+    rows = interleave([(kind.share, kind.rows) for kind in kinds], count)
+    rng.shuffle(rows)
+    return rows, servers

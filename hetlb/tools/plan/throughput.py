@@ -1,0 +1,220 @@
+"""Throughput of one instance: requests/s of a type or of a mix of types, by the engine model on a profile.
+
+The instance is saturated: more requests wait than it can run. The rate is that of admissions between the
+time when its first batch has turned over and the time when nothing waits any more, so neither filling nor
+emptying counts. With an SLO it is the highest rate of Poisson arrivals at which enough requests meet it.
+Results are kept on disk by content: profile, limits, requests, and the source of the engine model itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from hetlb.balancer.config.profile_file import Profile, with_latency
+from hetlb.balancer.config.yaml_file import NonNegative
+from hetlb.balancer.core.latency import IterationRule
+from hetlb.tools.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
+from hetlb.tools.plan.workloads import RequestType
+from hetlb.tools.sim.alone import batch_of, full_part
+from hetlb.tools.sim.engine_model import EngineModel
+from hetlb.tools.sim.engine_sequence import EngineSequence
+from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.sim.staged_engine import EngineStage, StagedEngine
+from hetlb.tools.sim.study import engine_of
+from hetlb.tools.workload.records import RequestResult
+
+#: Requests of one measurement: so many batches, within these bounds.
+_BATCHES = 6
+_FEWEST, _MOST = 300, 4000
+#: Of a mix so many times as many, in random order: which types meet in a batch varies.
+_OF_A_MIX = 5
+#: Steps of the search for the rate that meets an SLO, and its requests.
+_SLO_STEPS = 8
+_SLO_REQUESTS = 600
+_RATIO_DIGITS = 3
+
+#: Requests of a mix with their weight: (share, rows of (prompt, output) tokens).
+Mix = Sequence[tuple[float, Sequence[tuple[int, int]]]]
+
+
+@dataclass(frozen=True, slots=True)
+class SloLimits:
+    """Latencies in seconds that a share of the requests must meet; infinite where none is asked for."""
+
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+    attainment: float = 0.95
+
+    def share_met(self, records: Sequence[RequestResult]) -> float:
+        met = 0
+        for record in records:
+            ttft, tpot = record.ttft_s, record.tpot_s
+            met += record.ok and (ttft or 0.0) <= self.ttft_s and (tpot or 0.0) <= self.tpot_s
+        return met / len(records) if records else 0.0
+
+
+def interleave(mix: Mix, count: int) -> list[tuple[int, int]]:
+    """`count` requests of a mix, every type spread evenly: the next is of the type that is most behind."""
+    total = math.fsum(share for share, _ in mix)
+    given = [0] * len(mix)
+    rows: list[tuple[int, int]] = []
+    for number in range(1, count + 1):
+        chosen = max(range(len(mix)), key=lambda t: mix[t][0] / total * number - given[t])
+        own = mix[chosen][1]
+        # Steps of a golden section: lengths of a type that were sorted come well mixed.
+        rows.append(own[int(given[chosen] * 0.6180339887 * len(own)) % len(own)])
+        given[chosen] += 1
+    return rows
+
+
+def saturated_rate(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage] = ()) -> float:
+    """Requests/s that one instance serves of this mix; 0 where some request does not fit it.
+
+    With `stages` it is a pipeline, of which `spec` is the composed engine: its rate stage by stage.
+    """
+    limits = spec.limits
+    if any(i + o > limits.max_sequence_tokens for _, rows in mix for i, o in rows):
+        return 0.0
+    total = math.fsum(share for share, _ in mix)
+    mean_tokens = (
+        math.fsum(share * sum(i + o / 2 for i, o in rows) / len(rows) for share, rows in mix) / total
+    )
+    batch = batch_of(spec, mean_tokens)
+    count = max(_FEWEST, min(_MOST, _BATCHES * batch))
+    rows = interleave(mix, count if len(mix) == 1 else _OF_A_MIX * count)
+    if len(mix) > 1:
+        random.Random(0).shuffle(rows)
+    engine: EngineModel | StagedEngine = spec.model(IterationRule.TOKEN)
+    if len(stages) > 1:
+        one = replace(limits, max_num_batched_tokens=max(1, limits.max_num_batched_tokens // len(stages)))
+        engine = StagedEngine(stages, one)
+    part = full_part(engine, [EngineSequence(prompt, output) for prompt, output in rows], batch)
+    return (part.last - part.first) / part.seconds if part.seconds > 0 else 0.0
+
+
+def bubbles(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage]) -> float:
+    """Share of a composed engine's throughput on a mix that its pipeline reaches, at most 1.
+
+    A batch that holds a prompt is longer than one that only decodes, and stages wait for it.
+    """
+    if len(stages) < 2:
+        return 1.0
+    whole = saturated_rate(spec, mix)
+    return min(1.0, saturated_rate(spec, mix, stages) / whole) if whole > 0.0 else 1.0
+
+
+def slowed(profile: Profile, share: float) -> Profile:
+    """A composed profile that takes the bubbles of its pipeline into account."""
+    latency = profile.latency
+    slow = replace(latency.scaled(1.0 / share), request_s=latency.request_s)
+    return profile if share >= 1.0 else with_latency(profile, slow)
+
+
+def with_bubbles(profile: Profile, mix: Mix, stages: Sequence[EngineStage]) -> Profile:
+    """The profile that a pipeline composed of these stages has on a mix; of no stages as it is."""
+    return slowed(profile, bubbles(engine_of(profile), mix, stages)) if stages else profile
+
+
+def rate_within(spec: EngineSpec, mix: Mix, slo: SloLimits) -> float:
+    """The highest rate of Poisson arrivals (requests/s) at which enough requests meet the SLO."""
+    low, high = 0.0, saturated_rate(spec, mix)
+    if high <= 0.0:
+        return 0.0
+    rows = interleave(mix, _SLO_REQUESTS)
+    random.Random(0).shuffle(rows)
+    server, outputs = SimulatedServer("one", spec), [output for _, output in rows]
+    for _ in range(_SLO_STEPS):
+        rate = (low + high) / 2
+        planned = arrivals(rows, rate, random.Random(0))
+        result = run_fleet([server], planned, outputs, policy="single", predictor="oracle")
+        met = slo.share_met(result.records) >= slo.attainment
+        low, high = (rate, high) if met else (low, rate)
+    return low
+
+
+# --- kept on disk ---------------------------------------------------------------------------------------
+
+
+@cache
+def _engine_digest() -> str:
+    """The source of the engine model and of what it computes with: a change of it forgets all results."""
+    digest = hashlib.sha256()
+    tools = Path(__file__).parents[1]
+    latency = tools.parent / "balancer" / "core" / "latency.py"
+    for path in (Path(__file__), latency, *sorted((tools / "sim").glob("*.py"))):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def default_cache() -> Path:
+    """`$XDG_CACHE_HOME/hetlb/throughput.jsonl`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "hetlb" / "throughput.jsonl"
+
+
+#: One line of the cache: the digest of what was measured, and requests/s.
+_decode_entry = msgspec.json.Decoder(tuple[str, NonNegative]).decode
+
+
+@dataclass
+class Measured:
+    """Throughputs by content. `path` None keeps them in memory; `runs` counts those that were simulated."""
+
+    path: Path | None = None
+    slo: SloLimits | None = None
+    runs: int = 0
+    _known: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.path is None:
+            return
+        try:
+            lines = self.path.read_bytes().splitlines()
+        except OSError:
+            return  # no cache yet, or one that cannot be read
+        for line in lines:
+            # A line that is not whole was being written by another process: measured again.
+            with contextlib.suppress(msgspec.DecodeError):
+                key, rate = _decode_entry(line)
+                self._known[key] = rate
+
+    def alone(self, profile: Profile, kind: RequestType, stages: Sequence[EngineStage] = ()) -> float:
+        return self.of_mix(profile, [(1.0, kind.rows)], stages)
+
+    def of_mix(self, profile: Profile, mix: Mix, stages: Sequence[EngineStage]) -> float:
+        """Requests/s of all types of a mix together."""
+        spec = engine_of(profile)
+        total = math.fsum(share for share, _ in mix)
+        # Proportions to three digits: plans that differ in the tenth digit are the same to an engine.
+        rounded = [(float(f"{share / total:.{_RATIO_DIGITS}g}"), list(rows)) for share, rows in mix]
+        text = repr((_engine_digest(), spec, rounded, self.slo, tuple(stages)))
+        key = hashlib.sha256(text.encode()).hexdigest()
+        if key not in self._known:
+            if self.slo is None:
+                rate = saturated_rate(spec, rounded, stages)
+            else:
+                rate = rate_within(engine_of(with_bubbles(profile, rounded, stages)), rounded, self.slo)
+            self._known[key] = rate
+            self.runs += 1
+            self._keep(key, rate)
+        return self._known[key]
+
+    def _keep(self, key: str, rate: float) -> None:
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab") as file:
+                file.write(msgspec.json.encode((key, rate)) + b"\n")
+        except OSError:
+            self.path = None  # a cache that cannot be written is none

@@ -1,0 +1,181 @@
+"""Instances that one machine can run: the memory constraint, and the exhaustive search of the paper.
+
+Every tensor-parallel degree that divides the GPU count is ranked, the infeasible ones last with the reason
+and the missing bytes; what throughput an instance has is said by a function given as an argument, once per
+kind of machine. Pipelines of such degrees are options of the same form. Memory is computed in exact
+fractions, so limits agree with a hand computation to the byte.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from hetlb.balancer.config.profile_file import Profile
+from hetlb.errors import PlanError
+from hetlb.tools.models.degrees import refusal
+from hetlb.tools.plan.cluster import Cluster
+from hetlb.tools.plan.common.capacity import divide_layers, exact, kv_bytes
+from hetlb.tools.plan.common.composition import (
+    LinkSeconds,
+    StageProfile,
+    activation_link,
+    compose_profile,
+    engine_stages,
+)
+from hetlb.tools.plan.common.plan_tables import INSIDE, Machine
+from hetlb.tools.plan.throughput import Mix, with_bubbles
+
+#: Seconds per batch of the link between stages inside a machine.
+_LINK_BATCH_S = 5e-5
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Part:
+    """Degrees of one instance."""
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int = 1
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def name(self) -> str:
+        stages = f"pp{self.pipeline_parallel_size}" if self.pipeline_parallel_size > 1 else ""
+        return f"tp{self.tensor_parallel_size}{stages}"
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory that an instance of some degree leaves for the KV cache. `missing_bytes` is 0 where it fits."""
+
+    kv_cache_tokens: int
+    missing_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An instance on a machine: its profile with the KV cache it has there, its tokens/s alone while full.
+
+    One that cannot run has a reason, and neither profile nor throughput.
+    """
+
+    part: Part
+    memory: Memory
+    reason: str = ""
+    profile: Profile | None = None
+    throughput_tok_s: float = 0.0
+
+    @property
+    def feasible(self) -> bool:
+        return not self.reason
+
+
+#: Tokens/s of one instance of a profile.
+Throughput = Callable[[Profile], float]
+#: Options of one stage of every kind of machine, best first.
+Rankings = Mapping[tuple[object, ...], list[Option]]
+
+
+def memory(cluster: Cluster, machine: Machine, part: Part) -> Memory:
+    """`M_kv = t * (utilization * memory - reserved) - weights`, and whether the longest request fits it.
+
+    Of a pipeline the stage with the least room for its share decides.
+    """
+    model, usable = cluster.model, machine.usable(part.tensor_parallel_size)
+    weights = exact(model.parameters) * exact(model.bytes_per_parameter)
+    room = kv_bytes([(usable, share) for share in _shares(cluster, part)], weights)
+    copies, longest = exact(model.known.replication(part.tensor_parallel_size)), cluster.limits.tokens
+    need = exact(model.known.kv_bytes(longest))
+    # A state is part of every sequence; windows may be as long as the shortest ones.
+    each = max(Fraction(model.kv_bytes_per_token), need / longest)
+    return Memory(max(0, math.floor(room / (each * copies))), max(0, math.ceil(need * copies - room)))
+
+
+def _shares(cluster: Cluster, part: Part) -> list[Fraction]:
+    """Shares of the layers of each stage."""
+    return divide_layers([1] * part.pipeline_parallel_size, cluster.model.layers or None)
+
+
+def degrees(machine: Machine) -> list[int]:
+    """Every degree that divides the GPU count, and those of profiles that leave GPUs over."""
+    return sorted({d for d in range(1, machine.gpus + 1) if machine.gpus % d == 0} | machine.profiles.keys())
+
+
+def search(
+    cluster: Cluster, throughput: Throughput, on_option: Callable[[], None] = lambda: None
+) -> dict[tuple[object, ...], list[Option]]:
+    """Rank all degrees of every kind of machine. Raises `PlanError` where a throughput is none."""
+    rankings = {}
+    for kind, machine in {machine.kind: machine for machine in cluster.machines}.items():
+        options = []
+        for degree in degrees(machine):
+            options.append(_option(cluster, machine, Part(degree), throughput, []))
+            on_option()
+        options.sort(key=lambda option: (not option.feasible, -whole_tok_s(machine, option), option.part))
+        rankings[kind] = options
+    return rankings
+
+
+def whole_tok_s(machine: Machine, option: Option) -> float:
+    """Tokens/s of a machine with as many instances as fit."""
+    return machine.gpus // option.part.gpus * option.throughput_tok_s
+
+
+def best_pipelines(
+    cluster: Cluster, machine: Machine, throughput: Throughput, most_stages: int, mix: Mix
+) -> list[Option]:
+    """The best pipeline of every number of GPUs, with its bubbles on this mix."""
+    best: dict[int, Option] = {}
+    for stages in range(2, most_stages + 1):
+        for degree in machine.profiles:
+            part = Part(degree, stages)
+            if part.gpus > machine.gpus:
+                continue
+            option, known = _option(cluster, machine, part, throughput, mix), best.get(part.gpus)
+            if option.feasible and (known is None or option.throughput_tok_s > known.throughput_tok_s):
+                best[part.gpus] = option
+    return list(best.values())
+
+
+def _option(cluster: Cluster, machine: Machine, part: Part, throughput: Throughput, mix: Mix) -> Option:
+    room = memory(cluster, machine, part)
+    if reason := _misfit(cluster, machine, part, room):
+        return Option(part, room, reason)
+    profile = _profile(cluster, machine, part, room.kv_cache_tokens, mix)
+    tokens_s = throughput(profile)
+    if not (math.isfinite(tokens_s) and tokens_s > 0):
+        where = f"{machine.name}, degree {part.tensor_parallel_size}"
+        raise PlanError(f"{where}: expected a throughput above 0, got {tokens_s}")
+    return Option(part, room, "", profile, tokens_s)
+
+
+def _misfit(cluster: Cluster, machine: Machine, part: Part, room: Memory) -> str:
+    """Reason for which an instance cannot run on a machine; empty where it can."""
+    shape, degree = cluster.model.shape, part.tensor_parallel_size
+    whole = degree in machine.profiles and bool(machine.profiles[degree].engine.enable_expert_parallel)
+    if shape is not None and (why := refusal(shape, degree, part.pipeline_parallel_size, whole)):
+        return f"vLLM refuses it: {why}"
+    if room.missing_bytes:
+        return f"does not fit: {room.missing_bytes} bytes missing"
+    if degree not in machine.profiles:
+        return f"no profile for tensor_parallel_size {degree}"
+    return ""
+
+
+def _profile(cluster: Cluster, machine: Machine, part: Part, tokens: int, mix: Mix) -> Profile:
+    """The profile of an instance with its KV cache; of a pipeline the stages' composed, with its bubbles."""
+    model, stages, degree = cluster.model, part.pipeline_parallel_size, part.tensor_parallel_size
+    measured, link = machine.profiles[degree], activation_link(model, INSIDE, _LINK_BATCH_S)
+    held = [
+        StageProfile(
+            measured, float(share), machine.gpu, degree, link if index < stages - 1 else LinkSeconds()
+        )
+        for index, share in enumerate(_shares(cluster, part))
+    ]
+    name = f"{measured.name}-pp{stages}" if stages > 1 else measured.name
+    return with_bubbles(compose_profile(name, model, held, tokens), mix, engine_stages(held))

@@ -1,0 +1,120 @@
+"""Tokens/s of one instance on rows of a trace: by the engine model, or by algorithm 1 of Xiong et al.
+
+(arXiv 2504.15303, static: batches of requests that are prefilled and decoded together.)
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetlb.balancer.config.profile_file import Profile
+from hetlb.balancer.core.engine_defaults import DEFAULT_MAX_NUM_SEQS
+from hetlb.balancer.core.latency import IterationRule, LatencyModel
+from hetlb.balancer.core.types import Capacity
+from hetlb.errors import ConfigError
+from hetlb.tools.plan.cluster import Cluster
+from hetlb.tools.plan.common.fleet_run import arrivals
+from hetlb.tools.sim.alone import run_alone
+from hetlb.tools.sim.study import engine_of
+from hetlb.tools.workload.traces import read_trace
+
+#: Requests of a trace: (input tokens, output tokens).
+Rows = Sequence[tuple[int, int]]
+#: The part of a trace's rows that must be within the cluster's limits.
+_LEAST_PART = 0.5
+
+
+@dataclass(frozen=True)
+class RowSample:
+    """Rows of a trace that are estimated on; `within` of its `total` rows are within the cluster's limits."""
+
+    rows: list[tuple[int, int]]
+    within: int
+    total: int
+
+
+def sample_rows(cluster: Cluster, trace: Path, count: int) -> RowSample:
+    """Rows spread evenly over the trace, in its order, of those within the cluster's limits."""
+    limits = cluster.limits
+    rows = [(row.input_tokens, max(1, row.output_tokens)) for row in read_trace(trace)]
+    within = [(i, o) for i, o in rows if i <= limits.max_input_tokens and o <= limits.max_output_tokens]
+    if not within or len(within) < _LEAST_PART * len(rows):
+        wanted, got = ("some row", "none") if not within else ("at least half of the rows", len(within))
+        raise ConfigError(
+            f"{cluster.path}: limits: expected {wanted} of {trace} within {limits.max_input_tokens} input "
+            f"and {limits.max_output_tokens} output tokens, got {got} of {len(rows)}"
+        )
+    chosen = within
+    if len(within) > count:
+        chosen = [within[index * len(within) // count] for index in range(count)]
+    return RowSample(chosen, len(within), len(rows))
+
+
+class Throughputs:
+    """Tokens/s of one instance on these rows, by the engine model (`simulate`) or algorithm 1 (`static`)."""
+
+    def __init__(self, rows: Rows, kind: str) -> None:
+        self.kind = kind
+        self._rows = rows
+        self._known: dict[tuple[LatencyModel, Capacity], float] = {}
+
+    def of(self, profile: Profile) -> float:
+        """Tokens/s of one instance of this profile. Raises `ProfileError` where it is no engine's."""
+        key = (profile.latency, profile.capacity)
+        if key not in self._known:
+            if self.kind == "simulate":
+                planned = arrivals(self._rows, math.inf, random.Random(0))
+                self._known[key] = run_alone(engine_of(profile), planned, IterationRule.TOKEN).tokens_per_s
+            else:
+                tokens = profile.engine.kv_cache_tokens or 0
+                seqs = profile.engine.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+                self._known[key] = static_estimate(profile.latency, self._rows, tokens, seqs)
+        return self._known[key]
+
+
+# --- algorithm 1 ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Requests prefilled and decoded together: their mean input, their longest output."""
+
+    size: int
+    input_tokens: float
+    output_tokens: int
+
+
+def pack(rows: Rows, kv_cache_tokens: int, max_num_seqs: int) -> list[Batch]:
+    """Greedily, in trace order: the largest batches that fit the KV cache; what never fits is left out."""
+    batches: list[Batch] = []
+    size = inputs = outputs = longest = 0
+    for input_tokens, output_tokens in rows:
+        need = input_tokens + output_tokens
+        if need > kv_cache_tokens:
+            continue
+        if size and (size >= max_num_seqs or inputs + outputs + need > kv_cache_tokens):
+            batches.append(Batch(size, inputs / size, longest))
+            size = inputs = outputs = longest = 0
+        size, inputs, outputs = size + 1, inputs + input_tokens, outputs + output_tokens
+        longest = max(longest, output_tokens)
+    if size:
+        batches.append(Batch(size, inputs / size, longest))
+    return batches
+
+
+def static_estimate(latency: LatencyModel, rows: Rows, kv_cache_tokens: int, max_num_seqs: int) -> float:
+    """Tokens/s (input and output) of one instance on these rows, by the paper's algorithm 1 from k1..k8.
+
+    It promises the order of degrees, not the absolute figure: a real engine refills its batch.
+    """
+    seconds = sum(
+        latency.paper_prefill_s(batch.size, batch.input_tokens)
+        + latency.paper_decode_s(batch.size, batch.input_tokens, batch.output_tokens)
+        for batch in pack(rows, kv_cache_tokens, max_num_seqs)
+    )
+    tokens = sum(i + o for i, o in rows if i + o <= kv_cache_tokens)
+    return tokens / seconds if seconds > 0 else 0.0

@@ -1,0 +1,167 @@
+"""Grid of a sweep, clipped to the server: its context, its KV cache, its number of sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hetlb.balancer.core.types import Capacity
+from hetlb.tools.profiler.fit import DEFAULT_DECODE_GRID, StepKind
+
+#: Of the KV cache, what a point may fill.
+_KV_SHARE = 0.9
+#: Tokens an answer may take beyond the cached length that a decode point stands for.
+DECODE_ROOM = 128
+_MIN_BATCHES = 2
+_MOST_LENGTHS = 6
+_SHORTEST = 16
+#: Tokens of a pass where the engine has not told: vLLM's least default.
+_USUAL_BUDGET = 2048
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Size:
+    """A point to measure: `batch` requests of `length` prompt (prefill) or cached (decode, mixed) tokens.
+
+    A mixed step has `prefill_tokens` of another prompt in it.
+    """
+
+    phase: StepKind
+    batch: int
+    length: int
+    prefill_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length + self.prefill_tokens
+
+    def __str__(self) -> str:
+        beside = f" beside {self.prefill_tokens}" if self.prefill_tokens else ""
+        return f"{self.phase} {self.batch} x {self.length}{beside}"
+
+
+#: Lengths at which tiles are full and others: powers of two alone are the best case. The shortest: the floor.
+_LIVE_PREFILL = {1: (32, 128, 400, 1024, 3000), 4: (128, 300, 1024, 4096), 16: (100, 400, 1024, 4096)}
+#: Corners that the others do not tell: one long context, and a large batch.
+_LIVE_CORNERS = ((1, 32768), (256, 1024))
+#: Prompt tokens, decodes beside them, tokens cached by each. The last is clipped to what the server can run.
+_LIVE_MIXED = (
+    *((prompt, decodes, cached) for prompt in (300, 1500) for decodes in (4, 32) for cached in (256, 1024)),
+    (700, 96, 512),
+    *((700, decodes, cached) for decodes, cached in _LIVE_CORNERS),
+    (300, 1024, 256),
+)
+
+DEFAULT_GRID = (
+    *(
+        Size(StepKind.PREFILL, batch, length)
+        for batch, lengths in _LIVE_PREFILL.items()
+        for length in lengths
+    ),
+    *(Size(StepKind.DECODE, batch, length) for batch, length in (*DEFAULT_DECODE_GRID, *_LIVE_CORNERS)),
+    *(Size(StepKind.MIXED, decodes, cached, prompt) for prompt, decodes, cached in _LIVE_MIXED),
+)
+
+
+def clip(grid: Iterable[Size], capacity: Capacity, *, fill: bool = True) -> list[Size]:
+    """The grid within a server's limits, sorted.
+
+    With `fill`, a phase that lost points gets lengths between the others, until it has as many again.
+    """
+    sizes = list(grid)
+    clipped: list[Size] = []
+    for phase in (StepKind.PREFILL, StepKind.DECODE):
+        wanted = [size for size in sizes if size.phase is phase]
+        corners = [size for size in wanted if (size.batch, size.length) in _LIVE_CORNERS]
+        wanted = [size for size in wanted if size not in corners]
+        fitting = _fit_all(wanted, capacity)
+        lengths = sorted({size.length for size in fitting})
+        batches = sorted({size.batch for size in fitting})
+        if len(batches) < _MIN_BATCHES:
+            batches = sorted({*batches, 1, 2, 4})
+        while fill and lengths and len(fitting) < len(wanted) and len(lengths) < _MOST_LENGTHS:
+            more = _one_more(lengths)
+            if len(more) == len(lengths):
+                break
+            lengths = more
+            fitting = _fit_all([Size(phase, b, n) for b in batches for n in reversed(lengths)], capacity)
+        clipped += _fit_all([*fitting, *corners], capacity)
+    return clipped + _clip_mixed([size for size in sizes if size.phase is StepKind.MIXED], capacity)
+
+
+def _clip_mixed(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
+    """Mixed points within the limits: a slot for the prompt beside the decodes, and one pass for both."""
+    slots = (capacity.max_num_seqs or 1 << 20) - 1
+    budget = capacity.max_num_batched_tokens or _USUAL_BUDGET
+    kept: dict[Size, None] = {}
+    for size in sizes:
+        batch = min(size.batch, slots)
+        if batch < 1:
+            continue
+        prompt = min(size.prefill_tokens, budget - batch)
+        if capacity.max_model_len is not None:
+            prompt = min(prompt, capacity.max_model_len - 1)
+        room = capacity
+        if capacity.kv_cache_tokens is not None:
+            room = capacity.updated(Capacity(kv_cache_tokens=max(1, capacity.kv_cache_tokens - prompt)))
+        length = min(size.length, longest(StepKind.DECODE, batch, room))
+        if length >= _SHORTEST and prompt >= _SHORTEST:
+            kept[Size(StepKind.MIXED, batch, length, prompt)] = None
+    return sorted(kept)
+
+
+def _one_more(lengths: Sequence[int]) -> list[int]:
+    """The lengths and one in the widest gap (by ratio), from the shortest that can be told."""
+    ends = [_SHORTEST, *lengths]
+    low, high = max(pairwise(ends), key=lambda pair: pair[1] / pair[0])
+    return sorted({*lengths, round((low * high) ** 0.5)})
+
+
+def _fit_all(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
+    kept: dict[Size, None] = {}
+    for size in sizes:
+        batch = min(size.batch, capacity.max_num_seqs or size.batch)
+        length = min(size.length, longest(size.phase, batch, capacity))
+        if length < _SHORTEST:
+            continue
+        fitted = Size(size.phase, batch, length)
+        # Two that were clipped to nearly the same would say the same.
+        near = any(o.batch == batch and 0.8 < o.length / length < 1.25 for o in kept)
+        if not near:
+            kept[fitted] = None
+    return sorted(kept)
+
+
+def longest(phase: StepKind, batch: int, capacity: Capacity) -> int:
+    """The most tokens that each of `batch` requests may have at a point."""
+    room = DECODE_ROOM if phase is StepKind.DECODE else 1
+    limit = 1 << 20
+    if capacity.max_model_len is not None:
+        limit = capacity.max_model_len - room
+    if capacity.kv_cache_tokens is not None:
+        block = capacity.block_size or 16
+        # Requests take whole blocks.
+        blocks = math.floor(_KV_SHARE * capacity.kv_cache_tokens / block / batch)
+        limit = min(limit, blocks * block - room)
+    return limit
+
+
+def token_budget(observed: Iterable[tuple[int, int, int]]) -> int | None:
+    """`max_num_batched_tokens` from prefills of (batch, length, iterations in which a prompt ended).
+
+    A pass takes the next so many tokens of the prompts in order; an iteration counts if a prompt ends in
+    it. The power of two that explains all of them; None where none or several do.
+    """
+    observed = list(observed)
+    candidates = [1 << power for power in range(8, 18)]
+    fitting = [
+        budget
+        for budget in candidates
+        if all(
+            len({math.ceil(k * length / budget) for k in range(1, batch + 1)}) == iterations
+            for batch, length, iterations in observed
+        )
+    ]
+    return fitting[0] if len(fitting) == 1 else None

@@ -1,0 +1,184 @@
+"""Latency profiles as documents and tables: one shown, two compared, several listed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from hetlb.balancer.config.profile_file import HostTime, Profile, load_profile
+from hetlb.errors import InputError
+from hetlb.tools.profiler.fit import StepKind
+from hetlb.tools.tables import table
+
+#: Prompt tokens of the mixed steps that are shown and compared.
+_MIXED_PROMPT_TOKENS = 512
+#: Kind of step, batch and length at which times are shown and compared.
+_SIZES = (
+    *((StepKind.PREFILL, batch, length) for batch in (1, 4, 16) for length in (128, 1024, 4096)),
+    *((StepKind.DECODE, batch, length) for batch in (1, 16, 128) for length in (256, 1024, 4096)),
+    *((StepKind.MIXED, batch, 1024) for batch in (1, 16, 128)),
+)
+
+
+def errors_table(profile: Profile) -> Table:
+    """Held-out errors of each phase, in the form that was taken and in the paper's."""
+    rows = []
+    for phase in ("prefill", "prefill_paper", "decode", "decode_paper", "mixed"):
+        if (error := getattr(profile.fit, phase, None)) is not None:
+            worst = ", ".join(f"{key} {size}" for key, size in (error.worst or {}).items()) or "-"
+            figures = (f"{x:.1%}" for x in (error.mean_error, error.p95_error, error.max_error))
+            rows.append((phase.partition("_")[0], error.form, *figures, str(error.points), worst))
+    found = table(profile.name, ("phase", "form", ">mean", ">p95", ">max", ">points", ">worst at"), rows)
+    found.caption = "relative errors on points held out of the fit"
+    return found
+
+
+def print_profile(profile: Profile) -> None:
+    console = Console(highlight=False)
+    console.print(f"[bold]{profile.name}[/bold]")
+    for key in ("hardware", "model", "engine", "source"):
+        if (part := getattr(profile, key)) is not None:
+            values = {k: v for k, v in msgspec.to_builtins(part).items() if v is not None}
+            console.print(f"{key}: " + ", ".join(f"{k} {v}" for k, v in values.items()), markup=False)
+    if profile.source is not None and not profile.source.measured:
+        console.print("[bold yellow]unmeasured: an estimate that no hardware has confirmed[/bold yellow]")
+    for line in (*(f"assumed: {each}" for each in profile.assumed), *(f"lacks {x}" for x in profile.lacks)):
+        console.print(line, markup=False)
+    for section in (profile.prefill, profile.decode):
+        console.print("  ".join(f"{k} = {v:.4g}" for k, v in msgspec.to_builtins(section).items()))
+    if (fit := profile.fit) is not None:
+        figures = f"mean {fit.mean_error:.1%}, p95 {fit.p95_error:.1%}, max {fit.max_error:.1%}"
+        whole = f"errors: {figures}; {fit.points} points"
+        console.print(errors_table(profile) if fit.prefill is not None else whole)
+    times = [
+        (kind.value, str(b), str(n), f"{1e3 * _seconds(profile, kind, b, n):.4g}") for kind, b, n in _SIZES
+    ]
+    console.print(table("predicted times", ("phase", ">batch", ">length", ">ms"), times))
+
+
+def _seconds(profile: Profile, kind: StepKind, batch: int, length: int) -> float:
+    latency, prompt = profile.latency, _MIXED_PROMPT_TOKENS
+    if kind is StepKind.PREFILL:
+        return latency.prefill_s(length, batch)
+    if kind is StepKind.DECODE:
+        return latency.step_s(batch, batch * length)
+    return latency.mixed_step_s(prompt, 1.0, prompt, batch, batch * length)
+
+
+def _origin(profile: Profile) -> str:
+    """Source of a profile in a word or two."""
+    source = profile.source
+    if source is None:
+        return "not stated"
+    return source.kind if source.measured else f"{source.kind}, unmeasured"
+
+
+# --- several ----------------------------------------------------------------------------------------------
+
+
+def listing(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """A row for each profile of files and folders. Raises `InputError` where there is none."""
+    files = [file for path in paths for file in (sorted(path.glob("*.yaml")) if path.is_dir() else [path])]
+    if not files:
+        raise InputError(f"list: expected profiles in {', '.join(map(str, paths))}, got none")
+    rows = []
+    for file in files:
+        profile = load_profile(file)
+        source, hardware, engine = profile.source, profile.hardware, profile.engine
+        rows.append(
+            {
+                "file": str(file),
+                "gpu": hardware and hardware.gpu,
+                "model": profile.model and profile.model.name,
+                "tensor_parallel_size": engine.tensor_parallel_size,
+                "origin": _origin(profile),
+                "basis": source and source.basis,
+                "all_reduce_bytes_s": hardware and hardware.all_reduce_bytes_s,
+                "measured": source and source.measured,
+                "engine": " ".join(filter(None, (engine.name, engine.version))),
+                "mean_error": profile.fit and profile.fit.mean_error,
+                "licence": source and source.licence,
+            }
+        )
+    return rows
+
+
+def listing_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    cells = [
+        (
+            Path(row["file"]).name,
+            row["basis"] or "-",
+            row["engine"] or "-",
+            "-" if row["mean_error"] is None else f"{row['mean_error']:.1%}",
+            f"{rate / 1e9:.1f} GB/s" if (rate := row["all_reduce_bytes_s"]) else "-",
+            row["licence"] or "-",
+        )
+        for row in rows
+    ]
+    found = table(None, ("file", "basis", "engine", ">mean error", ">all-reduce", "licence"), cells)
+    found.columns[0].no_wrap = True
+    return found
+
+
+# --- two --------------------------------------------------------------------------------------------------
+
+
+def differences(a: Profile, b: Profile) -> list[str]:
+    """Respects in which two profiles are of different things, where both say."""
+    facts = [
+        ("models", a.model and a.model.name, b.model and b.model.name),
+        ("GPUs", a.hardware and a.hardware.gpu, b.hardware and b.hardware.gpu),
+        ("degrees", a.engine.tensor_parallel_size, b.engine.tensor_parallel_size),
+        ("versions", a.engine.version, b.engine.version),
+    ]
+    return [f"{what}: {one} and {other}" for what, one, other in facts if one and other and one != other]
+
+
+def comparison(a: Profile, b: Profile) -> dict[str, Any]:
+    """Times of two profiles side by side, and what the second takes of the first by phase."""
+    points = [
+        {"phase": kind.value, "batch": batch, "length": length,
+         "a_s": _seconds(a, kind, batch, length), "b_s": _seconds(b, kind, batch, length)}
+        for kind, batch, length in _SIZES
+    ]  # fmt: skip
+    summary = {}
+    for kind in StepKind:
+        ratios = [each["b_s"] / each["a_s"] for each in points if each["phase"] == kind.value]  # type: ignore[operator]
+        summary[kind.value] = {
+            "mean_ratio": geometric_mean(ratios), "least_ratio": min(ratios), "most_ratio": max(ratios),
+        }  # fmt: skip
+    origins = {"a_origin": _origin(a), "b_origin": _origin(b)}
+    host = {
+        f"{name}_host": msgspec.to_builtins(each.host or HostTime()) for name, each in (("a", a), ("b", b))
+    }
+    return {"a": a.name, "b": b.name, **origins, "points": points, "summary": summary, **host}
+
+
+def print_comparison(found: Mapping[str, Any]) -> None:
+    rows = []
+    for each in found["points"]:
+        a_s, b_s = each["a_s"], each["b_s"]
+        faster = f"A {b_s / a_s:.2f}x" if a_s < b_s else f"B {a_s / b_s:.2f}x" if b_s < a_s else "equal"
+        sizes = (each["phase"], str(each["batch"]), str(each["length"]))
+        rows.append((*sizes, f"{a_s * 1e3:.4g}", f"{b_s * 1e3:.4g}", faster))
+    title = f"A = {found['a']} ({found['a_origin']}), B = {found['b']} ({found['b_origin']})"
+    console = Console()
+    console.print(table(title, ("phase", ">batch", ">length", ">A ms", ">B ms", "faster"), rows))
+    hosts = (
+        f"{name} {1e3 * host['iteration_s']:.3g} ms an iteration, {1e3 * host['sequence_s']:.3g} a sequence, "
+        f"{1e3 * host['request_s']:.3g} a request"
+        for name, host in (("A", found["a_host"]), ("B", found["b_host"]))
+    )
+    console.print(f"host: {'; '.join(hosts)} (mixed steps have a prompt of {_MIXED_PROMPT_TOKENS} tokens)")
+    for phase, each in found["summary"].items():
+        console.print(
+            f"{phase}: B takes {each['mean_ratio']:.2f} x the time of A in the mean "
+            f"({each['least_ratio']:.2f} to {each['most_ratio']:.2f})",
+            soft_wrap=True,
+        )

@@ -1,0 +1,362 @@
+"""Points without a live server: grids in CSV files, the roofline of a GPU; and profiles of points."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from hetlb.balancer.config.profile_file import (
+    EngineInfo,
+    FitReport,
+    Hardware,
+    HostTime,
+    ModelInfo,
+    Profile,
+    ProfileSource,
+    RawGrid,
+    sections,
+    with_latency,
+)
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.step_times import LaunchTime, SplitKv
+from hetlb.errors import ProfileError
+from hetlb.tools.csv_rows import CsvRow, csv_rows
+from hetlb.tools.models.facts import ModelFacts
+from hetlb.tools.models.model_file import model_info
+from hetlb.tools.profiler.fit import (
+    DEFAULT_DECODE_GRID,
+    DEFAULT_PREFILL_GRID,
+    MIXED_FACTOR,
+    FitResult,
+    Point,
+    PrefillForm,
+    StepKind,
+    assumed_mixed,
+    fit,
+    merge_repeats,
+)
+
+#: Tokens of a tile where no point shows it: the usual size of GPU kernels of matrix products.
+ASSUMED_TILE = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """Points, their source, and the engine, hardware and model as far as the source knows them.
+
+    `host` is None where the points hold no host time. `tile` is taken where they show none. `lone` are prompt
+    tokens and seconds of single requests. `split_blocks`: sequences that fill the GPU with one block per KV
+    head, where contexts are split (`SplitKv`). `where` leads errors; `name` is the profile's where nothing
+    else names it.
+    """
+
+    points: tuple[Point, ...]
+    source: ProfileSource
+    engine: EngineInfo
+    hardware: Hardware | None = None
+    model: ModelInfo | None = None
+    host: HostTime | None = None
+    tile: int | None = ASSUMED_TILE
+    lone: tuple[tuple[int, float], ...] = ()
+    split_blocks: float | None = None
+    launch: LaunchTime | None = None
+    assumed: tuple[str, ...] = ()
+    where: str = ""
+    name: str = ""
+
+    @property
+    def gpu(self) -> str | None:
+        return None if self.hardware is None else self.hardware.gpu
+
+    @property
+    def own_name(self) -> str:
+        """Name of a profile of these points: GPU, model and degree."""
+        degree = self.engine.tensor_parallel_size
+        parts = (self.gpu, self.model and self.model.name, degree and f"tp{degree}")
+        return "-".join(part for part in parts if part).lower().replace("/", "-") or self.name
+
+    def request_s(self, latency: LatencyModel) -> float:
+        """Seconds that the server adds to a request beyond its prefill: the median of the lone ones."""
+        return max(0.0, median(seconds - latency.prefill_s(tokens) for tokens, seconds in self.lone))
+
+
+REQUIRED_COLUMNS = ("phase", "batch", "length", "latency_ms")
+#: Of mixed rows: the prompt tokens beside `batch` decodes over `length` cached tokens each.
+MIXED_COLUMN = "prefill_tokens"
+IDENTITY_COLUMNS = ("system", "backend", "backend_version", "model", "tp")
+_MAX_SIZE = 1 << 24
+
+
+def read_csv(
+    path: Path,
+    *,
+    system: str | None = None,
+    model: str | None = None,
+    tp: int | None = None,
+    licence: str | None = None,
+) -> Measurements:
+    """The points of one system, model and degree. Raises `ProfileError`, also where several are left."""
+    rows = [(row.cells, _point(row)) for row in csv_rows(path, REQUIRED_COLUMNS, ProfileError)]
+    wanted = {"system": system, "model": model, "tp": None if tp is None else str(tp)}
+    for column, value in wanted.items():
+        if value is None:
+            continue
+        names = sorted({cells.get(column, "").strip() for cells, _ in rows})
+        rows = [row for row in rows if row[0].get(column, "").strip() == value]
+        if not rows:
+            raise ProfileError(f"{path}: --{column}: expected one of {', '.join(names)}, got {value!r}")
+    identity: dict[str, str | None] = {}
+    for column in IDENTITY_COLUMNS:
+        names = sorted({cells[column].strip() for cells, _ in rows if column in cells})
+        if len(names) > 1:
+            flag = f"--{column}" if column in wanted else column
+            raise ProfileError(f"{path}: {flag}: expected one to be chosen out of {', '.join(names)}")
+        identity[column] = names[0] if names else None
+    degree, gpu = int(identity["tp"] or tp or 0) or None, identity["system"]
+    return Measurements(
+        points=tuple(merge_repeats(point for _, point in rows)),
+        source=ProfileSource(kind="csv", name=path.name, system=gpu, licence=licence),
+        engine=EngineInfo(
+            name=identity["backend"] or "vllm",
+            version=identity["backend_version"],
+            tensor_parallel_size=degree,
+        ),
+        hardware=Hardware(gpu=gpu, gpus=degree or 1) if gpu else None,
+        model=ModelInfo(name=identity["model"]) if identity["model"] else None,
+        where=str(path),
+        name=path.stem,
+    )
+
+
+def _point(row: CsvRow) -> Point:
+    if row.get("phase") not in tuple(StepKind):
+        raise row.error("phase", "prefill, decode or mixed")
+    phase = StepKind(row.get("phase"))
+    if phase is StepKind.MIXED and MIXED_COLUMN not in row.cells:
+        raise row.error("phase", f"a column {MIXED_COLUMN} beside mixed steps")
+    if "tp" in row.cells:
+        row.whole("tp", 1, _MAX_SIZE)
+    return Point(
+        phase,
+        row.whole("batch", 1, _MAX_SIZE),
+        row.whole("length", 1, _MAX_SIZE),
+        row.number("latency_ms", "milliseconds above 0", positive=True) / 1e3,
+        prefill_tokens=row.whole(MIXED_COLUMN, 1, _MAX_SIZE) if phase is StepKind.MIXED else 0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """A GPU and a model in peak figures: FLOP/s and bytes/s of one GPU, and the shares really reached.
+
+    Time of a pass: weights and cache read from memory, or FLOPs computed, whichever is longer. Of experts
+    those count that the batch reaches, evenly spread over the GPUs. All
+    GPUs of the degree share the work; what they send each other costs `step_overhead_s`, with the host.
+    """
+
+    peak_flops: float
+    bandwidth_bytes_s: float
+    model: ModelFacts
+    tensor_parallel_size: int = 1
+    flops_efficiency: float = 0.5
+    bandwidth_efficiency: float = 0.7
+    step_overhead_s: float = 0.002
+
+    def seconds(self, phase: StepKind, batch: int, length: int) -> float:
+        tokens = batch * (length if phase is StepKind.PREFILL else 1)
+        # Two FLOPs a weight; attention's own FLOPs are left out, as a roofline of dense work does.
+        flops = 2.0 * self.model.passed_parameters * tokens
+        read = self.model.touched_bytes(tokens) + batch * self.model.kv_bytes(length)
+        compute_s = flops / (self.peak_flops * self.flops_efficiency * self.tensor_parallel_size)
+        memory_s = read / (self.bandwidth_bytes_s * self.bandwidth_efficiency * self.tensor_parallel_size)
+        return max(compute_s, memory_s) + self.step_overhead_s
+
+    def points(self) -> list[Point]:
+        grids = ((StepKind.PREFILL, DEFAULT_PREFILL_GRID), (StepKind.DECODE, DEFAULT_DECODE_GRID))
+        return [Point(phase, b, n, self.seconds(phase, b, n)) for phase, grid in grids for b, n in grid]
+
+    def measurements(self, system: str | None, model: str | None) -> Measurements:
+        """The default sweep, marked unmeasured; the estimate holds the host's time."""
+        note = (
+            f"estimated, not measured: {self.peak_flops:g} FLOP/s at {self.flops_efficiency:g}, "
+            f"{self.bandwidth_bytes_s:g} bytes/s at {self.bandwidth_efficiency:g}, "
+            f"{1e3 * self.step_overhead_s:g} ms a step; the errors are of the fit to this estimate"
+        )
+        degree = self.tensor_parallel_size
+        return Measurements(
+            points=tuple(self.points()),
+            source=ProfileSource(kind="roofline", measured=False, system=system, note=note),
+            engine=EngineInfo(tensor_parallel_size=degree),
+            hardware=Hardware(gpu=system, gpus=degree) if system else None,
+            model=model_info(self.model, model) if model else None,
+            host=HostTime(),
+            name="roofline",
+        )
+
+
+def profile_of(
+    found: Measurements,
+    *,
+    name: str | None = None,
+    form: PrefillForm | None = None,
+    tile: int | None = None,
+    iteration_s: float | None = None,
+) -> tuple[Profile, FitResult]:
+    """Fit the points, complete the fit by assumptions. Raises `ProfileError`.
+
+    Stated are the name, the form of prefill, the tokens of a tile and the host time of an iteration where the
+    points hold none.
+    """
+    asynchronous = found.engine.schedules_asynchronously(found.gpu)
+    host = found.host
+    if host is None:
+        host = assumed_host(asynchronous) if iteration_s is None else HostTime(iteration_s=iteration_s)
+    try:
+        result = fit(found.points, form=form, tile=tile, usual_tile=found.tile)
+    except (ProfileError, RuntimeError, ValueError) as error:
+        lead = "" if isinstance(error, ProfileError) else "expected points that a model can be fitted to: "
+        where = f"{found.where}: " if found.where else ""
+        raise ProfileError(f"{where}{lead}{error}") from error
+    result, assumed = complete(result, found.points, host, asynchronous, found.split_blocks, found.launch)
+    if found.lone:
+        host = msgspec.structs.replace(host, request_s=found.request_s(result.latency))
+    found = replace(found, host=host, assumed=(*assumed, *found.assumed))
+    return make_profile(name or found.own_name, found, result), result
+
+
+def make_profile(name: str, found: Measurements, result: FitResult) -> Profile:
+    """A profile of fitted points, its errors and the points themselves."""
+    prefill, decode = result.reports["prefill"], result.reports["decode"]
+    weight = prefill.points + decode.points
+    mean = (prefill.mean_error * prefill.points + decode.mean_error * decode.points) / weight
+    by_phase = {phase: [p for p in found.points if p.phase is phase] for phase in StepKind}
+    passes = tuple(p.passes for p in by_phase[StepKind.PREFILL])
+    return Profile(
+        version=2,
+        name=name,
+        hardware=found.hardware,
+        model=found.model,
+        engine=found.engine,
+        **sections(result.latency),
+        host=found.host,
+        assumed=found.assumed,
+        fit=FitReport(
+            mean_error=mean,
+            p95_error=max(prefill.p95_error, decode.p95_error),
+            max_error=max(prefill.max_error, decode.max_error),
+            points=weight,
+            **result.reports,
+        ),
+        source=found.source,
+        grid=RawGrid(
+            prefill=tuple((p.batch, p.length, p.seconds) for p in by_phase[StepKind.PREFILL]),
+            decode=tuple((p.batch, p.length, p.seconds) for p in by_phase[StepKind.DECODE]),
+            mixed=tuple((p.prefill_tokens, p.batch, p.length, p.seconds) for p in by_phase[StepKind.MIXED]),
+            prefill_passes=passes if any(each > 1 for each in passes) else None,
+        ),
+    )
+
+
+def corrected(profile: Profile, latency: LatencyModel, source: ProfileSource) -> Profile:
+    """A profile with other constants; points and errors, which are of the old ones, are left out."""
+    return msgspec.structs.replace(
+        with_latency(profile, latency), version=2, source=source, fit=None, grid=None
+    )
+
+
+#: Seconds in which a layer's kernels are launched: of attention, which CUDA graphs of a pass that prefills
+#: leave out, by kind; of dense work and of experts, beyond the graphs. Fitted on Qwen3-32B, Qwen3.6-35B-A3B
+#: at TP 2 on B300 (vLLM 0.20.1): three figures for four constants, so linear attention and experts may trade.
+_ATTENTION_LAUNCH_S, _STATE_LAUNCH_S = 0.1e-3, 0.45e-3
+_DENSE_LAUNCH_S, _EXPERTS_LAUNCH_S = 0.15e-3, 0.475e-3
+#: Tokens up to which vLLM captures CUDA graphs by default.
+_GRAPH_TOKENS = 512
+
+
+def assumed_launch(facts: ModelFacts) -> LaunchTime:
+    """Return the launch times of a model by the kinds of its layers."""
+    states = facts.kinds.get("linear", 0) + facts.kinds.get("state", 0)
+    layers = max(facts.layers, sum(facts.kinds.values()))
+    graph_s = _STATE_LAUNCH_S * states + _ATTENTION_LAUNCH_S * (layers - states)
+    eager_s = graph_s + (_DENSE_LAUNCH_S + (_EXPERTS_LAUNCH_S if facts.experts else 0.0)) * layers
+    return LaunchTime(_GRAPH_TOKENS, graph_s, eager_s)
+
+
+#: Share of a GPU's blocks of threads that reads its memory as fast as all of them do.
+SPLIT_SHARE = 0.4
+
+#: Host time beyond tables of kernels: of an iteration, and of each sequence in it. Asynchronous scheduling
+#: (True) hides most of it behind the GPU.
+_ASSUMED_HOST = {True: (0.4e-3, 1.2e-5), False: (1.2e-3, 4.5e-5)}
+#: Time that a server takes over a request: HTTP, tokenizer, and the way to the engine's process.
+_ASSUMED_REQUEST_S = 4e-3
+_RANGES = {True: "0 to 1.5 ms an iteration were found", False: "1 to 8 ms an iteration were found"}
+
+
+def assumed_host(asynchronous: bool | None) -> HostTime:
+    """The host time where no point shows it; unknown scheduling is asynchronous, as vLLM's default is."""
+    iteration_s, sequence_s = _ASSUMED_HOST[asynchronous is not False]
+    return HostTime(iteration_s=iteration_s, sequence_s=sequence_s, request_s=_ASSUMED_REQUEST_S)
+
+
+def complete(
+    result: FitResult,
+    points: Sequence[Point],
+    host: HostTime,
+    asynchronous: bool | None = None,
+    split_blocks: float | None = None,
+    launch: LaunchTime | None = None,
+) -> tuple[FitResult, tuple[str, ...]]:
+    """The fit with what its points do not show assumed; one phrase for each assumption.
+
+    A phrase says what is taken, in which range it was found elsewhere, and what would measure it.
+    `split_blocks` are those of a kernel that splits contexts (`SplitKv`).
+    """
+    latency, assumed = result.latency, []
+    better = latency.better_prefill
+    if better is not None and result.tile is None:
+        assumed.append(
+            f"tile: {better.tile} tokens (every prefill point holds whole tiles of 128 or few tokens); "
+            "prefill points such as 1 x 300 would show it"
+        )
+    if latency.mixed is None:
+        latency = replace(latency, mixed=assumed_mixed(latency))
+        assumed.append(
+            f"mixed: {MIXED_FACTOR:g} times the attention of a decode step (1.3 to 3.4 were found); "
+            "2 or more mixed points measure it, as a live sweep does, and a log corrects it"
+        )
+    if split_blocks is not None and latency.better_decode is not None:
+        context_s = SPLIT_SHARE * split_blocks * latency.better_decode.token_s
+        latency = replace(latency, split_kv=SplitKv(split_blocks, context_s))
+        assumed.append(
+            f"split_kv: a decode step lasts until its longest context is through {split_blocks:g} // "
+            f"sequences blocks, {SPLIT_SHARE:.0%} of which read as fast as all (38 to 41 % on B300); steps "
+            "of unequal contexts would measure it"
+        )
+    if launch is not None:
+        latency = replace(latency, launch=launch)
+        assumed.append(
+            f"launch: kernels of a pass that prefills are launched in {1e3 * launch.graph_s:.3g} ms up to "
+            f"{launch.graph_tokens:g} tokens (CUDA graphs) and {1e3 * launch.eager_s:.3g} ms beyond, by the "
+            "kinds of the model's layers as on B300; a live sweep measures the passes as they are"
+        )
+    if host == assumed_host(asynchronous):
+        scheduling = "synchronous" if asynchronous is False else "asynchronous"
+        assumed.append(
+            f"host: {1e3 * host.iteration_s:g} ms an iteration and {1e3 * host.sequence_s:g} ms for each "
+            f"sequence in it ({scheduling} scheduling; {_RANGES[asynchronous is not False]}), "
+            f"{1e3 * host.request_s:g} ms a request; a live sweep or a log measures it"
+        )
+    for phase, what in ((StepKind.PREFILL, "prompts"), (StepKind.DECODE, "contexts")):
+        most = max(p.length for p in points if p.phase is phase)
+        if most < _LONG:
+            assumed.append(f"{what} beyond {most} tokens: extrapolated; longer points measure them")
+    return replace(result, latency=latency), tuple(assumed)
+
+
+#: Points of such a length say what long contexts cost.
+_LONG = 16384

@@ -1,0 +1,129 @@
+"""The decoding sequences of a simulated engine: an iteration of decodes touches none of them.
+
+Every decoding sequence gains one token per iteration, so one step counter stands for all of them: a sequence
+keeps the difference between the counter and its tokens in the cache (`offset`), sequences are bucketed by the
+step at which they finish, and counted by `offset % block_size`, which gives the steps at which they need a
+block.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from hetlb.tools.sim.engine_sequence import EngineSequence
+
+
+class DecodeBatch:
+    """Decoding sequences, in order of admission, and the count of iterations begun."""
+
+    __slots__ = ("_finish", "_finish_steps", "_size", "demand", "sequences", "step", "tokens")
+
+    def __init__(self, block_size: int) -> None:
+        self.sequences: dict[EngineSequence, None] = {}
+        #: Iterations begun (of a longer stretch in flight: the first).
+        self.step = 0
+        #: Tokens in the cache of all the sequences, the step begun included.
+        self.tokens = 0
+        self._size = block_size
+        self._finish: dict[int, dict[EngineSequence, None]] = {}  # step -> sequences that finish at its end
+        self._finish_steps: list[int] = []  # heap over the keys; entries of emptied buckets go stale
+        #: Sequences by `offset % block_size`: those at a step's remainder need a block in it.
+        self.demand = [0] * block_size
+
+    def cached(self, sequence: EngineSequence) -> int:
+        """Return the tokens of a sequence in the cache."""
+        return self.step - sequence.offset
+
+    def longest(self) -> int:
+        """Return the tokens of the sequence with the most in the cache; 0 without sequences."""
+        return max([self.step - sequence.offset for sequence in self.sequences], default=0)
+
+    def add(self, sequence: EngineSequence, cached: int) -> None:
+        """Add a sequence that has `cached` tokens in the cache."""
+        sequence.offset = offset = self.step - cached
+        self.sequences[sequence] = None
+        self.tokens += cached
+        self.demand[offset % self._size] += 1
+        last = offset + sequence.prompt_tokens + sequence.output_tokens - 1
+        bucket = self._finish.get(last)
+        if bucket is None:
+            self._finish[last] = {sequence: None}
+            heapq.heappush(self._finish_steps, last)
+        else:
+            bucket[sequence] = None
+
+    def remove(self, sequence: EngineSequence) -> int:
+        """Remove a sequence that does not finish; returns its tokens in the cache."""
+        last = sequence.offset + sequence.prompt_tokens + sequence.output_tokens - 1
+        bucket = self._finish[last]
+        del bucket[sequence]
+        if not bucket:
+            del self._finish[last]
+        return self._forget(sequence)
+
+    def take_finished(self) -> list[EngineSequence]:
+        """Remove the sequences that have all their tokens with the step just ended."""
+        finished = self._finish.pop(self.step, None)
+        if finished is None:
+            return []
+        for sequence in finished:
+            self._forget(sequence)
+        return list(finished)
+
+    def _forget(self, sequence: EngineSequence) -> int:
+        del self.sequences[sequence]
+        cached = self.step - sequence.offset
+        self.tokens -= cached
+        self.demand[sequence.offset % self._size] -= 1
+        return cached
+
+    def advance(self, steps: int) -> int:
+        """Count `steps` iterations as begun; returns how many sequences decode in them."""
+        count = len(self.sequences)
+        self.step += steps
+        self.tokens += steps * count
+        return count
+
+    def needs_block(self, sequence: EngineSequence) -> bool:
+        """Return whether a sequence needs another block in the next step."""
+        return sequence.offset % self._size == self.step % self._size
+
+    def blocks_needed(self, steps: int) -> int:
+        """Return the blocks that the sequences need in the next `steps` steps."""
+        size = self._size
+        start = self.step % size
+        cycles, rest = divmod(steps, size)
+        blocks = cycles * len(self.sequences)
+        end = start + rest
+        if end <= size:
+            return blocks + sum(self.demand[start:end])
+        return blocks + sum(self.demand[start:]) + sum(self.demand[: end - size])
+
+    def steps_to_finish(self) -> int:
+        """Return the steps from the one begun, which counts, to the next at whose end a sequence finishes."""
+        steps = self._finish_steps
+        while steps[0] not in self._finish:
+            heapq.heappop(steps)
+        return steps[0] - self.step + 1
+
+    def affordable_steps(self, steps: int, free: int) -> int:
+        """Return how many of the next `steps` steps find every block they need among `free` ones."""
+        if self.blocks_needed(steps) <= free:
+            return steps
+        size = self._size
+        cycles, free = divmod(free, len(self.sequences))
+        affordable = cycles * size
+        start = self.step % size
+        while (free := free - self.demand[(start + affordable) % size]) >= 0:
+            affordable += 1
+        return affordable
+
+    def check_integrity(self) -> None:
+        """Count everything again; assertion where a sum disagrees."""
+        demand = [0] * self._size
+        for sequence in self.sequences:
+            demand[sequence.offset % self._size] += 1
+        assert self.tokens == sum(map(self.cached, self.sequences)), "expected the sum of the cached tokens"
+        assert demand == self.demand, "expected the block demand counted anew"
+        bucketed = {sequence for bucket in self._finish.values() for sequence in bucket}
+        assert bucketed == set(self.sequences), "expected every decoding sequence in one finish bucket"

@@ -1,0 +1,88 @@
+"""Limits of one vLLM engine, with vLLM's own defaults for what a profile or an engine does not state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetlb.balancer.core.adapters import DEFAULT_SLOTS
+from hetlb.balancer.core.engine_defaults import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_SEQS,
+)
+from hetlb.balancer.core.pickle_by_fields import PickleByFields
+from hetlb.balancer.core.types import Capacity
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits(PickleByFields):
+    """Limits of one engine: tokens, blocks of `block_size` tokens, sequences; and two of its switches.
+
+    `enable_prefix_caching` (on by default): freed blocks keep their content.
+    `async_scheduling`: the next batch is fixed when the running one starts.
+    `max_loras`: LoRA adapters of a batch.
+    """
+
+    kv_cache_tokens: int
+    block_size: int = DEFAULT_BLOCK_SIZE
+    max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
+    max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
+    enable_prefix_caching: bool = True
+    async_scheduling: bool = False
+    max_loras: int = DEFAULT_SLOTS
+
+    def __post_init__(self) -> None:
+        for name in ("kv_cache_tokens", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_loras"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"engine.{name}: expected at least 1, got {value}")
+        if self.kv_blocks < 1:
+            raise ValueError(
+                f"engine.kv_cache_tokens: expected at least one block of {self.block_size} tokens, "
+                f"got {self.kv_cache_tokens}"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            # vLLM refuses this too: every running request must be able to decode in every iteration.
+            raise ValueError(
+                f"engine.max_num_batched_tokens: expected at least engine.max_num_seqs "
+                f"({self.max_num_seqs}), got {self.max_num_batched_tokens}"
+            )
+
+    @property
+    def kv_blocks(self) -> int:
+        """Whole blocks of the KV cache."""
+        return self.kv_cache_tokens // self.block_size
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Most tokens (prompt + output) of one sequence: its last token needs no slot."""
+        return self.kv_blocks * self.block_size + 1
+
+    def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
+        """Return whether the whole KV cache is enough for such a sequence."""
+        return prompt_tokens + max(output_tokens, 1) <= self.max_sequence_tokens
+
+    @classmethod
+    def from_capacity(cls, capacity: Capacity) -> EngineLimits:
+        """Make the limits that a profile or an engine states, vLLM's defaults for what they leave out.
+
+        Raises `ValueError` naming the key where the KV capacity is missing or figures contradict.
+        """
+        if capacity.kv_cache_tokens is None:
+            raise ValueError(
+                "engine.kv_cache_tokens: expected the capacity in tokens, but the key is missing"
+            )
+        seqs, batched = capacity.max_num_seqs, capacity.max_num_batched_tokens
+        if batched is None:
+            batched = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, seqs or 0)
+        if seqs is None:
+            seqs = min(DEFAULT_MAX_NUM_SEQS, batched)
+        return cls(
+            kv_cache_tokens=capacity.kv_cache_tokens,
+            block_size=capacity.block_size or DEFAULT_BLOCK_SIZE,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=batched,
+            enable_prefix_caching=capacity.enable_prefix_caching is not False,
+            async_scheduling=capacity.async_scheduling is True,
+            max_loras=capacity.max_loras or DEFAULT_SLOTS,
+        )

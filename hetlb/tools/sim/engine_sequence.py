@@ -1,0 +1,94 @@
+"""One sequence in a simulated engine, and the states it passes through."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+from mypy_extensions import mypyc_attr
+
+from hetlb.tools.sim.block_pool import CachedSpan
+
+#: A stretch of a prompt: what it is, and how many tokens.
+TokenSpan: TypeAlias = tuple[Hashable, int]
+
+
+class SequenceState(StrEnum):
+    """State of a sequence. `PREFILL` and `DECODE` are what vLLM counts as running.
+
+    `FETCHING`: blocks are allocated, the KV cache of its prompt comes from another engine.
+    """
+
+    NEW = "new"
+    WAITING = "waiting"
+    FETCHING = "fetching"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class EngineSequence:
+    """One sequence: a prompt and as many output tokens as it will have. `tag` is the driver's own.
+
+    `output_tokens` is when the model would stop; 0 is a prompt without an answer (an embedding).
+    `pieces` and `answer` name the contents for an engine with a prefix cache (`hetlb.tools.sim.kv_blocks`).
+    The KV cache of the first `remote_tokens` prompt tokens comes from another engine. `held`: the blocks stay
+    allocated when it has finished, until `EngineModel.release_held`. `adapter`: its LoRA adapter, or "".
+    `state` and `preemptions` are read-only for drivers; the fields from `admission` on are the engine's own.
+    Drivers may subclass it to hang data on it.
+    """
+
+    __slots__ = (
+        "adapter", "admission", "answer", "cached_tokens", "computed", "fetch_tokens", "generated",
+        "held", "nodes", "offset", "output_tokens", "pieces", "preemptions", "prompt_tokens", "remote_tokens",
+        "shared_blocks", "spans", "state", "tag",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        prompt_tokens: int,
+        output_tokens: int,
+        tag: Any = None,
+        *,
+        pieces: tuple[TokenSpan, ...] = (),
+        answer: Hashable | None = None,
+        remote_tokens: int = 0,
+        held: bool = False,
+        adapter: str = "",
+    ) -> None:
+        if prompt_tokens < 1:
+            raise ValueError(f"prompt_tokens: expected at least 1, got {prompt_tokens}")
+        if output_tokens < 0:
+            raise ValueError(f"output_tokens: expected 0 or more, got {output_tokens}")
+        if not 0 <= remote_tokens <= prompt_tokens:
+            raise ValueError(f"remote_tokens: expected 0 to {prompt_tokens}, got {remote_tokens}")
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.tag = tag
+        self.pieces = pieces
+        self.answer = answer
+        self.state = SequenceState.NEW
+        self.preemptions = 0
+        #: Tokens found in the prefix cache when it was first admitted, None without such a cache or before.
+        self.cached_tokens: int | None = None
+        #: Prompt tokens whose KV cache is still to be fetched; 0 once that is done or given up.
+        self.remote_tokens = remote_tokens
+        #: Tokens to transfer: those of `remote_tokens` that the engine's own prefix cache lacks.
+        self.fetch_tokens = 0
+        self.held = held
+        self.adapter = adapter
+        self.admission = 0  # its number among all admissions
+        self.computed = 0  # tokens in the cache, while in PREFILL
+        self.generated = 0  # output tokens, while not in DECODE
+        self.offset = 0  # step counter minus tokens in the cache, while in DECODE
+        #: Spans of the prompt, and the answer as the last one; those of its first that are cached, and how
+        #: many blocks it has in them.
+        self.spans: tuple[TokenSpan, ...] = ()
+        self.nodes: list[CachedSpan] = []
+        self.shared_blocks = 0
+
+    def __repr__(self) -> str:
+        return f"EngineSequence({self.prompt_tokens}+{self.output_tokens}, {self.state}, tag={self.tag!r})"

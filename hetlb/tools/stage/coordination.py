@@ -1,0 +1,146 @@
+"""A coordinator as a process: the OpenAI server in front of the stages that a file names.
+
+To a proxy it is an engine like any other, at its URL. The file is read again when it changes or at SIGHUP:
+the workers that it names from then on are used at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from hetlb.errors import ConfigError, InputError
+from hetlb.tools.stage.auth import read_key
+from hetlb.tools.stage.checkpoint import load_config
+from hetlb.tools.stage.coordinator import Coordinator
+from hetlb.tools.stage.openai_api import OpenAIServer
+from hetlb.tools.stage.stages_file import StageGroup
+from hetlb.tools.stage.text import TextModel
+
+log = logging.getLogger("hetlb.stage")
+
+#: Seconds that start-up waits for stages that hold all layers.
+FIRST_LOOK_S: Final = 3.0
+#: Seconds between two looks at the file.
+_POLL_S: Final = 1.0
+
+
+class Coordination:
+    """A coordinator, its server and its file. `load` reads the file again."""
+
+    def __init__(
+        self,
+        group: StageGroup,
+        load: Callable[[Path], StageGroup],
+        *,
+        event_log: Path | None = None,
+        api_key: str = "",
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """Read model, tokenizer and key. Raises `InputError`."""
+        self._load = load
+        self._log: Any = None if event_log is None else _opened(event_log)
+        self.coordinator = Coordinator(
+            group,
+            load_config(group.folder),
+            key=read_key(group.key_file),
+            tls=_authorities(group),
+            write_event=None if self._log is None else self._log.write,
+        )
+        self.server = OpenAIServer(self.coordinator, TextModel(group.folder), api_key=api_key, tls=tls)
+        self._reading = asyncio.Lock()
+
+    async def run(self, host: str, port: int, stop: asyncio.Event, ready: Callable[[int], None]) -> None:
+        """Serve until `stop`; `ready` is given the port. Raises `OSError` if it cannot listen."""
+        loop, hangup = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_signal_handler(signal.SIGHUP, hangup.set)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            await self.coordinator.start()
+            if not await self.coordinator.wait_passable(FIRST_LOOK_S):
+                log.warning("the stages that are up do not hold all layers")
+            await self.server.start(host, port)
+            tasks += [asyncio.create_task(self._watch()), asyncio.create_task(self._follow(hangup))]
+            ready(self.server.port)
+            await stop.wait()
+        finally:
+            loop.remove_signal_handler(signal.SIGHUP)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.coordinator.close()
+            await self.server.close()
+            if self._log is not None:
+                self._log.close()
+
+    async def _watch(self) -> None:
+        """Read the file again once it has changed and then stayed as it is between two looks."""
+        path = self.coordinator.group.path
+        read = before = _state(path)
+        while True:
+            await asyncio.sleep(_POLL_S)
+            now = _state(path)
+            if now == before != read:
+                read = now
+                await self.reload()
+            before = now
+
+    async def _follow(self, hangup: asyncio.Event) -> None:
+        while True:
+            await hangup.wait()
+            hangup.clear()
+            await self.reload()
+
+    async def reload(self) -> None:
+        """Read the file again; one that is wrong changes nothing, which is logged."""
+        async with self._reading:
+            before = self.coordinator.group
+            try:
+                group = await asyncio.to_thread(self._load, before.path)
+            except InputError as error:
+                log.error("not reloaded, the last good file stays: %s", error)
+                return
+            fixed = [
+                key
+                for key in ("model", "folder", "key_file", "ca_file", "scheduler", "high_water")
+                if getattr(group.table, key) != getattr(before.table, key)
+            ]
+            if fixed:
+                log.error("not reloaded: only a restart changes %s", ", ".join(fixed))
+            elif group != before:
+                await self.coordinator.reconfigure(group)
+                log.info("reloaded: %d workers", len(group.workers))
+
+
+def _state(path: Path) -> tuple[int, int, int]:
+    """Return what changes with a file: time of change (ns), size and inode; zeros where it is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0, 0
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return path.open("w", encoding="utf-8", buffering=1)
+    except OSError as error:
+        raise InputError(
+            f"--event-log: expected a place to write {path}: {os.strerror(error.errno or 0)}"
+        ) from error
+
+
+def _authorities(group: StageGroup) -> ssl.SSLContext | None:
+    """Return the TLS context of connections to workers, None without a `ca_file`."""
+    if group.ca_file is None:
+        return None
+    try:
+        return ssl.create_default_context(cafile=group.ca_file)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"{group.ca_file}: expected a PEM file: {error}") from error

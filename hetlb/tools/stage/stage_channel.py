@@ -1,0 +1,242 @@
+"""Authenticated connections between coordinator and stage, or stage and stage: WebSockets of aiohttp.
+
+Frames arrive whole and in order, or the connection ends. It becomes a WebSocket once both sides proved that
+they have the key (`auth`). A route comes from a coordinator, so the addresses in it are checked when they are
+connected to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hmac
+import socket
+import ssl
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final, TypeAlias
+
+import aiohttp
+from aiohttp import web
+
+from hetlb.addresses import is_loopback, is_special
+from hetlb.tools.stage import auth
+from hetlb.tools.stage.stage_messages import MAX_FRAME_BYTES, PATH, StageProtocolError, Welcome, decode
+from hetlb.turns import Share
+
+#: Seconds to connect and to prove the key.
+CONNECT_S: Final = 5.0
+#: Seconds between a coordinator's pings. A stage that answers none within half of it is lost; so is a
+#: coordinator that sends none for three times as long. Between stages there are none: one that is behind does
+#: not read.
+HEARTBEAT_S: Final = 10.0
+SILENCE_S: Final = 3.0 * HEARTBEAT_S
+
+
+class ChannelError(Exception):
+    """A failed connection attempt; the message gives the reason."""
+
+
+_Socket: TypeAlias = aiohttp.ClientWebSocketResponse | web.WebSocketResponse
+
+
+class StageChannel:
+    """Frames to and from one peer, once it is open. Sending never blocks: `pending_bytes` are queued."""
+
+    def __init__(self) -> None:
+        self._socket: _Socket | None = None
+        self._frames: deque[bytes] = deque()
+        self._wake = asyncio.Event()
+        self._left = asyncio.Event()
+        self.pending_bytes = 0
+        #: Called when everything has left.
+        self.drained: Callable[[], None] | None = None
+        self._sender: asyncio.Task[None] | None = None
+
+    def open(self, socket: _Socket) -> None:
+        """Use a connection: send what waits."""
+        self._socket = socket
+        self._sender = asyncio.create_task(self._send(socket))
+
+    def send(self, frame: bytes) -> None:
+        """Queue a frame."""
+        self._frames.append(frame)
+        self.pending_bytes += len(frame)
+        self._left.clear()
+        self._wake.set()
+
+    async def flush(self) -> None:
+        """Wait until everything has left."""
+        if self.pending_bytes:
+            await self._left.wait()
+
+    async def _send(self, socket: _Socket) -> None:
+        try:
+            while True:
+                while self._frames:
+                    frame = self._frames.popleft()
+                    await socket.send_bytes(frame)
+                    self.pending_bytes -= len(frame)
+                self._left.set()
+                if self.drained is not None:
+                    self.drained()
+                self._wake.clear()
+                await self._wake.wait()
+        except (ConnectionError, aiohttp.ClientError):
+            pass  # the reader of the connection sees its end
+
+    async def frames(self, silence_s: float | None = None) -> AsyncIterator[bytes]:
+        """Yield frames until the connection ends or stays silent for `silence_s`."""
+        assert self._socket is not None, "expected an open channel"
+        share = Share()
+        while True:
+            await share.spent()
+            try:
+                message = await self._socket.receive(timeout=silence_s)
+            except TimeoutError:
+                return
+            if message.type is not aiohttp.WSMsgType.BINARY:
+                return
+            yield message.data
+
+    async def close(self) -> None:
+        """End the connection."""
+        if self._sender is not None and self._socket is not None:
+            self._sender.cancel()
+            await self._socket.close()
+
+
+async def connect(
+    http: aiohttp.ClientSession,
+    url: str,
+    key: bytes,
+    session: int,
+    tls: ssl.SSLContext | None,
+    channel: StageChannel | None = None,
+) -> tuple[StageChannel, Welcome]:
+    """Connect to a stage, by a channel that may have frames already; `session` is 0 for a stage.
+
+    Raises `ChannelError`.
+    """
+    channel = channel or StageChannel()
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            proof = await _prove(http, url, key, session, tls)
+            opened = await http.ws_connect(
+                url + PATH,
+                headers=proof,
+                heartbeat=HEARTBEAT_S if session else None,
+                max_msg_size=MAX_FRAME_BYTES,
+                ssl=tls or True,
+            )
+            try:
+                welcome = await _welcome(opened)
+            except BaseException:
+                await opened.close()
+                raise
+            channel.open(opened)
+            return channel, welcome
+    except TimeoutError as error:
+        raise ChannelError(f"{url}: no answer within {CONNECT_S:g} s") from error
+    except (OSError, aiohttp.ClientError, ChannelError) as error:
+        raise ChannelError(f"{url}: {error}") from error
+
+
+async def _prove(
+    http: aiohttp.ClientSession, url: str, key: bytes, session: int, tls: ssl.SSLContext | None
+) -> dict[str, str]:
+    """Headers that prove the key, once the stage has proved it. Raises `ChannelError`."""
+    nonce = auth.new_nonce()
+    headers = auth.hello(session, nonce)
+    async with http.get(url + PATH, headers=headers, ssl=tls or True, allow_redirects=False) as response:
+        found = auth.challenge(response.headers)
+    if found is None:
+        raise ChannelError("expected a challenge: another version of hetlb?")
+    stage_nonce, proof = found
+    if not hmac.compare_digest(proof, auth.stage_proof(key, nonce, stage_nonce)):
+        raise ChannelError("it has another key")
+    return headers | auth.proof(stage_nonce, auth.client_proof(key, nonce, stage_nonce, session))
+
+
+async def _welcome(socket: aiohttp.ClientWebSocketResponse) -> Welcome:
+    message = await socket.receive()
+    if message.type is not aiohttp.WSMsgType.BINARY:
+        raise ChannelError("expected its description, the connection ended")
+    try:
+        welcome = decode(message.data)[0]
+    except StageProtocolError as error:
+        raise ChannelError(str(error)) from error
+    if not isinstance(welcome, Welcome):
+        raise ChannelError("expected its description: another version of hetlb?")
+    return welcome
+
+
+def check_peer(address: str, *, loopback: bool) -> None:
+    """Raise `OSError` unless a stage may connect there. `loopback`: to this machine alone."""
+    if is_special(address) or (loopback and not is_loopback(address)):
+        expected = "an address of this machine (there is no key)" if loopback else "an address of a machine"
+        raise OSError(errno.EACCES, f"expected {expected}, got {address}")
+
+
+class Peers:
+    """Connections to other stages, made when first needed."""
+
+    def __init__(
+        self,
+        key: bytes,
+        tls: ssl.SSLContext | None,
+        lost: Callable[[str, str], None],
+        drained: Callable[[], None],
+    ) -> None:
+        """`lost(url, reason)` is called when a connection ends; its queued frames are dropped."""
+        self._key, self._tls = key, tls
+        self._lost, self._drained = lost, drained
+        self._http: aiohttp.ClientSession | None = None
+        self._channels: dict[str, StageChannel] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def send(self, url: str, frame: bytes) -> None:
+        """Queue a frame for a stage."""
+        channel = self._channels.get(url)
+        if channel is None:
+            if self._http is None:
+                connector = aiohttp.TCPConnector(socket_factory=self._socket)
+                self._http = aiohttp.ClientSession(connector=connector)
+            channel = self._channels[url] = StageChannel()
+            channel.drained = self._drained
+            task = asyncio.create_task(self._run(url, channel, self._http))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        channel.send(frame)
+
+    def _socket(self, address: tuple[Any, ...]) -> socket.socket:
+        """Create a socket for a stage's resolved address. Raises `OSError`."""
+        family, kind, protocol, _, place = address
+        check_peer(place[0], loopback=not self._key)
+        return socket.socket(family, kind, protocol)
+
+    def pending_bytes(self, url: str) -> int:
+        """Bytes queued for a stage."""
+        channel = self._channels.get(url)
+        return 0 if channel is None else channel.pending_bytes
+
+    async def _run(self, url: str, channel: StageChannel, http: aiohttp.ClientSession) -> None:
+        reason = f"{url}: the connection ended"
+        try:
+            await connect(http, url, self._key, 0, self._tls, channel)
+            try:
+                async for _ in channel.frames():
+                    break  # a stage has nothing to say to another one
+            finally:
+                await channel.close()
+        except ChannelError as error:
+            reason = str(error)
+        del self._channels[url]
+        self._lost(url, reason)
+
+    async def close(self) -> None:
+        """End all connections."""
+        for task in self._tasks:
+            task.cancel()
+        if self._http is not None:
+            await self._http.close()

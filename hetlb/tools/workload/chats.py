@@ -1,0 +1,164 @@
+"""Files of texts, read into rows: conversations, prompts, and OpenAI's batches.
+
+There is no tokenizer here: the length of a text is estimated at four bytes a token, and what a server reports
+replaces the estimate in the results.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from hetlb.errors import TraceError
+from hetlb.tools.workload.record_file import Record, RecordFile
+from hetlb.tools.workload.rows import Row
+
+BYTES_PER_TOKEN = 4
+#: Conversations beyond these are left out, as by `vllm bench serve`: too short to measure, or too long for
+#: common limits.
+CHAT_MIN_TOKENS = 4
+CHAT_MAX_PROMPT_TOKENS = 1024
+CHAT_MAX_TOKENS = 2048
+
+CHATS = "conversations (ShareGPT's conversations, or messages with role and content)"
+BATCH = "OpenAI's batch (JSON lines of custom_id, url, body)"
+PROMPTS = "prompts (JSON lines of prompt, and output_tokens if known)"
+
+_CHAT_KEYS = ("conversations", "conversation", "messages")
+#: Names of speakers, by their part.
+_ASKING = {"human", "user"}
+_ANSWERING = {"gpt", "assistant", "chatgpt", "bard", "bing", "model", "bot"}
+_ASIDE = {"system", "tool", "function", "observation", "developer", "function_call", "tool_call"}
+
+
+def estimate_tokens(text: str) -> int:
+    """Return tokens of a text at four bytes each, at least 1."""
+    return max(1, math.ceil(len(text.encode()) / BYTES_PER_TOKEN))
+
+
+def encodable(text: str) -> str:
+    """Return the text with question marks for half surrogate pairs (`"\\ud83d"`): no request holds them."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def is_chats(file: RecordFile) -> bool:
+    """True for a file of conversations."""
+    return file.shape != "CSV" and file.name(*_CHAT_KEYS) is not None
+
+
+def chat_rows(file: RecordFile, answer_tokens: int | None) -> tuple[list[Row], list[str]]:
+    """Return the first question and the length of its answer of each conversation, and what was left out.
+
+    `answer_tokens` replaces the length. Rows that are no conversation are counted, as are those beyond the
+    limits of `vllm bench serve`.
+    """
+    rows, odd, beyond = [], file.odd, 0
+    for record in file.records:
+        pair = _first_question(record)
+        if pair is None:
+            odd += 1
+            continue
+        question, answer = pair
+        asked, answered = estimate_tokens(question), estimate_tokens(answer)
+        if answer_tokens is not None:
+            answered = answer_tokens
+        elif answered < CHAT_MIN_TOKENS:
+            beyond += 1
+            continue
+        if CHAT_MIN_TOKENS <= asked <= CHAT_MAX_PROMPT_TOKENS and asked + answered <= CHAT_MAX_TOKENS:
+            rows.append(Row(None, asked, answered, question))
+        else:
+            beyond += 1
+    left_out = [f"{odd:,} that are no conversation with question and answer"] if odd else []
+    left_out += [f"{beyond:,} beyond the limits of vllm bench serve"] if beyond else []
+    return rows, left_out
+
+
+def _first_question(record: Record) -> tuple[str, str] | None:
+    """Return the first question and the answer that follows it, None of a row without both."""
+    found = (record.values.get(key) for key in record.values if key.lower() in _CHAT_KEYS)
+    turns = next((each for each in found if isinstance(each, list) and each), None)
+    question: str | None = None
+    for number, turn in enumerate(turns or ()):
+        if not isinstance(turn, dict):
+            return None
+        text = _text(next((turn[key] for key in ("value", "content", "text") if key in turn), None))
+        who = next((turn[key] for key in ("from", "role", "user") if isinstance(turn.get(key), str)), None)
+        speaker = ("human", "gpt")[number % 2] if who is None else who.lower()
+        if speaker in _ASIDE:
+            continue
+        if text is None or not text.strip() or speaker not in _ASKING | _ANSWERING:
+            return None
+        if speaker in _ASKING:
+            question = text if question is None else question
+        elif question is not None:
+            return encodable(question), encodable(text)
+    return None
+
+
+def _text(content: object) -> str | None:
+    """Return the text of a message: a string, or the text parts of a list."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return None
+    texts = [part.get("text") for part in content if isinstance(part, dict)]
+    return "\n".join(text for text in texts if isinstance(text, str)) or None
+
+
+def is_batch(file: RecordFile) -> bool:
+    """True for a batch of OpenAI's form."""
+    return file.shape != "CSV" and file.has("customid", "body")
+
+
+def batch_rows(file: RecordFile, answer_tokens: int | None) -> tuple[list[Row], list[str]]:
+    """Return the requests of a batch: their texts, and the most tokens that each may answer with."""
+    rows, odd = [], file.odd
+    for record in file.records:
+        body = record.values.get("body")
+        texts = list(_asked(body)) if isinstance(body, dict) else []
+        if not isinstance(body, dict) or not texts:
+            odd += 1
+            continue
+        embeds = "embedding" in record.text("url")
+        most = next((body[key] for key in _MOST if body.get(key) is not None), answer_tokens)
+        if most is None and not embeds:
+            raise record.error("body.max_tokens", "the most tokens of the answer", None)
+        text = encodable("\n".join(texts))
+        output = 0 if embeds else record.tokens("body.max_tokens", most)
+        endpoint = "embeddings" if embeds else "completions"
+        rows.append(Row(None, estimate_tokens(text), output, text, endpoint=endpoint))
+    return rows, [f"{odd:,} without a prompt"] if odd else []
+
+
+_MOST = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+
+
+def _asked(body: dict[str, Any]) -> Iterable[str]:
+    """Yield the texts that a request asks with."""
+    for message in body.get("messages") or ():
+        if isinstance(message, dict) and (text := _text(message.get("content"))):
+            yield text
+    for key in ("prompt", "input"):
+        value = body.get(key)
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, str) and each:
+                yield each
+
+
+def prompt_rows(file: RecordFile, answer_tokens: int | None) -> tuple[list[Row], list[str]]:
+    """Return the prompts of a file. Raises `TraceError` where nothing tells the length of an answer."""
+    prompt = file.name("prompt", "textinput", "text") or ""
+    length = file.name("outputtokens", "outputlength", "outputlen", "maxtokens")
+    rows = []
+    for record in file.records:
+        text = record.values.get(prompt)
+        if not isinstance(text, str) or not text:
+            raise record.error(prompt, "a text", text)
+        stated = record.get(length)
+        if stated is None and answer_tokens is None:
+            raise TraceError(f"{record.where}: output_tokens: expected the length of the answer, got none")
+        output = answer_tokens if stated is None else record.tokens(str(length), stated, 1)
+        rows.append(Row(None, estimate_tokens(encodable(text)), output or 1, encodable(text)))
+    return rows, [f"{file.odd:,} that are no objects"] if file.odd else []

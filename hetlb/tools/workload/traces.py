@@ -1,0 +1,83 @@
+"""Requests of a file in any known form: one recogniser, by the keys that its records have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hetlb.errors import TraceError
+from hetlb.tools.workload.chats import (
+    BATCH,
+    CHATS,
+    PROMPTS,
+    batch_rows,
+    chat_rows,
+    is_batch,
+    is_chats,
+    prompt_rows,
+)
+from hetlb.tools.workload.measured_logs import kind_of_log, summary_of
+from hetlb.tools.workload.record_file import RecordFile, open_records, say
+from hetlb.tools.workload.rows import REQUIRED_COLUMNS, Row, is_own, own_rows
+from hetlb.tools.workload.trace_files import TRACES, known_trace, named_columns, rows_of
+
+#: Forms that are read, for a refusal.
+_TITLES = (
+    f"hetlb's CSV ({','.join(REQUIRED_COLUMNS)})",
+    *TRACES,
+    "records whose keys name what they are (arrival_s, _ms or _ns, prompt_tokens, completion_tokens)",
+    CHATS,
+    BATCH,
+    PROMPTS,
+    "results of a load test with the times of each request",
+)
+
+
+def read_trace(path: Path, answer_tokens: int | None = None) -> list[Row]:
+    """Return every request of a file, in its order. Raises `TraceError`; a file without any is an error.
+
+    `answer_tokens` is the length of answers where the file has none. What a file of another program was taken
+    for goes to stderr.
+    """
+    return rows_in(open_records(path), answer_tokens)
+
+
+def rows_in(file: RecordFile, answer_tokens: int | None = None) -> list[Row]:
+    """Return the requests of a file that is open; see `read_trace`."""
+    if is_own(file):
+        return own_rows(file)
+    title, rows, left_out = _recognised(file, answer_tokens)
+    if not rows:
+        raise TraceError(f"{file.path}: {title}: expected at least one request, got none of use")
+    times = [row.arrival_s for row in rows if row.arrival_s is not None]
+    timed = len(times) == len(rows)
+    span = f" over {max(times) - min(times):,.1f} s" if timed else ", not all with times" if times else ""
+    notes = "".join(f"; left out: {each}" for each in left_out)
+    say(file.path, f"read as {title}: {len(rows):,} request{'s'[: len(rows) > 1]}{span}{notes}")
+    return rows
+
+
+def _recognised(file: RecordFile, answer_tokens: int | None) -> tuple[str, list[Row], list[str]]:
+    """Return what a file is, its rows, and what was left out. Raises `TraceError`."""
+    if (trace := known_trace(file)) is not None:
+        title, keys = trace
+        return title, *rows_of(file, keys)
+    if is_chats(file):
+        return CHATS, *chat_rows(file, answer_tokens)
+    if is_batch(file):
+        return BATCH, *batch_rows(file, answer_tokens)
+    if (log := kind_of_log(file)) is not None:
+        title, reader = log
+        measured = reader(file, 1)
+        rows = [
+            Row(each.arrival_s, max(1, each.input_tokens), each.output_tokens) for each in measured.requests
+        ]
+        left_out = [f"{measured.failed:,} that failed"] if measured.failed else []
+        left_out += [f"{measured.warm_ups:,} of the warm-up"] if measured.warm_ups else []
+        return title, rows, left_out
+    if (named := named_columns(file)) is not None:
+        return "records whose keys name what they are", *rows_of(file, named)
+    if file.name("prompt", "textinput", "text") is not None:
+        return PROMPTS, *prompt_rows(file, answer_tokens)
+    if (summary := summary_of(file)) is not None:
+        raise TraceError(f"{file.path}: {summary}")
+    raise TraceError(f"{file.path}: expected requests, got {file.described}; read are: {'; '.join(_TITLES)}")
