@@ -7,7 +7,9 @@ from typing import Final
 
 from hetlb.balancer.core import rejections
 from hetlb.balancer.core.demand import size_of
+from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.placement import Placement
+from hetlb.balancer.core.policies.worth import Worth
 from hetlb.balancer.core.queue import Queued, QueueKey
 from hetlb.balancer.core.ready import ReadyInstances, least_tokens
 from hetlb.balancer.core.types import Command, Reject, Request, RequestId
@@ -52,8 +54,8 @@ class Backlog:
             self.ticked_at = now
         size = round(size_of(request, predicted))
         due = self._placement.due(request, now, predicted)
-        suits = self._placement.suiting(request, predicted)
-        queue.push(request, now, size, again, fleet.fit_of(request), due, suits)
+        kind = self._placement.kind_of(request, predicted)
+        queue.push(request, now, size, again, fleet.fit_of(request), due, kind)
         return commands + self.flush(now) if fleet.end_slow_starts(request.model) else commands
 
     def forget(self, request_id: RequestId) -> None:
@@ -96,13 +98,21 @@ class Backlog:
         if ready is None:
             return None
         ceiling: int | None = None
+        worth = None if key.retry else self._placement.policy.worth
+        suits = None
         heads = self.queue.heads(key)
+        if worth is not None and len(heads) > 1:
+            suits = Suits(heads, worth, ready.able)
         for entry in heads:
-            kept = _kept_for_others(heads, entry) if len(heads) > 1 and not key.retry else NONE_KEPT
+            kept = NONE_KEPT if suits is None else suits.kept_from(entry)
+            if suits is not None and len(kept) >= len(ready.able):
+                continue
             command = self._place_head(ready, key, entry, ceiling, kept, now)
             if command is not None:
                 return command
-            if not entry.flow.background:
+            if suits is not None:
+                suits.passed(entry)
+            elif not entry.flow.background:
                 fit = entry.flow.name.fit
                 ceiling = fit if ceiling is None else min(ceiling, fit)
         return None
@@ -175,13 +185,30 @@ class Backlog:
         return rejections.no_instance(request)
 
 
-def _kept_for_others(heads: Sequence[Queued], entry: Queued) -> frozenset[str]:
-    """Return the instances that suit other requests which are as urgent as `entry`, and not `entry`."""
-    suits, level = entry.flow.name.suits, entry.flow.name.level
-    if not suits:
-        return NONE_KEPT
-    kept: set[str] = set()
-    for other in heads:
-        if other is not entry and other.flow.name.level <= level:
-            kept |= other.flow.name.suits
-    return frozenset(kept - suits)
+class Suits:
+    """The heads of a line, and the instances that are kept from each for others that they suit."""
+
+    def __init__(self, heads: Sequence[Queued], worth: Worth, able: Sequence[Instance]) -> None:
+        running = float(max(1, sum([each.sequences for each in able])))
+        newest = max([each.number for each in heads])
+        self._suits = {
+            each.number: worth.suiting(each.flow.name.kind, (newest - each.number) / running, able)
+            for each in heads
+        }
+        #: By level: what suits those that are as urgent.
+        self._wanted: dict[int, frozenset[str]] = {}
+        wanted = NONE_KEPT
+        for each in heads:
+            wanted |= self._suits[each.number]
+            self._wanted[each.flow.name.level] = wanted
+        #: Instances that suit one that could not be placed.
+        self._passed = NONE_KEPT
+
+    def kept_from(self, entry: Queued) -> frozenset[str]:
+        """Return the instances that suit others which are as urgent as `entry`, or wait before it."""
+        return (self._wanted[entry.flow.name.level] - self._suits[entry.number]) | self._passed
+
+    def passed(self, entry: Queued) -> None:
+        """Note that an entry found no place: what suits it is kept for it."""
+        if not entry.flow.background:
+            self._passed |= self._suits[entry.number]

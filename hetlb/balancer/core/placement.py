@@ -130,12 +130,10 @@ class Placement:
             due = min(due, now + service.e2e_s - fastest_s - min(steps_s, default=0.0))
         return due
 
-    def suiting(self, request: Request, predicted: float) -> frozenset[str]:
-        """Return the names of the instances that suit a request best, none where none is known to."""
-        worth, ready = self.policy.worth, self.fleet.ready.get(request.model)
-        if worth is None or ready is None:
-            return frozenset()
-        return worth.suiting(request.prompt_tokens, predicted, ready.able)
+    def kind_of(self, request: Request, predicted: float) -> int:
+        """Return the kind of a request by which it waits apart from others, 0 without a plan."""
+        worth = self.policy.worth
+        return 0 if worth is None else worth.kind(request.model, request.prompt_tokens, predicted)
 
     # --- filter, score, pick, book ---
 

@@ -77,7 +77,7 @@ class FlowName(NamedTuple):
     tenant: str | None
     service_class: str
     fit: int
-    suits: frozenset[str] = frozenset()
+    kind: int = 0
 
 
 class QueueFlow:
@@ -214,13 +214,13 @@ class Queue:
             return []
         if len(line) == 1:
             return [flow.first for flow in line.values()]
-        best: dict[tuple[int, frozenset[str], bool], tuple[int, float, float, int, Queued]] = {}
+        best: dict[tuple[int, int, bool], tuple[int, float, float, int, Queued]] = {}
         for name, flow in line.items():
             first = flow.first
             rank = (name.level, self.service.served(name.tenant), first.due, first.number, first)
-            known = best.get((name.fit, name.suits, flow.background))
+            known = best.get((name.fit, name.kind, flow.background))
             if known is None or rank[:4] < known[:4]:
-                best[name.fit, name.suits, flow.background] = rank
+                best[name.fit, name.kind, flow.background] = rank
         return [rank[4] for rank in sorted(best.values(), key=lambda each: each[:4])]
 
     def ahead(self, request: Request) -> bool:
@@ -337,12 +337,12 @@ class Queue:
         retry: bool = False,
         fit: int = 0,
         due: float = math.inf,
-        suits: frozenset[str] = frozenset(),
+        kind: int = 0,
     ) -> None:
         """Append a request that there is room for."""
         assert request.id not in self.held, f"request {request.id} is queued already"
         key = self._key(request, retry)
-        name = FlowName(_level(request), request.tenant, request.service.name, fit, suits)
+        name = FlowName(_level(request), request.tenant, request.service.name, fit, kind)
         flow = self._flow(key, name)
         self._pushed += 1
         entry = Queued(request, self._pushed, arrived_at, size, due, flow)

@@ -19,7 +19,7 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import ideal_batch, processing_s
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.policies.sight import SchedulingContext, foreseen
-from hetlb.balancer.core.policies.worth import Worth
+from hetlb.balancer.core.policies.worth import PlannedType, Worth
 from hetlb.balancer.core.transfer import TransferTimes
 from hetlb.balancer.core.types import Candidate, Request, Role, pair_name
 
@@ -37,25 +37,13 @@ MAX_WORKLOAD_S: Final = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedShares(PickleByFields):
-    """A type of request in a plan: mean lengths in tokens, its share of all, and that of each instance."""
-
-    name: str
-    model: str
-    input_tokens: float
-    output_tokens: float
-    share: float
-    instances: tuple[tuple[str, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class PolicyParams(PickleByFields):
-    """Parameters under `policy:` of the fleet file; `shares` are for `planned`, `weights` for `hetlb`."""
+    """Parameters under `policy:` of the fleet file; `worth`, `types` and `weights` are for `hetlb`."""
 
     theta: float = 2.0
     combine: str = "power"
-    shares: tuple[PlannedShares, ...] = ()
     worth: tuple[tuple[str, float], ...] = ()
+    types: tuple[PlannedType, ...] = ()
     adapter_load_s: float = 0.25
     weights: tuple[tuple[str, float], ...] = ()
 

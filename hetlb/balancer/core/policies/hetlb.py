@@ -203,7 +203,7 @@ class Hetlb(Policy):
     def __init__(self, params: PolicyParams, rng: random.Random) -> None:
         super().__init__(params, rng)
         stated = dict(params.weights)
-        self.worth = Worth(dict(params.worth)) if params.worth else None
+        self.worth = Worth(params.worth, params.types) if params.worth else None
         self._weights = tuple([stated.get(term.name, term.weight) for term in TERMS])
 
     def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice | None:

@@ -9,18 +9,24 @@ wait, each instance gets what suits it; only where nothing that waits suits it, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.pickle_by_fields import PickleByFields
 
 #: A request suits instances where it costs at most this share more than where it costs least.
 _ALIKE: Final = 0.05
 #: Least worth of an instance, over the largest: one that adds nothing to a plan is no free one.
 _LEAST_WORTH: Final = 1e-3
-#: Requests of which the instances that suit are known.
-_MOST_KNOWN: Final = 4096
+#: The same, for every request that went before it over those that run.
+_PATIENCE: Final = 0.1
+#: Lengths within this difference of their logarithms are alike.
+_ALIKE_LENGTHS: Final = 0.1
+#: Kinds by output tokens.
+_OUTPUTS: Final = 64
 
 
 def busy_s(
@@ -33,8 +39,8 @@ def busy_s(
 ) -> float:
     """Return the seconds that a request takes of an engine that is full of requests like it.
 
-    In each iteration x prompts begin and as many answers end, `output` iterations after they began: as many as
-    memory, slots and the tokens of an iteration allow. Where x is below 1, some iterations have no prompt.
+    In each iteration x prompts begin and as many answers end, `output` iterations after they began: as many
+    as memory, slots and the tokens of an iteration allow. Where x is below 1, some have no prompt.
     """
     prompt, output = max(1.0, prompt), max(1.0, output)
     context = prompt + output / 2.0
@@ -52,34 +58,71 @@ def busy_s(
     return iteration_s / begin
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedType(PickleByFields):
+    """A type of request in a plan: mean lengths in tokens, its share of all."""
+
+    model: str
+    input_tokens: float
+    output_tokens: float
+    share: float
+
+
 class Worth:
-    """The worth of instances, in requests per second of the planned mix, by name."""
+    """The worth of instances, in requests per second of the planned mix, by name, and the planned types."""
 
-    def __init__(self, stated: Mapping[str, float]) -> None:
-        least = _LEAST_WORTH * max(stated.values(), default=0.0)
-        self._worth = {name: max(least, each) for name, each in stated.items()}
-        self._known: dict[tuple[int, int, int, int], frozenset[str]] = {}
+    def __init__(self, stated: Sequence[tuple[str, float]], types: Sequence[PlannedType]) -> None:
+        least = _LEAST_WORTH * max([each for _, each in stated], default=0.0)
+        self._worth = {name: max(least, each) for name, each in stated}
+        self._types: dict[str, list[PlannedType]] = {}
+        for each in types:
+            self._types.setdefault(each.model, []).append(each)
+        self._known: dict[int, dict[str, float]] = {}
+        self._of: tuple[int, int] = (0, 0)
 
-    def suiting(self, prompt: float, output: float, instances: Sequence[Instance]) -> frozenset[str]:
-        """Return the names of the instances that suit a request; none if the worth of none is known."""
-        if not instances:
-            return frozenset()
-        # Lengths within 2 % are alike.
-        key = (int(50.0 * math.log(max(1.0, prompt))), int(50.0 * math.log(max(1.0, output))))
-        known = self._known.get((*key, id(instances), instances[0].changes.count))
-        if known is not None:
-            return known
-        costs = {
-            each.name: self._worth[each.name] * _busy_s(each, prompt, output)
-            for each in instances
-            if each.name in self._worth
-        }
-        most = (1.0 + _ALIKE) * min(costs.values(), default=0.0)
-        found = frozenset(name for name, cost in costs.items() if cost <= most)
-        if len(self._known) >= _MOST_KNOWN:
+    def kind(self, model: str, prompt: float, predicted: float) -> int:
+        """Return the kind of a request, 1 or more: of one kind, lengths are within a factor of the root of 2.
+
+        Where the plan has answers behind prompts as long, and none as long as predicted, it has their mean.
+        """
+        near = [each for each in self._types.get(model, ()) if _alike(each.input_tokens, prompt)]
+        if near and not any(_alike(each.output_tokens, predicted) for each in near):
+            share = math.fsum([each.share for each in near])
+            predicted = math.fsum([each.share * each.output_tokens for each in near]) / share
+        return (
+            _OUTPUTS * int(2.0 * math.log2(max(1.0, prompt))) + int(2.0 * math.log2(max(1.0, predicted))) + 1
+        )
+
+    def suiting(self, kind: int, lag: float, instances: Sequence[Instance]) -> frozenset[str]:
+        """Return the names of the instances that suit a request; none if the worth of none is known.
+
+        Requests that came later have gone before it: `lag` of them for each that runs.
+        """
+        most = 1.0 + _ALIKE + _PATIENCE * lag
+        return frozenset([name for name, cost in self._costs(kind, instances).items() if cost <= most])
+
+    def _costs(self, kind: int, instances: Sequence[Instance]) -> dict[str, float]:
+        """Return what a request of a kind costs on each instance, over the least."""
+        of = id(instances), instances[0].changes.count
+        if of != self._of:
+            self._of = of
             self._known.clear()
-        self._known[*key, id(instances), instances[0].changes.count] = found
+        found = self._known.get(kind)
+        if found is None:
+            prompt = math.pow(2.0, (kind // _OUTPUTS + 0.5) / 2.0)
+            output = math.pow(2.0, (kind % _OUTPUTS - 0.5) / 2.0)
+            found = {
+                each.name: self._worth[each.name] * _busy_s(each, prompt, output)
+                for each in instances
+                if each.name in self._worth
+            }
+            least = min(found.values(), default=1.0)
+            found = self._known[kind] = {name: cost / least for name, cost in found.items()}
         return found
+
+
+def _alike(length: float, other: float) -> bool:
+    return abs(math.log(max(1.0, length) / max(1.0, other))) <= _ALIKE_LENGTHS
 
 
 def _busy_s(instance: Instance, prompt: float, output: float) -> float:
