@@ -94,6 +94,7 @@ check: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python bench/check_types.py
+	$(BIN)/python bench/check_words.py
 
 smoke: .venv/.dev
 	$(BIN)/python bench/smoke.py

@@ -52,7 +52,6 @@ COMPILED = (
     *(f"options/relays/{name}.py" for name in ("relay_driver", "relay_host")),
     *(f"options/resume/{name}.py" for name in ("continuation", "progress")),
     "options/key_limits/limits.py",
-    "options/kv_events/block_index.py",
     "options/message_channel.py",
     "options/remote_leases.py",
     "options/shared_view/shared_view.py",

@@ -42,6 +42,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "faults/compared.py": ("--only", "hetlb"),
     "faults/floods.py": ("--rounds", "1", "--seconds", "0.5", "--only", "admin"),
     "faults/lost_engines.py": ("--requests", "20"),
+    "faults/resumed_floods.py": ("--seconds", "0.5", "--streams", "20"),
     "faults/notices.py": ("--requests", "10"),
     "faults/real_stop.py": _HELP,
     "faults/run.py": ("terminate", "--help"),

@@ -56,7 +56,7 @@ def allowed_address(addresses: Iterable[str], networks: tuple[Network, ...]) -> 
 
 
 def is_loopback(host: str) -> bool:
-    """True for a loopback address in any form and for `localhost`."""
+    """Return True for a loopback address in any form and for `localhost`."""
     try:
         return _plain(ipaddress.ip_address(host)).is_loopback
     except ValueError:
@@ -64,7 +64,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_special(address: Address | str) -> bool:
-    """True for an address at which no server may be, in any form. False for a name."""
+    """Return True for an address at which no server may be, in any form; False for a name."""
     if isinstance(address, str):
         try:
             address = ipaddress.ip_address(address)

@@ -12,7 +12,7 @@ SLOWDOWN = 3
 
 
 def compiled() -> bool:
-    """True if the hot path is compiled (hatch_build.py at the root lists its modules)."""
+    """Return True if the hot path is compiled (hatch_build.py at the root lists its modules)."""
     found = find_spec("hetlb.balancer.http.http1")
     return found is not None and str(found.origin).endswith(tuple(EXTENSION_SUFFIXES))
 

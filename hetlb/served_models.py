@@ -10,7 +10,7 @@ from hetlb.errors import NOT_JSON
 
 
 def read_model_list(body: bytes) -> list[dict[str, Any]]:
-    """The entries of a `/v1/models` answer that have a name, [] if it is none."""
+    """Return the entries of a `/v1/models` answer that have a name, [] if it is none."""
     document = _json(body)
     data = document.get("data") if isinstance(document, dict) else None
     if not isinstance(data, list):
@@ -23,13 +23,13 @@ def read_model_list(body: bytes) -> list[dict[str, Any]]:
 
 
 def longest_context(entries: list[dict[str, Any]]) -> int | None:
-    """The largest `max_model_len` of the entries in tokens, None where none has one."""
+    """Return the largest `max_model_len` of the entries in tokens, None where none has one."""
     lengths = (entry.get("max_model_len") for entry in entries)
     return max((each for each in lengths if type(each) is int and 0 < each < 1 << 31), default=None)
 
 
 def read_version(body: bytes) -> str | None:
-    """The text of a `/version` answer."""
+    """Return the text of a `/version` answer."""
     document = _json(body)
     version = document.get("version") if isinstance(document, dict) else None
     return version if isinstance(version, str) and len(version) <= 64 else None

@@ -25,7 +25,7 @@ _queues: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Turns] = weakref.W
 
 
 def turns(loop: asyncio.AbstractEventLoop | None = None) -> Turns:
-    """The queue of a loop, the running one by default."""
+    """Return the queue of a loop, the running one by default."""
     loop = loop or asyncio.get_running_loop()
     found = _queues.get(loop)
     if found is None:
@@ -47,7 +47,7 @@ class Turns:
         return _now() + TURN_S
 
     def over(self, end: float) -> bool:
-        """True if the turn that ends then is over."""
+        """Return True if the turn that ends then is over."""
         return _now() >= end
 
     def later(self, go_on: Callable[[], None]) -> None:

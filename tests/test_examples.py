@@ -1,4 +1,4 @@
-"""Commands of the guides whose files are in the repository: they run as they are shown."""
+"""Commands in the comments of example files: they run as they are shown."""
 
 from __future__ import annotations
 
@@ -24,12 +24,10 @@ WRITE = ("--write-fleet", "--out", "--plot", "--write-deploy")
 
 
 def shown() -> list[str]:
-    """Planning commands of all pages and example files that name files of the repository alone."""
-    pages = [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md"]
-    blocks = [block for page in pages for block in re.findall(r"```\n(.*?)```", page.read_text(), re.DOTALL)]
-    text = "\n".join(blocks + [path.read_text() for path in sorted(ROOT.glob("configs/*/*.yaml"))])
+    """Return the planning commands of example files that name files of the repository alone."""
+    text = "\n".join(path.read_text() for path in sorted(ROOT.glob("configs/*/*.yaml")))
     found: dict[str, None] = {}
-    for line in re.findall(r"^(?:#   )?(hetlb \w+ --.*)$", text, re.MULTILINE):
+    for line in re.findall(r"^#   (hetlb \w+ --.*)$", text, re.MULTILINE):
         words = shlex.split(line, comments=True)
         written = {words[i + 1] for i, word in enumerate(words[:-1]) if word in WRITE}
         files = {word for word in words if re.fullmatch(r"[\w./-]+\.(yaml|csv|json|jsonl)", word)} - written
@@ -38,7 +36,7 @@ def shown() -> list[str]:
     return list(found)
 
 
-def test_the_guides_have_such_commands() -> None:
+def test_the_examples_have_such_commands() -> None:
     assert {line.split()[1] for line in shown()} >= {"search", "split", "rent"}
 
 

@@ -422,9 +422,7 @@ def truth(bench: Bench) -> dict[str, Any]:
         }
         for policy, predictor in (
             ("hetlb", "oracle"),
-            ("planned", "oracle"),
             ("hetlb", "empirical"),
-            ("planned", "empirical"),
             ("rr", "empirical"),
         ):
             found = simulate_plan(table, plan, policy=policy, predictor=predictor)
@@ -446,7 +444,7 @@ def truth(bench: Bench) -> dict[str, Any]:
         f"hetlb/oracle, requests arriving at {OVERLOAD:g} times the planned rate: within 5 % in "
         f"{sum(abs(v - 1) <= 0.05 for v in arriving_each)} of {len(rows)}, least {min(arriving_each):.3f}"
     )
-    for key in ("hetlb/oracle", "planned/oracle", "hetlb/empirical", "planned/empirical"):
+    for key in ("hetlb/oracle", "hetlb/empirical"):
         values = [row[key] for row in rows]
         # Under round robin the fast instances are done long before the slow ones: only the end tells.
         gains = [row[f"{key} to the end"] / row["rr/empirical to the end"] for row in rows]

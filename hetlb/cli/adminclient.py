@@ -33,7 +33,7 @@ class NoAnswerError(InputError):
 
 
 def add_admin_arguments(parser: Any, tokens: argparse.ArgumentParser) -> None:
-    """Flags for the proxy's address (`--url` is the former name) and its token."""
+    """Add the flags of the proxy's address (`--url` is the former name) and its token."""
     address = f"admin address of the proxy (default {DEFAULT_URL})"
     parser.add_argument("--admin", "--url", metavar="URL", help=address)
     token = f"environment variable with the admin token (default {TOKEN_VARIABLE}, which may be unset)"

@@ -52,7 +52,7 @@ _HEADER_VALUE = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `hetlb bench`, named as those of `vllm bench serve` where it has them."""
+    """Add the flags of `hetlb bench`, named as those of `vllm bench serve` where it has them."""
     add = declare(parser)
     url = partial(check_url, where="--url", prefixed=True)
     add("--url", "server, http://HOST:PORT", "URL", url, required=True)
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _campaign(args: argparse.Namespace) -> tuple[Campaign, Fleet | None]:
-    """Runs that the flags ask for, all validated, and the fleet of `--config`. Raises `InputError`."""
+    """Return runs that the flags ask for, all validated, and the fleet of `--config`. Raises `InputError`."""
     _check_flags(args)
     rates = _read_rates(args)
     slo_s = options.read_goodput(args.goodput)
@@ -269,7 +269,7 @@ async def _measure(campaign: Campaign, fleet: Fleet | None) -> None:
 
 
 def _document(args: argparse.Namespace, campaign: Campaign, started: datetime) -> dict[str, Any]:
-    """The document that `--json` prints and `--save-result` keeps."""
+    """Return the document that `--json` prints and `--save-result` keeps."""
     more = (each.details() if args.save_detailed else {} for each in campaign.measured)
     return {
         "runs": [{**each.run, **its} for each, its in zip(campaign.measured, more, strict=True)],

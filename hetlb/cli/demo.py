@@ -72,7 +72,7 @@ class _Demo:
         self._screen.warn(f"[{time.monotonic() - self._began_s:4.1f} s] {text}")
 
     async def run(self) -> dict[str, Any]:
-        """The document that `--json` prints."""
+        """Return the document that `--json` prints."""
         # Inherited by the processes: the proxy holds two connections for each request.
         allow_open_files(3 * len(self._plan))
         say = self._say
@@ -162,7 +162,7 @@ def _print(result: Mapping[str, Any]) -> None:
 
 
 def _meaning(runs: Sequence[Mapping[str, Any]], total_tok_s: float) -> str:
-    """The result in words."""
+    """Return the result in words."""
     rr, hetlb = (next(run for run in runs if run["policy"] == policy) for policy in ("rr", "hetlb"))
     speeds = rr["total_token_throughput"], hetlb["total_token_throughput"]
     if not all(speeds) or not total_tok_s:

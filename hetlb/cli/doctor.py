@@ -109,7 +109,7 @@ def _of_this_machine(fleet: Fleet) -> Iterator[Check]:
 
 
 def _of_server(seen: Seen) -> Iterator[Check]:
-    """Checks of one server; stops at one that makes the rest pointless."""
+    """Yield checks of one server; stops at one that makes the rest pointless."""
     spec, facts = seen.spec, seen.facts
 
     def check(name: str, ok: bool, found: str, advice: str) -> Check:
@@ -184,7 +184,7 @@ def _wrong_slots(seen: Seen) -> str:
 
 
 def _of_running(fleet: Fleet) -> Iterator[Check]:
-    """Checks of the ports and of a hetlb that runs on them already."""
+    """Yield checks of the ports and of a hetlb that runs on them already."""
     if fleet.file.admin.tls is not None:
         return  # with a certificate that this command need not trust
     try:
@@ -230,7 +230,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def _of_all(servers: Sequence[Seen]) -> Iterator[Check]:
-    """Checks across servers."""
+    """Yield checks across servers."""
     by_process: dict[tuple[float, ...], list[str]] = {}
     for seen in servers:
         if seen.facts.began:

@@ -54,7 +54,7 @@ def print_document(args: argparse.Namespace, document: object, show: Callable[[]
 
 
 def add_load(parser: argparse.ArgumentParser) -> None:
-    """Flags of a load, common to `bench` and `simulate`."""
+    """Add the flags of a load, common to `bench` and `simulate`."""
     from hetlb.tools.loadtest.options import read_waves
     from hetlb.tools.workload.content import HASH_BLOCK_TOKENS
 
@@ -89,7 +89,7 @@ def secret(flag: str, variable: str) -> str:
 
 
 def number(text: str) -> float:
-    """A number, NaN where the text is none: no comparison with it is true."""
+    """Return a number, NaN where the text is none: no comparison with it is true."""
     try:
         return float(text)
     except ValueError:

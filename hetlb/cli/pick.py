@@ -13,7 +13,7 @@ from hetlb.cli.serve import add_fleet_arguments, all_is_well, fleet_of, prepare_
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `hetlb pick`; each beats the file."""
+    """Add the flags of `hetlb pick`; each beats the file."""
     add_fleet_arguments(parser)
     parser.set_defaults(host=None, port=None, workers=None)
     add = declare(parser)

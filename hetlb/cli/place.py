@@ -90,7 +90,7 @@ def _read_load(text: str) -> float:
 
 
 def _show(phase: str, best: PlacementCandidate | None) -> None:
-    """A line that says how far the search is."""
+    """Show how far the search is."""
     if best is not None:
         simulated = "" if best.simulated is None else f", simulated {best.simulated:.1f} output tokens/s"
         print(f"{phase}: flow {best.flow.tokens_per_s:.1f} tokens/s{simulated}", file=sys.stderr)

@@ -45,7 +45,7 @@ _MOST_TOKENS_PER_STEP = 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `hetlb profile`, and its verbs `show`, `compare` and `list`."""
+    """Add the flags of `hetlb profile`, and its verbs `show`, `compare` and `list`."""
     parser.usage = (
         "hetlb profile --url URL --out P.yaml [flags]\n"
         "       hetlb profile --from csv:FILE|aiconfigurator|roofline --out P.yaml [flags]\n"

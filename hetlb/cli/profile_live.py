@@ -44,7 +44,7 @@ class _GridFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of a live sweep."""
+    """Add the flags of a live sweep."""
     add = declare(parser.add_argument_group("a live server"))
     add("--url", "vLLM server to measure, without other load", "URL")
     add("--budget", "time for the measurement (default 5m)", "TIME", parse_duration, 300.0)

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_table(args: argparse.Namespace, market: Market) -> tuple[Table, Measured]:
-    """The throughput table, with a bar while it is simulated."""
+    """Return the throughput table, with a bar while it is simulated."""
     rows = None if args.trace is None else trace_rows(args.trace)
     limits = None
     if (slo := market.file.slo) is not None:

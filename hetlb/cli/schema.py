@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def json_schema(kind: str) -> dict[str, Any]:
-    """Schema (draft 2020-12) of a kind of file."""
+    """Return the schema (draft 2020-12) of a kind of file."""
     kinds = [resolve_name(f"hetlb.{KINDS[kind]}")]
     (top,), tables = msgspec.json.schema_components(kinds, ref_template="#/$defs/{name}")
     for table in tables.values():

@@ -34,7 +34,7 @@ _EVERY = {"0.0.0.0", "::", ""}
 
 
 def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of all that serve a fleet; each beats the file."""
+    """Add the flags of all that serve a fleet; each beats the file."""
     add = declare(parser)
     add("--config", "fleet file", "FLEET.yaml", Path)
     servers = "server, instead of a file (repeatable); its capacity is read, its speed is learnt"
@@ -46,7 +46,7 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `hetlb serve`; each beats the file."""
+    """Add the flags of `hetlb serve`; each beats the file."""
     add_fleet_arguments(parser)
     add = declare(parser)
     add("--host", "address to listen on (default 127.0.0.1)")
@@ -186,7 +186,7 @@ async def run_service(
 
 
 def fleet_of(args: argparse.Namespace) -> Fleet:
-    """The fleet of the file or the addresses, with the flags applied. Raises `InputError`."""
+    """Return the fleet of the file or the addresses, with the flags applied. Raises `InputError`."""
     if (args.config is None) == (not args.instance):
         raise InputError("expected either --config FLEET.yaml or --instance URL (repeatable)")
     fleet = load_fleet(args.config) if args.config is not None else fleet_from_urls(args.instance)
@@ -197,4 +197,9 @@ def fleet_of(args: argparse.Namespace) -> Fleet:
         proxy=changed(fleet.file.proxy, workers=args.workers),
     )
     check_policy(fleet.file.policy, "")
-    return fleet
+    if fleet.file.policy.trace is None:
+        return fleet
+    from hetlb.tools.workload.traces import read_trace
+
+    rows = read_trace(fleet.base / fleet.file.policy.trace)
+    return fleet.with_lengths(row.output_tokens for row in rows)

@@ -31,7 +31,7 @@ _CPU_KV_BYTES = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `hetlb stage`; those that vLLM has bear its names."""
+    """Add the flags of `hetlb stage`; those that vLLM has bear its names."""
     add = declare(parser)
     add("--coordinate", "be the OpenAI server in front of the workers of this file", "FILE", Path)
     add("--check", "with --coordinate: validate the file and exit", action="store_true")

@@ -107,7 +107,7 @@ def _quit_key(leave: Callable[[], None]) -> Iterator[None]:
 
 
 def quits(keys: bytes) -> bool:
-    """True for `q`, Ctrl-D and an Esc that begins no other key, such as an arrow."""
+    """Return True for `q`, Ctrl-D and an Esc that begins no other key, such as an arrow."""
     return b"q" in keys.lower() or b"\x04" in keys or keys.endswith(b"\x1b")
 
 

@@ -67,7 +67,7 @@ class RequestFacts(msgspec.Struct, array_like=True, gc=False, frozen=True):
         )  # fmt: skip
 
     def request(self, model: str | None = None) -> Request:
-        """The request, with the model that was found for it."""
+        """Return the request, with the model that was found for it."""
         return Request(
             self.id, self.model if model is None else model, self.prompt_tokens, self.max_tokens,
             self.sequences, self.longest_prompt_tokens, self.generates, self.body_bytes, self.prompt_exact,

@@ -55,14 +55,14 @@ class RemoteLeases:
         return commands
 
     def gone(self, process: str, now: float) -> list[Command]:
-        """A process is no more: its leases end, and count against no instance."""
+        """End the leases of a process that is no more; they count against no instance."""
         commands: list[Command] = []
         for lease in self.of.pop(process, {}).values():
             commands += self._scheduler.on_lease_ended(lease, Outcome.CLIENT_GONE, now, retry=False)
         return commands
 
     def copy(self, request: Request) -> Request:
-        """A request under an id of its own: those of two processes are not told apart."""
+        """Return a request under an id of its own: those of two processes are not told apart."""
         number, self._next_request = self._next_request, self._next_request - 1
         return Request(
             number,

@@ -18,7 +18,7 @@ _STYLES = ("-", "--", ":", "-.")
 
 
 def new_figure(width_in: float, height_in: float) -> Any:
-    """An empty `matplotlib.figure.Figure`."""
+    """Return an empty `matplotlib.figure.Figure`."""
     figure_type = importlib.import_module("matplotlib.figure").Figure
     return figure_type(figsize=(width_in, height_in), layout="constrained", dpi=130)
 

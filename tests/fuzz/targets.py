@@ -38,11 +38,11 @@ from hetlb.balancer.config.api_keys import load_api_keys
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.config.profile_file import load_profile
 from hetlb.balancer.core import engine_metrics
+from hetlb.balancer.core.block_index import BlocksCleared, BlocksStored
 from hetlb.balancer.http import http1, multipart, sse, text_shape, transfer_fields
 from hetlb.balancer.http import openai_body as bodies
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.errors import InputError
-from hetlb.options.kv_events.block_index import BlocksCleared, BlocksStored
 from hetlb.options.kv_events.kv_events import PART_BLOCKS, read_batch
 from hetlb.options.lease_wire import from_wire
 from hetlb.options.remote_leases import RemoteLeases

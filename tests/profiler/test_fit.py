@@ -91,7 +91,7 @@ def test_without_noise_the_constants_are_exact() -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 8])
-@pytest.mark.parametrize("form", list(PrefillForm))
+@pytest.mark.parametrize("form", [PrefillForm.PAPER, PrefillForm.PNORM, PrefillForm.GRID])
 def test_a_measured_prefill_never_falls(form: PrefillForm, tp: int) -> None:
     assert_rises(
         partial(seconds_of, fit_form([p for p in measured(tp) if p.phase is StepKind.PREFILL], form))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from typing import NamedTuple
 
 #: End of an answer of a head alone.
@@ -11,10 +12,22 @@ AFTER_HEAD = -1
 
 
 class Cut(NamedTuple):
-    """End of an answer, in bytes with its head or `AFTER_HEAD`, and its kind: `fin`, `rst` or `hang`."""
+    """End of an answer, in bytes with its head or `AFTER_HEAD`, and its kind: `fin`, `rst` or `hang`.
+
+    With `in_events` it comes behind so many events.
+    """
 
     after: int
     how: str
+    in_events: bool = False
+
+
+def _before(cut: Cut, data: bytes, left: int) -> tuple[int, int]:
+    """Return the bytes of a read that come before a cut, and what is left until it."""
+    if not cut.in_events:
+        return left, left - len(data)
+    ends = [found.end() for found in re.finditer(b"\n\n", data)]
+    return (ends[left - 1], 0) if left <= len(ends) else (len(data), left - len(ends))
 
 
 class Cutter:
@@ -57,8 +70,8 @@ class Cutter:
                     cut = self._cuts.pop(0)
                     left = data.index(b"\r\n\r\n") + 4 if cut.after == AFTER_HEAD else cut.after
                 if cut is not None:
-                    writer.write(data[:left])
-                    left -= len(data)
+                    size, left = _before(cut, data, left)
+                    writer.write(data[:size])
                     if left <= 0:
                         self.cut += 1
                         await self._end(reader, writer, cut.how)

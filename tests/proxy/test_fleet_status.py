@@ -20,9 +20,8 @@ from hetlb.balancer.core.types import (
     Probed,
     ProbeResult,
 )
-from hetlb.balancer.fleet.admin import pools
 from hetlb.balancer.fleet.beliefs import BeliefSource, believed, slots_source, speed_source
-from hetlb.balancer.fleet.fleet_status import status
+from hetlb.balancer.fleet.fleet_status import pools, status
 from hetlb.balancer.telemetry.recent import Recent
 
 SLOTS = 8

@@ -86,6 +86,16 @@ BY_CLIENT = {
     "requests": (b"multipart/form-data; boundary=c2", REQUESTS),
     "curl": (b"multipart/form-data; boundary=------------------------d74496d66958873e", CURL),
     "with-a-line-before": (b"multipart/form-data; boundary=c2", b"\r\n" + REQUESTS),
+    "chrome": (
+        b"multipart/form-data; boundary=----WebKitFormBoundary7MA4YWxkTrZu0gW",
+        UNDICI.replace(b"----formdata-undici-078512345678", b"----WebKitFormBoundary7MA4YWxkTrZu0gW"),
+    ),
+    "with-a-size": (
+        b"multipart/form-data; boundary=c2;", REQUESTS.replace(b"; filename*", b"; size=4; filename*")
+    ),
+    "with-blanks": (
+        b"multipart/form-data; boundary=c2", REQUESTS.replace(b'name="model"', b'name = "model" ;')
+    ),
     "file-name-first": (
         b"multipart/form-data; boundary=b0a1", GO.replace(b'name="file"; filename="a', b'filename="a')
         .replace(b'.wav"', b'.wav"; name="file"'),
@@ -98,7 +108,7 @@ def test_forms_as_clients_write_them(client: str) -> None:
     kind, form = BY_CLIENT[client]
     call = read_form(kind, form)
     assert (call.model, call.stream) == ("whisper", True)
-    renamed = rename_in_form(form, "whisper", "large")
+    renamed = rename_in_form(form, call.model_at, "whisper", "large")
     assert renamed == form.replace(b"\r\n\r\nwhisper", b"\r\n\r\nlarge")
     assert read_form(kind, renamed).model == "large"
 
@@ -143,6 +153,10 @@ NAMED = b'Content-Disposition: form-data; name="'
         NAMED + b'file"; filename="a\\"; name="model"\r\n\r\nx',
         NAMED + b'mo\\del"\r\n\r\nx',
         NAMED + b'model"; filename="a"\r\n\r\nx',
+        NAMED + b'stream"; filename="a"\r\n\r\ntrue',
+        NAMED + b"stream\"; filename*=utf-8''a\r\n\r\ntrue",
+        NAMED + b'stream"\r\n\r\ntrue\r\n--b\r\n' + NAMED + b'stream"\r\n\r\nfalse',
+        NAMED + b'file"; x-name=model\r\n\r\nx',
         NAMED + b'file"\r\n' + NAMED + b'model"\r\n\r\nx',
         NAMED + b'file"\r\n ; name="model"\r\n\r\nx',
         NAMED + b'file"\nContent-Disposition: form-data; name="model"\r\n\r\nx',
@@ -185,7 +199,7 @@ def test_of_a_long_value_little_is_read() -> None:
     form = b"--b\r\n" + NAMED + b'model"\r\n\r\nm\r\n--b\r\n' + NAMED + b'file"; filename="a"\r\n\r\n'
     call = read_form(b"multipart/form-data; boundary=b", form + b"\r\n-" * 100_000 + b"\r\n--b--\r\n")
     assert (call.model, call.stream) == ("m", False)
-    with pytest.raises(GateError, match="one name of at most 512 bytes"):
+    with pytest.raises(GateError, match="one name in UTF-8 of at most 512 bytes"):
         read_form(
             b"multipart/form-data; boundary=b", form.replace(b"m\r\n--b", b"m" * 100_000 + b"\r\n--b", 1)
         )

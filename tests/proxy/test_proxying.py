@@ -18,6 +18,7 @@ from proxy.upstreams import (
     TOKEN,
     USAGE,
     Upstream,
+    Visit,
     chunk,
     closing,
     holding,
@@ -510,6 +511,31 @@ async def test_a_short_plain_answer_is_visibly_cut(start: Start) -> None:
         answer = await ask(proxy, post())
     assert (answer.clean, answer.body) == (False, PLAIN_BODY[:-5])
     assert proxy.ended[0][:2] == ("broken_stream", "stream")
+
+
+@pytest.mark.parametrize("how", ["fin", "rst", "silent"])
+async def test_a_stream_is_whole_once_its_end_came(start: Start, how: str) -> None:
+    async def engine_dies(visit: Visit) -> None:
+        visit.send(SSE_HEAD + chunk(TOKEN) + chunk(DONE))
+        if how == "silent":
+            await visit.until_left()
+        elif how == "rst":
+            await visit.writer.drain()
+            visit.reset()
+
+    async with Upstream(engine_dies) as engine:
+        proxy = await start(engine.url, idle_timeout_s=0.05)
+        if how == "silent":
+            asking = asyncio.create_task(ask(proxy, post(ASK_STREAM)))
+            await turns_until(lambda: proxy.driver.exchanges)
+            while not asking.done():
+                proxy.driver.swept(0.0)
+                await asyncio.sleep(0)
+            answer = await asking
+        else:
+            answer = await ask(proxy, post(ASK_STREAM))
+    assert (answer.clean, answer.body) == (True, TOKEN + DONE)
+    assert proxy.ended == [("ok", "stream", 200)]
 
 
 async def test_an_error_event_is_passed_on_and_counts_as_failure(start: Start) -> None:

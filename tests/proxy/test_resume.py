@@ -465,13 +465,21 @@ async def test_a_plain_answer_that_is_cut_is_made_again(
         assert proxy.ended == [("ok", "stream", 200)]
 
 
-async def test_an_answer_is_resumed_a_bounded_number_of_times(start: Start, engine: EmulatedEngine) -> None:
+@pytest.mark.parametrize("tokens", [3, 40])
+async def test_an_answer_is_resumed_as_long_as_it_gets_on(
+    start: Start, engine: EmulatedEngine, tokens: int
+) -> None:
     asked = body("completions", True, max_tokens=400)
-    cuts = [Cut(2000, "rst") for _ in range(20)]
+    whole = await ask(engine.url, "completions", asked)
+    cuts = [Cut(tokens, "rst", True) for _ in range(9)]
     async with contextlib.AsyncExitStack() as stack:
         cutters = [await stack.enter_async_context(Cutter(engine.port, cuts)) for _ in range(12)]
         proxy = await proxied(start, *[each.url for each in cutters])
         got = await ask(f"http://127.0.0.1:{proxy.port}", "completions", asked)
+    if tokens == 40:
+        same(got, whole)
+        assert sum(proxy.driver.totals.resumptions.values()) == 9
+        return
     assert (got.failed, got.done) == (True, False)
     assert sum(proxy.driver.totals.resumptions.values()) == MOST_RESUMED
     [record] = proxy.exchanges

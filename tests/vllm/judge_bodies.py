@@ -1,7 +1,8 @@
 """Draws request bodies from vLLM's own classes, and says what vLLM reads in each; run by vLLM's Python.
 
 `python judge_bodies.py COUNT SEED` writes a JSON line per body: `path`, `body` (its text), `read`: what vLLM
-takes from it, null where it refuses it, and `where`: the fields of which it says so.
+takes from it, null where it refuses it, and `where`: the fields of which it says so. With `streams` behind
+the seed all are streams of a few tokens, nearly all greedy, of chats and completions.
 """
 
 from __future__ import annotations
@@ -58,6 +59,31 @@ READ = (
 )  # fmt: skip
 
 
+#: Names of a limit.
+LIMITS: dict[type[BaseModel], list[str]] = {
+    CompletionRequest: ["max_tokens"], ChatCompletionRequest: ["max_tokens", "max_completion_tokens"],
+}  # fmt: skip
+WORDS = ("the", "of", "\u00e9t\u00e9", "\u4f60\u597d", "Hello", "x" * 30, "\U0001f642", '"', "\\", "\n")
+#: Values of fields that have an effect on streams, where any of their type would hardly have one.
+VALUES: dict[str, list[Any]] = {
+    "stop": ["e", ["a", "th"], "\u00e9", ["zzzz"], []], "stop_token_ids": [[300, 301], [], [5]],
+    "logit_bias": [{"300": 5.0}, {"7": -100}, {}],
+    "allowed_token_ids": [[300, 301, 302], list(range(300, 900))],
+    "min_tokens": [0, 1, 4], "repetition_penalty": [1.0, 1.3], "seed": [1, 7], "n": [1, 1, 2],
+    "stream_options": [
+        {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True},
+        {"include_usage": False}, {}, None,
+    ],
+    "top_k": [1, 5, -1, 0], "top_p": [0.5, 1.0], "min_p": [0.1, 0.0], "response_format": [{"type": "text"}],
+    "echo": [False, True], "skip_special_tokens": [True, False], "best_of": [1], "priority": [0],
+    "request_id": ["mine"], "presence_penalty": [0.0, 0.5], "frequency_penalty": [0, 0.5],
+    "continue_final_message": [False], "add_generation_prompt": [True, False], "stream_interval": [1, 3],
+    "return_token_ids": [True, False, None], "logprobs": [None, False, True, 0, 1],
+    "truncate_prompt_tokens": [None, -1, 3], "max_tokens": [3, 9, None], "cache_salt": ["salt"],
+    "thinking_token_budget": [None, 5], "vllm_xargs": [{}, {"a": 1}], "prompt_logprobs": [None, 0],
+}  # fmt: skip
+
+
 def usual(rng: random.Random, annotation: Any) -> Any:
     """Return a value of a type, None for types that are made of others."""
     origin = typing.get_origin(annotation)
@@ -93,6 +119,27 @@ def draw(rng: random.Random, cls: type[BaseModel]) -> dict[str, Any]:
     return dict(items)
 
 
+def draw_stream(rng: random.Random, cls: type[BaseModel]) -> dict[str, Any]:
+    """Return a body of a stream of few tokens, or of no stated limit, with a few fields of its class."""
+    body: dict[str, Any] = {"model": "m", "stream": True}
+    if rng.random() < 0.9:
+        body["temperature"] = 0
+    if rng.random() < 0.6:
+        body[rng.choice(LIMITS[cls])] = rng.randint(1, 12)
+    words = " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, 6)))
+    if cls is CompletionRequest:
+        body["prompt"] = rng.choice([words, [words], [5, 6, 7, 300], [[5, 6, 7]]])
+    else:
+        content: Any = rng.choice([words, [{"type": "text", "text": words}]])
+        body["messages"] = [{"role": "user", "content": content}]
+        if rng.random() < 0.3:
+            body["messages"].insert(0, {"role": "system", "content": "\u00e9"})
+    for name, field in cls.model_fields.items():
+        if name not in body and name not in NEEDED and rng.random() < 0.05:
+            body[name] = rng.choice(VALUES[name]) if name in VALUES else usual(rng, field.annotation)
+    return body
+
+
 def spelt(rng: random.Random, body: dict[str, Any]) -> str:
     """Return a body in one spelling of JSON."""
     separators = rng.choice([(",", ":"), (", ", ": "), (" ,\r\n", "\t:")])
@@ -124,9 +171,11 @@ def read(cls: type[BaseModel], text: str) -> tuple[dict[str, Any] | None, list[s
 
 def main() -> None:
     count, rng = int(sys.argv[1]), random.Random(int(sys.argv[2]))
+    streams = sys.argv[3:] == ["streams"]
+    classes = [each for each in CLASSES.items() if not streams or each[1] in LIMITS]
     for _ in range(count):
-        path, cls = rng.choice(list(CLASSES.items()))
-        text = spelt(rng, draw(rng, cls))
+        path, cls = rng.choice(classes)
+        text = spelt(rng, (draw_stream if streams else draw)(rng, cls))
         found, where = read(cls, text)
         print(json.dumps({"path": path, "body": text, "read": found, "where": where}))
 

@@ -6,6 +6,7 @@ import gzip
 import json
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -272,6 +273,47 @@ def test_a_batch_of_openai_is_read(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ('[{"instruction": "Sum up:", "input": "a text", "output": "It is shorter."}, {}]', [(4, 4)]),
+        ('{"question": "How many are there?", "context": "Many.", "response": "Many."}\n', [(7, 2)]),
+        ('{"task_id": 0, "input_ids": [5, 6, 7], "output_tokens": 64}\n', [(3, 64)]),
+        ('{"metadata": {"n": 1}, "samples": [{"input_len": 9, "output_len": 5, "task_id": -1}]}', [(9, 5)]),
+        ('{"created": 1700000000, "usage": {"prompt_tokens": 7, "completion_tokens": 3}}\n', [(7, 3)]),
+        ('[{"ttft_s": 0.1, "number_input_tokens": 7, "number_output_tokens": 3}]', [(7, 3)]),
+    ],
+)
+def test_data_sets_are_known_by_their_keys(tmp_path: Path, text: str, rows: list[tuple[int, int]]) -> None:
+    path = tmp_path / "t"
+    path.write_text(text)
+    assert [(row.input_tokens, row.output_tokens) for row in read_trace(path)] == rows
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"time_to_first_token": {"avg": 1}, "input_config": {}}', "a summary of AIPerf or GenAI-Perf"),
+        ("Type,Name,Request Count,Failure Count\nPOST,/v1,10,0\n", "a summary of Locust"),
+        ('{"attack": "", "seq": 1, "latency": 5, "bytes_out": 0, "bytes_in": 2}\n', "results of Vegeta"),
+        ('{"metric": "http_reqs", "type": "Point", "data": {"value": 1}}\n', "results of k6"),
+    ],
+)
+def test_results_without_tokens_are_called_by_their_name(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "t"
+    path.write_text(text)
+    for read in (read_trace, read_log):
+        with pytest.raises(TraceError, match=f"expected each request with its tokens, got {said}"):
+            read(path)
+
+
+def test_times_of_a_table_need_a_unit_where_nothing_tells_it(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    path.write_text("Timestamp,Input Length,Output Length\n0.5,100,20\n1.25,100,20\n")
+    with pytest.raises(TraceError, match=r"line 2: Timestamp: expected .* a unit in the name"):
+        read_trace(path)
+
+
 # --- results of load tests -------------------------------------------------------------------------------
 
 #: Requests as (start s, prompt, answer, first token s, whole answer s).
@@ -289,6 +331,52 @@ def guidellm() -> object:
         {"requests": {"successful": requests[9:]}},
     ]
     return {"metadata": {}, "args": {}, "benchmarks": halves}
+
+
+def newer_guidellm() -> object:
+    requests: list[object] = []
+    for start, prompt, answer, first, whole in MEASURED:
+        at = 1.7e9 + start
+        timings = {"request_start": at, "first_token_iteration": at + first, "request_end": at + whole}
+        counts = {"input_metrics": {"text_tokens": prompt}, "output_metrics": {"total_tokens": answer}}
+        requests.append({"request_id": "a", "info": {"timings": timings}, **counts})
+    return {"benchmarks": [{"requests": {"successful": requests, "errored": [{}]}}]}
+
+
+def genai_perf() -> object:
+    """Ten requests by the usage of their last event, ten by texts: four bytes a token, and one an event."""
+    requests: list[object] = [{"timestamp": 1, "response_timestamps": [], "response_outputs": []}]
+    for number, (start, prompt, answer, first, whole) in enumerate(MEASURED):
+        asked = {"messages": [{"role": "user", "content": "four" * prompt}]}
+        events = [{"choices": [{"delta": {"content": "x"}}]}] * answer
+        ends_s = [first + (whole - first) * i / (answer - 1) for i in range(answer)]
+        if number % 2:
+            asked, usage = {"prompt": "?"}, {"prompt_tokens": prompt, "completion_tokens": answer}
+            events, ends_s = [*events[:2], {"choices": [], "usage": usage}], [first, whole, whole]
+        requests.append(
+            {
+                "timestamp": round(1e9 * (1.7e9 + start)),
+                "request_inputs": {"payload": json.dumps(asked)},
+                "response_timestamps": [round(1e9 * (1.7e9 + start + each)) for each in ends_s],
+                "response_outputs": [{"response": f"data: {json.dumps(each)}\n\n"} for each in events]
+                + [{"response": "data: [DONE]\n\n"}],
+            }
+        )
+    return {"experiments": [{"experiment": {}, "requests": requests}], "version": "1"}
+
+
+def spend_log() -> str:
+    """As LiteLLM keeps it: moments, also of the first token, and a document around them."""
+    lines = [
+        {"startTime": at(start), "completionStartTime": at(start + first), "endTime": at(start + whole)}
+        | {"usage": {"prompt_tokens": prompt, "completion_tokens": answer}, "error": None}
+        for start, prompt, answer, first, whole in MEASURED
+    ]
+    return json.dumps({"data": [*lines, lines[0] | {"error": "timeout"}]})
+
+
+def at(seconds: float) -> str:
+    return datetime.fromtimestamp(1.7e9 + seconds, UTC).isoformat()
 
 
 def inference_perf(nested: bool) -> object:
@@ -345,6 +433,17 @@ def named_columns() -> str:
     )
 
 
+def as_list() -> str:
+    """Return what `ray-project/llmperf` writes, with a time of arrival."""
+    dead = {"start_s": 0, "number_input_tokens": 1, "number_output_tokens": 0, "ttft_s": 0, "e2e_s": 0}
+    lines = [
+        {"start_s": start, "number_input_tokens": prompt, "number_output_tokens": answer}
+        | {"ttft_s": first, "e2e_s": whole, "error_code": None}
+        for start, prompt, answer, first, whole in MEASURED
+    ]
+    return json.dumps([*lines, dead | {"error_code": 500}])
+
+
 #: A file of each kind: how it is named, its kind, and its text.
 LOGS: dict[str, tuple[str, str, Callable[[], str]]] = {
     "vllm": ("vllm bench serve", "bench", lambda: json.dumps(columns("vllm"))),
@@ -353,6 +452,10 @@ LOGS: dict[str, tuple[str, str, Callable[[], str]]] = {
     "guidellm": ("GuideLLM", "guidellm", lambda: json.dumps(guidellm(), indent=1)),
     "inference-perf": ("inference-perf", "inference-perf", lambda: json.dumps(inference_perf(False))),
     "inference-perf, nested": ("inference-perf", "inference-perf", lambda: json.dumps(inference_perf(True))),
+    "GuideLLM, newer": ("GuideLLM", "guidellm", lambda: json.dumps(newer_guidellm())),
+    "GenAI-Perf": ("GenAI-Perf", "genai-perf", lambda: json.dumps(genai_perf())),
+    "moments in a document": ("keys name what they are", "records", spend_log),
+    "a JSON list": ("keys name what they are", "records", as_list),
     "columns": ("keys name what they are", "records", named_columns),
 }
 
@@ -369,7 +472,7 @@ def test_results_of_load_tests_tell_the_same(
     for got, (start, prompt, answer, first, whole) in zip(log.requests, MEASURED, strict=True):
         assert got.arrival_s == pytest.approx(start - MEASURED[0][0], abs=1e-6)
         assert (got.input_tokens, got.output_tokens) == (prompt, answer)
-        assert (got.ttft_s, got.e2e_s) == pytest.approx((first, whole), rel=1e-6)
+        assert (got.ttft_s, got.e2e_s) == pytest.approx((first, whole), rel=1e-5)
     told = capsys.readouterr().err
     assert said in told
     assert ("1 of the warm-up" in told) == (name == "aiperf")

@@ -17,7 +17,7 @@ from pathlib import Path
 from hetlb.addresses import Network, is_loopback
 from hetlb.balancer.config.api_keys import LimitsTable, Tenant, load_api_keys
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.config.fleet_tables import TlsTable
+from hetlb.balancer.config.fleet_tables import SharedTable, TlsTable
 from hetlb.errors import ConfigError
 
 
@@ -132,7 +132,7 @@ def load_access(fleet: Fleet) -> Access:
 
 
 def read_secret(file: str | None, env: str | None, key: str, base: Path) -> bytes | None:
-    """The secret of a file (without the line end) or of a variable, None without both. Raises `ConfigError`.
+    """Return the secret of a file (without line end) or variable, or None. Raises `ConfigError`.
 
     `key` is what the two keys of the fleet file have in common.
     """
@@ -237,3 +237,19 @@ def _network(text: str, where: str) -> Network:
         return ipaddress.ip_network(text)
     except ValueError as caught:
         raise ConfigError(f"{where}: expected networks like 10.0.0.0/8, got {text!r}") from caught
+
+
+def shared_url(table: SharedTable, key: str) -> str:
+    """Return the address of the server. Raises `ConfigError` that names `key`."""
+    url = table.url
+    if table.url_env is not None:
+        if url is not None:
+            raise ConfigError(f"{key}.url: expected either url or url_env, got both")
+        url = os.environ.get(table.url_env)
+        if url is None:
+            raise ConfigError(f"{key}.url_env: expected the name of a variable that is set")
+    if url is None:
+        raise ConfigError(f"{key}.url: expected an address, but the key is missing")
+    if not url.startswith(("redis://", "rediss://", "unix://", "hub:")):
+        raise ConfigError(f"{key}.url: expected redis://, rediss://, unix:// or hub: at its beginning")
+    return url

@@ -86,7 +86,7 @@ class ClientResponse:
         lines: bytes,
         transition: Transition[Response] = COMMITTED,
     ) -> bytes:
-        """The head. From here on the answer is what it is.
+        """Return the client's head. From here on the answer is what it is.
 
         `answer` is the engine's, `length` that of its body where it is known, `lines` are of hetlb's own.
         """
@@ -111,7 +111,7 @@ class ClientResponse:
         return out + b"\r\n"
 
     def frame(self, payload: bytes) -> bytes:
-        """A part of the body as it is written."""
+        """Return a part of the body as it is written."""
         if self.chunked and payload:
             return b"%x\r\n%b\r\n" % (len(payload), payload)
         return payload
@@ -149,7 +149,7 @@ class ClientResponse:
         self.write(self.frame(error_responses.error_event(answer, message, self._head.path)))
 
     def refuse(self, answer: Answer, message: str, retry_after_s: float | None, lines: bytes) -> None:
-        """A whole answer with an error; `lines` are header lines of it."""
+        """Answer with an error, whole; `lines` are its header lines."""
         lines = b"x-request-id: %b\r\n%b%b" % (self._label, lines, self.client.cors)
         close, head_only = not self._head.keep_alive, self._head.method == b"HEAD"
         self.write(
@@ -161,12 +161,12 @@ class ClientResponse:
     # --- the client's reading ---
 
     def pause(self, now: float) -> None:
-        """The client reads too slowly."""
+        """Hold the answer: the client reads too slowly."""
         if self.held_since is None:
             self.held_since = now
 
     def resume(self, now: float) -> bool:
-        """The client has caught up. True if it had not read for a while."""
+        """Go on: the client has caught up. Return True if it had not read for a while."""
         if self.held_since is None:
             return False
         self._held_s += now - self.held_since

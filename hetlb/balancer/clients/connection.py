@@ -191,7 +191,7 @@ class ClientConnection(PacedReader):
             self._resume_reading()
 
     def end(self, *, keep: bool) -> None:
-        """The answer is out; `keep` says that the client can tell where it ended."""
+        """Note that the answer is out; `keep` says that the client can tell where it ended."""
         head, self._head, self._exchange = self._head, None, None
         if not keep or head is None or not head.keep_alive or self._server.stopping:
             self._close(states.LAST_ANSWERED)
@@ -436,4 +436,4 @@ class ClientConnection(PacedReader):
 
 
 def _nowhere(data: bytes) -> None:
-    """The client is gone."""
+    """Note that the client is gone."""

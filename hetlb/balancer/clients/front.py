@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from hetlb.balancer.clients.access import Access
 from hetlb.balancer.clients.router import Router
@@ -15,12 +15,10 @@ from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.exchange import Exchange
+from hetlb.balancer.hooks import SpanMaker, hook
 from hetlb.balancer.telemetry.access_log import FORMATS
 from hetlb.balancer.telemetry.log_writer import LogWriter
 from hetlb.balancer.telemetry.request_record import RequestRecord
-
-if TYPE_CHECKING:
-    from hetlb.options.tracing.tracing import Tracing
 
 
 class Listener(Protocol):
@@ -53,11 +51,8 @@ class Front:
         driver.on_ended = self._requests_ended
         driver.on_refused = self._request_refused
         self._apply(fleet, access)
-        self._tracing: Tracing | None = None
-        if fleet.file.tracing is not None:
-            from hetlb.options.tracing.tracing import Tracing
-
-            self._tracing = Tracing(fleet.file.tracing)
+        table = fleet.file.tracing
+        self._tracing: SpanMaker | None = None if table is None else hook("tracing", table)
         self.server.router.tracing = self._tracing
         self._write_line = FORMATS[fleet.file.proxy.request_log_format]
         self._lines: LogWriter | None = None

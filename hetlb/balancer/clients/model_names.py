@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
 from hetlb.balancer.config.fleet_tables import FleetFile
+from hetlb.balancer.http.openai_body import Call
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_FORM_FIELD: Final = (
-    rb'((?<=[; \t])name=(?:"model"|model(?![^;\s]))[^\r\n]*(?:\r\n[^\r\n]+)*\r\n\r\n)%b(?=\r\n--)'
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +29,7 @@ class ModelNames:
         )
 
     def served(self, asked: str, available: Callable[[str], bool]) -> str:
-        """The model that serves a request for `asked`: where that one is not available, its fallback."""
+        """Return the model that serves a request for `asked`: or of its fallback."""
         model = self.aliases.get(asked, asked)
         tried: set[str] = set()
         while (
@@ -50,18 +47,19 @@ class ModelNames:
             if model in known and alias not in known
         ]
 
-    def rename(self, body: bytes, asked: str, model: str, *, is_form: bool) -> bytes:
-        return rename_in_form(body, asked, model) if is_form else rename_in_json(body, model)
+    def rename(self, call: Call, model: str) -> bytes:
+        if call.model_at:
+            return rename_in_form(call.body, call.model_at, call.asked, model)
+        return rename_in_json(call.body, model)
 
 
 def rename_in_json(body: bytes, model: str) -> bytes:
-    """The body with another model; every other value as it stands."""
+    """Return the body with another model; every other value as it stands."""
     document = _OBJECT.decode(body)
     document["model"] = msgspec.Raw(msgspec.json.encode(model))
     return msgspec.json.encode(document)
 
 
-def rename_in_form(body: bytes, asked: str, model: str) -> bytes:
-    """The same of a form, which was read and has one field `model`."""
-    pattern = _FORM_FIELD % re.escape(asked.encode())
-    return re.sub(pattern, lambda found: found[1] + model.encode(), body, count=1)
+def rename_in_form(body: bytes, at: int, asked: str, model: str) -> bytes:
+    """Return a form with another model in the place of `asked`, which stands at `at`."""
+    return body[:at] + model.encode() + body[at + len(asked.encode()) :]

@@ -31,7 +31,7 @@ _lists = msgspec.json.Decoder(list[list[int]])
 
 
 def session_key(session: bytes | None, owner: str | None, model: str) -> PrefixKey | None:
-    """The key of a conversation: its header's value, seen apart for each owner of a key and each model.
+    """Return the key of a conversation: its header's value, apart for each owner and model.
 
     None where there is no header or it is no plain word of at most 256 characters.
     """
@@ -41,7 +41,7 @@ def session_key(session: bytes | None, owner: str | None, model: str) -> PrefixK
 
 
 def token_ids(call: Call) -> list[array[int]] | None:
-    """The token ids of each prompt; None where they are no ids, or too many for keys."""
+    """Return the token ids of each prompt; None where they are no ids, or too many for keys."""
     data = call.ids
     if not 0 < len(data) <= _LAST_BYTES:
         return None
@@ -100,7 +100,7 @@ def text_keys(call: Call, model: str, owner: str | None = None) -> tuple[PrefixK
 
 
 def _seeded(kind: str, model: str, salt: str | None, owner: str | None) -> blake2b:
-    """A digest that differs by kind, model and `cache_salt`, as vLLM's caches of adapters and salts do.
+    """Return a digest that differs by kind, model and `cache_salt`, as vLLM's caches do.
 
     By the owner of a key too: where a prompt is sent must not tell a tenant that another has sent it.
     """
@@ -108,14 +108,14 @@ def _seeded(kind: str, model: str, salt: str | None, owner: str | None) -> blake
 
 
 def _ends(text: bytes) -> Iterator[int]:
-    """Ends of the text's messages, content parts and tools."""
+    """Yield ends of the text's messages, content parts and tools."""
     for match in _BOUNDARY.finditer(text):
         yield match.start() + 1
     yield len(text)
 
 
 def _beginning_of_all(text: bytes) -> bytes:
-    """The common beginning of all strings of a JSON list, written as the first of them would be alone."""
+    """Return the common beginning of all strings of a JSON list, written as the first alone."""
     strings = _NEXT_STRING.split(text.strip(b" \t\r\n[]"))
     strings[0] = strings[0][1:]
     strings[-1] = strings[-1].removesuffix(b'"')

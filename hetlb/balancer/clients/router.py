@@ -38,10 +38,10 @@ from hetlb.balancer.telemetry.request_record import RequestRecord
 if TYPE_CHECKING:
     from hetlb.balancer.clients.model_names import ModelNames
     from hetlb.balancer.clients.service_classes import ServiceClasses
-    from hetlb.options.kv_events.block_index import PromptBlocks
+    from hetlb.balancer.core.block_index import PromptBlocks
+    from hetlb.balancer.hooks import SpanMaker
     from hetlb.options.resume.continuation import Continuation
     from hetlb.options.resume.progress import Kept
-    from hetlb.options.tracing.tracing import Tracing
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
@@ -94,7 +94,7 @@ class Router:
         #: Bytes kept of streams that may go on elsewhere, None before the first.
         self._kept: Kept | None = None
         #: Makes the ids of every request's spans, None without tracing.
-        self.tracing: Tracing | None = None
+        self.tracing: SpanMaker | None = None
         #: Engines take our request ids for their own, and another proxy may count from 1 too.
         self._label_prefix = f"hetlb-{secrets.token_hex(4)}-"
 
@@ -107,7 +107,7 @@ class Router:
         self._tenant_header = None if table.tenant_header is None else table.tenant_header.lower().encode()
 
     def authenticate(self, head: RequestHead) -> Tenant | None:
-        """The tenant whose key came with a request; None where none is needed. Raises `GateError` (401)."""
+        """Return the tenant of a request by its key; None if none is needed. Raises `GateError` (401)."""
         tenants = self.tenants
         if tenants is None or (self._origins and head.method == b"OPTIONS"):
             return None  # browsers ask for permission without a key
@@ -132,13 +132,13 @@ class Router:
         return _CORS_LINES % origin
 
     def knows(self, path: str) -> bool:
-        """True if something that takes a body is at a path."""
+        """Return True if something that takes a body is at a path."""
         return path in ENDPOINTS or path in self._extra_paths
 
     def handle(
         self, client: ClientSide, head: RequestHead, body: bytes, tenant: Tenant | None
     ) -> Exchange | bytes:
-        """The exchange of a request, not yet submitted, or the whole answer to it. Raises `GateError`."""
+        """Return an exchange, not yet submitted, or the whole answer to it. Raises `GateError`."""
         if b"via" in head.fields and self._driver.forward_rules.came_back(head.headers):
             raise Refusal(
                 error_responses.LOOP,
@@ -174,13 +174,13 @@ class Router:
         if self.names is not None and call.model is not None:
             model = self._resolve(self.names, call, tenant)
             if call.renamed:
-                call.body = self.names.rename(call.body, call.asked, model, is_form=is_form)
+                call.body = self.names.rename(call, model)
         return self._exchange(client, head, kind, call, tenant)
 
     def _session(
         self, client: ClientSide, head: RequestHead, body: bytes, tenant: Tenant | None
     ) -> Exchange | bytes:
-        """The session that an upgrade to WebSocket asks for. Raises `GateError`."""
+        """Return the session that an upgrade to WebSocket asks for. Raises `GateError`."""
         if head.method != b"GET":
             raise _method_not_allowed((b"GET",))
         from hetlb.options.tunnel.realtime import Handshake, check_upgrade, model_asked_for, with_model
@@ -244,7 +244,7 @@ class Router:
         service: ServiceClass,
         owner: str | None,
     ) -> Request:
-        """The request as the scheduler sees it, of the tenant `owner`."""
+        """Return the request as the scheduler sees it, of the tenant `owner`."""
         driver, scheduling = self._driver, self._driver.scheduling
         exact = call.prompt_tokens_total is not None
         if not kind.prompted:
@@ -289,7 +289,7 @@ class Router:
         keys = id_keys(ids, model, call.cache_salt, owner) if ids else text_keys(call, model, owner)
         blocks: PromptBlocks | None = None
         if ids and call.prompts == 1 and (block_tokens := self._driver.scheduling.block_tokens):
-            from hetlb.options.kv_events.block_index import block_digests
+            from hetlb.balancer.core.block_index import block_digests
 
             salt = () if call.cache_salt is None else (call.cache_salt,)
             # The last token of a prompt is always computed.
@@ -301,7 +301,7 @@ class Router:
 
     def _rest(self, kind: Kind, call: Call, outgoing: EngineRequest, how: Resume) -> Continuation | None:
         """Continuation of an answer whose engine is lost (`how`: `proxy.resume`), None where it ends."""
-        if how is False or call.prompts * call.n != 1 or not self._driver.resumes:
+        if how is False or not self._driver.resumes:
             return None
         from hetlb.options.resume.continuation import Continuation
         from hetlb.options.resume.progress import Kept
@@ -335,7 +335,7 @@ class Router:
         return peer
 
     def _claimed(self, head: RequestHead, owner: str | None) -> str | None:
-        """The tenant that a header names (one of a key's owner, if there are keys)."""
+        """Return the tenant that a header names (one of a key's owner, if there are keys)."""
         assert self._tenant_header is not None
         name = head.fields.get(self._tenant_header)
         if name is None or _TENANT.fullmatch(name) is None:
@@ -381,7 +381,7 @@ class Router:
         )
 
     def _models(self, tenant: Tenant | None) -> list[dict[str, Any]]:
-        """The models that a client may use."""
+        """Return the models that a client may use."""
         models = self._view.models()
         if self.names is not None:
             models = [*models, *self.names.entries(models)]
@@ -413,6 +413,6 @@ def _method_not_allowed(allowed: tuple[bytes, ...]) -> Refusal:
 
 
 def label_of(head: RequestHead) -> str | None:
-    """The client's `x-request-id`, None without one that can be kept."""
+    """Return the client's `x-request-id`, None without one that can be kept."""
     label = head.fields.get(b"x-request-id")
     return None if label is None or _LABEL.fullmatch(label) is None else label.decode("ascii")

@@ -52,7 +52,7 @@ class ProxyServer:
     # --- its connections ---
 
     def admit(self, connection: ClientConnection) -> bool:
-        """True if there is room for a new connection; where not, the oldest without a request makes it."""
+        """Return True if there is room for a new connection; else the oldest idle one makes it."""
         limit = self.table.max_connections or _half_of_the_descriptors()
         full = len(self.connections) >= limit
         idle = next((each for each in self.connections if each.idle), None) if full else None

@@ -32,7 +32,7 @@ class ServiceClasses:
         return None
 
     def of(self, model: str, head: RequestHead, allowed: Sequence[str] | None) -> ServiceClass:
-        """The class of a request, of those that its key may use. Raises `GateError` (400, 403)."""
+        """Return the class of a request, of those that its key may use. Raises `GateError` (400, 403)."""
         classes = self._by_model.get(model)
         if not classes:
             return UNSTATED
@@ -58,7 +58,7 @@ class ServiceClasses:
 
 
 def _changed(service: ServiceClass, header: str, attribute: str, stated: bytes) -> ServiceClass:
-    """The class with a target that is no tighter than its own. Raises `GateError` (400)."""
+    """Return the class with a target that is no tighter than its own. Raises `GateError` (400)."""
     limit_s = getattr(service, attribute)
     try:
         seconds = float(stated) / 1e3

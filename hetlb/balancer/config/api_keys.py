@@ -35,7 +35,7 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     classes: tuple[str, ...] | None = None
 
     def may_use(self, model: str) -> bool:
-        """True if requests with this key may name a model."""
+        """Return True if requests with this key may name a model."""
         return self.models is None or model in self.models
 
 

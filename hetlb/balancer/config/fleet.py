@@ -75,10 +75,16 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     profiles: dict[str, Profile] = {}
     tokenizers: dict[str, Path] = {}
     listed: dict[str, Listed] = {}
+    #: Output lengths of `policy.trace` where it was read: only a start needs them.
+    lengths: LengthDistribution | None = None
 
     def with_tables(self, **tables: Any) -> Fleet:
         """Copy of the fleet with other tables in force, by their keys in the file."""
         return msgspec.structs.replace(self, file=msgspec.structs.replace(self.file, **tables))
+
+    def with_lengths(self, tokens: Iterable[int]) -> Fleet:
+        """Copy of the fleet with the output lengths that its predictor begins with."""
+        return msgspec.structs.replace(self, lengths=LengthDistribution(tokens))
 
     def resolve_found(self, table: InstanceTable, model: str, cache: dict[Path, Profile]) -> InstanceSpec:
         """Resolve a discovered instance, with the profile its labels select. Raises `InputError`."""
@@ -154,15 +160,6 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     def health_params(self) -> HealthParams:
         """Health parameters as the scheduler's type."""
         return HealthParams(**msgspec.structs.asdict(self.file.health))
-
-    def output_lengths(self) -> LengthDistribution | None:
-        """Output lengths of `policy.trace`, None without one. Raises `TraceError`."""
-        if self.file.policy.trace is None:
-            return None
-        from hetlb.tools.workload.traces import read_trace
-
-        rows = read_trace(self.base / self.file.policy.trace)
-        return LengthDistribution(row.output_tokens for row in rows)
 
 
 def _service_class(name: str, table: ClassTable) -> ServiceClass:
@@ -318,6 +315,7 @@ def resolve_instance(
             cache[path] = load_named(base, named, f"{key}profile")
         profile = cache[path]
     capacity = profile.capacity if profile else Capacity()
+    assumed = profile is not None and profile.host_assumed
     spec = InstanceSpec(
         name=name,
         model=model,
@@ -327,6 +325,7 @@ def resolve_instance(
         capacity=capacity.updated(Capacity(max_num_seqs=instance.max_num_seqs)),
         slots_stated=instance.max_num_seqs is not None,
         gpu=gpu_of(labels),
+        host_assumed_in=str(base / named) if assumed and named is not None else "",
     )
     return spec, profile
 

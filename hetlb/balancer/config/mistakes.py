@@ -77,13 +77,13 @@ def did_you_mean(given: object, names: Iterable[str]) -> str:
 
 
 def listed(names: Collection[str]) -> str:
-    """`a, b, c`, the first twenty of many."""
+    """Return `a, b, c`, the first twenty of many."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(islice(names, _LISTED)) + more
 
 
 def one_of(given: object, names: Collection[str]) -> str:
-    """`expected one of a, b, got 'x' (did you mean a?)` for a name that is none of `names`."""
+    """Return `expected one of a, b, got 'x' (did you mean a?)` for a name that is none of `names`."""
     return f"expected one of {listed(names)}, got {short(given)}{did_you_mean(given, names)}"
 
 

@@ -339,6 +339,12 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         )
 
     @property
+    def host_assumed(self) -> bool:
+        """Return whether no point shows the host's time, and requests to an idle vLLM server would."""
+        vllm = self.engine.name.lower() == "vllm" and (self.engine.tokens_per_step or 1.0) == 1.0
+        return vllm and any(line.startswith("host:") for line in self.assumed)
+
+    @property
     def lacks(self) -> tuple[str, ...]:
         """List what the profile lacks and the default used instead; one phrase each."""
         found = []

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from hetlb.balancer.config.profile_file import HostTime, Profile, with_latency
+from hetlb.balancer.config.profile_file import HostTime, Profile, load_profile, with_latency
 from hetlb.balancer.config.yaml_file import yaml_text
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.errors import ProfileError
-from hetlb.files import write_text
+from hetlb.files import read_text, write_text
 
 
 def profile_text(profile: Profile) -> str:
@@ -31,6 +32,26 @@ def _written(value: Any) -> Any:
     if isinstance(value, list):
         return [_written(inner) for inner in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def write_host(path: Path, found: LatencyModel) -> tuple[LatencyModel, str]:
+    """Write a measured host time into a profile that assumes one.
+
+    Return the model as the file has it then, and "", or `found` and why the file stays as it is.
+    """
+    try:
+        text = read_text(path, ProfileError)
+        profile = load_profile(path)
+        if not profile.host_assumed:
+            return found, "the file has a measured one by now"
+        if any(line.lstrip().startswith("#") for line in text.splitlines()):
+            return found, "the file has comments, which would be lost"
+        if not os.access(path, os.W_OK):
+            return found, "the file may not be written"
+        write_profile(path, with_host(profile, found))
+        return load_profile(path).latency, ""
+    except ProfileError as error:
+        return found, str(error)
 
 
 def with_host(profile: Profile, found: LatencyModel) -> Profile:

@@ -131,7 +131,7 @@ class Account:
             self.lost *= _MOST_KEPT / count
 
     def ended(self, lease_id: int) -> None:
-        """A trial is over, or its answer has begun: another one may follow after the pause."""
+        """Note that a trial is over, or its answer has begun: another one may follow after the pause."""
         if self.trial == lease_id:
             self.trial = 0
 
@@ -192,11 +192,11 @@ class Account:
         self.read_at = now
 
     def counts(self, now: float) -> bool:
-        """True if its own counters are known."""
+        """Return True if its own counters are known."""
         return self._generated is not None and now - self.read_at <= COUNTERS_STALE_S
 
     def works(self, now: float) -> bool:
-        """True if its own counters moved lately, and did not stand still since its last token."""
+        """Return True if its own counters moved lately, and did not stand still since its last token."""
         return self.moved_at >= now - COUNTERS_STALE_S and not self.still
 
     def watch(self, since: float, need_s: float, late_s: float, least_s: float, now: float) -> bool:
@@ -240,7 +240,7 @@ class Account:
         return True
 
     def token(self, now: float) -> bool:
-        """A token came. True if that ends a stall."""
+        """Note that a token came. Return True if that ends a stall."""
         self.token_at = now
         return self.stalled_since is not None and self._goes_on(now)
 
@@ -250,11 +250,11 @@ class Account:
     # --- what it gets meanwhile ---
 
     def restrained(self, now: float) -> bool:
-        """True if it gets one trial at a time."""
+        """Return True if it gets one trial at a time."""
         return self.doubted or self.stalled_since is not None or now < self.asked_until
 
     def held(self, now: float) -> bool:
-        """True if it gets no request now, not even a trial."""
+        """Return True if it gets no request now, not even a trial."""
         if not self.restrained(now):
             return False
         if self.trial:
@@ -262,14 +262,14 @@ class Account:
         return now < self.next_trial_at and not 0 < self._skip <= self._skipped
 
     def dispatched(self, lease_id: int, now: float) -> None:
-        """It got a request: if it is restrained, a trial."""
+        """Note that it got a request: if it is restrained, a trial."""
         if self.restrained(now):
             self.trial, self._skipped = lease_id, 0
             self.next_trial_at = now + self._pause_s
             self._pause_s = min(MOST_PAUSE_S, 2.0 * self._pause_s)
 
     def passed_over(self) -> None:
-        """A request went elsewhere while it was held."""
+        """Note that a request went elsewhere while it was held."""
         self._skipped += 1
 
     def why(self, now: float) -> str:

@@ -40,13 +40,13 @@ class AdapterSlots:
         return tuple(self._used)
 
     def begin(self, name: str) -> None:
-        """A request goes to the engine; nothing where it is for no adapter."""
+        """Note that a request goes to the engine; nothing where it is for no adapter."""
         if name in self.names:
             self._running[name] = self._running.get(name, 0) + 1
             self._use(name)
 
     def end(self, name: str) -> None:
-        """A request has ended."""
+        """Note that a request has ended."""
         count = self._running.get(name)
         if count is not None:
             if count > 1:
@@ -62,7 +62,7 @@ class AdapterSlots:
                 self._use(name)
 
     def loads(self, name: str) -> bool | None:
-        """True if an adapter is to be loaded for its next request, False if it has a slot, or None."""
+        """Return True if an adapter is to be loaded for its next request, False if it has a slot, or None."""
         if name in self._used:
             return False
         return True if name in self.names and len(self._running) < self.slots else None
@@ -79,7 +79,7 @@ class AdapterSlots:
         return 2.0 * load_s + (wait_s if len(self._running) >= self.slots else 0.0)
 
     def count(self) -> dict[str, int]:
-        """Requests by adapter."""
+        """Return requests by adapter."""
         return dict(self._running)
 
     def _use(self, name: str) -> None:
@@ -114,12 +114,12 @@ class AdapterLoadTime:
         self._others: deque[float] = deque(maxlen=_SEEN)
 
     def first_token(self, lease: LeaseId, took_s: float) -> None:
-        """The first token of a lease came so long after its dispatch."""
+        """Note that the first token of a lease came so long after its dispatch."""
         if (expected := self.expected.pop(lease, None)) is not None:
             self.observe(took_s - expected[0], expected[1])
 
     def observe(self, late_s: float, loaded: bool) -> None:
-        """The first token of a request for an adapter came `late_s` after it was expected."""
+        """Note that the first token of a request for an adapter came `late_s` after it was expected."""
         (self._loaded if loaded else self._others).append(late_s)
         if len(self._loaded) >= _ENOUGH:
             usual_s = _median(self._others) if len(self._others) >= _ENOUGH else 0.0

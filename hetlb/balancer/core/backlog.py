@@ -59,12 +59,12 @@ class Backlog:
         return commands + self.flush(now) if fleet.end_slow_starts(request.model) else commands
 
     def forget(self, request_id: RequestId) -> None:
-        """A request waits no longer, nor is it retried."""
+        """Forget a request: it waits no longer, nor is it retried."""
         self.queue.remove(request_id)
         self._retries.forget(request_id)
 
     def give_up(self, request: Request, *, unsent: bool) -> Reject:
-        """A request that no engine answered is tried no more. `unsent`: none can have run it."""
+        """Try a request that no engine answered no more. `unsent`: none can have run it."""
         self.forget(request.id)
         return rejections.not_answered(request.id, unsent=unsent)
 

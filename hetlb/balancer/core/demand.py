@@ -27,7 +27,7 @@ _NEWEST: Final = 64.0
 
 
 def size_of(request: Request, predicted_output: float) -> float:
-    """The size of a request in weighted tokens, all sequences together; at least 1."""
+    """Return the size of a request in weighted tokens, all sequences together; at least 1."""
     return max(1.0, request.sequences * (PROMPT_WEIGHT * request.prompt_tokens + predicted_output))
 
 
@@ -230,7 +230,7 @@ class Protected:
     def arrived(
         self, service: ServiceClass, prompt: float, output: float, now: float, idle: FleetCosts | None = None
     ) -> None:
-        """A request with targets came in; those that no `idle` instance meets protect nothing."""
+        """Note that a request with targets came in; those that no `idle` instance meets protect nothing."""
         gap_s = now - self.newest_s
         if self.count > 1 and gap_s > _NEWEST * self.gap_s:
             self.count, self.gap_s = 0, 0.0  # a silence longer than all that is remembered: a new stream
@@ -249,7 +249,7 @@ class Protected:
             self.tpot_s = min(self.tpot_s, service.tpot_s)
 
     def rate(self, now: float) -> float:
-        """Requests per second; it fades while none comes."""
+        """Return requests per second; it fades while none comes."""
         gap_s = max(self.gap_s, now - self.newest_s)
         return 1.0 / gap_s if self.count > 1 and gap_s > 0.0 else 0.0
 
@@ -307,7 +307,7 @@ class Demand:
                 del ticks[0]
 
     def goes_on(self, horizon_s: float, now: float) -> bool:
-        """True if another request is expected within `horizon_s`, by the gaps since the fleet was idle.
+        """Return True if another request is expected within `horizon_s`, by gaps since the fleet was idle.
 
         Requests that came at once are no stream: they wait, and are counted there.
         """

@@ -199,7 +199,7 @@ def _sum(series: Series, table: EngineTable, invalid: list[str]) -> int | None:
 
 
 def _asleep(series: Series) -> bool | None:
-    """True if an engine says that it is not awake; None where no engine tells."""
+    """Return True if an engine says that it is not awake; None where no engine tells."""
     awake = [
         value for labels, value in series.get(SLEEP_STATE[0], {}).items() if 'sleep_state="awake"' in labels
     ]
@@ -217,7 +217,7 @@ def _adapters(series: Series) -> tuple[int | None, tuple[str, ...] | None]:
 
 
 def _caches_prefixes(series: Series) -> bool | None:
-    """True if the engines keep prefixes of prompts, by the labels of their configuration; None: not told."""
+    """Return True if the engines keep prefixes of prompts, by their configuration's labels, if told."""
     told = [_cache_config(labels)[3] for labels in series.get(CACHE_CONFIG[0], ())]
     return next((each for each in told if each is not None), None)
 

@@ -146,7 +146,7 @@ def table_by(prefixes: Container[str]) -> EngineTable | None:
 
 
 def as_table() -> str:
-    """The table of docs/engines.md."""
+    """Return the table of docs/engines.md."""
     rows = [
         f"| {each.title} | {_names(each.running)} | {_names(each.waiting)} | {_names(each.kv_usage)} "
         f"| {'; '.join(each.lacks) or '-'} |"

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, is_dataclass, replace
 from enum import Enum
 from typing import Any, Final, get_args
 
+from hetlb.balancer.core.block_index import BlocksCleared, BlocksRemoved, BlocksStored, KvEventBatch
 from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.latency import LatencyModel
@@ -52,7 +53,6 @@ from hetlb.balancer.core.types import (
     RequestId,
     Role,
 )
-from hetlb.options.kv_events.block_index import BlocksCleared, BlocksRemoved, BlocksStored, KvEventBatch
 
 FORMAT_VERSION: Final = 5
 
@@ -163,7 +163,7 @@ def _plain(value: Any) -> Any:
 
 
 def _frozen(value: Any) -> Any:
-    """A value of JSON as dataclasses hold it: lists are tuples."""
+    """Return a value of JSON as dataclasses hold it: lists are tuples."""
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
@@ -217,7 +217,7 @@ def _read_kv_events(raw: dict[str, Any]) -> KvEventBatch:
 
 
 def encode_command(command: Command) -> list[Any]:
-    """A command as a short JSON list: its kind, then what identifies it."""
+    """Return a command as a short JSON list: its kind, then what identifies it."""
     if isinstance(command, Dispatch):
         lease = command.lease
         said = ["dispatch", command.request_id, lease.id, lease.instance, lease.work_ns, lease.kv_tokens]
@@ -231,7 +231,7 @@ def encode_command(command: Command) -> list[Any]:
 
 
 def encode_setup(setup: SchedulerSetup) -> str:
-    """The first line of a log."""
+    """Return the first line of a log."""
     document = {"version": FORMAT_VERSION, "kind": "setup", **asdict(setup)}
     document["lengths"] = setup.lengths.lengths if setup.lengths else None
     return json.dumps(document, separators=(",", ":")) + "\n"
@@ -309,7 +309,7 @@ class Replay:
         self._leases: dict[LeaseId, Lease] = {}
 
     def __iter__(self) -> Iterator[Replayed]:
-        """Raises `ValueError` naming the line where the log cannot be followed."""
+        """Yield the entries. Raises `ValueError` naming the line where the log cannot be followed."""
         for number, line in enumerate(self._lines, start=2):
             try:
                 raw = _object(line)

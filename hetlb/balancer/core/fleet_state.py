@@ -50,7 +50,7 @@ class FleetState:
         self.reindex(setup.now)
 
     def available(self, model: str) -> bool:
-        """True if some instance of a model takes requests."""
+        """Return True if some instance of a model takes requests."""
         return model in self.ready and model not in self.down_since
 
     @property
@@ -66,21 +66,21 @@ class FleetState:
         return max((each.blocks.block_tokens for each in self.publishers if each.blocks), default=0)
 
     def any_routable(self, request: Request) -> bool:
-        """True unless the model of a request is served, but by no routable instance of its subset."""
+        """Return True unless the model of a request is served, but by no routable instance of its subset."""
         ready = self.ready.get(request.model)
         if ready is None or request.subset is None:
             return True
         return any(each.routable and each.name in request.subset for each in ready.instances)
 
     def fit_of(self, request: Request) -> int:
-        """The smallest class of instances that can take a request (see `ReadyInstances`)."""
+        """Return the smallest class of instances that can take a request (see `ReadyInstances`)."""
         ready = self.ready.get(request.model)
         return 0 if ready is None else ready.fit_of(request)
 
     # --- changes; `reindex` follows ---
 
     def add(self, spec: InstanceSpec, now: float) -> Instance:
-        """A new incarnation of an instance."""
+        """Return a new incarnation of an instance."""
         health = HealthTracker(self._rng, self._initial_health)
         instance = Instance(spec, self._next_incarnation, health, now, self._changes, self.prefixes)
         self.instances[spec.name] = instance
@@ -88,14 +88,14 @@ class FleetState:
         return instance
 
     def remove(self, instance: Instance) -> None:
-        """An instance has left; its leases go on."""
+        """Note that an instance has left; its leases go on."""
         instance.removed = True
         instance.tree.retire()
         del self.instances[instance.name]
         self.publishers = [each for each in self.publishers if each is not instance]
 
     def restarted(self, instance: Instance, now: float) -> None:
-        """The process of an instance is new: its prefix cache is empty; it starts slowly once it is up."""
+        """Note that the process of an instance is new: its prefix cache is empty; it starts slowly."""
         instance.tree.retire()
         instance.tree = Tree(self.prefixes, self._next_cache)
         self._next_cache -= 1
@@ -127,7 +127,7 @@ class FleetState:
                     each.take_speed()
 
     def process_seen(self, instance: Instance, began: float, now: float) -> bool:
-        """An instance told when its process began. True if that is another process than before."""
+        """Note when an instance's process began. Return True if that is another process than before."""
         known = instance.began
         if known is None or began > known:
             instance.began = began
@@ -139,7 +139,7 @@ class FleetState:
         return True
 
     def end_slow_starts(self, model: str) -> bool:
-        """Requests for a model wait: no instance of it starts slowly any more. True if one did."""
+        """Let no instance of a model for which requests wait start slowly. Return True if one did."""
         ready = self.ready.get(model)
         if ready is None or not ready.throttled:
             return False
@@ -175,7 +175,7 @@ class FleetState:
         }
 
     def health_changed(self, instance: Instance, now: float) -> list[Command]:
-        """The health of an instance changed state: rebuild what follows from it."""
+        """Rebuild what follows from the health of an instance."""
         if instance.health.state is Health.UP and (instance.throttle.restarted or instance.health.gone):
             self.restarted(instance, now)
         self.reindex(now)
@@ -218,7 +218,7 @@ class FleetState:
         return [ready.instances for ready in self.ready.values() if instance in ready.instances]
 
     def has_another(self, instance: Instance) -> bool:
-        """True if some other instance could take over what this one is answering."""
+        """Return True if some other instance could take over what this one is answering."""
         names = instance.models
         return any(
             other is not instance and other.routable and any(name in names for name in other.models)
@@ -226,7 +226,7 @@ class FleetState:
         )
 
     def may_eject(self, instance: Instance, capacity: Callable[[Instance], float]) -> bool:
-        """True if failed answers may take an instance out: of every model it serves enough must be left."""
+        """Return True if failed answers may take an instance out: enough of its models must be left."""
         pools = self._pools(instance)
         for pool in pools:
             if not any(other is not instance and other.routable for other in pool):

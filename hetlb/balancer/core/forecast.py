@@ -92,7 +92,7 @@ class Forecast:
             self.others_s = sequences / own * batch * delay_s
 
     def document(self, errors: ForecastErrors) -> dict[str, float]:
-        """The times by name, corrected by the `errors` so far, and those that 90 % of answers stay within."""
+        """Return the times by name, corrected by the `errors` so far, and their 90 % bounds."""
         return {
             "first_token_s": self.first_token_s * errors.first_token.factor,
             "step_s": self.step_s * errors.step.factor,

@@ -37,7 +37,7 @@ class Ratios:
         return len(self._times)
 
     def add(self, predicted_s: float, true_s: float) -> None:
-        """An answer took `true_s`; its forecast is judged as the answers before it correct it."""
+        """Note that an answer took `true_s`; its forecast is judged as the answers before it correct it."""
         if predicted_s <= 0.0 or true_s <= 0.0:
             return
         ratio = true_s / predicted_s
@@ -62,14 +62,14 @@ class Ratios:
         return self._true_s / self._raw_s if known and self._raw_s > 0.0 and self._true_s > 0.0 else 1.0
 
     def over(self, ratio: float) -> float:
-        """The probability that an answer takes more than `ratio` times its forecast."""
+        """Return the probability that an answer takes more than `ratio` times its forecast."""
         n = float(len(self._ordered))
         seen = n - first_at_least(self._ordered, ratio)
         prior = 0.5 * math.erfc(math.log(max(ratio, 1e-9)) / (_PRIOR_SPREAD * math.sqrt(2.0)))
         return (seen + _PRIOR_WEIGHT * prior) / (n + _PRIOR_WEIGHT)
 
     def quantile(self, share: float) -> float:
-        """The ratio that a share of the answers stays within; by the assumed spread while few are known."""
+        """Return the ratio that a share of the answers stays within; by the assumed spread at first."""
         n = len(self._ordered)
         if n < _PRIOR_WEIGHT:
             return math.exp(_PRIOR_SPREAD * normal_quantile(share))
@@ -88,7 +88,7 @@ class Ratios:
 
 @cache
 def normal_quantile(share: float) -> float:
-    """The quantile of the standard normal distribution, by bisection of `math.erf`."""
+    """Return the quantile of the standard normal distribution, by bisection of `math.erf`."""
     low, high = -8.0, 8.0
     for _ in range(48):
         middle = (low + high) / 2.0

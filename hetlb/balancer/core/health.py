@@ -83,7 +83,7 @@ TRANSITIONS: Final = (
 
 
 def transitions_table() -> str:
-    """The transitions as a Markdown table, as docs/reference/states.md has it."""
+    """Return the transitions as a Markdown table, as docs/reference/states.md has it."""
     rows = ["| state | event | next |", "|---|---|---|"]
     rows += [f"| {', '.join(each.before)} | {each.event} | {each.after} |" for each in TRANSITIONS]
     return "\n".join(rows)
@@ -135,7 +135,7 @@ class HealthTracker:
         return False
 
     def on_refused(self, now: float, detail: str = "") -> bool:
-        """A connection was refused: no process listens. No back-off: it may return as soon as it answers."""
+        """Eject at a refused connection: no process listens. No back-off: it may return at once."""
         self._probe_successes = 0
         self.gone = self._been_up
         # What returns is another process: nothing is held against it.
@@ -147,14 +147,14 @@ class HealthTracker:
         return self._enter(REFUSED, detail or "connection refused")
 
     def on_answering(self, now: float) -> bool:
-        """An answer began. True if the state changed."""
+        """Note that an answer began. Return True if the state changed."""
         if self.clean:
             return False
         self._probe_failures = 0
         return self.state is Health.SUSPECT and self._enter(ANSWERS, "answered a request")
 
     def on_success(self, now: float) -> bool:
-        """An answer is whole and well. True if the state changed."""
+        """Note that an answer is whole and well. Return True if the state changed."""
         if self.clean:
             return False
         self._passive_failures = self._probe_failures = 0
@@ -168,7 +168,7 @@ class HealthTracker:
         return False
 
     def on_failure(self, now: float, *, may_eject: bool) -> bool:
-        """An answer failed in the engine's own way: dropped, broken off. True if the state changed."""
+        """Note an answer that its engine dropped or broke off. Return True if the state changed."""
         self._passive_failures += 1
         self.clean = False
         found: Transition[Health] | None = None

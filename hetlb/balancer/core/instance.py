@@ -29,7 +29,7 @@ from hetlb.balancer.core.types import (
 )
 
 if TYPE_CHECKING:
-    from hetlb.options.kv_events.block_index import BlockIndex
+    from hetlb.balancer.core.block_index import BlockIndex
 
 #: KV capacity of an engine that has not told its own, in tokens.
 DEFAULT_KV_CACHE_TOKENS: Final = 131_072
@@ -361,7 +361,7 @@ class Instance:
             lease.mark = speed.mark()
 
     def begin(self, lease: Lease, now: float) -> None:
-        """The decode leg of a lease is dispatched."""
+        """Note that the decode leg of a lease is dispatched."""
         if now > self.speed.last:
             self._elapsed(now)
         self._occupancy = None
@@ -381,7 +381,7 @@ class Instance:
             self.tree.evict(self.kv_cache_tokens - self.kv_tokens)
 
     def first_token(self, lease: Lease, now: float) -> None:
-        """The first byte of an answer came: its prompt has been read. Said again, it changes nothing."""
+        """Note that the first byte of an answer came: its prompt has been read. Idempotent."""
         if lease.first_token_at is not None:
             return
         speed = self.speed
@@ -576,7 +576,7 @@ class Instance:
         return changed
 
     def _waits_for_slot(self, running: int, now: float) -> bool:
-        """True if what waits first behind the `running` oldest sequences lacks a slot.
+        """Return True if what waits first behind the `running` oldest sequences lacks a slot.
 
         It may also have come in the last iterations, or lack tokens where prompts take all of an iteration;
         while prompts are computed, a first token shows when an iteration began. Only prefill legs and streams

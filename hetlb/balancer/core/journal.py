@@ -84,6 +84,6 @@ class Journal:
             self.on_change()
 
     def take(self) -> list[Change]:
-        """Changes since the last time."""
+        """Return the changes since the last time."""
         changes, self._changes = self._changes, []
         return changes

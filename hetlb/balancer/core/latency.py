@@ -227,7 +227,7 @@ class LatencyModel(PickleByFields):
     # --- one request ---
 
     def joining_s(self, running_step_s: float, asynchronous: bool = True) -> float:
-        """Expected seconds from when a server with room gets a request until it computes its prompt.
+        """Return expected seconds from when a server with room gets a request until it computes its prompt.
 
         Half of the running iteration (`running_step_s`, 0 on an idle engine) is left on average, and with
         asynchronous scheduling the next one is already fixed.
@@ -322,7 +322,7 @@ class LatencyModel(PickleByFields):
         return delay_of_reading_s(read_s, tokens, batch, self.step_s(batch, kv_tokens), budget)
 
     def scaled(self, factor: float) -> LatencyModel:
-        """The same engine, every duration multiplied by `factor`."""
+        """Return the same engine, every duration multiplied by `factor`."""
         host_s, request_s = self.host_s * factor, self.request_s * factor
         sequence_s = self.host_sequence_s * factor
         return replace(self._with(factor, factor, factor, host_s, request_s), host_sequence_s=sequence_s)
@@ -330,7 +330,7 @@ class LatencyModel(PickleByFields):
     def _with(
         self, prefill: float, mixed: float, decode: float, host_s: float, request_s: float
     ) -> LatencyModel:
-        """The model with factors on its parts."""
+        """Return the model with factors on its parts."""
         better, table, term, split = self.better_prefill, self.better_decode, self.mixed, self.split_kv
         launch = self.launch
         return replace(
@@ -361,7 +361,7 @@ def corrected(
     host_s: float = 0.0,
     request_s: float = 0.0,
 ) -> LatencyModel:
-    """The model with factors on its parts, and seconds more of the host per iteration and request."""
+    """Return the model with factors on its parts, and seconds more of the host per iteration and request."""
     host_s += k.host_s
     if mixed != 1.0:
         k = replace(k, mixed=k.mixed_term)
@@ -393,7 +393,7 @@ DEFAULT_LATENCY = LatencyModel(k1=4e-5, k2=5e-4, k3=0.0, k4=1e-2, k5=3e-8, k6=3e
 def ideal_batch(
     kv_cache_tokens: int, input_tokens: float, output_tokens: float, max_num_seqs: int | None
 ) -> int:
-    """Copies of one request that fill the KV cache: `max(1, floor(kv / (I + O)))`, capped.
+    """Return copies of one request that fill the KV cache: `max(1, floor(kv / (I + O)))`, capped.
 
     Xiong et al., arXiv 2504.15303; the cap `max_num_seqs` is vLLM's own limit on a batch.
     """

@@ -94,12 +94,12 @@ class Ledger:
         return instance
 
     def begun(self, lease: Lease) -> None:
-        """The answer of a lease began."""
+        """Note that the answer of a lease began."""
         if lease.own:
             self._tell(Begun(lease.id))
 
     def restored(self, lease: Lease, now: float, own: bool) -> None:
-        """A lease was booked again, of a request of this process (`own`) or of another."""
+        """Note that a lease was booked again, of a request of this process (`own`) or of another."""
         lease.own = own
         if own:
             self._tell(booked(lease, now))
@@ -164,7 +164,7 @@ class Ledger:
         return [instance.leases[lease_id] for lease_id, instance in self.leased.items()]
 
     def live(self, now: float) -> list[Booked]:
-        """The own leases that have not ended, as another process must know them."""
+        """Return the own leases that have not ended, as another process must know them."""
         return [booked(lease, now) for lease in self.leases() if lease.own]
 
     def check_integrity(self, instances: Iterable[Instance]) -> list[Instance]:

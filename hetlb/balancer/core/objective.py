@@ -58,7 +58,7 @@ class ServiceClass(_Targets):
         return (*targets, self.background, self.first_token_weight, self.refuse_hopeless)
 
     def met(self, ttft_s: float, e2e_s: float, output_tokens: int) -> bool:
-        """True if an answer met every target; TPOT is (E2E - TTFT) / (tokens - 1)."""
+        """Return True if an answer met every target; TPOT is (E2E - TTFT) / (tokens - 1)."""
         if ttft_s > self.ttft_s or e2e_s > self.e2e_s:
             return False
         return output_tokens < 2 or (e2e_s - ttft_s) / (output_tokens - 1) <= self.tpot_s

@@ -108,7 +108,7 @@ class Occupancy:
             self.oldest_at = next(iter(instance.incoming.values())).dispatched_at
 
     def same_as(self, other: Occupancy) -> bool:
-        """True if both say the same."""
+        """Return True if both say the same."""
         names = ["empty", "running", "context", "kv_utilization", "pending", "kv_tokens", "kv_excess"]
         names += ["sample_at", "incoming", "oldest_at"]
         load, loads = self.load, other.load

@@ -98,7 +98,7 @@ class Placement:
     # --- what is asked for ---
 
     def _mix(self, model: str) -> Mix:
-        """The mean request of a model, or a usual one before the first."""
+        """Return the mean request of a model, or a usual one before the first."""
         demand = self.demands.get(model)
         return self._usual if demand is None or not demand.mix.count else demand.mix
 
@@ -253,7 +253,7 @@ class Placement:
     def _parts(
         self, request: Request, ready: ReadyInstances, now: float, ceiling: int | None
     ) -> list[Instance]:
-        """The instances that may get a part of a request, [] where it is not to be split."""
+        """Return the instances that may get a part of a request, [] where it is not to be split."""
         attempts = self.retries.attempts.get(request.id)
         if attempts is not None and attempts.whole:
             return []

@@ -67,15 +67,15 @@ class Predictor:
         return self.predict(request), self.long(request)
 
     def predict(self, request: Request) -> float:
-        """Expected output tokens of one sequence of `request`."""
+        """Return expected output tokens of one sequence of `request`."""
         raise NotImplementedError
 
     def long(self, request: Request) -> float:
-        """A length that `LONG_SHARE` of such answers stay within."""
+        """Return a length that `LONG_SHARE` of such answers stay within."""
         return self.predict(request)
 
     def observe(self, request: Request, output_tokens: float) -> None:
-        """A request ended well with this many output tokens per sequence."""
+        """Note that a request ended well with this many output tokens per sequence."""
 
 
 def _cap(request: Request, tokens: float) -> float:
@@ -228,7 +228,7 @@ class _Histogram:
         return (below_total + inside + cap * above) / n, n / self._unit
 
     def quantile(self, share: float) -> float:
-        """The upper end of the bucket that holds this share of what was seen."""
+        """Return the upper end of the bucket that holds this share of what was seen."""
         if not self._fresh:
             self._refresh()
         index = bisect.bisect_left(self._cum_counts, share * self._cum_counts[-1])
@@ -292,7 +292,7 @@ class OnlinePredictor(Predictor):
         return predicted
 
     def _long(self, histogram: _Histogram | None, own: _Histogram | None) -> float:
-        """The quantile of what was seen, at least four times the prior while little was."""
+        """Return the quantile of what was seen, at least four times the prior while little was."""
         if own is not None and own.seen >= _SPREAD_SEEN:
             return own.quantile(LONG_SHARE)
         if histogram is None:
@@ -335,7 +335,7 @@ def make_predictor(
     lengths: LengthDistribution | None = None,
     oracle: Mapping[RequestId, int] | None = None,
 ) -> Predictor:
-    """The predictor called `name`. Raises `ValueError` if what it needs is not given."""
+    """Return the predictor called `name`. Raises `ValueError` if what it needs is not given."""
     if name == "online":
         return OnlinePredictor()
     if name == "oracle":

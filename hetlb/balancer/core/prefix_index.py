@@ -134,7 +134,7 @@ class Tree:
         return freed
 
     def remember(self, key: str, tokens: int, parent: Node | None) -> None:
-        """A conversation of so many tokens, prompt and answer, has ended; `parent` is still in use."""
+        """Note that a conversation of these tokens has ended; `parent` is still in use."""
         node = self.nodes.get(key)
         if node is not None:
             self._drop(node)
@@ -161,7 +161,7 @@ class Tree:
             self._drop(next(iter(self.unused.values())))
 
     def evicted(self, tokens: float) -> None:
-        """The engine says that it evicted so many tokens of what no request uses."""
+        """Note that the engine says that it evicted so many tokens of what no request uses."""
         self._owed += tokens
         while self.unused:
             node = next(iter(self.unused.values()))
@@ -195,7 +195,7 @@ class Tree:
             self.share = min(1.0, self.share * _GROW)
 
     def retire(self) -> None:
-        """The engine's cache is gone: what live leases use here goes with them."""
+        """Note that the engine's cache is gone: what live leases use here goes with them."""
         self.share, self.told = 0.0, False
         self.evict(0)
 
@@ -271,7 +271,7 @@ class PrefixIndex:
         return found
 
     def added(self, node: Node) -> None:
-        """A tree has a new node."""
+        """Note that a tree has a new node."""
         holders = self._holders.get(node.key)
         if holders is None:
             self._holders[node.key] = [node]
@@ -279,7 +279,7 @@ class PrefixIndex:
             holders.append(node)
 
     def removed(self, node: Node) -> None:
-        """A tree has lost a node."""
+        """Note that a tree has lost a node."""
         holders = self._holders[node.key]
         holders.remove(node)
         if not holders:

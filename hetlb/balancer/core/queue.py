@@ -103,7 +103,7 @@ class QueueFlow:
 
 
 def _level(request: Request) -> int:
-    """The level of a request that has just come."""
+    """Return the level of a request that has just come."""
     return request.priority * _RANKS + (_BACKGROUND if request.service.background else _IN_TIME)
 
 
@@ -127,7 +127,7 @@ class TenantService:
         return self._weights.get(tenant, 1.0) if self._weights and tenant is not None else 1.0
 
     def come(self, tenant: str | None, waiting: Iterable[str | None]) -> None:
-        """A tenant for which nothing ran or waited asks for something; those in `waiting` wait."""
+        """Note that a tenant for which nothing ran or waited asks for something; those in `waiting` wait."""
         active = self.running.keys() | set(waiting)
         levels = [
             self._served[t] - self.running.get(t, 0) / self.weight(t) for t in active if t in self._served
@@ -142,7 +142,7 @@ class TenantService:
             }
 
     def booked(self, tenant: str | None, tokens: int, waiting: Iterable[str | None]) -> None:
-        """A lease of a tenant began."""
+        """Note that a lease of a tenant began."""
         running = self.running
         known = running.get(tenant)
         if known is None:
@@ -153,7 +153,7 @@ class TenantService:
         self._served[tenant] = self._served.get(tenant, self._floor) + tokens / self.weight(tenant)
 
     def ended(self, tenant: str | None, tokens: int) -> None:
-        """A lease of a tenant ended."""
+        """Note that a lease of a tenant ended."""
         left = self.running.get(tenant, 0) - tokens
         if left > 0:
             self.running[tenant] = left
@@ -190,11 +190,11 @@ class Queue:
         return request_id in self.held
 
     def __iter__(self) -> Iterator[Queued]:
-        """The waiting requests; a snapshot: callers may remove meanwhile."""
+        """Yield the waiting requests; a snapshot: callers may remove meanwhile."""
         return iter(list(self.held.values()))
 
     def flows(self) -> list[list[Queued]]:
-        """The waiting requests in lists, each oldest first: by key, level, tenant, class and fit."""
+        """Return the waiting requests in lists, each oldest first: by key, level, tenant, class and fit."""
         return [
             list(flow.entries.values())
             for line in self._lines.values()
@@ -208,7 +208,7 @@ class Queue:
         return sorted(lines, key=lambda key: not key.retry) if len(lines) > 1 else list(lines)
 
     def heads(self, key: QueueKey) -> list[Queued]:
-        """The next of a line for each `fit`, in the background and not: by level and turn."""
+        """Return the next of a line for each `fit`, in the background and not: by level and turn."""
         line = self._lines.get(key)
         if line is None:
             return []
@@ -224,7 +224,7 @@ class Queue:
         return [rank[4] for rank in sorted(best.values(), key=lambda each: each[:4])]
 
     def ahead(self, request: Request) -> bool:
-        """True if requests wait in the line of one that has just come, and not only behind it."""
+        """Return True if requests wait in the line of one that has just come, and not only behind it."""
         line = self._lines.get(self._key(request, False))
         if line is None:
             return False
@@ -239,7 +239,7 @@ class Queue:
         self._enter(flow.key, flow.name._replace(level=flow.name.level + _HOPELESS), entry)
 
     def late(self, key: QueueKey, now: float) -> list[Queued]:
-        """Requests of a line that were due before now and are neither demoted nor in the background."""
+        """Return requests of a line due before now and are neither demoted nor in the background."""
         found: list[Queued] = []
         for name, flow in self._lines.get(key, {}).items():
             if name.level % _RANKS == _IN_TIME:
@@ -250,7 +250,7 @@ class Queue:
         return found
 
     def by_model(self) -> dict[str, int]:
-        """Number of waiting requests, by model."""
+        """Return the number of waiting requests, by model."""
         return Counter(entry.request.model for entry in self)
 
     def oldest_at(self) -> float | None:
@@ -258,17 +258,17 @@ class Queue:
         return min((flow[0].arrived_at for flow in self.flows()), default=None)
 
     def waiting(self, model: str) -> int:
-        """The sizes of all that wait for a model, added up."""
+        """Return the sizes of all that wait for a model, added up."""
         return self._sizes.get(model, 0)
 
     def waiting_sizes(self) -> dict[str, int]:
-        """The sizes of all that wait, added up, of each model for which something does."""
+        """Return the sizes of all that wait, added up, of each model for which something does."""
         return {model: size for model, size in self._sizes.items() if size}
 
     # --- bounds ---
 
     def has_room(self, request: Request) -> bool:
-        """True if one more request stays within the bounds and its tenant's share of them."""
+        """Return True if one more request stays within the bounds and its tenant's share of them."""
         return self._within(len(self.held), self.bytes, request) and self._within_share(request)
 
     def _within(self, requests: int, held_bytes: int, request: Request) -> bool:
@@ -290,12 +290,12 @@ class Queue:
         return most is None or held_bytes + request.body_bytes <= limits.tenant_share * most
 
     def held_by(self, tenant: str | None) -> tuple[int, int]:
-        """Requests and bytes that a tenant holds."""
+        """Return requests and bytes that a tenant holds."""
         requests, held_bytes = self._shares.get(tenant, (0, 0))
         return requests, held_bytes
 
     def crowding_out(self, request: Request) -> Sequence[RequestId]:
-        """The requests that leave a full queue so that this one has room; none if that would not be fair.
+        """Return the requests that leave a full queue so that this one has room; none if unfair.
 
         The newest of the tenant that holds most, as long as it holds more than that of the request will.
         """
@@ -358,7 +358,7 @@ class Queue:
         self.bytes += request.body_bytes
 
     def _flow(self, key: QueueKey, name: FlowName) -> QueueFlow:
-        """A flow that something is about to enter."""
+        """Return a flow that something is about to enter."""
         line = self._lines.get(key)
         if line is None:
             line = self._lines[key] = {}
@@ -417,7 +417,7 @@ class Queue:
             self._enter(flow.key, flow.name._replace(fit=fit_of(entry.request)), entry)
 
     def _key(self, request: Request, retry: bool) -> QueueKey:
-        """The line of a request."""
+        """Return the line of a request."""
         restriction = request.restriction
         if restriction is not None or retry:
             return QueueKey(request.model, restriction, retry)
@@ -427,7 +427,7 @@ class Queue:
         return key
 
     def booked(self, tenant: str | None, tokens: int) -> None:
-        """A lease of a tenant began, for so many tokens."""
+        """Note that a lease of a tenant began, for so many tokens."""
         self.service.booked(tenant, tokens, self._shares)
 
     def check_integrity(self) -> None:

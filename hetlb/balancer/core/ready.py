@@ -100,12 +100,12 @@ class ReadyInstances:
         return True
 
     def fit_of(self, request: Request) -> int:
-        """The smallest class of instances that can take a request; the largest where none can."""
+        """Return the smallest class of instances that can take a request; the largest where none can."""
         limits = self.limits
         return 0 if len(limits) < 2 else min(bisect_left(limits, tokens_of(request)), len(limits) - 1)
 
     def class_of(self, instance: Instance) -> int:
-        """The class of an instance."""
+        """Return the class of an instance."""
         return 0 if len(self.limits) < 2 else bisect_left(self.limits, _longest(instance))
 
     def choices(
@@ -205,7 +205,7 @@ class ReadyInstances:
     def parts_for(
         self, request: Request, tried: Sequence[str] | None, now: float, ceiling: int | None
     ) -> list[Instance]:
-        """The instances that may get a part of a request; those of class `ceiling` and above are kept."""
+        """Return the instances that may get a part of a request; class `ceiling` and above are kept."""
         tokens = tokens_of(request)
         if tried is None and not self.throttled and ceiling is None and tokens <= self.limits[0]:
             return self.parts
@@ -226,7 +226,7 @@ def _longest(instance: Instance) -> float:
 
 
 def _splits(instances: Sequence[Instance]) -> bool:
-    """True if one of them can prefill for another one."""
+    """Return True if one of them can prefill for another one."""
     linked = [each for each in instances if each.spec.kv_transfer is not None]
     sources = [each for each in linked if each.spec.role is not Role.DECODE]
     return any(
@@ -262,7 +262,7 @@ def least_tokens(request: Request) -> int:
 def with_excluded(
     candidates: Sequence[Candidate], instances: Sequence[Instance], excluded: Mapping[str, str]
 ) -> list[Candidate]:
-    """The scored candidates and, in their places, those that were filtered out."""
+    """Return the scored candidates and, in their places, those that were filtered out."""
     scored = iter(candidates)
     return [
         Candidate(instance.name, math.inf, eligible=False, reason=excluded[instance.name])

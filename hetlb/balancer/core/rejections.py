@@ -18,18 +18,18 @@ def _later(request_id: RequestId, reason: RejectReason, text: str) -> Reject:
 
 
 def queue_full(request_id: RequestId) -> Reject:
-    """The queue has no room for a request, or others need its room."""
+    """Refuse a request for which the queue has no room, or whose room others need."""
     return _later(request_id, RejectReason.QUEUE_FULL, "Too many requests are waiting for an instance.")
 
 
 def expired(request_id: RequestId, waited_s: float) -> Reject:
-    """A request has waited for as long as requests may."""
+    """Refuse a request that has waited for as long as requests may."""
     text = f"The request waited {waited_s:.0f} s for an instance and none became free."
     return _later(request_id, RejectReason.QUEUE_EXPIRED, text)
 
 
 def hopeless(request: Request) -> Reject:
-    """A request can meet the targets of its class no more, and the class refuses such requests."""
+    """Refuse a request that can meet the targets of its class no more, where the class wants that."""
     text = f"The targets of the class `{request.service.name}` can no longer be met for this request."
     return _later(request.id, RejectReason.QUEUE_EXPIRED, text)
 
@@ -45,7 +45,7 @@ def unknown_model(request: Request, instances: Iterable[Instance], models: Itera
 
 
 def too_long(request: Request, instances: Sequence[Instance]) -> Reject:
-    """The prompt alone is longer than any of the model's instances can take."""
+    """Refuse a prompt that is longer than any of the model's instances can take."""
     largest = max(instance.longest_request_tokens or 0 for instance in instances)
     prompt = request.longest_prompt_tokens or request.prompt_tokens
     text = f"This model's maximum context length is {largest} tokens. "
@@ -60,7 +60,7 @@ def no_instance(request: Request) -> Reject:
 
 
 def not_answered(request_id: RequestId, *, unsent: bool) -> Reject:
-    """The engines that were tried did not answer; `unsent`: none can have run the request."""
+    """Refuse a request that no engine answered; `unsent`: none can have run it."""
     if unsent:
         text = "No instance of this model accepts connections."
         return _later(request_id, RejectReason.CONNECT_FAILED, text)
@@ -69,5 +69,5 @@ def not_answered(request_id: RequestId, *, unsent: bool) -> Reject:
 
 
 def policy_failed(request_id: RequestId) -> Reject:
-    """The policy raised an error at the request, or chose what cannot be booked."""
+    """Refuse a request at which the policy raised an error, or chose what cannot be booked."""
     return Reject(request_id, RejectReason.POLICY_FAILED, "The scheduling policy failed on this request.")

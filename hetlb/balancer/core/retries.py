@@ -38,18 +38,18 @@ class Retries:
         self.leases: set[LeaseId] = set()
 
     def of(self, request_id: RequestId) -> Attempts:
-        """The attempts of a request, noted from now on."""
+        """Return the attempts of a request, noted from now on."""
         attempts = self.attempts.get(request_id)
         if attempts is None:
             attempts = self.attempts[request_id] = Attempts()
         return attempts
 
     def forget(self, request_id: RequestId) -> None:
-        """A request is over, or begins anew."""
+        """Note that a request is over, or begins anew."""
         self.attempts.pop(request_id, None)
 
     def allowed(self, in_flight: int) -> bool:
-        """True if the budget allows one more retry of a request that may run twice."""
+        """Return True if the budget allows one more retry of a request that may run twice."""
         return len(self.leases) < max(RETRY_FLOOR, int(RETRY_SHARE * in_flight))
 
     def check_integrity(self, leases: Set[LeaseId], requests: Set[RequestId]) -> None:

@@ -48,7 +48,7 @@ from hetlb.balancer.core.types import (
 )
 
 if TYPE_CHECKING:
-    from hetlb.options.kv_events.block_index import KvEventBatch
+    from hetlb.balancer.core.block_index import KvEventBatch
 
 #: Time between ticks while something waits for time to pass (queue limits, ejections).
 TICK_S: Final = 0.25
@@ -121,7 +121,7 @@ class Scheduler:
     # --- facts about requests ---
 
     def on_arrival(self, request: Request, now: float) -> list[Command]:
-        """A request came in. No command for it means it is queued."""
+        """Take in a request. No command for it means that it is queued."""
         fleet, placement = self.fleet, self.placement
         ready = fleet.ready.get(request.model)
         if ready is None:
@@ -141,7 +141,7 @@ class Scheduler:
         return self._backlog.push(request, now, predicted) if found is None else [placement.book(found)]
 
     def on_prefilled(self, lease: Lease, now: float) -> list[Command]:
-        """A prefill leg ended well: dispatch the decode leg, or the request anew if its instance is gone."""
+        """Dispatch the decode leg of a prefill leg that ended well, or the request anew if that is gone."""
         request, decode = lease.request, lease.decode
         assert decode is not None, f"{lease!r} is no prefill leg"
         leased = self.ledger.leased
@@ -189,7 +189,7 @@ class Scheduler:
         return hold
 
     def on_unsplit(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
-        """A hand-over failed before anything reached the client: one instance gets the whole request.
+        """Give the whole request to one instance: a hand-over failed before anything reached the client.
 
         `lease` is that of either leg; `outcome` is that of its end, where `OK` is that of a prefill leg whose
         blocks will not be fetched. The commands are those of a retry.
@@ -242,14 +242,14 @@ class Scheduler:
         return self.ledger.drop(lease, now)
 
     def on_hold_released(self, hold: Hold, now: float) -> list[Command]:
-        """A prefill instance was told that a prompt will not be fetched."""
+        """Note that a prefill instance was told that a prompt will not be fetched."""
         if hold.ended:
             return []
         self.holds.let_go(hold)
         return self._backlog.flush(now)
 
     def on_first_token(self, lease: Lease, now: float) -> list[Command]:
-        """The first byte of the answer came. Not called for 4xx and 5xx."""
+        """Note that the first byte of the answer came. Not called for 4xx and 5xx."""
         instance = self.ledger.leased[lease.key]
         if lease.incoming:  # both legs were sent at once, and the other one's answer is on its way
             instance.begin(lease, now)
@@ -285,7 +285,7 @@ class Scheduler:
         retry: bool = True,
         generated: int | None = None,
     ) -> list[Command]:
-        """A lease ended; its work, tokens and slot are given back.
+        """End a lease: give back its work, tokens and slot.
 
         `lease.output_tokens` holds what the engine produced. After `CONNECT_FAILED` (nothing was sent) and
         `NO_RESPONSE` (sent, dropped without a byte), with `retry`, the commands hold what becomes of the
@@ -355,7 +355,7 @@ class Scheduler:
     def on_refused(
         self, lease: Lease, busy: bool, retry_after_s: float | None, now: float, *, may_move: bool = True
     ) -> list[Command]:
-        """An engine refused a request with 4xx or 503, having run nothing of it; `busy`: with 429 or 503.
+        """Note that an engine refused a request with 4xx or 503 and ran nothing of it; `busy`: 429 or 503.
 
         If it is busy beside what it answers, that is a limit of it. Otherwise it counts in its account.
         Another instance gets the request, within the budget of retries, if the engine said when to come again
@@ -499,7 +499,7 @@ class Scheduler:
         return self._backlog.push(rest, now, predicted, again=True)
 
     def on_moving(self, lease: Lease, generated: int, now: float) -> list[Command]:
-        """The answer of a lease is to go on elsewhere while its engine lives, since its instance leaves.
+        """Ask for a place elsewhere for a lease whose engine lives, since its instance leaves.
 
         The commands hold the dispatch of its rest, behind `generated` tokens, and the lease is over; or none,
         and it goes on where it is.
@@ -566,7 +566,7 @@ class Scheduler:
         return []
 
     def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
-        """The client of a waiting request left."""
+        """Forget a waiting request whose client left."""
         self._backlog.forget(request_id)
         return []
 
@@ -608,7 +608,7 @@ class Scheduler:
         return self._backlog.flush(now)
 
     def on_scrape(self, name: str, sample: EngineSample, now: float) -> list[Command]:
-        """An engine's metrics were read."""
+        """Take in an engine's metrics."""
         instance = self.fleet.instances.get(name)
         if instance is None:
             return []
@@ -626,12 +626,12 @@ class Scheduler:
         return self._backlog.flush(now) if woken or instance.finished_sequences > finished else []
 
     def on_kv_events(self, name: str, batch: KvEventBatch, now: float) -> list[Command]:
-        """An engine told what came into its prefix cache and what left it."""
+        """Take in an engine's report of what came into its prefix cache and what left it."""
         instance = self.fleet.instances.get(name)
         if instance is None:
             return []
         if instance.blocks is None:
-            from hetlb.options.kv_events.block_index import BlockIndex
+            from hetlb.balancer.core.block_index import BlockIndex
 
             instance.blocks = BlockIndex()
             self.fleet.publishers.append(instance)
@@ -679,7 +679,7 @@ class Scheduler:
 
 
 def _left_unheard(lease: Lease, outcome: Outcome, now: float) -> bool:
-    """True if a client left after a long wait without a byte."""
+    """Return True if a client left after a long wait without a byte."""
     if outcome is not Outcome.CLIENT_GONE or lease.first_token_at is not None or lease.incoming:
         return False
     first_s = lease.forecast_first_s if lease.request.streamed else lease.forecast_end_s

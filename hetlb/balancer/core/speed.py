@@ -71,11 +71,11 @@ class RecentRate:
         self._per_s = per_s
 
     def plus(self, count: float, now: float) -> RecentRate:
-        """The rate with a count of now."""
+        """Return the rate with a count of now."""
         return RecentRate(now, self.per_s(now) + count / MEMORY_S)
 
     def per_s(self, now: float) -> float:
-        """The rate now."""
+        """Return the rate now."""
         since = now - self._at
         return self._per_s * math.exp(-since / MEMORY_S) if since > 0.0 else self._per_s
 
@@ -164,13 +164,13 @@ class SpeedTracker:
         self.prefilling = self.prefilling.plus(tokens, now)
 
     def mark(self) -> Mark:
-        """The work up to the last `elapsed`."""
+        """Return the work up to the last `elapsed`."""
         return Mark(self._sequence_s, self._token_s, self._prompt_tokens, self._prompts, self.stood_s)
 
     def answered(
         self, model: LatencyModel, since: Mark, seconds: float, steps: float, now: float, budget: float
     ) -> bool:
-        """An answer took `seconds` for `steps` decode steps since a mark. True if the factor changed."""
+        """Learn from `steps` decode steps in `seconds` since a mark. Return True if the factor changed."""
         if seconds <= 0.0 or steps < 1.0:
             return False
         engine_s = seconds * self.engines
@@ -193,7 +193,7 @@ class SpeedTracker:
         return self._observe(expected_s, seconds, now)
 
     def observe_prefill(self, expected_s: float, seconds: float, now: float) -> bool:
-        """A prompt took `seconds`, and `expected_s` uncorrected. True if the factor changed."""
+        """Learn from a prompt's `seconds`, expected in `expected_s`. Return True if the factor changed."""
         return seconds > 0.0 and expected_s > 0.0 and self._observe(expected_s, seconds, now)
 
     def assume(self, factor: float) -> bool:
@@ -249,7 +249,7 @@ class PeakEwma:
         self._updated_at = now
 
     def observe(self, rtt_s: float, now: float) -> None:
-        """A first byte came after `rtt_s`."""
+        """Note that a first byte came after `rtt_s`."""
         if rtt_s > self._rtt_s:
             self._rtt_s = rtt_s
         else:
@@ -258,7 +258,7 @@ class PeakEwma:
         self._updated_at = now
 
     def estimate_s(self, now: float) -> float:
-        """The estimate now, decayed since the last observation."""
+        """Return the estimate now, decayed since the last observation."""
         return self._rtt_s * self._keep(now)
 
     def _keep(self, now: float) -> float:

@@ -22,7 +22,7 @@ Form = TypeVar("Form", bound=PickleByFields)
 
 
 def scaled(form: Form, factor: float) -> Form:
-    """The same form, every duration multiplied by `factor`."""
+    """Return the same form, every duration multiplied by `factor`."""
     own: Any = form
     times: dict[str, Any] = {}
     for each in fields(own):
@@ -117,7 +117,7 @@ class PrefillGrid(_Cells):
 
 
 def _position(cell: _Cell, value: float) -> tuple[int, float]:
-    """The cell that holds `value`, from the first one on, and how far in it lies, 0..1 in logarithms."""
+    """Return the cell that holds `value` and how far in it lies (0..1, in logarithms)."""
     if value <= cell.low:
         return 0, 0.0
     # An axis has a dozen points: with plain numbers that is sooner done than a search by halves.
@@ -216,7 +216,7 @@ class PnormPrefill(PickleByFields):
 
 #: Exponent that joins launching and computing, which overlap but for the ends of kernels. Fitted on passes of
 #: two models on B300 (vLLM 0.20.1).
-_LAUNCH_EXPONENT: Final = 2.4
+LAUNCH_EXPONENT: Final = 2.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +240,7 @@ class LaunchTime(PickleByFields):
         low, high = (launching_s, computing_s) if launching_s < computing_s else (computing_s, launching_s)
         if low <= 0.0:
             return high
-        return high * math.pow(1.0 + math.pow(low / high, _LAUNCH_EXPONENT), 1.0 / _LAUNCH_EXPONENT)
+        return high * math.pow(1.0 + math.pow(low / high, LAUNCH_EXPONENT), 1.0 / LAUNCH_EXPONENT)
 
 
 @mypyc_attr(acyclic=True)

@@ -70,7 +70,7 @@ class Throttle:
         return self._limit + 1 + int(since * max(1.0, _GROWTH * self._limit))
 
     def active(self, now: float) -> bool:
-        """True if the instance may now not be treated like any other."""
+        """Return True if the instance may now not be treated like any other."""
         if self._ramp_since is not None and now - self._ramp_since >= self._ramp_s:
             self._ramp_since = None
         limited = now - self._limit_until < FORGOTTEN_S

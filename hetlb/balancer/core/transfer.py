@@ -32,7 +32,7 @@ _SPAN: Final = 1 << 28
 
 
 def _pair(source: int, target: int) -> int:
-    """The pair of the incarnation that has the KV cache and the one that fetches it."""
+    """Return the pair of the incarnation that has the KV cache and the one that fetches it."""
     return source * _SPAN + target
 
 
@@ -90,7 +90,7 @@ class TransferTimes:
     def observe(
         self, source: Instance, target: Instance, link: KvLink, tokens: float, seconds: float, now: float
     ) -> None:
-        """A transfer of `tokens` tokens took `seconds`."""
+        """Note that a transfer of `tokens` tokens took `seconds`."""
         pair = _pair(source.incarnation, target.incarnation)
         if pair not in self._pairs:
             self._pairs[pair] = None
@@ -105,7 +105,7 @@ class TransferTimes:
             evidence.add(seconds, nominal_s, now)
 
     def forget(self, incarnation: int) -> None:
-        """An instance is gone."""
+        """Note that an instance is gone."""
         for pair in [pair for pair in self._pairs if incarnation in divmod(pair, _SPAN)]:
             del self._pairs[pair]
         if self._checks is not None:
@@ -130,12 +130,12 @@ class Holds:
         return [hold for _, hold in self._kept.values()]
 
     def keep(self, source: Instance, hold: Hold) -> None:
-        """An instance keeps a prompt from now on."""
+        """Note that an instance keeps a prompt from now on."""
         source.keep(hold.tokens)
         self._kept[hold.id] = source, hold
 
     def let_go(self, hold: Hold) -> None:
-        """A prompt was fetched, released or has expired."""
+        """Note that a prompt was fetched, released or has expired."""
         source, _ = self._kept.pop(hold.id)
         assert not hold.ended, f"hold {hold.id} has ended before"
         hold.ended = True
@@ -148,7 +148,7 @@ class Holds:
                 self.let_go(hold)
 
     def fetched(self, hold: Hold, lease: Lease, target: Instance, now: float) -> None:
-        """The first token of a decode leg came: its blocks were fetched."""
+        """Note that the first token of a decode leg came: its blocks were fetched."""
         source, _ = self._kept[hold.id]
         self.let_go(hold)
         link = target.spec.kv_transfer

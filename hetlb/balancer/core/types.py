@@ -20,7 +20,7 @@ from hetlb.balancer.core.prefix_index import PrefixKey, Shared
 from hetlb.balancer.core.speed import Mark
 
 if TYPE_CHECKING:
-    from hetlb.options.kv_events.block_index import PromptBlocks
+    from hetlb.balancer.core.block_index import PromptBlocks
 
 RequestId: TypeAlias = int
 LeaseId: TypeAlias = int
@@ -109,7 +109,7 @@ class Capacity(PickleByFields):
     max_loras: int | None = None
 
     def updated(self, newer: Capacity) -> Capacity:
-        """This capacity with every figure that `newer` knows replaced by it."""
+        """Return this capacity with every figure that `newer` knows replaced by it."""
         known = {each.name: getattr(newer, each.name) for each in fields(Capacity)}
         return replace(self, **{name: value for name, value in known.items() if value is not None})
 
@@ -158,6 +158,7 @@ class InstanceSpec(PickleByFields):
     """One vLLM server as configured; `slots_stated`: a person said `max_num_seqs` of its capacity.
 
     `latency` is None without a profile; `model` is "" where only the engine knows what it serves.
+    `host_assumed_in` is the profile's file where its host time is assumed, "" where it is known.
     """
 
     name: str
@@ -170,6 +171,7 @@ class InstanceSpec(PickleByFields):
     kv_transfer: KvLink | None = None
     slots_stated: bool = False
     gpu: str = ""
+    host_assumed_in: str = ""
 
 
 @mypyc_attr(acyclic=True)
@@ -544,7 +546,7 @@ HAND_OVER: Final = "hand-over"
 
 
 def pair_name(prefill: str, decode: str) -> str:
-    """The name of a pair of instances, for people."""
+    """Return the name of a pair of instances, for people."""
     return f"{prefill} > {decode}"
 
 

@@ -43,7 +43,7 @@ class Target(NamedTuple):
 
 
 def local_trouble(error: OSError) -> bool:
-    """True if a failed connection is the fault of this machine; an address that is not found is not."""
+    """Return True if a failed connection is the fault of this machine; an unknown address is not."""
     if isinstance(error, socket.gaierror):
         return error.errno == socket.EAI_MEMORY
     return error.errno in LOCAL_ERRNOS
@@ -129,7 +129,7 @@ class EnginePool(Upstream):
         self._connecting[exchange] = self._loop.create_task(self._connect(exchange))
 
     def head(self, request_line: bytes, fields: bytes = b"") -> bytes:
-        """The head of a request of the proxy's own, with these fields and the engine's."""
+        """Return the head of a request of the proxy's own, with these fields and the engine's."""
         return b"%b HTTP/1.1\r\n%b%b" % (request_line, self.own_headers, fields)
 
     def cancel(self, exchange: Carried) -> None:
@@ -140,11 +140,11 @@ class EnginePool(Upstream):
             self._checks.pop(exchange)[0].abort()
 
     def lost(self) -> None:
-        """The engine closed or refused a connection: what answers next may be another."""
+        """Note that the engine closed or refused a connection: what answers next may be another."""
         self._lost = True
 
     def put_back(self, connection: EngineConnection) -> None:
-        """A cleanly ended answer: keep its connection for a while."""
+        """Keep the connection of a cleanly ended answer for a while."""
         if self.closed:
             connection.close()
             return
@@ -232,7 +232,7 @@ class EnginePool(Upstream):
         connection.begin(check)
 
     def _checked(self, exchange: Carried, body: bytes | None) -> None:
-        """The engine's models were read, or could not be (None); the request goes on."""
+        """Note that the engine's models were read, or could not be (None); the request goes on."""
         if self._checks.pop(exchange, None) is None:
             return
         self._lost = False
@@ -263,18 +263,18 @@ class EnginePools:
         self.on_reconnect: Callable[[str, bytes], None] | None = None
 
     def of(self, lease: Lease) -> EnginePool:
-        """The connections to the incarnation a lease is tied to."""
+        """Return the connections to the incarnation that a lease is tied to."""
         return self._pools[lease.incarnation]
 
     def find(self, lease: Lease) -> EnginePool | None:
-        """The same, None where they are gone."""
+        """Return the pool of an instance, None where it is gone."""
         return self._pools.get(lease.incarnation)
 
     def all(self) -> list[EnginePool]:
         return list(self._pools.values())
 
     def open(self, incarnation: int, name: str, url: str) -> EnginePool:
-        """The pool of an instance, made for its first request."""
+        """Return the pool of an instance, made for its first request."""
         pool = self._pools.get(incarnation)
         if pool is None:
             read = self.on_reconnect
@@ -289,7 +289,7 @@ class EnginePools:
         return pool
 
     def bootstrap(self, name: str) -> EnginePool | None:
-        """Connections to the bootstrap server of an instance, None where none is known."""
+        """Return connections to the bootstrap server of an instance, None where none is known."""
         url = self._access.get(name, PLAIN_ACCESS).kv_bootstrap
         if url is not None and url not in self._pools:
             self._pools[url] = EnginePool(url, self._loop, PLAIN_ACCESS, self._table)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -62,6 +63,10 @@ class _LocalTroubleError(Exception):
     """We could not even try."""
 
 
+def _nothing(_: str) -> None:
+    """Do nothing: a hook that is not set."""
+
+
 class EngineWatch:
     """One watching task per instance; what it finds out goes to the scheduler as it is."""
 
@@ -88,6 +93,8 @@ class EngineWatch:
         #: Paths of their metrics where that is not `/metrics`.
         self._pages: dict[str, str] = {}
         self.invalid_samples: dict[str, int] = {}
+        #: Called with the name of an instance whose metrics say that nothing runs or waits.
+        self.on_idle: Callable[[str], None] = _nothing
 
     async def start(self, profiles: Mapping[str, Profile], most_s: float) -> None:
         """Begin to watch all instances; returns once every one was probed, after `most_s` at the latest."""
@@ -142,7 +149,7 @@ class EngineWatch:
                 await session.close()
 
     def reconnected(self, name: str, body: bytes) -> None:
-        """An engine that closed connections was asked what it serves now: `body` is its `/v1/models`."""
+        """Note that an engine that closed connections was asked again: `body` is its `/v1/models`."""
         entries = read_model_list(body)
         names = tuple(dict.fromkeys(entry["id"] for entry in entries))
         instance = self._scheduler.fleet.instances.get(name)
@@ -203,7 +210,7 @@ class EngineWatch:
                 sample = None
                 if started >= metrics_after:
                     try:
-                        sample = await self._read_metrics(name)
+                        sample = await self.read_metrics(name)
                     except _TooLargeError:
                         metrics_after = started + _TOO_LARGE_PAUSE_S
                         self._tell_once(name, f"its /metrics has more than {_MAX_METRICS_BYTES} bytes")
@@ -215,6 +222,8 @@ class EngineWatch:
                             await self._read_models(name)  # another process has its address
                         began = sample.began
                     self._sampled(name, sample)
+                    if sample.running == 0 and not sample.waiting:
+                        self.on_idle(name)
                     if sample.invalid:
                         self.invalid_samples[name] = self.invalid_samples.get(name, 0) + 1
                     if sample.missing and not told_missing:
@@ -239,8 +248,10 @@ class EngineWatch:
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
-    async def _get(self, name: str, path: str, metrics: EnginePage | None = None) -> tuple[int, bytes]:
-        """Return status and body of a page; with `metrics`, which are fed it, its first byte alone."""
+    def _asked(
+        self, name: str, method: str, path: str, **more: Any
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Return a request to an engine, with its key and certificates."""
         access = self._access.get(name, PLAIN_ACCESS)
         session = self._confined if access.confined else self._session
         assert session is not None, "start() comes first"
@@ -252,14 +263,26 @@ class EngineWatch:
             url = f"{parts.scheme}://{bracketed(access.address)}" + (f":{parts.port}" if parts.port else "")
             headers["host"] = parts.netloc
             hostname = parts.hostname if access.tls is not None else None
+        return session.request(
+            method,
+            url + path,
+            headers=headers,
+            allow_redirects=False,
+            ssl=access.tls or True,
+            server_hostname=hostname,
+            **more,
+        )
+
+    def ask(
+        self, name: str, path: str, body: Mapping[str, Any], most_s: float
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Return a request of hetlb's own to an engine; its answer may take `most_s` seconds."""
+        return self._asked(name, "POST", path, json=body, timeout=aiohttp.ClientTimeout(total=most_s))
+
+    async def _get(self, name: str, path: str, metrics: EnginePage | None = None) -> tuple[int, bytes]:
+        """Return status and body of a page; with `metrics`, which are fed it, its first byte alone."""
         try:
-            async with session.get(
-                url + path,
-                headers=headers,
-                allow_redirects=False,
-                ssl=access.tls or True,
-                server_hostname=hostname,
-            ) as reply:
+            async with self._asked(name, "GET", path) as reply:
                 body, size = bytearray(), 0
                 most = _MAX_PAGE_BYTES if metrics is None else _MAX_METRICS_BYTES
                 async for piece in reply.content.iter_any():
@@ -306,7 +329,7 @@ class EngineWatch:
             return ProbeResult.OK, ""
         return ProbeResult.FAILED, f"/health answers {status}"
 
-    async def _read_metrics(self, name: str) -> EngineSample | None:
+    async def read_metrics(self, name: str) -> EngineSample | None:
         page = EnginePage()
         try:
             status, body = await self._get(name, self._pages.get(name, "/metrics"), page)
@@ -356,7 +379,7 @@ def _tls_reason(error: aiohttp.ClientSSLError) -> str:
 
 
 def models_learned(name: str, entries: list[dict[str, Any]]) -> ModelsLearned:
-    """The fact that an engine lists these; an adapter has a `parent`."""
+    """Return the fact that an engine lists these; an adapter has a `parent`."""
     names = tuple(dict.fromkeys(entry["id"] for entry in entries))
     return ModelsLearned(name, names, tuple({entry["id"]: None for entry in entries if entry.get("parent")}))
 

@@ -100,7 +100,7 @@ class EngineConnection(PacedReader):
         self.may_upgrade = False
 
     def _leave(self) -> None:
-        """This connection is of no further use: the pool forgets it, what was read of it is dropped."""
+        """Drop this connection and what was read of it; the pool forgets it."""
         if self.state is not EngineState.CLOSED:
             self.state = states.CLOSED.take(self.state)
         self.pool.forget(self)
@@ -299,7 +299,7 @@ class EngineConnection(PacedReader):
         self._end(exchange, payload, clean)
 
     def _end(self, exchange: Carried, payload: bytes, clean: bool) -> None:
-        """The answer is whole: free the connection first, so that what comes next may use it."""
+        """End a whole answer: free the connection first, so that what comes next may use it."""
         assert self.head is not None
         self.exchange = None
         self.pool.busy.discard(self)
@@ -424,7 +424,7 @@ class SideCall:
         return self._serves()
 
     def engine_lost_idle(self) -> None:
-        """A reused connection was closed before it answered: once more on a fresh one."""
+        """Note that a reused connection was closed before it answered: once more on a fresh one."""
         self._connection = None
         self.pool.send(self, fresh=True)
 

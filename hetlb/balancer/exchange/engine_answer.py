@@ -118,7 +118,6 @@ class EngineAnswer:
         completion, prompt, rest = stream.completion_tokens, stream.prompt_tokens, stream.rest
         if rest is not None:
             # What earlier leases said was part of this one's prompt.
-            completion = 0 if rest.only_end and completion is not None else completion
             prompt = None if prompt is None else prompt - rest.generated
         return completion, prompt, stream.cached_tokens
 

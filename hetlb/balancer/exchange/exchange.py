@@ -371,14 +371,28 @@ class Exchange(RequestRecord):
         def otherwise() -> None:
             self._failed(end, detail, begun)
 
-        if may_go_on:
+        if may_go_on and not (end is ends.JUNK and self._is_done):
             self._go_on(ends.BROKEN if begun else end, otherwise)
         else:
             otherwise()
 
+    @property
+    def _is_done(self) -> bool:
+        """True if `[DONE]` of a stream came, and no error."""
+        stream = None if self.answer is None else self.answer.stream
+        return stream is not None and stream.done and not stream.failed
+
     def _go_on(self, end: End, otherwise: Callable[[], None]) -> None:
-        """Go on at another instance, or end it `otherwise`: now, or once it shows that it cannot."""
-        if self.rest is None or not self.rest.go_on(self, end, otherwise):
+        """Go on at another instance, or end it `otherwise`: now, or once it shows that it cannot.
+
+        A stream of which `[DONE]` came is whole, whatever becomes of its engine then.
+        """
+        answer = self.answer
+        if answer is not None and self._is_done:
+            self.response.write(self.response.last(b""))
+            self.take_usage(answer)
+            self.finish(ends.LAST_MISSING)
+        elif self.rest is None or not self.rest.go_on(self, end, otherwise):
             otherwise()
 
     def _failed(self, end: End, detail: str, begun: bool) -> None:

@@ -38,6 +38,7 @@ from hetlb.balancer.core.types import (
 from hetlb.balancer.engines.engine_pools import EnginePools, Target
 from hetlb.balancer.exchange.guard import policy_failed
 from hetlb.balancer.exchange.scheduler_side import Carrier, DrainRate, SchedulerSide
+from hetlb.balancer.hooks import hook
 from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.http.http1 import GateError
 from hetlb.balancer.telemetry.counters import Totals
@@ -45,10 +46,9 @@ from hetlb.balancer.telemetry.events import Event, tell
 
 if TYPE_CHECKING:
     from hetlb.balancer.config.api_keys import LimitsTable
+    from hetlb.balancer.core.block_index import KvEventBatch
     from hetlb.balancer.exchange.exchange import Exchange
-    from hetlb.options.key_limits.limits import Limiter, Limiters, Ticket
-    from hetlb.options.kv_events.block_index import KvEventBatch
-    from hetlb.options.shared_view.shared_view import SharedView
+    from hetlb.balancer.hooks import KeyLimiter, KeyLimits, KeyTicket, SharedBookings
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -78,9 +78,9 @@ class SchedulerDriver(SchedulerSide):
         self.carrier = carrier
         self._pools = pools
         #: Bookings of other processes of the fleet, None while this one is alone.
-        self.view: SharedView | None = None
+        self.view: SharedBookings | None = None
         #: Limits of clients' keys, None where no key ever had some.
-        self._limiters: Limiters | None = None
+        self._limiters: KeyLimits | None = None
         #: The last dispatches, the oldest first; fewer of a large fleet.
         self.decisions = newest((), len(scheduler.instances))
         #: Seconds that a probe may take.
@@ -112,16 +112,14 @@ class SchedulerDriver(SchedulerSide):
     def limit(self, limits: Mapping[str, LimitsTable]) -> None:
         """Limits of keys that hold from now on, by the name of the key."""
         if limits and self._limiters is None:
-            from hetlb.options.key_limits.limits import Limiters
-
-            self._limiters = Limiters()
+            self._limiters = hook("key_limits")
         if self._limiters is not None:
             self._limiters.configure(limits)
 
-    def limiter(self, owner: str | None) -> Limiter | None:
+    def limiter(self, owner: str | None) -> KeyLimiter | None:
         return None if self._limiters is None or owner is None else self._limiters.of(owner)
 
-    def admit(self, request: Request, owner: str | None, prompt_tokens: int, now: float) -> Ticket | None:
+    def admit(self, request: Request, owner: str | None, prompt_tokens: int, now: float) -> KeyTicket | None:
         """Count a request against the limits of its key, if it has some. Raises `Refusal`."""
         limiter = self.limiter(owner)
         if limiter is None:

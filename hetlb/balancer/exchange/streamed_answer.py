@@ -147,14 +147,12 @@ class StreamedAnswer(SseWatcher):
                 progress.spoil("another instance says something else")
                 self.lost = b""
                 return b""
-            aborted = _aborted(data) and not rest.only_end
             event = translated
         else:
-            aborted = _aborted(data)
             self._max_held = MAX_HELD_BYTES  # the first event is over
             if self._hides_ids:
                 event = _TOKEN_IDS.sub(rb"\1null", event)
-        if aborted:  # vLLM gives up what it runs when it is stopped
+        if _aborted(data):  # vLLM gives up what it runs when it is stopped
             self.lost = event
             return b""
         return event

@@ -15,7 +15,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 from aiohttp import web
@@ -30,13 +30,14 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import AdminState, AdminStateSet
 from hetlb.balancer.exchange.scheduler_driver import DECISIONS_KEPT
 from hetlb.balancer.fleet.beliefs import believed
+from hetlb.balancer.fleet.fleet_status import pools, status
+from hetlb.balancer.hooks import StatePage, hook
 from hetlb.balancer.telemetry.prometheus import CONTENT_TYPE, MetricsPage, usage_document
 from hetlb.balancer.telemetry.recent import BIN_S
-from hetlb.errors import NOT_JSON, HetlbError, InputError
+from hetlb.errors import NOT_JSON, ConfigError, HetlbError, InputError
 
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService
-    from hetlb.options.dashboard.snapshot import Snapshots
 
 _MAX_BODY_BYTES = 64 << 10
 #: Files of the dashboard.
@@ -50,15 +51,6 @@ IDLE_S: Final = 20.0
 #: Seconds that a body may take.
 _BODY_S: Final = 10.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def pools(scheduler: Scheduler) -> dict[str, list[Instance]]:
-    """The instances by model, as the fleet's document has them."""
-    found: dict[str, list[Instance]] = {}
-    for instance in scheduler.instances:
-        name = instance.spec.model or (instance.served or ("",))[0]
-        found.setdefault(name, []).append(instance)
-    return found
 
 
 def fleet_document(scheduler: Scheduler, now: float) -> dict[str, Any]:
@@ -141,7 +133,7 @@ def _has_token(request: web.Request, token: bytes) -> bool:
 
 
 def _from_a_page(request: web.Request) -> bool:
-    """True if a web page sent this: from another origin, or under a name that only resolves to here."""
+    """Return True if a web page sent this: from another origin, or under a name that resolves to here."""
     origin = request.headers.get("Origin")
     if origin is not None and origin.partition("://")[2] != request.host:
         return True
@@ -209,8 +201,8 @@ class _AdminApi:
         self._sample()
 
     async def _close(self, _: web.Application) -> None:
-        if "_snapshots" in vars(self):
-            self._snapshots.events.close()
+        if "_dashboard" in vars(self):
+            self._dashboard.close()
         if self._sampler is not None:
             self._sampler.cancel()
 
@@ -219,11 +211,12 @@ class _AdminApi:
         self._control.recent.sample(self._control.scheduler, self._control.now())
 
     @cached_property
-    def _snapshots(self) -> Snapshots:
-        """Maker of what the page shows; imported when one is open."""
-        from hetlb.options.dashboard.snapshot import Snapshots
-
-        return Snapshots(self._control, self._fleet)
+    def _dashboard(self) -> StatePage:
+        """The page; imported when one is asked for. Raises `HTTPNotFound` in an installation without it."""
+        try:
+            return cast(StatePage, hook("dashboard", self._control, self._fleet))
+        except ConfigError as error:
+            raise web.HTTPNotFound(text=str(error)) from error
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -267,9 +260,7 @@ class _AdminApi:
         return web.Response(body=await self._page.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _page_file(self, request: web.Request) -> web.Response:
-        from hetlb.options.dashboard.page import page_file
-
-        return page_file(request.path)
+        return self._dashboard.file(request.path)
 
     async def _get_fleet(self, _: web.Request) -> web.Response:
         return _reply(self._fleet())
@@ -279,7 +270,7 @@ class _AdminApi:
         return _reply({"usage": usage_document(self._control.totals)})
 
     async def _decisions(self, request: web.Request) -> web.Response:
-        from hetlb.options.dashboard.decisions import Wanted, decision_document
+        from hetlb.balancer.fleet.decisions import Wanted, decision_document
 
         control, query = self._control, request.query
         text = query.get("last", "10")
@@ -307,7 +298,7 @@ class _AdminApi:
         return _reply({"decisions": documents, "clock_s": control.now()})
 
     async def _get_decision(self, request: web.Request) -> web.Response:
-        from hetlb.options.dashboard.decisions import decision_document
+        from hetlb.balancer.fleet.decisions import decision_document
 
         number, decisions = int(request.match_info["lease"]), self._control.scheduling.decisions
         dispatch = next((each for each in reversed(decisions) if each.lease.id == number), None)
@@ -316,10 +307,12 @@ class _AdminApi:
         return _reply(decision_document(dispatch, self._control.driver.tokens_so_far))
 
     async def _get_status(self, _: web.Request) -> web.Response:
-        return _reply(self._snapshots.status())
+        control = self._control
+        scheduler, now = control.scheduler, control.now()
+        return _reply(status(scheduler, pools(scheduler), control.recent, now, control.reload_refused))
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        return await self._snapshots.events.serve(request)
+        return await self._dashboard.serve(request)
 
     # --- changes ---
 

@@ -33,7 +33,7 @@ def speed_source(instance: Instance) -> BeliefSource:
 
 
 def believed(instance: Instance, tokens_per_s: float, now: float) -> dict[str, Any]:
-    """The part `believes` of an instance's document.
+    """Return the part `believes` of an instance's document.
 
     `tokens_per_s` are weighted tokens at the mean request. `speed.factor` is by how much longer than its
     profile (or the default) it takes; `age_s` is that of the newest evidence, None for what has none;
@@ -47,7 +47,7 @@ def believed(instance: Instance, tokens_per_s: float, now: float) -> dict[str, A
         kv = BeliefSource.MEASURED
         if sample is not None and sample.capacity.kv_cache_tokens is not None:
             kv_at = instance.sample_at
-    if latency.host_s or latency.request_s:
+    if instance.profiled and not instance.spec.host_assumed_in:
         host = BeliefSource.MEASURED
     slots_at = instance.slots_learnt_at if slots is learnt else None
     seen_at = speed.seen_at if model is learnt else None

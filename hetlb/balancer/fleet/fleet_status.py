@@ -87,6 +87,15 @@ class ModelStatus:
         return ", ".join(parts)
 
 
+def pools(scheduler: Scheduler) -> dict[str, list[Instance]]:
+    """Return the instances by model, as the fleet's document has them."""
+    found: dict[str, list[Instance]] = {}
+    for instance in scheduler.instances:
+        name = instance.spec.model or (instance.served or ("",))[0]
+        found.setdefault(name, []).append(instance)
+    return found
+
+
 def _rate(value: float) -> str:
     return f"{value:.0f}" if value >= 99.5 else f"{value:.2g}" if value < 9.95 else f"{value:.3g}"
 
@@ -199,7 +208,7 @@ def _arrival_rate(scheduler: Scheduler, recent: Recent, model: str, now: float) 
 
 
 def _grows(recent: Recent, model: str, waiting: int, now: float) -> bool:
-    """True if the queue of a model has grown throughout: half a window ago, and since."""
+    """Return True if the queue of a model has grown throughout: half a window ago, and since."""
     first, last = math.ceil((now - WINDOW_S / 2) / BIN_S), math.floor((now - WINDOW_S / 6) / BIN_S)
     shown = [recent.stretches[number] for number in range(first, last + 1) if number in recent.stretches]
     half = [each.levels[0].get(model, 0) for each in shown if each.levels is not None]

@@ -51,7 +51,7 @@ class Members:
         self._expiries: dict[str, asyncio.TimerHandle] = {}
 
     def found(self, source: str, servers: Sequence[Found]) -> None:
-        """A source knows these servers now, and no others."""
+        """Set the servers that a source knows now."""
         given = {each.name: each for each in servers}
         before = self._given.get(source, {})
         waiting = self._waiting.setdefault(source, set())
@@ -75,7 +75,7 @@ class Members:
             await turns().next()
 
     def registered(self, name: str, ttl_s: float) -> None:
-        """An instance was registered, for so many seconds; 0 is for ever."""
+        """Register an instance for some seconds; 0 is for ever."""
         self._roster.source_of[name] = REGISTRATION
         if timer := self._expiries.pop(name, None):
             timer.cancel()
@@ -84,7 +84,7 @@ class Members:
             self._expiries[name] = loop.call_later(ttl_s, self._expire, name, ttl_s)
 
     def gone(self, name: str) -> None:
-        """An instance left otherwise: by an operator, or because the fleet file has its name."""
+        """Note that an instance left otherwise: by an operator, or because the fleet file has its name."""
         source = self._roster.source_of.pop(name, None)
         self._notices.pop(name, None)
         if source and name in self._given.get(source, ()):
@@ -185,7 +185,7 @@ class Members:
     def _allowed(
         self, source: str, found: Found, coming: Mapping[Origin, InstanceSpec]
     ) -> InstanceSpec | None:
-        """The spec of a server that may be in the roster beside all others, and those that come with it."""
+        """Return the spec of a server that may be in the roster beside all others, and its companions."""
         roster, name = self._roster, found.name
         try:
             spec = roster.spec_of(found)

@@ -25,7 +25,7 @@ Stamp: TypeAlias = tuple[tuple[str, int, int, int], ...]
 
 
 def stamp(paths: Sequence[Path]) -> Stamp:
-    """The state of files and of the YAML files in folders."""
+    """Return the state of files and of the YAML files in folders."""
     found: list[tuple[str, int, int, int]] = []
     for path in paths:
         for each in files_of(path):
@@ -36,7 +36,7 @@ def stamp(paths: Sequence[Path]) -> Stamp:
 
 
 def files_of(path: Path) -> list[Path]:
-    """A file, or the files of a folder; those that begin with a dot are being written."""
+    """Return a file, or the files of a folder; those that begin with a dot are being written."""
     if not path.is_dir():
         return [path]
     names = sorted(each for each in path.iterdir() if each.suffix in (".yaml", ".yml"))
@@ -44,7 +44,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 async def changes(paths: Sequence[Path], poll_s: float) -> AsyncIterator[Stamp]:
-    """The state of the files at the beginning and after every change."""
+    """Yield the state of the files at the beginning and after every change."""
     last: Stamp | None = None
     while True:
         now = stamp(paths)
@@ -89,7 +89,7 @@ def _states(paths: Iterable[Path]) -> dict[Path, Stamp]:
 
 
 def read_again(running: Fleet) -> Fleet:
-    """The fleet as its file has it now, with the listeners where they are. Raises `InputError`."""
+    """Return the fleet as its file has it now, with the listeners where they are. Raises `InputError`."""
     if running.path is None:
         raise ConfigError("there is no file to reload: hetlb was started with --instance")
     read = load_fleet(running.path)
@@ -120,5 +120,5 @@ _FIXED: Final[dict[str, Callable[[FleetFile], object]]] = {
 
 
 def needs_restart(then: FleetFile, now: FleetFile) -> list[str]:
-    """The keys that differ from those at the start and cannot be swapped."""
+    """Return the keys that differ from those at the start and cannot be swapped."""
     return [key for key, of in _FIXED.items() if of(then) != of(now)]

@@ -99,7 +99,7 @@ class Roster:
     # --- sources ---
 
     def spec_of(self, found: Found) -> InstanceSpec:
-        """The scheduler's view of a server that was found. Raises `InputError`."""
+        """Return the scheduler's view of a server that was found. Raises `InputError`."""
         spec = self._fleet.resolve_found(found, found.model, self._profiles)
         if is_special(host := urlsplit(spec.url).hostname or ""):
             raise ConfigError(f"url: expected the address of a server, got {host}")
@@ -135,7 +135,7 @@ class Roster:
         self.on_edited()
 
     def notice(self, name: str, deadline_s: float | None) -> None:
-        """An instance is gone after so many seconds; None takes that back."""
+        """Note that an instance is gone after some seconds; None takes that back."""
         self.change(AdminStateSet(name, self._scheduler.fleet.instances[name].admin, deadline_s))
 
     async def register(self, table: Mapping[str, Any]) -> bool:
@@ -245,5 +245,5 @@ class Roster:
 
 
 def _same_place(one: InstanceSpec, other: InstanceSpec) -> bool:
-    """True if two specs are of one server: only its profile, capacity or weight may differ."""
+    """Return True if two specs are of one server: only its profile, capacity or weight may differ."""
     return (one.url, one.model) == (other.url, other.model)

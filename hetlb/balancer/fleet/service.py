@@ -37,6 +37,7 @@ from hetlb.balancer.fleet.admin import AdminListener, make_app, named
 from hetlb.balancer.fleet.reload import SeenFiles, needs_restart, read_again
 from hetlb.balancer.fleet.roster import Roster
 from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
+from hetlb.balancer.hooks import CacheReports, Predecessor, SharedFleet, Successor, hook
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, plain_line, tell
 from hetlb.balancer.telemetry.log_writer import EventLog
@@ -44,13 +45,10 @@ from hetlb.balancer.telemetry.prometheus import WorkerState
 from hetlb.balancer.telemetry.recent import Recent
 from hetlb.build import version_line
 from hetlb.errors import ConfigError, InputError
-from hetlb.options.takeover.offer import Offer
 
 if TYPE_CHECKING:
+    from hetlb.balancer.engines.host_times import HostTimes
     from hetlb.balancer.fleet.source import Source, Sources
-    from hetlb.options.kv_events.kv_events import KvEventReader
-    from hetlb.options.shared_view.sharing import Sharing
-    from hetlb.options.takeover.takeover import Takeover
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -66,7 +64,7 @@ class FleetService(ABC):
 
     driver: Carrier
     #: The view that other processes of the fleet share, None where this one is alone.
-    sharing: Sharing | None = None
+    sharing: SharedFleet | None = None
     #: The processes that serve, where there are several.
     workers: Sequence[WorkerState] = ()
     #: True between SIGTERM and the closing of the listener: not ready, still accepting.
@@ -91,7 +89,7 @@ class FleetService(ABC):
             limits=fleet.queue_limits,
             predictor=fleet.file.policy.predictor or "online",
             seed=fleet.file.policy.seed,
-            lengths=fleet.output_lengths(),
+            lengths=fleet.lengths,
             initial_health=Health.SUSPECT,
             health=fleet.health_params,
             now=self.now(),
@@ -106,8 +104,10 @@ class FleetService(ABC):
         self.watch = EngineWatch(fleet.file.scrape, scheduling, self._engines)
         self.roster = Roster(fleet, self.access, self._engines, scheduling, self.watch)
         scheduling.take_out = self.roster.change
+        self._host_times: HostTimes | None = None
+        self.watch.on_idle = self._measure_host_time
         #: Reads engines' own KV events, None while none publishes any.
-        self._kv_events: KvEventReader | None = None
+        self._kv_events: CacheReports | None = None
         self.roster.on_gone = lambda name: self._follow(name, None)
         self._sources: Sources | None = None
         self._reloading = asyncio.Lock()
@@ -115,8 +115,10 @@ class FleetService(ABC):
         self.reload_refused = ""
         self._tasks: set[asyncio.Task[Any]] = set()
         #: Waits for a process that takes this one's place; what this one took over from another.
-        self._offer = Offer(self.scheduler, lambda: (self._descriptors, self.admin.descriptors), self._leave)
-        self._takeover: Takeover | None = None
+        self._offer: Successor | None = None
+        with contextlib.suppress(ConfigError):  # an installation without it
+            self._offer = hook("takeover", self.scheduler, self._open_sockets, self._leave)
+        self._takeover: Predecessor | None = None
         self.address = ("", 0)
 
     @abstractmethod
@@ -136,8 +138,20 @@ class FleetService(ABC):
             await self.roster.members.settled()
         await self.watch.start(self.fleet.profiles, most_s)
 
+    def _measure_host_time(self, name: str) -> None:
+        """Measure the host time of an idle instance if its profile assumes one."""
+        instance = self.scheduler.fleet.instances.get(name)
+        if instance is None or not instance.spec.host_assumed_in:
+            return
+        if self._host_times is None:
+            from hetlb.balancer.engines.host_times import HostTimes
+
+            self._host_times = HostTimes(self.watch, self.roster.change)
+        if self._host_times.wanted(instance):
+            self._do(self._host_times.measure(instance))
+
     def _discovery_sources(self) -> list[Source]:
-        """Sources of instances that stand in no file of the fleet. Raises `ConfigError`."""
+        """Return sources of instances that stand in no file of the fleet. Raises `ConfigError`."""
         fleet, table = self.fleet, self.fleet.file.discovery
         if table is None:
             return []
@@ -266,9 +280,7 @@ class FleetService(ABC):
     def _follow(self, name: str, publisher: KvEventsTable | None) -> None:
         """Read the KV events of an instance from here on, None: no more."""
         if publisher is not None and self._kv_events is None:
-            from hetlb.options.kv_events.kv_events import KvEventReader
-
-            self._kv_events = KvEventReader(self.scheduling.kv_events)
+            self._kv_events = hook("kv_events", self.scheduling.kv_events)
         if self._kv_events is not None:
             self._kv_events.set(name, publisher)
 
@@ -283,6 +295,9 @@ class FleetService(ABC):
     def _descriptors(self) -> Sequence[int]:
         """Sockets of the listener for clients."""
 
+    def _open_sockets(self) -> tuple[Sequence[int], Sequence[int]]:
+        return self._descriptors, self.admin.descriptors
+
     @abstractmethod
     def _leave(self) -> None:
         """Another process accepts now: end what is open here."""
@@ -290,7 +305,8 @@ class FleetService(ABC):
     # --- shutdown ---
 
     async def close(self) -> None:
-        await self._offer.close()
+        if self._offer is not None:
+            await self._offer.close()
         if self._takeover is not None:
             self._takeover.close()
         for task in self._tasks:
@@ -336,7 +352,7 @@ class Service(FleetService):
     def _make_server(self) -> Listener:
         return ProxyServer(self.driver, self)
 
-    async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Takeover | None = None) -> None:
+    async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Predecessor | None = None) -> None:
         """Probe, then listen, on given `listeners` or those of `takeover`. Raises `HetlbError`."""
         if takeover is not None:
             self._takeover, listeners = takeover, takeover.listeners
@@ -354,7 +370,7 @@ class Service(FleetService):
         if takeover is not None:
             await takeover.accepting()
             tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")
-        if self._hands_over:
+        if self._hands_over and self._offer is not None:
             self._offer.open(self.address)
 
     @property
@@ -481,7 +497,7 @@ def _over_redis(fleet: Fleet) -> bool:
 def ready_line(
     address: tuple[str, int], tls: object | None, admin_address: tuple[str, int], admin_tls: object | None
 ) -> str:
-    """The line of a proxy that accepts requests; what the two listeners show is None without TLS."""
+    """Return the line of a proxy that accepts requests; what the two listeners show is None without TLS."""
     return f"hetlb ready on {_url(address, tls)} (admin {_url(admin_address, admin_tls)})"
 
 

@@ -11,6 +11,7 @@ from typing import Protocol, TypeAlias
 from hetlb.balancer.config.discovery import DiscoveryTable
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import InstanceTable
+from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import HetlbError
 
@@ -107,21 +108,11 @@ class Sources:
 
 
 def configured(fleet: Fleet, table: DiscoveryTable) -> list[Source]:
-    """All sources of `discovery:`. Raises `ConfigError`."""
+    """Return all sources of `discovery:`. Raises `ConfigError`."""
     sources: list[Source] = []
-    paths = [fleet.base / each for each in table.files]
-    if others := [each for each in paths if fleet.path is None or each.resolve() != fleet.path.resolve()]:
-        from hetlb.options.instance_files.file_source import FileSource
-
-        sources.append(FileSource(others, table.poll_s))
-    if table.names:
-        from hetlb.options.dns.dns_names import DnsSource
-
-        sources += [DnsSource(each) for each in table.names]
-    for each in table.clusters:
-        from hetlb.options.kubernetes.inference_pool import InferencePoolSource
-        from hetlb.options.kubernetes.kubernetes import KubernetesSource
-
-        kind = InferencePoolSource if each.resource == "inferencepools" else KubernetesSource
-        sources.append(kind(each, fleet.base))
+    for option, listed in (
+        ("instance_files", table.files), ("dns", table.names), ("kubernetes", table.clusters),
+    ):  # fmt: skip
+        if listed:
+            sources += hook(option, fleet, table)
     return sources

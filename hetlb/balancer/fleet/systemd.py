@@ -34,7 +34,7 @@ NO_LISTENERS: Final = Listeners()
 
 
 def inherited() -> Listeners:
-    """The sockets that systemd listens on for this process; the variables are taken out."""
+    """Return the sockets that systemd listens on for this process; the variables are taken out."""
     names = os.environ.pop("LISTEN_FDNAMES", "").split(":")
     count, pid = os.environ.pop("LISTEN_FDS", ""), os.environ.pop("LISTEN_PID", "")
     if pid != str(os.getpid()) or not count.isdigit():

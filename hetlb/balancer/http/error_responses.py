@@ -92,12 +92,12 @@ _ANTHROPIC_TYPES = {
 
 
 def speaks_anthropic(path: str) -> bool:
-    """True if clients of a path expect errors in the form of Anthropic's Messages API."""
+    """Return True if clients of a path expect errors in the form of Anthropic's Messages API."""
     return path.startswith("/v1/messages")
 
 
 def error_body(answer: Answer, message: str, path: str = "") -> bytes:
-    """The error document: OpenAI's, or Anthropic's on its paths."""
+    """Return the error document: OpenAI's, or Anthropic's on its paths."""
     if speaks_anthropic(path):
         status = answer.status
         kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
@@ -116,7 +116,7 @@ def _event(document: bytes, path: str) -> bytes:
 
 
 def upstream_error_event(status: int, body: bytes, path: str = "") -> bytes:
-    """An engine's whole answer of 400 or more, as an event of a stream that has begun."""
+    """Return an engine's whole answer of 400 or more, as an event of a stream that has begun."""
     try:
         document = msgspec.json.decode(body)
     except NOT_JSON:
@@ -136,7 +136,7 @@ def response(
     close: bool = False,
     head_only: bool = False,
 ) -> bytes:
-    """A whole response of hetlb's own, with these header lines."""
+    """Return a whole response of hetlb's own, with these header lines."""
     status_line = b"HTTP/1.1 %d %b\r\n" % (status, REASONS.get(status, b""))
     fields = b"content-type: %b\r\ncontent-length: %d\r\n" % (content_type, len(body))
     end = b"connection: close\r\n\r\n" if close else b"\r\n"
@@ -154,7 +154,7 @@ def refusal(
     close: bool = False,
     head_only: bool = False,
 ) -> bytes:
-    """A whole response that says why there is no other, with these header lines."""
+    """Return a whole response that says why there is no other, with these header lines."""
     if answer.should_retry is not None:
         lines = b"x-should-retry: %b\r\n" % (b"true" if answer.should_retry else b"false") + lines
     if retry_after_s is not None:
@@ -168,7 +168,7 @@ def refusal(
 
 
 def refused_for(error: GateError) -> tuple[Answer, float | None, bytes]:
-    """The answer to what did not pass, seconds until it may come again, and header lines."""
+    """Return the answer to what did not pass, seconds until it may come again, and header lines."""
     if isinstance(error, Refusal):
         return error.answer, error.retry_after_s if error.answer.should_retry else None, error.lines
     return bad_request(error.status), None, b""

@@ -48,11 +48,11 @@ class ForwardRules:
         self._with_keys = self._forwarded | _KEYS
 
     def came_back(self, headers: Headers) -> bool:
-        """True if a message has passed this proxy before."""
+        """Return True if a message has passed this proxy before."""
         return any(name == b"via" and self.own in value for name, value in headers)
 
     def request_lines(self, head: RequestHead, *, passthrough: bool) -> bytes:
-        """The request line and the headers that go on, each with its line end; `passthrough`: keys too."""
+        """Return the request line and the headers that go on, with line ends (`passthrough`: keys too)."""
         if head.forward_rules is not self:  # the file was read again since the head was first seen
             head.forwarded.clear()
             head.forward_rules = self
@@ -71,7 +71,7 @@ class ForwardRules:
 
 
 def response_lines(head: ResponseHead) -> bytes:
-    """The status line and the headers that go back, each with its line end."""
+    """Return the status line and the headers that go back, each with its line end."""
     lines = head.forwarded
     if lines is None:
         status = b"HTTP/1.1 %d %b\r\n" % (head.status, head.reason)
@@ -80,7 +80,7 @@ def response_lines(head: ResponseHead) -> bytes:
 
 
 def _kept(headers: Headers, names: frozenset[bytes], *, listed: bool) -> bytes:
-    """The lines of headers that are among `names`, or are not; none that `Connection` nominates."""
+    """Return the lines of headers that are among `names`, or are not; none that `Connection` nominates."""
     nominated: set[bytes] = set()
     for name, value in headers:
         if name == b"connection":

@@ -46,7 +46,7 @@ class GateError(Exception):
 
 
 def number(value: bytes | None) -> float | None:
-    """The number of a header's value, None where it is none of plain digits."""
+    """Return the number of a header's value, None where it is none of plain digits."""
     return None if value is None or _NUMBER.fullmatch(value) is None else float(value)
 
 
@@ -77,7 +77,7 @@ class RequestHead:
         self.forward_rules: object = None
 
     def closing(self) -> RequestHead:
-        """The same head of a request after which the connection ends."""
+        """Return the same head of a request after which the connection ends."""
         head = RequestHead()
         head.method, head.path, head.query = self.method, self.path, self.query
         head.headers, head.fields, head.content_type = self.headers, self.fields, self.content_type
@@ -317,7 +317,7 @@ class KnownHeads(Generic[Head]):
         self._whole: dict[bytes, tuple[Head, int | None]] = {}
 
     def find(self, raw: bytes) -> tuple[Head, int | None]:
-        """The parsed head and its length. Raises `GateError`."""
+        """Return the parsed head and its length. Raises `GateError`."""
         at = end = raw.find(b"ength: ") + 7
         said, size, digit = 0, len(raw), 0
         if at > len(_LENGTH_FIELD):
@@ -342,7 +342,7 @@ class KnownHeads(Generic[Head]):
 
 
 def _begins_length(raw: bytes, at: int) -> bool:
-    """True if the value that begins at `at` is that of a Content-Length."""
+    """Return True if the value that begins at `at` is that of a Content-Length."""
     field = raw[at - len(_LENGTH_FIELD) : at]
     return field in (_TITLED_LENGTH_FIELD, _LENGTH_FIELD) or field.lower() == _LENGTH_FIELD
 
@@ -381,7 +381,7 @@ class ChunkedDecoder:
         self.surplus = b""
 
     def feed(self, data: bytes) -> bytes:
-        """The payload bytes among `data`."""
+        """Return the payload bytes among `data`."""
         pieces: list[bytes] = []
         position, length = 0, len(data)
         while position < length:

@@ -13,16 +13,17 @@ from hetlb.balancer.http.openai_body import MEDIA_BYTES, Call
 from hetlb.balancer.http.openai_fields import MAX_MODEL_CHARACTERS
 from hetlb.balancer.http.transfer_fields import has_transfer_fields
 
-#: One boundary of RFC 2046 without blanks: what every client makes.
-_BOUNDARY = re.compile(rb"""boundary=("?)([0-9A-Za-z'()+_,./:=?-]{1,70})\1\s*(?:;|$)""", re.I)
+#: One parameter of the content type, or none; a boundary has bytes without quotes that are no token.
+_OF_TYPE = re.compile(rb""";[ \t]*(?:([^\s=;"]+)=(?:([^\s;"\\]+)|"([^"\\]*)"))?[ \t]*""")
+#: A boundary of RFC 2046 without blanks: what every client makes.
+_BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,./:=?-]{1,70}")
 _DISPOSITION = re.compile(rb"content-disposition:[ \t]*form-data[ \t]*", re.I)
-#: One parameter: a token or a quoted string. A file's name in the form of RFC 5987 has no quotes.
+#: One parameter, or none: bare, a quoted string, or in the form of RFC 5987, which has no quotes.
 _PARAMETER = re.compile(
-    rb""";[ \t]*(?:(name|filename)=(?:([!#$%&'*+.^_`|~0-9A-Za-z-]+)|"((?:[^"\\\r\n]|\\.)*)")
-    |(filename\*)=[^"\\;\s]*)[ \t]*""",
+    rb""";[ \t]*(?:([!#$%&'+.^_`|~0-9A-Za-z-]+)[ \t]*=[ \t]*(?:([^\s;,="\\]+)|"((?:[^"\\\r\n]|\\.)*)")
+    |([!#$%&'+.^_`|~0-9A-Za-z-]+\*)=[^"\\;\s]*)?[ \t]*""",
     re.X,
 )
-_UTF8 = re.compile(rb"""^(?!.*charset.*charset).*;\s*charset="?utf-8"?\s*(?:;|$)""", re.I)
 #: The line end behind a boundary, the headers of a part and the empty line.
 _MAX_PART_HEAD: Final = 4096
 #: Header lines of one part, and parts of one form: vLLM's largest has some thirty.
@@ -30,13 +31,15 @@ MAX_PART_LINES: Final = 16
 MAX_PARTS: Final = 256
 #: Maximum bytes of a value that is read.
 _MOST_BYTES: Final = MAX_MODEL_CHARACTERS
+#: Fields that are read: each once, and no file.
+_READ: Final = (b"model", b"stream", b"vllm_xargs")
 #: As vLLM's classes read a truth value.
 _TRUE: Final = (b"true", b"1", b"t", b"yes", b"y", b"on")
 _BAD_PART: Final = "A part of the multipart body is malformed or has no end."
 
 
 def read_form(content_type: bytes, body: bytes) -> Call:
-    """The facts of a whole form. Raises `GateError` (400)."""
+    """Return the facts of a whole form. Raises `GateError` (400)."""
     delimiter = _delimiter(content_type)
     boundary = delimiter[2:]
     start = 2 if body.startswith(b"\r\n") else 0
@@ -45,6 +48,7 @@ def read_form(content_type: bytes, body: bytes) -> Call:
     call = Call(body)
     call.text_bytes = MEDIA_BYTES
     at, parts = start + len(boundary), 0
+    seen: set[bytes] = set()
     while body[at : at + 2] != b"--":
         parts += 1
         if parts > MAX_PARTS:
@@ -58,23 +62,41 @@ def read_form(content_type: bytes, body: bytes) -> Call:
         end = body.find(delimiter, value_at)
         if end < 0:
             raise GateError(400, _BAD_PART)
-        _take_field(call, name, is_file, body[value_at : min(end, value_at + _MOST_BYTES + 1)])
+        if name in _READ:
+            if is_file or name in seen:
+                raise GateError(400, f"{name.decode()}: expected one value, and no file.")
+            seen.add(name)
+            _take_field(call, name, body[value_at : min(end, value_at + _MOST_BYTES + 1)])
+            if name == b"model":
+                call.model_at = value_at
         at = end + len(delimiter)
     return call
 
 
 def _delimiter(content_type: bytes) -> bytes:
-    """The line end and boundary between two parts."""
-    match = _BOUNDARY.search(content_type)
-    if match is None or content_type.lower().count(b"boundary") != 1:
-        raise GateError(400, "The multipart body has no boundary, or several.")
-    if re.search(rb"charset", content_type, re.I) and not _UTF8.search(content_type):
+    """Return the line end and boundary between two parts."""
+    values: dict[bytes, bytes] = {}
+    at = content_type.find(b";")
+    while 0 <= at < len(content_type):
+        found = _OF_TYPE.match(content_type, at)
+        if found is None:
+            raise GateError(400, "The content type of the multipart body is malformed.")
+        name = (found[1] or b"").lower()
+        for known in (b"boundary", b"charset"):
+            # One in parts, or of another name: `boundary*`, `x-boundary`.
+            if known in name and (name != known or known in values):
+                raise GateError(400, f"The multipart body has no {known.decode()}, or several.")
+        values[name] = found[2] or found[3] or b""
+        at = found.end()
+    if _BOUNDARY.fullmatch(values.get(b"boundary", b"")) is None:
+        raise GateError(400, "The multipart body has no boundary, or an odd one.")
+    if values.get(b"charset", b"utf-8").lower() != b"utf-8":
         raise GateError(400, "The multipart body is expected to be in UTF-8.")
-    return b"\r\n--" + match[2]
+    return b"\r\n--" + values[b"boundary"]
 
 
 def _part_name(head: bytes) -> tuple[bytes, bool]:
-    """The name in the headers of a part, and whether that is a file."""
+    """Return the name in the headers of a part, and whether that is a file."""
     if head.count(b"\r\n") >= MAX_PART_LINES:
         raise GateError(400, f"A part of the multipart body has more than {MAX_PART_LINES} headers.")
     name, is_file = b"", False
@@ -108,25 +130,29 @@ def _named(line: bytes) -> tuple[bytes, bool] | None:
         found = _PARAMETER.match(line, at)
         if found is None:
             return None
-        key = found[1] or found[4]
+        key = (found[1] or found[4] or b"").lower()
         value = found[2] or found[3] or b""
-        if key in values or (value.find(b"\\") >= 0 and (key == b"name" or b"name" in value.lower())):
+        # A name in parts, or of another form.
+        odd = b"name" in key and key not in (b"name", b"filename", b"filename*")
+        if odd or key in values or (value.find(b"\\") >= 0 and (key == b"name" or b"name" in value.lower())):
             return None
         values[key] = value
         at = found.end()
     name = values.pop(b"name", b"")
-    return (name, bool(values)) if name else None
+    return (name, b"filename" in values or b"filename*" in values) if name else None
 
 
-def _take_field(call: Call, name: bytes, is_file: bool, value: bytes) -> None:
+def _take_field(call: Call, name: bytes, value: bytes) -> None:
     """Take what matters; of a longer `value` than is read one byte more came."""
     if name == b"model":
-        if call.model is not None or is_file or len(value) > _MOST_BYTES:
-            raise GateError(400, f"model: expected one name of at most {_MOST_BYTES} bytes.")
-        call.model = value.decode("utf-8", "replace")
-    elif name == b"vllm_xargs":
-        if len(value) > _MOST_BYTES or has_transfer_fields(value):
-            expected = f"a JSON object of at most {_MOST_BYTES} bytes without transfer parameters"
-            raise GateError(400, f"vllm_xargs: expected {expected}.")
+        try:
+            call.model = value.decode() if len(value) <= _MOST_BYTES else None
+        except UnicodeDecodeError:
+            call.model = None
+        if call.model is None:
+            raise GateError(400, f"model: expected one name in UTF-8 of at most {_MOST_BYTES} bytes.")
     elif name == b"stream":
         call.stream = value.lower() in _TRUE
+    elif len(value) > _MOST_BYTES or has_transfer_fields(value):
+        expected = f"a JSON object of at most {_MOST_BYTES} bytes without transfer parameters"
+        raise GateError(400, f"vllm_xargs: expected {expected}.")

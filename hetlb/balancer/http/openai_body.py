@@ -58,8 +58,8 @@ class Call:
 
     __slots__ = (
         "asked", "body", "cache_salt", "hold_usage", "ids", "ids_nested", "longest_tokens",
-        "max_tokens", "media", "model", "n", "priority", "prompt_tokens_total", "prompts", "renamed",
-        "stream", "text", "text_bytes", "tools",
+        "max_tokens", "media", "model", "model_at", "n", "priority", "prompt_tokens_total", "prompts",
+        "renamed", "stream", "text", "text_bytes", "tools",
     )  # fmt: skip
 
     def __init__(self, body: bytes = b"") -> None:
@@ -81,6 +81,8 @@ class Call:
         self.cache_salt: str | None = None
         #: True if it asked for an alias, or for a model that another stands in for: for `asked`.
         self.renamed = False
+        #: Place of the model in the body of a form, 0 of JSON.
+        self.model_at = 0
         self.asked = ""
 
 
@@ -143,7 +145,7 @@ def _ask_for_usage(kind: Kind, call: Call) -> None:
 
 
 def with_field(body: bytes, name: bytes, value: bytes) -> bytes:
-    """A JSON object with one more field at its end."""
+    """Return a JSON object with one more field at its end."""
     end = body.rfind(b"}")
     return b'%b,"%b":%b%b' % (body[:end], name, value, body[end:])
 
@@ -161,7 +163,7 @@ def _output_cap(body: RequestFields) -> int | None:
 
 
 def _read_prompt(call: Call, raw: msgspec.Raw) -> None:
-    """A string, a list of strings, of token ids, or of lists of token ids."""
+    """Read a string, a list of strings, of token ids, or of lists of token ids."""
     data = bytes(raw)  # of many megabytes another copy would take as long as reading it
     if not data.startswith(b"["):
         if data:

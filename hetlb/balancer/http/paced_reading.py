@@ -29,7 +29,7 @@ class PacedReader(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop has its own class
 
     def turn_came(self) -> None:
-        """The others had their turn: read on."""
+        """Read on: the others had their turn."""
         raise NotImplementedError
 
     def _continue_later(self) -> None:

@@ -57,7 +57,7 @@ class RequestReader:
         return self._decoder.done if self._decoder is not None else not self._left
 
     def find_head(self) -> bytes:
-        """The next head, b"" if it is not whole. Raises `GateError` (400, 431)."""
+        """Return the next head, b"" if it is not whole. Raises `GateError` (400, 431)."""
         buffer, at = self.buffer, self.at
         while buffer[at : at + 2] == b"\r\n":
             self._blank_lines += 1
@@ -114,7 +114,7 @@ class RequestReader:
         return decoder.done
 
     def body(self) -> bytes:
-        """The body that is whole; nothing of it is left here."""
+        """Return the body that is whole; nothing of it is left here."""
         body = bytes(self._begun) if self._begun else self._whole
         self.drop_body()
         return body

@@ -182,7 +182,7 @@ class SseWatcher:
         return self._passing > 0
 
     def flush(self) -> bytes:
-        """The stream is over: what was held, an unfinished event too, which some clients read."""
+        """Return all that was held at the stream's end, an unfinished event too: some clients read it."""
         tail, passed = bytes(self._first or self._tail), self._passing
         self._tail.clear()
         self._passing, self._first = 0, b""
@@ -198,7 +198,7 @@ class SseWatcher:
         return ending and ending + _END
 
     def cut(self) -> bytes:
-        """The stream broke off: what ends the event of which a part is out; what was held is dropped."""
+        """Drop what was held of a stream that broke off; return the end of a begun event."""
         part_is_out = self.part_is_out
         self._tail.clear()
         self._passing = 0
@@ -278,7 +278,7 @@ class SseWatcher:
         return event
 
     def _passed_in_parts(self) -> None:
-        """An event was too long to be read."""
+        """Note that an event was too long to be read."""
 
     def _read(self, event: bytes, data: bytes) -> bytes:
         """Take the facts out of one event with this data; returns it without usage that is held."""

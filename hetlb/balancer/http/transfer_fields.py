@@ -22,7 +22,7 @@ _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def without_transfer_fields(body: bytes, depth: int = 0) -> bytes:
-    """A JSON object without these fields; the same bytes if it has none. Raises `msgspec.DecodeError`."""
+    """Return a JSON object without these fields; the same bytes without any. Raises `msgspec.DecodeError`."""
     fields = _object.decode(body)
     changed = False
     for name in FIELDS:
@@ -36,7 +36,7 @@ def without_transfer_fields(body: bytes, depth: int = 0) -> bytes:
 
 
 def has_transfer_fields(value: bytes) -> bool:
-    """True if a form's value, a JSON object, has such a field, or cannot be read."""
+    """Return True if a form's value, a JSON object, has such a field, or cannot be read."""
     try:
         return not _object.decode(value).keys().isdisjoint(FIELDS)
     except NOT_JSON:
@@ -70,7 +70,7 @@ _NEST_STRING: Final = 5
 
 
 def harmless(data: bytes) -> bool:
-    """True if every field in an answer is `null`, as most of vLLM's are; False: take a closer look."""
+    """Return True if every field in an answer is `null`, as most of vLLM's are; False: take a closer look."""
     at = data.find(_COMMON)
     while at >= 0:
         at += len(_COMMON)
@@ -129,7 +129,7 @@ class TransferFilter:
                 at = self._blank(seen, out, at)
 
     def _begin(self, byte: int) -> int:
-        """The place behind the first byte after a name's or a colon's blanks."""
+        """Return the place behind the first byte after a name's or a colon's blanks."""
         if self._place == _NAMED:
             return _BEFORE if byte == 0x3A else _OUTSIDE
         if byte in b"{[":

@@ -44,7 +44,7 @@ _TWO: Final = [f"{number:02}" for number in range(100)]
 
 
 def _seconds(value: float) -> str:
-    """A time with four decimals. `%.4f` costs four times as much."""
+    """Return a time with four decimals. `%.4f` costs four times as much."""
     ticks = int(value * 1e4 + 0.5)
     return f"{ticks // 10_000}.{_TWO[ticks // 100 % 100]}{_TWO[ticks % 100]}"
 
@@ -54,7 +54,7 @@ _second: list[tuple[int, str]] = [(-1, "")]
 
 
 def _time(epoch_s: float) -> str:
-    """The time in UTC as ISO 8601 has it, to the millisecond."""
+    """Return the time in UTC as ISO 8601 has it, to the millisecond."""
     ticks = int(epoch_s * 1000 + 0.5)
     second = ticks // 1000
     known, text = _second[0]
@@ -102,7 +102,7 @@ def keyvalue_line(record: RequestRecord, epoch_s: float = 0.0) -> str:
 
 
 def json_line(record: RequestRecord, epoch_s: float) -> str:
-    """A JSON object, with a newline; `epoch_s` is the Unix time of second 0 of the request's clock."""
+    """Return a JSON object, with a newline; `epoch_s` is the Unix time of second 0 of the request's clock."""
     lease, outcome, end, ttft_s = record.lease, record.outcome, record.ended_at, record.ttft_s
     assert end is not None, "expected a request that has ended"
     assert outcome is not None, "expected a request that has ended"

@@ -187,7 +187,7 @@ class Totals:
             _add(found, instance, INSTANCE_COUNTS)
 
     def model(self, name: str) -> ModelTotals:
-        """The counters of a name that the fleet serves."""
+        """Return the counters of a name that the fleet serves."""
         totals = self.models.get(name)
         if totals is None:
             if len(self.models) >= MODELS_MAX:
@@ -220,7 +220,7 @@ class Totals:
         self.instance(name).ended(outcome)
 
     def resumed(self, model: str, reason: str, outcome: Outcome, lease: Lease) -> None:
-        """An answer goes on elsewhere: its lease ended, with a part of it."""
+        """Note that an answer goes on elsewhere: its lease ended, with a part of it."""
         key = (model, reason)
         self.resumptions[key] = self.resumptions.get(key, 0) + 1
         instance = self.instance(lease.instance)
@@ -231,7 +231,7 @@ class Totals:
         self.kv_transfers[result] += count
 
     def count(self, outcome: Outcome, phase: str, model: str, status: int) -> None:
-        """A request ended. `model` is one that the fleet serves, `OTHER_MODELS` or ""."""
+        """Note that a request ended. `model` is one that the fleet serves, `OTHER_MODELS` or ""."""
         if model and model not in self.models and len(self.models) >= MODELS_MAX:
             model = OTHER_MODELS
         key = (outcome._value_, phase, model, STATUS_CLASSES[status // 100 if status < 600 else 5])
@@ -307,7 +307,7 @@ def _add(whole: Any, part: Any, names: Sequence[str]) -> None:
 
 
 def _met(record: RequestRecord) -> bool:
-    """True if an answer met the targets of its class; the first token of a whole answer is not seen."""
+    """Return True if an answer met the targets of its class; the first token of a whole answer is unseen."""
     ttft_s, tokens = record.ttft_s if record.streamed else 0.0, 0
     if record.lease is not None:
         tokens = record.lease.output_tokens // max(1, record.sequences)

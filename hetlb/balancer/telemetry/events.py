@@ -42,6 +42,7 @@ class Event(Enum):
     INSTANCE_ASLEEP = "instance_asleep", _INFO, "its engine sleeps"
     INSTANCE_AWAKE = "instance_awake", _INFO, "its engine woke up"
     INSTANCE_PROFILE = "instance_profile", _WARNING, "it is not what its profile was measured on"
+    INSTANCE_HOST_TIME = "instance_host_time", _INFO, "its host time was measured, or could not be"
     INSTANCE_METRICS = "instance_metrics", _WARNING, "its metrics lack what is read, or are too large"
     INSTANCE_ACCESS = "instance_access", _WARNING, "TLS fails, or it does not accept the API key"
     INSTANCE_KV_EVENTS = "instance_kv_events", _WARNING, "its KV events cannot be read"
@@ -138,7 +139,7 @@ FORMATTERS: Final[dict[str, type[logging.Formatter]]] = {"keyvalue": KeyValueFor
 
 
 def plain_line(message: str, style: str, event: str = "log", level: int = _INFO) -> str:
-    """A line that is printed and not logged: the words alone, or as `style` json has them an object."""
+    """Return a line printed and not logged: the words alone, or as `style` json has them an object."""
     if style != "json":
         return message
     fields = {"msg": message, "levelno": level, "levelname": logging.getLevelName(level), "event": event}

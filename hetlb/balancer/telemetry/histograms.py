@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import add, mul
@@ -41,7 +42,7 @@ class Histogram:
         self._sum += other._sum
 
     def figures(self) -> tuple[Sequence[float], list[int], float]:
-        """The bounds, how many values were at most each (and, last, how many there were), and their sum."""
+        """Return the bounds, counts up to each (and, last, of all), and the sum."""
         return self._bounds, list(accumulate(self._counts)), self._sum
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -93,3 +94,22 @@ def _gaps(bounds: tuple[float, ...], long: Histogram, fine: list[int]) -> GapHis
     gaps._long = long
     gaps.fine = fine
     return gaps
+
+
+def weighted_percentile(pairs: Sequence[tuple[float, int]], percent: float) -> float:
+    """Return the percentile of ascending (value, count) pairs, each value standing there `count` times.
+
+    Between two values it is on the line between them, as numpy has it.
+    """
+    total = sum(count for _, count in pairs)
+    if not total:
+        return 0.0
+    position = (total - 1) * percent / 100.0
+    below, seen = math.floor(position), 0
+    for index, (value, count) in enumerate(pairs):
+        seen += count
+        if seen > below:
+            if seen > below + 1 or index + 1 == len(pairs):
+                return value
+            return value + (pairs[index + 1][0] - value) * (position - below)
+    return pairs[-1][0]

@@ -86,7 +86,7 @@ class LogWriter:
                 self.lost += batch.count(b"\n")
 
     def _piece(self, batch: bytes, left: int) -> int:
-        """Number of bytes of what is left of a batch that are written at once."""
+        """Return the number of bytes of what is left of a batch that are written at once."""
         if self._at_once is None or left <= self._at_once:
             return left
         start = len(batch) - left

@@ -73,8 +73,7 @@ class _Moment:
     @property
     def status(self) -> dict[str, Any]:
         """Body of `GET /v1/status`."""
-        from hetlb.balancer.fleet.admin import pools
-        from hetlb.balancer.fleet.fleet_status import status
+        from hetlb.balancer.fleet.fleet_status import pools, status
 
         if self._status is None:
             source = self.source
@@ -124,7 +123,7 @@ class _Moment:
         ]
 
     def loads(self) -> Things:
-        """The load of every model that is served or waited for. `saturation` above 1: requests wait."""
+        """Return the load of every model served or waited for. `saturation` above 1: requests wait."""
         queued, loads = self.scheduler.queue.by_model(), []
         for model in dict.fromkeys([*self.scheduler.fleet.ready, *queued]):
             able = [each for _, each in self.instances if each.routable and model in each.models]
@@ -387,7 +386,7 @@ class MetricsPage:
         ProcessCollector(registry=self._process)
 
     async def render(self) -> bytes:
-        """The page in the Prometheus text format, in slices of about `SLICE_S`."""
+        """Return the page in the Prometheus text format, in slices of about `SLICE_S`."""
         pieces: list[str] = []
         started = time.perf_counter()
         for piece in self.pieces():
@@ -417,7 +416,7 @@ class MetricsPage:
 
 
 def _series(name: str, label: str, value: float | Histogram | GapHistogram) -> str:
-    """The line of one figure, the lines of a histogram."""
+    """Return the line of one figure, the lines of a histogram."""
     own = f"{{{label}}}" if label else ""
     if isinstance(value, int | float):
         return f"{name}{own} {value + 0!r}\n"
@@ -431,7 +430,7 @@ def _series(name: str, label: str, value: float | Histogram | GapHistogram) -> s
 
 
 def _escape(text: str) -> str:
-    """The value of a label. Quotes would end it; what is not printable becomes a question mark."""
+    """Return the value of a label. Quotes would end it; what is not printable becomes a question mark."""
     if not text.isprintable():
         text = "".join(each if each.isprintable() else "?" for each in text)
     return text.replace("\\", r"\\").replace('"', r"\"")
@@ -443,7 +442,7 @@ def _pairs(**labels: str) -> str:
 
 
 def usage_document(totals: Totals) -> list[dict[str, Any]]:
-    """The entries of `GET /v1/usage`: one for every tenant and model."""
+    """Return the entries of `GET /v1/usage`: one for every tenant and model."""
     return [
         {"tenant": tenant or None, "model": model, **{name: getattr(each, name) for name in ACCOUNT_COUNTS}}
         for (tenant, model), each in sorted(totals.accounts.items())

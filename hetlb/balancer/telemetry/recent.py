@@ -166,7 +166,7 @@ class Recent:
         return refused, ended
 
     def _stretch(self, number: int) -> Stretch:
-        """The stretch of a number; the oldest ones are forgotten with it."""
+        """Return the stretch of a number; the oldest ones are forgotten with it."""
         stretch = self.stretches.get(number)
         if stretch is None:
             stretch = self.stretches[number] = Stretch()

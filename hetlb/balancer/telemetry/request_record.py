@@ -13,8 +13,7 @@ from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.http.endpoints import Kind
 
 if TYPE_CHECKING:
-    from hetlb.options.key_limits.limits import Ticket
-    from hetlb.options.tracing.tracing import Trace
+    from hetlb.balancer.hooks import KeyTicket, RequestSpans
 
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
 _QUEUED: Final = Phase.QUEUED
@@ -60,9 +59,9 @@ class RequestRecord:
         #: Name of the client's API key, None where none is needed.
         self.tenant = tenant
         #: Reservation of its key's limits for it, None without limits.
-        self.ticket: Ticket | None = None
+        self.ticket: KeyTicket | None = None
         #: Ids of its spans, None without tracing.
-        self.trace: Trace | None = None
+        self.trace: RequestSpans | None = None
         #: Phase in which it got its outcome.
         self.ended_in = _QUEUED
         self.outcome: Outcome | None = None

@@ -41,7 +41,7 @@ class BalancePart:
 def sentence(
     parts: Sequence[BalancePart], waiting: int, policy: str, requests: int = 1 << 30
 ) -> tuple[bool, str]:
-    """True if the work is shared as it should be, and a sentence; of few `requests` one is a large share."""
+    """Return True if the work is shared as it should be, and a sentence; few `requests` have large shares."""
     able = [part for part in parts if not part.out]
     out = "; ".join(f"{part.name} is {part.out}" for part in parts if part.out)
     tail = f" ({out})" if out else ""
@@ -75,7 +75,7 @@ def _of(part: BalancePart) -> str:
 def parts(
     instances: Sequence[Instance], shares: Mapping[str, InstanceShare], speed: Mapping[str, float]
 ) -> list[BalancePart]:
-    """The figures of the instances of one model, from what they did in `WINDOW_S` seconds."""
+    """Return the figures of the instances of one model, from what they did in `WINDOW_S` seconds."""
     own = [shares.get(each.name) or InstanceShare() for each in instances]
     work = [PROMPT_WEIGHT * each.prompt_tokens + each.output_tokens for each in own]
     whole = sum(work)
@@ -104,7 +104,7 @@ def _out(instance: Instance) -> str:
 def documents(
     scheduler: Scheduler, recent: Recent, pools: dict[str, list[Instance]], now: float
 ) -> list[dict[str, Any]]:
-    """The part of a snapshot that says whether each model's work is balanced."""
+    """Return the part of a snapshot that says whether each model's work is balanced."""
     shares = recent.shares(WINDOW_S, now)
     waiting = scheduler.queue.by_model()
     found = []

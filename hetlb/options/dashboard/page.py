@@ -21,7 +21,7 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
-_OWN, _SHARED = "hetlb.options.dashboard", "hetlb.pages"
+_OWN, _SHARED = "hetlb.options.dashboard", "hetlb.options.dashboard.pages"
 #: Path -> package of the file, its name, its type.
 _FILES = {
     "/": (_OWN, "dashboard.html", "text/html"),

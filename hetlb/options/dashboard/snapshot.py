@@ -9,17 +9,17 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+from aiohttp import web
 
 import hetlb
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.types import Outcome
-from hetlb.balancer.fleet.admin import pools
-from hetlb.balancer.fleet.fleet_status import status
+from hetlb.balancer.fleet.decisions import decision_summary
+from hetlb.balancer.fleet.fleet_status import pools, status
+from hetlb.balancer.telemetry.histograms import weighted_percentile
 from hetlb.balancer.telemetry.recent import BIN_S, BINS, POINTS, Recent, Stretch, latencies
 from hetlb.options.dashboard import balance
-from hetlb.options.dashboard.decisions import decision_summary
-from hetlb.options.dashboard.page import EventStream
-from hetlb.tools.workload.records import weighted_percentile
+from hetlb.options.dashboard.page import EventStream, page_file
 
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService
@@ -29,18 +29,23 @@ DECISIONS_SHOWN: Final = 25
 
 
 class Snapshots:
-    """Maker of events and of the status over `source`; `fleet` gives the body of `GET /v1/fleet`."""
+    """The page over `source` and its events; `fleet` gives the body of `GET /v1/fleet`."""
 
     def __init__(self, source: FleetService, fleet: Callable[[], dict[str, Any]]) -> None:
         self._source = source
         self._fleet = fleet
-        self.events = EventStream(lambda: msgspec.json.encode(self.event()))
+        self._events = EventStream(lambda: msgspec.json.encode(self.event()))
 
-    def status(self) -> dict[str, Any]:
-        source = self._source
-        return status(
-            source.scheduler, pools(source.scheduler), source.recent, source.now(), source.reload_refused
-        )
+    def file(self, path: str) -> web.Response:
+        """Return a file of the page."""
+        return page_file(path)
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        """Answer `GET /v1/events`."""
+        return await self._events.serve(request)
+
+    def close(self) -> None:
+        self._events.close()
 
     def event(self) -> dict[str, Any]:
         source = self._source
@@ -64,7 +69,7 @@ class Snapshots:
                 "last": [decision_summary(each, source.driver.tokens_so_far) for each in last],
             },
             "fleet": fleet,
-            "status": self.status(),
+            "status": status(scheduler, pools(scheduler), totals.recent, now, source.reload_refused),
             "balance": balance.documents(scheduler, totals.recent, pools(scheduler), now),
             "series": {**series(totals.recent, now), **levels(totals.recent, now)},
             "accuracy": accuracy(totals.recent),
@@ -72,7 +77,7 @@ class Snapshots:
 
 
 def _shown(recent: Recent, now: float) -> list[Stretch]:
-    """The last five minutes, up to the last stretch that is over at `now`."""
+    """Return the last five minutes, up to the last stretch that is over at `now`."""
     end = math.floor(now / BIN_S)
     return [recent.stretches.get(number) or Stretch() for number in range(end - BINS, end)]
 

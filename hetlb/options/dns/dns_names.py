@@ -48,7 +48,7 @@ class DnsSource:
             await asyncio.sleep(max(_LEAST_S, min(ttl_s, self._table.interval_s)))
 
     def _ask(self) -> tuple[list[Found], float]:
-        """The servers there are now, and for how many seconds the answer holds."""
+        """Return the servers there are now, and for how many seconds the answer holds."""
         table = self._table
         if table.type == "SRV":
             records, ttl_s = self._records("SRV")

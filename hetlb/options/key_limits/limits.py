@@ -59,7 +59,7 @@ class Window:
         return slots[-1]
 
     def settle(self, slot: _Slot, more: int, now: float) -> None:
-        """It was `more` (or less, below 0) than was counted; nothing where that is too old to matter."""
+        """Note that it was `more` (or less, below 0) than was counted; nothing if too old to matter."""
         if slot.until + WINDOW_S > now:
             slot.amount += more
             self.total += more
@@ -143,7 +143,6 @@ class Limiter:
 
     def ended(self, ticket: Ticket, prompt_tokens: int, output_tokens: int, now: float) -> None:
         self._in_flight -= 1
-        assert ticket.slot is not None, "expected a ticket of this limiter"
         self._tokens.settle(ticket.slot, prompt_tokens + output_tokens - ticket.reserved, now)
         if output_tokens:
             self._answer += _WEIGHT * (output_tokens - self._answer)
@@ -153,7 +152,7 @@ class Limiter:
         self._tokens.add(tokens, now)
 
     def headers(self, now: float) -> bytes:
-        """The lines that OpenAI's SDKs read: limits, what is left of them, when they are whole again."""
+        """Return the lines that OpenAI's SDKs read: limits, what is left, when they are whole again."""
         limits = self.limits
         lines = b""
         if limits.requests_per_minute is not None:
@@ -173,24 +172,20 @@ class Ticket:
 
     __slots__ = ("limiter", "reserved", "slot")
 
-    def __init__(self, limiter: Limiter | None, slot: _Slot | None, reserved: int) -> None:
-        """Without a limiter and a slot: the ticket of a limiter elsewhere, which overrides everything."""
+    def __init__(self, limiter: Limiter, slot: _Slot, reserved: int) -> None:
         self.limiter = limiter
         self.slot = slot
         self.reserved = reserved
 
     def used(self, prompt_tokens: int, output_tokens: int, now: float) -> None:
-        assert self.limiter is not None, "expected a limiter in this process"
         tokens = prompt_tokens + output_tokens
         self.limiter.used(tokens, now)
         self.reserved += tokens
 
     def ended(self, prompt_tokens: int, output_tokens: int, now: float) -> None:
-        assert self.limiter is not None, "expected a limiter in this process"
         self.limiter.ended(self, prompt_tokens, output_tokens, now)
 
     def headers(self, now: float) -> bytes:
-        assert self.limiter is not None, "expected a limiter in this process"
         return self.limiter.headers(now)
 
 

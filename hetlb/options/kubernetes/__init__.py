@@ -1,1 +1,22 @@
 """Instances by Kubernetes' API."""
+
+from collections.abc import Callable, Mapping
+
+from hetlb.balancer.config.discovery import DiscoveryTable
+from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.fleet.source import Source
+from hetlb.options.kubernetes.inference_pool import InferencePoolSource, ObjectiveSource
+from hetlb.options.kubernetes.kubernetes import KubernetesSource
+
+
+def hook(
+    fleet: Fleet, table: DiscoveryTable, objectives: Callable[[Mapping[str, int]], None] | None = None
+) -> list[Source]:
+    """Return the sources of `discovery.kubernetes`, or those of the priorities that `objectives` takes."""
+    pools = [each for each in table.clusters if each.resource == "inferencepools"]
+    if objectives is not None:
+        return [ObjectiveSource(each, fleet.base, objectives) for each in pools]
+    return [
+        (InferencePoolSource if each in pools else KubernetesSource)(each, fleet.base)
+        for each in table.clusters
+    ]

@@ -161,7 +161,7 @@ class ApiServer:
     """Address and credentials of the API server. The token is rotated: one that is refused is read again."""
 
     def __init__(self, table: ClusterTable, base: Path) -> None:
-        """Raises `ConfigError` where the address is not known."""
+        """Find the address. Raises `ConfigError` where it is not known."""
         host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
         port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         if table.api_server is None and not host:
@@ -367,7 +367,7 @@ class KubernetesSource:
 
 
 def servers_of(pod: Item, ports: list[int], table: KubernetesTable) -> list[Found]:
-    """The server at each of these ports of a pod; none where it is not ready, or about to end."""
+    """Return the server at each of these ports of a pod; none where it is not ready, or about to end."""
     status, own = pod.status or PodStatus(), pod.metadata.name
     says_so = any(each.type == "Ready" and each.status == "True" for each in status.conditions)
     if not status.pod_ip or not says_so or pod.metadata.deletion_timestamp is not None:

@@ -68,7 +68,7 @@ class ZmtpConnection:
             self._writer.write(bytes([_MORE if number < len(frames) else 0, len(frame)]) + frame)
 
     async def receive(self) -> list[bytes]:
-        """The frames of the next message. The event loop is shared: a peer has one turn at a time."""
+        """Return the frames of the next message. The event loop is shared: a peer has one turn at a time."""
         frames: list[bytes] = []
         left = MOST_BYTES
         while True:

@@ -102,7 +102,7 @@ def receive(stream: HttpStream, data: bytes) -> None:
 
 
 def is_body(data: bytes) -> bool:
-    """True if a large message is a body but for `MAX_BESIDE_BODY` bytes: reading it is copying it."""
+    """Return True if a large message is a body but for `MAX_BESIDE_BODY` bytes: reading it is copying it."""
     if data[0] not in _BODIES:
         return False
     length, at = _varint(data, 1)
@@ -112,7 +112,7 @@ def is_body(data: bytes) -> bool:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Number at a place, of five bytes at most, and the place behind it."""
+    """Return the number at a place, of five bytes at most, and the place behind it."""
     value = 0
     for shift in range(0, 35, 7):
         byte = data[at]

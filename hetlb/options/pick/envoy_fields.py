@@ -44,7 +44,7 @@ def _checked(headers: Any) -> list[tuple[str, bytes]]:
 
 
 def request_head(headers: Any) -> RequestHead:
-    """A request's head as the router reads it. Raises `GateError`."""
+    """Return a request's head as the router reads it. Raises `GateError`."""
     head = RequestHead()
     head.http11 = False
     fields, lines = head.fields, head.headers
@@ -68,7 +68,7 @@ def request_head(headers: Any) -> RequestHead:
 
 
 def response_head(headers: Any) -> ResponseHead:
-    """An answer's head as the exchange reads it. Raises `MalformedMessage`."""
+    """Return an answer's head as the exchange reads it. Raises `MalformedMessage`."""
     head = ResponseHead()
     try:
         found = _checked(headers)

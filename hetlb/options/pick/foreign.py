@@ -38,7 +38,7 @@ class ForeignLoad:
         return sum(map(len, self._leases.values()))
 
     def look(self, name: str, sample: EngineSample, now: float) -> list[Command]:
-        """An engine's figures were read, by the scheduler before: book or give back what they say."""
+        """Book or give back what an engine's figures say, which the scheduler has read."""
         if sample.running is None and sample.waiting is None:
             return []
         instance = self._scheduler.fleet.instances.get(name)
@@ -71,7 +71,7 @@ class ForeignLoad:
         return []
 
     def gone(self, name: str, now: float) -> list[Command]:
-        """An engine left or answers no more: nothing is known of what runs there."""
+        """Forget what runs at an engine that left or answers no more."""
         self._seen.pop(name, None)
         return self._give_back(name, len(self._leases.get(name, ())), now)
 

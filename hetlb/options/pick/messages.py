@@ -48,7 +48,7 @@ HealthCheckResponse: Final = _TYPES["HealthCheckResponse"]
 
 
 def _present(name: str) -> bytes:
-    """A response that has the named part, empty: go on."""
+    """Return a response that has the named part, empty: go on."""
     response = ProcessingResponse()
     getattr(response, name).SetInParent()
     return bytes(response.SerializeToString())
@@ -79,7 +79,7 @@ def go_on_for(seconds: float) -> bytes:
 
 
 def immediate(status: int, headers: Iterable[tuple[str, bytes]], body: bytes, details: str) -> bytes:
-    """An answer that Envoy gives in place of an engine."""
+    """Return an answer that Envoy gives in place of an engine."""
     response = ProcessingResponse()
     answer = response.immediate_response
     answer.status.code = status
@@ -90,7 +90,7 @@ def immediate(status: int, headers: Iterable[tuple[str, bytes]], body: bytes, de
 
 
 def streamed_body(part: str, body: bytes, *, end: bool) -> bytes:
-    """A part of a body in full duplex mode; `part` is `request_body` or `response_body`."""
+    """Return a part of a body in full duplex mode; `part` is `request_body` or `response_body`."""
     response = ProcessingResponse()
     streamed = getattr(response, part).response.body_mutation.streamed_response
     streamed.body = body

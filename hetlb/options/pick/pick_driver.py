@@ -149,7 +149,7 @@ class PickDriver(Driver):
         return [each.instance for each in others[:count]]
 
     def _neighbours(self, lease: Lease, count: int) -> list[str]:
-        """The least busy of some instances of a large fleet: ranking all costs more than a decision."""
+        """Return the least busy of some instances of a large fleet: ranking all costs more."""
         instances, request = self.scheduler.instances, lease.request
         number = len(instances)
         found: list[tuple[float, str]] = []

@@ -228,7 +228,7 @@ class GatewayCertificates:
     authorities: bytes | None
 
     def configuration(self) -> grpc.ServerCertificateConfiguration:
-        """The same for grpcio."""
+        """Return the same for grpcio."""
         return grpc.ssl_server_certificate_configuration([(self.key, self.chain)], self.authorities)
 
 

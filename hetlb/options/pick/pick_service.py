@@ -5,26 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import secrets
 import socket
 from pathlib import Path
 from typing import Final
 
 from hetlb.addresses import is_special
+from hetlb.balancer.clients.access import shared_url
 from hetlb.balancer.clients.token_estimator import TokenEstimator, load_tokenizers
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.config.fleet_tables import Listen, SharedTable
+from hetlb.balancer.config.fleet_tables import Listen
 from hetlb.balancer.config.urls import bracketed, origin
 from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.fleet.service import Service
 from hetlb.balancer.fleet.source import Source
 from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
-from hetlb.options.kubernetes.inference_pool import ObjectiveSource
+from hetlb.balancer.hooks import Predecessor, hook
 from hetlb.options.pick.pick_driver import PickDriver
 from hetlb.options.pick.pick_server import PickServer, gateway_certificates
-from hetlb.options.shared_view.sharing import Sharing, shared_url
-from hetlb.options.takeover.takeover import Takeover
 
 #: Names of instances are resolved again this often.
 _RESOLVE_S: Final = 5.0
@@ -45,7 +43,7 @@ class PickService(Service):
         self._resolver: asyncio.Task[None] | None = None
         self.roster.on_coming = self._coming
         if fleet.file.shared is not None:
-            self.sharing = _share(fleet.file.shared, f"{fleet.where}shared", self.scheduling)
+            self.sharing = hook("shared_view", fleet.file.shared, f"{fleet.where}shared", self.scheduling)
 
     def _drive(self) -> SchedulerDriver:
         fleet = self.fleet
@@ -62,10 +60,10 @@ class PickService(Service):
         return super().ready_line.replace("hetlb ready", "hetlb pick ready", 1)
 
     def _serves(self) -> bool:
-        """True if gateways should send requests here."""
+        """Return True if gateways should send requests here."""
         return self.routable()
 
-    async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Takeover | None = None) -> None:
+    async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Predecessor | None = None) -> None:
         """Know the addresses of the instances, then start as any service."""
         await self._resolve()
         self._resolver = asyncio.create_task(self._resolve_for_ever())
@@ -86,10 +84,10 @@ class PickService(Service):
             self.server.state.set_address(spec.name, address)
 
     def _discovery_sources(self) -> list[Source]:
-        fleet, state = self.fleet, self.server.state
-        clusters = () if fleet.file.discovery is None else fleet.file.discovery.clusters
-        pools = [each for each in clusters if each.resource == "inferencepools"]
-        objectives = [ObjectiveSource(each, fleet.base, state.set_objectives) for each in pools]
+        fleet, table = self.fleet, self.fleet.file.discovery
+        if table is None or all(each.resource != "inferencepools" for each in table.clusters):
+            return super()._discovery_sources()
+        objectives = hook("kubernetes", fleet, table, self.server.state.set_objectives)
         return [*super()._discovery_sources(), *objectives]
 
     async def _resolve_for_ever(self) -> None:
@@ -111,14 +109,6 @@ class PickService(Service):
                 found[name] = address
         if found != state.addresses:
             state.set_addresses(found)
-
-
-def _share(table: SharedTable, key: str, scheduling: SchedulerDriver) -> Sharing:
-    """Let a picker share its view. Raises `ConfigError`."""
-    url = shared_url(table, key)
-    sharing = Sharing(table, url, scheduling.scheduler, scheduling.carry_out, secrets.token_hex(6))
-    scheduling.view = sharing.view
-    return sharing
 
 
 def check_pick(fleet: Fleet) -> None:

@@ -81,13 +81,13 @@ class PickerState:
         self.names = {address: name for name, address in addresses.items()}
 
     def set_address(self, name: str, address: str) -> None:
-        """An instance is reached at this address from now on."""
+        """Set the address at which an instance is reached."""
         self.names.pop(self.addresses.get(name, ""), None)
         self.addresses[name] = address
         self.names[address] = name
 
     def strayed(self, instance: str, served: str) -> None:
-        """A request for `instance` reached an address that the gateway was not told."""
+        """Note that a request for `instance` reached an address that the gateway was not told."""
         if not self._may_tell(instance):
             return
         address = self.addresses.get(instance, "-")
@@ -95,12 +95,12 @@ class PickerState:
         tell(logger, Event.GATEWAY_ELSEWHERE, message, instance, served, address, instance=instance)
 
     def failed(self, error: Exception) -> None:
-        """An error of ours ended a call: it is logged with its traceback."""
+        """Log an error of ours that ended a call, with its traceback."""
         if self._may_tell(""):
             tell(logger, Event.REQUEST_FAILED, "a request of a gateway failed", exc_info=error)
 
     def _may_tell(self, about: str) -> bool:
-        """True once in `_LOG_S`."""
+        """Return True at most once in `_LOG_S`."""
         now = self.driver.now()
         if now - self._told_at.get(about, -math.inf) < _LOG_S:
             return False
@@ -108,7 +108,7 @@ class PickerState:
         return True
 
     def set_objectives(self, priorities: Mapping[str, int]) -> None:
-        """The cluster's objectives from now on; the file's go before them."""
+        """Set the cluster's objectives; the file's go before them."""
         self.objectives = {**priorities, **self.table.objectives}
 
 
@@ -259,7 +259,7 @@ class HttpStream(Upstream):
             self._serve(None)
 
     def _request_trailers(self) -> None:
-        """The body has ended with trailers; Envoy waits for an answer to them, behind that to the body."""
+        """Take in trailers, which end the body; Envoy waits for an answer to them."""
         if self.state in (StreamState.READING, StreamState.WAITING):
             self._trailers = messages.REQUEST_TRAILERS_GO_ON
             if self.state is StreamState.READING:
@@ -282,7 +282,7 @@ class HttpStream(Upstream):
             self._reply(messages.go_on_for(table.body_timeout_s))
 
     def _serve(self, _: object) -> None:
-        """The request is whole. Raises `GateError`."""
+        """Serve a whole request. Raises `GateError`."""
         shared, head = self._shared, self._head
         assert head is not None, "expected headers before a body"
         self._original = body = b"".join(self._body)
@@ -321,7 +321,7 @@ class HttpStream(Upstream):
     # --- from the exchange, to which this is the engine's side ---
 
     def send(self, exchange: Carried, *, fresh: bool = False) -> None:
-        """An instance was chosen: tell Envoy, with the next ones in order."""
+        """Tell Envoy of the chosen instance, with the next ones in order."""
         taken, shared = self._exchange, self._shared
         assert taken is not None, "expected a request that was submitted"
         assert taken.lease is not None, "expected a lease"
@@ -382,7 +382,7 @@ class HttpStream(Upstream):
         self._reply(messages.replaced_body("request_body", body))
 
     def cancel(self, exchange: Carried) -> None:
-        """The exchange ends before Envoy was told of an instance: nothing to stop."""
+        """Do nothing: the exchange ends before Envoy was told of an instance."""
 
     # --- the answer ---
 
@@ -483,7 +483,7 @@ class HttpStream(Upstream):
         raise AssertionError("expected no WebSocket")
 
     def end(self, *, keep: bool) -> None:
-        """The exchange is done."""
+        """End the stream: the exchange is done."""
 
     @property
     def address(self) -> str:
@@ -496,7 +496,7 @@ class HttpStream(Upstream):
         return b""
 
     def break_off(self) -> None:
-        """The answer is broken off: Envoy resets it, unless what is being fed ends it."""
+        """Break off the answer: Envoy resets it, unless what is being fed ends it."""
         if self._out is None:
             self._answer(error_responses.response(502, b""))
 

@@ -75,7 +75,7 @@ class ChildControl:
             os.close(fd)
 
     def receive(self) -> tuple[Packet, list[int]] | None:
-        """The next packet and its descriptors, None while there is none. Raises `EOFError` at the end."""
+        """Return the next packet and its descriptors, if any. Raises `EOFError` at the end."""
         try:
             data, fds, _, _ = socket.recv_fds(self._socket, _MOST_BYTES, 4)
         except BlockingIOError:

@@ -20,7 +20,6 @@ from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.exchange.scheduler_side import SchedulerSide
 from hetlb.balancer.http import error_responses
-from hetlb.options.key_limits.limits import Ticket
 from hetlb.options.lease_wire import RequestFacts, WireBegun, WireBooked, WireEnded
 from hetlb.options.message_channel import MessageChannel
 from hetlb.options.relays.protocol import (
@@ -122,7 +121,7 @@ class RelayDriver(SchedulerSide):
     # --- the fleet ---
 
     def set_view(self, view: ViewMessage) -> None:
-        """The fleet is so, as the scheduler process says."""
+        """Set the view of the fleet that the scheduler process gives."""
         self._set_instances(view.instances)
         self._view, self._served = view, frozenset(view.names)
 
@@ -153,7 +152,7 @@ class RelayDriver(SchedulerSide):
         return not names or lease.request.model in names
 
     def _set_instances(self, addresses: Iterable[InstanceAddress]) -> None:
-        """These are all instances. Their incarnations are numbered here: they outlive a scheduler process."""
+        """Set all instances. Their incarnations are numbered here: they outlive a scheduler process."""
         targets: dict[str, Target] = {}
         incarnations: dict[str, int] = {}
         now = self._driver.now()
@@ -299,7 +298,7 @@ class RelayDriver(SchedulerSide):
                 self._driver.reject(Reject(exchange.request.id, RejectReason.NO_INSTANCE, detail), 1.0)
 
     def _has_room(self) -> bool:
-        """True if what waits without a scheduler process is within the queue's limits."""
+        """Return True if what waits without a scheduler process is within the queue's limits."""
         limits, waiting = self._limits, self._queued()
         if limits.max_requests is not None and len(waiting) > limits.max_requests:
             return False
@@ -311,13 +310,12 @@ class RelayDriver(SchedulerSide):
         return [each for each in self._driver.exchanges.values() if each.phase is Phase.QUEUED]
 
 
-class _RelayTicket(Ticket):
+class _RelayTicket:
     """Ticket of a limiter in the scheduler process; `lines` are its header lines at the dispatch."""
 
     __slots__ = ("_driver", "_lines", "_request_id")
 
     def __init__(self, driver: RelayDriver, request_id: RequestId, lines: bytes) -> None:
-        super().__init__(None, None, 0)
         self._driver = driver
         self._request_id = request_id
         self._lines = lines

@@ -19,12 +19,12 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Reject, Request, RequestId
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.exchange.scheduler_side import Carrier
+from hetlb.balancer.hooks import KeyTicket
 from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.http.http1 import GateError
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.recent import Recent
-from hetlb.options.key_limits.limits import Ticket
 from hetlb.options.lease_wire import WireBegun
 from hetlb.options.message_channel import MessageChannel
 from hetlb.options.relays import protocol
@@ -80,7 +80,9 @@ class _OpenRequest:
 
     __slots__ = ("lease", "lease_number", "link", "named", "request", "ticket")
 
-    def __init__(self, link: RelayLink, request: Request, named: bool, ticket: Ticket | None = None) -> None:
+    def __init__(
+        self, link: RelayLink, request: Request, named: bool, ticket: KeyTicket | None = None
+    ) -> None:
         self.link = link
         self.request = request
         #: True if it named its model.
@@ -161,7 +163,7 @@ class RelayHost(Carrier):
             link.send(Learnt(model, round(text_bytes), round(tokens)))
 
     def disconnected(self, link: RelayLink) -> None:
-        """A relay is gone: its requests end as if their clients had left."""
+        """End the requests of a relay that is gone as if their clients had left."""
         if link not in self.links:
             return
         self.links.remove(link)
@@ -234,7 +236,7 @@ class RelayHost(Carrier):
             self.broadcast(protocol.WaitingMessage(waiting))
 
     def _greeted(self, link: RelayLink, hello: FromRelay, now: float) -> None:
-        """A relay's first message: book its live leases again."""
+        """Book the live leases of a relay again, which its first message gives."""
         if not isinstance(hello, Hello) or hello.version != protocol.VERSION or hello.relay != link.life:
             raise protocol.RelayProtocolError(
                 f"expected the hello of relay {link.life}, version {protocol.VERSION}, got {hello!r:.100}"
@@ -306,7 +308,7 @@ class RelayHost(Carrier):
         retry: bool = False,
         generated: int | None = None,
     ) -> None:
-        """A request, or with `retry` its lease, ended; `generated` as in `Scheduler.on_lease_ended`."""
+        """End a request, or with `retry` its lease; `generated` as in `Scheduler.on_lease_ended`."""
         lease, found.lease = found.lease, None
         if not retry:
             del self._open[found.request.id]

@@ -26,6 +26,7 @@ from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.fleet.admin import make_app
 from hetlb.balancer.fleet.service import FIRST_ROUND_S, FleetService, tune_gc
 from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
+from hetlb.balancer.hooks import Predecessor
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.recent import Recent
@@ -40,7 +41,6 @@ from hetlb.options.relays.protocol import (
     ViewMessage,
 )
 from hetlb.options.relays.relay_host import RelayHost, RelayLink
-from hetlb.options.takeover.takeover import Takeover
 
 logger = logging.getLogger("hetlb.workers")
 
@@ -97,7 +97,7 @@ class SchedulerProcess(FleetService):
 
     # --- life ---
 
-    async def run(self, listeners: Listeners, takeover: Takeover | None = None) -> None:
+    async def run(self, listeners: Listeners, takeover: Predecessor | None = None) -> None:
         """Serve relays until told to stop; `listeners.main` are kept for a process that replaces this one."""
         self._listeners, self._takeover = listeners, takeover
         self._loop.add_signal_handler(signal.SIGTERM, self._stop.set)
@@ -124,11 +124,11 @@ class SchedulerProcess(FleetService):
             await self.close()
 
     def _serving(self) -> None:
-        """The relays accept: from now on another process may replace this one."""
+        """Let another process replace this one from now on: the relays accept."""
         if self._takeover is not None:
             self._do(self._takeover.accepting())
             tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")
-        if self._listeners.main:
+        if self._listeners.main and self._offer is not None:
             self._offer.open(self._listeners.main[0].getsockname()[:2])
 
     @property
@@ -175,10 +175,11 @@ class SchedulerProcess(FleetService):
             self._stop.set()
 
     def _orphaned(self) -> None:
-        """The supervisor is gone: leave with the last relay."""
+        """Leave with the last relay: the supervisor is gone."""
         self._alone = self.stopping_soon = True
         self._close_listeners()
-        self._do(self._offer.close())
+        if self._offer is not None:
+            self._do(self._offer.close())
         if not self.driver.links:
             self._stop.set()
 

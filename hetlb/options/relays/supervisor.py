@@ -28,6 +28,7 @@ from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.fleet import systemd
 from hetlb.balancer.fleet.service import READINESS_LAG_S, announce, ready_line
 from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
+from hetlb.balancer.hooks import Predecessor
 from hetlb.balancer.http.forward_headers import ForwardRules
 from hetlb.balancer.telemetry.events import FORMATTERS, Event, tell
 from hetlb.balancer.telemetry.log_writer import logging_to_stderr
@@ -37,7 +38,6 @@ from hetlb.options.relays.control import ChildControl, ChildState, content_of
 from hetlb.options.relays.listeners import bind_listeners, share_of
 from hetlb.options.relays.relay import Relay
 from hetlb.options.relays.scheduler_process import SchedulerProcess
-from hetlb.options.takeover.takeover import Takeover
 
 logger = logging.getLogger("hetlb.workers")
 
@@ -96,9 +96,9 @@ class Supervisor:
         number: int,
         event_log: Path | None = None,
         listeners: Listeners = NO_LISTENERS,
-        takeover: Takeover | None = None,
+        takeover: Predecessor | None = None,
     ) -> None:
-        """`listeners` listen already. Raises `HetlbError` where one cannot be bound."""
+        """Bind listeners; `listeners` listen already. Raises `HetlbError` where one cannot be bound."""
         self._fleet = fleet
         self._listeners = bind_listeners(fleet, number, listeners if takeover is None else takeover.listeners)
         #: Until the first scheduler process has it.
@@ -447,7 +447,7 @@ class Supervisor:
         self._until(lambda: not self._scheduler.pid, _KILL_AFTER_S)
 
     def _connected(self) -> bool:
-        """True if clients are connected now."""
+        """Return True if clients are connected now."""
         asked_at = time.monotonic()
         relays = [relay for relay in self._relays if relay.up and self._send(relay, "ping")]
         self._until(lambda: all(relay.heard_at >= asked_at for relay in relays), SILENT_S)

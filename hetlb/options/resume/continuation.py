@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from hetlb.balancer.core.types import Lease
     from hetlb.balancer.exchange.exchange import Exchange
 
-#: Maximum number of second leases: an answer may be what engines fail of.
+#: Maximum number of leases in a row that bring few tokens: an answer may be what engines fail of.
 MOST_RESUMED: Final = 5
+#: Minimum number of tokens that a lease brings, or it counts.
+_LEAST_TOKENS: Final = 16
 #: Maximum number of engines that die in an answer which goes on after it: the request may be what kills them.
 MOST_DEATHS: Final = 1
 #: Prompt tokens that a template may add to one for each byte of the body.
@@ -48,25 +50,25 @@ class Draft:
     """Request for the rest of an answer: its body, and what of the progress is in its prompt.
 
     `generated` tokens of the answer are in its prompt, `texts` and `ids` their events; the client has
-    `ahead` behind them. With `only_end` nothing but usage and the reason of the end is missing.
+    `ahead` behind them.
     """
 
     __slots__ = (
-        "_finish", "_size", "ahead", "as_completion", "body", "generated", "ids", "only_end", "texts",
+        "_size", "ahead", "as_completion", "body", "generated", "ids", "texts",
     )  # fmt: skip
 
     def __init__(self, progress: Progress) -> None:
-        self._size, self._finish = len(progress.texts), progress.finish
+        self._size = len(progress.texts)
         self.body = b""
         self.generated = 0
-        self.as_completion = self.only_end = False
+        self.as_completion = False
         self.texts: list[str] = []
         self.ids: list[list[int]] = []
         self.ahead = ""
 
     def is_of(self, progress: Progress) -> bool:
         """True if nothing has come since it was made."""
-        return self._size == len(progress.texts) and self._finish == progress.finish
+        return self._size == len(progress.texts)
 
 
 class Continuation:
@@ -74,13 +76,12 @@ class Continuation:
 
     `asks_ids`: hetlb asks for token ids where the engine has some; `hides_usage`: it asks for usage, which
     the client did not. `second` is the body of a second lease's request, None in the first lease; `generated`
-    tokens of the answer are in its prompt, and with `only_end` nothing but usage and the reason of the end is
-    missing. `why` says why the answer is not resumed, "" where it may be.
+    tokens of the answer are in its prompt. `why` says why the answer is not resumed, "" where it may be.
     """
 
     __slots__ = (
-        "_as_completion", "_asked", "_asks_ids", "_check", "_deaths", "_draft", "_hides_usage", "_kept",
-        "_kind", "_longest", "_outgoing", "_waiting", "generated", "only_end", "pending_since", "progress",
+        "_as_completion", "_asked", "_asks_ids", "_check", "_deaths", "_draft", "_fruitless", "_hides_usage",
+        "_kept", "_kind", "_longest", "_outgoing", "_waiting", "generated", "pending_since", "progress",
         "second", "streamed", "why",
     )  # fmt: skip
 
@@ -112,9 +113,10 @@ class Continuation:
         #: True if the engine answers as a completion what the client may know as a chat.
         self._as_completion = False
         self.generated = 0
-        self.only_end = False
         #: Time since which it is on its way to another lease, None while it is not.
         self.pending_since: float | None = None
+        #: Leases in a row that brought few tokens.
+        self._fruitless = 0
         #: Engines that died in this answer, and the question whether the last one lives.
         self._deaths = 0
         self._check: SideCall | None = None
@@ -135,7 +137,7 @@ class Continuation:
                 if isinstance(asked, str):
                     self.why = asked
                 elif not (self._asks_ids or asked.wants_ids):
-                    self.why = "too long to ask for token ids"
+                    self.why = "no token ids are asked for"
                 elif asked.most_tokens is None and not max_model_len:
                     self.why = "max_model_len of its engine is not known"
                 else:
@@ -174,8 +176,8 @@ class Continuation:
         if progress is None or asked is None:
             return None
         progress.read()
-        if progress.why:
-            return self._no_draft(progress.why)
+        if progress.why or progress.finish is not None:
+            return self._no_draft(progress.why or "its end came without usage")
         if (made := self._draft) is not None and made.is_of(progress):
             return made
         prompt = asked.prompt or (read_ids(progress.prompt_ids) if progress.prompt_ids else None)
@@ -188,12 +190,10 @@ class Continuation:
             return self._no_draft("token ids that are none")
         texts, ids = read
         said = "".join(texts) + progress.ahead
-        if not said and not progress.thought and progress.finish is None:
+        if not said and not progress.thought:
             if self._hides_ids:
                 fields["return_token_ids"] = msgspec.Raw(b"true")
-            self._ask(draft, fields, asked, prompt)
-            self._draft = draft
-            return draft
+            return self._asking(draft, fields, asked, prompt)
         if progress.in_block or (progress.thought and not said):
             return self._no_draft("reasoning that has not ended")
         if prompt is None or len(ids) != len(texts):
@@ -212,9 +212,7 @@ class Continuation:
                 fields.pop(name, None)
         fields["prompt"] = msgspec.Raw(msgspec.json.encode(prompt + answer))
         fields["return_token_ids"] = msgspec.Raw(b"true")
-        self._ask(draft, fields, asked, prompt)
-        self._draft = draft
-        return draft
+        return self._asking(draft, fields, asked, prompt)
 
     def _no_draft(self, why: str) -> Draft | None:
         self.why = why
@@ -228,35 +226,33 @@ class Continuation:
         room = longest - prompt_tokens  # vLLM 0.32, `get_max_tokens`
         return room if stated is None else min(stated, room)
 
-    def _ask(
+    def _asking(
         self, draft: Draft, fields: dict[str, msgspec.Raw], asked: Asked, prompt: list[int] | None
-    ) -> None:
+    ) -> Draft | None:
         """Finish the body of a draft: its limits are stated, and less by what was generated."""
-        progress = self.progress
-        assert progress is not None, "expected an answer that has begun"
-        draft.only_end = progress.finish is not None
         most = self._most_tokens(asked, None if prompt is None else len(prompt))
         if most is not None:
-            draft.only_end = draft.only_end or most <= draft.generated
-            left = 1 if draft.only_end else most - draft.generated
-            fields["max_tokens"] = msgspec.Raw(b"%d" % left)
+            if most <= draft.generated:
+                return self._no_draft("all of its tokens without its end")
+            fields["max_tokens"] = msgspec.Raw(b"%d" % (most - draft.generated))
             if "max_completion_tokens" in fields:
                 fields["max_completion_tokens"] = fields["max_tokens"]
         if asked.least_tokens:
-            least = 0 if draft.only_end else max(0, asked.least_tokens - draft.generated)
-            fields["min_tokens"] = msgspec.Raw(b"%d" % least)
-        if draft.only_end:
-            draft.ahead = ""
+            fields["min_tokens"] = msgspec.Raw(b"%d" % max(0, asked.least_tokens - draft.generated))
         options = msgspec.json.decode(fields.get("stream_options", b"null")) or {}
         fields["stream_options"] = msgspec.Raw(msgspec.json.encode({**options, "include_usage": True}))
         draft.body = msgspec.json.encode(fields)
+        self._draft = draft
+        return draft
 
     def _take(self, draft: Draft) -> None:
         """Go by a draft from now on."""
         progress = self.progress
         assert progress is not None, "expected an answer that has begun"
         progress.cut(draft.texts, draft.ids, draft.ahead)
-        self.second, self.generated, self.only_end = draft.body, draft.generated, draft.only_end
+        few = draft.generated - self.generated < _LEAST_TOKENS
+        self._fruitless = self._fruitless + 1 if few else 0
+        self.second, self.generated = draft.body, draft.generated
         self._as_completion = draft.as_completion
         self._draft = None
 
@@ -289,15 +285,12 @@ class Continuation:
                 delta = choice.get("delta") or {}
                 if delta.get("role") is not None and progress.role_sent and not delta.get("content"):
                     return b""
-                if not self.only_end:
-                    progress.take(event, has_prompt=not self.generated)
-                    progress.bound()
-                    if progress.why:
-                        return None  # another shape: what is said again could not be told from what is new
+                progress.take(event, has_prompt=not self.generated)
+                progress.bound()
+                if progress.why:
+                    return None  # another shape: what is said again could not be told from what is new
                 if not self._adapt(choice, delta, fields, progress):
                     return None
-                if self.only_end and not choice.get("finish_reason"):
-                    return b""
             return b"data: " + msgspec.json.encode(fields)
         except _NOT_TRANSLATED:
             return None
@@ -307,12 +300,6 @@ class Continuation:
     ) -> bool:
         """Change in place what an event says; False if it says other than was said before."""
         text, ids = choice.get("text", delta.get("content")) or "", choice.get("token_ids")
-        if self.only_end:
-            # It was given one more token to say, which is none of the answer's.
-            ended = choice.get("finish_reason") and progress.finish is None
-            choice["finish_reason"] = "length" if ended else None
-            progress.finish = progress.finish or choice["finish_reason"]
-            text, ids = "", None
         if progress.ahead and text:
             size = min(len(progress.ahead), len(text))
             if progress.ahead[:size] != text[:size]:
@@ -342,7 +329,7 @@ class Continuation:
         """Count the tokens of earlier leases, which were part of this one's prompt, as its output."""
         prompt, output = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
         prompt = usage["prompt_tokens"] = max(0, prompt - self.generated)
-        output = usage["completion_tokens"] = self.generated + (0 if self.only_end else output)
+        output = usage["completion_tokens"] = self.generated + output
         usage["total_tokens"] = prompt + output
         details = usage.get("prompt_tokens_details")
         if isinstance(details, dict) and isinstance(cached := details.get("cached_tokens"), int):
@@ -358,7 +345,7 @@ class Continuation:
         answer, lease = exchange.answer, exchange.lease
         if lease is None or exchange.transfer is not None or self.pending_since is not None:
             return False
-        if exchange.resumed >= MOST_RESUMED or not self._may(answer, exchange.response.state is NOTHING):
+        if self._fruitless >= MOST_RESUMED or not self._may(answer, exchange.response.state is NOTHING):
             return False
         exchange.since = self.pending_since = exchange.now()
 
@@ -367,13 +354,10 @@ class Continuation:
 
     def _may(self, answer: EngineAnswer | None, unsent: bool) -> bool:
         """True unless it is known already that an answer cannot go on; `unsent`: the client has nothing."""
-        stream = None if answer is None else answer.stream
         if self.progress is None:  # of a plain answer that is not whole nothing was sent
-            plain = unsent and answer is not None and answer.whole_only
-            return plain or (stream is not None and stream.done and not stream.failed)
-        return not (stream is not None and stream.part_is_out) and (
-            not self.progress.why or self._last_event(answer) is not None
-        )
+            return unsent and answer is not None and answer.whole_only
+        stream = None if answer is None else answer.stream
+        return not self.progress.why and not (stream is not None and stream.part_is_out)
 
     def _go(self, exchange: Exchange, lease: Lease, end: End, otherwise: Callable[[], None]) -> None:
         """End the answer where nothing of it is missing; else see whether it may go on."""
@@ -382,7 +366,7 @@ class Continuation:
             return
         if progress is not None:
             progress.read()
-        if (last := self._last_event(answer)) is not None:
+        if (last := self._last_events(answer)) is not None:
             self.pending_since = None
             exchange.response.write(exchange.response.last(last))
             if answer is not None:
@@ -461,6 +445,8 @@ class Continuation:
         response, answer = exchange.response, exchange.answer
         if draft is not None:
             self._take(draft)
+        else:
+            self._fruitless += 1
         lease.output_tokens = 0 if answer is None else answer.tokens_so_far
         exchange.dropped = not self.generated and end is not ends.NOTICE
         exchange.resumed += 1
@@ -472,12 +458,12 @@ class Continuation:
     def may_move(self, exchange: Exchange) -> bool:
         """True if an answer can go on elsewhere while its engine lives: then there is a `draft`."""
         answer = exchange.answer
-        if self.pending_since is not None or self.progress is None or exchange.resumed >= MOST_RESUMED:
+        stream = None if answer is None else answer.stream
+        if self.pending_since is not None or self.progress is None or self._fruitless >= MOST_RESUMED:
             return False
-        if not self._may(answer, False) or self._last_event(answer) is not None:
+        if not self._may(answer, False) or (stream is not None and stream.done):
             return False
-        draft = self.draft()
-        return draft is not None and not draft.only_end
+        return self.draft() is not None
 
     def moved(self, exchange: Exchange, lease: Lease) -> bool:
         """The rest has a place: leave the live engine of `lease`. False where it cannot go on after all."""
@@ -501,17 +487,38 @@ class Continuation:
             self.why = self.why or self.progress.why
             self.progress.release()
 
-    def _last_event(self, answer: EngineAnswer | None) -> bytes | None:
-        """Last event, b"" if it was passed on; None where more of the answer is missing."""
-        stream = None if answer is None else answer.stream
-        if stream is not None and stream.done and not stream.failed:
-            return b""
-        progress = self.progress
-        if progress is None or progress.why or progress.finish is None:
+    def _last_events(self, answer: EngineAnswer | None) -> bytes | None:
+        """Return the events that are missing behind the last token; None where tokens are, or their number.
+
+        They are counted by their ids, in the engine's place.
+        """
+        progress, asked = self.progress, self._asked
+        if progress is None or asked is None or progress.why or progress.finish is None:
             return None
-        if self._hides_usage or progress.usage_sent:
+        prompt = asked.prompt or read_ids(progress.prompt_ids)
+        counted = prompt is not None and bool(progress.ids or not progress.texts)
+        stream = None if answer is None else answer.stream
+        if prompt is not None and counted and stream is not None and stream.completion_tokens is None:
+            stream.prompt_tokens = len(prompt) + self.generated
+            stream.completion_tokens = progress.tokens - self.generated
+        if progress.usage_sent or not self._wants_usage:
             return LAST_EVENT
-        return None if self._wants_usage else LAST_EVENT
+        if prompt is None or not counted:
+            return None
+        usage = {
+            "prompt_tokens": len(prompt),
+            "total_tokens": len(prompt) + progress.tokens,
+            "completion_tokens": progress.tokens,
+        }
+        fields: dict[str, Any] = {
+            "id": progress.id,
+            "object": "chat.completion.chunk" if self._kind is Kind.CHAT else "text_completion",
+            "created": progress.created,
+            "model": progress.model,
+            "choices": [],
+            "usage": usage,
+        }
+        return b"data: " + msgspec.json.encode(fields) + b"\n\n" + LAST_EVENT
 
 
 def _settled(texts: list[str], said: str, held_back: int, settled: int) -> list[str]:

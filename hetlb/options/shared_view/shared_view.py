@@ -70,7 +70,7 @@ class SharedView:
     # --- of this scheduler ---
 
     def take(self) -> list[Change]:
-        """Changes since the last time, for the peers."""
+        """Return the changes since the last time, for the peers."""
         waits = self._scheduler.queue.waiting_sizes()
         if waits != self._said:
             self._said = waits
@@ -98,14 +98,14 @@ class SharedView:
         return self.gone(peer, now) + self.receive(peer, changes, now)
 
     def gone(self, peer: str, now: float) -> list[Command]:
-        """A peer is no more: its leases end, and count against no instance."""
+        """End the leases of a peer that is no more; they count against no instance."""
         commands = self._remote.gone(peer, now)
         if self._waits.pop(peer, None):
             self._say_elsewhere(now)
         return commands
 
     def on_arrival(self, request: Request, now: float) -> list[Command]:
-        """A request came to this scheduler: place it, or have peers hear what waits."""
+        """Place a request that came to this scheduler, or have peers hear that it waits."""
         commands = self._place(request, now)
         if len(self._scheduler.queue):
             self.journal.on_change()
@@ -145,12 +145,12 @@ class SharedView:
         return self._own_share
 
     def _unseen(self, now: float) -> float:
-        """Number of requests that peers book within the delay of their news."""
+        """Return the number of requests that peers book within the delay of their news."""
         rate = self._rate * math.exp((self._rate_at - now) / _RATE_S)
         return min(_MOST_UNSEEN, rate * self.delay_s)
 
     def _heard(self, now: float) -> None:
-        """A peer booked a request: its rate is a mean over the last second or so."""
+        """Count a request that a peer booked: its rate is a mean over the last second or so."""
         self._rate = self._rate * math.exp((self._rate_at - now) / _RATE_S) + 1.0 / _RATE_S
         self._rate_at = now
 

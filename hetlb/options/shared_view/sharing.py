@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterable
 from typing import Annotated, Final, Literal
 
@@ -22,9 +21,8 @@ from hetlb.balancer.core.journal import Change
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command
 from hetlb.balancer.telemetry.events import Event, Rarely, tell
-from hetlb.errors import ConfigError
 from hetlb.options.lease_wire import PART_BYTES, PART_CHANGES, WireChange, from_wire, parts
-from hetlb.options.shared_view.peer_transport import HUB, transport_of
+from hetlb.options.shared_view.peer_transport import transport_of
 from hetlb.options.shared_view.shared_view import SharedView
 
 logger = logging.getLogger("hetlb.shared")
@@ -73,22 +71,6 @@ class _Head(msgspec.Struct, array_like=True, frozen=True):
 
 _decode = msgspec.msgpack.Decoder(_Message).decode
 _decode_head = msgspec.msgpack.Decoder(_Head).decode
-
-
-def shared_url(table: SharedTable, key: str) -> str:
-    """Return the address of the server. Raises `ConfigError` that names `key`."""
-    url = table.url
-    if table.url_env is not None:
-        if url is not None:
-            raise ConfigError(f"{key}.url: expected either url or url_env, got both")
-        url = os.environ.get(table.url_env)
-        if url is None:
-            raise ConfigError(f"{key}.url_env: expected the name of a variable that is set")
-    if url is None:
-        raise ConfigError(f"{key}.url: expected an address, but the key is missing")
-    if not url.startswith(("redis://", "rediss://", "unix://", HUB)):
-        raise ConfigError(f"{key}.url: expected redis://, rediss://, unix:// or hub: at its beginning")
-    return url
 
 
 class Sharing:

@@ -56,7 +56,7 @@ DECODER: Final = msgspec.msgpack.Decoder(list[Message])
 
 
 def name_of(address: tuple[str, int]) -> str:
-    """The abstract name that belongs to a listener's address."""
+    """Return the abstract name that belongs to a listener's address."""
     return f"\0hetlb/{os.getuid()}/{address[0]}:{address[1]}"
 
 
@@ -75,7 +75,7 @@ def _bound(one: socket.socket, address: tuple[str, int]) -> bool:
 
 
 def is_own(end: socket.socket) -> bool:
-    """True if the process at the other end is of this one's user."""
+    """Return True if the process at the other end is of this one's user."""
     _, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(user == os.getuid())
 
@@ -89,7 +89,7 @@ class Offer:
         listeners: Callable[[], tuple[Sequence[int], Sequence[int]]],
         leave: Callable[[], None],
     ) -> None:
-        """`listeners` gives the descriptors of both listeners; `leave` is called when the other accepts."""
+        """Make an offer: `listeners` gives both listeners' descriptors; `leave` is called at the end."""
         self._scheduler = scheduler
         self._listeners = listeners
         self._leave = leave
@@ -177,7 +177,7 @@ class _Successor:
             self._steps.put_nowait(message.name)
 
     async def said(self, step: str) -> bool:
-        """True if its next step is this one. Raises `TimeoutError`."""
+        """Return True if its next step is this one. Raises `TimeoutError`."""
         async with asyncio.timeout(STEP_S):
             return await self._steps.get() == step
 

@@ -37,7 +37,7 @@ class Takeover:
 
     @classmethod
     async def ask(cls, address: tuple[str, int]) -> Takeover | None:
-        """The listeners of the process that serves an address, None without one. Raises `HetlbError`."""
+        """Return the listeners of the process that serves an address, or None. Raises `HetlbError`."""
         loop = asyncio.get_running_loop()
         replaced, looks = False, 0
         try:

@@ -79,7 +79,7 @@ class Trace:
         return b"traceparent: 00-%032x-%016x-%02x" % (self.trace_id, self.engine_id, self.flags)
 
     def onto(self, lines: bytes) -> bytes:
-        """A head's lines (names in lower case, CR LF behind each) with `header` instead of the client's."""
+        """Return a head's lines (names in lower case) with `header` instead of the client's."""
         taken = _CONTINUED if self.parent_id is not None else _BEGUN
         return b"%b%b\r\n" % (taken.sub(b"", lines), self.header)
 
@@ -104,7 +104,7 @@ class Tracing:
     """Begins traces and makes their spans. On the event loop only."""
 
     def __init__(self, table: TracingTable, exporter: SpanExporter | None = None) -> None:
-        """`exporter` takes the place of the one to `table.otlp_endpoint`."""
+        """Begin to send spans; `exporter` takes the place of the one to `table.otlp_endpoint`."""
         if exporter is None:
             exporter = OTLPSpanExporter(endpoint=spans_url(table.otlp_endpoint))
         resource = Resource.create({"service.name": table.service_name, "service.version": hetlb.__version__})
@@ -118,7 +118,7 @@ class Tracing:
         self._kept = table.sample_ratio
 
     def begin(self, traceparent: bytes | None) -> Trace:
-        """The ids of a request that came with this header, None without one."""
+        """Return the ids of a request that came with this header, None without one."""
         draw = self._draw.getrandbits
         span_id, engine_id = draw(64) or 1, draw(64) or 1
         parent = None if traceparent is None else _TRACEPARENT.fullmatch(traceparent)
@@ -134,7 +134,7 @@ class Tracing:
     def finished(self, record: RequestRecord, now_s: float) -> None:
         """Make the spans of a request that has ended. `now_s` is the time on its clock."""
         ids = record.trace
-        if ids is None or not ids.sampled or record.ended_at is None or record.outcome is None:
+        if not isinstance(ids, Trace) or not ids.sampled or record.ended_at is None or record.outcome is None:
             return
         now_ns, end = time.time_ns(), record.ended_at
 

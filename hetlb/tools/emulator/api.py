@@ -159,7 +159,7 @@ async def _empty(request: web.Request) -> web.Response:
 
 
 def _telling(answer: Callable[[bytes], object]) -> _Handler:
-    """Handler that answers with JSON; `answer` makes it of the body of a POST."""
+    """Return a handler that answers with JSON; `answer` makes it of the body of a POST."""
 
     async def handler(request: web.Request) -> web.Response:
         found = answer(await _body(request) if request.method == "POST" else b"")
@@ -169,7 +169,7 @@ def _telling(answer: Callable[[bytes], object]) -> _Handler:
 
 
 async def _body(request: web.Request) -> bytes:
-    """The body of a request. Raises `ApiError` unless it is JSON by its content type."""
+    """Return the body of a request. Raises `ApiError` unless it is JSON by its content type."""
     if request.content_type != "application/json":
         raise bad("Expected the content type application/json.")
     try:

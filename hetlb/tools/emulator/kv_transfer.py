@@ -193,12 +193,12 @@ class KvExchange:
     # --- what is fetched ---
 
     def fetch(self, choice: EmulatedSequence) -> None:
-        """The engine has blocks for a prompt whose KV cache is elsewhere."""
+        """Note that the engine has blocks for a prompt whose KV cache is elsewhere."""
         assert isinstance(choice, ReplyChoice)
         self._start(self._fetch(choice))
 
     def abandon(self, reply: Reply) -> None:
-        """A request that would have fetched is refused, or its client has left."""
+        """Note that a request that would have fetched is refused, or its client has left."""
         if reply.kv_source is not None and not reply.kv_done:
             reply.kv_done = True
             if self.settings.connector == "nixl-push":

@@ -32,10 +32,10 @@ class EmulatedSequence(EngineSequence):
         self.runner: RealTimeEngine | None = None
 
     def token(self) -> None:
-        """It got a token that is not its last."""
+        """Note that it got a token that is not its last."""
 
     def finish(self) -> None:
-        """It got its last token, or, without output, its prompt has been read."""
+        """Note that it got its last token, or, without output, its prompt has been read."""
 
 
 class RealTimeEngine:
@@ -76,7 +76,7 @@ class RealTimeEngine:
         return int(self.model.generated_tokens / self.tokens_per_step)
 
     def submit(self, choices: Many[EmulatedSequence]) -> None:
-        """These arrive now. The caller has refused what can never fit."""
+        """Take in requests that arrive now. The caller has refused what can never fit."""
         now = time.monotonic()
         self._arrivals.append((now, choices))
         self._pending += len(choices)
@@ -100,7 +100,7 @@ class RealTimeEngine:
         self._wake_up()
 
     def release_held(self, choice: EmulatedSequence) -> None:
-        """The KV cache of a prompt is no longer kept for another engine."""
+        """Keep the KV cache of a prompt for another engine no longer."""
         self.model.release_held(choice)
         self._wake_up()
 

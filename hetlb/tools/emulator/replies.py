@@ -62,7 +62,7 @@ class Reply:
         return answers.usage(sum(prompt.tokens for prompt in self.generation.prompts), self.output_tokens)
 
     def finished(self, choice: ReplyChoice) -> None:
-        """A choice is complete; its stream has been sent."""
+        """Note that a choice is complete; its stream has been sent."""
         self.open -= 1
         self.output_tokens += choice.output_tokens
         if self.open:
@@ -255,7 +255,7 @@ class ChatReply(OpenAIReply):
         return f"chatcmpl-tool-{self.id.partition('-')[2]}{choice.index or ''}"
 
     def opening(self) -> list[bytes]:
-        """The role of every choice, with the first token of any."""
+        """Return the role of every choice, with the first token of any."""
         if self._opened:
             return []
         self._opened = True

@@ -39,12 +39,12 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
         return 1 + -(-len(self.arguments) // BYTES_PER_TOKEN)
 
     def piece(self, number: int) -> str:
-        """The part of the arguments that token `number` brings; token 0 brings the name."""
+        """Return the part of the arguments that token `number` brings; token 0 brings the name."""
         return self.arguments[(number - 1) * BYTES_PER_TOKEN : number * BYTES_PER_TOKEN] if number else ""
 
 
 def tool_call(fields: ChatRequest) -> ToolCall | None:
-    """The call that answers a chat request; None where the model answers in text. Raises `ApiError`."""
+    """Return the call that answers a chat request; None if it answers in text. Raises `ApiError`."""
     choice = fields.tool_choice
     if not fields.tools:
         if choice not in (None, "none", "auto"):
@@ -83,7 +83,7 @@ def _arguments(schema: object) -> str:
 
 
 def example(schema: object, depth: int = 0) -> Any:
-    """The least value that a JSON schema of everyday use accepts: required properties, first choices."""
+    """Return the least value that an everyday JSON schema accepts: required properties, first choices."""
     if not isinstance(schema, dict) or depth > _DEPTH:
         return {}
     for key in ("const", "default"):

@@ -63,7 +63,7 @@ class VllmMetrics:
             runner.on_iteration = self._iteration_tokens.labels(**labels).observe
 
     def text(self) -> bytes:
-        """The page now."""
+        """Return the page now."""
         return page(self._families())
 
     def _families(self) -> Iterator[Metric]:

@@ -156,5 +156,5 @@ class BatchJournal:
 
 
 def is_final(status: int) -> bool:
-    """True if another try would not change an answer of this status."""
+    """Return True if another try would not change an answer of this status."""
     return status < 500 and status not in (408, 429)

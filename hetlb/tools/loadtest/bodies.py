@@ -82,7 +82,7 @@ class RequestBodies:
         return self.endpoint if planned.generates else EMBEDDINGS
 
     def streams(self, planned: PlannedRequest) -> bool:
-        """True if the answer comes as events: never embeddings."""
+        """Return True if the answer comes as events: never embeddings."""
         return planned.generates and self.stream
 
     def headers(self, planned: PlannedRequest) -> dict[str, str]:
@@ -126,7 +126,7 @@ class RequestBodies:
         return b"[%b]" % b",".join(several)
 
     def _made(self, planned: PlannedRequest, own: str) -> bytes:
-        """A prompt that goes on after the spans of its row with what the name `own` decides."""
+        """Return a prompt that goes on after the spans of its row with what the name `own` decides."""
         length = planned.prompt_tokens
         spans = spans_of(planned.row.hash_ids, length, self.hash_block_tokens)
         made = b"".join([self._block(f"block {name}", tokens) for name, tokens in spans])

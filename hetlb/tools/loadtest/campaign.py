@@ -111,7 +111,7 @@ class Campaign:
         return measured
 
     async def _search(self, policy: str | None, attainment: float) -> dict[str, Any]:
-        """The highest rate of one policy; the rates measured before are where it starts."""
+        """Return the highest rate of one policy; the rates measured before are where it starts."""
         search = RateSearch(attainment)
         for run in (each.run for each in self.measured):
             if run["policy"] == policy:
@@ -144,7 +144,7 @@ def describe(policy: str | None, rate: Rate | Ramp, number: int | None) -> str:
 
 
 def turns(policies: Sequence[Policy], round_number: int) -> list[Policy]:
-    """The order of a round, counted from 1."""
+    """Return the order of a round, counted from 1."""
     first = (round_number - 1) % len(policies)
     return [*policies[first:], *policies[:first]]
 
@@ -220,7 +220,7 @@ class RateSearch:
         self._shares.setdefault(rate_rps, []).append(share)
 
     def document(self) -> dict[str, Any]:
-        """Result and probes, as in the JSON document."""
+        """Return the result and its probes, as in the JSON document."""
         return {
             "max_request_rate": self.highest_met_rps,
             "lowest_missed_rate": self.lowest_missed_rps,
@@ -245,7 +245,7 @@ class RateSearch:
         return max((r for r in self._rates(met=True) if missed is None or r < missed), default=None)
 
     def next_rate_rps(self) -> float | None:
-        """The rate to measure next, None when the search is over. Something must have been added before."""
+        """Return the rate to measure next, None when the search is over. Add something before."""
         met, missed = self.highest_met_rps, self.lowest_missed_rps
         if self._probes == MAX_PROBES:
             return None

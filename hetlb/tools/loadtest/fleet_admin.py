@@ -86,7 +86,7 @@ class FleetAdmin:
                 _note_kv(found, _instances(await self._fleet()))
 
     async def _new_reports(self) -> list[dict[str, Any]]:
-        """The instances whose engines were read after this was called; those that were not, are left out."""
+        """Return the instances whose engines were read after this was called."""
         since_s = time.monotonic()
         while True:
             asked_s = time.monotonic()
@@ -119,7 +119,7 @@ class FleetAdmin:
 
 @contextlib.asynccontextmanager
 async def fleet_admin(url: str) -> AsyncIterator[FleetAdmin]:
-    """The admin listener at `url`; the policy found there is in force again when the block ends.
+    """Yield the admin listener at `url`; the policy found there is in force again when the block ends.
 
     Where that asks for a token, it is taken from the variable `HETLB_ADMIN_TOKEN`.
     """

@@ -75,7 +75,7 @@ class LoadResult:
         return {**figures, "client": self.client(figures)}
 
     def client(self, figures: Mapping[str, Any]) -> dict[str, Any]:
-        """The verdict on the client, and what it rests on. `figures` are those of `summarize`."""
+        """Return the verdict on the client, and what it rests on. `figures` are those of `summarize`."""
         late = sorted(lateness for record in self.records if (lateness := record.lateness_s) is not None)
         found: dict[str, Any] = {
             "p99_lateness_ms": 1e3 * percentile(late, 99),
@@ -164,7 +164,7 @@ def _tokens_per_event(done: Iterable[RequestResult]) -> float | None:
 
 
 def peak_concurrency(records: Iterable[RequestResult]) -> int:
-    """The most requests in flight at once."""
+    """Return the most requests in flight at once."""
     changes = [(record.sent_s, 1) for record in records if record.sent_s is not None]
     changes += [(each.end_s, -1) for each in records if each.sent_s is not None and each.end_s is not None]
     return max(accumulate(step for _, step in sorted(changes)), default=0)
@@ -220,6 +220,6 @@ def verdict_of(runs: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _rate(times_s: Sequence[float]) -> float | None:
-    """Requests per second, None where they are all at once."""
+    """Return requests per second, None where they are all at once."""
     span = max(times_s, default=0.0) - min(times_s, default=0.0)
     return (len(times_s) - 1) / span if span > 0 else None

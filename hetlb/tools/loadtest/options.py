@@ -86,7 +86,7 @@ def read_names(flag: str, text: str, known: Collection[str]) -> list[str]:
 def read_ramp(
     strategy: Literal["linear", "exponential"] | None, start_rps: float | None, end_rps: float | None
 ) -> Ramp | None:
-    """The three flags of a ramp: all or none."""
+    """Return the three flags of a ramp: all or none."""
     if strategy is None:
         if start_rps is not None or end_rps is not None:
             raise InputError("--ramp-up-strategy: expected linear or exponential beside the rates, got none")
@@ -98,7 +98,7 @@ def read_ramp(
 
 
 def _number(text: str) -> float:
-    """A number, NaN where it is none."""
+    """Return a number, NaN where it is none."""
     try:
         return float(text)
     except ValueError:

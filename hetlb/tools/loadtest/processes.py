@@ -120,7 +120,7 @@ class Helpers:
 
 @contextlib.contextmanager
 def helper_processes() -> Iterator[Helpers]:
-    """A context whose processes are gone when it is left."""
+    """Yield a starter of processes, which are gone when the block ends."""
     with tempfile.TemporaryDirectory(prefix="hetlb-logs-") as folder:
         helpers = Helpers(Path(folder))
         try:

@@ -171,7 +171,7 @@ def comparison_table(comparison: Mapping[str, Any]) -> Table:
 
 
 def search_table(searches: Sequence[Mapping[str, Any]]) -> Table:
-    """The highest rate of every policy that meets the limits."""
+    """Return the highest rate of every policy that meets the limits."""
 
     def rate(key: str, each: Mapping[str, Any]) -> str:
         return "none" if each[key] is None else f"{each[key]:.4g}"
@@ -197,7 +197,7 @@ def comparison_title(comparison: Mapping[str, Any]) -> str:
 
 
 def rate_text(holder: Mapping[str, Any]) -> str:
-    """The request rate of a run or a comparison as a person reads it."""
+    """Return the request rate of a run or a comparison as a person reads it."""
     rate = holder["request_rate"]
     return rate if isinstance(rate, str) else f"{rate:.4g}"
 
@@ -238,7 +238,7 @@ def _latency_columns(
 
 
 def latency_name(key: str) -> str:
-    """The name of a latency as a person reads it: of `median_ttft_ms` `TTFT p50`."""
+    """Return the name of a latency as a person reads it: of `median_ttft_ms` `TTFT p50`."""
     statistic, metric, _ = key.split("_")
     return f"{metric.upper()} {'p50' if statistic == 'median' else statistic}"
 

@@ -52,7 +52,7 @@ class StreamReader:
         self.tokens += 1
 
     def close(self, now_s: float) -> None:
-        """The body has ended at `now_s`. Raises `AnswerError` where the stream has not."""
+        """End the body at `now_s`. Raises `AnswerError` where the stream has not ended."""
         record = self._record
         _count(record, self._usage, self.tokens)
         if not self._events.done:
@@ -62,7 +62,7 @@ class StreamReader:
 
 
 def read_plain(body: bytes, record: RequestResult, now_s: float) -> None:
-    """An answer that came whole at `now_s`. Raises `AnswerError`."""
+    """Read an answer that came whole at `now_s`. Raises `AnswerError`."""
     answer = read_answer(body)
     if not answer.choices and not answer.data:
         raise AnswerError("malformed answer", "neither choices nor data")

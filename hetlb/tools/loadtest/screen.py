@@ -30,7 +30,7 @@ class Screen:
             self.warn(text)
 
     def warn(self, text: str) -> None:
-        """A line that is printed in any case."""
+        """Print a line in any case."""
         print(text, file=sys.stderr, flush=True)
 
     @contextlib.asynccontextmanager

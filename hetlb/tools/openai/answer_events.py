@@ -84,7 +84,7 @@ class EventReader:
         self.done = False
 
     def feed(self, data: bytes) -> list[AnswerEvent]:
-        """The events that these bytes complete. Raises `AnswerError` on one of an error or no JSON."""
+        """Return the events that these bytes complete. Raises `AnswerError` on one of an error or no JSON."""
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
         events = []

@@ -15,7 +15,7 @@ ErrorBody: TypeAlias = Callable[[web.Request, ApiError], bytes]
 def application(
     routes: Sequence[web.RouteDef], most_bytes: int, error_body: ErrorBody = lambda _, error: error.body()
 ) -> web.Application:
-    """The application of these routes; bodies have at most `most_bytes` bytes (0: any number).
+    """Return the application of these routes; bodies have at most `most_bytes` bytes (0: any number).
 
     `error_body` is the JSON of an error of a handler, or of a path or method that there is not.
     """

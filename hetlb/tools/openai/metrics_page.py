@@ -17,7 +17,7 @@ def gauge(name: str, text: str, series: Series) -> Metric:
 
 
 def counter(name: str, text: str, series: Series) -> Metric:
-    """A counter; `_total` is added to its name."""
+    """Return a counter; `_total` is added to its name."""
     return _filled(CounterMetricFamily(name, text), series, "_total")
 
 

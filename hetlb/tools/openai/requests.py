@@ -139,7 +139,7 @@ RequestT = TypeVar("RequestT")
 
 
 def read(body: bytes | dict[str, Any], kind: type[RequestT]) -> RequestT:
-    """A body as a request of this kind. Raises `ApiError`."""
+    """Return a body as a request of this kind. Raises `ApiError`."""
     try:
         if isinstance(body, dict):
             return msgspec.convert(body, kind, strict=False)
@@ -150,7 +150,7 @@ def read(body: bytes | dict[str, Any], kind: type[RequestT]) -> RequestT:
 
 
 def prompts_of(prompt: object, vocabulary: int, param: str = "prompt") -> list[str | list[int]]:
-    """The prompts of a completion: a text, token ids, or a list of either. Raises `ApiError`."""
+    """Return the prompts of a completion: a text, token ids, or a list of either. Raises `ApiError`."""
     if isinstance(prompt, str) and prompt:
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
@@ -174,7 +174,7 @@ def check_tokens(tokens: list[Any], vocabulary: int, param: str) -> None:
 
 
 def message_text(message: dict[str, Any]) -> str:
-    """The text of a message of a conversation; parts that are no text are left out. Raises `ApiError`."""
+    """Return the text of a message of a conversation; parts without text are left out. Raises `ApiError`."""
     content = message.get("content")
     if isinstance(content, list):
         parts = (part.get("text") for part in content if isinstance(part, dict))

@@ -112,7 +112,7 @@ class LeastTime(PathPolicy):
         self._pass_s = 3.0 * self._network.layers * all_s / max(1, len(self._specs))
 
     def choose(self, lease: PathLease) -> tuple[Hop, ...] | None:
-        """The cheapest path now."""
+        """Return the cheapest path now."""
         tokens, output = lease.context_tokens, lease.predicted_output
         #: By stage: cost so far, when the prompt leaves it, the way to it.
         best: dict[str, tuple[float, float, tuple[str, ...]]] = {SOURCE: (0.0, lease.dispatched_at, ())}

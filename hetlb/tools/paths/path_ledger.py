@@ -65,7 +65,7 @@ class StageLedger:
         return len(self.leases)
 
     def takes(self, lease: PathLease, high_water: float) -> bool:
-        """True if it is up and a lease on all its layers stays within this share of its KV cache.
+        """Return True if it is up and a lease on all its layers stays within this share of its KV cache.
 
         An idle stage takes any request whose first pass and one token fit, whatever is predicted.
         """

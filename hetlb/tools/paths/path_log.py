@@ -24,7 +24,7 @@ class PathLog:
         self._write = write
 
     def network(self, network: StageNetwork, now: float) -> None:
-        """The stages are these from now on."""
+        """Write the stages that hold from now on."""
         raw = asdict(network)
         raw["links"] = [[*edge, link.bytes_per_s, link.latency_s] for edge, link in network.links.items()]
         raw["flows"] = [[*edge, rate] for edge, rate in network.flows.items()]
@@ -33,7 +33,7 @@ class PathLog:
         self._line({"format": _FORMAT, "version": _VERSION, "t": now, "network": raw})
 
     def path(self, lease: PathLease) -> None:
-        """A request was sent over a path."""
+        """Write that a request was sent over a path."""
         self._line(
             {
                 "t": lease.dispatched_at,
@@ -51,7 +51,7 @@ class PathLog:
 
 
 def is_path_log(first_line: str) -> bool:
-    """True for the first line of such a log."""
+    """Return True for the first line of such a log."""
     return first_line.startswith(f'{{"format":"{_FORMAT}"')
 
 

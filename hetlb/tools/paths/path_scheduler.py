@@ -120,7 +120,7 @@ class PathScheduler:
     # --- facts ---
 
     def on_arrival(self, request: Request, now: float) -> list[PathCommand]:
-        """A request came in. No command for it means that it waits."""
+        """Take in a request. No command for it means that it waits."""
         entry = _Waiting(request)
         if not self._fits(entry):
             return [self._too_long(entry)]
@@ -133,18 +133,18 @@ class PathScheduler:
         return []
 
     def on_first_token(self, lease: PathLease, now: float) -> list[PathCommand]:
-        """The first pass of a lease is through. Said again, it changes nothing."""
+        """Note that the first pass of a lease is through. Said again, it changes nothing."""
         if lease.first_token_at is not None:
             return []
         lease.first_token_at = now
         return self._flush(now) if self._queue else []
 
     def on_hop(self, sender: str, receiver: str, seconds: float) -> None:
-        """A message left one stage and was computed by the next so many seconds later."""
+        """Note that a message left one stage and was computed by the next so many seconds later."""
         self._policy.hop_took(sender, receiver, seconds)
 
     def on_lease_ended(self, lease: PathLease, outcome: Outcome, now: float) -> list[PathCommand]:
-        """A lease ended; what it booked is given back, and a waiting request may be placed.
+        """Give back what a lease booked that ended, and place a waiting request if there is one.
 
         `lease.output_tokens` holds what was produced. After a broken path the request goes first in the
         queue: its next path prefills the prompt and the tokens so far.
@@ -160,7 +160,7 @@ class PathScheduler:
         return self._flush(now)
 
     def on_preempted(self, lease: PathLease, now: float) -> list[PathCommand]:
-        """A stage took the KV blocks of a lease for an older one; the request goes first in the queue."""
+        """Queue a request first whose KV blocks a stage took for an older one."""
         return self._requeue(_Waiting(lease.request, self._release(lease, now), lease.replays), now)
 
     def _requeue(self, entry: _Waiting, now: float) -> list[PathCommand]:
@@ -177,7 +177,7 @@ class PathScheduler:
         return lease.context_tokens - lease.request.prompt_tokens + lease.output_tokens
 
     def on_cancelled(self, request_id: RequestId, now: float) -> list[PathCommand]:
-        """The client of a waiting request left. (With a lease, the driver ends the lease instead.)"""
+        """Forget a waiting request whose client left. (With a lease, the driver ends the lease instead.)"""
         self._queue = deque(entry for entry in self._queue if entry.request.id != request_id)
         return self._flush(now)
 
@@ -204,7 +204,7 @@ class PathScheduler:
     # --- inside ---
 
     def _fits(self, entry: _Waiting) -> bool:
-        """True if some path could ever hold the context and one token."""
+        """Return True if some path could ever hold the context and one token."""
         return self._covers(lambda stage: (entry.context_tokens + 1) * stage.layers <= stage.kv_token_layers)
 
     def _too_long(self, entry: _Waiting) -> Reject:
@@ -223,7 +223,7 @@ class PathScheduler:
         return [self._too_long(entry) for entry in misfits]
 
     def _covers(self, usable: Callable[[StageSpec], bool]) -> bool:
-        """True if usable stages can follow each other through all layers."""
+        """Return True if usable stages can follow each other through all layers."""
         network, reached = self._network, {0}
         for stage in sorted(network.stages, key=lambda stage: stage.end):
             if usable(stage) and any(network.enters(stage, at) for at in reached):

@@ -56,7 +56,7 @@ class PathPolicy:
                 self._next[name] = [other for other in after if other not in dead]
 
     def choose(self, lease: PathLease) -> tuple[Hop, ...] | None:
-        """The path for a request, None if there is none now."""
+        """Return the path for a request, None if there is none now."""
         blocked: set[str] = set()
         names: list[str] = []
         while True:
@@ -90,13 +90,13 @@ class PathPolicy:
         raise NotImplementedError
 
     def dispatched(self, lease: PathLease) -> None:
-        """A path was booked."""
+        """Note that a path was booked."""
 
     def ended(self, lease: PathLease, now: float) -> None:
-        """A lease ended."""
+        """Note that a lease ended."""
 
     def hop_took(self, sender: str, receiver: str, seconds: float) -> None:
-        """A message left `sender` and was computed by `receiver` so many seconds later."""
+        """Note that a message left `sender` and was computed by `receiver` so many seconds later."""
 
 
 class RandomPaths(PathPolicy):
@@ -136,7 +136,7 @@ class FixedPipelines(PathPolicy):
         return None
 
     def choose(self, lease: PathLease) -> tuple[Hop, ...] | None:
-        """The next pipeline in turn that has room on all stages."""
+        """Return the next pipeline in turn that has room on all stages."""
         count = len(self._pipelines)
         for step in range(count):
             names = self._pipelines[(self._turn + step) % count]

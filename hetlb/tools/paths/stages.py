@@ -41,12 +41,12 @@ class Curve:
         return y0 + (ys[right] - y0) * (x - x0) / (xs[right] - x0)
 
     def table(self, count: int) -> list[float]:
-        """The values at 0, 1, ... count - 1."""
+        """Return the values at 0, 1, ... count - 1."""
         return [self(x) for x in range(count)]
 
 
 def decode_curve(points: Sequence[tuple[float, float]]) -> Curve:
-    """The curve of measured decode times (requests, seconds).
+    """Return the curve of measured decode times (requests, seconds).
 
     The stage model counts a single decode twice (Helix's rule), so half of its time is taken.
     """
@@ -135,11 +135,11 @@ class StageNetwork:
         )
 
     def enters(self, stage: StageSpec, at: int) -> bool:
-        """True if a path that has computed the layers below `at` may go on with this stage."""
+        """Return True if a path that has computed the layers below `at` may go on with this stage."""
         return stage.first == at or (self.partial_inference and stage.first < at < stage.end)
 
     def leads_out(self, stage: StageSpec) -> bool:
-        """True if tokens come out behind `stage`."""
+        """Return True if tokens come out behind `stage`."""
         return stage.end == self.layers and (stage.name, SINK) in self.links
 
     def message_bytes(self, sender: str, receiver: str) -> int:

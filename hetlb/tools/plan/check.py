@@ -223,7 +223,7 @@ def _check_rates(problem: Problem, plan: RentPlan, known: Mapping[str, Configura
 
 
 def _least_instances(configuration: Configuration, rates: Mapping[str, float]) -> float:
-    """The fewest instances that serve these rates, by scipy and not by the planner's own program."""
+    """Return the fewest instances that serve these rates, by scipy and not by the planner's own program."""
     if not configuration.mixes:
         return configuration.load(rates)
     names = sorted(rates)

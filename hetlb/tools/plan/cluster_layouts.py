@@ -109,7 +109,7 @@ def servers_of(found: LayoutsFound, data_parallel: bool) -> list[VllmServer]:
 
 
 def _profile(found: LayoutsFound, machine: Machine, part: Part) -> ProfileOf:
-    """The file of a profile; that of a pipeline is to be written, being composed."""
+    """Return the file of a profile; that of a pipeline is to be written, being composed."""
     if part.pipeline_parallel_size == 1:
         return found.cluster.path.parent / machine.profile_paths[part.tensor_parallel_size]
     profile = found.instances[machine.kind][part].profile

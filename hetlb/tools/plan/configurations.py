@@ -45,7 +45,7 @@ _USUAL_INSIDE = 60e9
 
 
 def candidates(market: Market, longest_tokens: dict[str, int]) -> list[Configuration]:
-    """The stated configurations, or all enumerated ones that hold `longest_tokens`. Raises `ConfigError`."""
+    """Return stated configurations, or all that hold `longest_tokens`. Raises `ConfigError`."""
     if market.file.configurations:
         return _stated(market)
     found = [
@@ -105,7 +105,7 @@ def _stated(market: Market) -> list[Configuration]:
 def _with_capacity(
     market: Market, model: Model, stages: tuple[ConfigurationStage, ...], profile: Profile
 ) -> Profile:
-    """The profile with the KV capacity that stated memory allows, where it states none itself."""
+    """Return the profile with the KV capacity that stated memory allows, where it states none itself."""
     known = model.weight_bytes and model.kv_bytes_per_token
     memory = all(market.offers[stage.gpu].memory_bytes for stage in stages)
     if profile.engine.kv_cache_tokens is not None or not known or not memory:
@@ -260,7 +260,7 @@ def mean_tokens(market: Market, model: Model) -> float:
 
 
 def profile_on(market: Market, model: Model, offer: OfferTable, degree: int) -> Profile | None:
-    """The latency profile of the whole model on so many GPUs, None if unknown."""
+    """Return the latency profile of the whole model on so many GPUs, None if unknown."""
     written = offer.profiles.get(model.name, {}).get(str(degree))
     if written is not None:
         return market.profiles[written]
@@ -272,7 +272,7 @@ def _inside(market: Market, gpu: str) -> float:
 
 
 def roofline_profile(market: Market, model: Model, offer: OfferTable, degree: int) -> Profile:
-    """An estimated profile: peak figures of the GPU, and two all-reduces a layer over the machine's links."""
+    """Return an estimated profile: peak figures of the GPU, and two all-reduces a layer."""
     assert offer.roofline is not None
     table = offer.roofline
     roofline = Roofline(
@@ -310,7 +310,7 @@ def compose(
     *,
     across: bool,
 ) -> tuple[Profile, tuple[EngineStage, ...]]:
-    """The profile of stages whose GPUs, with the whole model, have these profiles; of several the stages."""
+    """Return the profile of a stage whose GPU, with the whole model, has this one; of several the stages."""
     links = market.file.links
     parts = []
     for stage, following, profile in zip(stages, [*stages[1:], None], profiles, strict=True):

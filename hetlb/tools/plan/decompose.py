@@ -77,7 +77,7 @@ class _Model:
         self._cover.program.set_cost(self._cover.rate, 0.0)
 
     def price(self, rate: float, prices: NDArray[np.float64], limits: SolveLimits, gap: float) -> float:
-        """A lower bound of what serving at `rate` costs, infinite if impossible; keeps columns found."""
+        """Return a lower bound of what serving at `rate` costs, infinite if impossible."""
         cover = self._cover
         cost = self._usage @ prices
         # HiGHS tolerates 1e-7: costs of about 1 are far above that.
@@ -122,7 +122,7 @@ class Decomposition:
         self.reached = 0.0
 
     def run(self) -> None:
-        """Rounds of prices until the limits are reached."""
+        """Run rounds of prices until the limits are reached."""
         stuck = 0
         with ThreadPoolExecutor(_THREADS) as pool:
             while not self._limits.over and self.bound > self.reached * (1.0 + self._limits.gap):
@@ -164,7 +164,7 @@ class Decomposition:
     def _master(
         self, rate: float, limits: SolveLimits, *, integer: bool = False
     ) -> tuple[Solution | None, list[int], list[tuple[int, _Column]]]:
-        """The columns, whole or in part, that reach `rate` with the least of the scarcest resource.
+        """Return the columns, whole or in part, that reach `rate` with the least of the scarcest resource.
 
         Returns the rows of the resources and the columns with their indices, too.
         """
@@ -186,7 +186,7 @@ class Decomposition:
 
 
 def solve(problem: Problem, limits: SolveLimits, on_progress: OnProgress | None = None) -> RentPlan:
-    """The best plan by one program or by decomposition, with a proven bound. Raises `PlanError`."""
+    """Return the best plan by one program or by decomposition, with a proven bound. Raises `PlanError`."""
     if len(problem.models) < FEWEST_MODELS or problem.request_rate is not None:
         return solve_directly(problem, limits, on_progress)
     pruned = prune(problem)

@@ -83,13 +83,13 @@ class SolveLimits:
         return 0.0 if self.interrupted else max(0.0, self.deadline - self.clock())
 
     def within(self, seconds: float, gap: float | None = None) -> SolveLimits:
-        """The same limits, with a deadline so many seconds from now at most, and another gap."""
+        """Return the same limits, with a deadline so many seconds from now at most, and another gap."""
         deadline = min(self.deadline, self.clock() + seconds)
         return replace(self, deadline=deadline, gap=self.gap if gap is None else gap)
 
 
 def _new_solver() -> Any:
-    """A HiGHS object that prints nothing, on one thread."""
+    """Return a HiGHS object that prints nothing, on one thread."""
     _print_banner_nowhere()
     highs = highspy.Highs()  # type: ignore[no-untyped-call]
     highs.setOptionValue("output_flag", False)
@@ -102,7 +102,7 @@ def _new_solver() -> Any:
 
 @cache
 def _print_banner_nowhere() -> None:
-    """The first object of a process prints a banner (1.16), on the stdout where a command's JSON goes."""
+    """Make the first object of a process, whose banner (1.16) would go to stdout, among a command's JSON."""
     sys.stdout.flush()
     try:
         stdout = os.dup(1)
@@ -180,7 +180,7 @@ class LinearProgram:
         on_progress: OnProgress | None = None,
         on_solution: OnSolution | None = None,
     ) -> Solution | None:
-        """The best solution found within the limits, None where there is none or none was found.
+        """Return the best solution found within the limits, None where there is none or none was found.
 
         `start` is a feasible point to begin from; `on_solution` gets every incumbent of a program with
         integers. Raises `PlanError` if the solver fails.

@@ -117,7 +117,7 @@ class LayoutFleet:
     seed: int = 0
 
     def simulate(self, layouts: Mapping[str, Layout], request_rate: float) -> Worth:
-        """The instances of these layouts, by machine, under the default policy at a rate."""
+        """Return the instances of these layouts, by machine, under the default policy at a rate."""
         servers = [
             SimulatedServer(f"{machine.name}-{index}", engine_of(profile))
             for machine in self.machines

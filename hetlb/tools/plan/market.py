@@ -126,7 +126,7 @@ class Market(msgspec.Struct, frozen=True, kw_only=True):
         return INFINITY if self.file.budget_per_hour is None else self.file.budget_per_hour
 
     def model_of(self, stated: str | None, where: str) -> str:
-        """The model that a workload or a configuration is for. Raises `ConfigError`."""
+        """Return the model that a workload or a configuration is for. Raises `ConfigError`."""
         if stated is None and len(self.models) == 1:
             return next(iter(self.models))
         if stated not in self.models:

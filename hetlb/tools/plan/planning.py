@@ -53,7 +53,7 @@ class Table:
 def request_types(
     market: Market, rows: Sequence[tuple[int, int]] | None, count: int, seed: int
 ) -> tuple[tuple[RequestType, ...], Clustering | None]:
-    """The stated types, or clusters of a trace's (prompt, output) tokens. Raises `ConfigError`."""
+    """Return the stated types, or clusters of a trace's (prompt, output) tokens. Raises `ConfigError`."""
     path = market.path
     if rows is not None:
         if market.file.workloads:
@@ -146,7 +146,7 @@ class SolvedPlan:
 def make_plan(
     table: Table, measured: Measured, limits: SolveLimits, on_progress: OnProgress | None = None
 ) -> SolvedPlan:
-    """The best plan, its mixes corrected by simulation. Raises `PlanError` where there is none."""
+    """Return the best plan, its mixes corrected by simulation. Raises `PlanError` where there is none."""
     problem = table.problem
     plan = decompose.solve(problem, limits, on_progress)
     check_rent(problem, plan)
@@ -174,7 +174,7 @@ def make_plan(
 def correct_mixes(
     measured: Measured, problem: Problem, plan: RentPlan, *, lower_only: bool = False
 ) -> tuple[Problem, float]:
-    """The problem with the plan's own mixes measured, and the largest relative difference to the plan.
+    """Return the problem with the plan's own mixes measured, and the largest relative difference to the plan.
 
     A mix that serves more than planned becomes a way to run its configuration; one that serves less lowers
     all rates of its configuration.
@@ -211,7 +211,7 @@ def correct_mixes(
 
 
 def baselines(planned: SolvedPlan, limits: SolveLimits) -> dict[str, dict[str, float]]:
-    """The same budget (or target) spent otherwise; what serves nothing is left out."""
+    """Return the same budget (or target) spent otherwise; what serves nothing is left out."""
     problem, plan, every = planned.problem, planned.plan, planned.problem.configurations
     of_gpu = {
         gpu: replace(problem, configurations=tuple(c for c in every if set(c.gpus) == {gpu}))
@@ -250,7 +250,7 @@ def _solved(problem: Problem, limits: SolveLimits) -> RentPlan | None:
 
 
 def _uniform(problem: Problem) -> Problem:
-    """The budget divided evenly over the kinds of GPUs, as far as they are available."""
+    """Return the budget divided evenly over the kinds of GPUs, as far as they are available."""
     gpus = {gpu for c in problem.configurations for gpu in c.gpus}
     if problem.budget_per_hour == INFINITY:
         return problem

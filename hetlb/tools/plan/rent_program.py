@@ -68,7 +68,7 @@ class Configuration:
         return alone + self.mixes
 
     def load(self, rates: Mapping[str, float]) -> float:
-        """The fewest instances that serve these rates, in part and in any mode; infinite where none can."""
+        """Return the fewest instances that serve these rates, in any mode; infinite where none can."""
         if not self.mixes:
             return math.fsum(
                 rate / self.throughput[name] if self.throughput.get(name, 0.0) > 0 else INFINITY
@@ -111,7 +111,7 @@ class Problem:
         return math.fsum(self.prices[gpu] * count for gpu, count in configuration.gpus.items())
 
     def most(self, configuration: Configuration) -> float:
-        """The most instances of a configuration that availability and budget allow."""
+        """Return the most instances of a configuration that availability and budget allow."""
         most = [self.available.get(gpu, 0.0) / count for gpu, count in configuration.gpus.items()]
         if (price := self.price(configuration)) > 0:
             most.append(self.budget_per_hour / price)
@@ -154,7 +154,7 @@ class RentPlan:
 
 
 def prune(problem: Problem) -> Problem:
-    """The problem without configurations that cannot be part of it or that another makes superfluous.
+    """Return the problem without configurations that cannot be part of it or that another makes superfluous.
 
     Exact: a configuration goes where as many copies of another as fit in its GPUs serve all that it serves.
     Of equals the first stays.
@@ -167,7 +167,7 @@ def prune(problem: Problem) -> Problem:
 
 
 def _replaces(one: Configuration, other: Configuration) -> bool:
-    """True if copies of `one` on the GPUs of `other` serve all that it serves."""
+    """Return True if copies of `one` on the GPUs of `other` serve all that it serves."""
     if one.model != other.model:
         return False
     copies = min(other.gpus.get(gpu, 0) // count for gpu, count in one.gpus.items())
@@ -216,7 +216,7 @@ class Formulation:
         ]
 
     def counts_of(self, values: NDArray[np.float64]) -> dict[str, int]:
-        """The whole instances of a point of the program."""
+        """Return the whole instances of a point of the program."""
         return {
             c.name: round(values[y])
             for c, y in zip(self.problem.configurations, self.counts, strict=True)
@@ -258,7 +258,7 @@ def cost_of(problem: Problem, counts: Mapping[str, int]) -> float:
 
 
 def assign(problem: Problem, counts: Mapping[str, int], bound: float = INFINITY) -> RentPlan | None:
-    """The best assignment of requests to given instances, without those that idle; None if not all served."""
+    """Return the best assignment of requests to given instances, without idle ones, if any serves all."""
     used = replace(
         problem, configurations=tuple(c for c in problem.configurations if counts.get(c.name, 0) > 0)
     )
@@ -275,7 +275,7 @@ def assign(problem: Problem, counts: Mapping[str, int], bound: float = INFINITY)
 
 
 def solve(problem: Problem, limits: SolveLimits, on_progress: OnProgress | None = None) -> RentPlan:
-    """The best plan by one mixed-integer program. Raises `PlanError` where there is none, in one line."""
+    """Return the best plan by one mixed-integer program. Raises `PlanError` without one."""
     pruned = prune(problem)
     require_served(problem, pruned)
     formulation = Formulation(pruned)
@@ -291,7 +291,7 @@ def solve(problem: Problem, limits: SolveLimits, on_progress: OnProgress | None 
 
 
 def relaxation(problem: Problem) -> tuple[float, dict[str, float]]:
-    """The bound of the linear relaxation, and what all of each resource is worth, as a share of the whole."""
+    """Return the bound of the linear relaxation, and what all of each resource is worth, as shares."""
     formulation = Formulation(problem, relaxed=True)
     solution = formulation.program.solve(SolveLimits())
     if solution is None:

@@ -18,7 +18,7 @@ from hetlb.tools.tables import table as grid
 
 
 def document_of(table: Table, planned: SolvedPlan, solve_s: float) -> dict[str, Any]:
-    """The figures of the contract; what they rest on under further keys."""
+    """Return the figures of the contract; what they rest on under further keys."""
     plan, problem = planned.plan, planned.problem
     known = problem.by_name
     requests = table.market.file.requests
@@ -137,7 +137,7 @@ def replanning_document(replanned: Replanned) -> dict[str, Any]:
 
 
 def print_plan(table: Table, planned: SolvedPlan, document: dict[str, Any]) -> None:
-    """The plan for a person: the bill, the instances, what each serves, the others, how far to trust it."""
+    """Print the plan for a person: the bill, the instances, what each serves, the others, its limits."""
     plan, console = planned.plan, Console(highlight=False, soft_wrap=True)
     cost, rate = document["cost_per_hour"], document["throughput_req_s"]
     console.print(f"{rate:.4g} requests/s for {cost:.2f} per hour", style="bold")

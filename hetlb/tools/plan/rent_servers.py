@@ -70,7 +70,7 @@ def servers_of(table: Table, plan: RentPlan) -> list[VllmServer]:
 
 
 def _profile(table: Table, plan: RentPlan, candidate: Configuration) -> ProfileOf | None:
-    """The file of a profile that the market names, else what makes it."""
+    """Return the file of a profile that the market names, else what makes it."""
     if candidate.profile is None:
         return None
     for written, profile in table.market.profiles.items():

@@ -94,7 +94,7 @@ def engines_of(problem: Problem, plan: RentPlan) -> dict[str, EngineSpec]:
 
 
 def profile_of(plan: RentPlan, configuration: Configuration, kinds: Sequence[RequestType]) -> Profile | None:
-    """The profile of a configuration under its part of a plan: of a pipeline with the bubbles it then has."""
+    """Return the profile of a configuration under its part of a plan: with the bubbles of a pipeline."""
     profile, stages = configuration.profile, configuration.engine_stages
     if profile is None or not stages:
         return profile
@@ -112,7 +112,7 @@ def simulate_plan(
     seed: int = 0,
     load: float = math.inf,
 ) -> SimulatedFleet:
-    """The plan's fleet at `load` times its rate (infinite: all at once); all configurations have profiles."""
+    """Return the plan's fleet at `load` times its rate (infinite: all at once); all have profiles."""
     kinds, engines = table.problem.workloads, engines_of(table.problem, plan)
     serve = partial(
         run_fleet,
@@ -149,7 +149,7 @@ def simulate_plan(
 def _load_of(
     plan: RentPlan, engines: Mapping[str, EngineSpec], kinds: Sequence[RequestType], rng: random.Random
 ) -> tuple[list[tuple[int, int]], list[SimulatedServer]]:
-    """Requests of one model for a long enough run, and the servers that the plan has for them."""
+    """Return requests of one model for a long enough run, and the servers that the plan has for them."""
     share = math.fsum(kind.share for kind in kinds)
     tokens = math.fsum(kind.share * (kind.input_tokens + kind.output_tokens / 2) for kind in kinds) / share
     serving = {c for (name, c), _ in plan.rates.items() if name in {kind.name for kind in kinds}}

@@ -80,7 +80,7 @@ def replan(
     limits: SolveLimits,
     on_progress: OnProgress | None = None,
 ) -> Replanned:
-    """A plan for the changed `problem` that follows `old`. Raises `PlanError` where there is none."""
+    """Return a plan for the changed `problem` that follows `old`. Raises `PlanError` where there is none."""
     limits = replace(limits, gap=max(_GAP, limits.gap))
     scratch = decompose.solve(problem, limits, on_progress)
     best = scratch
@@ -105,7 +105,7 @@ def _solve(
     kept: float | None = None,
     most_moves: int | None = None,
 ) -> RentPlan | None:
-    """The plan of the fewest moves worth `kept`, or the best over the horizon within `most_moves`."""
+    """Return the plan of the fewest moves worth `kept`, or the best over the horizon within `most_moves`."""
     # What runs stays worth considering, whatever else would be better from scratch.
     usable = tuple(c for c in problem.configurations if problem.most(c) >= 1 and c.modes)
     formulation = Formulation(replace(problem, configurations=usable))
@@ -147,7 +147,7 @@ def _solve(
 
 
 def require_known(problem: Problem, old: Mapping[str, int]) -> dict[str, int]:
-    """The running instances that the changed problem still knows. Raises `PlanError` where none is."""
+    """Return the running instances that the changed problem still knows. Raises `PlanError` where none is."""
     names = {c.name for c in problem.configurations}
     kept = {name: count for name, count in old.items() if name in names}
     if old and not kept:

@@ -23,7 +23,7 @@ _BAR_WIDTH = 24
 
 
 def result_document(found: LayoutsFound, servers: list[VllmServer]) -> dict[str, Any]:
-    """The figures of the contract, and those of layouts."""
+    """Return the figures of the contract, and those of layouts."""
     target, machines = found.target, found.cluster.machines
     best = {machine.name: _best(found, machine) for machine in machines}
     return {
@@ -54,7 +54,7 @@ def result_document(found: LayoutsFound, servers: list[VllmServer]) -> dict[str,
 
 
 def _best(found: LayoutsFound, machine: Machine) -> Option | None:
-    """The best degree of a machine, None where nothing fits."""
+    """Return the best degree of a machine, None where nothing fits."""
     first = found.rankings[machine.kind][0]
     return first if first.feasible else None
 

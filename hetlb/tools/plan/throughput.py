@@ -114,19 +114,19 @@ def bubbles(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage]) -> float:
 
 
 def slowed(profile: Profile, share: float) -> Profile:
-    """A composed profile that takes the bubbles of its pipeline into account."""
+    """Return a composed profile that takes the bubbles of its pipeline into account."""
     latency = profile.latency
     slow = replace(latency.scaled(1.0 / share), request_s=latency.request_s)
     return profile if share >= 1.0 else with_latency(profile, slow)
 
 
 def with_bubbles(profile: Profile, mix: Mix, stages: Sequence[EngineStage]) -> Profile:
-    """The profile that a pipeline composed of these stages has on a mix; of no stages as it is."""
+    """Return the profile that a pipeline composed of these stages has on a mix; of no stages as it is."""
     return slowed(profile, bubbles(engine_of(profile), mix, stages)) if stages else profile
 
 
 def rate_within(spec: EngineSpec, mix: Mix, slo: SloLimits) -> float:
-    """The highest rate of Poisson arrivals (requests/s) at which enough requests meet the SLO."""
+    """Return the highest rate of Poisson arrivals (requests/s) at which enough requests meet the SLO."""
     low, high = 0.0, saturated_rate(spec, mix)
     if high <= 0.0:
         return 0.0
@@ -147,7 +147,7 @@ def rate_within(spec: EngineSpec, mix: Mix, slo: SloLimits) -> float:
 
 @cache
 def _engine_digest() -> str:
-    """The source of the engine model and of what it computes with: a change of it forgets all results."""
+    """Return the source of the engine model and of what it computes with: a change forgets all results."""
     digest = hashlib.sha256()
     tools = Path(__file__).parents[1]
     latency = tools.parent / "balancer" / "core" / "latency.py"

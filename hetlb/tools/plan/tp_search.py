@@ -129,7 +129,7 @@ def whole_tok_s(machine: Machine, option: Option) -> float:
 def best_pipelines(
     cluster: Cluster, machine: Machine, throughput: Throughput, most_stages: int, mix: Mix
 ) -> list[Option]:
-    """The best pipeline of every number of GPUs, with its bubbles on this mix."""
+    """Return the best pipeline of every number of GPUs, with its bubbles on this mix."""
     best: dict[int, Option] = {}
     for stages in range(2, most_stages + 1):
         for degree in machine.profiles:
@@ -168,7 +168,7 @@ def _misfit(cluster: Cluster, machine: Machine, part: Part, room: Memory) -> str
 
 
 def _profile(cluster: Cluster, machine: Machine, part: Part, tokens: int, mix: Mix) -> Profile:
-    """The profile of an instance with its KV cache; of a pipeline the stages' composed, with its bubbles."""
+    """Return the profile of an instance with its KV cache; of a pipeline with its bubbles."""
     model, stages, degree = cluster.model, part.pipeline_parallel_size, part.tensor_parallel_size
     measured, link = machine.profiles[degree], activation_link(model, INSIDE, _LINK_BATCH_S)
     held = [

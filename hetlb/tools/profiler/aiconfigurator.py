@@ -174,7 +174,7 @@ def _split_blocks(system: str, facts: ModelFacts, config: dict[str, Any], tp: in
 
 
 def _points(handle: Any, scale: float) -> list[Point]:
-    """The default grid, and the corners beyond it for which the tables have data."""
+    """Return the default grid, and the corners beyond it for which the tables have data."""
 
     def decode(batch: int, length: int) -> Point:
         seconds = scale * handle.predict_decode_latency(batch, length, osl=2) / 1e3
@@ -194,7 +194,7 @@ def _points(handle: Any, scale: float) -> list[Point]:
 
 
 def _long_prefill(handle: Any, length: int, scale: float) -> Point:
-    """A prompt in passes of the token budget, as an engine reads it."""
+    """Return a prompt in passes of the token budget, as an engine reads it."""
     step = _MAX_NUM_BATCHED_TOKENS
     starts = range(0, length, step)
     total_ms = sum(handle.predict_prefill_latency(1, start + step, prefix=start) for start in starts)
@@ -230,7 +230,7 @@ def _kv_cache(memory: Any, model: str, system: str, layout: Layout) -> dict[str,
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The library logs every table that it takes from a neighbouring version."""
+    """Silence the library, which logs every table that it takes from a neighbouring version."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

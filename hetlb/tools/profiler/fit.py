@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import median
@@ -22,10 +22,11 @@ from hetlb.balancer.config.profile_file import PhaseReport, fit_warnings
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.step_times import DecodeTable, MixedTerm, PnormPrefill, PrefillGrid, in_tiles
 from hetlb.errors import ProfileError
+from hetlb.tools.profiler.launched import LaunchedPrefill, fit_launched
 
 _Array = NDArray[np.float64]
 #: The four constants of the paper's form, or a better form.
-Fitted: TypeAlias = tuple[float, float, float, float] | PnormPrefill | DecodeTable
+Fitted: TypeAlias = tuple[float, float, float, float] | PnormPrefill | LaunchedPrefill | DecodeTable
 
 #: The default grid of what can be asked at any size: it fits as well as three times as many points.
 DEFAULT_PREFILL_GRID = tuple((b, n) for b in (1, 4, 16) for n in (128, 512, 2048, 4096))
@@ -33,6 +34,11 @@ DEFAULT_PREFILL_GRID = tuple((b, n) for b in (1, 4, 16) for n in (128, 512, 2048
 DEFAULT_DECODE_GRID = tuple((b, n) for b in (1, 4, 16, 32, 64, 128) for n in (256, 4096))
 #: A table over the batch is taken where its held-out error, times this, is below that of k5..k8.
 _TABLE_GAIN = 0.75
+
+#: Prefill with launch times is taken where its held-out error, over this, is below that of the others.
+_LAUNCH_GAIN = 0.75
+#: A form of prefill misses none of its own points by more than this share, else the grid corrects it.
+_POINT_ERROR = 0.03
 
 #: Fewer points of a phase are not fitted.
 _LEAST_POINTS = 8
@@ -53,11 +59,12 @@ class StepKind(StrEnum):
 
 
 class PrefillForm(StrEnum):
-    """Forms of prefill: k1..k4, the p-norm form, or that corrected by the measured grid."""
+    """Forms of prefill: k1..k4, the p-norm form, that with the measured grid, and with launch times, too."""
 
     PAPER = "paper"
     PNORM = "pnorm"
     GRID = "grid"
+    LAUNCH = "launch"
 
 
 class DecodeForm(StrEnum):
@@ -128,16 +135,24 @@ def fit(
     for phase, phase_points in by_phase.items():
         _check_enough(phase, phase_points)
     prefill, decode, mixed = by_phase[StepKind.PREFILL], by_phase[StepKind.DECODE], by_phase[StepKind.MIXED]
+    stated = tile
     if tile is None and form is not PrefillForm.PAPER:
         tile = shown_tile(prefill)
-    better, reports = _choose(prefill, tuple(PrefillForm), form, tile or usual_tile or 1)
-    table, of_decode = _choose(decode, tuple(DecodeForm), None, 1)
+    tiles = dict.fromkeys(PrefillForm, tile or usual_tile or 1)
+    tiles[PrefillForm.LAUNCH] = stated or 1  # passes that launching holds up do not show one to the others
+    better, reports = _choose(prefill, tuple(PrefillForm), form, tiles)
+    launch = None
+    if isinstance(better, LaunchedPrefill):
+        launch, tile = better.launch, better.form.tile
+        better = better.form
+    table, of_decode = _choose(decode, tuple(DecodeForm), None, {})
     reports |= of_decode
     latency = LatencyModel(
         *fit_linear(_usual(prefill)),
         *fit_linear(_usual(decode)),
         better_prefill=better if isinstance(better, PnormPrefill) else None,
         better_decode=table if isinstance(table, DecodeTable) else None,
+        launch=launch,
     )
     if len(mixed) >= LEAST_MIXED:
         reports[StepKind.MIXED] = _report("kernels", mixed, held_out_mixed_errors(latency, mixed))
@@ -162,13 +177,17 @@ def _usual(points: Sequence[Point]) -> Sequence[Point]:
 
 
 def _choose(
-    points: Sequence[Point], forms: Sequence[_AnyForm], form: _AnyForm | None, tile: int
+    points: Sequence[Point],
+    forms: Sequence[_AnyForm],
+    form: _AnyForm | None,
+    tiles: Mapping[PrefillForm, int],
 ) -> tuple[Fitted, dict[str, PhaseReport]]:
     """Fit in the form asked for, or that of the least held-out error; the first of `forms` is the paper's."""
     paper = forms[0]
     errors: dict[_AnyForm, _Array] = {}
     fitted: dict[_AnyForm, Fitted] = {}
     for each in forms if form is None else dict.fromkeys((paper, form)):
+        tile = tiles.get(each, 1) if isinstance(each, PrefillForm) else 1
         try:
             error, fitted[each] = held_out_errors(points, each, tile=tile), fit_form(points, each, tile)
             errors[each] = error
@@ -178,17 +197,30 @@ def _choose(
     # A plane has no attention to what was computed before: it is half the time of a prompt of 128k.
     long = any(point.length > _USUAL_LENGTH for point in points)
     candidates = [each for each in errors if not (long and each is paper)] or [paper]
+    if PrefillForm.GRID in candidates:
+        smooth = (PrefillForm.PAPER, PrefillForm.PNORM)
+        off = [each for each in smooth if errors_on(fitted[each], points).max() > _POINT_ERROR]
+        # A grid that follows the noise of points is no better than a form that misses none.
+        without = off if PrefillForm.PNORM in off else [*off, PrefillForm.GRID]
+        candidates = [each for each in candidates if each not in without]
     # By the median: with 12 points one that the others do not determine would decide the mean. Between
     # measured batches a table is right where a line is not, which few points can show: it is preferred.
     chosen = form or min(
         candidates,
-        key=lambda each: np.median(errors[each]) * (_TABLE_GAIN if each is DecodeForm.TABLE else 1.0),
+        key=lambda each: _preference(each) * float(np.median(errors[each])),
     )
     phase, (_, left_out) = points[0].phase, _corners(points)
     reports = {str(phase): _report(chosen, left_out, errors[chosen])}
     if chosen is not paper:
         reports[f"{phase}_paper"] = _report(paper, left_out, errors[paper])
     return fitted[chosen], reports
+
+
+def _preference(form: _AnyForm) -> float:
+    """Return the factor on the held-out error of a form by which it is compared with others."""
+    if form is DecodeForm.TABLE:
+        return _TABLE_GAIN
+    return 1.0 / _LAUNCH_GAIN if form is PrefillForm.LAUNCH else 1.0
 
 
 def _check_enough(phase: StepKind, points: Sequence[Point]) -> None:
@@ -222,7 +254,7 @@ def errors_on(fitted: Fitted, points: Sequence[Point]) -> _Array:
 
 
 def _corners(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
-    """The corners of the grid, and the other points (all, where there are no others)."""
+    """Return the corners of the grid, and the other points (all, where there are no others)."""
     batches, lengths = [p.batch for p in points], [p.length for p in points]
     ends = {min(batches), max(batches)}, {min(lengths), max(lengths)}
     corners = [p for p in points if p.batch in ends[0] and p.length in ends[1]]
@@ -270,6 +302,9 @@ def fit_form(points: Sequence[Point], form: _AnyForm, tile: int = 1) -> Fitted:
         return fit_table(points)
     if form in (PrefillForm.PAPER, DecodeForm.PAPER):
         return fit_linear(points)
+    if form is PrefillForm.LAUNCH:
+        launched = fit_launched(*_arrays(points), None if tile == 1 else tile)
+        return replace(launched, form=_computing_grid(launched, points))
     better = fit_pnorm(points, tile)
     return with_grid(better, points) if form is PrefillForm.GRID else better
 
@@ -279,7 +314,7 @@ def seconds_of(fitted: Fitted, batch: float, length: float, passes: int = 1) -> 
 
     Each pass is over whole prompts or a piece of one; attention is over the whole prompt.
     """
-    if isinstance(fitted, PnormPrefill):
+    if isinstance(fitted, PnormPrefill | LaunchedPrefill):
         attended = batch * length * length / passes
         return passes * fitted.pass_s(batch * length / passes, max(1.0, batch / passes), attended)
     if isinstance(fitted, DecodeTable):
@@ -362,7 +397,7 @@ _TILE_GAIN = 0.9
 
 
 def shown_tile(points: Sequence[Point]) -> int | None:
-    """The tile that the points show; None where all their token counts are multiples of 128, or few.
+    """Return the tile that the points show; None where all their token counts are multiples of 128, or few.
 
     1: time is proportional to tokens.
     """
@@ -382,7 +417,7 @@ def shown_tile(points: Sequence[Point]) -> int | None:
 
 
 def with_grid(base: PnormPrefill, points: Sequence[Point]) -> PnormPrefill:
-    """`base` corrected by what was measured, bilinear in log(batch) and log(length) between the points.
+    """Return `base` corrected by what was measured, bilinear in the logarithms of batch and length.
 
     Measured grids fall in places, so what is interpolated is made monotone: between two neighbours the
     logarithm of measured / base may fall at most as fast as the logarithm of base rises. The smallest
@@ -390,6 +425,7 @@ def with_grid(base: PnormPrefill, points: Sequence[Point]) -> PnormPrefill:
     so the mean keeps them. Beyond the grid the correction of its edge goes on.
     """
     # The correction of a pass is looked up by what the pass computes, not by the prompt that it is a part of.
+    points = merge_repeats(_one_pass(p) for p in points)
     single = [p for p in points if p.passes == 1]
     if len({p.batch for p in single}) > 1 and len({p.length for p in single}) > 1:
         points = single
@@ -418,8 +454,28 @@ def with_grid(base: PnormPrefill, points: Sequence[Point]) -> PnormPrefill:
     return replace(base, grid=PrefillGrid(tuple(batches), tuple(lengths), ratios))
 
 
+def _one_pass(point: Point) -> Point:
+    """Return one of the passes of a prefill if each is over whole prompts, else the point."""
+    if point.passes == 1 or point.batch % point.passes:
+        return point
+    batch, seconds = point.batch // point.passes, point.seconds / point.passes
+    return replace(point, batch=batch, seconds=seconds, passes=1)
+
+
+def _computing_grid(launched: LaunchedPrefill, points: Sequence[Point]) -> PnormPrefill:
+    """Return the form of computing corrected where launching does not hide it."""
+    computing = []
+    for p in points:
+        tokens, prompts = p.batch * p.length / p.passes, max(1.0, p.batch / p.passes)
+        seconds = launched.computing_s(p.seconds / p.passes, tokens)
+        if seconds is None:
+            seconds = launched.form.pass_s(tokens, prompts, tokens * p.length)
+        computing.append(replace(p, seconds=p.passes * seconds))
+    return with_grid(launched.form, computing)
+
+
 def _nearest(ratio: dict[tuple[int, int], float], batch: int, length: int) -> float:
-    """The measured correction, or where the grid has a hole that of the nearest point in logarithms."""
+    """Return the measured correction, in a hole of the grid the nearest point's."""
     if (batch, length) in ratio:
         return ratio[batch, length]
     nearest = min(ratio, key=lambda at: (math.hypot(math.log(at[0] / batch), math.log(at[1] / length)), at))
@@ -452,7 +508,7 @@ def _least_rises(base: PnormPrefill, batches: Sequence[int], lengths: Sequence[i
 
 
 def fit_table(points: Sequence[Point]) -> DecodeTable:
-    """A decode step over the batch (`DecodeTable`), weighted by 1/seconds; nothing is negative or falls."""
+    """Return a decode step over the batch (`DecodeTable`), weighted by 1/seconds, rising."""
     batch, length, seconds, _ = _arrays(points)
     batches = sorted({p.batch for p in points})
     if len(batches) < 2:
@@ -484,7 +540,7 @@ _SEQUENCE_TOKENS, _PAIR_TOKENS = 24.0, 0.036
 
 
 def assumed_mixed(latency: LatencyModel) -> MixedTerm:
-    """The mixed term of a model without mixed points: `MIXED_FACTOR` times its own decode attention."""
+    """Return the mixed term of a model without mixed points: `MIXED_FACTOR` x its decode attention."""
     table = latency.better_decode
     token_s, context_s = (table.token_s, table.context_s) if table else (latency.k5, latency.k7)
     return MixedTerm(0.0, 0.0, MIXED_FACTOR * token_s, MIXED_FACTOR * (token_s + context_s))
@@ -496,7 +552,7 @@ def mixed_s(latency: LatencyModel, point: Point) -> float:
 
 
 def fit_mixed(latency: LatencyModel, points: Sequence[Point]) -> MixedTerm:
-    """The mixed term, weighted by 1/seconds, near the assumed one where the points do not decide."""
+    """Return the mixed term, weighted by 1/seconds, near the assumed one where the points do not decide."""
     assumed = assumed_mixed(latency)
     token_s = assumed.token_s / MIXED_FACTOR
     start = np.array([_SEQUENCE_TOKENS * token_s, _PAIR_TOKENS * token_s, assumed.token_s, assumed.context_s])

@@ -42,8 +42,8 @@ class Size:
         return f"{self.phase} {self.batch} x {self.length}{beside}"
 
 
-#: Lengths at which tiles are full and others: powers of two alone are the best case. The shortest: the floor.
-_LIVE_PREFILL = {1: (32, 128, 400, 1024, 3000), 4: (128, 300, 1024, 4096), 16: (100, 400, 1024, 4096)}
+#: Lengths at which tiles are full and others, on both sides of the CUDA graphs, alone as beside decodes.
+_LIVE_PREFILL = {1: (32, 128, 300, 700, 1500, 3000), 4: (128, 300, 1024, 4096), 16: (100, 400, 1024, 4096)}
 #: Corners that the others do not tell: one long context, and a large batch.
 _LIVE_CORNERS = ((1, 32768), (256, 1024))
 #: Prompt tokens, decodes beside them, tokens cached by each. The last is clipped to what the server can run.
@@ -66,7 +66,7 @@ DEFAULT_GRID = (
 
 
 def clip(grid: Iterable[Size], capacity: Capacity, *, fill: bool = True) -> list[Size]:
-    """The grid within a server's limits, sorted.
+    """Return the grid within a server's limits, sorted.
 
     With `fill`, a phase that lost points gets lengths between the others, until it has as many again.
     """
@@ -113,7 +113,7 @@ def _clip_mixed(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
 
 
 def _one_more(lengths: Sequence[int]) -> list[int]:
-    """The lengths and one in the widest gap (by ratio), from the shortest that can be told."""
+    """Return the lengths and one in the widest gap (by ratio), from the shortest that can be told."""
     ends = [_SHORTEST, *lengths]
     low, high = max(pairwise(ends), key=lambda pair: pair[1] / pair[0])
     return sorted({*lengths, round((low * high) ** 0.5)})
@@ -135,7 +135,7 @@ def _fit_all(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
 
 
 def longest(phase: StepKind, batch: int, capacity: Capacity) -> int:
-    """The most tokens that each of `batch` requests may have at a point."""
+    """Return the most tokens that each of `batch` requests may have at a point."""
     room = DECODE_ROOM if phase is StepKind.DECODE else 1
     limit = 1 << 20
     if capacity.max_model_len is not None:

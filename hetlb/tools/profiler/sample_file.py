@@ -69,7 +69,7 @@ class SampleFile:
         self._file.close()
 
     def remove(self) -> None:
-        """The profile is written: the samples are in it."""
+        """Remove the samples: the profile is written, and has them."""
         self._file.close()
         self.path.unlink(missing_ok=True)
 

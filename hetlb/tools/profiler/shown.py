@@ -83,7 +83,7 @@ def _origin(profile: Profile) -> str:
 
 
 def listing(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """A row for each profile of files and folders. Raises `InputError` where there is none."""
+    """Return a row for each profile of files and folders. Raises `InputError` where there is none."""
     files = [file for path in paths for file in (sorted(path.glob("*.yaml")) if path.is_dir() else [path])]
     if not files:
         raise InputError(f"list: expected profiles in {', '.join(map(str, paths))}, got none")
@@ -141,7 +141,7 @@ def differences(a: Profile, b: Profile) -> list[str]:
 
 
 def comparison(a: Profile, b: Profile) -> dict[str, Any]:
-    """Times of two profiles side by side, and what the second takes of the first by phase."""
+    """Return times of two profiles side by side, and what the second takes of the first by phase."""
     points = [
         {"phase": kind.value, "batch": batch, "length": length,
          "a_s": _seconds(a, kind, batch, length), "b_s": _seconds(b, kind, batch, length)}

@@ -99,7 +99,7 @@ def read_csv(
     tp: int | None = None,
     licence: str | None = None,
 ) -> Measurements:
-    """The points of one system, model and degree. Raises `ProfileError`, also where several are left."""
+    """Return the points of one system, model and degree. Raises `ProfileError`, also for several."""
     rows = [(row.cells, _point(row)) for row in csv_rows(path, REQUIRED_COLUMNS, ProfileError)]
     wanted = {"system": system, "model": model, "tp": None if tp is None else str(tp)}
     for column, value in wanted.items():
@@ -180,7 +180,7 @@ class Roofline:
         return [Point(phase, b, n, self.seconds(phase, b, n)) for phase, grid in grids for b, n in grid]
 
     def measurements(self, system: str | None, model: str | None) -> Measurements:
-        """The default sweep, marked unmeasured; the estimate holds the host's time."""
+        """Return the default sweep, marked unmeasured; the estimate holds the host's time."""
         note = (
             f"estimated, not measured: {self.peak_flops:g} FLOP/s at {self.flops_efficiency:g}, "
             f"{self.bandwidth_bytes_s:g} bytes/s at {self.bandwidth_efficiency:g}, "
@@ -229,7 +229,7 @@ def profile_of(
 
 
 def make_profile(name: str, found: Measurements, result: FitResult) -> Profile:
-    """A profile of fitted points, its errors and the points themselves."""
+    """Return a profile of fitted points, its errors and the points themselves."""
     prefill, decode = result.reports["prefill"], result.reports["decode"]
     weight = prefill.points + decode.points
     mean = (prefill.mean_error * prefill.points + decode.mean_error * decode.points) / weight
@@ -262,7 +262,7 @@ def make_profile(name: str, found: Measurements, result: FitResult) -> Profile:
 
 
 def corrected(profile: Profile, latency: LatencyModel, source: ProfileSource) -> Profile:
-    """A profile with other constants; points and errors, which are of the old ones, are left out."""
+    """Return a profile with other constants; points and errors, which are of the old ones, are left out."""
     return msgspec.structs.replace(
         with_latency(profile, latency), version=2, source=source, fit=None, grid=None
     )
@@ -298,7 +298,7 @@ _RANGES = {True: "0 to 1.5 ms an iteration were found", False: "1 to 8 ms an ite
 
 
 def assumed_host(asynchronous: bool | None) -> HostTime:
-    """The host time where no point shows it; unknown scheduling is asynchronous, as vLLM's default is."""
+    """Return the host time where no point shows it; unknown scheduling is asynchronous, as vLLM's."""
     iteration_s, sequence_s = _ASSUMED_HOST[asynchronous is not False]
     return HostTime(iteration_s=iteration_s, sequence_s=sequence_s, request_s=_ASSUMED_REQUEST_S)
 
@@ -311,7 +311,7 @@ def complete(
     split_blocks: float | None = None,
     launch: LaunchTime | None = None,
 ) -> tuple[FitResult, tuple[str, ...]]:
-    """The fit with what its points do not show assumed; one phrase for each assumption.
+    """Return the fit with what its points do not show assumed; one phrase for each assumption.
 
     A phrase says what is taken, in which range it was found elsewhere, and what would measure it.
     `split_blocks` are those of a kernel that splits contexts (`SplitKv`).

@@ -317,7 +317,7 @@ class Sweep:
         return seconds, tokens
 
     async def _fill(self, size: Size, length: int) -> tuple[list[list[int]], int]:
-        """The prompts of the decodes of a point, kept where prefixes are; and the tokens it took."""
+        """Return the prompts of the decodes of a point, kept where prefixes are; and the tokens it took."""
         prompts = [prompt[:length] for prompt in self._decode_prompts[: size.batch]]
         tokens = size.batch * length
         if self.facts.prefix_cache and size.batch > 1:

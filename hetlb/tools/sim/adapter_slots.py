@@ -72,7 +72,7 @@ class LoadedAdapters:
             del self._running[name]
 
     def check_integrity(self, names: list[str]) -> None:
-        """Assertion unless `names` are the adapters of the running sequences."""
+        """Assert that `names` are the adapters of the running sequences."""
         used = [name for name in names if name]
         assert self._running == {name: used.count(name) for name in used}, self._running
         assert len(self._running) <= self.slots

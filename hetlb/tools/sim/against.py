@@ -161,7 +161,7 @@ _METRICS = {"queue": "queue_s", "ttft": "ttft_s", "tpot": "tpot_s", "e2e": "e2e_
 
 
 def errors(measured: Sequence[LoggedRequest], simulated: Sequence[LoggedRequest]) -> dict[str, MetricError]:
-    """The error of every metric that the log holds."""
+    """Return the error of every metric that the log holds."""
     found = {}
     for name, field in _METRICS.items():
         each = [
@@ -205,7 +205,7 @@ class Corrections:
     errors: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
 
     def applied(self, k: LatencyModel, parts: Sequence[str] = tuple(PARTS)) -> LatencyModel:
-        """The model with some of its parts corrected."""
+        """Return the model with some of its parts corrected."""
         fields = [PARTS[part][0] for part in parts]
         return corrected(k, **{field: getattr(self, field) for field in fields})
 
@@ -226,7 +226,7 @@ class Corrections:
 def fit_corrections(
     requests: Sequence[LoggedRequest], engine: EngineSpec, chosen: Sequence[bool] | None = None
 ) -> Corrections:
-    """The corrections with which the replay is nearest to the log; near none where it does not decide.
+    """Return the corrections with which the replay is nearest to the log; near none where it does not decide.
 
     All requests are replayed; `chosen` ones are compared. The search starts from the part that explains most
     alone: parts that are nearly alike, such as decode steps and the host, are mistaken for each other else.
@@ -269,7 +269,7 @@ def _times(requests: Sequence[LoggedRequest]) -> _Array:
 
 
 def _single_part(residuals: Callable[[_Array], _Array]) -> _Array:
-    """The variables with the one part changed that brings the log nearest; all `_SHIFT` where none does."""
+    """Return the variables with the one part changed that brings the log nearest; else all `_SHIFT`."""
 
     def distance(variables: _Array) -> float:
         return float(np.sum(np.sqrt(1.0 + (residuals(variables) / _CORNER) ** 2) - 1.0))
@@ -298,7 +298,7 @@ def _standard_errors(best: Any, count: int) -> tuple[float, float, float, float,
 
 
 def _groups(requests: Sequence[LoggedRequest], chosen: _Array | None) -> list[_Array]:
-    """Indices of requests that came one after the other, and of those with prompts and answers alike.
+    """Return indices of requests that came one after the other, and of those with prompts and answers alike.
 
     Their means move smoothly with a correction. Single requests do not: they catch an iteration or miss it.
     """
@@ -380,7 +380,7 @@ def reach(requests: Sequence[LoggedRequest], engine: EngineSpec, found: Correcti
 
 
 def _other_forms(k: LatencyModel, requests: Sequence[LoggedRequest]) -> list[LatencyModel]:
-    """The model with mixed steps that grow with decodes, or with pairs of these and prompt tokens."""
+    """Return the model with mixed steps that grow with decodes, or with pairs of these and prompt tokens."""
     context = fmean(each.input_tokens + each.output_tokens / 2.0 for each in requests)
     seconds = k.mixed_term.seconds(_PART, 1.0, context)
     terms = (MixedTerm(seconds, 0.0, 0.0, 0.0), MixedTerm(0.0, seconds / _PART, 0.0, 0.0))
@@ -488,7 +488,7 @@ def compare(log: Log, engines: dict[str, EngineSpec]) -> Comparison:
 
 
 def _worst(found: dict[str, MetricError]) -> tuple[str, float]:
-    """The metric that users see whose mean is furthest off, and by how much."""
+    """Return the metric that users see whose mean is furthest off, and by how much."""
     names = [name for name in ("ttft", "tpot", "e2e") if name in found]
     name = max(names, key=lambda each: abs(found[each].error))
     return name, found[name].error

@@ -22,7 +22,7 @@ _MEASURED, _SIMULATED = "#24292f", "#d9480f"
 
 
 def engines(path: Path, log: Log, profile: Profile | None) -> dict[str, EngineSpec]:
-    """The engines of a log by name: those of its set-up, or of the profile. Raises `InputError`."""
+    """Return the engines of a log by name: those of its set-up, or of the profile. Raises `InputError`."""
     names = sorted({each.instance for each in log.requests})
     if profile is not None:
         return dict.fromkeys(names, engine_of(profile))
@@ -47,7 +47,7 @@ def engines(path: Path, log: Log, profile: Profile | None) -> dict[str, EngineSp
 
 
 def comparison_document(log: Log, profile: Profile | None, found: Comparison) -> dict[str, Any]:
-    """The comparison as JSON; seconds, shares as fractions."""
+    """Return the comparison as JSON; seconds, shares as fractions."""
     return {
         "log": log.kind,
         "profile": profile.name if profile is not None else None,

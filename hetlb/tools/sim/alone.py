@@ -131,7 +131,7 @@ def mean_batch(spec: EngineSpec, plan: Sequence[PlannedRequest]) -> int:
 
 
 def requests_while_full(spec: EngineSpec, plan: Sequence[PlannedRequest]) -> int:
-    """Requests, at least those of a plan, that keep an engine full until more do not change its rate."""
+    """Return requests, at least those of a plan, that keep an engine full until its rate is steady."""
     return max(len(plan), min(_MOST_FULL, _FULL_BATCHES * mean_batch(spec, plan)))
 
 

@@ -49,7 +49,7 @@ class EngineSpec(PickleByFields):
     adapter_load_s: float = 0.0
 
     def model(self, rule: IterationRule) -> EngineModel:
-        """An engine that has done nothing yet."""
+        """Return an engine that has done nothing yet."""
         return EngineModel(
             self.latency,
             self.limits,
@@ -59,7 +59,7 @@ class EngineSpec(PickleByFields):
         )
 
     def fits(self, planned: PlannedRequest) -> bool:
-        """True if it can run every sequence of a request to its end."""
+        """Return True if it can run every sequence of a request to its end."""
         tokens = planned.prompt_tokens + max(1, planned.answer_tokens)
         most = self.limits.max_sequence_tokens
         return tokens <= (most if self.max_model_len is None else min(most, self.max_model_len))

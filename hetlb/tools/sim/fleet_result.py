@@ -65,7 +65,7 @@ class FleetResult:
     classes: Mapping[str, ServiceClass] | None = None
 
     def summary(self) -> dict[str, Any]:
-        """The figures of the run, as `vllm bench serve` names them."""
+        """Return the figures of the run, as `vllm bench serve` names them."""
         return summarize(
             self.records, self.gaps, instances=self.counted, counted=self.counted, classes=self.classes
         )

@@ -68,7 +68,7 @@ class EngineRun(EngineSequence):
 
 
 def leg_sequences(flight: Flight, leg: Role) -> list[EngineRun]:
-    """The sequences of a request: each of its prompts, which begin alike, `n` times."""
+    """Return the sequences of a request: each of its prompts, which begin alike, `n` times."""
     planned, content = flight.planned, flight.planned.content
     own = planned.prompt_tokens - sum(length for _, length in content.spans)
     runs = []
@@ -81,5 +81,5 @@ def leg_sequences(flight: Flight, leg: Role) -> list[EngineRun]:
 
 
 def sequences_of(planned: PlannedRequest) -> Sequence[EngineSequence]:
-    """The engine's sequences of a request that is not split."""
+    """Return the engine's sequences of a request that is not split."""
     return leg_sequences(Flight(planned), Role.BOTH)

@@ -40,7 +40,7 @@ class KvLinks:
 
 
 def own_links(specs: Sequence[InstanceSpec]) -> KvLinks:
-    """A link for every pair of instances, as the one that fetches describes it."""
+    """Return a link for every pair of instances, as the one that fetches describes it."""
     paths: dict[tuple[str, str], KvPath] = {}
     rates: dict[Hashable, float] = {}
     for target in specs:

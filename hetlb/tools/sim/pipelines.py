@@ -184,7 +184,7 @@ class PassTimes:
     seconds: Floats = field(default_factory=lambda: array("f"))
 
     def percentile(self, share: float) -> float:
-        """The value at index floor(n * share) of the sorted passes (Helix's definition); 0 of none."""
+        """Return the value at index floor(n * share) of the sorted passes (Helix's definition); 0 of none."""
         ordered = sorted(self.seconds)
         return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0
 
@@ -356,7 +356,7 @@ class PipelineSimulation:
     def run_online(
         self, arrivals_s: Sequence[float], *, measured_s: float, warm_up_s: float = 0.0
     ) -> PipelineResult:
-        """Requests at given times; what is not done when the window ends is counted as unfinished."""
+        """Return requests at given times; what is not done when the window ends is counted as unfinished."""
         for at in arrivals_s:
             self._events.push(at, _ARRIVAL, None)
         return self._run(warm_up_s, warm_up_s + measured_s)
@@ -526,7 +526,7 @@ class PipelineSimulation:
                 self._events.push(arrives_at, _TOKEN, flight)
 
     def _leave(self, flight: _Flight, node: _Node, now: float) -> float:
-        """A flight leaves a stage; returns when it is at the next one."""
+        """Send a flight from a stage on; return when it is at the next one."""
         position = flight.position
         node.kv_used += flight.tokens * flight.layers[position]
         if self._reads_hops:

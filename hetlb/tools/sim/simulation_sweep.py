@@ -130,7 +130,7 @@ def run_sweep(
 
 
 def _order(rate: float | str) -> float | str:
-    """A rate whose plan has the requests in the same order."""
+    """Return a rate whose plan has the requests in the same order."""
     return TRACE if rate == TRACE else _INFINITE
 
 
@@ -246,7 +246,7 @@ class _Workers:
             child.join()
 
     def submit(self, task: Callable[..., Any], *args: Any) -> Future[Any]:
-        """The result of a function of the study and `args`, in time."""
+        """Return the result of a function of the study and `args`, in time."""
         if self._pool is not None:
             with _interrupts_blocked():
                 return self._pool.submit(_perform_in_worker, task, *args)

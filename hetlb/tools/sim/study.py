@@ -57,7 +57,7 @@ def make_study(
 
 
 def engine_of(profile: Profile, where: str = "", **more: Any) -> EngineSpec:
-    """The engine of a profile; `more` are fields of its own. Raises `ProfileError` naming what it lacks."""
+    """Return the engine of a profile; `more` are fields of its own. Raises `ProfileError` of its gaps."""
     try:
         return EngineSpec(profile.latency, EngineLimits.from_capacity(profile.usual_capacity), **more)
     except ValueError as error:
@@ -65,7 +65,7 @@ def engine_of(profile: Profile, where: str = "", **more: Any) -> EngineSpec:
 
 
 def _engine(fleet: Fleet, name: str, prefix_cache: bool) -> EngineSpec:
-    """The simulated engine of an instance. Raises `InputError` naming what its profile lacks."""
+    """Return the simulated engine of an instance. Raises `InputError` naming what its profile lacks."""
     profile = fleet.profiles.get(name)
     if profile is None:
         raise ConfigError(f"{fleet.path}: {name}: profile: expected a latency profile to simulate, got none")
@@ -79,7 +79,7 @@ def _engine(fleet: Fleet, name: str, prefix_cache: bool) -> EngineSpec:
 
 
 def watch(cells: Sequence[StudyCell]) -> list[StudyCell]:
-    """The cells, those watched that a picture shows in detail.
+    """Return the cells, those watched that a picture shows in detail.
 
     They are the first seed's at the highest rate: latencies of requests that came all at once say little
     beyond the throughput, so `inf` is watched only where there is no other.
@@ -111,7 +111,7 @@ def run_document(study: Study, ran: Ran, request_rate: str) -> dict[str, Any]:
 
 
 def by_policy_and_rate(runs: Sequence[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Runs that differ in their seed alone."""
+    """Return runs that differ in their seed alone."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for each in runs:
         groups.setdefault((each["policy"], each["request_rate"]), []).append(each)
@@ -126,7 +126,7 @@ def median_run(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _median(values: Sequence[Any]) -> Any:
-    """The median of figures; of tables and lists that of each part, of anything else the first."""
+    """Return the median of figures; of tables and lists that of each part, of anything else the first."""
     first = values[0]
     if isinstance(first, dict):
         return {key: _median([each[key] for each in values]) for key in first}

@@ -96,7 +96,7 @@ def _draw_latencies(axes: Any, watched: Sequence[Ran], looks: _Looks) -> None:
 
 
 def _draw_fleet(part: Any, band: Sequence[Ran], width: int) -> None:
-    """A column for each policy: KV use above, the queue below."""
+    """Draw a column for each policy: KV use above, the queue below."""
     upper, lower = part.subplots(2, width, sharex=True, sharey="row", squeeze=False)
     for kv, queue, ran in zip(upper, lower, band, strict=False):
         assert ran.watched is not None
@@ -130,7 +130,7 @@ def _draw_fleet(part: Any, band: Sequence[Ran], width: int) -> None:
 
 
 def rate_in_words(rate: float | str) -> str:
-    """A rate, a number or as the JSON has it, as a person reads it."""
+    """Return a rate, a number or as the JSON has it, as a person reads it."""
     if rate == "trace":
         return "arrivals of the trace"
     return "all at once" if math.isinf(float(rate)) else f"{float(rate):g} requests/s"

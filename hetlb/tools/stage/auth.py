@@ -65,7 +65,7 @@ def hello(session: int, nonce: bytes) -> dict[str, str]:
 
 
 def challenge(headers: Headers) -> tuple[bytes, bytes] | None:
-    """The stage's nonce and proof; None where the answer is no challenge."""
+    """Return the stage's nonce and proof; None where the answer is no challenge."""
     nonce, proof = _bytes(headers, _STAGE_NONCE), _bytes(headers, _PROOF)
     return (nonce, proof) if nonce and proof else None
 
@@ -76,7 +76,7 @@ def proof(stage_nonce: bytes, proof: bytes) -> dict[str, str]:
 
 
 def _bytes(headers: Headers, name: str) -> bytes:
-    """A header of 32 bytes in hexadecimal; b"" if it is not that."""
+    """Return a header of 32 bytes in hexadecimal; b"" if it is not that."""
     try:
         value = bytes.fromhex(headers.get(name, ""))
     except ValueError:
@@ -105,7 +105,7 @@ class Challenges:
         return proof(nonce, stage_proof(self._key, client_nonce, nonce))
 
     def session(self, headers: Headers) -> int | None:
-        """The session of a second request, None where it has no proof yet. Raises `NotProven`."""
+        """Return the session of a second request, None where it has no proof yet. Raises `NotProven`."""
         if "origin" in headers:
             raise NotProven("expected no web page")
         if _PROOF not in headers:
@@ -121,7 +121,7 @@ class Challenges:
 
 
 def read_key(path: Path | None) -> bytes:
-    """The shared key of a file, without white space around it; empty without a file. Raises `ConfigError`."""
+    """Return the shared key of a file, stripped; empty without a file. Raises `ConfigError`."""
     if path is None:
         return b""
     try:

@@ -84,7 +84,7 @@ class Batcher:
         return len(self._waiting)
 
     def add(self, each: Pass, opening: Opening | None, rows: memoryview) -> None:
-        """A pass came in. `opening` is needed for the first one of a lease, else it is lost."""
+        """Take in a pass. `opening` is needed for the first one of a lease, else it is lost."""
         lease = self.leases.get(each.lease)
         if lease is None:
             if opening is None or each.position != 0:
@@ -108,14 +108,14 @@ class Batcher:
                 self._pool.release(lease.table)
 
     def done(self) -> None:
-        """The batch formed last has run."""
+        """Note that the batch formed last has run."""
         running, self._running = self._running, []
         for lease in running:
             if lease.closed:
                 self._pool.release(lease.table)
 
     def form(self, accepts: Callable[[StageLease], bool]) -> list[Work]:
-        """The next batch; leases may be lost for it.
+        """Return the next batch; leases may be lost for it.
 
         `accepts` is true for a lease whose output can be sent on now. Call `done` when the batch has run.
         """
@@ -179,7 +179,7 @@ class Batcher:
 
 
 def _cut(work: Work, count: int) -> tuple[Work, Work | None]:
-    """The first `count` tokens of a pass, and the rest of it."""
+    """Return the first `count` tokens of a pass, and the rest of it."""
     if count == work.count:
         return work, None
     size = len(work.rows) // work.count * count

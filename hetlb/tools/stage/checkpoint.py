@@ -160,7 +160,7 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def _rope(raw: _ConfigJson, max_positions: int) -> Rope:
-    """The rotary embedding. Raises `ConfigError`."""
+    """Return the rotary embedding. Raises `ConfigError`."""
     scaling = raw.rope_parameters or raw.rope_scaling or _Scaling()
     kind = scaling.rope_type or scaling.type or "default"
     if kind not in _ROPES:

@@ -67,7 +67,7 @@ class Receiver(Protocol):
     """Taker of the tokens of a sequence."""
 
     def token(self, token: Token) -> bool:
-        """The next token; False ends the sequence."""
+        """Take in the next token. Return False to end the sequence."""
 
     def failed(self, reason: RejectReason | None, message: str) -> None:
         """There will be no further token; without a reason the request itself is at fault."""
@@ -330,7 +330,7 @@ class Coordinator:
                 self._broken(lease, lost.reason)
 
     def _broken(self, lease: PathLease, reason: str) -> None:
-        """A path broke: the scheduler has the request replayed, or gives it up."""
+        """Let the scheduler replay or give up a request whose path broke."""
         log.warning("%r broke: %s", lease, reason)
         self.replays += 1
         sequence = self._leased[self._lease_key(lease)]
@@ -413,7 +413,7 @@ class Coordinator:
         self._flush()
 
     def _network(self) -> StageNetwork:
-        """The network of the connected stages, now in the log too."""
+        """Return the network of the connected stages, now in the log too."""
         group = self.group
         there = {name: each.welcome for name, each in self._workers.items() if each.welcome is not None}
         edges: list[Edge] = [(a, b) for a in there for b in there if a != b]

@@ -28,7 +28,7 @@ class BlockTable:
         self.blocks: Blocks = np.zeros((end - first, 0), dtype=np.int32)
 
     def rows(self, first: int, end: int) -> Blocks:
-        """The part of the table for the layers [first, end)."""
+        """Return the part of the table for the layers [first, end)."""
         return self.blocks[first - self.first : end - self.first]
 
     def slots(

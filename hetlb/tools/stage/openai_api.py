@@ -212,7 +212,7 @@ class _Call:
         self._begun: set[int] = set()
 
     def whole(self, found: list[list[Piece]]) -> dict[str, Any]:
-        """The body of a plain answer."""
+        """Return the body of a plain answer."""
         choices = []
         for index, pieces in enumerate(found):
             text = "".join(piece.text for piece in pieces)
@@ -223,7 +223,7 @@ class _Call:
         return self.envelope.whole(choices, usage(self.prompt_tokens, sum(map(len, found))))
 
     def events(self, index: int, piece: Piece) -> bytes:
-        """The events of one token."""
+        """Return the events of one token."""
         role = b""
         if self._chat and index not in self._begun:
             self._begun.add(index)

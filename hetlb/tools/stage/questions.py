@@ -207,7 +207,7 @@ def _read(body: bytes, kind: type[Any]) -> Any:
 
 
 def _truncated(fields: SampledRequest, tokens: list[int], longest: int) -> list[int]:
-    """The tokens of a prompt that `truncate_prompt_tokens` leaves, the last ones by default."""
+    """Return the tokens of a prompt that `truncate_prompt_tokens` leaves, the last ones by default."""
     count, room = fields.truncate_prompt_tokens, longest - (fields.cap or 0)
     if count is None:
         return tokens
@@ -228,7 +228,7 @@ def _stop_strings(fields: SampledRequest) -> tuple[str, ...]:
 
 
 def _flattened(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose parts of text are one text. Raises `ApiError` for other parts."""
+    """Return a message whose parts of text are one text. Raises `ApiError` for other parts."""
     content = message.get("content")
     if not isinstance(content, list):
         return message

@@ -26,7 +26,7 @@ class CannotSample(Exception):
 def choose(
     logits: Logits, sampling: Sampling, output: Sequence[int], position: int
 ) -> tuple[int, list[tuple[int, float]] | None]:
-    """The token, and (token, log probability) of it and the most likely ones where they are asked for.
+    """Return the token, and (token, log probability) of it and the most likely ones where they are asked for.
 
     `logits` has shape (vocabulary,) and is not changed; `output` holds the tokens of the answer so far, of
     which those behind `sampling.history` are not part; `position` is that of the token before. Raises
@@ -81,7 +81,7 @@ def _adjust(scores: Scores, sampling: Sampling, output: Sequence[int], position:
 
 
 def _draw(scores: Scores, sampling: Sampling, position: int) -> int:
-    """A token from softmax(scores / temperature), cut by min_p, top_k and top_p. The largest score is 0."""
+    """Return a token from softmax(scores / temperature), cut by min_p, top_k and top_p."""
     scores = scores / sampling.temperature
     kept = np.arange(len(scores))
     if sampling.min_p > 0.0:

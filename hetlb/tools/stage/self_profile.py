@@ -33,7 +33,7 @@ def measure(
     max_num_batched_tokens: int,
     max_positions: int,
 ) -> tuple[Points, Points]:
-    """Times of prompts by tokens and of decodes by requests. The pool is as before afterwards."""
+    """Return times of prompts by tokens and of decodes by requests. The pool is as before afterwards."""
     most = min(max_num_batched_tokens, max_positions, pool.token_layers // (end - first))
     context = min(CONTEXT, max_positions - 1)
     rest = () if end == layers else (RouteHop("", end, layers),)

@@ -208,7 +208,7 @@ def encode(message: Message, *rows: bytes | memoryview) -> bytes:
 
 
 def decode(frame: bytes) -> tuple[Message, memoryview]:
-    """The message and its payload, which shares the frame's memory. Raises `StageProtocolError`."""
+    """Return the message and its payload, which shares the frame's memory. Raises `StageProtocolError`."""
     if len(frame) < _LENGTH.size:
         raise StageProtocolError(f"expected a header, got {len(frame)} bytes")
     end = _LENGTH.size + _LENGTH.unpack_from(frame)[0]
@@ -222,7 +222,7 @@ def decode(frame: bytes) -> tuple[Message, memoryview]:
 
 
 def frames(parts: Sequence[tuple[Pass, bytes]]) -> Iterator[bytes]:
-    """Passes with their rows as few frames; rows that are too many for one frame are several passes."""
+    """Yield passes with their rows as few frames; rows that are too many for one frame are several passes."""
     passes: list[Pass] = []
     rows: list[bytes | memoryview] = []
     size = 0

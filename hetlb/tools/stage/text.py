@@ -110,7 +110,7 @@ class TextModel:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def chat(self, messages: list[dict[str, Any]], **variables: Any) -> str:
-        """The prompt of a conversation. Raises `TemplateError`."""
+        """Return the prompt of a conversation. Raises `TemplateError`."""
         if self._template is None:
             raise TemplateError("The model has no chat template.")
         try:
@@ -121,7 +121,7 @@ class TextModel:
             raise TemplateError(f"The chat template does not take these messages: {error}") from error
 
     def stream(self, *, skip_special_tokens: bool) -> Callable[[int], str]:
-        """A decoder of one answer: token in, the text that is complete now out."""
+        """Return a decoder of one answer: token in, the text that is complete now out."""
         decoder = self._decode_stream(skip_special_tokens=skip_special_tokens)
         tokenizer = self._tokenizer
         return lambda token: decoder.step(tokenizer, token) or ""
@@ -139,7 +139,7 @@ class Ending:
     keeps_stop: bool = False
 
     def stopped(self, text: str) -> str | None:
-        """The stop string that is complete first, the longest of those; None without one."""
+        """Return the stop string that is complete first, the longest of those; None without one."""
         found = [(at + len(each), -len(each), each) for each in self.stop if (at := text.find(each)) >= 0]
         return min(found)[2] if found else None
 
@@ -170,7 +170,7 @@ class AnswerText:
         self._held = ""
 
     def add(self, token: Token) -> Piece:
-        """The next token."""
+        """Return the next token."""
         ending, number = self._ending, token.token
         self._tokens += 1
         if number in ending.eos or number in ending.stop_tokens:

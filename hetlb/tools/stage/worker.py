@@ -77,7 +77,7 @@ class StageCounters:
     preemptions: int = 0
 
     def batch(self, works: Sequence[Work], seconds: float) -> None:
-        """A batch is done."""
+        """Note that a batch is done."""
         self.batches += 1
         self.busy_s += seconds
         for work in works:
@@ -212,7 +212,7 @@ class StageWorker:
                 await self._room.wait()
 
     def receive(self, message: Message, rows: memoryview) -> None:
-        """A message of a coordinator or of the stage before. Raises `StageProtocolError`."""
+        """Take in a message of a coordinator or of the stage before. Raises `StageProtocolError`."""
         if isinstance(message, Passes):
             self._take(message, rows)
         elif isinstance(message, Close):
@@ -398,7 +398,7 @@ def _metrics_page(welcome: Welcome, pool: StageBlocks, batcher: Batcher, counter
 
 
 def _last(response: web.Response) -> web.Response:
-    """An answer after which the connection is closed."""
+    """Return an answer after which the connection is closed."""
     response.force_close()
     return response
 

@@ -84,7 +84,7 @@ class Ramp:
     end_rps: float
 
     def rate_rps(self, progress: float) -> float:
-        """The rate after this share (0 to 1) of the requests."""
+        """Return the rate after this share (0 to 1) of the requests."""
         if self.strategy == "linear":
             return self.start_rps + (self.end_rps - self.start_rps) * progress
         return self.start_rps * math.pow(self.end_rps / self.start_rps, progress)
@@ -115,7 +115,7 @@ def make_plan(
     waves: Waves | None = None,
     hash_block_tokens: int | None = None,
 ) -> list[PlannedRequest]:
-    """The first `num_prompts` rows (all by default, cycled if there are fewer) with their due times.
+    """Return the first `num_prompts` rows (all by default, cycled if there are fewer) with their due times.
 
     A cycled trace goes on where it ended; sessions and blocks of a later cycle are others: what a trace asks
     once shall not be in a cache already. With `hash_block_tokens` (what one of the `hash_ids` stands for)
@@ -152,7 +152,7 @@ def _in_cycle(row: Row, cycle: int) -> Row:
 
 
 def _recorded(rows: Sequence[Row], count: int) -> tuple[list[Row], list[float]]:
-    """The rows in the order of arrival, and `count` due times, the trace repeated as needed."""
+    """Return the rows in the order of arrival, and `count` due times, the trace repeated as needed."""
     arrivals = []
     for number, row in enumerate(rows, start=1):
         if row.arrival_s is None:

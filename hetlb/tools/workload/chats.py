@@ -43,7 +43,7 @@ def encodable(text: str) -> str:
 
 
 def is_chats(file: RecordFile) -> bool:
-    """True for a file of conversations."""
+    """Return True for a file of conversations."""
     return file.shape != "CSV" and file.name(*_CHAT_KEYS) is not None
 
 
@@ -107,8 +107,37 @@ def _text(content: object) -> str | None:
     return "\n".join(text for text in texts if isinstance(text, str)) or None
 
 
+#: Keys of a question, of what stands with it, and of its answer, in data sets of pairs.
+_QUESTION = ("instruction", "question", "query")
+_CONTEXT = ("context", "input")
+_ANSWER = ("output", "response", "answer", "completion")
+PAIRS = "pairs (instruction or question, and output, response or answer)"
+
+
+def is_pairs(file: RecordFile) -> bool:
+    """Return True for a file of questions with their answers."""
+    return file.name(*_QUESTION) is not None and file.name(*_ANSWER) is not None
+
+
+def pair_rows(file: RecordFile, answer_tokens: int | None) -> tuple[list[Row], list[str]]:
+    """Return the questions of a file with the length of their answers."""
+    rows, odd = [], file.odd
+    for record in file.records:
+        asked = [
+            _text(record.values.get(key)) for key in (file.name(*_QUESTION), file.name(*_CONTEXT)) if key
+        ]
+        text = encodable("\n".join(each for each in asked if each and each.strip()))
+        answer = _text(record.values.get(file.name(*_ANSWER) or ""))
+        if not text or not (answer or answer_tokens):
+            odd += 1
+            continue
+        output = estimate_tokens(encodable(answer or "")) if answer_tokens is None else answer_tokens
+        rows.append(Row(None, estimate_tokens(text), output, text))
+    return rows, [f"{odd:,} without question or answer"] if odd else []
+
+
 def is_batch(file: RecordFile) -> bool:
-    """True for a batch of OpenAI's form."""
+    """Return True for a batch of OpenAI's form."""
     return file.shape != "CSV" and file.has("customid", "body")
 
 
@@ -117,7 +146,7 @@ def batch_rows(file: RecordFile, answer_tokens: int | None) -> tuple[list[Row], 
     rows, odd = [], file.odd
     for record in file.records:
         body = record.values.get("body")
-        texts = list(_asked(body)) if isinstance(body, dict) else []
+        texts = list(asked_texts(body)) if isinstance(body, dict) else []
         if not isinstance(body, dict) or not texts:
             odd += 1
             continue
@@ -135,7 +164,7 @@ def batch_rows(file: RecordFile, answer_tokens: int | None) -> tuple[list[Row], 
 _MOST = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
-def _asked(body: dict[str, Any]) -> Iterable[str]:
+def asked_texts(body: dict[str, Any]) -> Iterable[str]:
     """Yield the texts that a request asks with."""
     for message in body.get("messages") or ():
         if isinstance(message, dict) and (text := _text(message.get("content"))):

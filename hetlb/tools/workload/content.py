@@ -64,7 +64,7 @@ UNSHARED = PromptContent()
 
 
 def contents_of(rows: Sequence[Row], hash_block_tokens: int = HASH_BLOCK_TOKENS) -> list[PromptContent]:
-    """The content of every row, in file order.
+    """Return the content of every row, in file order.
 
     A turn that is no longer than all before it begins a conversation of its own, as does one that begins
     with other `hash_ids`.

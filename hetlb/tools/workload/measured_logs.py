@@ -17,8 +17,19 @@ from typing import Any, TypeAlias
 from hetlb.balancer.core.eventlog import decode_setup
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.errors import TraceError
+from hetlb.tools.workload.chats import asked_texts, estimate_tokens
 from hetlb.tools.workload.content import HASH_BLOCK_TOKENS, UNSHARED, PromptContent, contents_of
-from hetlb.tools.workload.record_file import UNITS_S, Record, RecordFile, open_records, say, squashed, unit_of
+from hetlb.tools.workload.record_file import (
+    UNITS_S,
+    Record,
+    RecordFile,
+    decode_json,
+    open_records,
+    say,
+    squashed,
+    unit_of,
+    unwrapped,
+)
 from hetlb.tools.workload.rows import is_own, own_rows
 from hetlb.tools.workload.trace_files import ARRIVALS, INPUT, OUTPUT, known_trace
 
@@ -70,6 +81,8 @@ def read_log(path: Path, hash_block_tokens: int = HASH_BLOCK_TOKENS) -> Log:
     if not file.text.strip():
         raise TraceError(f"{path}: expected the log of a server, got an empty file")
     found = kind_of_log(file)
+    if found is None and (inner := unwrapped(file)) is not None and kind_of_log(inner) is not None:
+        file, found = inner, kind_of_log(inner)
     if found is None:
         raise TraceError(f"{path}: {_why_no_log(file)}")
     title, reader = found
@@ -104,18 +117,22 @@ def kind_of_log(file: RecordFile) -> tuple[str, _Reader] | None:
         return "AIPerf's profile_export.jsonl", _read_aiperf
     if file.has("benchmarks") and file.shape != "CSV":
         return "GuideLLM's results", _read_guidellm
+    if file.has("experiments") and file.shape != "CSV":
+        return "GenAI-Perf's profile_export.json", _read_genai_perf
     if file.has("starttime", "endtime", "info"):
         return "inference-perf's per-request metrics", _read_inference_perf
-    if file.has("runs") or (file.has("ttfts") and file.shape != "CSV"):
+    # Not by the squashed key: `ttft_s` of a request is no list of all.
+    if file.shape != "CSV" and file.records and file.records[0].values.keys() & {"runs", "ttfts"}:
         backend = str(file.records[0].values.get("backend", ""))
         return _SGLANG if backend.startswith("sglang") else _VLLM, _read_bench
     if is_own(file) and file.name("ttfts", "measuredttfts") and file.name("e2es", "measurede2es"):
         return "hetlb's CSV of measured requests", _read_own
-    if _named(file, _TTFT) is not None and file.name(*INPUT) and file.name(*OUTPUT):
-        return "records whose keys name what they are", _read_named
+    if (_named(file, _TTFT) or file.name(*_FIRSTS)) and file.name(*INPUT) and file.name(*OUTPUT):
+        return NAMED_RECORDS, _read_named
     return None
 
 
+NAMED_RECORDS = "records whose keys name what they are"
 _VLLM, _SGLANG = "the results of vllm bench serve", "the results of SGLang's bench_serving"
 _BENCH = "vllm bench serve --save-result --save-detailed"
 #: Forms that are read, for a refusal.
@@ -124,17 +141,30 @@ LOG_TITLES = (
     "SGLang's bench_serving --output-details",
     "AIPerf's profile_export.jsonl",
     "GuideLLM's JSON",
+    "GenAI-Perf's profile_export.json",
     "inference-perf's per_request_lifecycle_metrics.json",
     "an event log of hetlb",
     "CSV or JSON with arrival_s, input_tokens, output_tokens, ttft_s, e2e_s (or _ms, _ns)",
 )
 
 
+#: Keys of documents that hold figures of whole runs, with what to take instead.
+_SUMMARIES = (
+    (("meanttftms",), f"a summary of vllm bench: take the document of {_BENCH}"),
+    (("timetofirsttoken", "inputconfig"), "a summary of AIPerf or GenAI-Perf: take its profile_export"),
+    (("requestcount", "failurecount"), "a summary of Locust, which counts no tokens"),
+    (("usercount", "totalrequestcount"), "a summary of Locust, which counts no tokens"),
+    (("bytesout", "bytesin", "latency"), "results of Vegeta, which counts no tokens"),
+    (("metric", "data", "type"), "results of k6, which counts no tokens"),
+)
+
+
 def summary_of(file: RecordFile) -> str | None:
-    """Return what to take instead of a file that has the figures of runs alone, None of another file."""
-    if not file.has("meanttftms"):
-        return None
-    return f"expected each request, got a summary of vllm bench: take the document of {_BENCH}"
+    """Return what to take instead of a file without the tokens of each request, None of another file."""
+    for keys, advice in _SUMMARIES:
+        if file.has(*keys):
+            return f"expected each request with its tokens, got {advice}"
+    return None
 
 
 def _why_no_log(file: RecordFile) -> str:
@@ -309,10 +339,16 @@ def _read_guidellm(file: RecordFile, _: int) -> Log:
             info = _table(record, "info", record.values.get("info"))
             timings = _table(record, "info.timings", info.get("timings"))
             values = {**timings, **record.values}
+            for key in ("input", "output"):  # what newer versions count beside the sums
+                counts = _table(record, f"{key}_metrics", record.values.get(f"{key}_metrics"))
+                values.setdefault(f"{key}_tokens", counts.get("text_tokens", counts.get("total_tokens")))
             start = _first(record, values, "request_start_time", "start_time", "request_start")
             end = _first(record, values, "request_end_time", "end_time", "request_end")
             e2e_s = record.seconds("request_latency", values.get("request_latency", _less(end, start)))
             ttft = values.get("time_to_first_token_ms")
+            first = values.get("first_token_iteration", values.get("first_iteration"))
+            if ttft is None and first is not None:
+                ttft = 1e3 * record.seconds("first_token_iteration", _less(first, start))
             requests.append(
                 LoggedRequest(
                     record.moment("request_start_time", start, 1.0),
@@ -323,6 +359,67 @@ def _read_guidellm(file: RecordFile, _: int) -> Log:
                 )
             )
     return Log("guidellm", tuple(requests), failed)
+
+
+def _read_genai_perf(file: RecordFile, _: int) -> Log:
+    """Read GenAI-Perf's export: times in ns, and texts, whose tokens are estimated where no usage came."""
+    requests, failed = [], 0
+    document = file.records[0]
+    for number, raw in enumerate(_listed(document, "experiments", document.values.get("experiments"))):
+        part = _table(document, f"experiments[{number}]", raw)
+        for index, each in enumerate(
+            _listed(document, f"experiments[{number}].requests", part.get("requests"))
+        ):
+            where = f"{file.path}: experiments[{number}].requests[{index}]"
+            record = Record(where, _table(document, where, each))
+            came = _listed(record, "response_timestamps", record.values.get("response_timestamps"))
+            outputs = _listed(record, "response_outputs", record.values.get("response_outputs"))
+            if not came or record.values.get("success") is False:
+                failed += 1
+                continue
+            answers = [_payload(each, "response") for each in outputs]
+            asked = _payload(_table(record, "request_inputs", record.values.get("request_inputs")), "payload")
+            usage: dict[str, Any] = next(
+                (found for each in reversed(answers) if (found := each.get("usage"))), {}
+            )
+            texts = [text for each in answers for text in _answered(each)]
+            start_s = record.moment("timestamp", record.values.get("timestamp"), 1e-9)
+            first_s, end_s = (record.moment("response_timestamps", came[i], 1e-9) - start_s for i in (0, -1))
+            prompt = usage.get("prompt_tokens") or estimate_tokens("\n".join(asked_texts(asked)))
+            output = usage.get("completion_tokens") or (
+                len(texts) if len(came) > 1 else estimate_tokens("".join(texts))
+            )
+            requests.append(
+                LoggedRequest(
+                    start_s,
+                    record.tokens("prompt_tokens", prompt),
+                    record.tokens("completion_tokens", output),
+                    record.seconds("response_timestamps[0] - timestamp", first_s),
+                    record.seconds("response_timestamps[-1] - timestamp", end_s, 1.0, first_s),
+                )
+            )
+    return Log("genai-perf", tuple(requests), failed)
+
+
+def _payload(table: object, key: str) -> dict[str, Any]:
+    """Return the JSON object in a text, also of an event of a stream; {} of anything else."""
+    text = str(table.get(key, "")) if isinstance(table, dict) else ""
+    text = text.strip().removeprefix("data:").strip()
+    try:
+        found = decode_json("", text)
+    except TraceError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _answered(answer: Mapping[str, Any]) -> Iterable[str]:
+    """Yield the texts of an answer or of one of its events."""
+    for choice in answer.get("choices") or ():
+        if isinstance(choice, dict):
+            message = choice.get("delta") or choice.get("message") or choice
+            text = message.get("content", message.get("text")) if isinstance(message, dict) else None
+            if isinstance(text, str) and text:
+                yield text
 
 
 def _first(record: Record, values: Mapping[str, Any], *names: str) -> Any:
@@ -369,6 +466,8 @@ def _read_inference_perf(file: RecordFile, _: int) -> Log:
 # --- records whose keys name what they are ---------------------------------------------------------------
 
 _TTFT = ("ttft", "timetofirsttoken", "firsttokenlatency", "measuredttft")
+#: Keys of the moment of the first token.
+_FIRSTS = ("firsttokentime", "firsttokenat", "firsttokentimestamp", "completionstarttime", "firsttoken")
 _E2E = (
     "e2e",
     "e2el",
@@ -389,13 +488,15 @@ def _named(file: RecordFile, begins: Iterable[str], *, plain: bool = False) -> s
 
 
 def _read_named(file: RecordFile, _: int) -> Log:
-    start, ttft = _named(file, ARRIVALS, plain=True), _named(file, _TTFT)
+    start, ttft = _named(file, ARRIVALS, plain=True), _named(file, _TTFT) or file.name(*_FIRSTS)
     e2e, end = _named(file, _E2E), _named(file, _ENDS, plain=True)
     missing = [] if start else ["arrival_s"]
     missing += [] if e2e or end else ["e2e_s"]
     if missing or start is None or ttft is None:
         raise TraceError(f"{file.path}: expected {', '.join(missing)}, but it is missing ({file.described})")
-    unit_s, ttft_unit_s = unit_of(file, start, None), unit_of(file, ttft, None)
+    unit_s = unit_of(file, start, None)
+    stamped = _named(file, _TTFT) is None  # the moment of the first token, not how long it took
+    ttft_unit_s = unit_of(file, ttft, unit_s if stamped else None)
     end_unit_s = unit_of(file, e2e or str(end), unit_s)
     prompt, output = file.name(*INPUT) or "", file.name(*OUTPUT) or ""
     error = file.name("error", "errormsg", "errormessage", "errorcode")
@@ -405,7 +506,11 @@ def _read_named(file: RecordFile, _: int) -> Log:
             failed += 1
             continue
         start_s = record.moment(start, record.get(start), unit_s)
-        ttft_s = record.seconds(ttft, record.get(ttft), ttft_unit_s)
+        if stamped:
+            first_s = record.moment(ttft, record.get(ttft), ttft_unit_s)
+            ttft_s = record.seconds(f"{ttft} - {start}", first_s - start_s)
+        else:
+            ttft_s = record.seconds(ttft, record.get(ttft), ttft_unit_s)
         if e2e is not None:
             e2e_s = record.seconds(e2e, record.get(e2e), end_unit_s, ttft_s)
         else:

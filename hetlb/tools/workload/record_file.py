@@ -15,7 +15,7 @@ import math
 import re
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -135,7 +135,7 @@ class RecordFile:
         return next((self.names[alias] for alias in aliases if alias in self.names), None)
 
     def has(self, *keys: str) -> bool:
-        """True if the file has all these squashed keys."""
+        """Return True if the file has all these squashed keys."""
         return all(key in self.names for key in keys)
 
     @property
@@ -187,13 +187,52 @@ def open_records(path: Path) -> RecordFile:
         shape, records, odd = _of_list(path, text)
     else:
         shape, columns, records = _of_csv(path, text)
-    seen = (
-        dict.fromkeys(columns) if columns else dict.fromkeys(key for each in records for key in each.values)
-    )
+    return _with_names(path, text, shape, records, odd, columns)
+
+
+def _with_names(
+    path: Path, text: str, shape: str, records: list[Record], odd: int = 0, columns: Iterable[str] = ()
+) -> RecordFile:
+    """Return a file of these records, whose keys are those of `columns` or of all of them."""
     names: dict[str, str] = {}
-    for key in seen:
+    for key in columns or dict.fromkeys(key for each in records for key in each.values):
         names.setdefault(squashed(key), key)
     return RecordFile(path, text, shape, records, names, odd)
+
+
+def unwrapped(file: RecordFile) -> RecordFile | None:
+    """Return the records within those of a file of no known form, None where there are none.
+
+    They are the one list of objects of a document, or the values of objects beside the others
+    (`{"usage": {"prompt_tokens": 7}}`).
+    """
+    records = file.records
+    if len(records) == 1:
+        lists = [
+            value
+            for value in records[0].values.values()
+            if isinstance(value, list) and value and isinstance(value[0], dict)
+        ]
+        if len(lists) == 1:
+            records = [
+                Record(f"{file.path}: entry {number}", value)
+                for number, value in enumerate(lists[0], start=1)
+                if isinstance(value, dict)
+            ]
+    flat = [Record(each.where, _flat(each.values)) for each in records]
+    if [each.values for each in flat] == [each.values for each in file.records]:
+        return None
+    return _with_names(file.path, file.text, file.shape, flat)
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values with those of objects among them, which stand behind."""
+    inner = [value for value in values.values() if isinstance(value, dict)]
+    found = {key: value for key, value in values.items() if not isinstance(value, dict)}
+    for each in inner:
+        for key, value in each.items():
+            found.setdefault(key, value)
+    return found
 
 
 def _text(path: Path) -> str:

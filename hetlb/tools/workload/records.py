@@ -30,6 +30,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.telemetry.histograms import weighted_percentile
 
 if TYPE_CHECKING:
     Floats: TypeAlias = array[float]
@@ -90,7 +91,7 @@ class RequestResult:
         return (self.last_token_s - self.first_token_s) / steps
 
     def meets(self, service: ServiceClass) -> bool:
-        """True if its answer met every target; an answer that came whole began when it ended."""
+        """Return True if its answer met every target; an answer that came whole began when it ended."""
         ttft_s = self.e2el_s if self.ttft_s is None else self.ttft_s
         return service.met(ttft_s, self.e2el_s, self.output_tokens // self.sequences)
 
@@ -136,29 +137,13 @@ class Gaps:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The percentile of ascending values by linear interpolation, as NumPy's default; 0 of none."""
+    """Return the percentile of ascending values by linear interpolation, as NumPy's default; 0 of none."""
     if not ordered:
         return 0.0
     position = (len(ordered) - 1) * percent / 100.0
     below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
-
-
-def weighted_percentile(pairs: Sequence[tuple[float, int]], percent: float) -> float:
-    """`percentile` of ascending (value, count) pairs, each value standing there `count` times."""
-    total = sum(count for _, count in pairs)
-    if not total:
-        return 0.0
-    position = (total - 1) * percent / 100.0
-    below, seen = math.floor(position), 0
-    for index, (value, count) in enumerate(pairs):
-        seen += count
-        if seen > below:
-            if seen > below + 1 or index + 1 == len(pairs):
-                return value
-            return value + (pairs[index + 1][0] - value) * (position - below)
-    return pairs[-1][0]
 
 
 def student_margin(values: Sequence[float]) -> float:
@@ -203,7 +188,7 @@ def summarize(
     goodput_slo_s: Mapping[str, float] | None = None,
     classes: Mapping[str, ServiceClass] | None = None,
 ) -> dict[str, Any]:
-    """The figures of one run; with `classes` those of each class of its requests, too.
+    """Return the figures of one run; with `classes` those of each class of its requests, too.
 
     `gaps` are the times between tokens where they were counted for the whole run; without it they are the
     records' own. `instances` names the instances to report, by default those that the records name;
@@ -250,7 +235,7 @@ def _time_to_99_percent_s(done: Sequence[RequestResult], start_s: float) -> floa
 def _class_figures(
     records: Sequence[RequestResult], classes: Mapping[str, ServiceClass], per_second: float
 ) -> dict[str, Any]:
-    """The figures of each class; a request that failed or was refused has missed its targets."""
+    """Return the figures of each class; a request that failed or was refused has missed its targets."""
     default = next(iter(classes))
     found: dict[str, Any] = {}
     for name, service in classes.items():

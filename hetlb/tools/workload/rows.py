@@ -66,7 +66,7 @@ def spans_of(hash_ids: Iterable[str], tokens: int, block_tokens: int) -> list[tu
 
 
 def is_own(file: RecordFile) -> bool:
-    """True if a file has the columns of hetlb's own traces."""
+    """Return True if a file has the columns of hetlb's own traces."""
     return set(REQUIRED_COLUMNS) <= set(file.names.values())
 
 

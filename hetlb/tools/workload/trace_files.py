@@ -18,7 +18,7 @@ from hetlb.tools.workload.rows import Row
 INPUT = (
     *("inputtokens", "inputlength", "inputlen", "inputtoks", "inputsequencelength", "isl", "numinputtokens"),
     *("prompttokens", "promptlength", "promptlen", "promptsize", "numprompttokens", "numberinputtokens"),
-    *("numprefilltokens", "prefilltokens", "contexttokens", "requesttokens"),
+    *("numprefilltokens", "prefilltokens", "contexttokens", "requesttokens", "inputids", "prompttokenids"),
 )
 OUTPUT = (
     *("outputtokens", "outputlength", "outputlen", "outputtoks", "outputsequencelength", "osl"),
@@ -32,6 +32,7 @@ _SESSION = ("sessionid", "conversationid")
 ARRIVALS = (
     *("arrival", "arrivaltime", "arrivaltimestamp", "arrivedat", "timestamp", "ts", "time", "starttime"),
     *("start", "requeststart", "requeststarttime", "requesttime", "scheduledtime", "senttime", "startedat"),
+    *("created", "createdat", "datetime", "date"),
 )
 
 
@@ -84,6 +85,9 @@ def known_trace(file: RecordFile) -> tuple[str, TraceKeys] | None:
     for title, keys in TRACES.items():
         needed = [keys.input, keys.output, *([keys.session] if keys.session else [])]
         if file.has(*needed, *([keys.arrival] if keys.arrival else [])):
+            # Its columns are common ones: in a table without blocks the unit must show.
+            if keys.unit_s == 1e-3 and file.shape == "CSV" and not file.name(*_HASH_IDS):
+                return None
             return title, keys
     # Sessions of AIPerf begin with a time or none at all; Vidur's lengths come without times, too.
     if file.has("inputlength", "outputlength") and not _times(file):
@@ -119,7 +123,7 @@ def rows_of(file: RecordFile, keys: TraceKeys) -> tuple[list[Row], list[str]]:
     rows, failed, empty = [], 0, 0
     for record in file.records:
         at = record.get(arrival)
-        prompt = record.tokens(names[keys.input], record.get(names[keys.input]))
+        prompt = record.tokens(names[keys.input], _count(record.get(names[keys.input])))
         output = record.tokens(names[keys.output], record.get(names[keys.output]))
         if keys.failed_without_output and not output:
             failed += 1
@@ -147,6 +151,11 @@ def rows_of(file: RecordFile, keys: TraceKeys) -> tuple[list[Row], list[str]]:
     left_out += [f"{empty:,} without a prompt"] if empty else []
     left_out += [f"{file.odd:,} that are no objects"] if file.odd else []
     return rows, left_out
+
+
+def _count(value: Any) -> Any:
+    """Return how many tokens a list of them has, another value as it is."""
+    return len(value) if isinstance(value, list) else value
 
 
 def _blocks(value: Any, block_tokens: int | None) -> tuple[str, ...]:

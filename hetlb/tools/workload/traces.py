@@ -8,15 +8,18 @@ from hetlb.errors import TraceError
 from hetlb.tools.workload.chats import (
     BATCH,
     CHATS,
+    PAIRS,
     PROMPTS,
     batch_rows,
     chat_rows,
     is_batch,
     is_chats,
+    is_pairs,
+    pair_rows,
     prompt_rows,
 )
-from hetlb.tools.workload.measured_logs import kind_of_log, summary_of
-from hetlb.tools.workload.record_file import RecordFile, open_records, say
+from hetlb.tools.workload.measured_logs import NAMED_RECORDS, kind_of_log, summary_of
+from hetlb.tools.workload.record_file import RecordFile, open_records, say, unwrapped
 from hetlb.tools.workload.rows import REQUIRED_COLUMNS, Row, is_own, own_rows
 from hetlb.tools.workload.trace_files import TRACES, known_trace, named_columns, rows_of
 
@@ -26,6 +29,7 @@ _TITLES = (
     *TRACES,
     "records whose keys name what they are (arrival_s, _ms or _ns, prompt_tokens, completion_tokens)",
     CHATS,
+    PAIRS,
     BATCH,
     PROMPTS,
     "results of a load test with the times of each request",
@@ -45,7 +49,15 @@ def rows_in(file: RecordFile, answer_tokens: int | None = None) -> list[Row]:
     """Return the requests of a file that is open; see `read_trace`."""
     if is_own(file):
         return own_rows(file)
-    title, rows, left_out = _recognised(file, answer_tokens)
+    found = _recognised(file, answer_tokens)
+    if found is None and (inner := unwrapped(file)) is not None:
+        found = _recognised(inner, answer_tokens)
+    if found is None:
+        raise TraceError(
+            f"{file.path}: {summary_of(file) or f'expected requests, got {file.described}'}; "
+            f"read are: {'; '.join(_TITLES)}"
+        )
+    title, rows, left_out = found
     if not rows:
         raise TraceError(f"{file.path}: {title}: expected at least one request, got none of use")
     times = [row.arrival_s for row in rows if row.arrival_s is not None]
@@ -56,8 +68,8 @@ def rows_in(file: RecordFile, answer_tokens: int | None = None) -> list[Row]:
     return rows
 
 
-def _recognised(file: RecordFile, answer_tokens: int | None) -> tuple[str, list[Row], list[str]]:
-    """Return what a file is, its rows, and what was left out. Raises `TraceError`."""
+def _recognised(file: RecordFile, answer_tokens: int | None) -> tuple[str, list[Row], list[str]] | None:
+    """Return what a file is, its rows, what was left out; None of an unknown one. Raises `TraceError`."""
     if (trace := known_trace(file)) is not None:
         title, keys = trace
         return title, *rows_of(file, keys)
@@ -65,7 +77,9 @@ def _recognised(file: RecordFile, answer_tokens: int | None) -> tuple[str, list[
         return CHATS, *chat_rows(file, answer_tokens)
     if is_batch(file):
         return BATCH, *batch_rows(file, answer_tokens)
-    if (log := kind_of_log(file)) is not None:
+    named = named_columns(file)
+    timed = named is not None and named.arrival is not None
+    if (log := kind_of_log(file)) is not None and (timed or log[0] != NAMED_RECORDS):
         title, reader = log
         measured = reader(file, 1)
         rows = [
@@ -74,10 +88,10 @@ def _recognised(file: RecordFile, answer_tokens: int | None) -> tuple[str, list[
         left_out = [f"{measured.failed:,} that failed"] if measured.failed else []
         left_out += [f"{measured.warm_ups:,} of the warm-up"] if measured.warm_ups else []
         return title, rows, left_out
-    if (named := named_columns(file)) is not None:
-        return "records whose keys name what they are", *rows_of(file, named)
+    if named is not None:
+        return NAMED_RECORDS, *rows_of(file, named)
+    if is_pairs(file):
+        return PAIRS, *pair_rows(file, answer_tokens)
     if file.name("prompt", "textinput", "text") is not None:
         return PROMPTS, *prompt_rows(file, answer_tokens)
-    if (summary := summary_of(file)) is not None:
-        raise TraceError(f"{file.path}: {summary}")
-    raise TraceError(f"{file.path}: expected requests, got {file.described}; read are: {'; '.join(_TITLES)}")
+    return None

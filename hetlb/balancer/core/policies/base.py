@@ -55,7 +55,7 @@ def paper_terms(
     params: PolicyParams,
     fixed_processing_s: float | None = None,
 ) -> Candidate:
-    """The paper's terms of one request on one instance (Xiong et al., arXiv 2504.15303, algorithm 2).
+    """Return the paper's terms of one request on one instance (Xiong et al., arXiv 2504.15303, algorithm 2).
 
     `T = (T_prefill(b) + T_decode(b)) / b` at the ideal batch b, u the promised KV fraction without this
     request, workload = combine(T, u, theta) times the number of sequences, score = W_i + workload.
@@ -152,7 +152,7 @@ def pair_choice(
     decode: int,
     candidates: Callable[[], list[Candidate]],
 ) -> SplitChoice:
-    """A pair with what it books: the prefill alone here, the decoding alone there."""
+    """Return a pair with what it books: the prefill alone here, the decoding alone there."""
     source, target, prompt = instances[prefill], instances[decode], float(ctx.request.prompt_tokens)
     there, decode_first_s = foreseen(ctx, target), target.join_s(prompt)
     return SplitChoice(
@@ -183,7 +183,7 @@ class Policy:
         self._rng = rng
 
     def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice | None:
-        """The eligible candidate with the lowest score, the first of several; None for none now."""
+        """Return the eligible candidate with the lowest score, the first of several; None for none now."""
         candidates = self.score(ctx, instances)
         index = best(candidates)
         if index is None:
@@ -233,7 +233,7 @@ class Policy:
 
 
 def best(candidates: Sequence[Candidate]) -> int | None:
-    """The index of the eligible candidate with the lowest score, the first of several; None without one."""
+    """Return the index of the eligible candidate with the lowest score, the first of several."""
     index: int | None = None
     for i, candidate in enumerate(candidates):
         if candidate.eligible and (index is None or candidate.score < candidates[index].score):

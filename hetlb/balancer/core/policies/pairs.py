@@ -108,7 +108,7 @@ class _Pairs:
         self.restrained = False
 
     def best_whole(self) -> Sight | None:
-        """The best rating with room among instances that take whole requests.
+        """Return the best rating with room among instances that take whole requests.
 
         `whole_score` is its score with the prompts that are to be prefilled there beside the answer.
         """
@@ -128,7 +128,7 @@ class _Pairs:
         return found
 
     def best_pair(self, below: float) -> _Pair | None:
-        """The best pair with a score `below` a bound; those in time come first.
+        """Return the best pair with a score `below` a bound; those in time come first.
 
         Of sources and targets only the two best of each are combined: the cost of a decision must not grow
         with the square of the fleet.
@@ -173,13 +173,13 @@ class _Pairs:
         return usable
 
     def _prefill_score(self, each: Sight) -> float:
-        """The part of a pair's score that is the source's."""
+        """Return the part of a pair's score that is the source's."""
         return self._first * (each.first_token_s + each.coming_s) + max(
             0.0, each.others_s - each.joining_s(self._ctx.predicted_output)
         )
 
     def _decode_score(self, each: Sight) -> float:
-        """The part of a pair's score that is the target's, without what depends on the source."""
+        """Return the part of a pair's score that is the target's, without what depends on the source."""
         decode_s = self.decode_s(each)
         first_s = self._first * JOINING_STEPS * each.with_s
         joining_s = each.joining_s(self._ctx.predicted_output)
@@ -192,7 +192,7 @@ class _Pairs:
         return each.end_s - each.first_token_s
 
     def _suits(self, i: int, j: int) -> bool:
-        """True if the source, idle, prefills faster than the target and decodes no faster, or by role.
+        """Return True if the source, idle, prefills faster than the target and decodes no faster, or by role.
 
         Where one is better at both, a transfer would only lighten the load of the moment.
         """
@@ -224,7 +224,7 @@ class _Pairs:
         return _Pair(i, j, score, start_s, self._in_time(j, whole_s))
 
     def _in_time(self, j: int, whole_s: float) -> bool:
-        """True if an answer comes well before the lease on the KV blocks ends, where that matters.
+        """Return True if an answer comes well before the lease on the KV blocks ends, where that matters.
 
         The first token of an answer that is sent as a whole is not seen, so nothing else shows that the
         blocks were fetched in time.

@@ -56,7 +56,7 @@ class PolicyRegistry:
         return len(_OWN) + len(self._others())
 
     def __getitem__(self, name: str) -> type[Policy]:
-        """The class of a policy. Raises `KeyError` for an unknown name, `ConfigError` of a broken package."""
+        """Return a policy's class. Raises `KeyError` for an unknown name, `ConfigError` for a broken one."""
         found = self._known.get(name)
         if found is None:
             own = _OWN.get(name)
@@ -88,5 +88,5 @@ def _load(entry: EntryPoint) -> type[Policy]:
 
 
 def make_policy(name: str, params: PolicyParams, rng: random.Random) -> Policy:
-    """The policy called `name`. Raises `KeyError` for an unknown name, `ConfigError` for a broken package."""
+    """Return a policy. Raises `KeyError` for an unknown name, `ConfigError` for a broken one."""
     return POLICIES[name](params, rng)

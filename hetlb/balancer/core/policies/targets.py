@@ -66,7 +66,7 @@ def shares_of_targets(
 
 
 def leaves_room(ctx: SchedulingContext, each: Sight, share: float) -> bool:
-    """True if requests with targets still meet them there beside this one of the background.
+    """Return True if requests with targets still meet them there beside this one of the background.
 
     A `share` of them comes, as many at once as all but a part of 1 - attainment of Poisson arrivals make.
     Forecasts count at the quantile of their errors at that attainment.

@@ -16,13 +16,14 @@ export function lineClass(index) {
   return `k${index % LINE_COLOURS} d${(index + Math.floor(index / LINE_COLOURS)) % DASHES}`;
 }
 
-/** Multiples of 1, 2 or 5 times a power of 10 from `low` to `high`, in about `steps` steps. */
-function linearTicks(low, high, steps, least = 0) {
+/** Multiples of 1, 2 or 5 times a power of 10 from `low` to `high`, in about `steps` steps; with `whole` the next one as well. */
+function linearTicks(low, high, steps, least = 0, whole = false) {
   const rough = Math.max(least, (high - low) / steps);
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough * 0.999);
   const ticks = [];
-  for (let index = Math.ceil(low / step - 1e-9); index <= high / step + 1e-9; index += 1) ticks.push(index * step + 0); // + 0: no -0
+  const last = whole ? Math.ceil(high / step - 1e-9) : high / step + 1e-9;
+  for (let index = Math.ceil(low / step - 1e-9); index <= last; index += 1) ticks.push(index * step + 0); // + 0: no -0
   return ticks;
 }
 
@@ -68,11 +69,9 @@ function scaleOf(axis, values, start, end) {
     if (axis.log) [low, high] = [low / 2, high * 2];
     else [low, high] = [low === axis.least ? low : low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
   }
-  const ticks = axis.ticks ?? (axis.log ? logTicks(low, high) : linearTicks(low, high, axis.steps ?? 5, axis.counts ? 1 : 0));
-  if (axis.whole && !axis.log && axis.most === undefined && ticks.length > 1 && ticks.at(-1) < high) {
-    high = ticks.at(-1) + ticks[1] - ticks[0];
-    ticks.push(high);
-  }
+  const whole = axis.whole && !axis.log && !axis.ticks && axis.most === undefined;
+  const ticks = axis.ticks ?? (axis.log ? logTicks(low, high) : linearTicks(low, high, axis.steps ?? 5, axis.counts ? 1 : 0, whole));
+  if (whole) high = Math.max(high, ticks.at(-1));
   // Values that look alike beside the axis are no scale.
   if (axis.least === 0 && !axis.log && !axis.ticks) {
     const texts = new Set();
@@ -100,6 +99,9 @@ export function plainNumber(value) {
 /** `1 s` at an axis where a figure would be `1.00 s`. */
 const tickText = (text) => text.replace(/\.0+(?=\D|$)/, "");
 
+/** Width of a letter of a tick in pixels. */
+const LETTER = 6.5;
+
 /** Grid, ticks and labels of two scales. */
 function grid(x, y, labels) {
   const items = [];
@@ -110,13 +112,16 @@ function grid(x, y, labels) {
       draw("text", { x: x.start - 6, y: at, dy: 4, "text-anchor": "end", text: tickText(y.format(value)) }),
     );
   }
-  for (const value of x.ticks) {
+  let free = -Infinity; // where the next label may begin
+  for (const value of [...x.ticks].sort((a, b) => a - b)) {
     const at = x.at(value);
-    const anchor = at > x.end - 12 ? "end" : "middle";
-    items.push(
-      ...(labels ? [draw("line", { class: "rule", x1: at, x2: at, y1: y.end, y2: y.start })] : []),
-      draw("text", { x: at, y: y.start + 15, "text-anchor": anchor, text: tickText(x.format(value)) }),
-    );
+    const text = tickText(x.format(value));
+    const last = at > x.end - 12;
+    const begins = at - text.length * LETTER * (last ? 1 : 0.5);
+    if (labels) items.push(draw("line", { class: "rule", x1: at, x2: at, y1: y.end, y2: y.start }));
+    if (begins < free) continue;
+    free = begins + (text.length + 1) * LETTER;
+    items.push(draw("text", { x: at, y: y.start + 15, "text-anchor": last ? "end" : "middle", text }));
   }
   if (labels) {
     const middle = (y.start + y.end) / 2;

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 
 def exact(value: float) -> Fraction:
-    """The decimal that was written, not its binary neighbour: 0.9 is 9/10."""
+    """Return the decimal that was written, not its binary neighbour: 0.9 is 9/10."""
     return Fraction(repr(value))
 
 

@@ -65,7 +65,7 @@ def hidden_size(model: Model) -> float:
 
 
 def activation_link(model: Model, bytes_per_s: float, latency_s: float) -> LinkSeconds:
-    """A link between two stages of a model."""
+    """Return a link between two stages of a model."""
     return LinkSeconds(hidden_size(model) * ACTIVATION_BYTES / max(bytes_per_s, 1.0), latency_s)
 
 
@@ -109,12 +109,12 @@ class _Round:
         self.stages = len(shares)
 
     def of(self, values: Sequence[float], link_s: float = 0.0) -> float:
-        """A coefficient that every batch pays whole."""
+        """Return a coefficient that every batch pays whole."""
         parts = [share * value for share, value in zip(self.shares, values, strict=True)]
         return max(self.stages * max(parts), math.fsum(parts) + link_s)
 
     def part(self, values: Sequence[float], link_s: float = 0.0) -> float:
-        """A coefficient of work that is divided over the batches."""
+        """Return a coefficient of work that is divided over the batches."""
         return self.of(values, link_s) / self.stages
 
 
@@ -185,7 +185,7 @@ def _decode(turn: _Round, tables: Sequence[DecodeTable | None]) -> DecodeTable |
 
 
 def _mixed(turn: _Round, latencies: Sequence[LatencyModel]) -> MixedTerm | None:
-    """The cost of decodes beside prompts; None where no stage knows it."""
+    """Return the cost of decodes beside prompts; None where no stage knows it."""
     if all(each.mixed is None for each in latencies):
         return None
     known = [each.mixed_term for each in latencies]
@@ -203,7 +203,7 @@ def _mixed(turn: _Round, latencies: Sequence[LatencyModel]) -> MixedTerm | None:
 
 
 def _split_kv(turn: _Round, terms: Sequence[SplitKv | None]) -> SplitKv | None:
-    """The least blocks of a stage, for each of the batches; None where a stage's kernel does not split."""
+    """Return the least blocks of a stage, for each of the batches; None where none is split."""
     known = [term for term in terms if term is not None]
     if len(known) < len(terms):
         return None
@@ -231,7 +231,7 @@ class StageProfile:
 
 
 def compose_profile(name: str, model: Model, parts: Sequence[StageProfile], kv_cache_tokens: int) -> Profile:
-    """The profile of an instance of these stages; of one stage its own, with the KV cache that it has."""
+    """Return the profile of an instance of these stages; of one stage its own, with its KV cache."""
     profiles = [part.profile for part in parts]
     first = profiles[0].engine
     if len(parts) == 1:
@@ -271,7 +271,7 @@ def compose_profile(name: str, model: Model, parts: Sequence[StageProfile], kv_c
 
 
 def engine_stages(parts: Sequence[StageProfile]) -> tuple[EngineStage, ...]:
-    """The stages as `StagedEngine` takes them; none of one that holds all layers."""
+    """Return the stages as `StagedEngine` takes them; none of one that holds all layers."""
     return tuple(
         EngineStage(part.profile.latency, part.share, part.link.token_s, part.link.batch_s)
         for part in parts

@@ -33,7 +33,7 @@ class SimulatedServer:
 def arrivals(
     rows: Sequence[tuple[int, int]], request_rate: float, rng: random.Random, count: int | None = None
 ) -> list[PlannedRequest]:
-    """Requests of these lengths (`count`, cycled, or all), Poisson at a rate; all at once at infinity."""
+    """Return requests of these lengths (`count`, cycled, or all), Poisson at a rate, or all at once."""
     return make_plan([Row(None, prompt, output) for prompt, output in rows], count, request_rate, rng)
 
 

@@ -370,7 +370,7 @@ class LinkTable(LinkRates, frozen=True, forbid_unknown_fields=True, kw_only=True
 def _rates_of_matrix(
     path: Path, matrix: tuple[tuple[float, ...], ...], machines: Sequence[Machine]
 ) -> tuple[tuple[float, ...], ...]:
-    """A rate per pair of machines. Of a matrix of GPUs, all pairs of two machines must have the same."""
+    """Return a rate per pair of machines. In a matrix of GPUs, pairs of two machines agree."""
     key, size = f"{path}: links.matrix", len(matrix)
     gpus = sum(machine.gpus for machine in machines)
     if size not in (len(machines), gpus):

@@ -48,7 +48,7 @@ def simulated_limits(profile: Profile) -> tuple[int, int]:
 
 
 def host_of(machine: str) -> str:
-    """The host of a machine, to be filled in."""
+    """Return the host of a machine, to be filled in."""
     return f"{machine}{PLACEHOLDER}"
 
 
@@ -89,7 +89,7 @@ class VllmServer:
         return f"http://{host_of(self.gpus[0][0])}:{self.port}"
 
     def command(self) -> str:
-        """The command for its (first) machine; a comment says where it runs, and if that was never tried."""
+        """Return the command for its (first) machine; a comment says where, and if never tried."""
         form, machines = self.form, dict(self.gpus)
         pp, connector = form.pipeline_parallel_size, form.connector
         flags = {
@@ -128,7 +128,7 @@ class VllmServer:
 
 
 def _kv_transfer(connector: str, role: Role) -> str:
-    """The value of `--kv-transfer-config`."""
+    """Return the value of `--kv-transfer-config`."""
     config: dict[str, Any] = {"kv_connector": connector, "kv_role": _KV_ROLE[role]}
     if role is not Role.DECODE:
         config["kv_connector_extra_config"] = {"kv_lease_duration": KV_LEASE_S}
@@ -174,7 +174,7 @@ def write_fleet(
 
 
 def _reference(path: Path, profile: ProfileOf) -> str:
-    """The path of a profile relative to the fleet file at `path`; writes one that is no file yet."""
+    """Return the path of a profile relative to the fleet file at `path`; writes one that is no file yet."""
     if not isinstance(profile, Path):
         folder = path.parent / f"{path.stem}-profiles"
         try:

@@ -103,7 +103,7 @@ class GroupTable:
         return 0.0 if group is None else group.capacity
 
     def promised(self, composition: Composition, role: Role) -> ServerGroup | None:
-        """A group that no group of these GPUs serves more than; it may serve less itself."""
+        """Return a group that no group of these GPUs serves more than; it may serve less itself."""
         return self._moved(next(iter(self._promising(composition, role)), None), composition)
 
     def most(self, composition: Composition, role: Role) -> float:
@@ -112,7 +112,7 @@ class GroupTable:
         return groups[0].capacity if groups else 0.0
 
     def _alike(self, composition: Composition) -> Composition:
-        """The first composition with the same kinds of machines, GPUs in each and links between them."""
+        """Return the first composition with the same kinds of machines, GPUs in each and links."""
         if composition not in self._like:
             kinds, rates = self.cluster.kinds, self.cluster.links.bytes_per_s
             machines = tuple((kinds[m], n) for m, n in composition)
@@ -121,7 +121,7 @@ class GroupTable:
         return self._like[composition]
 
     def _moved(self, group: ServerGroup | None, composition: Composition) -> ServerGroup | None:
-        """A group of the first composition, on the machines of this one."""
+        """Return a group of the first composition, on the machines of this one."""
         first = self._alike(composition)
         if group is None or composition == first:
             return group
@@ -145,7 +145,7 @@ class GroupTable:
         return self._ranked[key]
 
     def _find(self, composition: Composition, role: Role) -> ServerGroup | None:
-        """The best group of the first composition that is alike."""
+        """Return the best group of the first composition that is alike."""
         key = self._alike(composition), role
         if key not in self._best:
             best, most = None, 0.0
@@ -260,7 +260,7 @@ class ProfileCost:
         return self._shares[key]
 
     def profile(self, stages: Sequence[GroupStage], kv_cache_tokens: int, role: Role) -> Profile:
-        """The latency profile of a group, for the simulator and for a fleet file."""
+        """Return the latency profile of a group, for the simulator and for a fleet file."""
         profile = self._composed(stages, kv_cache_tokens)
         if role is not Role.BOTH:
             return profile
@@ -290,7 +290,7 @@ class ProfileCost:
 def estimated_profile(
     cluster: SplitCluster, machine: Machine, degree: int, link_bytes_per_s: float
 ) -> Profile:
-    """The terms of appendix A as a latency profile: weights read or tokens computed, KV read, all-reduces."""
+    """Return the terms of appendix A as a latency profile: weights or tokens, KV, all-reduces."""
     table, model = machine.roofline, cluster.model
     assert table is not None, "expected a machine with a profile of this degree or peak figures"
     flops = degree * table.flops * table.flops_efficiency

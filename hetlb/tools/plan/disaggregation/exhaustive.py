@@ -100,7 +100,7 @@ def _value(group: ServerGroup, weight: float) -> float:
 
 
 def find_exhaustively(table: GroupTable, limits: SolveLimits) -> SplitsFound:
-    """The best plan of all and, for the simulation that chooses, those that a search finds beside it."""
+    """Return the best plan of all and, for the simulation that chooses, those of a search."""
     search = Exhaustive(table)
     best = search.run(limits)
     colocated = Exhaustive(table, (Role.BOTH,)).run(limits)

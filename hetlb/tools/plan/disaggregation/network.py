@@ -78,7 +78,7 @@ class Network:
         return Route(tuple(links.items()), inside_s, capacity)
 
     def solve(self, groups: Sequence[ServerGroup]) -> SplitPlan:
-        """The plan with the most requests/s of these groups.
+        """Return the plan with the most requests/s of these groups.
 
         Groups for both phases whose servers cannot take part in transfers are left out of a plan that splits.
         """
@@ -103,7 +103,7 @@ class Network:
         return SplitPlan(tuple(groups), flows, served)
 
     def _overloads(self, routes: dict[tuple[int, int], Route], flows: dict[tuple[int, int], float]) -> bool:
-        """True if flows need more of some link between machines than there is."""
+        """Return True if flows need more of some link between machines than there is."""
         used: dict[tuple[int, int], float] = {}
         for pair, flow in flows.items():
             for link, size in routes[pair].link_bytes:

@@ -25,7 +25,7 @@ _SWAPS_PER_GPU = 20
 
 
 def group_count(cluster: SplitCluster) -> int:
-    """The paper's K: total memory over the memory of one replica."""
+    """Return the paper's K: total memory over the memory of one replica."""
     total = sum(machine.gpus * machine.usable_bytes for machine in cluster.machines)
     return max(2, int(total / (cluster.model.weight_bytes * (1.0 + _KV_SHARE))))
 
@@ -68,7 +68,7 @@ def _spectral(weights: NDArray[np.float64], count: int, rng: random.Random) -> N
 def _swap(
     labels: NDArray[np.int32], weights: NDArray[np.float64], memory: NDArray[np.float64], rng: random.Random
 ) -> None:
-    """Swaps and moves that lower cut bandwidth and the imbalance of memory, both relative to their totals."""
+    """Swap and move what lowers cut bandwidth and the imbalance of memory, both relative to their totals."""
     number = len(labels)
     count = int(labels.max()) + 1
     held = np.zeros(count)

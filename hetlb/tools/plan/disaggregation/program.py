@@ -94,7 +94,7 @@ class Templates:
             self.templates = list(self._worthwhile())
 
     def _worthwhile(self) -> Iterator[Template]:
-        """Groups inside one machine, and those across machines that serve more than their GPUs do inside."""
+        """Yield groups inside one machine, and those across machines that serve more than inside."""
         inside: dict[tuple[int, Role], float] = {}
         for template in self.templates:
             if len(template.shape) == 1:
@@ -139,7 +139,7 @@ class Templates:
         return tuple(sorted(found))
 
     def solve(self, limits: SolveLimits, roles: Sequence[Role] = tuple(Role)) -> Solved | None:
-        """The best numbers of templates in these roles found within the limits."""
+        """Return the best numbers of templates in these roles found within the limits."""
         own = [at for at, template in enumerate(self.templates) if template.group.role in roles]
         found: Solved | None = None
         integer = False
@@ -175,7 +175,7 @@ class Templates:
         return bool(promised)
 
     def _program(self, own: Sequence[int], integer: bool) -> tuple[LinearProgram, dict[int, int]]:
-        """The program over templates, and the column of the number of each."""
+        """Return the program over templates, and the column of the number of each."""
         cluster = self.cluster
         program = LinearProgram()
         gpus: list[list[tuple[int, float]]] = [[] for _ in self.members]

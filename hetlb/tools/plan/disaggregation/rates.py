@@ -133,7 +133,7 @@ def _full_batch(limits: EngineLimits, workload: RequestLengths) -> float:
 
 
 def _largest_batch(most: float, limit_s: float, seconds: Callable[[float], float]) -> float:
-    """The largest batch whose token takes at most `limit_s`; 0 where not even one does."""
+    """Return the largest batch whose token takes at most `limit_s`; 0 where not even one does."""
     if most < 1.0:
         return 0.0
     if seconds(most) <= limit_s:
@@ -148,7 +148,7 @@ def _largest_batch(most: float, limit_s: float, seconds: Callable[[float], float
 
 
 def _load_within(limit_s: float, service_s: float) -> float:
-    """The highest load rho at which s + rho * s / (2 * (1 - rho)) stays within the limit, 0..1."""
+    """Return the highest load rho at which s + rho * s / (2 * (1 - rho)) stays within the limit, 0..1."""
     if limit_s == math.inf:
         return 1.0
     if limit_s <= service_s:

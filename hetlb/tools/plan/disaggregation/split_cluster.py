@@ -146,7 +146,7 @@ class ServerGroup:
         return self.stages[0].gpus
 
     def form(self, connector: str | None = NIXL) -> Form:
-        """The form of its server, with KV transfers or (None) without."""
+        """Return the form of its server, with KV transfers or (None) without."""
         sizes = self.tensor_parallel_size, len(self.stages), len(self.composition)
         return Form(*sizes, connector, self.role)
 

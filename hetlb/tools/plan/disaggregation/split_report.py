@@ -18,7 +18,7 @@ from hetlb.tools.tables import table
 def document_of(
     cluster: SplitCluster, plan: SplitPlan, found: SplitsFound, servers: list[VllmServer], solve_s: float
 ) -> dict[str, Any]:
-    """The figures of the contract, and what they rest on under further keys."""
+    """Return the figures of the contract, and what they rest on under further keys."""
     rates = dict.fromkeys(Role, 0.0)
     for group in plan.groups:
         rates[group.role] += group.capacity
@@ -68,7 +68,7 @@ def document_of(
 
 
 def print_plan(document: dict[str, Any]) -> None:
-    """The plan for a person: groups, flows, the plan without splitting, how far to trust it, commands."""
+    """Print the plan for a person: groups, flows, the plan without splitting, its limits, commands."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(_headline(document), style="bold")
     console.print(_group_grid(document), soft_wrap=False)

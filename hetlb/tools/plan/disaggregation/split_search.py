@@ -165,7 +165,7 @@ class SplitSearch:
     # --- evaluation ---
 
     def _state(self, parts: list[Part], least: float = 0.0) -> _State:
-        """A candidate's figures; pipelines and flows are computed where it could serve more than `least`."""
+        """Return a candidate's figures; with pipelines and flows if it could serve `least`."""
         state = _State(parts)
         self._sum(state, self._table.most)
         if least == 0.0 or state.throughput > least:
@@ -201,7 +201,7 @@ class SplitSearch:
                 del self._kept[min(self._kept, key=lambda each: self._kept[each].throughput)]
 
     def _with_one_role(self, state: _State) -> _State:
-        """The candidate, where a group that does both serves more with one role with that role.
+        """Return the candidate, where a group that does both serves more with one role with that role.
 
         The scheduler would use it that way: what such a group serves beside others is then underestimated.
         """
@@ -275,14 +275,14 @@ class SplitSearch:
 
     @staticmethod
     def _unequal(state: _State) -> tuple[Role | None, Role | None]:
-        """The phase that limits the flow, and the one with capacity to spare."""
+        """Return the phase that limits the flow, and the one with capacity to spare."""
         if state.prefill == state.decode:
             return None, None
         less = state.prefill < state.decode
         return (Role.PREFILL, Role.DECODE) if less else (Role.DECODE, Role.PREFILL)
 
     def _pick(self, state: _State, wanted: Role | None) -> int:
-        """A group, most often one in the wanted role."""
+        """Return a group, most often one in the wanted role."""
         rng, parts = self._rng, state.parts
         if wanted is not None and rng.random() < 0.75:
             own = [g for g, (_, role) in enumerate(parts) if role is wanted]

@@ -45,7 +45,7 @@ def servers_of(cluster: SplitCluster, plan: SplitPlan) -> list[VllmServer]:
 
 
 def _profile(cluster: SplitCluster, group: ServerGroup, cost: ProfileCost) -> ProfileOf:
-    """The file of a profile; estimated and composed ones are to be written."""
+    """Return the file of a profile; estimated and composed ones are to be written."""
     degree = group.tensor_parallel_size
     if len(group.stages) == 1:
         machine = cluster.machines[group.stages[0].machine]

@@ -55,7 +55,7 @@ class Simulated:
 def make_servers(
     cluster: SplitCluster, plan: SplitPlan, cost: ProfileCost
 ) -> tuple[list[SimulatedServer], KvLinks]:
-    """The groups of a plan with their engines, and the links between them."""
+    """Return the groups of a plan with their engines, and the links between them."""
     network = Network(cluster)
     groups = dict(zip(plan.names, plan.groups, strict=True))
     prompt = cluster.workload.prompt_tokens
@@ -100,7 +100,7 @@ def simulate_plan(
     count: int | None = None,
     seed: int = 0,
 ) -> Simulated:
-    """A plan under a policy at `rate` requests/s (a little above the plan's); `count` requests."""
+    """Return a plan under a policy at `rate` requests/s (a little above the plan's); `count` requests."""
     servers, links = make_servers(cluster, plan, cost)
     offered = plan.throughput * LOAD if rate is None else rate
     number = count or round(min(_MOST, max(_FEWEST, _wanted(cluster, plan))))
@@ -137,7 +137,7 @@ def judge(
 def choose(
     cluster: SplitCluster, found: SplitsFound, limits: SolveLimits, count: int
 ) -> tuple[SplitPlan, dict[str, Any]]:
-    """The best of `count` plans in simulation, else the first; figures of it and without splitting."""
+    """Return the best of `count` plans in simulation, else the first; figures of it and without splitting."""
     best, colocated = found.plans[0], found.colocated
     figures: dict[str, Any] = {
         "simulated": None,
@@ -214,7 +214,7 @@ def why_nothing(cluster: SplitCluster) -> str:
 
 
 def different(plans: Sequence[SplitPlan], count: int) -> list[SplitPlan]:
-    """The first plans that differ in more than in which of several alike machines a group is on."""
+    """Return the first plans that differ in more than in which of several alike machines a group is on."""
     found: dict[object, SplitPlan] = {}
     for plan in plans:
         shape = tuple(
@@ -229,7 +229,7 @@ def different(plans: Sequence[SplitPlan], count: int) -> list[SplitPlan]:
 
 
 def _wanted(cluster: SplitCluster, plan: SplitPlan) -> float:
-    """Requests of a run that is long enough for every group to be full for most of it."""
+    """Return requests of a run that is long enough for every group to be full for most of it."""
     context = cluster.workload.context_tokens
     stay_s = max(
         min(256.0, group.kv_cache_tokens / context) / group.capacity

@@ -137,7 +137,7 @@ class BlockChain:
         self._branches = [Branches(self._groups, held, most) for held in self._regions]
 
     def highest(self, low: float, high: float, limits: SolveLimits) -> Placement | None:
-        """The placement of the highest flow found between both."""
+        """Return the placement of the highest flow found between both."""
         best, most = None, 0.0
         for _ in range(_HALVINGS):
             if limits.over:
@@ -304,7 +304,7 @@ def _slowest_between(cluster: PlaceCluster) -> float:
 def _cheapest_cover(
     parts: NDArray[np.int64], cost: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.int16]]:
-    """The least cost of branches whose parts add up to the flow, by layers, and the branch taken last.
+    """Return the least cost of branches whose parts add up to the flow, by layers, and the branch taken last.
 
     `parts[t]`: those of a branch of rate t; `cost[t, layers]`: its price. The second array is by parts still
     to cover and layers.

@@ -38,7 +38,7 @@ class Loss:
 
 
 def losses(flows: PlacementFlows, placement: Placement, limits: SolveLimits) -> list[Loss]:
-    """The loss of every class of nodes that hold layers, those that the limits leave time for."""
+    """Return the loss of every class of nodes that hold layers, those that the limits leave time for."""
     alike: dict[tuple[object, ...], list[PlaceNode]] = {}
     for node in flows.cluster.nodes:
         if node.name in placement:

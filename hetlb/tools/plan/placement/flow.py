@@ -156,7 +156,7 @@ class PlacementFlows:
         return Flow(total, {edge: flow for edge, flow in arcs if edge is not None})
 
     def balanced(self, placement: Placement) -> Flow:
-        """The most even of all maximum flows; as it came where the solver finds no optimum.
+        """Return the most even of all maximum flows; as it came where the solver finds no optimum.
 
         Of all flows of the highest value it has the least sum of f^2 / capacity over nodes and links, so that
         replicas share their load by speed: a first maximum flow leaves idle what it does not need.
@@ -196,12 +196,12 @@ class PlacementFlows:
         return Flow(total, {edge: float(share) * total for edge, share in shares if share > _LEAST_SHARE})
 
     def edges(self, placement: Placement) -> list[Edge]:
-        """The links that a request may take."""
+        """Return the links that a request may take."""
         found = (self._edge(tail, head) for tail, head, _, _ in self._network(self.held(placement)).arcs())
         return [edge for edge in found if edge is not None]
 
     def _edge(self, tail: int, head: int) -> Edge | None:
-        """The link of an arc, None for that of a node."""
+        """Return the link of an arc, None for that of a node."""
         edge = self._ends[tail], self._ends[head]
         return None if edge[0] == edge[1] else edge
 
@@ -237,12 +237,12 @@ class PlacementFlows:
 
 
 def max_flow(cluster: PlaceCluster, placement: Placement) -> Flow:
-    """The maximum flow of one placement. Nodes without layers carry nothing."""
+    """Return the maximum flow of one placement. Nodes without layers carry nothing."""
     return PlacementFlows(cluster).flow(placement)
 
 
 def pipelines(flow: Flow) -> list[Pipeline]:
-    """The flow as paths, greatest first: from node to node over the link that carries most of what is left.
+    """Return the flow as paths, greatest first: from node to node over the link with most of the rest.
 
     At most one path per link; together they carry the whole flow, to rounding. There are no cycles in a flow
     through layers.

@@ -32,7 +32,7 @@ def compute_bound(cluster: PlaceCluster) -> float:
 
 
 def flow_bound(cluster: PlaceCluster, limits: SolveLimits | None = None) -> float:
-    """The highest flow at which the machines could still cover every layer (covers as whole machines).
+    """Return the highest flow at which the machines could still cover every layer (covers as whole machines).
 
     Each layer needs machines whose rates add up to the flow F, and a machine with j layers gives 1/j of
     itself to each of them. With w_c the number of layers that the set c of machines covers, the linear
@@ -95,7 +95,7 @@ def _coverable(items: list[_Item], numbers: list[int], flow: float, limits: Solv
 def _cheapest_cover(
     items: list[_Item], prices: list[float], flow: float, limits: SolveLimits
 ) -> tuple[float, list[_Item]]:
-    """The set of machines (any number of each) that reaches the flow at the least price, if there is time."""
+    """Return the set of machines (any number of each) that reaches the flow at the least price."""
     useful = sorted(items, key=lambda item: prices[item.group] * item.share / min(item.rate, flow))
     costs = [prices[item.group] * item.share for item in useful]
     ratios = [cost / min(item.rate, flow) for cost, item in zip(costs, useful, strict=True)]

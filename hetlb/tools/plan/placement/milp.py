@@ -19,7 +19,7 @@ from hetlb.tools.plan.placement.place_cluster import PlaceCluster, Placement
 def solve(
     cluster: PlaceCluster, limits: SolveLimits, most: float, start: Placement | None = None
 ) -> tuple[float, Placement | None]:
-    """The bound, `most` at first, and the best placement met from `start` on, None where there was none."""
+    """Return the bound, `most` at first, and the best placement met from `start` on, None without one."""
     layers, groups, program = cluster.model.layers, cluster.groups(), LinearProgram()
     # Columns of the count and the flow by (group, first layer, length).
     columns: dict[tuple[int, int, int], tuple[int, int]] = {}

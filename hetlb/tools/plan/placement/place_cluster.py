@@ -128,7 +128,7 @@ class PlaceCluster:
         return 0.0 if link is None else link.bytes_per_s / self.link_bytes(edge)
 
     def network(self, placement: Placement, flows: Mapping[Edge, float]) -> StageNetwork:
-        """The stages of a placement, in the order of the nodes. Nodes without layers are left out."""
+        """Return the stages of a placement, in the order of the nodes. Nodes without layers are left out."""
         stages = []
         for node in self.nodes:
             if node.name not in placement:
@@ -160,14 +160,14 @@ class PlaceCluster:
         )
 
     def subset(self, nodes: Sequence[PlaceNode]) -> PlaceCluster:
-        """The same problem with some of its machines alone."""
+        """Return the same problem with some of its machines alone."""
         names = {node.name for node in nodes} | {SOURCE, SINK}
         links = {edge: link for edge, link in self.links.items() if edge[0] in names and edge[1] in names}
         return replace(self, nodes=tuple(nodes), links=links)
 
 
 def machine_kind(machine: Machine, model: Model, input_tokens: float, output_tokens: float) -> MachineKind:
-    """Times and limits of one GPU by layers held, from a latency profile of the whole model and memory.
+    """Return times and limits of one GPU by layers held, from the whole model's profile and memory.
 
     A machine with some of the layers takes their share of every time and every byte. The rates are those of
     requests of these mean lengths in the batches that the KV cache holds. No holdings: not even one layer

@@ -86,7 +86,7 @@ def write_stages(path: Path, cluster: PlaceCluster, placement: Placement, folder
 def vllm_plan(
     cluster: PlaceCluster, placement: Placement, flow: Flow, separate: Placement | None
 ) -> dict[str, Any] | None:
-    """The same machines as vLLM servers with pipeline parallelism, None where there are none.
+    """Return the same machines as vLLM servers with pipeline parallelism, None where there are none.
 
     They are the plan's own pipelines where those share no machine and hold whole stages, else `separate`.
     """
@@ -106,13 +106,13 @@ def vllm_plan(
 
 
 def _shared(found: Sequence[Pipeline]) -> bool:
-    """True if a machine serves more than one of the pipelines."""
+    """Return True if a machine serves more than one of the pipelines."""
     names = [name for pipeline in found for name in pipeline.nodes]
     return len(set(names)) < len(names)
 
 
 def _whole_stages(placement: Placement, pipeline: Pipeline) -> bool:
-    """True if every machine of a pipeline begins at its own first layer."""
+    """Return True if every machine of a pipeline begins at its own first layer."""
     at = 0
     for name in pipeline.nodes:
         if placement[name][0] != at:
@@ -138,7 +138,7 @@ def _server(cluster: PlaceCluster, placement: Placement, index: int, names: Sequ
 
 
 def advice(flow: float, vllm: dict[str, Any] | None) -> str:
-    """A sentence that says which of both is the better choice."""
+    """Return a sentence that says which of both is the better choice."""
     if vllm is None:
         return "Stages: no pipelines of separate machines hold the model."
     share = vllm["max_flow_tokens_per_s"] / flow if flow else 0.0

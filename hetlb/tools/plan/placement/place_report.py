@@ -27,7 +27,7 @@ def document_of(
     folder: str,
     fleet: Path | None = None,
 ) -> dict[str, Any]:
-    """The figures of the contract, and what they rest on under further keys."""
+    """Return the figures of the contract, and what they rest on under further keys."""
     cluster, flow, highest, result = plan.cluster, plan.chosen.flow, plan.highest_flow, plan.result
     separate = separate_pipelines(cluster)
     vllm = vllm_plan(cluster, plan.chosen.placement, flow, separate)

@@ -225,7 +225,7 @@ class PlacementSearch:
             yield "blocks by region", own
 
     def _complete(self, placement: Placement, limits: SolveLimits) -> Layout:
-        """A layout of all nodes: those left over go where they add most flow, or where cover is thinnest."""
+        """Return a layout of all nodes: those left over go where they add most flow, or thinnest cover."""
         layout = self._layout(placement)
         places = sorted(set(placement.values()))
         cover = self._cover(layout)
@@ -254,7 +254,7 @@ class PlacementSearch:
         return list(accumulate(changes[:-1]))
 
     def _score(self, layout: Layout) -> float:
-        """The flow, and a little for the layer with the least throughput."""
+        """Return the flow, and a little for the layer with the least throughput."""
         return self._flows.value(layout) + _COVER_WEIGHT * min(self._cover(layout))
 
     # --- annealing ---
@@ -277,7 +277,7 @@ class PlacementSearch:
                 return
 
     def _layout(self, placement: Placement) -> Layout:
-        """A layout of all nodes; those that a heuristic leaves out hold the first layer."""
+        """Return a layout of all nodes; those that a heuristic leaves out hold the first layer."""
         return [placement.get(name, (0, 1)) for name in self._flows.names]
 
     def _best(self) -> PlacementCandidate | None:
@@ -303,7 +303,7 @@ class PlacementSearch:
     def _anneal(
         self, layout: Layout, score: Callable[[Layout], float], limits: SolveLimits, heat: tuple[float, float]
     ) -> Layout:
-        """Simulated annealing; returns the best layout met, without any time the one given."""
+        """Anneal; return the best layout met, without any time the one given."""
         seconds = limits.left_s
         if seconds <= 0.0:
             return layout
@@ -320,7 +320,7 @@ class PlacementSearch:
         )
 
     def _change(self, layout: Layout) -> Layout | None:
-        """A layout nearby, None if the change drawn does not fit."""
+        """Return a layout nearby, None if the change drawn does not fit."""
         draw, changed = self._rng.random(), layout[:]
         if draw < 0.30:
             fits = self._shift_boundary(changed)
@@ -357,7 +357,7 @@ class PlacementSearch:
         return self._fits(layout, i, j)
 
     def _align(self, layout: Layout) -> bool:
-        """A node takes an interval between two boundaries of others."""
+        """Give a node an interval between two boundaries of others."""
         i = self._rng.randrange(len(layout))
         first = self._rng.choice(sorted({first for first, _ in layout}))
         ends = [end for end in sorted({end for _, end in layout}) if 0 < end - first <= self._most[i]]
@@ -374,7 +374,7 @@ class PlacementSearch:
         return True
 
     def _divide(self, layout: Layout) -> bool:
-        """A node takes the first layers of another one, which keeps the others."""
+        """Give a node the first layers of another one, which keeps the others."""
         i, j = self._rng.randrange(len(layout)), self._rng.randrange(len(layout))
         first, end = layout[j]
         if i == j or end - first < 2:
@@ -434,7 +434,7 @@ class PlacementSearch:
             racing.sort(key=_by_throughput, reverse=True)
 
     def _shortlist(self, count: int) -> list[PlacementCandidate]:
-        """The best by estimate and the best by flow in turn; no two differ in fewer than three nodes."""
+        """Return the best by estimate and the best by flow in turn; they differ in three nodes or more."""
         known = self._known.values()
         by_estimate = sorted(known, key=lambda each: -each.estimate)
         by_flow = sorted(known, key=lambda each: (-round(each.flow.tokens_per_s, 3), -each.estimate))

@@ -14,7 +14,7 @@ TokensSoFar: TypeAlias = Callable[[Lease], int]
 
 
 def decision_summary(dispatch: Dispatch, tokens_so_far: TokensSoFar) -> dict[str, Any]:
-    """A decision without its candidates. `lease` is its number, which a request that is retried has anew.
+    """Return a decision without its candidates. `lease` is its number, new for every try.
 
     Times in seconds on the proxy's clock. `output_tokens` are those of all sequences so far, or in all.
     """

@@ -62,7 +62,7 @@ class KvEventBatch(PickleByFields):
 
 
 def block_digests(ids: array[int], block_tokens: int, extras: Sequence[str] = ()) -> tuple[int, ...]:
-    """A digest of every full block of token ids (8 bytes each); `extras` belong to the first blocks."""
+    """Return a digest (8 bytes) of every full block of token ids; `extras` belong to the first."""
     data, size = memoryview(ids).cast("B"), block_tokens * ids.itemsize
     found: list[int] = []
     for number in range(len(ids) // block_tokens):
@@ -143,7 +143,7 @@ class BlockIndex:
         return count * self.block_tokens
 
     def begin(self, lease_id: int, model: str, blocks: PromptBlocks) -> None:
-        """A prompt was sent to the engine: its blocks are computed before those of later prompts."""
+        """Note that a prompt was sent to the engine: its blocks are computed before later ones."""
         if blocks[0] != self.block_tokens:
             return
         chain = _root(model if model in self._adapters else "")
@@ -156,7 +156,7 @@ class BlockIndex:
         self._leases[lease_id] = chains
 
     def end(self, lease_id: int) -> None:
-        """A lease ended: what its prompt brought in has been told by events."""
+        """Note that a lease ended: what its prompt brought in has been told by events."""
         pending = self._pending
         for chain in self._leases.pop(lease_id, ()):
             left = pending[chain] - 1

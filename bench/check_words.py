@@ -1,0 +1,90 @@
+"""Lint of names and words: one name for one thing, the field's words, no docstring begins with a question.
+
+That a function's docstring begins with an imperative verb is ruff's D401.
+`python bench/check_words.py`; `make check` runs it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+_QUESTION = re.compile(r"(What|Who|Whose|Whom|Where|When|How|Which|Whether|Why|Was|Were|Is|Are)\b")
+#: Beginnings that put off the thing itself.
+_DEFERRED = re.compile(r"(About|As|Be|By|From|Have|Of|So (many|much|long)|Some|Until)\b")
+#: Old names of things that have a name in the field, and words for people that stood for requests.
+_BANNED = re.compile(
+    r"\b(anybody|beginnings|everybody|fellows?|nobody|onward|somebody|untold|whoever)\b", re.IGNORECASE
+)
+#: Old headings of the dashboard and of `top`, for which the field has words (reserved, batch, work).
+_OLD_HEADINGS = re.compile(r"\bpromised\b|\bcoming s\b|Ideal batch|Work booked")
+
+
+def of_module(text: str) -> Iterator[str]:
+    """Yield the mistakes of a module's text."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            docstring = ast.get_docstring(node) or ""
+            if _QUESTION.match(docstring) or _DEFERRED.match(docstring):
+                yield f"{getattr(node, 'name', 'the module')}: docstring begins with {docstring.split()[0]!r}"
+    before = ""
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith("#: ") and not before.startswith("#:") and _QUESTION.match(line[3:]):
+            yield f"comment begins with {line.split()[1]!r}"
+        before = line
+    for word in sorted(set(_BANNED.findall(text))):
+        yield f"the word {word!r}"
+
+
+def of_tests(text: str) -> Iterator[str]:
+    """Yield the mistakes in the names of tests."""
+    for name in re.findall(r"def (test_\w+)", text):
+        if found := _BANNED.search(name.replace("_", " ")):
+            yield f"{name}: the word {found[0]!r}"
+
+
+def of_pages(text: str) -> Iterator[str]:
+    """Yield the mistakes of a page that operators read."""
+    for heading in _OLD_HEADINGS.findall(text):
+        yield f"the old heading {heading!r}"
+
+
+def shared_names(modules: list[Path]) -> Iterator[str]:
+    """Yield the names that two public classes or two files have."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in modules:
+        where = str(path.relative_to(ROOT))
+        if path.name != "__init__.py":
+            places[f"file {path.name}"].append(where)
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[f"class {node.name}"].append(where)
+    for name, found in places.items():
+        if len(found) > 1:
+            yield f"{name} stands in {' and '.join(found)}"
+
+
+def main() -> int:
+    """Print every mistake; return 1 where there is one."""
+    modules = sorted((ROOT / "hetlb").rglob("*.py"))
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "hetlb" / "cli").glob("*.py")]
+    pages += [path for path in (ROOT / "hetlb" / "options" / "dashboard").iterdir() if path.is_file()]
+    wrong = list(shared_names(modules))
+    for paths, rule in (
+        (modules, of_module), (sorted((ROOT / "tests").rglob("test_*.py")), of_tests), (pages, of_pages),
+    ):  # fmt: skip
+        wrong += [
+            f"{path.relative_to(ROOT)}: {mistake}" for path in paths for mistake in rule(path.read_text())
+        ]
+    for mistake in wrong:
+        print(mistake)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

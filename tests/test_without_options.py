@@ -1,0 +1,111 @@
+"""With any folder of `hetlb/options` missing, all the rest is imported, and a plain `serve` serves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+import yaml
+from helpers import HANG_S
+from proxy.services import Engine
+from proxy.upstreams import STREAM
+
+ROOT = Path(__file__).parents[1]
+OPTIONS = sorted(path.parent.name for path in (ROOT / "hetlb" / "options").glob("*/__init__.py"))
+#: Takes an option away, as if its folder were deleted, then runs a command.
+WITHOUT = """
+import sys
+sys.modules["hetlb.options." + sys.argv[1]] = None
+from hetlb.cli.main import main
+sys.exit(main(sys.argv[2:]))
+"""
+#: Imports every module of the balancer and of the other options; prints those that fail.
+IMPORTED = """
+import importlib, sys
+from hetlb.extras import missing_extra
+gone = "hetlb.options." + sys.argv[1]
+sys.modules[gone] = None
+for name in sys.argv[2:]:
+    if not (name + ".").startswith(gone + "."):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if missing_extra(error) is None:
+                print(name, error)
+"""
+#: A table of the fleet file that asks for an option.
+ASKS = {
+    "dns": {"discovery": {"dns": [{"name": "engines.invalid", "port": 1, "model": "m"}]}},
+    "instance_files": {"discovery": {"files": ["others"]}},
+    "tracing": {"tracing": {"otlp_endpoint": "http://127.0.0.1:1"}},
+}
+
+
+async def run(*args: str) -> tuple[int, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *args, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    async with asyncio.timeout(HANG_S):
+        out, _ = await process.communicate()
+    return process.returncode or 0, out.decode()
+
+
+def test_there_are_options() -> None:
+    assert {"split", "resume", "tunnel", "relays"} < set(OPTIONS)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+async def test_all_the_rest_is_imported(option: str) -> None:
+    rooms = [*(ROOT / "hetlb/balancer").rglob("*.py"), *(ROOT / "hetlb/options").rglob("*.py")]
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in rooms]
+    assert await run("-c", IMPORTED, option, *names) == (0, "")
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+async def test_a_plain_serve_serves(option: str, tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.yaml"
+    async with Engine(STREAM) as engine:
+        document = {"version": 1, "models": [{"name": "m", "instances": [{"name": "a", "url": engine.url}]}]}
+        fleet.write_text(yaml.safe_dump(document))
+        ports = ("--port", "0", "--admin-port", "0")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", WITHOUT, option, "serve", "--config", str(fleet), *ports,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
+        assert process.stdout is not None
+        async with asyncio.timeout(HANG_S), aiohttp.ClientSession() as session:
+            said = [await process.stdout.readline()]
+            while b" ready on " not in said[-1]:
+                assert said[-1], b"".join(said)
+                said.append(await process.stdout.readline())
+            main, admin = (f"http://127.0.0.1:{port}" for port in re.findall(r":(\d+)\b", said[-1].decode()))
+            body = {"model": "m", "prompt": "hi", "stream": True}
+            async with session.post(f"{main}/v1/completions", json=body) as reply:
+                assert b"tok" in await reply.read()
+            for path in ("/metrics", "/readyz", "/v1/fleet", "/v1/status", "/v1/decisions"):
+                async with session.get(admin + path) as reply:
+                    assert reply.status == 200
+            async with session.get(admin + "/") as reply:
+                assert reply.status == (404 if option == "dashboard" else 200)
+            process.terminate()
+            assert await process.wait() == 0
+
+
+@pytest.mark.parametrize("option", ASKS)
+async def test_a_fleet_that_asks_for_it_is_told_in_one_line(option: str, tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.yaml"
+    instances = [{"name": "a", "url": "http://127.0.0.1:1"}]
+    fleet.write_text(
+        json.dumps({"version": 1, "models": [{"name": "m", "instances": instances}], **ASKS[option]})
+    )
+    ports = ("--port", "0", "--admin-port", "0")
+    code, said = await run("-c", WITHOUT, option, "serve", "--config", str(fleet), *ports)
+    assert code == 2
+    assert re.fullmatch(
+        rf"hetlb serve: {option}: expected an installation with this option, but .*\n", said
+    ), said
