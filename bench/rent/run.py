@@ -91,6 +91,8 @@ class Bench:
         self.every = 1
         #: Random markets that are compared with enumeration.
         self.random = 200
+        #: Made-up markets whose plans are served.
+        self.markets = 9
 
     @cached_property
     def cost(self) -> dict[str, Any]:
@@ -456,6 +458,28 @@ def truth(bench: Bench) -> dict[str, Any]:
     return {"cases": rows}
 
 
+# --- division ------------------------------------------------------------------------------------------
+
+
+def division(bench: Bench) -> list[dict[str, Any]]:
+    """Return made-up markets of eight kinds and four types, served with and without their worth."""
+    rows = []
+    for seed in range(bench.markets):
+        path = paper.write_market(bench.work / f"made-up-{seed}.yaml", made_up.market(seed))
+        table = make_table(load_market(path), bench.measured)
+        plan = make_plan(table, bench.measured, SolveLimits(1e-4, time.monotonic() + 60)).plan
+        row: dict[str, Any] = {"market": seed, "planned": plan.throughput, "rent": dict(plan.counts)}
+        for predictor in ("oracle", "empirical"):
+            for plain in (True, False):
+                found = simulate_plan(table, plan, predictor=predictor, plain=plain)
+                row[f"{predictor}{' without worth' if plain else ''}"] = (
+                    found.request_throughput / plan.throughput
+                )
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
 # --- the estimator --------------------------------------------------------------------------------------
 
 
@@ -541,6 +565,7 @@ def main() -> None:
         "solver": solver,
         "tables": tables,
         "truth": truth,
+        "division": division,
         "estimator": estimator,
         "replanning": replanning,
     }

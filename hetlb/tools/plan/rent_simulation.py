@@ -111,15 +111,20 @@ def simulate_plan(
     predictor: str = "empirical",
     seed: int = 0,
     load: float = math.inf,
+    plain: bool = False,
 ) -> SimulatedFleet:
-    """Return the plan's fleet at `load` times its rate (infinite: all at once); all have profiles."""
+    """Return the plan's fleet at `load` times its rate (infinite: all at once); all have profiles.
+
+    `plain`: the policy knows nothing of the plan.
+    """
     kinds, engines = table.problem.workloads, engines_of(table.problem, plan)
+    follows = table.lengths_known and not plain
     serve = partial(
         run_fleet,
         policy=policy,
         predictor=predictor,
-        types=planned_types(kinds) if table.lengths_known else (),
-        worth=worth_of(table.problem, plan) if table.lengths_known else (),
+        types=planned_types(kinds) if follows else (),
+        worth=worth_of(table.problem, plan) if follows else (),
         seed=seed,
     )
     rate, makespan_s = math.inf, 0.0
