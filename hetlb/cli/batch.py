@@ -54,15 +54,10 @@ def run(args: argparse.Namespace) -> int:
     finally:
         journal.close()
     completed = len(jobs) - journal.failed
-    document: dict[str, float] = {
-        "requests": len(jobs),
-        "completed": completed,
-        "failed": journal.failed,
-        "resumed": before,
-    }
-    document |= {"total_output_tokens": work.progress.output_tokens, "duration": time.monotonic() - began_s}
+    document = {"requests": len(jobs), "completed": completed, "failed": journal.failed, "resumed": before}
+    document |= {"total_output_tokens": work.progress.output_tokens}
     words = f"{args.results}: {completed:,} answers, {journal.failed:,} errors; {before:,} were there before"
-    print_document(args, document, lambda: print(words))
+    print_document(args, document | {"duration": time.monotonic() - began_s}, lambda: print(words))
     return int(journal.failed > 0)
 
 

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from hetlb.balancer.config.fleet import Fleet, fleet_from_urls, load_fleet
+from hetlb.balancer.config.profile_file import Profile
 from hetlb.balancer.core.engine_tables import VLLM
 from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.fleet.service import require_urls
@@ -31,6 +32,8 @@ OLDEST: Final = (0, 8)
 MOST_SKEW_S: Final = 5.0
 #: Share of the KV cache above which requests may wait although a slot is free.
 _FULL_KV: Final = 0.8
+#: A profile with so many times the KV tokens of the server is of another GPU or degree.
+_OTHER_KV: Final = 2
 _DEFAULT_FILE: Final = Path("fleet.yaml")
 #: Domain of placeholder hosts in generated plans.
 _PLACEHOLDER: Final = ".invalid"
@@ -54,6 +57,7 @@ class Seen:
     facts: EngineFacts
     #: Listener of this very fleet at its address, "" if it is none.
     own: str = ""
+    profile: Profile | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +87,10 @@ async def examine(fleet: Fleet) -> list[Check]:
         key = access.engines[spec.name].authorization
         headers[spec.url] = {} if key is None else {"Authorization": key.decode("ascii")}
     facts = await ask_engines(headers, {each.url: access.engines[each.name].tls for each in fleet.instances})
-    servers = [Seen(spec, facts[spec.url], is_own_address(fleet, spec.url)) for spec in fleet.instances]
+    servers = [
+        Seen(spec, facts[spec.url], is_own_address(fleet, spec.url), fleet.profiles.get(spec.name))
+        for spec in fleet.instances
+    ]
     answering = [seen for seen in servers if not seen.facts.trouble]
     return [*_of_this_machine(fleet), *chain.from_iterable(map(_of_server, servers)), *_of_all(answering)]
 
@@ -136,6 +143,9 @@ def _of_server(seen: Seen) -> Iterator[Check]:
         down = [name for name, up in facts.stages.items() if not up]
         found = f"down: {', '.join(down)}" if down else f"{len(facts.stages)} up"
         yield check("stages", not down, found, "start them (`hetlb stage`), or look at the coordinator's log")
+    if profile := _wrong_profile(seen):
+        advice = f"name the profile of its model and GPU, or measure it: hetlb profile --url {spec.url}"
+        yield check("profile", False, profile, advice)
     advice = "without them hetlb goes by its own ledger alone: start it without --disable-log-stats"
     yield check("metrics", facts.table is not None and not facts.reads_nothing, _metrics(facts), advice)
     is_vllm = not facts.coordinates and (facts.table is None or facts.table is VLLM)
@@ -181,6 +191,28 @@ def _wrong_slots(seen: Seen) -> str:
     if sample.waiting and sample.running < stated and (sample.kv_usage or 0.0) < _FULL_KV:
         return f"{sample.waiting} requests wait while {sample.running} run, max_num_seqs states {stated}"
     return ""
+
+
+def _wrong_profile(seen: Seen) -> str:
+    """Return what the profile says otherwise than the server, "" if nothing shows that it is another's."""
+    profile, sample = seen.profile, seen.facts.sample
+    if profile is None:
+        return ""
+    # Names of models as vLLM was started with them; paths tell nothing.
+    roots = [str(entry.get("root") or "") for entry in seen.facts.entries]
+    named = [_short(root) for root in roots if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", root)]
+    own = "" if profile.model is None else _short(profile.model.name)
+    if own and named and not any(each.startswith(own) or own.startswith(each) for each in named):
+        return f"it is of the model {own}, the server has {named[0]}"
+    said, has = profile.capacity.kv_cache_tokens, None if sample is None else sample.capacity.kv_cache_tokens
+    if said and has and has * _OTHER_KV < said:
+        return f"it is of a server with {said:,} KV tokens, this one has {has:,}"
+    return ""
+
+
+def _short(model: str) -> str:
+    """Return the name of a model without its owner, in lower case."""
+    return model.lower().rpartition("/")[2]
 
 
 def _of_running(fleet: Fleet) -> Iterator[Check]:

@@ -233,6 +233,31 @@ async def test_slots_that_are_not_those_of_the_server_are_found(
     assert all("--max-num-seqs" in each["advice"] for each in found)
 
 
+@pytest.mark.parametrize(
+    ("model", "kv", "found"),
+    [
+        ("org/m", 16_000, ""),
+        ("M-Instruct", 16_000, ""),
+        ("org/other", 16_000, "it is of the model other, the server has m"),
+        ("org/m", 420_000, "it is of a server with 420,000 KV tokens, this one has 16,000"),
+    ],
+)
+async def test_a_profile_of_another_server_is_found(tmp_path: Path, model: str, kv: int, found: str) -> None:
+    profile = {
+        "version": 1,
+        "name": "p",
+        "model": {"name": model},
+        "engine": {"kv_cache_tokens": kv, "block_size": 16},
+        "prefill": {"k1": 1e-4, "k2": 1e-3, "k3": 0.0, "k4": 1e-2},
+        "decode": {"k5": 5e-8, "k6": 6e-5, "k7": 0.0, "k8": 1e-2},
+    }
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(profile))
+    async with server(GOOD) as one:
+        bad = await wrong(tmp_path, [one], int(bool(found)), {"profile": "p.yaml"})
+    assert [each["found"] for each in bad] == ([found] if found else [])
+    assert all(each["name"] == "profile of s0" and "hetlb profile --url" in each["advice"] for each in bad)
+
+
 FOREIGN = {
     "Ollama": (("/", "Ollama is running"), ("/health", "404 page")),
     "Triton": (("/v2", '{"name": "triton", "version": "2.50"}'), ("/health", "")),

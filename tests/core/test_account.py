@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -62,15 +63,27 @@ def test_an_instance_that_refuses_at_once_draws_no_work(policy: str, how: str, f
     scheduler.check_integrity()
 
 
-def test_what_all_refuse_alike_is_the_clients_own() -> None:
-    scheduler = make_scheduler([spec("a"), spec("b")], "rr")
-    for i in range(200):
-        lease = dispatched(scheduler.on_arrival(request(i), i / 20))
-        if i % 4 < 2:
-            assert refused(scheduler, lease, "400", i / 20) is None
-        else:
-            whole(scheduler, lease, i / 20)
-        assert not any(each.account.doubted for each in scheduler.instances), i
+@pytest.mark.parametrize("how", ["400", "401", "404"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("fleet", ["a", "ab", "abc"])
+def test_what_all_refuse_alike_is_the_clients_own(fleet: str, policy: str, how: str) -> None:
+    """Of two clients one gets 4xx for everything: that changes no account, whoever it was sent to."""
+    scheduler = make_scheduler([spec(name) for name in fleet], policy)
+    rng = random.Random(1)
+    running: list[Lease] = []
+    for i in range(400):
+        now, bad = i / 20, rng.random() < 0.6
+        lease: Lease | None = dispatched(scheduler.on_arrival(request(i), now))
+        visits = 0
+        while lease is not None and bad:
+            lease, visits = refused(scheduler, lease, how, now), visits + 1
+        assert visits <= 3
+        if lease is not None:
+            running.append(lease)
+        while len(running) > 5:
+            whole(scheduler, running.pop(0), now)
+        assert not any(each.account.lost for each in scheduler.instances), i
+    scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

@@ -246,18 +246,17 @@ def test_what_a_request_took_of_a_cache_is_part_of_the_mean_request() -> None:
     assert (mix.booked, mix.prefill) == ((250 + 300) / 2, (250 + 300) / 2)
 
 
-def test_in_doubt_a_request_begins_the_pause_anew_and_those_elsewhere_are_counted() -> None:
+def test_in_doubt_a_request_is_a_trial_until_that_is_answered() -> None:
     scheduler = fleet(policy="rr")
     a, b = scheduler.instances
     for _ in range(3):
-        a.account.ended_badly(0, 0.0, 2, 0.0)
+        a.account.ended_badly(0, 0.0, 0.0)
     a.account.judge([a.account, b.account])
     scheduler.fleet.reindex(0.0)
     for number in range(2):
         assert sole(scheduler, request(number), 0.5).lease.instance == "b"
-    assert not a.account.held(0.5), "two went elsewhere"
-    assert sole(scheduler, request(2), 0.5).lease.instance == "a"
-    assert a.account.held(0.5)
+    assert sole(scheduler, request(2), 1.0).lease.instance == "a", "the pause is over"
+    assert a.account.held(1.0)
     assert a.account.held(100.0), "until that one is answered"
 
 

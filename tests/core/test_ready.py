@@ -232,7 +232,7 @@ def in_doubt(scheduler: Scheduler, name: str) -> None:
     """Have three answers of an instance fail, and none of the others."""
     each = next(each for each in scheduler.instances if each.name == name)
     for _ in range(3):
-        each.account.ended_badly(0, 0.0, 0, 0.0)
+        each.account.ended_badly(0, 0.0, 0.0)
     each.account.judge([other.account for other in scheduler.instances])
 
 

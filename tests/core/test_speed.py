@@ -125,9 +125,10 @@ def test_one_that_never_answers_is_ejected_beside_one_slower_than_was_guessed() 
     scheduler.on_instance(AdminStateSet("b", AdminState.READY), 1e3)
     b = scheduler.instances[1]
     for number in range(1000, 1020):
-        lease = dispatched(scheduler.on_arrival(request(number), 1e3))
+        now = float(number)
+        lease = dispatched(scheduler.on_arrival(request(number), now))
         outcome = Outcome.NO_RESPONSE if lease.instance == "b" else Outcome.CLIENT_GONE
-        scheduler.on_lease_ended(lease, outcome, 1e3, retry=False)
+        scheduler.on_lease_ended(lease, outcome, now, retry=False)
     assert b.health.state is Health.EJECTED
 
 

@@ -12,7 +12,7 @@ def throttle(lost: int = 0) -> Throttle:
     """Return that of an instance that lost `lost` answers at 0 s, beside one that is well."""
     account, other = Account(0.0), Account(0.0)
     for _ in range(lost):
-        account.ended_badly(0, 0.0, 0, 0.0)
+        account.ended_badly(0, 0.0, 0.0)
     account.judge([account, other])
     return Throttle(account)
 

@@ -35,6 +35,18 @@ FLEETS: dict[str, dict[str, list[tuple[str, float, int | None, str | None]]]] = 
             ("https://gpu-2.example.com:443", 1, None, None),
         ]
     },
+    "variables.nginx.conf": {
+        "llama": [("http://gpu-a:8000", 1, None, None), ("http://gpu-b:8000", 1, None, None)],
+        "qwen": [("http://gpu-c:8000", 1, 64, None)],
+        "embeddings": [("http://embeddings:9000", 1, None, None)],
+    },
+    "stream.nginx.conf": {
+        "vllm": [("http://gpu-a:8000", 2, None, None), ("http://gpu-b:8000", 1, None, None)]
+    },
+    "mixed.compose.yaml": {
+        "llama3": [("http://llama:8000", 1, 128, "VLLM_API_KEY")],
+        "Qwen/Qwen3-8B": [("http://qwen:30000", 1, 96, None)],
+    },
     "usual.haproxy.cfg": {
         "vllm": [("http://10.0.0.7:8000", 30, 128, "VLLM_KEY"), ("http://10.0.0.8:8000", 10, 32, "VLLM_KEY")]
     },

@@ -16,6 +16,7 @@ from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 from helpers import HANG_S
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 from hetlb.cli.main import main
 from hetlb.errors import HetlbError, TraceError
 from hetlb.tools.loadtest.batch_files import BatchJob, BatchJournal, read_jobs
-from hetlb.tools.loadtest.batch_run import BatchRun, retry_after_s
+from hetlb.tools.loadtest.batch_run import BatchRun
 
 Answer = Callable[[int, dict[str, Any], web.Request], Awaitable[web.StreamResponse]]
 
@@ -183,15 +184,6 @@ async def test_a_full_server_is_asked_again_when_it_says(tmp_path: Path) -> None
     assert set(server.asked.values()) == {2}
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [(None, None), ("soon", None), ("2", 2.0), ("0", 0.25), ("-5", 0.25), ("1e9", 600.0), ("nan", 0.25)],
-)
-def test_retry_after(value: str | None, expected: float | None) -> None:
-    assert retry_after_s(value) == expected
-    assert 590 < (retry_after_s(formatdate(4e9, usegmt=True)) or 0) <= 600
-
-
 @pytest.mark.parametrize("lanes", [1, 4])
 async def test_a_request_that_is_never_answered_costs_itself_alone(tmp_path: Path, lanes: int) -> None:
     source, out = batch(tmp_path, 8)
@@ -261,7 +253,7 @@ async def test_hetlbs_background_class_is_taken_where_it_is_stated(tmp_path: Pat
 def test_a_half_written_line_is_asked_again(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
     """A process may be killed at any byte."""
     out = tmp_path_factory.mktemp("cut") / "out.jsonl"
-    jobs = [BatchJob(f"r{number}", "/v1/completions", "m", b"{}") for number in range(20)]
+    jobs = [BatchJob(f"r{number}", "/v1/completions", msgspec.Raw(b"{}")) for number in range(20)]
     known = {job.custom_id for job in jobs}
     journal = BatchJournal(out, known)
     for job in jobs:

@@ -216,7 +216,7 @@ def test_a_server_that_refuses_what_others_serve_is_named() -> None:
         each.account.well = 5.0
     refuses, other = fleet.scheduler.instances
     for _ in range(8):
-        refuses.account.ended_badly(0, 0.0, 0, fleet.now)
+        refuses.account.ended_badly(0, 0.0, fleet.now)
     refuses.account.judge([refuses.account, other.account])
     assert (fleet.look()["state"], causes(fleet.look())) == ("degraded", [("refuses", "a")])
 

@@ -44,7 +44,7 @@ FOLDED = "Folded header lines are not accepted."
 MALFORMED = "The request head is malformed."
 REQUEST_LINE = "The request line must be METHOD PATH HTTP/1.1 (or HTTP/1.0)."
 TARGET = "The request target must be a path."
-NOT_ASCII = "The head has bytes that are not ASCII, or in a value not UTF-8."
+NOT_ASCII = "The head has bytes that are not ASCII, or in a value neither UTF-8 nor Latin-1."
 NOTHING = "There is nothing at this path."
 HOST = "Exactly one valid Host header is expected."
 LENGTH = "Exactly one valid Content-Length header is expected."
@@ -62,7 +62,10 @@ REFUSED = {
     "a name that is not ASCII": (
         asked("X\u00e9: a".encode()), 400, NOT_ASCII,
     ),
-    "a value that is not UTF-8": (asked(b"X: \xe9"), 400, NOT_ASCII),
+    "a name that is not UTF-8": (asked(b"X\xe9: a"), 400, NOT_ASCII),
+    "a value with a control character": (asked(b"X: \x85"), 400, NOT_ASCII),
+    "a value of binary data": (asked(b"X: \xff"), 400, NOT_ASCII),
+    "a query that is not ASCII": (asked(first="GET /v1/models?\u00e9 HTTP/1.1".encode()), 400, REQUEST_LINE),
     "an encoded path": (asked(first=b"GET /v1%2Fmodels/m HTTP/1.1"), 404, NOTHING),
     "a path of a model that is no code": (asked(first=b"GET /v1/models/a%2 HTTP/1.1"), 404, NOTHING),
     "a path of a model with dots": (asked(first=b"GET /v1/models/../%41 HTTP/1.1"), 404, NOTHING),
@@ -130,7 +133,8 @@ def test_a_head_at_its_limit_is_found_and_one_byte_more_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [b"M\xc3\xbcller", "\u65e5\u672c".encode(), b"\xc2\xa0", b"\xf0\x9f\x99\x82"]
+    "value",
+    [b"M\xc3\xbcller", b"M\xfcller", b"\xe9", "\u65e5\u672c".encode(), b"\xc2\xa0", b"\xf0\x9f\x99\x82"],
 )
 def test_values_of_headers_may_have_bytes_that_are_not_ascii(value: bytes) -> None:
     """RFC 9110, 5.5 (obs-text). Those that frame a message may not."""

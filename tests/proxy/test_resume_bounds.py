@@ -182,6 +182,45 @@ def test_reasoning_is_not_said_again() -> None:
     assert json.loads(draft.body)["prompt"] == [1, 2, 5, 9, 10]
 
 
+@pytest.mark.parametrize(
+    ("events", "ids", "ahead"),
+    [
+        # Several ids in an event: the last ones may be the first part of a character.
+        ((("ab", [7, 8]),), [], "ab"),
+        ((("ab", [7, 8]), ("c", [9])), [7, 8, 9], ""),
+        ((("ab", [7, 8]), ("\u00e9", [9]), ("d", [10, 11])), [7, 8, 9], "d"),
+        ((("a", [7]), ("bc", [8, 9]), ("\u4f60\u597d", [10, 11])), [7], "bc\u4f60\u597d"),
+        ((("a", [7]), ("", [8])), [7], ""),
+    ],
+)
+def test_the_rest_begins_behind_a_whole_character(
+    events: tuple[tuple[str, list[int]], ...], ids: list[int], ahead: str
+) -> None:
+    for temperature in (0, 1):
+        rest = continuation({"prompt": [1], "max_tokens": 20, "temperature": temperature})
+        fed(rest, *(event(text, given) for text, given in events))
+        draft = rest.draft()
+        if temperature and ahead:
+            assert draft is None
+            assert "another draw" in rest.why
+            continue
+        assert draft is not None
+        assert (json.loads(draft.body)["prompt"], draft.ahead) == ([1, *ids], ahead)
+
+
+def test_a_read_may_end_between_cr_and_lf() -> None:
+    rest = continuation({"prompt": "abc", "max_tokens": 9, "temperature": 0})
+    stream = rest.stream(False)
+    first, second = event("a", [7], prompt_token_ids=[1]), event("b", [8])
+    crlf = (first + second).replace(b"\n", b"\r\n")
+    cut = crlf.index(b"\r\n") + 1
+    for piece in (crlf[:cut], crlf[cut : cut + 1], crlf[cut + 1 :]):
+        stream.read(piece, 0.0)
+    draft = rest.draft()
+    assert draft is not None
+    assert json.loads(draft.body)["prompt"] == [1, 7, 8]
+
+
 # --- hostile engines ---
 
 

@@ -32,7 +32,7 @@ __all__ = ["start"]
 #: Tokens of a request: what a chat without a limit may fill.
 MODEL_LEN = 96
 #: Bodies for each engine, of which some are refused, and the answers of some draws differ.
-BODIES = {"emulated": 150, "vllm": 150}
+BODIES = {"emulated": 120, "vllm": 60}
 #: Cuts of one fleet: instances that fail oftener would be ejected.
 CUTS = 3
 

@@ -21,12 +21,12 @@ from hetlb.options.relays.protocol import (
     FROM_RELAY,
     FROM_SCHEDULER,
     Arrival,
-    Busy,
     FromRelay,
     FromScheduler,
     Hello,
     LeaseChange,
     LiveRequest,
+    Refused,
 )
 from hetlb.options.relays.relay_driver import arrival_of
 
@@ -48,7 +48,8 @@ def test_live_leases_come_as_they_went() -> None:
 
 
 def test_fields_may_be_appended_within_a_version() -> None:
-    assert FROM_RELAY.decode(msgspec.msgpack.encode([[5, 1, 2, 0.5, "new"]])) == [Busy(1, 2, 0.5)]
+    newer = msgspec.msgpack.encode([[5, 1, 2, True, 0.5, "new"]])
+    assert FROM_RELAY.decode(newer) == [Refused(1, 2, True, 0.5)]
 
 
 @pytest.mark.parametrize(
@@ -103,10 +104,10 @@ async def test_what_is_sent_in_one_turn_is_one_frame_and_garbage_closes_the_chan
     other: MessageChannel[FromRelay] = MessageChannel(FROM_RELAY, receive, closed.set)
     await one.open(ours)
     await other.open(theirs)
-    one.send(Busy(1, 1, 0.5))
-    one.send(Busy(2, 2, 0.5))
+    one.send(Refused(1, 1, True, 0.5))
+    one.send(Refused(2, 2, True, 0.5))
     await news.wait()
-    assert received == [[Busy(1, 1, 0.5), Busy(2, 2, 0.5)]]
+    assert received == [[Refused(1, 1, True, 0.5), Refused(2, 2, True, 0.5)]]
     one.send(Hello(1, "seven", 0, []))  # type: ignore[arg-type]
     async with asyncio.timeout(HANG_S):
         await closed.wait()

@@ -132,7 +132,7 @@ class Relay:
             self.up.append(LeaseChange(number, WireBegun(lease.lease)))
         elif kind == 1 and number not in self.asked and number not in self.begun:
             self.asked.add(number)
-            self.up.append(protocol.Busy(number, lease.lease, 5.0))
+            self.up.append(protocol.Refused(number, lease.lease, rng.random() < 0.5, rng.choice((5.0, None))))
         elif kind == 2 and number not in self.asked and number not in self.begun:
             self.open[number] = None
             self.up.append(ended(number, lease, rng.choice(ENDS[3:]), 0, retry=True))

@@ -1,14 +1,16 @@
 """Account of one instance: what it was sent, what of that ended well, when its last token came.
 
 A lost answer is a refusal (4xx, 429, 503), a server error, an error event, a broken stream, or a client that
-left after a long wait without a byte. The share of lost answers counts against that of the best other
-instance of the model: what hits all alike is the clients' doing. `excess` is the difference that is certain,
+left after a long wait without a byte; a 4xx is one where another instance answers the same request. The
+share of lost answers counts against that of the best other instance of the model: what hits all alike is the
+clients' doing. `excess` is the difference that is certain,
 
     excess = max(0, (lower(own) - best) / (1 - best)),
 
 with the lower end of Wilson's score interval (JASA 22, 1927) for the own share. An instance in doubt, that is
 stalled, or that asked to come later gets one request at a time, a trial, with a pause of a second or more
-after each, until one ends well. Where all of a model are restrained, none is.
+after each, until one ends well. Where all of a model are restrained, none is. With any excess it gets the
+same trials, beside what the score sends there: old evidence does not keep it without work.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ _LEAST_LOST: Final = 1.5
 _MOST_KEPT: Final = 16.0
 #: Answers in a row that end well after which lost ones before them are forgotten.
 _FORGIVEN: Final = 3
+#: Refusals (4xx) in a row from which on it is asked of the others whose mistake they are.
+SUSPECT: Final = 3
 #: Quantile of the normal distribution for the lower end of an interval, 90 % one-sided.
 _QUANTILE: Final = 1.28
 #: Lost answers and answers that are assumed of the other instances before any ended there.
@@ -41,6 +45,8 @@ SEVERAL: Final = 5.0
 LEAST_SILENCE_S: Final = 2.0
 #: The same while no answer has shown its speed.
 UNKNOWN_SILENCE_S: Final = 10.0
+#: A stream without a token for this long, and for `SEVERAL` steps, stands still: that is no slow step.
+STANDS_S: Final = 0.5
 #: Counters that a scrape read within these seconds tell whether an engine works.
 COUNTERS_STALE_S: Final = 5.0
 #: A client waits this long before it tries again (OpenAI's SDK), in seconds.
@@ -55,7 +61,8 @@ class Account:
     __slots__ = (
         "_aged_at", "_generated", "_in_a_row", "_pause_s", "_skip", "_skipped", "asked_until",
         "doubted", "excess", "lost", "lost_s", "moved_at", "next_trial_at", "overdue_s", "read_at",
-        "reason", "silent_since", "stalled_since", "still", "token_at", "trial", "well",
+        "reason", "refusals", "refused_at", "refused_since", "silent_since", "stalled_since", "still",
+        "token_at", "trial", "well",
     )  # fmt: skip
 
     def __init__(self, now: float) -> None:
@@ -64,6 +71,9 @@ class Account:
         #: Mean seconds until an answer was lost.
         self.lost_s = 0.0
         self._in_a_row = 0
+        #: Refusals (4xx) in a row that may be their clients' mistakes, times of the first and the last.
+        self.refusals = 0
+        self.refused_since = self.refused_at = -math.inf
         self._aged_at = now
         self.excess = 0.0
         self.doubted = False
@@ -99,6 +109,7 @@ class Account:
     def ended_well(self, lease_id: int, now: float) -> bool:
         """Count an answer that ended well. True if that speaks against a doubt."""
         self.well += 1.0
+        self.refusals = 0
         self.token_at = now
         if self.lost <= 0.0:
             return False
@@ -106,23 +117,38 @@ class Account:
         self._in_a_row += 1
         if self._in_a_row >= _FORGIVEN:
             self.lost = 0.0
-        if self.doubted:
+        if self.excess > 0.0:
             self._begin_trials(now)
         if self.trial == lease_id:
             self.trial = 0
-        return self.doubted
+        return self.excess > 0.0
 
-    def ended_badly(self, lease_id: int, seconds: float, skip: int, now: float) -> None:
+    def ended_badly(self, lease_id: int, seconds: float, now: float, skip: int = 0) -> None:
         """Count a lost answer, which took `seconds`; `skip` requests elsewhere end the pause, 0: none do."""
+        self._skip, self._skipped = skip, 0
         share = 1.0 / (self.lost + 1.0)
         self.lost_s += share * (seconds - self.lost_s)
         self.lost += 1.0
         self._in_a_row = 0
         self._keep_newest()
-        self._skip, self._skipped = skip, 0
         self.ended(lease_id)
         if self.next_trial_at < now + self._pause_s:
             self.next_trial_at = now + self._pause_s
+
+    def refused(self, now: float) -> None:
+        """Count a refusal (4xx) that may be its client's mistake."""
+        if not self.refusals:
+            self.refused_since = now
+        self.refusals, self.refused_at = self.refusals + 1, now
+
+    @property
+    def suspect(self) -> bool:
+        """Return True if it refused several requests in a row."""
+        return self.refusals >= SUSPECT
+
+    def heard(self, since: float) -> bool:
+        """Return True if it answered or refused something after a time."""
+        return self.token_at > since or self.refused_at > since
 
     def _keep_newest(self) -> None:
         count = self.well + self.lost
@@ -146,11 +172,11 @@ class Account:
         self.doubted = False
         self.stalled_since = self.silent_since = None
         self.asked_until = -math.inf
-        self.trial = 0
+        self.trial = self.refusals = 0
 
     def judge(self, others: Iterable[Account]) -> bool:
-        """Compare its share of lost answers with that of the others. True if doubt began or ended."""
-        before = self.doubted
+        """Compare its share of lost answers with the others. True if a doubt or an excess began or ended."""
+        before = self.doubted, self.excess > 0.0
         self.excess = 0.0
         if self.lost >= _LEAST_LOST:
             best = 1.0
@@ -164,9 +190,9 @@ class Account:
         self.doubted = self.excess >= DOUBT
         if self.doubted:
             self.reason = f"{self.lost:.0f} of its last {self.lost + self.well:.0f} answers failed"
-        elif before:
+        elif before[0]:
             self.trial, self._pause_s = 0, PAUSE_S
-        return self.doubted is not before
+        return before != (self.doubted, self.excess > 0.0)
 
     def age(self, now: float) -> None:
         """Let what was seen count less as time passes."""
@@ -199,11 +225,14 @@ class Account:
         """Return True if its own counters moved lately, and did not stand still since its last token."""
         return self.moved_at >= now - COUNTERS_STALE_S and not self.still
 
-    def watch(self, since: float, need_s: float, late_s: float, least_s: float, now: float) -> bool:
+    def watch(
+        self, since: float, need_s: float, late_s: float, stands_s: float, least_s: float, now: float
+    ) -> bool:
         """Compare the silence since a token or a dispatch (`since`) with the time that a token needs.
 
         True if it has stalled now, or stalls no more. `since` is infinite where it owes nothing: that is no
-        proof that it works. `late_s`: by which the first token of another request is late.
+        proof that it works. `late_s`: by which the first token of another request is late. It stands still
+        after `stands_s`, has stalled after `least_s`; both after `SEVERAL` times what a token needs.
         """
         self.overdue_s = 0.0
         if self.works(now):
@@ -219,13 +248,12 @@ class Account:
             self.overdue_s = late_s
             return False
         self.overdue_s = max(late_s, silence_s - need_s)
-        if silence_s <= max(least_s, SEVERAL * need_s):
+        if silence_s <= SEVERAL * need_s or self.stalled_since is not None:
             return False
-        if self.counts(now) and not self.still:
+        if silence_s > stands_s:
+            self.silent_since = now - silence_s
+        if silence_s <= least_s or (self.counts(now) and not self.still):
             return False  # it may have worked since its last token: the next scrape tells
-        if self.stalled_since is not None:
-            return False
-        self.silent_since = now - silence_s
         self.stalled_since = now
         self._pause_s = PAUSE_S
         self.next_trial_at = now + PAUSE_S
@@ -255,15 +283,22 @@ class Account:
 
     def held(self, now: float) -> bool:
         """Return True if it gets no request now, not even a trial."""
-        if not self.restrained(now):
-            return False
-        if self.trial:
-            return True
-        return now < self.next_trial_at and not 0 < self._skip <= self._skipped
+        return self.restrained(now) and not self._may_try(now)
+
+    def wary(self, now: float) -> bool:
+        """Return True if it gets trials: it is restrained, or the score keeps requests away."""
+        return self.excess > 0.0 or self.restrained(now)
+
+    def due(self, now: float) -> bool:
+        """Return True if the next request is to be its trial."""
+        return self.wary(now) and self._may_try(now)
+
+    def _may_try(self, now: float) -> bool:
+        return not self.trial and (now >= self.next_trial_at or 0 < self._skip <= self._skipped)
 
     def dispatched(self, lease_id: int, now: float) -> None:
-        """Note that it got a request: if it is restrained, a trial."""
-        if self.restrained(now):
+        """Note that it got a request: if it is restrained or has an excess, a trial."""
+        if self.wary(now):
             self.trial, self._skipped = lease_id, 0
             self.next_trial_at = now + self._pause_s
             self._pause_s = min(MOST_PAUSE_S, 2.0 * self._pause_s)

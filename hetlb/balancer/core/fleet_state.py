@@ -13,11 +13,14 @@ from hetlb.balancer.core.prefix_index import PrefixIndex, Tree
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.ready import ReadyInstances
 from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.speed import averaged
 from hetlb.balancer.core.types import Command, Health, HealthChanged, InstanceSpec, Request
 
 #: Instances that are ejected for failed answers hold at most this share of the capacity for a model.
 #: More than half, for the error of learnt speeds: either of two equal servers can go.
 MOST_EJECTED: Final = 0.55
+#: Weight of a factor of which little was seen, in a mean of factors.
+_LEAST_WEIGHT: Final = 1e-3
 
 
 class FleetState:
@@ -109,22 +112,24 @@ class FleetState:
     def share_speed(self, model: str, profiled: bool) -> None:
         """Give instances that have not answered yet the geometric mean of the factors of those that have.
 
-        Those with a profile and those without are apart: factors are of other models.
+        Those with a profile and those without are apart: factors are of other models. Without a profile,
+        those that have answered get the mean of the factors near their own.
         """
-        unseen: list[Instance] = []
-        weight = logs = 0.0
-        for each in self.instances.values():
-            if each.spec.model != model or each.profiled is not profiled:
-                continue
-            if each.speed.seen:
-                weight += each.speed.confidence
-                logs += each.speed.confidence * math.log(each.speed.factor)
-            else:
-                unseen.append(each)
-        if weight > 0.0:
-            for each in unseen:
-                if each.speed.assume(math.exp(logs / weight)):
+        alike = [e for e in self.instances.values() if e.spec.model == model and e.profiled is profiled]
+        seen = [each for each in alike if each.speed.seen]
+        if not seen:
+            return
+        shown = [(each.speed.shown, _LEAST_WEIGHT + each.speed.confidence) for each in seen]
+        if not profiled:
+            for each, factor in zip(seen, averaged(shown), strict=True):
+                if factor != each.speed.factor:
+                    each.speed.factor = factor
                     each.take_speed()
+        logs = sum([weight * math.log(factor) for factor, weight in shown])
+        mean = math.exp(logs / sum([weight for _, weight in shown]))
+        for each in alike:
+            if each.speed.assume(mean):
+                each.take_speed()
 
     def process_seen(self, instance: Instance, began: float, now: float) -> bool:
         """Note when an instance's process began. Return True if that is another process than before."""
@@ -185,16 +190,20 @@ class FleetState:
 
     # --- accounts ---
 
-    def judge(self, instance: Instance, now: float) -> None:
-        """Compare the account of an instance, and those in doubt, with the others of their models."""
+    def judge(self, instance: Instance, now: float) -> bool:
+        """Compare the account of an instance, and those with an excess, with the others of their models.
+
+        True if what one of them may get changed.
+        """
         changed = False
         for pool in self._pools(instance):
             accounts = [each.account for each in pool]
             for account in accounts:
-                if account is instance.account or account.doubted:
+                if account is instance.account or account.excess > 0.0:
                     changed = account.judge(accounts) or changed
         if changed:
             self.reindex(now)
+        return changed
 
     def watch(self, tokens_at: Mapping[str, float], now: float) -> bool:
         """Look at every instance: does it work, is it in doubt? True if an answer to that changed."""
@@ -203,10 +212,12 @@ class FleetState:
             account = instance.account
             account.age(now)
             changed = instance.watch(tokens_at.get(instance.name), now) or changed
-            if account.doubted or account.excess > 0.0:
-                before = account.doubted
-                self.judge(instance, now)
-                changed = changed or account.doubted is not before
+            if instance.speed.changed:
+                instance.speed.changed = False
+                instance.take_speed()
+                self.share_speed(instance.spec.model, instance.profiled)
+            if account.excess > 0.0:
+                changed = self.judge(instance, now) or changed
         if changed:
             self.reindex(now)
         return changed

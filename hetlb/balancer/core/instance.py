@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from hetlb.balancer.core.account import LEAST_SILENCE_S, UNKNOWN_SILENCE_S, Account
+from hetlb.balancer.core.account import LEAST_SILENCE_S, STANDS_S, UNKNOWN_SILENCE_S, Account
 from hetlb.balancer.core.adapters import DEFAULT_SLOTS, AdapterSlots
 from hetlb.balancer.core.forecast_errors import ForecastErrors
 from hetlb.balancer.core.health import HealthTracker
@@ -540,15 +540,30 @@ class Instance:
             self.slots_learnt_at, self.slots_step = now, 2 * self.slots_step
             self._update_parameters()
 
+    def token(self, now: float) -> bool:
+        """Take over that a token came then. True if that ends a stall.
+
+        What passed without one until then is no evidence about its speed.
+        """
+        account = self.account
+        since = account.silent_since
+        if since is not None:
+            self._elapsed(now)
+            self.speed.stood(since, now)
+            account.silent_since = None
+        return account.token(now)
+
     def watch(self, token_at: float | None, now: float) -> bool:
         """Look whether it works, by its newest token. True if it has stalled now, or stalls no more.
 
         Called about twice a second.
         """
         account = self.account
-        changed = token_at is not None and token_at > account.token_at and account.token(token_at)
+        changed = token_at is not None and token_at > account.token_at and self.token(token_at)
         counts = account.counts(now)
         since, need_s, late_s = math.inf, 0.0, 0.0
+        least_s = LEAST_SILENCE_S if self.profiled or self.speed.seen else UNKNOWN_SILENCE_S
+        stands_s = least_s
         for lease in self.leases.values():
             if lease.incoming or not lease.own:
                 continue
@@ -561,18 +576,15 @@ class Instance:
                     late_s = max(0.0, now - since - _LATE * need_s - 1.0)
             elif lease.request.streamed:
                 since, need_s = min(since, lease.first_token_at), self.occupancy.now_s
+                stands_s = STANDS_S
                 break
-        least_s = LEAST_SILENCE_S if self.profiled or self.speed.seen else UNKNOWN_SILENCE_S
-        changed = account.watch(since, need_s, late_s, least_s, now) or changed
+        changed = account.watch(since, need_s, late_s, stands_s, least_s, now) or changed
         if account.silent_since is not None:
             self._elapsed(now)
             self.speed.stood(account.silent_since, now)
         else:
             self.speed.age(now)
             self._age_slots(now)
-        if self.speed.changed:
-            self.speed.changed = False
-            self.take_speed()
         return changed
 
     def _waits_for_slot(self, running: int, now: float) -> bool:

@@ -125,10 +125,13 @@ class ReadyInstances:
             each.throttle.availability(each.sequences, each.max_num_seqs, now, doubt=doubt) for each in chosen
         ]
         if doubt:
-            due = [each for each in chosen if each.account.restrained(now) and not each.account.held(now)]
+            due = [each for each in chosen if each.account.due(now)]
             if due and len(due) < len(chosen):
                 waits = f"{due[0].name} gets a trial"
                 return found.without({each.name: waits for each in chosen if each is not due[0]})
+        if asked := _to_be_asked(chosen):
+            waits = "it refuses: the others are asked first"
+            return found.without({each.name: waits for each in chosen if each not in asked})
         if holds_back:
             return found
         best_availability = min(availability for availability, _ in availabilities)
@@ -218,6 +221,14 @@ class ReadyInstances:
             and (ceiling is None or self.class_of(each) < ceiling)
         ]
         return found if _splits(found) else []
+
+
+def _to_be_asked(instances: Sequence[Instance]) -> list[Instance]:
+    """Return the instances that were not heard since another one began to refuse all; [] if none does."""
+    suspects = [each.account.refused_since for each in instances if each.account.suspect]
+    if not suspects:
+        return []
+    return [each for each in instances if not each.account.suspect and not each.account.heard(min(suspects))]
 
 
 def _longest(instance: Instance) -> float:

@@ -7,7 +7,8 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.balancer.core.types import LeaseId, RequestId
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.types import Lease, LeaseId, RequestId
 
 #: Retries of requests that an engine dropped without an answer: at most this share of those in flight…
 RETRY_SHARE: Final = 0.2
@@ -24,8 +25,10 @@ class Attempts:
         self.runs = 0
         #: True if it is not to be split: a hand-over has failed.
         self.whole = False
-        #: Of the runs, those that ended with an engine saying that it is busy.
+        #: Of the runs, those that an engine refused.
         self.turned_away = 0
+        #: Instances that refused it with 4xx, with the lease and the time: at fault if another one answers.
+        self.refusals: list[tuple[Instance, Lease, float]] = []
 
 
 @mypyc_attr(acyclic=True)

@@ -94,6 +94,11 @@ class Scheduler:
         """Leases that have not ended, also those of removed instances."""
         return len(self.ledger.leased)
 
+    @property
+    def retrying(self) -> bool:
+        """Return True if a request that was sent elsewhere has no byte of an answer yet."""
+        return bool(self._retries.leases)
+
     def contain(self, on_failed: Callable[[Request, Exception], None]) -> None:
         """Reject a request at which the policy raises an error, and call `on_failed` with both.
 
@@ -255,11 +260,10 @@ class Scheduler:
             instance.begin(lease, now)
         elif lease.hold is not None and not lease.hold.ended:
             self.holds.fetched(lease.hold, lease, instance, now)
-        instance.first_token(lease, now)
-        account = instance.account
-        account.ended(lease.id)
-        if account.token(now):
+        instance.account.ended(lease.id)
+        if instance.token(now):
             self.fleet.reindex(now)
+        instance.first_token(lease, now)
         taught = not instance.explored and lease.request.streamed and lease.decode is None
         if taught and instance.learn_prefill(lease, now):
             self.fleet.share_speed(instance.spec.model, instance.profiled)
@@ -268,10 +272,16 @@ class Scheduler:
         adapter_load = self.placement.adapter_load
         if adapter_load.expected:
             adapter_load.first_token(lease.id, now - lease.dispatched_at)
-        instance.peak_ewma.observe(now - lease.dispatched_at, now)
+        if instance.speed.stood_at < lease.dispatched_at:
+            instance.peak_ewma.observe(now - lease.dispatched_at, now)
         retries = self._retries
         if retries.leases:  # another instance answers: this one costs nothing more than any other
             retries.leases.discard(lease.id)
+            known = retries.attempts.get(lease.request.id)
+            if known is not None and known.refusals:
+                for refuser, refused, at in known.refusals:
+                    self._lost(refuser, refused, at)
+                known.refusals.clear()
         if instance.health.on_answering(now):
             return self.fleet.health_changed(instance, now)
         return []
@@ -341,15 +351,15 @@ class Scheduler:
             changed = health.on_answering(now)
         if says in (Verdict.FAILED, Verdict.LOST) or _left_unheard(lease, outcome, now):
             skip = 1 if says is Verdict.FAILED and 0 < health.failures < PASSIVE_FALL else 0
-            self._lost(instance, lease, skip, now)
+            self._lost(instance, lease, now, skip)
         return fleet.health_changed(instance, now) if changed else []
 
-    def _lost(self, instance: Instance, lease: Lease, skip: int, now: float) -> None:
+    def _lost(self, instance: Instance, lease: Lease, now: float, skip: int = 0) -> None:
         """Count a lost answer in the account of its instance, unless it was counted before."""
         if lease.judged:
             return
         lease.judged = True
-        instance.account.ended_badly(lease.id, now - lease.dispatched_at, skip, now)
+        instance.account.ended_badly(lease.id, now - lease.dispatched_at, now, skip)
         self.fleet.judge(instance, now)
 
     def on_refused(
@@ -357,10 +367,12 @@ class Scheduler:
     ) -> list[Command]:
         """Note that an engine refused a request with 4xx or 503 and ran nothing of it; `busy`: 429 or 503.
 
-        If it is busy beside what it answers, that is a limit of it. Otherwise it counts in its account.
-        Another instance gets the request, within the budget of retries, if the engine said when to come again
-        (`retry_after_s`), has reached its limit, or is in doubt while the others answer: then the commands
-        hold the new dispatch. Otherwise, and without `may_move`, they hold a `PassOn`, and the lease goes on.
+        If it is busy beside what it answers, that is a limit of it, otherwise it counts in its account. Any
+        other refusal is the client's own, unless it is one of several in a row: then another instance gets
+        the request, too, and the refusal counts if that answers it. A busy engine's request goes elsewhere if
+        the engine said when to come again (`retry_after_s`), has reached its limit or is in doubt. Within the
+        budget of retries the commands hold the new dispatch. Otherwise, and without `may_move`, they hold a
+        `PassOn`, and the lease goes on.
         """
         request, retries = lease.request, self._retries
         if retry_after_s is not None and retry_after_s <= 0.0:
@@ -368,23 +380,52 @@ class Scheduler:
         instance = self.ledger.leased[lease.id]
         account, others = instance.account, instance.sequences - request.sequences
         passed_on: list[Command] = [PassOn(request.id, lease)]
+        known, ready = retries.attempts.get(request.id), self.fleet.ready.get(request.model)
+        runs = 0 if known is None else known.runs
+        if not busy and may_move and ready is not None:
+            account.refused(now)
+            refusals = [] if known is None else known.refusals
+            tries = runs < MOST_MOVES and retries.allowed(self.in_flight)
+            tries = tries and (bool(refusals) or account.doubted or self._serves_elsewhere(instance, ready))
+            if tries and (commands := self._move(lease, ready, now, ran=False)):
+                retries.of(request.id).refusals.append((instance, lease, now))
+                return commands
+            for refuser, _, _ in refusals:  # all refuse it
+                refuser.account.refusals = account.refusals = 0
+            if account.suspect:
+                self.fleet.reindex(now)
+            if not tries or refusals or not self._others_left(lease, ready, now):
+                lease.judged = True
+                return passed_on
+            # The others have no room: its share of refusals counts.
         doubted, limited = account.doubted, busy and others > 0 and not account.doubted
         if limited:
             lease.judged = True
             instance.throttle.refused(others, retry_after_s, now)
-            self.fleet.reindex(now)
         else:
             if busy and retry_after_s is not None:
                 account.asked(retry_after_s, now)
-            self._lost(instance, lease, 0, now)
-            self.fleet.reindex(now)
-        known = retries.attempts.get(request.id)
-        ready = self.fleet.ready.get(request.model)
-        may_move = may_move and (known is None or not known.runs)
-        may_move = may_move and ((busy and retry_after_s is not None) or limited or doubted)
+            self._lost(instance, lease, now)
+        self.fleet.reindex(now)
+        may_move = may_move and busy and not runs and (retry_after_s is not None or limited or doubted)
         if not may_move or ready is None or not retries.allowed(self.in_flight):
             return passed_on
         return self._move(lease, ready, now, ran=False) or passed_on
+
+    def _serves_elsewhere(self, instance: Instance, ready: ReadyInstances) -> bool:
+        """Return True if an instance refused several requests in a row while another one answers."""
+        account = instance.account
+        return account.suspect and any(
+            not each.account.refusals and each.account.token_at > account.refused_since
+            for each in ready.instances
+        )
+
+    def _others_left(self, lease: Lease, ready: ReadyInstances, now: float) -> bool:
+        """Return True if another instance may get a request, had it room."""
+        known = self._retries.attempts.get(lease.request.id)
+        tried = {lease.instance} if known is None else {lease.instance, *known.tried}
+        able = self.placement.able(lease.request, ready, now).instances
+        return any(each.name not in tried for each in able)
 
     def _move(self, lease: Lease, ready: ReadyInstances, now: float, *, ran: bool) -> list[Command]:
         """Send a request elsewhere of whose answer nothing came; no commands where no other one is better."""
@@ -454,7 +495,7 @@ class Scheduler:
             return []
         commands = self._move(lease, ready, now, ran=True)
         if commands:
-            self._lost(instance, lease, 0, now)
+            self._lost(instance, lease, now)
         return commands
 
     def _retry(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:

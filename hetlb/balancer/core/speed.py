@@ -6,12 +6,15 @@ meanwhile. What that took over what it should have taken by the model, both summ
 the last `MEMORY_S` seconds, is the factor.
 
 Models of a fleet are often wrong together (another build, an estimate, the default): until an instance has
-answered, its factor is the mean of those that have, with profiles and without apart.
+answered, its factor is the mean of those that have, with profiles and without apart. The default model is a
+guess at other loads, too: of equal instances, the one with less to do would show another factor, and get
+less for that reason. So the factors without a profile that are within `TRUST` of each other are averaged.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -95,8 +98,8 @@ class SpeedTracker:
         self.prefilling = RecentRate(now)
         # The default model is a guess: the first answer may replace it.
         self._observed_s = self._expected_s = PRIOR_S if profiled else 0.0
-        #: Factor for the model's durations.
-        self.factor = 1.0
+        #: Factor for the model's durations that is in force, and as its own answers show it.
+        self.factor = self.shown = 1.0
         #: The model's seconds of the last answer's steps, and whether many were mixed.
         self.last_expected_s = 0.0
         self.last_mixed = False
@@ -150,12 +153,12 @@ class SpeedTracker:
     def age(self, now: float) -> None:
         """Let a factor that is worse than before return to that while no answer confirms it."""
         begin = max(self._at + MEMORY_S, self._aged_at)
-        if not self.seen or now <= begin or self.factor <= self._good * (1.0 + _CHANGE):
+        if not self.seen or now <= begin or self.shown <= self._good * (1.0 + _CHANGE):
             return
         keep = math.exp(-(now - begin) / MEMORY_S)
         self._aged_at, self.changed = now, True
-        self.factor = self._good + (self.factor - self._good) * keep
-        self._observed_s = self._expected_s * self.factor
+        self.factor = self.shown = self._good + (self.shown - self._good) * keep
+        self._observed_s = self._expected_s * self.shown
 
     def prefilled(self, prompts: int, tokens: int, now: float) -> None:
         """Prompts of so many tokens together have been prefilled."""
@@ -201,7 +204,7 @@ class SpeedTracker:
         if self.seen or abs(factor / self.factor - 1.0) <= _CHANGE:
             return False
         self._observed_s = self._expected_s * factor
-        self.factor = factor
+        self.factor = self.shown = factor
         return True
 
     def _observe(self, expected_s: float, seconds: float, now: float) -> bool:
@@ -221,9 +224,9 @@ class SpeedTracker:
         elif ratio < 1.0 / most:
             ratio = 1.0 / most
         self._remember(ratio, since)
-        if ratio == self.factor or (abs(ratio / self.factor - 1.0) <= _CHANGE and ratio != 1.0):
+        if ratio == self.shown or (abs(ratio / self.shown - 1.0) <= _CHANGE and ratio != 1.0):
             return False
-        self.factor = ratio
+        self.factor = self.shown = ratio
         return True
 
     def _remember(self, factor: float, since: float) -> None:
@@ -231,6 +234,24 @@ class SpeedTracker:
         self._answers += 1
         gain = max(1.0 / self._answers, 1.0 - math.exp(-min(since, 1.0) / _GOOD_S))
         self._good *= (factor / self._good) ** gain
+
+
+def averaged(shown: Sequence[tuple[float, float]]) -> list[float]:
+    """Return for each factor the geometric mean of those within `TRUST` of it; pairs of factor and weight."""
+    order = sorted(range(len(shown)), key=lambda i: shown[i][0])
+    found = [factor for factor, _ in shown]
+    first = last = 0
+    weight = logs = 0.0
+    for i in order:
+        factor = shown[i][0]
+        while last < len(order) and shown[order[last]][0] <= factor * TRUST:
+            other, share = shown[order[last]]
+            weight, logs, last = weight + share, logs + share * math.log(other), last + 1
+        while shown[order[first]][0] < factor / TRUST:
+            other, share = shown[order[first]]
+            weight, logs, first = weight - share, logs - share * math.log(other), first + 1
+        found[i] = math.exp(logs / weight)
+    return found
 
 
 class PeakEwma:

@@ -74,7 +74,8 @@ class Throttle:
         if self._ramp_since is not None and now - self._ramp_since >= self._ramp_s:
             self._ramp_since = None
         limited = now - self._limit_until < FORGOTTEN_S
-        return self._ramp_since is not None or limited or self._account.restrained(now)
+        account = self._account
+        return self._ramp_since is not None or limited or account.suspect or account.wary(now)
 
     def reason(self, max_num_seqs: int, now: float) -> str:
         """Reason of what restrains it now, "" if nothing does; for people."""

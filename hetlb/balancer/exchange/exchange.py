@@ -460,7 +460,7 @@ class Exchange(RequestRecord):
             response.beat(now)  # the first time this commits the answer
         if silent_s < min(LEAST_SILENCE_S, first_byte_s, idle_s) or self.lease is None:
             return
-        hung_s = self.driver.scheduling.stalled_s(self.lease, now)
+        hung_s = self.driver.scheduling.hung_s(self.lease, now)
         if phase is Phase.SENT and silent_s > first_byte_s and not self._waits_on(hung_s, now):
             self.stop_engine()
             if response.state is STARTED:
@@ -468,7 +468,7 @@ class Exchange(RequestRecord):
             else:
                 self._silent()
         elif phase is _STREAMING and (
-            (hung_s > 0.0 and (self.rest is not None or hung_s > _HUNG_S))
+            (hung_s and (self.rest is not None or hung_s > _HUNG_S))
             or (silent_s > idle_s and not self._waits_on(hung_s, now))
         ):
             self.stop_engine()
@@ -478,18 +478,14 @@ class Exchange(RequestRecord):
         answer = error_responses.FIRST_BYTE_TIMEOUT
         self.refuse(answer, "The instance did not begin to answer in time.", end=ends.SILENT)
 
-    def _waits_on(self, hung_s: float, now: float) -> bool:
+    def _waits_on(self, hung_s: float | None, now: float) -> bool:
         """Return True while no clock ends it: its engine works, or the client's stated time lasts.
 
-        `hung_s`: how long its engine has been known to stand still.
+        `hung_s`: how long its engine has been known to stand still, None if it works.
         """
-        lease, response = self.lease, self.response
-        if hung_s > 0.0 or lease is None:
-            return False
-        if self.driver.scheduling.works(lease, now):
-            return True
-        given_up_at = response.given_up_at(self.since, self.arrived_at)
-        return now < given_up_at < math.inf
+        return hung_s is None or (
+            not hung_s and now < self.response.given_up_at(self.since, self.arrived_at) < math.inf
+        )
 
     def shut_down(self) -> None:
         self.stop_engine()

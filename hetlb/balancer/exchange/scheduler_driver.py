@@ -54,6 +54,8 @@ logger = logging.getLogger("hetlb.proxy")
 
 #: After a pause of this process, nothing is concluded from silence for this long, in seconds.
 _OWN_STALL_S: Final = 1.0
+#: Requests that found the budget of retries used up are looked at again after this time, in seconds.
+_NEXT_MOVES_S: Final = 0.05
 DECISIONS_KEPT: Final = 1000
 #: A decision keeps figures of every instance: of a large fleet fewer are kept, so that they stay some 10 MB.
 CANDIDATES_KEPT: Final = 50_000
@@ -93,6 +95,7 @@ class SchedulerDriver(SchedulerSide):
         self._arrival_s: list[float] = []
         self._end_s: list[float] = []
         self._ticker: asyncio.TimerHandle | None = None
+        self._mover: asyncio.TimerHandle | None = None
         #: Names of the instances that have stalled, as last told.
         self._stalled: set[str] = set()
         self._look_for_splits()
@@ -200,12 +203,11 @@ class SchedulerDriver(SchedulerSide):
             self.carrier.turned_away(lease)
         self.carry_out(commands)
 
-    def works(self, lease: Lease, now: float) -> bool:
-        return self.scheduler.ledger.leased[lease.id].account.works(now)
-
-    def stalled_s(self, lease: Lease, now: float) -> float:
-        since = self.scheduler.ledger.leased[lease.id].account.stalled_since
-        return 0.0 if since is None else now - since
+    def hung_s(self, lease: Lease, now: float) -> float | None:
+        account = self.scheduler.ledger.leased[lease.id].account
+        if account.works(now):
+            return None
+        return 0.0 if account.stalled_since is None else now - account.stalled_since
 
     def cancelled(self, request_id: RequestId, now: float) -> None:
         self.carry_out(self.scheduler.on_cancelled(request_id, now))
@@ -299,12 +301,22 @@ class SchedulerDriver(SchedulerSide):
         if scheduler.in_flight or any(each.account.restrained(now) for each in scheduler.instances):
             self.carry_out(scheduler.on_sweep(carrier.tokens_at(), now))
         self._tell_stalls(now)
-        for lease in scheduler.stranded(now):
-            if carrier.may_turn_away(lease):
-                commands = scheduler.on_stranded(lease, now)
+        if self._mover is None:
+            self._move_stranded()
+
+    def _move_stranded(self) -> None:
+        """Send elsewhere what waits at instances that do not work; the rest soon if the budget is used up."""
+        self._mover, now = None, self.carrier.now()
+        left = False
+        for lease in self.scheduler.stranded(now):
+            if self.carrier.may_turn_away(lease):
+                commands = self.scheduler.on_stranded(lease, now)
                 if lease.ended:
-                    carrier.turned_away(lease)
+                    self.carrier.turned_away(lease)
+                left = left or not lease.ended
                 self.carry_out(commands)
+        if left and self.scheduler.retrying:
+            self._mover = self.carrier.loop.call_later(_NEXT_MOVES_S, self._move_stranded)
 
     def _tell_stalls(self, now: float) -> None:
         """Log which instances have stalled, or do so no more."""
@@ -337,6 +349,8 @@ class SchedulerDriver(SchedulerSide):
         if self._ticker is not None:
             self._ticker.cancel()
             self._ticker = None
+        if self._mover is not None:
+            self._mover.cancel()
 
 
 def several_models() -> NoReturn:

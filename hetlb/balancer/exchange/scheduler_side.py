@@ -145,12 +145,11 @@ class SchedulerSide(ABC):
         Another instance may get it. `retry_after_s`: when to come again, None where the engine did not say.
         """
 
-    def works(self, lease: Lease, now: float) -> bool:
-        """True if the own counters of the instance of a lease moved lately, as far as this process knows."""
-        return False
+    def hung_s(self, lease: Lease, now: float) -> float | None:
+        """Return the seconds for which the instance of a lease has been stalled, 0.0 if it is not.
 
-    def stalled_s(self, lease: Lease, now: float) -> float:
-        """Return the seconds for which the instance of a lease has been stalled, 0.0 if it is not."""
+        None while its own counters move, as far as this process knows.
+        """
         return 0.0
 
     @abstractmethod

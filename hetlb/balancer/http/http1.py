@@ -29,6 +29,8 @@ _BAD_PATH = re.compile(rb"//|[\\;#%]|/\.{1,2}(?:/|$)")
 #: The one path whose last part may be percent-encoded: hetlb answers it, and no engine reads it.
 _MODEL_PATH = re.compile(rb"/v1/models/(?:[!-$&-~]|%[0-9A-Fa-f]{2})+")
 _NAME = re.compile(rb"[!-9;-~]+:")
+#: A line in Latin-1, as Node.js and Python write it: no control characters, nor the filler of binary data.
+_LATIN1 = re.compile(rb"[\t -~\xa0-\xfe]*")
 #: Headers that may come once: two readers could take different ones.
 _ONCE = frozenset({b"content-type", b"authorization", b"x-api-key", b"api-key"})
 _CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
@@ -156,8 +158,10 @@ def parse_request_head(head: bytes) -> tuple[RequestHead, int | None]:
     if _REQUEST_LINE.match(head) is None:
         # llhttp lets several blanks and other versions pass.
         raise GateError(400, "The request line must be METHOD PATH HTTP/1.1 (or HTTP/1.0).")
-    if not head.isascii() and not _is_utf8_in_values(head):
-        raise GateError(400, "The head has bytes that are not ASCII, or in a value not UTF-8.")
+    if not head.isascii() and not all(map(_is_text, head.split(b"\r\n")[1:-2])):
+        raise GateError(
+            400, "The head has bytes that are not ASCII, or in a value neither UTF-8 nor Latin-1."
+        )
     collector = _Collector()
     parser = httptools.HttpRequestParser(collector)
     try:
@@ -185,16 +189,15 @@ def parse_request_head(head: bytes) -> tuple[RequestHead, int | None]:
     return result, length
 
 
-def _is_utf8_in_values(head: bytes) -> bool:
-    """Return True if nothing but values of headers has bytes beyond ASCII, and these are UTF-8.
-
-    RFC 9110, 5.5 lets values have any such bytes. Of others than UTF-8 there are several readings.
-    """
-    try:
-        head.decode()
-    except UnicodeDecodeError:
+def _is_text(line: bytes) -> bool:
+    """Return True if a header's name is ASCII, and its value UTF-8 or Latin-1 (RFC 9110, 5.5: obs-text)."""
+    if _NAME.match(line) is None:
         return False
-    return all(map(_NAME.match, head.split(b"\r\n")[1:-2]))
+    try:
+        line.decode()
+    except UnicodeDecodeError:
+        return _LATIN1.fullmatch(line) is not None
+    return True
 
 
 def _take_fields(head: RequestHead) -> int | None:

@@ -1,4 +1,4 @@
-"""Messages between a relay and the scheduler process, version 4 (rules: docs/reference/messages.md).
+"""Messages between a relay and the scheduler process (rules: docs/reference/messages.md).
 
 A message is an array that begins with its number. Fields may be appended within a version: a reader ignores
 those that it does not know. Times are in seconds and relative to now.
@@ -13,7 +13,7 @@ import msgspec
 from hetlb.balancer.core.types import RejectReason
 from hetlb.options.lease_wire import RequestFacts, WireBegun, WireBooked, WireEnded
 
-VERSION: Final = 5
+VERSION: Final = 6
 
 
 class RelayMessage(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -67,12 +67,16 @@ class LeaseChange(RelayMessage, tag=3, frozen=True):
     generated: int | None = None
 
 
-class Busy(RelayMessage, tag=5, frozen=True):
-    """The engine is busy, and says when to come again; answered by `DispatchMessage` or `PassOnMessage`."""
+class Refused(RelayMessage, tag=5, frozen=True):
+    """The engine refused the request with 4xx or 503; answered by `DispatchMessage` or `PassOnMessage`.
+
+    `busy`: with 429 or 503. `retry_after_s`: when to come again, None where it did not say.
+    """
 
     request: int
     lease: int
-    retry_after_s: float
+    busy: bool
+    retry_after_s: float | None
 
 
 class Moving(RelayMessage, tag=14, frozen=True):
@@ -170,7 +174,7 @@ class Rejected(RelayMessage, tag=34, frozen=True):
 
 
 class PassOnMessage(RelayMessage, tag=35, frozen=True):
-    """Let the client have the answer of the engine that is busy."""
+    """Let the client have the answer of the engine that refused."""
 
     request: int
 
@@ -228,6 +232,13 @@ class Ask(RelayMessage, tag=40, frozen=True):
     number: int
 
 
+class WorkMessage(RelayMessage, tag=42, frozen=True):
+    """Instances whose own counters moved lately, and those that stand still, with the seconds since then."""
+
+    moving: list[str]
+    stalled: dict[str, float]
+
+
 class Reload(RelayMessage, tag=41, frozen=True):
     """Serve another fleet (pickled) from now on; it is reload number `generation`.
 
@@ -239,10 +250,18 @@ class Reload(RelayMessage, tag=41, frozen=True):
 
 
 FromRelay: TypeAlias = (
-    Arrival | Hello | LeaseChange | Busy | Moving | Cancelled | Report | CameBack | ModelsRead | Used
+    Arrival | Hello | LeaseChange | Refused | Moving | Cancelled | Report | CameBack | ModelsRead | Used
 )
 FromScheduler: TypeAlias = (
-    DispatchMessage | Rejected | PassOnMessage | ViewMessage | Learnt | WaitingMessage | Ask | Reload
+    DispatchMessage
+    | Rejected
+    | PassOnMessage
+    | ViewMessage
+    | Learnt
+    | WaitingMessage
+    | Ask
+    | Reload
+    | WorkMessage
 )
 
 FROM_RELAY: Final = msgspec.msgpack.Decoder(list[FromRelay])

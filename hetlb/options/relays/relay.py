@@ -46,6 +46,7 @@ from hetlb.options.relays.protocol import (
     Report,
     ViewMessage,
     WaitingMessage,
+    WorkMessage,
 )
 from hetlb.options.relays.relay_driver import ID_BITS, RelayDriver
 
@@ -188,6 +189,8 @@ class Relay:
             elif isinstance(message, Ask):
                 self._asked = message.number
                 self._report()
+            elif isinstance(message, WorkMessage):
+                scheduling.set_work(message)
             elif isinstance(message, Reload):
                 self._reload(message)
 

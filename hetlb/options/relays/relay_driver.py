@@ -24,7 +24,6 @@ from hetlb.options.lease_wire import RequestFacts, WireBegun, WireBooked, WireEn
 from hetlb.options.message_channel import MessageChannel
 from hetlb.options.relays.protocol import (
     Arrival,
-    Busy,
     CameBack,
     Cancelled,
     DispatchMessage,
@@ -35,10 +34,12 @@ from hetlb.options.relays.protocol import (
     ModelsRead,
     Moving,
     PassOnMessage,
+    Refused,
     Rejected,
     RelayMessage,
     Used,
     ViewMessage,
+    WorkMessage,
 )
 from hetlb.served_models import read_model_list
 
@@ -58,6 +59,9 @@ class RelayDriver(SchedulerSide):
         self._channel: MessageChannel[FromScheduler] | None = None
         self._alone_since = driver.now()
         self._targets: dict[str, Target] = {}
+        #: Instances whose counters move, and since when others stand still, as the scheduler process says.
+        self._moving: frozenset[str] = frozenset()
+        self._stalled: dict[str, float] = {}
         #: Incarnations of the instances as the scheduler process numbers them.
         self._incarnations: dict[str, int] = {}
         self._next_incarnation = 1
@@ -97,6 +101,7 @@ class RelayDriver(SchedulerSide):
 
     def disconnected(self) -> None:
         self._channel = None
+        self._moving, self._stalled = frozenset(), {}
         self._alone_since = self._driver.now()
         for exchange in list(self._driver.exchanges.values()):
             self._let_go(exchange)
@@ -119,6 +124,12 @@ class RelayDriver(SchedulerSide):
             self._channel.post(message)
 
     # --- the fleet ---
+
+    def set_work(self, message: WorkMessage) -> None:
+        """Take over which instances work, and since when others stand still."""
+        now = self._driver.now()
+        self._moving = frozenset(message.moving)
+        self._stalled = {name: now - seconds for name, seconds in message.stalled.items()}
 
     def set_view(self, view: ViewMessage) -> None:
         """Set the view of the fleet that the scheduler process gives."""
@@ -203,14 +214,19 @@ class RelayDriver(SchedulerSide):
         self._send(Moving(lease.request.id, lease.id, generated))
 
     def refused(self, lease: Lease, busy: bool, retry_after_s: float | None, now: float) -> None:
-        if (
-            busy and retry_after_s is not None and self._channel is not None
-        ):  # else the client gets what the engine said
-            request_id = lease.request.id
-            answer = self._driver.exchanges[request_id].answer
-            assert answer is not None, "expected an engine that has answered"
-            answer.wait()
-            self._send(Busy(request_id, lease.id, retry_after_s))
+        if self._channel is None:
+            return  # the client gets what the engine said
+        request_id = lease.request.id
+        answer = self._driver.exchanges[request_id].answer
+        assert answer is not None, "expected an engine that has answered"
+        answer.wait()
+        self._send(Refused(request_id, lease.id, busy, retry_after_s))
+
+    def hung_s(self, lease: Lease, now: float) -> float | None:
+        if lease.instance in self._moving:
+            return None
+        since = self._stalled.get(lease.instance)
+        return 0.0 if since is None else now - since
 
     def cancelled(self, request_id: RequestId, now: float) -> None:
         self._send(Cancelled(request_id))
@@ -238,10 +254,12 @@ class RelayDriver(SchedulerSide):
         exchange = driver.exchanges.get(command.request)
         if exchange is None:
             return
-        if exchange.answer is not None and exchange.answer.waits:
-            assert exchange.lease is not None
-            exchange.lease.ended = True
-            driver.turned_away(exchange.lease)
+        held, before = exchange.answer is not None and exchange.answer.waits, exchange.lease
+        if before is not None and (
+            held or (before.instance in self._stalled and driver.may_turn_away(before))
+        ):
+            before.ended = True
+            driver.turned_away(before)
         if command.model:
             exchange.request = replace(exchange.request, model=command.model)
         target, now = self._targets[command.instance], driver.now()

@@ -31,7 +31,6 @@ from hetlb.options.relays import protocol
 from hetlb.options.relays.protocol import (
     Arrival,
     Ask,
-    Busy,
     CameBack,
     Cancelled,
     FromRelay,
@@ -40,6 +39,7 @@ from hetlb.options.relays.protocol import (
     LeaseChange,
     ModelsRead,
     Moving,
+    Refused,
     Report,
     Used,
 )
@@ -130,8 +130,9 @@ class RelayHost(Carrier):
         self.on_models: Callable[[str, bytes], None] | None = None
         #: The fleet that relays must serve.
         self.reload = protocol.Reload(0, b"")
-        #: True if requests wait, as the relays know it.
+        #: As the relays know it: True if requests wait; instances that work, and since when others do not.
         self._waiting = False
+        self._work: tuple[list[str], dict[str, float]] = [], {}
         #: Token estimates that the relays learnt; each of them has its own, which begins with this one.
         self.token_estimator = TokenEstimator()
         #: Counters of relays that are gone, and their lost lines; what ended lately at any relay.
@@ -159,6 +160,7 @@ class RelayHost(Carrier):
     def connected(self, link: RelayLink) -> None:
         self.links.append(link)
         link.send(protocol.WaitingMessage(self._waiting))
+        link.send(self._work_message(self.now()))
         for model, (text_bytes, tokens) in self.token_estimator.text_sums().items():
             link.send(Learnt(model, round(text_bytes), round(tokens)))
 
@@ -209,10 +211,10 @@ class RelayHost(Carrier):
             elif isinstance(message, Cancelled):
                 if (found := self._open.get(message.request)) is not None:
                     self._end(found, Outcome.CLIENT_GONE, now)
-            elif isinstance(message, Busy):
+            elif isinstance(message, Refused):
                 found = self._open.get(message.request)
                 if found is not None and found.lease is not None and found.lease_number == message.lease:
-                    self.scheduling.refused(found.lease, True, message.retry_after_s, now)
+                    self.scheduling.refused(found.lease, message.busy, message.retry_after_s, now)
             elif isinstance(message, Moving):
                 found = self._open.get(message.request)
                 if found is not None and found.lease is not None and found.lease_number == message.lease:
@@ -399,11 +401,32 @@ class RelayHost(Carrier):
             )
         )  # fmt: skip
 
+    def may_turn_away(self, lease: Lease) -> bool:
+        found = self._open.get(lease.request.id)
+        return found is not None and found.lease is lease
+
     # --- time ---
+
+    def _tell_work(self, now: float) -> None:
+        """Tell the relays which instances work and which stand still, where that is news."""
+        accounts = [(each.name, each.account) for each in self.scheduler.instances]
+        moving = [name for name, account in accounts if account.works(now)]
+        stalled = {
+            name: account.stalled_since for name, account in accounts if account.stalled_since is not None
+        }
+        if (moving, stalled) != self._work:
+            self._work = moving, stalled
+            self.broadcast(self._work_message(now))
+
+    def _work_message(self, now: float) -> protocol.WorkMessage:
+        moving, stalled = self._work
+        return protocol.WorkMessage(moving, {name: now - since for name, since in stalled.items()})
 
     def swept(self, lag_s: float) -> None:
         self.scheduling.count_calls()
-        self.scheduling.sweep(self.now())
+        now = self.now()
+        self.scheduling.sweep(now)
+        self._tell_work(now)
         names = {each.name for each in self.scheduler.instances}
         self.counted.keep(names)
         self._gone.keep(names)

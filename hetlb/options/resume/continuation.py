@@ -199,7 +199,7 @@ class Continuation:
         if prompt is None or len(ids) != len(texts):
             return self._no_draft("events without token ids")
         draft.as_completion = True
-        draft.texts = _settled(texts, said, asked.held_back, progress.settled)
+        draft.texts = _settled(texts, ids, said, asked.held_back, progress.settled)
         draft.ids = ids[: len(draft.texts)]
         sent = sum(map(len, draft.texts))
         draft.ahead = said[sent:]
@@ -376,6 +376,8 @@ class Continuation:
         draft = self.draft()
         generated = 0 if draft is None else draft.generated
         # Run twice, and not a token: the request itself may be what kills engines.
+        if exchange.dropped and not generated:
+            self.why = self.why or "lost twice without a token"
         if (draft is None and progress is not None) or (exchange.dropped and not generated):
             self._stop(otherwise)
         elif end in _BY_CONNECTION:
@@ -521,18 +523,22 @@ class Continuation:
         return b"data: " + msgspec.json.encode(fields) + b"\n\n" + LAST_EVENT
 
 
-def _settled(texts: list[str], said: str, held_back: int, settled: int) -> list[str]:
-    """The first events of which all text was sent, with that text; later ones are said again.
+def _settled(texts: list[str], ids: list[list[int]], said: str, held_back: int, settled: int) -> list[str]:
+    """Return the first events of which all text was sent, with that text; later ones are said again.
 
     After an event with text the engine has generated what was sent and `held_back` characters more; after the
-    first `settled` what was sent. An event without text may be the first part of a character.
+    first `settled` what was sent. The last ids of an event may be a part of a character, behind which vLLM
+    0.32 says the whole prompt again (`DecodeStream`): not if it has one id and text, nor if the next text
+    begins with ASCII.
     """
     count = settled
     at = size = sum(map(len, texts[:settled]))
     for number, text in enumerate(texts[settled:], settled + 1):
         at += len(text)
         if text and at + held_back <= len(said):
-            count, size = number, at
+            following = next(filter(None, texts[number:]), "\ufffd")
+            if len(ids[number - 1]) <= 1 or following[0].isascii():
+                count, size = number, at
     first = texts[:count]
     if count > settled:
         first[-1] += said[size : size + held_back]

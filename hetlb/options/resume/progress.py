@@ -94,7 +94,7 @@ class Progress:
 
     def add(self, payload: bytes) -> None:
         """Keep part of a body that came in no whole chunks."""
-        if not self.why:
+        if payload and not self.why:  # an empty chunk would be the last one
             self.add_chunks(b"%x\r\n%b\r\n" % (len(payload), payload))
 
     def read(self) -> None:

@@ -1,4 +1,4 @@
-"""A Compose file: services that run `vllm serve` or vLLM's image; hetlb beside them reaches them by name."""
+"""A Compose file: services that run vLLM or SGLang; hetlb beside them reaches them by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any, Final
 from hetlb.tools.imported.draft import DraftInstance, FleetDraft
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?[-?]([^}]*))?\}|\$([A-Za-z_]\w*)")
-_PORT: Final = 8000
+#: Ports of the programs that are known, by a part of their image or command.
+_PORTS: Final = {"vllm": 8000, "sglang": 30000}
 #: Keys of a service that are read here.
 _READ: Final = {"image", "command", "entrypoint", "environment"}
 
@@ -28,8 +29,10 @@ def read_compose(path: Path, document: Mapping[str, Any]) -> FleetDraft:
             else []
         )
         image = str(service.get("image") or "") if isinstance(service, dict) else ""
-        if "vllm" in image or "vllm" in " ".join(words[:4]):
-            _take_service(draft, str(name), service, words)
+        run = f"{image} {' '.join(words[:4])}"
+        program = next((program for program in _PORTS if program in run), None)
+        if program is not None:
+            _take_service(draft, str(name), service, words, _PORTS[program])
         else:
             draft.leave(f"services.{name}", image or "a service without vLLM")
     for key, value in document.items():
@@ -38,19 +41,21 @@ def read_compose(path: Path, document: Mapping[str, Any]) -> FleetDraft:
     return draft
 
 
-def _take_service(draft: FleetDraft, name: str, service: Mapping[str, Any], words: list[str]) -> None:
+def _take_service(
+    draft: FleetDraft, name: str, service: Mapping[str, Any], words: list[str], usual_port: int
+) -> None:
     where = f"services.{name}"
     flags, plain = _flags(words)
     environment = _environment(service.get("environment"))
-    port = flags.pop("port", "") or str(_PORT)
-    model = flags.pop("model", "") or (plain.pop(0) if plain else "")
+    port = flags.pop("port", "") or str(usual_port)
+    model = flags.pop("model", "") or flags.pop("model-path", "") or (plain.pop(0) if plain else "")
     model = model or environment.get("MODEL_NAME", "")
     names = shlex.split(flags.pop("served-model-name", "")) or [model]
     if not names[0] or "$" in names[0]:
         draft.leave(where, f"--model {names[0]}", "a model that is stated outside the file")
         return
     key = flags.pop("api-key", "") or environment.get("VLLM_API_KEY", "")
-    most = flags.pop("max-num-seqs", "")
+    most = flags.pop("max-num-seqs", "") or flags.pop("max-running-requests", "")
     instance = DraftInstance(f"http://{name}:{port}", name, api_key_env=draft.key_variable(key, name))
     if most.isdigit() and int(most):
         instance.max_num_seqs = int(most)
@@ -78,6 +83,8 @@ _PROGRAMS: Final = {
     "python3",
     "-m",
     "vllm.entrypoints.openai.api_server",
+    "sglang",
+    "sglang.launch_server",
     "sh",
     "bash",
     "exec",

@@ -103,26 +103,64 @@ def read_nginx(path: Path) -> FleetDraft:
     """Read an nginx.conf, or a part of one that lies in conf.d."""
     draft = FleetDraft(path, "nginx")
     top = Directive("1", ["main"], _Reader(path).read())
-    for block in [*top.inside("http"), *top.inside("stream")]:
-        block.used = block.name == "http"
+    for block in top.inside("http"):
+        block.used = True
     upstreams = {each.words[1]: each for each in top.inside("upstream") if len(each.words) > 1}
+    variables = _variables(top)
+    streams = list(top.inside("stream"))
+    of_streams = [each for block in streams for each in block.inside("server")]
     for server in top.inside("server"):
-        if server.block is not None:
-            _take_server(draft, server, upstreams)
+        if server.block is not None and not any(server is each for each in of_streams):
+            _take_server(draft, server, upstreams, variables)
+    if not draft.models:  # else a stream leads to something else
+        for server in of_streams:
+            _take_server(draft, server, upstreams, variables)
+        for block in streams:
+            block.used = bool(draft.models)
     for each in top.block or ():
         _take_settings(draft, each, inherited=True)
     _leave_unused(draft, top.block or [])
     return draft
 
 
-def _take_server(draft: FleetDraft, server: Directive, upstreams: dict[str, Directive]) -> None:
+def _variables(top: Directive) -> dict[str, list[str]]:
+    """Return the values that a `set`, `map` or `split_clients` may give to each variable."""
+    found: dict[str, list[str]] = {}
+    for each in top.inside("set"):
+        if len(each.words) == 3:
+            found.setdefault(each.words[1], []).append(each.words[2])
+    for each in [*top.inside("map"), *top.inside("split_clients")]:
+        if len(each.words) == 3 and each.block is not None:
+            values = [line.words[1] for line in each.block if len(line.words) == 2]
+            found.setdefault(each.words[2], []).extend(values)
+    return found
+
+
+def _targets(passed: Directive, variables: dict[str, list[str]]) -> list[str]:
+    """Return the addresses of a `proxy_pass`; a variable in it stands for each of its values."""
+    text = passed.words[1] if len(passed.words) == 2 else ""
+    if (match := re.search(r"\$\{?(\w+)\}?", text)) is None:
+        return [text]
+    values = variables.get(f"${match[1]}", [])
+    return [text[: match.start()] + value + text[match.end() :] for value in values if "$" not in value]
+
+
+def _take_server(
+    draft: FleetDraft,
+    server: Directive,
+    upstreams: dict[str, Directive],
+    variables: dict[str, list[str]],
+) -> None:
     """Take a server block that leads to upstreams, its locations and its settings."""
-    passes = list(server.inside("proxy_pass"))
-    for passed in passes:
-        match = re.fullmatch(r"(https?)://([^/$]+)(/.*)?", passed.words[1] if len(passed.words) == 2 else "")
+    passes = [
+        (passed, target) for passed in server.inside("proxy_pass") for target in _targets(passed, variables)
+    ]
+    for passed, address in passes:
+        # Without a scheme it is of a `stream`.
+        match = re.fullmatch(r"(?:(https?)://)?([^/$]+)(/\$request_uri|\$request_uri|/.*)?", address)
         if match is None:
             continue
-        scheme, target, rest = match.groups()
+        scheme, target, rest = match[1] or "http", match[2], (match[3] or "").replace("$request_uri", "")
         upstream = upstreams.get(target)
         servers = [] if upstream is None else [each for each in upstream.block or () if each.name == "server"]
         model = draft.model(
@@ -136,11 +174,11 @@ def _take_server(draft: FleetDraft, server: Directive, upstreams: dict[str, Dire
             for each in servers:
                 if not each.used:
                     _take_upstream_server(draft, each, scheme, target, key)
-        if rest not in (None, "/", "/v1", "/v1/"):
+        if rest not in ("", "/", "/v1", "/v1/"):
             draft.leave(
                 passed.where, f"proxy_pass {passed.words[1]}", "its path: hetlb keeps paths as they are"
             )
-    if not any(passed.used for passed in passes):
+    if not any(passed.used for passed, _ in passes):
         return
     server.used = True
     for each in server.block or ():

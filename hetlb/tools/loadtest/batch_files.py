@@ -10,7 +10,6 @@ import fcntl
 import os
 import secrets
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +19,19 @@ from hetlb.errors import NOT_JSON, HetlbError, InputError, TraceError
 from hetlb.files import whole_file
 
 
-class _Line(msgspec.Struct):
-    custom_id: str
-    url: str
-    body: msgspec.Raw
-    method: str = "POST"
-
-
 class _Body(msgspec.Struct):
     model: str | None = None
     stream: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BatchJob:
-    """One request; `path` begins with `/v1`, `body` is as in the file."""
+class BatchJob(msgspec.Struct):
+    """One request of OpenAI's batch; `url` begins with `/v1/`, `body` is as in the file."""
 
     custom_id: str
-    path: str
-    model: str | None
-    body: bytes
+    url: str
+    body: msgspec.Raw
+    method: str = "POST"
+    model: str | None = None
 
 
 def read_jobs(path: Path) -> list[BatchJob]:
@@ -54,19 +46,19 @@ def read_jobs(path: Path) -> list[BatchJob]:
             continue
         where = f"{path}: line {number}"
         try:
-            line = msgspec.json.decode(text, type=_Line)
-            body = msgspec.json.decode(line.body, type=_Body)
+            job = msgspec.json.decode(text, type=BatchJob)
+            body = msgspec.json.decode(job.body, type=_Body)
         except NOT_JSON as error:
             raise TraceError(f"{where}: expected a request of OpenAI's batch: {error}") from error
-        if line.method != "POST":
-            raise TraceError(f"{where}: method: expected POST, got {line.method!r:.20}")
-        if not line.url.startswith("/v1/") or not line.url.isascii() or not line.url.isprintable():
-            raise TraceError(f"{where}: url: expected a path like /v1/chat/completions, got {line.url!r:.60}")
+        if job.method != "POST":
+            raise TraceError(f"{where}: method: expected POST, got {job.method!r:.20}")
+        if not job.url.startswith("/v1/") or not job.url.isascii() or not job.url.isprintable():
+            raise TraceError(f"{where}: url: expected a path like /v1/chat/completions, got {job.url!r:.60}")
         if body.stream:
             raise TraceError(f"{where}: body.stream: expected false, as answers of a batch come whole")
-        if line.custom_id in jobs:
-            raise TraceError(f"{where}: custom_id: expected each once, got {line.custom_id!r:.60} again")
-        jobs[line.custom_id] = BatchJob(line.custom_id, line.url, body.model, bytes(line.body))
+        if jobs.setdefault(job.custom_id, job) is not job:
+            raise TraceError(f"{where}: custom_id: expected each once, got {job.custom_id!r:.60} again")
+        job.model = body.model
     if not jobs:
         raise TraceError(f"{path}: expected requests of OpenAI's batch, a line each, got none")
     return list(jobs.values())
@@ -77,25 +69,24 @@ class BatchJournal:
 
     def __init__(self, path: Path, known: Collection[str]) -> None:
         self._path = path
-        if path.exists() and not path.is_file():
-            raise InputError(f"{path}: expected a file for the results")
-        self._file = self._opened()
         self.ended: set[str] = set()
         self.failed = 0
+        self._file = self._opened()
         try:
             data = path.read_bytes()
             kept = b"".join([line + b"\n" for line in data.split(b"\n")[:-1] if self._keeps(line, known)])
             if kept != data:  # also a line that was half written
                 with whole_file(path) as scratch:
                     scratch.write_bytes(kept)
+                self.close()
+                self._file = self._opened()
         except BaseException:
             self.close()
             raise
-        if kept != data:
-            self.close()
-            self._file = self._opened()
 
     def _opened(self) -> int:
+        if self._path.exists() and not self._path.is_file():
+            raise InputError(f"{self._path}: expected a file for the results")
         try:
             file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,12 +101,12 @@ class BatchJournal:
         try:
             result = msgspec.json.decode(line)
             name, response = result["custom_id"], result["response"]
-            status = None if response is None else int(response["status_code"])
+            status = 500 if response is None else int(response["status_code"])
         except (*NOT_JSON, ValueError, LookupError, TypeError) as error:
             raise TraceError(f"{self._path}: expected results of a batch, got {line[:40]!r}") from error
         if name not in known:
             raise TraceError(f"{self._path}: custom_id: expected results of this batch, got {name!r:.60}")
-        if status is None or name in self.ended or not is_final(status):
+        if name in self.ended or not is_final(status):
             return False
         self.ended.add(name)
         self.failed += status >= 400

@@ -7,14 +7,15 @@ several requests in a row run into it, ends the run: the lines are not at fault.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Mapping, Sequence
-from email.utils import parsedate_to_datetime
 
 import aiohttp
 from yarl import URL
 
+from hetlb.balancer.http.retry_after import retry_after_s
 from hetlb.errors import HetlbError, InputError, reason_of
 from hetlb.served_models import read_model_list
 from hetlb.tools.loadtest.batch_files import BatchJob, BatchJournal, is_final
@@ -75,14 +76,12 @@ class BatchRun:
         return {model: name for model, name in stated.items() if isinstance(name, str) and name.isascii()}
 
     async def _lane(self, session: aiohttp.ClientSession, begins_s: float) -> None:
-        progress = self.progress
         await asyncio.sleep(begins_s)
         while self._waiting:
-            progress.sent += 1
-            if await self._answered(session, self._waiting.pop()):
-                progress.completed += 1
-            else:
-                progress.failed += 1
+            self.progress.sent += 1
+            good = await self._answered(session, self._waiting.pop())
+            self.progress.completed += good
+            self.progress.failed += not good
 
     async def _answered(self, session: aiohttp.ClientSession, job: BatchJob) -> bool:
         """Send a request until it has a result; True if that is an answer."""
@@ -92,8 +91,8 @@ class BatchRun:
         while True:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    target = URL(self._url + job.path, encoded=True)
-                    async with session.post(target, data=job.body, headers=headers) as response:
+                    target = URL(self._url + job.url, encoded=True)
+                    async with session.post(target, data=bytes(job.body), headers=headers) as response:
                         body = await response.read()
             except TimeoutError:
                 self._timeouts += 1
@@ -109,38 +108,21 @@ class BatchRun:
                 asked_s = None
             else:
                 self._heard_s, self._timeouts = time.monotonic(), 0
-                status, asked_s = response.status, retry_after_s(response.headers.get("retry-after"))
+                status = response.status
+                asked_s = retry_after_s({name.lower(): value for name, value in response.raw_headers})
                 tries += not is_final(status) and status not in (429, 503)
                 if is_final(status) or tries == _TRIES:
                     self._count(body)
                     label = response.headers.get("x-request-id", "")
                     return self._journal.answered(job, status, label, body)
-            waits += 1
-            await asyncio.sleep(_wait_s(waits) if asked_s is None else asked_s)
+            waits += 1  # a random wait, which doubles with each try in vain, where the server states none
+            wait_s = random.uniform(0.5, 1.0) * min(_LONGEST_WAIT_S, _LEAST_WAIT_S * 2.0 ** min(waits, 10))
+            await asyncio.sleep(wait_s if asked_s is None else min(asked_s, _LONGEST_RETRY_AFTER_S))
 
     def _count(self, body: bytes) -> None:
-        try:
+        with contextlib.suppress(AnswerError):
             usage = read_answer(body).usage
-        except AnswerError:
-            return
-        self.progress.output_tokens += (usage and usage.completion_tokens) or 0
+            self.progress.output_tokens += (usage and usage.completion_tokens) or 0
 
     def _silent(self) -> HetlbError:
         return HetlbError(f"{self._url}: no answer for {self._timeout_s:g} s (--timeout)")
-
-
-def _wait_s(tries: int) -> float:
-    """Return a random wait that doubles with each try in vain."""
-    return min(_LONGEST_WAIT_S, _LEAST_WAIT_S * 2.0 ** min(tries, 10)) * random.uniform(0.5, 1.0)
-
-
-def retry_after_s(value: str | None) -> float | None:
-    """Return the seconds of a `Retry-After` header, a number or a date; None without one."""
-    try:
-        seconds = float(value or "")
-    except ValueError:
-        try:
-            seconds = parsedate_to_datetime(value or "").timestamp() - time.time()
-        except (ValueError, TypeError):
-            return None
-    return max(_LEAST_WAIT_S, min(seconds, _LONGEST_RETRY_AFTER_S))

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 from helpers import free_port
 from proxy.dashboard.browser import ENGINES, PROFILES, Fleet, Look, launched, playwright
+from proxy.dashboard.test_browser import flaws
+
+axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python")
 
 pytestmark = pytest.mark.slow
 expect = playwright.expect
@@ -25,11 +28,19 @@ def browser() -> Iterator[Any]:
 
 
 def says(look: Look, state: str, colour: str, advice: str) -> None:
+    """Expect a first line; and a screen without flaws at each width, in both schemes."""
     expect(look.page.locator("#status-word")).to_have_text(state)
     expect(look.page.locator("#status")).to_have_attribute("data-state", colour)
     expect(look.page.locator("#status-advice")).to_contain_text(
         re.compile(re.escape(advice) or ".", re.IGNORECASE)
     )
+    for scheme in ("light", "dark"):
+        look.page.emulate_media(color_scheme=scheme)
+        for width in (390, 768, 1024, 1440):
+            look.page.set_viewport_size({"width": width, "height": 900})
+            assert flaws(look) == {}, (state, scheme, width)
+        found = axe.Axe().run(look.page).response["violations"]
+        assert [(each["id"], each["nodes"][0]["html"]) for each in found] == [], (state, scheme)
 
 
 def test_two_of_three_die_and_then_the_last(browser: Any, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from hetlb.balancer.core.policies.answered import later_s
 from hetlb.balancer.core.policies.sight import SchedulingContext, Sight
 from hetlb.balancer.core.policies.targets import lost_by_others_s, probability_of_miss, stake_s
 
@@ -159,3 +158,9 @@ def long_answer_s(ctx: SchedulingContext, each: Sight) -> float:
     load, long = each.load, ctx.long_output
     context = each.seen.context + ctx.prompt + long / 2.0
     return each.first_token_s + long * (load.next_step_s + load.next_token_s * context)
+
+
+def later_s(each: Sight) -> float:
+    """Return the seconds by which an answer that ends well comes later than the forecast, by the account."""
+    account = each.instance.account
+    return account.later_s(each.end_s) if account.troubled else 0.0

@@ -116,12 +116,13 @@ function grid(x, y, labels) {
   for (const value of [...x.ticks].sort((a, b) => a - b)) {
     const at = x.at(value);
     const text = tickText(x.format(value));
-    const last = at > x.end - 12;
-    const begins = at - text.length * LETTER * (last ? 1 : 0.5);
+    // At the ends of the axis a label stands inside: beside it are those of the other axis.
+    const [anchor, before] = at > x.end - 12 ? ["end", 1] : at < x.start + 12 && labels ? ["start", 0] : ["middle", 0.5];
+    const begins = at - text.length * LETTER * before;
     if (labels) items.push(draw("line", { class: "rule", x1: at, x2: at, y1: y.end, y2: y.start }));
     if (begins < free) continue;
     free = begins + (text.length + 1) * LETTER;
-    items.push(draw("text", { x: at, y: y.start + 15, "text-anchor": last ? "end" : "middle", text }));
+    items.push(draw("text", { x: at, y: y.start + 15, "text-anchor": anchor, text }));
   }
   if (labels) {
     const middle = (y.start + y.end) / 2;
