@@ -26,7 +26,7 @@ from hetlb.balancer.config.fleet_tables import (
     PolicyTable,
     Resume,
 )
-from hetlb.balancer.config.gone import RESUME_BY_TEXT
+from hetlb.balancer.config.gone import RESUME_BY_TEXT, gone_value
 from hetlb.balancer.config.mistakes import Mistakes, did_you_mean, listed, one_of, short
 from hetlb.balancer.config.urls import Origin, bracketed, check_base, check_publisher, check_url, origin
 from hetlb.balancer.config.yaml_file import load_yaml, with_lines
@@ -272,7 +272,8 @@ def _role_mistakes(model: ModelTable, key: str) -> Iterator[str]:
 def check_policy(table: PolicyTable, where: str) -> None:
     """Raise `ConfigError` unless policy, combine form and predictor are names that exist."""
     if table.name not in POLICIES:
-        raise ConfigError(f"{where}policy.name: {one_of(table.name, tuple(POLICIES))}")
+        went = gone_value("policy.name", table.name)
+        raise ConfigError(where + (went or f"policy.name: {one_of(table.name, tuple(POLICIES))}"))
     try:
         POLICIES[table.name]
     except ConfigError as error:

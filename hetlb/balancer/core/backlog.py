@@ -98,10 +98,11 @@ class Backlog:
         if ready is None:
             return None
         ceiling: int | None = None
-        worth = None if key.retry else self._placement.policy.worth
+        anywhere = not key.retry and key.instance is None
+        worth = self._placement.policy.worth if anywhere else None
         suits = None
         heads = self.queue.heads(key)
-        if worth is not None and len(heads) > 1:
+        if worth is not None and len(heads) > 1 and ready.able:
             suits = Suits(heads, worth, ready.able)
         for entry in heads:
             kept = NONE_KEPT if suits is None else suits.kept_from(entry)

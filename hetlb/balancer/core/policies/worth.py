@@ -77,21 +77,31 @@ class Worth:
         self._types: dict[str, list[PlannedType]] = {}
         for each in types:
             self._types.setdefault(each.model, []).append(each)
+        #: Kinds of planned types, below 0, and their lengths.
+        self._planned: dict[tuple[PlannedType, ...], int] = {}
+        self._lengths: dict[int, tuple[float, float]] = {}
         self._known: dict[int, dict[str, float]] = {}
         self._of: tuple[int, int] = (0, 0)
 
     def kind(self, model: str, prompt: float, predicted: float) -> int:
-        """Return the kind of a request, 1 or more: of one kind, lengths are within a factor of the root of 2.
+        """Return the kind of a request, not 0: a planned type, or lengths within a factor of the root of 2.
 
-        Where the plan has answers behind prompts as long, and none as long as predicted, it has their mean.
+        Where no planned answer behind prompts as long is as long as predicted, it is a mean of their types.
         """
         near = [each for each in self._types.get(model, ()) if _alike(each.input_tokens, prompt)]
-        if near and not any(_alike(each.output_tokens, predicted) for each in near):
-            share = math.fsum([each.share for each in near])
-            predicted = math.fsum([each.share * each.output_tokens for each in near]) / share
-        return (
-            _OUTPUTS * int(2.0 * math.log2(max(1.0, prompt))) + int(2.0 * math.log2(max(1.0, predicted))) + 1
-        )
+        if not near:
+            of_prompt, of_output = [int(2.0 * math.log2(max(1.0, each))) for each in (prompt, predicted)]
+            return _OUTPUTS * of_prompt + of_output + 1
+        types = tuple([each for each in near if _alike(each.output_tokens, predicted)]) or tuple(near)
+        known = self._planned.get(types)
+        if known is None:
+            known = self._planned[types] = -1 - len(self._planned)
+            share = math.fsum([each.share for each in types])
+            self._lengths[known] = (
+                math.fsum([each.share * each.input_tokens for each in types]) / share,
+                math.fsum([each.share * each.output_tokens for each in types]) / share,
+            )
+        return known
 
     def suiting(self, kind: int, lag: float, instances: Sequence[Instance]) -> frozenset[str]:
         """Return the names of the instances that suit a request; none if the worth of none is known.
@@ -109,14 +119,17 @@ class Worth:
             self._known.clear()
         found = self._known.get(kind)
         if found is None:
-            prompt = math.pow(2.0, (kind // _OUTPUTS + 0.5) / 2.0)
-            output = math.pow(2.0, (kind % _OUTPUTS - 0.5) / 2.0)
+            lengths = self._lengths.get(kind)
+            if lengths is None:
+                of_prompt, of_output = divmod(kind - 1, _OUTPUTS)
+                lengths = math.pow(2.0, (of_prompt + 0.5) / 2.0), math.pow(2.0, (of_output + 0.5) / 2.0)
+            prompt, output = lengths
             found = {
                 each.name: self._worth[each.name] * _busy_s(each, prompt, output)
                 for each in instances
-                if each.name in self._worth
+                if each.name in self._worth and prompt + output <= (each.longest_request_tokens or math.inf)
             }
-            least = min(found.values(), default=1.0)
+            least = min(found.values(), default=0.0) or 1.0
             found = self._known[kind] = {name: cost / least for name, cost in found.items()}
         return found
 
