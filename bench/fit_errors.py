@@ -45,7 +45,8 @@ def main() -> None:
             of_phase = [p for p in of_configuration if p.phase is phase]
             train = [p for p in of_phase if (p.batch, p.length) in grid]
             test = [p for p in of_phase if (p.batch, p.length) not in grid]
-            forms = tuple(PrefillForm) if phase is StepKind.PREFILL else tuple(DecodeForm)
+            of_tables = (PrefillForm.PAPER, PrefillForm.PNORM, PrefillForm.GRID)
+            forms = of_tables if phase is StepKind.PREFILL else tuple(DecodeForm)
             unseen: dict[str, float] = {
                 form: float(errors_on(fit_form(train, form), test).mean()) for form in forms
             }

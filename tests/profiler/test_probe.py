@@ -62,7 +62,8 @@ async def test_the_host_time_of_an_idle_server_is_found(times: float) -> None:
     true = replace(
         TABLES,
         host_s=times * HOST.iteration_s,
-        host_sequence_s=times * HOST.sequence_s,
+        # One sequence does not show what many add: more than usual is not assumed of them.
+        host_sequence_s=min(1.0, times) * HOST.sequence_s,
         request_s=0.003 * times,
     )
     found = await probed(Clocked(true))

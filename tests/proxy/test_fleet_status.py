@@ -110,6 +110,19 @@ def test_a_queue_that_grows_is_degraded() -> None:
     assert found["limited_by"] == "the queue: all servers are full"
 
 
+def test_servers_that_were_taken_out_by_hand_are_named_where_requests_wait() -> None:
+    fleet = Watched()
+    fleet.scheduler.on_instance(AdminStateSet("a", AdminState.DRAIN), 0.0)
+    fleet.scheduler.on_instance(AdminStateSet("b", AdminState.MAINT), 0.0)
+    for _ in range(20):
+        fleet.arrive(12)
+        fleet.end(4)
+        fleet.look()
+        fleet.now += 1.0
+    expected = "more comes than can be served: set a and b ready again, add a server, or limit clients."
+    assert expected in fleet.look()["advice"]
+
+
 def test_two_of_three_dead_is_degraded_and_names_them() -> None:
     fleet = Watched()
     fleet.arrive(30)

@@ -338,28 +338,31 @@ def newer_guidellm() -> object:
     for start, prompt, answer, first, whole in MEASURED:
         at = 1.7e9 + start
         timings = {"request_start": at, "first_token_iteration": at + first, "request_end": at + whole}
-        counts = {"input_metrics": {"text_tokens": prompt}, "output_metrics": {"total_tokens": answer}}
+        counts: dict[str, object] = {"input_metrics": {"text_tokens": prompt}, "first_token_iteration": None}
+        counts["output_metrics"] = {"text_tokens": None, "total_tokens": answer}
         requests.append({"request_id": "a", "info": {"timings": timings}, **counts})
     return {"benchmarks": [{"requests": {"successful": requests, "errored": [{}]}}]}
 
 
 def genai_perf() -> object:
     """Ten requests by the usage of their last event, ten by texts: four bytes a token, and one an event."""
-    requests: list[object] = [{"timestamp": 1, "response_timestamps": [], "response_outputs": []}]
+    role, done = {"choices": [{"delta": {"role": "assistant"}}]}, {"response": "data: [DONE]\n\n"}
+    requests: list[object] = [{"timestamp": 1, "response_timestamps": [2], "response_outputs": [done]}]
     for number, (start, prompt, answer, first, whole) in enumerate(MEASURED):
-        asked = {"messages": [{"role": "user", "content": "four" * prompt}]}
-        events = [{"choices": [{"delta": {"content": "x"}}]}] * answer
-        ends_s = [first + (whole - first) * i / (answer - 1) for i in range(answer)]
+        asked: dict[str, object] = {"messages": [{"role": "user", "content": "four" * prompt}]}
+        events: list[dict[str, object]] = [role, *[{"choices": [{"delta": {"content": "x"}}]}] * answer]
+        ends_s = [first / 2, *(first + (whole - first) * i / (answer - 1) for i in range(answer))]
         if number % 2:
             asked, usage = {"prompt": "?"}, {"prompt_tokens": prompt, "completion_tokens": answer}
-            events, ends_s = [*events[:2], {"choices": [], "usage": usage}], [first, whole, whole]
+            events = [*events[:3], {"choices": [], "usage": usage}]
+            ends_s = [first / 2, first, whole, whole]
         requests.append(
             {
                 "timestamp": round(1e9 * (1.7e9 + start)),
                 "request_inputs": {"payload": json.dumps(asked)},
-                "response_timestamps": [round(1e9 * (1.7e9 + start + each)) for each in ends_s],
-                "response_outputs": [{"response": f"data: {json.dumps(each)}\n\n"} for each in events]
-                + [{"response": "data: [DONE]\n\n"}],
+                # The end comes later than the last text.
+                "response_timestamps": [round(1e9 * (1.7e9 + start + each)) for each in [*ends_s, whole + 1]],
+                "response_outputs": [*({"response": f"data: {json.dumps(e)}\n\n"} for e in events), done],
             }
         )
     return {"experiments": [{"experiment": {}, "requests": requests}], "version": "1"}

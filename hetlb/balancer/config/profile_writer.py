@@ -57,10 +57,9 @@ def write_host(path: Path, found: LatencyModel) -> tuple[LatencyModel, str]:
 def with_host(profile: Profile, found: LatencyModel) -> Profile:
     """Return a profile whose host time is that of `found`, its own model as `HostProbe` has corrected it."""
     host = HostTime(iteration_s=found.host_s, sequence_s=found.host_sequence_s, request_s=found.request_s)
-    step_s = host.iteration_s + host.sequence_s
     note = (
-        f"host.sequence_s: the {1e3 * step_s:.3g} ms that a server added to an iteration of one sequence "
-        "are divided as usual; more sequences would show their part"
+        f"host.sequence_s: {1e3 * host.sequence_s:.3g} ms, of what a server added to an iteration of one "
+        "sequence; more sequences would show it"
     )
     assumed = [line for line in profile.assumed if not line.startswith("host")]
     if found.better_decode != profile.latency.better_decode or found.k8 != profile.latency.k8:

@@ -54,7 +54,7 @@ class EngineTable:
 
 _SLOTS: Final = "no slots: state max_num_seqs"
 _NO_KV: Final = "no KV use"
-_NO_SIZE: Final = "no KV size: state kv_cache_tokens"
+_NO_SIZE: Final = "no KV size: state kv_cache_tokens in a profile"
 _NO_IDS: Final = "no token ids in streams"
 
 VLLM: Final = EngineTable(

@@ -57,24 +57,33 @@ class HostProbe:
         self._sent += 1
 
     def found(self) -> LatencyModel:
-        """Return the latency model with the host time that was measured in place of the assumed one.
-
-        One sequence does not show what the host adds for each of many: iteration and sequence keep the
-        proportion that they have in the model.
-        """
-        latency = self._latency
-        tables = replace(latency, host_s=0.0, host_sequence_s=0.0, request_s=0.0)
-        table_s = tables.step_s(1.0, PROMPT_TOKENS + self._output / 2.0)
-        added_s = min(self._steps) - table_s
-        if added_s < -_FASTER * table_s:
-            tables = corrected(tables, host_s=added_s)
-        added_s = max(0.0, added_s)
-        assumed_s = latency.host_s + latency.host_sequence_s
-        share = latency.host_s / assumed_s if assumed_s > 0.0 else 1.0
-        request_s = median(self._firsts) - tables.prefill_s(PROMPT_TOKENS) - added_s
-        return replace(
-            tables,
-            host_s=share * added_s,
-            host_sequence_s=(1.0 - share) * added_s,
-            request_s=max(0.0, request_s),
+        """Return the latency model with the host time that was measured in place of the assumed one."""
+        return with_host_time(
+            self._latency, PROMPT_TOKENS, self._output, min(self._steps), median(self._firsts)
         )
+
+
+def with_host_time(
+    latency: LatencyModel, prompt_tokens: float, output_tokens: float, step_s: float, first_s: float
+) -> LatencyModel:
+    """Return a latency model with the host time of a server in place of the assumed one.
+
+    `step_s` is the mean of its steps over such a lone answer, `first_s` the time to the first token. One
+    sequence does not show what each of many adds: that stays as it is assumed, or less if the host does not
+    even take so long for one.
+    """
+    tables = replace(latency, host_s=0.0, host_sequence_s=0.0, request_s=0.0)
+    table_s = tables.step_s(1.0, prompt_tokens + output_tokens / 2.0)
+    added_s = step_s - table_s
+    if added_s < -_FASTER * table_s:
+        tables = corrected(tables, host_s=added_s)
+    added_s = max(0.0, added_s)
+    assumed_s = latency.host_s + latency.host_sequence_s
+    sequence_s = latency.host_sequence_s * min(1.0, added_s / assumed_s) if assumed_s > 0.0 else 0.0
+    request_s = first_s - tables.prefill_s(prompt_tokens) - added_s
+    return replace(
+        tables,
+        host_s=added_s - sequence_s,
+        host_sequence_s=sequence_s,
+        request_s=max(0.0, request_s),
+    )

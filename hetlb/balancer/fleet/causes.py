@@ -174,13 +174,14 @@ def of_tenants(waiting: Mapping[str, int]) -> StateCause | None:
     return StateCause("tenant_hog", name, sentence, "Others go first; limit its key, or add a server.")
 
 
-def of_wait(waiting: int, oldest_s: float, grows: bool) -> StateCause | None:
-    """Return the cause of requests that wait, None if none does."""
+def of_wait(waiting: int, oldest_s: float, grows: bool, held: str = "") -> StateCause | None:
+    """Return the cause of requests that wait, None if none does; `held` lists servers out by hand."""
     if not waiting:
         return None
     wait = "1 request waits" if waiting == 1 else f"{waiting} requests wait"
     if oldest_s >= LONG_WAIT_S or grows:
-        advice = "More comes than can be served: add a server, or limit clients."
+        back = f"set {held} ready again, " if held else ""
+        advice = f"More comes than can be served: {back}add a server, or limit clients."
         return StateCause("long_wait", "", f"{wait}, the oldest for {oldest_s:.0f} s", advice)
     advice = "All servers are in full use: another server would shorten that."
     return StateCause("saturated", "", f"{wait}, the oldest for {oldest_s:.1f} s", advice)

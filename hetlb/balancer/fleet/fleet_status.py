@@ -157,7 +157,10 @@ def _of_model(
         down = StateCause("all_down", "", f"no server of {model or 'the fleet'} takes requests", why)
         return ModelStatus(model, State.DOWN, 0.0, served, 0.0, "", 0.0, why, total, 0, (down,))
     found = [of_instance(each, shares.get(each.name), now) for each in instances]
-    found.append(of_wait(waiting, oldest_s, _grows(recent, model, waiting, now)))
+    held = [each.name for each in instances if each.admin is not AdminState.READY]
+    found.append(
+        of_wait(waiting, oldest_s, _grows(recent, model, waiting, now), _listed(held) if held else "")
+    )
     found.append(of_tenants(Counter(entry.request.tenant or "" for entry in entries)))
     refused, ended = recent.refused(WINDOW_S, now)
     found.append(of_clients(refused, ended))

@@ -37,7 +37,7 @@ _TABLE_GAIN = 0.75
 
 #: Prefill with launch times is taken where its held-out error, over this, is below that of the others.
 _LAUNCH_GAIN = 0.75
-#: A form of prefill misses none of its own points by more than this share, else the grid corrects it.
+#: A form that misses a point of a live sweep by more than this share gives way to the grid's.
 _POINT_ERROR = 0.03
 
 #: Fewer points of a phase are not fitted.
@@ -124,8 +124,11 @@ def fit(
     form: PrefillForm | None = None,
     tile: int | None = None,
     usual_tile: int | None = None,
+    launched: bool = False,
 ) -> FitResult:
     """Fit all phases. `form` fixes the prefill form, None chooses by held-out error.
+
+    With `launched` the points hold the time in which a host launches kernels, as those of tables do not.
 
     `tile` fixes the tile; None takes what the points show, or the usual one. Mixed points are fitted where
     there are at least `LEAST_MIXED`. Raises `ProfileError` where a phase has too few or unusable points.
@@ -135,12 +138,12 @@ def fit(
     for phase, phase_points in by_phase.items():
         _check_enough(phase, phase_points)
     prefill, decode, mixed = by_phase[StepKind.PREFILL], by_phase[StepKind.DECODE], by_phase[StepKind.MIXED]
-    stated = tile
+    stated, forms = tile, tuple(each for each in PrefillForm if launched or each is not PrefillForm.LAUNCH)
     if tile is None and form is not PrefillForm.PAPER:
         tile = shown_tile(prefill)
     tiles = dict.fromkeys(PrefillForm, tile or usual_tile or 1)
     tiles[PrefillForm.LAUNCH] = stated or 1  # passes that launching holds up do not show one to the others
-    better, reports = _choose(prefill, tuple(PrefillForm), form, tiles)
+    better, reports = _choose(prefill, forms, form, tiles)
     launch = None
     if isinstance(better, LaunchedPrefill):
         launch, tile = better.launch, better.form.tile
@@ -197,12 +200,10 @@ def _choose(
     # A plane has no attention to what was computed before: it is half the time of a prompt of 128k.
     long = any(point.length > _USUAL_LENGTH for point in points)
     candidates = [each for each in errors if not (long and each is paper)] or [paper]
-    if PrefillForm.GRID in candidates:
+    if PrefillForm.LAUNCH in forms and PrefillForm.GRID in candidates:  # a live sweep
         smooth = (PrefillForm.PAPER, PrefillForm.PNORM)
-        off = [each for each in smooth if errors_on(fitted[each], points).max() > _POINT_ERROR]
-        # A grid that follows the noise of points is no better than a form that misses none.
-        without = off if PrefillForm.PNORM in off else [*off, PrefillForm.GRID]
-        candidates = [each for each in candidates if each not in without]
+        missed = [each for each in smooth if errors_on(fitted[each], points).max() > _POINT_ERROR]
+        candidates = [each for each in candidates if each not in missed]
     # By the median: with 12 points one that the others do not determine would decide the mean. Between
     # measured batches a table is right where a line is not, which few points can show: it is preferred.
     chosen = form or min(

@@ -216,7 +216,9 @@ def profile_of(
     if host is None:
         host = assumed_host(asynchronous) if iteration_s is None else HostTime(iteration_s=iteration_s)
     try:
-        result = fit(found.points, form=form, tile=tile, usual_tile=found.tile)
+        result = fit(
+            found.points, form=form, tile=tile, usual_tile=found.tile, launched=found.host is not None
+        )
     except (ProfileError, RuntimeError, ValueError) as error:
         lead = "" if isinstance(error, ProfileError) else "expected points that a model can be fitted to: "
         where = f"{found.where}: " if found.where else ""

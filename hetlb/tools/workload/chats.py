@@ -169,7 +169,7 @@ def asked_texts(body: dict[str, Any]) -> Iterable[str]:
     for message in body.get("messages") or ():
         if isinstance(message, dict) and (text := _text(message.get("content"))):
             yield text
-    for key in ("prompt", "input"):
+    for key in ("prompt", "input", "text_input"):
         value = body.get(key)
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, str) and each:

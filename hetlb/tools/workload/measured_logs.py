@@ -7,6 +7,7 @@ is missing.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -338,15 +339,18 @@ def _read_guidellm(file: RecordFile, _: int) -> Log:
             record = Record(at, _table(document, at, each))
             info = _table(record, "info", record.values.get("info"))
             timings = _table(record, "info.timings", info.get("timings"))
-            values = {**timings, **record.values}
+            values = {**timings, **{key: value for key, value in record.values.items() if value is not None}}
             for key in ("input", "output"):  # what newer versions count beside the sums
                 counts = _table(record, f"{key}_metrics", record.values.get(f"{key}_metrics"))
-                values.setdefault(f"{key}_tokens", counts.get("text_tokens", counts.get("total_tokens")))
-            start = _first(record, values, "request_start_time", "start_time", "request_start")
-            end = _first(record, values, "request_end_time", "end_time", "request_end")
+                values.setdefault(f"{key}_tokens", counts.get("text_tokens") or counts.get("total_tokens"))
+            start = _first(
+                record, values, "request_start_time", "start_time", "request_start", "resolve_start"
+            )
+            end = _first(record, values, "request_end_time", "end_time", "request_end", "resolve_end")
             e2e_s = record.seconds("request_latency", values.get("request_latency", _less(end, start)))
             ttft = values.get("time_to_first_token_ms")
-            first = values.get("first_token_iteration", values.get("first_iteration"))
+            names = ("first_token_iteration", "first_output_token_iteration", "first_iteration")
+            first = next((values[name] for name in names if values.get(name) is not None), None)
             if ttft is None and first is not None:
                 ttft = 1e3 * record.seconds("first_token_iteration", _less(first, start))
             requests.append(
@@ -374,21 +378,26 @@ def _read_genai_perf(file: RecordFile, _: int) -> Log:
             record = Record(where, _table(document, where, each))
             came = _listed(record, "response_timestamps", record.values.get("response_timestamps"))
             outputs = _listed(record, "response_outputs", record.values.get("response_outputs"))
-            if not came or record.values.get("success") is False:
+            answers = [
+                (at, answer) for at, raw in zip(came, outputs, strict=False) for answer in _payloads(raw)
+            ]
+            texts = [(at, text) for at, answer in answers for text in _answered(answer)]
+            if not texts or record.values.get("success") is False:
                 failed += 1
                 continue
-            answers = [_payload(each, "response") for each in outputs]
-            asked = _payload(_table(record, "request_inputs", record.values.get("request_inputs")), "payload")
+            inputs = _table(record, "request_inputs", record.values.get("request_inputs"))
+            asked = next(iter(_payloads(inputs)), dict(inputs))
             usage: dict[str, Any] = next(
-                (found for each in reversed(answers) if (found := each.get("usage"))), {}
+                (found for _, answer in reversed(answers) if (found := answer.get("usage"))), {}
             )
-            texts = [text for each in answers for text in _answered(each)]
             start_s = record.moment("timestamp", record.values.get("timestamp"), 1e-9)
-            first_s, end_s = (record.moment("response_timestamps", came[i], 1e-9) - start_s for i in (0, -1))
-            prompt = usage.get("prompt_tokens") or estimate_tokens("\n".join(asked_texts(asked)))
-            output = usage.get("completion_tokens") or (
-                len(texts) if len(came) > 1 else estimate_tokens("".join(texts))
+            first_s, end_s = (
+                record.moment("response_timestamps", texts[i][0], 1e-9) - start_s for i in (0, -1)
             )
+            prompt = usage.get("prompt_tokens") or estimate_tokens("\n".join(asked_texts(asked)))
+            whole = texts[0][0] == texts[-1][0]  # not streamed
+            output = estimate_tokens("".join(text for _, text in texts)) if whole else len(texts)
+            output = usage.get("completion_tokens") or output
             requests.append(
                 LoggedRequest(
                     start_s,
@@ -401,19 +410,24 @@ def _read_genai_perf(file: RecordFile, _: int) -> Log:
     return Log("genai-perf", tuple(requests), failed)
 
 
-def _payload(table: object, key: str) -> dict[str, Any]:
-    """Return the JSON object in a text, also of an event of a stream; {} of anything else."""
-    text = str(table.get(key, "")) if isinstance(table, dict) else ""
-    text = text.strip().removeprefix("data:").strip()
-    try:
-        found = decode_json("", text)
-    except TraceError:
-        return {}
-    return found if isinstance(found, dict) else {}
+def _payloads(table: object) -> list[dict[str, Any]]:
+    """Return the JSON objects of a request or response: its body, the events of a stream, or itself."""
+    if not isinstance(table, dict):
+        return []
+    text = table.get("response", table.get("payload"))
+    if not isinstance(text, str):
+        return [table]
+    found = []
+    for piece in text.split("\n\n"):
+        with contextlib.suppress(TraceError):
+            found.append(decode_json("", piece.strip().removeprefix("data:").strip()))
+    return [each for each in found if isinstance(each, dict)]
 
 
 def _answered(answer: Mapping[str, Any]) -> Iterable[str]:
     """Yield the texts of an answer or of one of its events."""
+    if isinstance(text := answer.get("text_output"), str) and text:
+        yield text
     for choice in answer.get("choices") or ():
         if isinstance(choice, dict):
             message = choice.get("delta") or choice.get("message") or choice
