@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.balancer.core.latency import LatencyModel
-from hetlb.balancer.core.policies.base import PolicyParams
-from hetlb.balancer.core.policies.worth import PlannedType, Worth, busy_s
+from hetlb.balancer.core.policies.base import PlannedType, PolicyParams
+from hetlb.balancer.core.policies.worth import Worth, busy_s
 from hetlb.balancer.core.predictor import make_predictor
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Capacity, Dispatch, Lease, Outcome

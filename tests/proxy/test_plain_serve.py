@@ -46,7 +46,7 @@ ON_DEMAND = {
     "clients": ("model_names", "service_classes"),
     "config": ("profile_file",),
     "core": ("eventlog",),
-    "core.policies": ("baselines", "pairs"),
+    "core.policies": ("baselines", "pairs", "worth"),
     "fleet": ("members", "source"),
     "http": ("multipart",),
 }

@@ -32,9 +32,8 @@ from hetlb.balancer.config.urls import Origin, bracketed, check_base, check_publ
 from hetlb.balancer.config.yaml_file import load_yaml, with_lines
 from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.objective import ServiceClass
-from hetlb.balancer.core.policies.base import COMBINE_FORMS, PolicyParams
+from hetlb.balancer.core.policies.base import COMBINE_FORMS, PlannedType, PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
-from hetlb.balancer.core.policies.worth import PlannedType
 from hetlb.balancer.core.predictor import PREDICTORS, LengthDistribution
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.types import Capacity, Connector, InstanceSpec, KvLink, Role

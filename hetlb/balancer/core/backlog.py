@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from hetlb.balancer.core import rejections
 from hetlb.balancer.core.demand import size_of
-from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.placement import Placement
-from hetlb.balancer.core.policies.worth import Worth
 from hetlb.balancer.core.queue import Queued, QueueKey
 from hetlb.balancer.core.ready import ReadyInstances, least_tokens
 from hetlb.balancer.core.types import Command, Reject, Request, RequestId
@@ -103,7 +100,7 @@ class Backlog:
         suits = None
         heads = self.queue.heads(key)
         if worth is not None and len(heads) > 1 and ready.able:
-            suits = Suits(heads, worth, ready.able)
+            suits = worth.suits(heads, ready.able)
         for entry in heads:
             kept = NONE_KEPT if suits is None else suits.kept_from(entry)
             if suits is not None and len(kept) >= len(ready.able):
@@ -184,32 +181,3 @@ class Backlog:
         if down_since is None or now - max(down_since, entry.arrived_at) < limits.no_instance_timeout_s:
             return None
         return rejections.no_instance(request)
-
-
-class Suits:
-    """The heads of a line, and the instances that are kept from each for others that they suit."""
-
-    def __init__(self, heads: Sequence[Queued], worth: Worth, able: Sequence[Instance]) -> None:
-        running = float(max(1, sum([each.sequences for each in able])))
-        newest = max([each.number for each in heads])
-        self._suits = {
-            each.number: worth.suiting(each.flow.name.kind, (newest - each.number) / running, able)
-            for each in heads
-        }
-        #: By level: what suits those that are as urgent.
-        self._wanted: dict[int, frozenset[str]] = {}
-        wanted = NONE_KEPT
-        for each in heads:
-            wanted |= self._suits[each.number]
-            self._wanted[each.flow.name.level] = wanted
-        #: Instances that suit one that could not be placed.
-        self._passed = NONE_KEPT
-
-    def kept_from(self, entry: Queued) -> frozenset[str]:
-        """Return the instances that suit others which are as urgent as `entry`, or wait before it."""
-        return (self._wanted[entry.flow.name.level] - self._suits[entry.number]) | self._passed
-
-    def passed(self, entry: Queued) -> None:
-        """Note that an entry found no place: what suits it is kept for it."""
-        if not entry.flow.background:
-            self._passed |= self._suits[entry.number]

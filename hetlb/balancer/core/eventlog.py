@@ -19,8 +19,7 @@ from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
-from hetlb.balancer.core.policies.base import PolicyParams
-from hetlb.balancer.core.policies.worth import PlannedType
+from hetlb.balancer.core.policies.base import PlannedType, PolicyParams
 from hetlb.balancer.core.predictor import LengthDistribution
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler

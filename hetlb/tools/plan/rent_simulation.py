@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from hetlb.balancer.config.profile_file import Profile
-from hetlb.balancer.core.policies.worth import PlannedType, busy_s
+from hetlb.balancer.core.policies.base import PlannedType
+from hetlb.balancer.core.policies.worth import busy_s
 from hetlb.tools.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
 from hetlb.tools.plan.highs import LinearProgram, SolveLimits
 from hetlb.tools.plan.planning import Table

@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from mypy_extensions import mypyc_attr
 
@@ -19,9 +19,11 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import ideal_batch, processing_s
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.policies.sight import SchedulingContext, foreseen
-from hetlb.balancer.core.policies.worth import PlannedType, Worth
 from hetlb.balancer.core.transfer import TransferTimes
 from hetlb.balancer.core.types import Candidate, Request, Role, pair_name
+
+if TYPE_CHECKING:
+    from hetlb.balancer.core.policies.worth import Worth
 
 #: The forms of the paper's eq. 7, which joins processing time T, KV utilisation u and a constant. No copy at
 #: hand prints the formula, so none of them is called the paper's own.
@@ -34,6 +36,16 @@ COMBINE_FORMS: Final[dict[str, Callable[[float, float, float], float]]] = {
 
 #: A workload is kept below this many seconds: far beyond any real one, and its nanoseconds still add up.
 MAX_WORKLOAD_S: Final = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedType(PickleByFields):
+    """A type of request in a plan: mean lengths in tokens, its share of all."""
+
+    model: str
+    input_tokens: float
+    output_tokens: float
+    share: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,6 @@ from hetlb.balancer.core.policies.sight import (
 )
 from hetlb.balancer.core.policies.targets import leaves_room, shares_of_targets
 from hetlb.balancer.core.policies.terms import TERMS, long_answer_s, own_s, rate, weights_of
-from hetlb.balancer.core.policies.worth import Worth
 from hetlb.balancer.core.throttle import BLOCKED, NORMAL
 from hetlb.balancer.core.transfer import TransferTimes
 from hetlb.balancer.core.types import Candidate
@@ -203,7 +202,10 @@ class Hetlb(Policy):
     def __init__(self, params: PolicyParams, rng: random.Random) -> None:
         super().__init__(params, rng)
         stated = dict(params.weights)
-        self.worth = Worth(params.worth, params.types) if params.worth else None
+        if params.worth:
+            from hetlb.balancer.core.policies.worth import Worth
+
+            self.worth = Worth(params.worth, params.types)
         self._weights = tuple([stated.get(term.name, term.weight) for term in TERMS])
 
     def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice | None:

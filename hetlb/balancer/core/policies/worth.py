@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import LatencyModel
-from hetlb.balancer.core.pickle_by_fields import PickleByFields
+from hetlb.balancer.core.policies.base import PlannedType
+from hetlb.balancer.core.queue import Queued
 
 #: A request suits instances where it costs at most this share more than where it costs least.
 _ALIKE: Final = 0.05
 #: Least worth of an instance, over the largest: one that adds nothing to a plan is no free one.
 _LEAST_WORTH: Final = 1e-3
 #: The same, for every request that went before it over those that run.
-_PATIENCE: Final = 0.1
+_PATIENCE: Final = 0.02
 #: Lengths within this difference of their logarithms are alike.
 _ALIKE_LENGTHS: Final = 0.1
+_NONE: Final[frozenset[str]] = frozenset()
 #: Kinds by output tokens.
 _OUTPUTS: Final = 64
 
@@ -56,16 +57,6 @@ def busy_s(
     with_prompt = min(1.0, passes)
     iteration_s = with_prompt * mixed_s + (1.0 - with_prompt) * latency.step_s(batch, kv_tokens)
     return iteration_s / begin
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedType(PickleByFields):
-    """A type of request in a plan: mean lengths in tokens, its share of all."""
-
-    model: str
-    input_tokens: float
-    output_tokens: float
-    share: float
 
 
 class Worth:
@@ -103,6 +94,10 @@ class Worth:
             )
         return known
 
+    def suits(self, heads: Sequence[Queued], able: Sequence[Instance]) -> Suits:
+        """Return what suits each of the heads of a line."""
+        return Suits(heads, self, able)
+
     def suiting(self, kind: int, lag: float, instances: Sequence[Instance]) -> frozenset[str]:
         """Return the names of the instances that suit a request; none if the worth of none is known.
 
@@ -132,6 +127,35 @@ class Worth:
             least = min(found.values(), default=0.0) or 1.0
             found = self._known[kind] = {name: cost / least for name, cost in found.items()}
         return found
+
+
+class Suits:
+    """The heads of a line, and the instances that are kept from each for others that they suit."""
+
+    def __init__(self, heads: Sequence[Queued], worth: Worth, able: Sequence[Instance]) -> None:
+        running = float(max(1, sum([each.sequences for each in able])))
+        newest = max([each.number for each in heads])
+        self._suits = {
+            each.number: worth.suiting(each.flow.name.kind, (newest - each.number) / running, able)
+            for each in heads
+        }
+        #: By level: what suits those that are as urgent.
+        self._wanted: dict[int, frozenset[str]] = {}
+        wanted = _NONE
+        for each in heads:
+            wanted |= self._suits[each.number]
+            self._wanted[each.flow.name.level] = wanted
+        #: Instances that suit one that could not be placed.
+        self._passed = _NONE
+
+    def kept_from(self, entry: Queued) -> frozenset[str]:
+        """Return the instances that suit others which are as urgent as `entry`, or wait before it."""
+        return (self._wanted[entry.flow.name.level] - self._suits[entry.number]) | self._passed
+
+    def passed(self, entry: Queued) -> None:
+        """Note that an entry found no place: what suits it is kept for it."""
+        if not entry.flow.background:
+            self._passed |= self._suits[entry.number]
 
 
 def _alike(length: float, other: float) -> bool:

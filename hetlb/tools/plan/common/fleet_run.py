@@ -6,8 +6,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hetlb.balancer.core.policies.base import PolicyParams
-from hetlb.balancer.core.policies.worth import PlannedType
+from hetlb.balancer.core.policies.base import PlannedType, PolicyParams
 from hetlb.balancer.core.predictor import LengthDistribution
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.setup import SchedulerSetup
