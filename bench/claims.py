@@ -358,7 +358,7 @@ COST = (
         f"{CLAIMS} surge",
         lambda: table_7("surge of short answers"),
         "how large the surge was is not said: here half of all requests turn into short answers, which "
-        "are served faster. 70B was not run",
+        "are served faster",
     ),
     Claim("4 H100 are lost", "-29 %, planned anew +10 %", f"{CLAIMS} surge", lambda: table_7("4 H100 lost")),
     Claim(

@@ -1,6 +1,6 @@
 """Engines that refuse, hang, stop and return, behind a real `hetlb serve`: how many requests are lost.
 
-    python bench/faults/accounts.py [refusals] [hung] [stops] [silent] [full]
+    python bench/faults/accounts.py [refusals] [storm] [hung] [stops] [stalls] [full] [silent] [incidents]
 
 Engines are small servers of this process on loopback: an answer is 20 events, one each 20 ms. A line for
 each case: requests sent and lost, and the bound. Exit status 1 if a case misses it.
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
+import os
 import random
 import sys
 import tempfile
@@ -54,6 +56,9 @@ REFUSALS: dict[str, Callable[[], bytes]] = {
 }
 
 
+Fields = dict[str, Any]
+
+
 class Engine:
     """One engine: `mode` is "well", "hang", "hang-head" or a key of `REFUSALS`."""
 
@@ -61,6 +66,9 @@ class Engine:
         self.mode, self.places = "well", places
         self.running = self.tokens = self.prompts = self.answered = self.visits = 0
         self.work_s, self.pace_s = 0.0, PACE_S
+        #: False: its metrics are not answered.
+        self.tells = True
+        self.writers: set[asyncio.StreamWriter] = set()
         self.goes = asyncio.Event()
         self.goes.set()
         self.port = 0
@@ -70,17 +78,27 @@ class Engine:
         self.port = self.server.sockets[0].getsockname()[1]
         return self
 
+    def kill(self) -> None:
+        """Close its listener and every connection."""
+        self.server.close()
+        for each in list(self.writers):
+            each.transport.abort()
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.add(writer)
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = int(head.lower().partition(b"content-length: ")[2].split(b"\r")[0] or 0)
                 body = await reader.readexactly(length)
                 await self._answer(head.split()[1], body, writer)
+        self.writers.discard(writer)
         writer.close()
 
     async def _answer(self, path: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
-        if path == b"/metrics":
+        if path == b"/metrics" and not self.tells:
+            await asyncio.sleep(30.0)
+        elif path == b"/metrics":
             text = METRICS % (self.running, self.tokens, self.prompts)
             _whole(writer, b"200 OK", text.encode(), b"text/plain")
         elif path == b"/v1/models":
@@ -161,27 +179,27 @@ def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
 class Serve:
     """`hetlb serve` over engines, as a process of its own."""
 
-    def __init__(self, engines: list[Engine], policy: str = "hetlb") -> None:
-        self.engines, self.policy = engines, policy
+    def __init__(self, engines: list[Engine], *, instance: Fields | None = None, **tables: Any) -> None:
+        self.engines, self.instance, self.tables = engines, instance or {}, tables
 
     async def __aenter__(self) -> Serve:
         fleet = {
             "version": 1,
             "listen": {"host": "127.0.0.1", "port": 0},
             "admin": {"host": "127.0.0.1", "port": 0},
-            "policy": {"name": self.policy},
+            **self.tables,
             "models": [
                 {
                     "name": "m",
                     "instances": [
-                        {"name": "abc"[i], "url": f"http://127.0.0.1:{each.port}"}
+                        {"name": "abc"[i], "url": f"http://127.0.0.1:{each.port}", **self.instance}
                         for i, each in enumerate(self.engines)
                     ],
                 }
             ],
         }
         self.folder = tempfile.TemporaryDirectory()
-        path = Path(self.folder.name) / "fleet.yaml"
+        self.path = path = Path(self.folder.name) / "fleet.yaml"
         path.write_text(json.dumps(fleet))
         self.log = (Path(self.folder.name) / "log").open("wb")
         self.process = await asyncio.create_subprocess_exec(
@@ -202,14 +220,29 @@ class Serve:
         for engine in self.engines:
             engine.server.close()
 
-    async def status(self) -> dict[str, Any]:
-        """Return the body of `GET /v1/status`."""
+    async def ask_admin(self, line: str, body: bytes = b"") -> str:
+        """Return the body of an answer of the admin listener."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.admin)
-        writer.write(b"GET /v1/status HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
+        head = (
+            f"{line} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
         text = await reader.read()
         writer.close()
-        found: dict[str, Any] = json.loads(text.partition(b"\r\n\r\n")[2])
+        return text.partition(b"\r\n\r\n")[2].decode()
+
+    async def status(self) -> Fields:
+        """Return the body of `GET /v1/status`."""
+        found: Fields = json.loads(await self.ask_admin("GET /v1/status"))
         return found
+
+    async def command(self, *words: str) -> str:
+        """Return what a command of hetlb prints."""
+        made = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "hetlb", *words, "--admin", f"http://127.0.0.1:{self.admin}",
+            stdout=asyncio.subprocess.PIPE, env={**os.environ, "COLUMNS": "200"},
+        )  # fmt: skip
+        return (await made.communicate())[0].decode()
 
     async def ask(
         self, *, stream: bool = True, leaves_s: float = 1e9, headers: bytes = b"", **more: Any
@@ -327,10 +360,10 @@ async def hung() -> None:
 
 
 async def stops() -> None:
-    """The faster of two stands still for 30 s, then goes on."""
-    for rate in (0.5, 2.5, 14.0):
+    """One of two stands still for 30 s, then goes on: the faster one, or one of two that are equal."""
+    for rate, faster in itertools.product((0.5, 2.5, 14.0), (2.0, 1.0)):
         engines = [await Engine().start() for _ in range(2)]
-        engines[0].pace_s = PACE_S / 2.0
+        engines[0].pace_s = PACE_S / faster
         async with Serve(engines) as serve:
             rng = random.Random(3)
             await serve.load(round(rate * 20), rate, rng)
@@ -345,10 +378,39 @@ async def stops() -> None:
             await serve.load(round(rate * 20), rate, rng)
             share = (engines[0].answered - before[0]) / max(1.0, rate * 20)
             report(
-                f"stops 30 s, {rate:g} req/s",
+                f"stops 30 s, {rate:g} req/s, {faster:g} times as fast",
                 f"lost {lost}; share {usual:.2f}, then {share:.2f}",
                 share >= 0.7 * usual,
             )
+
+
+async def stalls() -> None:
+    """One of two equal engines stands still 100 times, for 0.5 to 3 s, then no more; 14 requests/s."""
+    engines = [await Engine().start() for _ in range(2)]
+    async with Serve(engines) as serve:
+        rng = random.Random(3)
+        await serve.load(280, 14.0, rng)
+        before = [each.answered for each in engines]
+        load = asyncio.create_task(serve.load(9000, 14.0, rng, leaves_s=40.0))
+        for _ in range(100):
+            engines[0].goes.clear()
+            await asyncio.sleep(rng.uniform(0.5, 3.0))
+            engines[0].goes.set()
+            await asyncio.sleep(rng.uniform(1.0, 6.0))
+        during = [each.answered - was for each, was in zip(engines, before, strict=True)]
+        load.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await load
+        await serve.load(140, 14.0, rng)
+        before = [each.answered for each in engines]
+        lost = (await serve.load(280, 14.0, rng)).count(False)
+        after = [each.answered - was for each, was in zip(engines, before, strict=True)]
+        shares = during[0] / sum(during), after[0] / sum(after)
+        report(
+            "100 stalls of 0.5 to 3 s",
+            f"share while they last {shares[0]:.2f}, 10 s after {shares[1]:.2f}",
+            shares[1] >= 0.35 and not lost,
+        )
 
 
 async def full() -> None:
@@ -375,8 +437,117 @@ async def silent() -> None:
         report("a plain answer of 320 s", "delivered" if await plain else "lost", plain.result())
 
 
+#: Of engines that keep their profile on a busy machine.
+_SLOW_PACE_S = 0.1
+PROFILE = """
+version: 1
+name: p
+engine: {kv_cache_tokens: 128000, max_num_seqs: 8, block_size: 16}
+prefill: {k1: 1.0e-5, k2: 1.0e-3, k3: 0.0, k4: 1.0e-3}
+decode: {k5: 1.0e-9, k6: 1.0e-6, k7: 0.0, k8: 0.1}
+"""
+
+
+class Incident:
+    """An incident: causes of which one must lead, states, words of its sentence, load in requests/s."""
+
+    def __init__(self, leads: str, states: str, words: str, rate: float = 1.5, **how: Any) -> None:
+        self.leads, self.states, self.words = leads.split(), states.split(), words.split("|")
+        self.rate, self.how = rate, how
+
+    async def run(self, name: str) -> None:
+        """Look 5 s and 60 s after it began, in status, metrics, the page's stream and `top`."""
+        engines = [await Engine(places=8).start() for _ in range(2)]
+        for each in engines:
+            each.pace_s = _SLOW_PACE_S
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "p.yaml").write_text(PROFILE)
+            instance = {"profile": str(Path(folder) / "p.yaml"), "max_num_seqs": 8}
+            proxy = {"tenant_header": "x-tenant"}
+            async with Serve(engines, instance=instance, proxy=proxy) as serve:
+                load = asyncio.create_task(serve.load(10**6, 1.5, random.Random(1)))
+                await asyncio.sleep(10.0)
+                loads = [load, *await self.begin(name, engines, serve)]
+                began = time.monotonic()
+                for at in (5.0, 60.0):
+                    await asyncio.sleep(began + at - time.monotonic())
+                    await self.look(name, at, serve)
+                for each in loads:
+                    each.cancel()
+                await asyncio.gather(*loads, return_exceptions=True)
+
+    async def begin(self, name: str, engines: list[Engine], serve: Serve) -> list[asyncio.Task[Any]]:
+        """Make it happen; return the load that it brings."""
+        rng, a = random.Random(2), engines[0]
+        more = self.how
+        if name in ("dead", "all down"):
+            for each in engines[: 1 if name == "dead" else 2]:
+                each.kill()
+        elif name == "hung":
+            a.mode = "hang-head"
+        elif name == "slow":
+            a.pace_s = 4.0 * _SLOW_PACE_S
+        elif name == "drained":
+            await serve.ask_admin("PUT /v1/fleet/instances/a/state", b'{"state": "drain"}')
+        elif name == "stale report":
+            a.tells = False
+        elif name == "refused reload":
+            serve.path.write_text(serve.path.read_text().replace('"models"', '"modles"'))
+            await serve.ask_admin("POST /v1/reload")
+        return [asyncio.create_task(serve.load(10**6, self.rate, rng, **more))]
+
+    async def look(self, name: str, at: float, serve: Serve) -> None:
+        """Look for state and sentence in each of the four places."""
+        status, metrics, stream, top, line = await asyncio.gather(
+            serve.status(),
+            serve.ask_admin("GET /metrics"),
+            serve.command("top", "--json"),
+            serve.command("top", "--once"),
+            serve.command("status"),
+        )
+        shown = json.loads(stream)["status"]
+        wrong = [place for place, text in (("status", line), ("top", top)) if not self.said(text)]
+        if not (shown["state"] in self.states and self.said(f"{shown['state']} {shown['advice']}")):
+            wrong.append("page")
+        causes = [each["cause"] for each in status["causes"]]
+        if causes[0] not in self.leads or f'hetlb_cause{{cause="{causes[0]}"' not in metrics:
+            wrong.append("metrics")
+        where = f" WRONG IN {', '.join(wrong)}" if wrong else ""
+        report(f"{name} after {at:g} s", f"{line.strip()[:150]}{where}", not wrong)
+
+    def said(self, text: str) -> bool:
+        """Return True if the first words of a text are a state of it, and its sentence is there."""
+        flat = " ".join(text.split())
+        return flat.startswith(tuple(self.states)) and any(each in flat for each in self.words)
+
+
+INCIDENTS: dict[str, Incident] = {
+    "dead": Incident("dead", "degraded", "a is out"),
+    "hung": Incident("stalled", "degraded", "a has stalled"),
+    "slow": Incident("slow", "degraded", "a takes"),
+    "saturated": Incident("saturated long_wait", "busy degraded", "requests wait, the oldest for", 12.0),
+    "client storm": Incident("client_errors", "busy", "clients' mistakes", 12.0, bad=True, stream=False),
+    "drained": Incident("drained", "busy", "a is drained"),
+    "refused reload": Incident("reload_refused", "degraded", "the fleet file was not taken over"),
+    "stale report": Incident("stale_report", "busy", "the last report of a"),
+    "all down": Incident("all_down", "down", "a and b do not answer"),
+    "tenant hog": Incident(
+        "tenant_hog long_wait", "busy degraded", "tenant hog has|requests wait, the oldest for", 12.0,
+        headers=b"x-tenant: hog\r\n",
+    ),
+}  # fmt: skip
+
+
+async def incidents() -> None:
+    """Ten incidents, three at a time."""
+    names = list(INCIDENTS)
+    for first in range(0, len(names), 3):
+        await asyncio.gather(*[INCIDENTS[name].run(name) for name in names[first : first + 3]])
+
+
 CASES: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
-    "refusals": refusals, "storm": storm, "hung": hung, "stops": stops, "full": full, "silent": silent,
+    "refusals": refusals, "storm": storm, "hung": hung, "stops": stops, "stalls": stalls, "full": full,
+    "silent": silent, "incidents": incidents,
 }  # fmt: skip
 
 

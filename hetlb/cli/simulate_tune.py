@@ -10,7 +10,7 @@ from hetlb.cli.flags import print_document
 from hetlb.errors import InputError
 from hetlb.files import write_text
 from hetlb.tools.sim.simulation_sweep import Study
-from hetlb.tools.sim.tune import FIGURES, default_weight, losses, search
+from hetlb.tools.sim.tune import FIGURES, losses, search
 
 #: Number of held-out seeds on which the gain is measured.
 _HELD_BACK = 6
@@ -36,10 +36,8 @@ def run_tune(
         for term in TERMS
         if term.name in stated or term.weight != UNSTATED
     }
-    if "first_token_s" not in stated:
-        start = {"first_token_s": default_weight(study, rate, seeds[0]), **start}
     if not any(row.adapter for row in study.load.rows):
-        start.pop("adapter_s")
+        start.pop("adapter_s", None)
     if not any(each.stated for each in study.classes.values()):
         start.pop("loss_s")
     start.pop("own_s")  # only the ratios to one of them matter

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import yaml
 from helpers import HANG_S, free_port
+from proxy.incidents import INCIDENTS, Watched
 from proxy.services import Engine, document, serving
 from rich.console import Console
 
@@ -118,6 +119,21 @@ def test_a_figure_is_shown_whole_or_not_at_all(width: int) -> None:
     curves = set("▁▂▃▄▅▆▇█░")
     assert {word for word in narrow - wide if not set(word) <= curves} == set()
     assert "a-model" not in narrow
+
+
+@pytest.mark.parametrize("incident", INCIDENTS)
+def test_the_first_line_is_state_and_cause(incident: str) -> None:
+    """Made by the table of causes, as `status`, the page and `/metrics` have it."""
+    fleet = Watched()
+    make, state, cause = INCIDENTS[incident]
+    make(fleet)
+    status = fleet.look()
+    assert (status["state"], status["causes"][0]["cause"]) == (state, cause)
+    view = viewing(instance(1))
+    view.snapshot["status"] = status  # type: ignore[index]
+    shown = " ".join(" ".join(frame(view, 400)).split())
+    assert shown.startswith(f"{status['state']} {status['sentence']}. ")
+    assert status["causes"][0]["sentence"] in shown or status["state"] == "down"
 
 
 @pytest.mark.parametrize("width", range(60, 201, 20))

@@ -11,7 +11,7 @@ from hetlb.balancer.core.policies.base import COMBINE_FORMS, PolicyParams
 from hetlb.balancer.core.policies.baselines import PrefixMatch, kv_used_tokens
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.policies.sight import SchedulingContext
-from hetlb.balancer.core.predictor import make_predictor
+from hetlb.balancer.core.predictor import OraclePredictor, make_predictor
 from hetlb.balancer.core.speed import PeakEwma
 from hetlb.balancer.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome, Request
 
@@ -185,7 +185,7 @@ def test_hetlb_passes_none_over_in_favour_of_its_equal() -> None:
     for i in range(18):
         commands = scheduler.on_arrival(request(i), 0.1 * i)
         chosen += [each.lease.instance for each in commands if isinstance(each, Dispatch)]
-    assert [chosen.count(name) for name in ("fast", "slow-0", "slow-1")] == [8, 4, 3]
+    assert [chosen.count(name) for name in ("fast", "slow-0", "slow-1")] == [8, 5, 3]
 
 
 def test_hetlb_waits_for_a_full_instance_only_where_its_score_is_better_with_the_wait() -> None:
@@ -201,6 +201,42 @@ def test_hetlb_waits_for_a_full_instance_only_where_its_score_is_better_with_the
             chosen += [each.lease.instance for each in commands if isinstance(each, Dispatch)]
         used[weight] = (chosen.count("fast"), chosen.count("slow"))
     assert used == {0.0: (8, 0), 20.0: (8, 8)}
+
+
+def test_hetlb_leaves_memory_for_answers_that_get_longer_than_the_mean() -> None:
+    """Half-grown, 19 of them would fill the KV cache exactly: any two that are long would evict a third."""
+    room = Capacity(kv_cache_tokens=1900, kv_tokens_per_request=1900, max_num_seqs=256)
+    scheduler = make_scheduler(
+        [spec("a", capacity=room)], "hetlb", predictor=OraclePredictor(dict.fromkeys(range(40), 100))
+    )
+    for i in range(40):
+        scheduler.on_arrival(request(i, prompt=50), 0.0)
+    [instance] = scheduler.instances
+    # Of 17 sequences one standard deviation is 0.25 x 100 x 17 ** 0.5 = 103 tokens.
+    assert instance.sequences == 17
+
+
+def test_hetlb_uses_a_slow_instance_sooner_where_what_keeps_coming_takes_the_fast_one() -> None:
+    """The same queue lasts longer, and delays more requests, the less speed is left for it."""
+    room = Capacity(kv_cache_tokens=100_000, kv_tokens_per_request=10_000, max_num_seqs=8)
+    fleet = [spec("fast", capacity=room), spec("slow", capacity=room, slower=100.0)]
+    waiting = {}
+    for gap_s in (0.3, 0.03):
+        scheduler, running = make_scheduler(fleet, "hetlb"), []
+        for i in range(1000):  # a stream that the fast one serves alone
+            running.append(dispatched(scheduler.on_arrival(request(i, max_tokens=400), gap_s * i)))
+            scheduler.on_first_token(running[-1], gap_s * i + 0.01)
+            if len(running) > 1:
+                lease = running.pop(0)
+                lease.output_tokens = 300
+                scheduler.on_lease_ended(lease, Outcome.OK, gap_s * i + 0.02)
+        held, commands = 0, []
+        while not any(isinstance(each, Dispatch) and each.lease.instance == "slow" for each in commands):
+            i += 1
+            commands = scheduler.on_arrival(request(i, max_tokens=400), gap_s * 1000)
+            held += not commands
+        waiting[gap_s] = held
+    assert (waiting[0.3], waiting[0.03]) == (9, 7)
 
 
 def test_hetlb_waits_for_memory_but_never_starves_a_large_request() -> None:

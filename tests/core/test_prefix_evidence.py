@@ -156,8 +156,7 @@ def test_a_conversation_is_remembered_once_and_from_its_longest_turn() -> None:
     tree.check_integrity()
 
 
-def test_each_engine_holds_what_its_own_tree_does_and_pays_for_the_rest_with_others() -> None:
-    """Of `x` three requests run, of `y` one: a request that reads them pays 24 of 27, and 24 of 25 parts."""
+def test_each_engine_holds_what_its_own_tree_does() -> None:
     index = PrefixIndex()
     trees = [Tree(index, number) for number in range(3)]
     for _ in range(2):
@@ -169,13 +168,9 @@ def test_each_engine_holds_what_its_own_tree_does_and_pays_for_the_rest_with_oth
     found = index.held(keys, 2000)
     assert found is not None
     assert found.tokens == {0: 1600, 1: 1000, 2: 700}
-    of_x, of_y = 1000 * 3 / 27, 600 / 25
-    assert found.credits == pytest.approx({0: of_x + of_y, 1: of_x, 2: 0.0})
-    assert found.credit == pytest.approx(of_x + of_y)
     short = index.held(keys, 1301)
     assert short is not None
     assert short.tokens == {0: 1300, 1: 1000, 2: 700}
-    assert short.credit == pytest.approx(of_x + of_y / 2)
     assert index.held((("none", None), ("z", 1700)), 2000) is None
     assert index.held((("none", 10), ("x", 1000)), 2000) is None
     behind = index.held((("none", None), ("x", 1000)), 2000)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import pytest
 from helpers import dispatched, make_scheduler, request, spec
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -112,9 +111,6 @@ class IndexMachine(RuleBasedStateMachine):
             if ways:
                 expected[tree.cache_id] = min(length(max(ways, key=len)), prompt - 1)
         assert (found.tokens if found is not None else {}) == {k: v for k, v in expected.items() if v}
-        if found is not None:
-            assert 0.0 <= found.credit <= prompt
-            assert all(0.0 <= credit <= found.credit for credit in found.credits.values())
 
     @invariant()
     def counts_are_exact(self) -> None:
@@ -161,18 +157,6 @@ def test_a_conversation_is_held_with_its_answer_until_its_next_turn_takes_it_ove
     following = tree.attach(turn, 200)
     assert following.held_tokens == 170
     assert "session:s" not in tree.nodes
-
-
-def test_the_price_of_reading_a_hot_prefix_is_shared_with_those_that_use_it() -> None:
-    index = PrefixIndex()
-    trees = [Tree(index, number) for number in range(3)]
-    for _ in range(3):
-        trees[0].attach((("x", 1000),), 1100)
-    found = index.held((("x", 1000),), 1100)
-    assert found is not None
-    assert found.tokens == {0: 1000}
-    assert found.credit == pytest.approx(1000 * 3 / 27)
-    assert found.credits == {0: found.credit}
 
 
 # --- in the scheduler ---

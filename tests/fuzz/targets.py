@@ -197,7 +197,7 @@ def body(data: bytes) -> None:
         if call.hold_usage:
             assert sent["stream_options"] == {"include_usage": True}
         elif read.keys().isdisjoint((*transfer_fields.FIELDS, "vllm_xargs", "sampling_params")):
-            assert call.body == data
+            assert call.body == data.removeprefix(_BOM)
     boundary, _, form = data.partition(b"\n")
     with contextlib.suppress(bodies.GateError):
         multipart.read_form(b"multipart/form-data; boundary=" + boundary, form)

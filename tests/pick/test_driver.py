@@ -5,11 +5,20 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from helpers import make_scheduler, spec
+from helpers import dispatched, make_scheduler, request, spec
 
 from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet_tables import ProxyTable
-from hetlb.balancer.core.types import AdminState, AdminStateSet, Capacity, Dispatch, Request
+from hetlb.balancer.core.types import (
+    AdminState,
+    AdminStateSet,
+    Capacity,
+    Dispatch,
+    EngineSample,
+    Outcome,
+    Request,
+)
+from hetlb.balancer.exchange.scheduler_side import StallWatch
 from hetlb.options.pick.pick_driver import MOST_RANKED, PickDriver
 
 
@@ -36,4 +45,25 @@ async def test_fallbacks_can_take_the_request_and_are_not_the_chosen_one(count: 
         seen.update(found)
     assert len(seen) >= min(4, count // 50)  # not always the same
     assert driver.fallbacks(0) == []
+    driver.close()
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_an_engine_whose_counters_stand_still_gets_trials_alone(
+    told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Envoy shows no answers: without counters silence says nothing."""
+    scheduler = make_scheduler([spec("a"), spec("b")], "rr")
+    driver = PickDriver(scheduler, ProxyTable(), TokenEstimator(), asyncio.get_running_loop(), {})
+    held = dispatched(scheduler.on_arrival(request(1, streamed=True), driver.now()))
+    clock = begun = driver.now()
+    monkeypatch.setattr(StallWatch, "since", lambda self, then: False)
+    monkeypatch.setattr(driver, "now", lambda: clock)
+    while clock < begun + 10.0:
+        clock += 0.5
+        driver.picking.sample(held.instance, EngineSample(1, 0, 0.1, generated=7 if told else None))
+        driver.picking.sweep(clock)
+    account = scheduler.fleet.instances[held.instance].account
+    assert (account.stalled_since is not None) is told
+    scheduler.on_lease_ended(held, Outcome.CLIENT_GONE, clock)
     driver.close()

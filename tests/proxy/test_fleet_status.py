@@ -6,62 +6,17 @@ from typing import Any
 
 import pytest
 from helpers import MODEL, make_scheduler, request, spec
-from proxy.dashboard.rows import ended
+from proxy.incidents import Watched
 
-from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
     Capacity,
-    Dispatch,
     EngineSample,
-    Lease,
     Outcome,
-    Probed,
-    ProbeResult,
 )
 from hetlb.balancer.fleet.beliefs import BeliefSource, believed, slots_source, speed_source
 from hetlb.balancer.fleet.fleet_status import pools, status
-from hetlb.balancer.telemetry.recent import Recent
-
-SLOTS = 8
-
-
-class Watched:
-    """A scheduler of three servers, the requests that ended, and the queue as it was seen."""
-
-    def __init__(self, names: str = "abc", *, slots: int | None = SLOTS) -> None:
-        capacity = Capacity(kv_cache_tokens=10**7, kv_tokens_per_request=10**7, max_num_seqs=slots)
-        self.scheduler: Scheduler = make_scheduler([spec(name, capacity=capacity) for name in names], "hetlb")
-        self.recent = Recent()
-        self.leases: list[Lease] = []
-        self.number = 0
-        self.now = 100.0
-
-    def arrive(self, count: int) -> None:
-        for _ in range(count):
-            self.number += 1
-            commands = self.scheduler.on_arrival(request(self.number), self.now)
-            self.leases += [each.lease for each in commands if isinstance(each, Dispatch)]
-
-    def end(self, count: int, outcome: Outcome = Outcome.OK, name: str = "") -> None:
-        for lease in [each for each in self.leases if name in ("", each.instance)][:count]:
-            self.leases.remove(lease)
-            lease.output_tokens, lease.mark = 20, None  # its time teaches nothing about speed
-            self.recent.finished(ended(self.now, instance=lease.instance, tokens=20, outcome=outcome))
-            if outcome is Outcome.OK:
-                self.scheduler.on_first_token(lease, self.now)
-                lease.first_mark = None
-            for each in self.scheduler.on_lease_ended(lease, outcome, self.now, retry=False):
-                if isinstance(each, Dispatch):
-                    self.leases.append(each.lease)
-
-    def refuse(self, name: str) -> None:
-        self.scheduler.on_instance(Probed(name, ProbeResult.REFUSED, "connection refused"), self.now)
-
-    def look(self) -> dict[str, Any]:
-        self.recent.sample(self.scheduler, self.now)
-        return status(self.scheduler, pools(self.scheduler), self.recent, self.now)
 
 
 def test_without_traffic_it_is_well() -> None:

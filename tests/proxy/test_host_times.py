@@ -54,15 +54,16 @@ async def measured(running: Running) -> None:
     await turns_until(lambda: not running.instance("i0").spec.host_assumed_in)
 
 
-@pytest.mark.parametrize("comment", ["", "# by hand\n"])
+@pytest.mark.parametrize("free", [True, False])
 async def test_an_idle_engine_is_measured_and_the_profile_has_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, comment: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, free: bool
 ) -> None:
     caplog.set_level("INFO")
+    monkeypatch.setattr("os.access", lambda *_: free)
     async with EmulatedEngine(msgspec.convert(REAL, Profile)) as engine:
         fleet = fleet_of(tmp_path, engine)
         path = tmp_path / "p.yaml"
-        path.write_text(comment + path.read_text())
+        path.write_text(f"# ours\n{path.read_text()}# the end\n")
         before = path.read_text()
         async with serving(tmp_path, fleet) as running:
             assert (await host_of(running))["source"] == "assumed"
@@ -73,16 +74,20 @@ async def test_an_idle_engine_is_measured_and_the_profile_has_it(
             assert host["value"] > 0.009
             (line,) = said(caplog.records, "its host adds")
             model = running.instance("i0").latency
-    if comment:
+    if not free:
         assert "not written" in line
         assert path.read_text() == before
-    else:
-        written = load_profile(path)
-        assert written.latency == model
-        assert not written.host_assumed
-        assert "prompts beyond 2048 tokens: extrapolated" in written.assumed
-        # The points' own times stay.
-        assert written.decode.k8 == 2e-3
+        return
+    written = load_profile(path)
+    assert written.latency == model
+    assert not written.host_assumed
+    assert "prompts beyond 2048 tokens: extrapolated" in written.assumed
+    # The points' own times stay, and so does what people wrote.
+    assert written.decode.k8 == 2e-3
+    kept = [line for line in path.read_text().splitlines() if line in before.splitlines()]
+    assert kept[0] == "# ours"
+    assert kept[-1] == "# the end"
+    assert len(kept) > 15
 
 
 async def test_a_request_of_a_client_ends_a_measurement_and_the_next_idle_moment_is_another_try(

@@ -20,7 +20,7 @@ def read(kind: Kind = Kind.COMPLETION, /, **fields: object) -> Call:
 
 BAD = [
     b"", b" ", b"not json", b"[]", b"[1]", b'"text"', b"null", b"true", b"1", b"{", b"}", b"{}x", b'{"a":1,}',
-    b"\xef\xbb\xbf{}", b'{"model":"\xff"}', b'{"x":"\xff\xfe"}', b'{"model":"\\ud800"}',
+    b"\xef\xbb\xbf\xef\xbb\xbf{}", b'{"model":"\xff"}', b'{"x":"\xff\xfe"}', b'{"model":"\\ud800"}',
     "{}".encode("utf-16"),
     b'{"prompt":NaN}', b'{"x":Infinity}', b'{"max_tokens":1e9999}', b'{"max_tokens":' + b"9" * 5000 + b"}",
     b'{"max_tokens":-1}', b'{"max_tokens":1.5}', b'{"max_tokens":"5.5"}', b'{"max_tokens":100.5}',

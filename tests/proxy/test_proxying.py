@@ -132,6 +132,26 @@ async def test_a_plain_request(start: Start) -> None:
     assert proxy.exchanges[0].usage_prompt_tokens == 3
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/health", "/version"])
+async def test_a_path_with_a_slash_behind_it_leads_to_the_path(start: Start, path: str) -> None:
+    """As FastAPI does, and so vLLM."""
+    async with Upstream() as engine:
+        proxy = await start(engine.url)
+        answer = await ask(proxy, post(path=f"{path}/?a=b"))
+        assert (answer.status, answer.headers["location"]) == (307, f"{path}?a=b")
+        answer = await ask(proxy, post(path="/nothing/"))
+        assert answer.status == 404
+    assert not engine.visits
+
+
+async def test_a_byte_order_mark_before_json_is_read(start: Start) -> None:
+    async with Upstream() as engine:
+        proxy = await start(engine.url)
+        answer = await ask(proxy, post(b"\xef\xbb\xbf" + ASK))
+        assert (answer.status, answer.body) == (200, PLAIN_BODY)
+        assert (await engine.visit()).body == ASK
+
+
 async def test_a_stream_whose_usage_was_not_asked_for(start: Start) -> None:
     async with Upstream(STREAM) as engine:
         proxy = await start(engine.url)
@@ -538,13 +558,25 @@ async def test_a_stream_is_whole_once_its_end_came(start: Start, how: str) -> No
     assert proxy.ended == [("ok", "stream", 200)]
 
 
-async def test_an_error_event_is_passed_on_and_counts_as_failure(start: Start) -> None:
-    event = b'data: {"error":{"message":"dead"}}\n\n'
+@pytest.mark.parametrize(
+    ("event", "outcome"),
+    [
+        (b'{"error":{"message":"dead"}}', "broken_stream"),
+        # vLLM's before 0.10.
+        (b'{"object":"error","message":"dead","code":500}', "broken_stream"),
+        (b'{"object":"error","message":"too long","code":400}', "refused"),
+        (b'{"object":"chat.completion.chunk","choices":[{"text":"\\"object\\":\\"error\\""}]}', "ok"),
+    ],
+)
+async def test_an_error_event_is_passed_on_and_counts_as_failure(
+    start: Start, event: bytes, outcome: str
+) -> None:
+    event = b"data: " + event + b"\n\n"
     async with Upstream(SSE_HEAD + chunk(TOKEN) + chunk(event) + chunk(DONE) + LAST) as engine:
         proxy = await start(engine.url)
         answer = await ask(proxy, post(ASK_STREAM))
     assert (answer.clean, answer.body) == (True, TOKEN + event + DONE)
-    assert proxy.ended[0][0] == "broken_stream"
+    assert proxy.ended[0][0].removeprefix("upstream_") == outcome
 
 
 async def test_surplus_bytes_are_dropped_and_the_connection_with_them(start: Start) -> None:

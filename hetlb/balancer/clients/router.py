@@ -51,6 +51,7 @@ _MOST_PATH: Final = 128
 _RESUMED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 #: Balancers ask here, and have no key.
 _OPEN_PATHS = frozenset({"/health", "/ping"})
+_OWN_PATHS = _OPEN_PATHS | {"/version", "/v1/models"}
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
 _AUDIO: Final = Kind.AUDIO
 _PLAIN: Final = Kind.PLAIN
@@ -370,6 +371,11 @@ class Router:
             body = msgspec.json.encode({"version": hetlb.__version__})
         elif path == "/v1/models":
             body = msgspec.json.encode({"object": "list", "data": self._models(tenant)})
+        elif path.endswith("/") and (path[:-1] in _OWN_PATHS or self.knows(path[:-1])):
+            # As FastAPI does, and so vLLM.
+            target = path[:-1].encode("ascii") + (b"?" + head.query if head.query else b"")
+            lines = b"location: %b\r\n" % target
+            return error_responses.response(307, b"", lines=lines, close=not head.keep_alive)
         elif path.startswith("/v1/models/"):
             body = msgspec.json.encode(self._model(unquote(path[len("/v1/models/") :]), tenant))
         else:

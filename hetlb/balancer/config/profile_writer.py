@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
 
 from hetlb.balancer.config.profile_file import HostTime, Profile, load_profile, with_latency
 from hetlb.balancer.config.yaml_file import yaml_text
@@ -44,14 +45,30 @@ def write_host(path: Path, found: LatencyModel) -> tuple[LatencyModel, str]:
         profile = load_profile(path)
         if not profile.host_assumed:
             return found, "the file has a measured one by now"
-        if any(line.lstrip().startswith("#") for line in text.splitlines()):
-            return found, "the file has comments, which would be lost"
         if not os.access(path, os.W_OK):
             return found, "the file may not be written"
-        write_profile(path, with_host(profile, found))
+        write_text(path, _edited(text, profile, with_host(profile, found)), ProfileError)
         return load_profile(path).latency, ""
     except ProfileError as error:
         return found, str(error)
+
+
+def _edited(text: str, old: Profile, new: Profile) -> str:
+    """Return the text of a profile in which the sections that differ are replaced, the others as they are."""
+    sections, before = _written(msgspec.to_builtins(new)), _written(msgspec.to_builtins(old))
+    changed = {key: value for key, value in sections.items() if value != before.get(key)}
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    assert isinstance(root, yaml.MappingNode), "a profile was read from this text"
+    ends = [key.start_mark.index for key, _ in root.value[1:]] + [len(text)]
+    for (key, _), end in reversed(list(zip(root.value, ends, strict=True))):
+        if key.value in changed:
+            begin = key.start_mark.index
+            own = text[begin:end].splitlines(keepends=True)
+            # Comments behind a section are those of the next one, or of the file.
+            while own and own[-1].lstrip()[:1] in ("#", ""):
+                end -= len(own.pop())
+            text = text[:begin] + yaml_text({key.value: changed.pop(key.value)}) + text[end:]
+    return text.rstrip("\n") + "\n" + (yaml_text(changed) if changed else "")
 
 
 def with_host(profile: Profile, found: LatencyModel) -> Profile:

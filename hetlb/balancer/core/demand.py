@@ -19,6 +19,8 @@ from hetlb.balancer.core.types import Request
 PROMPT_WEIGHT: Final = 0.15
 #: Arrivals within so many seconds count as one: a burst is no stream.
 _TICK_S: Final = 0.25
+#: Arrivals of this long ago count 1/e.
+MEMORY_S: Final = 15.0
 #: So many ticks with arrivals are a stream, which has ended after so many of their mean gaps without one.
 _STREAM: Final = 4
 _ENDED: Final = 5.0
@@ -255,21 +257,9 @@ class Protected:
 
 
 class Demand:
-    """Demand for one model: the mean request, whether requests keep arriving, how long answers take.
+    """Demand for one model: the mean request, and whether and how fast requests keep arriving."""
 
-    `first_s` until the first token and `end_s` until the end, as forecast: geometric means of the newest
-    dispatches, their waits included. Waits of seconds in an overload are forgotten soon after it.
-    """
-
-    __slots__ = (
-        "_dispatched",
-        "_ticks",
-        "arrivals",
-        "end_s",
-        "first_s",
-        "mix",
-        "protected",
-    )
+    __slots__ = ("_arriving", "_newest_at", "_ticks", "arrivals", "mix", "protected")
 
     def __init__(self) -> None:
         #: Times of the newest ticks with arrivals since the fleet was idle, seconds.
@@ -278,26 +268,14 @@ class Demand:
         self.arrivals = 0
         self.mix = Mix()
         self.protected = Protected()
-        self._dispatched = 0.0
-        self.first_s = self.end_s = 0.0
-
-    def dispatched(self, first_s: float, end_s: float, waited_s: float) -> None:
-        """Record the forecast of a request that was dispatched; of a prefill leg there is none."""
-        if first_s <= 0.0:
-            return
-        first_s, end_s = waited_s + first_s, waited_s + end_s
-        if first_s <= 0.0 or end_s <= 0.0:  # a clock that went back
-            return
-        self._dispatched = count = self._dispatched + 1.0 if self._dispatched < _NEWEST else _NEWEST
-        if count <= 1.0:
-            self.first_s, self.end_s = first_s, end_s
-            return
-        self.first_s *= math.pow(first_s / self.first_s, 1.0 / count)
-        self.end_s *= math.pow(end_s / self.end_s, 1.0 / count)
+        #: Requests per second at the newest one, and when it came.
+        self._arriving = self._newest_at = 0.0
 
     def arrived(self, now: float, idle: bool) -> None:
         """Record an arrival. `idle`: no instance had a request, so those before are no part of a stream."""
         self.arrivals += 1
+        self._arriving = self.rate(now) + 1.0 / MEMORY_S
+        self._newest_at = now
         tick_s, ticks = int(now / _TICK_S) * _TICK_S, self._ticks
         if not ticks or tick_s > ticks[-1]:
             if idle:
@@ -305,6 +283,11 @@ class Demand:
             ticks.append(tick_s)
             if len(ticks) > _STREAM:
                 del ticks[0]
+
+    def rate(self, now: float) -> float:
+        """Return the requests per second of about the last `MEMORY_S`, newer ones weighing more."""
+        since_s = now - self._newest_at
+        return self._arriving * math.exp(-since_s / MEMORY_S) if since_s > 0.0 else self._arriving
 
     def goes_on(self, horizon_s: float, now: float) -> bool:
         """Return True if another request is expected within `horizon_s`, by gaps since the fleet was idle.

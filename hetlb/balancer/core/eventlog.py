@@ -110,8 +110,11 @@ class RecordingScheduler(Scheduler):
         fact = {"lease": lease, "busy": busy, "retry_after_s": retry_after_s, "may_move": may_move}
         return self._record("refused", now, commands, **fact)
 
-    def on_sweep(self, tokens_at: Mapping[str, float], now: float) -> list[Command]:
-        return self._record("sweep", now, super().on_sweep(tokens_at, now), tokens_at=dict(tokens_at))
+    def on_sweep(
+        self, tokens_at: Mapping[str, float], now: float, *, by_counters: bool = False
+    ) -> list[Command]:
+        commands = super().on_sweep(tokens_at, now, by_counters=by_counters)
+        return self._record("sweep", now, commands, tokens_at=dict(tokens_at), by_counters=by_counters)
 
     def on_stranded(self, lease: Lease, now: float) -> list[Command]:
         return self._record("stranded", now, super().on_stranded(lease, now), lease=lease)

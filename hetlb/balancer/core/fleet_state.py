@@ -20,7 +20,7 @@ from hetlb.balancer.core.types import Command, Health, HealthChanged, InstanceSp
 #: More than half, for the error of learnt speeds: either of two equal servers can go.
 MOST_EJECTED: Final = 0.55
 #: Weight of a factor of which little was seen, in a mean of factors.
-_LEAST_WEIGHT: Final = 1e-3
+_LEAST_WEIGHT: Final = 0.01
 
 
 class FleetState:
@@ -119,7 +119,7 @@ class FleetState:
         seen = [each for each in alike if each.speed.seen]
         if not seen:
             return
-        shown = [(each.speed.shown, _LEAST_WEIGHT + each.speed.confidence) for each in seen]
+        shown = [(each.speed.shown, max(_LEAST_WEIGHT, each.speed.confidence)) for each in seen]
         if not profiled:
             for each, factor in zip(seen, averaged(shown), strict=True):
                 if factor != each.speed.factor:
@@ -205,13 +205,15 @@ class FleetState:
             self.reindex(now)
         return changed
 
-    def watch(self, tokens_at: Mapping[str, float], now: float) -> bool:
+    def watch(self, tokens_at: Mapping[str, float], now: float, by_counters: bool) -> bool:
         """Look at every instance: does it work, is it in doubt? True if an answer to that changed."""
         changed = False
         for instance in self.instances.values():
             account = instance.account
             account.age(now)
-            changed = instance.watch(tokens_at.get(instance.name), now) or changed
+            sample = instance.sample
+            if not by_counters or (account.counts(now) and sample is not None and sample.running):
+                changed = instance.watch(tokens_at.get(instance.name), now) or changed
             if instance.speed.changed:
                 instance.speed.changed = False
                 instance.take_speed()

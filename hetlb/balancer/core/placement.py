@@ -203,8 +203,8 @@ class Placement:
         choices = self.able(request, ready, now)
         if ceiling is not None or stays:
             choices = choices.without(_kept_for_others(choices, ready, ceiling, stays))
-        if kept:
-            choices = ready.keeping(choices, kept)
+        if kept and policy.worth is not None:
+            choices = policy.worth.without(choices, kept)
         able = choices.instances
         if not able:
             return None
@@ -298,9 +298,7 @@ class Placement:
         for instance in self.fleet.publishers:
             exact = exact_held(instance, request)
             if exact is not None:
-                cache = instance.tree.cache_id
-                held.tokens[cache] = exact
-                held.credits[cache] = min(held.credit, float(exact))
+                held.tokens[instance.tree.cache_id] = exact
         return held
 
     def book(self, found: Decision) -> Dispatch:
@@ -326,7 +324,6 @@ class Placement:
         used = lease.kv_prompt_tokens if shared is None else lease.kv_prompt_tokens + shared.new_tokens
         sequences = request.sequences
         ctx.demand.mix.add_booking(used / sequences, lease.unread_tokens / sequences)
-        ctx.demand.dispatched(lease.forecast_first_s, lease.forecast_end_s, ctx.waited_s)
         try:
             self.policy.committed(ctx, instance, found.choices.instances)
         except Exception as error:  # the request has its instance all the same

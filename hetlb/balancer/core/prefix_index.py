@@ -24,9 +24,6 @@ _SHRINK: Final = 0.8
 _GROW: Final = 1.02
 #: Reports of cached tokens are compared where at least so many were expected that no request used.
 _LEAST_EXPECTED: Final = 64
-#: A request that reads a prefix for `users` others pays this against their number: one reading makes it slow
-#: to answer, so that few others are no reason.
-_OWN_SHARE: Final = 24.0
 #: An expectation counts as met from this share of it on: engines round down to whole blocks.
 _MET: Final = 0.75
 
@@ -210,20 +207,12 @@ class Tree:
 
 @mypyc_attr(acyclic=True)
 class Held:
-    """Tokens of one prompt that engines hold, by `Tree.cache_id`.
+    """Tokens of one prompt that are in the caches of engines, by `Tree.cache_id`."""
 
-    `tokens` are in the cache. Where a prefix is missing that `users` live requests share elsewhere, reading
-    it is an investment: 24 / (24 + users) of it is this request's. `credit` is the tokens of the prompt
-    that are the others' to pay for on an engine that holds none, `credits` those of them that one holds
-    already.
-    """
-
-    __slots__ = ("credit", "credits", "tokens")
+    __slots__ = ("tokens",)
 
     def __init__(self) -> None:
         self.tokens: dict[int, int] = {}
-        self.credits: dict[int, float] = {}
-        self.credit = 0.0
 
 
 class PrefixIndex:
@@ -241,8 +230,6 @@ class PrefixIndex:
         """Tokens that each engine holds of a prompt, all but one at most; None if none holds any."""
         found: Held | None = None
         holders, most = self._holders, prompt_tokens - 1
-        begin = 0
-        credit = 0.0
         for key, end in keys:
             nodes = holders.get(key)
             if nodes is None:
@@ -251,23 +238,12 @@ class PrefixIndex:
                 break  # what begins with a longer one begins with this
             if found is None:
                 found = Held()
-            users = 0
-            for node in nodes:
-                users += node.users
-            if end is not None:
-                if end > most:
-                    end = most
-                credit += (end - begin) * users / (_OWN_SHARE + users)
-                begin = end
             tokens = found.tokens
             for node in nodes:
                 held = node.tokens if node.tokens < most else most
                 tree = node.tree.cache_id
                 if held > tokens.get(tree, 0):
                     tokens[tree] = held
-                    found.credits[tree] = credit
-        if found is not None:
-            found.credit = credit
         return found
 
     def added(self, node: Node) -> None:

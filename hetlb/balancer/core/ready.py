@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 from mypy_extensions import mypyc_attr
 
@@ -13,10 +12,6 @@ from hetlb.balancer.core.instance import Instance, tokens_of
 from hetlb.balancer.core.types import AdminState, Candidate, Health, Request, Role
 
 _ADMIN_REASON = {AdminState.DRAIN: "draining", AdminState.MAINT: "in maintenance"}
-
-
-#: Reason against an instance.
-KEPT_FOR_OTHERS: Final = "a request waits that suits it better"
 
 
 @mypyc_attr(acyclic=True)
@@ -78,8 +73,6 @@ class ReadyInstances:
             self.able = [each for each in routable if each.name not in self.roles]
         #: Choices of a request that may go to all of `able`.
         self.everyone = Choices(self.able, self.excluded)
-        #: Choices without what is kept for other requests, by what is kept.
-        self._keeping: dict[frozenset[str], Choices] = {}
         #: True if an instance is throttled.
         self.throttled = any(instance.throttle.active(now) for instance in self.able)
         #: A request whose prompt and output stay within this fits everywhere.
@@ -194,16 +187,6 @@ class ReadyInstances:
                 elif instance not in chosen:
                     excluded[instance.name] = f"suspect: {instance.health.reason}"
         return Choices(chosen, excluded)
-
-    def keeping(self, choices: Choices, kept: frozenset[str]) -> Choices:
-        """Return the choices without instances that are kept for requests that suit them."""
-        reasons = dict.fromkeys(kept, KEPT_FOR_OTHERS)
-        if choices is not self.everyone:
-            return choices.without(reasons)
-        found = self._keeping.get(kept)
-        if found is None:
-            found = self._keeping[kept] = choices.without(reasons)
-        return found
 
     def parts_for(
         self, request: Request, tried: Sequence[str] | None, now: float, ceiling: int | None

@@ -456,9 +456,14 @@ class Scheduler:
 
     # --- instances that say nothing ---
 
-    def on_sweep(self, tokens_at: Mapping[str, float], now: float) -> list[Command]:
-        """Time passed, about half a second; `tokens_at` has the time of each instance's newest token."""
-        if self.fleet.watch(tokens_at, now):
+    def on_sweep(
+        self, tokens_at: Mapping[str, float], now: float, *, by_counters: bool = False
+    ) -> list[Command]:
+        """Note that time passed, half a second; `tokens_at` has the time of each instance's newest token.
+
+        `by_counters`: answers may not be seen; silence counts only where an engine's counters stand still.
+        """
+        if self.fleet.watch(tokens_at, now, by_counters):
             return self._backlog.flush(now)
         return []
 

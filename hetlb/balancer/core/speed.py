@@ -8,12 +8,13 @@ the last `MEMORY_S` seconds, is the factor.
 Models of a fleet are often wrong together (another build, an estimate, the default): until an instance has
 answered, its factor is the mean of those that have, with profiles and without apart. The default model is a
 guess at other loads, too: of equal instances, the one with less to do would show another factor, and get
-less for that reason. So the factors without a profile that are within `TRUST` of each other are averaged.
+less for that reason. So factors without a profile that are near each other are averaged.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -237,20 +238,21 @@ class SpeedTracker:
 
 
 def averaged(shown: Sequence[tuple[float, float]]) -> list[float]:
-    """Return for each factor the geometric mean of those within `TRUST` of it; pairs of factor and weight."""
-    order = sorted(range(len(shown)), key=lambda i: shown[i][0])
-    found = [factor for factor, _ in shown]
-    first = last = 0
-    weight = logs = 0.0
-    for i in order:
-        factor = shown[i][0]
-        while last < len(order) and shown[order[last]][0] <= factor * TRUST:
-            other, share = shown[order[last]]
-            weight, logs, last = weight + share, logs + share * math.log(other), last + 1
-        while shown[order[first]][0] < factor / TRUST:
-            other, share = shown[order[first]]
-            weight, logs, first = weight - share, logs - share * math.log(other), first + 1
-        found[i] = math.exp(logs / weight)
+    """Return for each factor the geometric mean of those near it, each with its confidence as weight.
+
+    They are near within `TRUST`, and further off the less confident the factor is. A pair is a factor with
+    its confidence, above 0.
+    """
+    factors = sorted(shown)
+    sums = [(0.0, 0.0)]
+    for factor, weight in factors:
+        sums.append((sums[-1][0] + weight, sums[-1][1] + weight * math.log(factor)))
+    found = []
+    for factor, weight in shown:
+        near = TRUST ** (1.0 / weight)
+        first = bisect_left(factors, (factor / near, 0.0))
+        last = bisect_right(factors, (factor * near, math.inf))
+        found.append(math.exp((sums[last][1] - sums[first][1]) / (sums[last][0] - sums[first][0])))
     return found
 
 

@@ -89,6 +89,8 @@ class SchedulerDriver(SchedulerSide):
         self.probe_timeout_s = 0.0
         #: True if a request may leave a busy engine for another one.
         self.moves_busy = True
+        #: True if silence counts only where an engine's own counters stand still.
+        self.by_counters = False
         #: Takes an instance out that turned out to be this proxy.
         self.take_out: Callable[[InstanceChange], None] = self.change
         #: Seconds of the scheduler's calls that were not counted yet: arrivals, ends of leases.
@@ -298,8 +300,8 @@ class SchedulerDriver(SchedulerSide):
         scheduler, carrier = self.scheduler, self.carrier
         if carrier.stalls.since(now - _OWN_STALL_S):
             return  # what came meanwhile is not read yet
-        if scheduler.in_flight or any(each.account.restrained(now) for each in scheduler.instances):
-            self.carry_out(scheduler.on_sweep(carrier.tokens_at(), now))
+        if scheduler.in_flight or any(each.account.wary(now) for each in scheduler.instances):
+            self.carry_out(scheduler.on_sweep(carrier.tokens_at(), now, by_counters=self.by_counters))
         self._tell_stalls(now)
         if self._mover is None:
             self._move_stranded()

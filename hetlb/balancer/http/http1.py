@@ -28,9 +28,12 @@ _CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}")
 _BAD_PATH = re.compile(rb"//|[\\;#%]|/\.{1,2}(?:/|$)")
 #: The one path whose last part may be percent-encoded: hetlb answers it, and no engine reads it.
 _MODEL_PATH = re.compile(rb"/v1/models/(?:[!-$&-~]|%[0-9A-Fa-f]{2})+")
-_NAME = re.compile(rb"[!-9;-~]+:")
-#: A line in Latin-1, as Node.js and Python write it: no control characters, nor the filler of binary data.
-_LATIN1 = re.compile(rb"[\t -~\xa0-\xfe]*")
+#: A header beyond ASCII: its value in UTF-8, or in Latin-1 as Node.js and Python write it, without control
+#: characters and the filler of binary data (RFC 9110, 5.5: obs-text).
+_TEXT_LINE = re.compile(
+    rb"[!-9;-~]+:(?>[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}"
+    rb"|[\t -~\xa0-\xfe])*+"
+)
 #: Headers that may come once: two readers could take different ones.
 _ONCE = frozenset({b"content-type", b"authorization", b"x-api-key", b"api-key"})
 _CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
@@ -158,7 +161,7 @@ def parse_request_head(head: bytes) -> tuple[RequestHead, int | None]:
     if _REQUEST_LINE.match(head) is None:
         # llhttp lets several blanks and other versions pass.
         raise GateError(400, "The request line must be METHOD PATH HTTP/1.1 (or HTTP/1.0).")
-    if not head.isascii() and not all(map(_is_text, head.split(b"\r\n")[1:-2])):
+    if not head.isascii() and not all(map(_TEXT_LINE.fullmatch, head.split(b"\r\n")[1:-2])):
         raise GateError(
             400, "The head has bytes that are not ASCII, or in a value neither UTF-8 nor Latin-1."
         )
@@ -187,17 +190,6 @@ def parse_request_head(head: bytes) -> tuple[RequestHead, int | None]:
     if result.chunked and length is not None:
         raise GateError(400, "Content-Length and Transfer-Encoding exclude each other.")
     return result, length
-
-
-def _is_text(line: bytes) -> bool:
-    """Return True if a header's name is ASCII, and its value UTF-8 or Latin-1 (RFC 9110, 5.5: obs-text)."""
-    if _NAME.match(line) is None:
-        return False
-    try:
-        line.decode()
-    except UnicodeDecodeError:
-        return _LATIN1.fullmatch(line) is not None
-    return True
 
 
 def _take_fields(head: RequestHead) -> int | None:

@@ -36,6 +36,7 @@ _REMOTE: Final = re.compile(
     rb'|"type":\s*"url",\s*"url":\s*"https?:'
 )
 _decoder = msgspec.json.Decoder(RequestFields)
+_BOM: Final = b"\xef\xbb\xbf"
 #: Priorities beyond it count as it.
 _MOST_PRIORITY: Final = 1 << 31
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
@@ -89,6 +90,7 @@ class Call:
 def read_json(kind: Kind, body: bytes) -> Call:
     try:
         if not body.isascii():
+            body = body.removeprefix(_BOM)  # Python's reader, and so vLLM, takes one
             body.decode()  # msgspec does not look into the strings that it skips
         try:
             decoded = _decoder.decode(body)

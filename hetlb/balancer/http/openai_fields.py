@@ -75,6 +75,7 @@ class EventFields(msgspec.Struct):
     response: msgspec.Raw = msgspec.Raw(b"")
     message: msgspec.Raw = msgspec.Raw(b"")
     error: msgspec.Raw = msgspec.Raw(b"")
+    object: msgspec.Raw = msgspec.Raw(b"")
 
 
 class FinishedChoice(msgspec.Struct):

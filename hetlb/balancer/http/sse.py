@@ -300,7 +300,8 @@ class SseWatcher:
         except NOT_JSON:
             self.events += 1
             return event
-        error = bytes(fields.error)
+        # vLLM before 0.10 has the fields of an error in the event itself.
+        error = data if bytes(fields.object) == b'"error"' else bytes(fields.error)
         if error not in _NO_VALUE:
             self.failed = True
             self.refused = _is_refusal(error)

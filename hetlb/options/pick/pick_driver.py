@@ -51,15 +51,13 @@ class PickScheduler(SchedulerDriver):
     def __init__(self, scheduler: Scheduler, carrier: Carrier) -> None:
         super().__init__(scheduler, carrier)
         self.moves_busy = False
+        self.by_counters = True  # Envoy may show nothing of an answer
         #: Requests at the engines that are not ours.
         self.foreign = ForeignLoad(scheduler)
 
     def sample(self, name: str, sample: EngineSample) -> None:
         super().sample(name, sample)
         self.carry_out(self.foreign.look(name, sample, self.carrier.now()))
-
-    def sweep(self, now: float) -> None:
-        """Conclude nothing from silence: Envoy may show nothing of an answer."""
 
     def change(self, change: InstanceChange) -> None:
         super().change(change)
@@ -95,6 +93,9 @@ class PickDriver(Driver):
 
     def open_pool(self, incarnation: int, name: str, url: str) -> None:
         """Nothing to open: the connections to engines are Envoy's."""
+
+    def may_turn_away(self, lease: Lease) -> bool:
+        return False  # it is with Envoy
 
     def finished(self, request_id: RequestId) -> None:
         super().finished(request_id)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from hetlb.balancer.core.policies.terms import FIRST_SCALE
 from hetlb.tools.sim.fleet_simulation import FleetSimulation
 from hetlb.tools.sim.simulation_sweep import Study
 from hetlb.tools.workload.records import student_margin
@@ -71,12 +70,6 @@ def losses(study: Study, rate: float | str, weights: Weights, seed: int) -> dict
     if shares:
         found["attainment"] = 1.0 - statistics.fmean(shares)
     return found
-
-
-def default_weight(study: Study, rate: float | str, seed: int) -> float:
-    """Return the weight of a first token that a run has where none is stated, by its means."""
-    found = losses(study, rate, dict(study.setup.params.weights), seed)
-    return FIRST_SCALE * found["mean_e2el_ms"] / found["mean_ttft_ms"]
 
 
 def search(

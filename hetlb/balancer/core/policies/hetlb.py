@@ -45,22 +45,29 @@ from hetlb.balancer.core.types import Candidate
 PASSED_OVER: Final = "passed over"
 #: Reason of an instance without room.
 FULL: Final = "full"
+#: Share of the faster instances' speed that is left for what waits, at least, whatever keeps coming.
+_LEAST_LEFT: Final = 1.0 / 3.0
+#: Standard deviation of a running answer's tokens in the KV cache, as a share of a long answer's. Memory is
+#: left free for one deviation of all that run.
+_SPREAD: Final = 0.25
 
 
 @mypyc_attr(acyclic=True, free_list_len=1)
 class Evaluation:
     """The instances for one request, as they were at the time; `candidates` is for people."""
 
-    __slots__ = ("_ctx", "_sights", "_todo", "fleet", "instances", "weights")
+    __slots__ = ("_ctx", "_full", "_sights", "_todo", "fleet", "instances", "weights")
 
     def __init__(
         self, ctx: SchedulingContext, instances: Sequence[Instance], weights: tuple[float, ...], hold: bool
     ) -> None:
         """Filter and rate `instances`. Without `hold` none is passed over."""
         self._ctx = ctx
-        self.weights = weights_of(ctx, weights)
+        self.weights = weights
         self.fleet = fleet = ctx.demand.mix.fleet(instances)
         self.instances = fleet.members
+        #: True if one has no room.
+        self._full = False
         self._sights = [self._see(i) for i in range(len(fleet.members))]
         #: Size of all that waits, with the request.
         self._todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
@@ -74,7 +81,7 @@ class Evaluation:
                 self._rated(each)
         if ctx.request.service.background:
             self._keep_free()
-        if hold:
+        if hold and self._full:
             self._hold()
 
     @property
@@ -106,6 +113,8 @@ class Evaluation:
         each.index = index
         if not each.seen.empty:
             each.state = self._room(each)
+            if each.state != ROOM:
+                self._full = True
         availabilities = ctx.availabilities
         if availabilities is not None and availabilities[index][0] == BLOCKED and each.state == ROOM:
             each.state = RESTRAINED
@@ -118,7 +127,8 @@ class Evaluation:
             return NO_SLOT
         if not instance.explored and seen.running >= instance.explored_sequences(self._ctx.now):
             return NO_SLOT
-        return NO_MEMORY if each.used_tokens > each.load.kv_cache_tokens else ROOM
+        spread = _SPREAD * self._ctx.long_output * math.sqrt(seen.running + self._ctx.request.sequences)
+        return NO_MEMORY if each.used_tokens + spread > each.load.kv_cache_tokens else ROOM
 
     def _keep_free(self) -> None:
         """Take the background nowhere where requests with targets would miss them beside it."""
@@ -129,11 +139,21 @@ class Evaluation:
                 each.state = KEPT_FREE
 
     def _hold(self) -> None:
-        """Pass slower instances over where waiting for a faster one that is full costs less."""
-        weight, full = self.weights[0] + self.weights[1], math.inf
+        """Pass slower instances over where waiting for a faster one that is full costs all requests less.
+
+        What waits is done at the speed of the faster ones, less what keeps coming: until the queue is empty
+        each request to come waits for this one, too (the busy period of a fluid queue).
+        """
+        ctx, weight, full, coming = self._ctx, self.weights[0] + self.weights[1], math.inf, 0.0
+        if ctx.goes_on:
+            coming = ctx.demand.rate(ctx.now) * ctx.demand.mix.size
         for each, speed in self._faster():
             if each.state == ROOM:
-                each.limit = full + weight * self._todo / speed if speed > 0.0 else math.inf
+                if full == math.inf:
+                    continue
+                left = speed - coming
+                left = left if left > _LEAST_LEFT * speed else _LEAST_LEFT * speed
+                each.limit = full + weight * self._todo / left if left > 0.0 else math.inf
                 if each.limit < each.score:
                     each.state = HELD
             elif full == math.inf and each.state in (NO_SLOT, NO_MEMORY):
@@ -206,10 +226,15 @@ class Hetlb(Policy):
             from hetlb.balancer.core.policies.worth import Worth
 
             self.worth = Worth(params.worth, params.types)
-        self._weights = tuple([stated.get(term.name, term.weight) for term in TERMS])
+        self._stated = tuple([stated.get(term.name, term.weight) for term in TERMS])
+
+    def _evaluate(self, ctx: SchedulingContext, instances: Sequence[Instance], hold: bool) -> Evaluation:
+        service = ctx.request.service
+        weights = weights_of(service, self._stated)
+        return Evaluation(ctx, instances, weights, hold)
 
     def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice | None:
-        evaluation = Evaluation(ctx, instances, self._weights, True)
+        evaluation = self._evaluate(ctx, instances, True)
         found = evaluation.best()
         if found is None:
             return None
@@ -227,7 +252,7 @@ class Hetlb(Policy):
     ) -> SplitChoice | None:
         from hetlb.balancer.core.policies.pairs import choose_pair
 
-        return choose_pair(ctx, Evaluation(ctx, instances, self._weights, hold=mixed), transfers, mixed)
+        return choose_pair(ctx, self._evaluate(ctx, instances, mixed), transfers, mixed)
 
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
-        return Evaluation(ctx, instances, self._weights, True)()
+        return self._evaluate(ctx, instances, True)()

@@ -87,7 +87,7 @@ class SchedulingContext:
 class Sight(Forecast):
     """Forecast of the request on one instance, the room there, and the terms of the score in seconds.
 
-    `credit` tokens of its prompt are computed for others that share them (see `Held`). With the request
+    With the request
     `used_tokens` of the KV cache are in use, its answer half-grown; `ending` mean answers will have ended
     when a prompt that is elsewhere still comes to decode. `prompts_per_s` mean prompts came to each engine
     lately. `done_s`: until the faster instances are done with all that waits, infinite while requests come.
@@ -96,9 +96,9 @@ class Sight(Forecast):
     """
 
     __slots__ = (
-        "adapter_s", "coming_s", "cost", "credit", "done_s", "ending", "finish_s", "foreseen", "index",
+        "adapter_s", "coming_s", "cost", "done_s", "ending", "finish_s", "foreseen", "index",
         "instance", "later_s", "limit", "loss_s", "own_s", "prompts_per_s", "rated", "score",
-        "shared_s", "state", "used_tokens",
+        "state", "used_tokens",
     )  # fmt: skip
 
     index: int
@@ -107,14 +107,12 @@ class Sight(Forecast):
     foreseen: bool
     limit: float
     done_s: float
-    credit: float
     ending: float
     used_tokens: float
     prompts_per_s: float
     score: float
     own_s: float
     loss_s: float
-    shared_s: float
     adapter_s: float
     coming_s: float
     finish_s: float
@@ -122,15 +120,11 @@ class Sight(Forecast):
 
     def __init__(self, ctx: SchedulingContext, instance: Instance, cost: Costs) -> None:
         """See the room; `cost` is that of the mean request there."""
-        seen, held, cached, credit = instance.occupancy, ctx.held, 0.0, 0.0
-        if held is not None:
-            cached = float(ctx.cached_tokens(instance))
-            if held.credit > 0.0 and instance.caches_prefixes:
-                credit = float(max(0, int(held.credit - held.credits.get(instance.tree.cache_id, 0.0))))
+        seen = instance.occupancy
+        cached = 0.0 if ctx.held is None else float(ctx.cached_tokens(instance))
         super().__init__(seen, cached)
         self.instance = instance
         self.cost = cost
-        self.credit = credit
         self.index, self.state = 0, ROOM
         self.foreseen = self.rated = False
         self.limit = self.done_s = math.inf

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
+from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.policies.sight import SchedulingContext, Sight
 from hetlb.balancer.core.policies.targets import lost_by_others_s, probability_of_miss, stake_s
 
@@ -21,25 +22,23 @@ class Term(NamedTuple):
     meaning: str
 
 
-#: A weight that is not stated: see `weights_of`.
+#: Weight of a second until the first token against one of the whole answer.
+FIRST_WEIGHT: Final = 40.0
+#: A weight that is not stated: that of a second by which the whole request comes later.
 UNSTATED: Final = -1.0
 #: `policy.weights` of the fleet file changes a weight.
 TERMS: Final = (
-    Term("first_token_s", UNSTATED, "until the first token"),
+    Term("first_token_s", FIRST_WEIGHT, "until the first token"),
     Term("own_s", 1.0, "until the whole answer, at the steps of now"),
     Term("others_s", 1.0, "added to the answers that run there, all together"),
     Term("coming_s", UNSTATED, "by which its prompt delays first tokens of prompts that come there later"),
     Term("loss_s", 1.0, "lost by targets that are missed, its own and those of requests that run there"),
-    Term("shared_s", UNSTATED, "less: of its prefill what others that share the beginning of its prompt pay"),
-    Term("adapter_s", 21.0, "until its LoRA adapter has a slot"),
-    Term("finish_s", 20.0, "by which all that waits is done later, once no more requests come"),
+    Term("adapter_s", UNSTATED, "until its LoRA adapter has a slot"),
+    Term("finish_s", 80.0, "by which all that waits is done later, once no more requests come"),
     Term("later_s", UNSTATED, "by which an answer that ends well is later: tries are lost, tokens overdue"),
 )
 #: Index of `finish_s`, for pairs.
-FINISH: Final = 7
-#: Weight of a first token before the first dispatch, and times the ratio of means after it.
-_FIRST_WEIGHT: Final = 20.0
-FIRST_SCALE: Final = 2.0
+FINISH: Final = 6
 #: Share of its time that an engine is taken to spend on prompts to come, at most.
 _MOST_BUSY: Final = 0.9
 
@@ -50,7 +49,6 @@ def rate(ctx: SchedulingContext, each: Sight, weights: tuple[float, ...]) -> Non
     each.own_s = own_s(ctx, each)
     each.coming_s = coming_s(ctx, each)
     each.loss_s = loss_s(ctx, each)
-    each.shared_s = shared_s(ctx, each)
     each.adapter_s = adapter_s(ctx, each)
     each.finish_s = finish_s(ctx, each)
     each.later_s = later_s(each)
@@ -60,35 +58,32 @@ def rate(ctx: SchedulingContext, each: Sight, weights: tuple[float, ...]) -> Non
         + weights[2] * each.others_s
         + weights[3] * each.coming_s
         + weights[4] * each.loss_s
-        + weights[5] * each.shared_s
-        + weights[6] * each.adapter_s
-        + weights[7] * each.finish_s
-        + weights[8] * each.later_s
+        + weights[5] * each.adapter_s
+        + weights[6] * each.finish_s
+        + weights[7] * each.later_s
     )
     each.rated = True
 
 
-def weights_of(ctx: SchedulingContext, stated: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the weights for a request.
+def weights_of(service: ServiceClass, stated: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the weights for a request of a class.
 
-    With targets its first token has none: they take its place. A class may state it. Otherwise it is
-    twice the mean time of an answer over the mean time of a first token: then a percent of either mean counts
-    alike, and the tail of first tokens twice. Delays of other first tokens count as its own.
+    With targets its first token has none: they take its place. A class may state it. What is not stated is
+    a second by which first token and answer are both later; of adapters and lost tries also where targets
+    take the place of the first token.
     """
-    service, demand, first = ctx.request.service, ctx.demand, stated[0]
+    first, own = stated[0], stated[1]
     if service.stated or service.background:
         first = 0.0
     elif service.first_token_weight is not None:
         first = service.first_token_weight
-    elif first == UNSTATED:
-        first = FIRST_SCALE * demand.end_s / demand.first_s if demand.first_s > 0.0 else _FIRST_WEIGHT
-    whole = first + stated[1]
-    coming = whole if stated[3] == UNSTATED else stated[3]
-    # No more is taken off a prefill than it counts.
-    shared = whole if stated[5] == UNSTATED or stated[5] > whole else stated[5]
-    least = _FIRST_WEIGHT + stated[1]  # also where targets take the place of the first token
-    later = stated[8] if stated[8] != UNSTATED else whole if whole > least else least
-    return (first, stated[1], stated[2], coming, stated[4], shared, stated[6], stated[7], later)
+    both = first + own
+    least = FIRST_WEIGHT + own
+    least = both if both > least else least
+    coming = both if stated[3] == UNSTATED else stated[3]
+    adapter = least if stated[5] == UNSTATED else stated[5]
+    later = least if stated[7] == UNSTATED else stated[7]
+    return (first, own, stated[2], coming, stated[4], adapter, stated[6], later)
 
 
 def own_s(ctx: SchedulingContext, each: Sight) -> float:
@@ -118,23 +113,6 @@ def loss_s(ctx: SchedulingContext, each: Sight) -> float:
     if ctx.request.service.stated:
         lost_s = probability_of_miss(ctx, each) * stake_s(ctx, each)
     return lost_s + lost_by_others_s(ctx, each) if each.instance.stated_sequences else lost_s
-
-
-def shared_s(ctx: SchedulingContext, each: Sight) -> float:
-    """Return what others pay of its prefill that share the beginning of its prompt, as less than 0."""
-    if not each.credit:
-        return 0.0
-    seen, load = each.seen, each.load
-    paid_s = seen.joining_s + load.latency.first_token_s(
-        ctx.prompt,
-        each.cached + each.credit,
-        seen.unread,
-        load.batch,
-        seen.context,
-        load.budget,
-        each.prompts,
-    )
-    return paid_s - each.first_token_s
 
 
 def adapter_s(ctx: SchedulingContext, each: Sight) -> float:

@@ -16,16 +16,19 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.policies.base import PlannedType
 from hetlb.balancer.core.queue import Queued
+from hetlb.balancer.core.ready import Choices
 
 #: A request suits instances where it costs at most this share more than where it costs least.
 _ALIKE: Final = 0.05
 #: Least worth of an instance, over the largest: one that adds nothing to a plan is no free one.
 _LEAST_WORTH: Final = 1e-3
-#: The same, for every request that went before it over those that run.
+#: By how much more, for each time that as many younger requests went before it as run.
 _PATIENCE: Final = 0.02
 #: Lengths within this difference of their logarithms are alike.
 _ALIKE_LENGTHS: Final = 0.1
 _NONE: Final[frozenset[str]] = frozenset()
+#: Reason against an instance.
+_KEPT: Final = "a request waits that suits it better"
 #: Kinds by output tokens.
 _OUTPUTS: Final = 64
 
@@ -73,6 +76,9 @@ class Worth:
         self._lengths: dict[int, tuple[float, float]] = {}
         self._known: dict[int, dict[str, float]] = {}
         self._of: tuple[int, int] = (0, 0)
+        #: Newest choices, and these without what is kept for others.
+        self._everyone: Choices | None = None
+        self._others: dict[frozenset[str], Choices] = {}
 
     def kind(self, model: str, prompt: float, predicted: float) -> int:
         """Return the kind of a request, not 0: a planned type, or lengths within a factor of the root of 2.
@@ -93,6 +99,16 @@ class Worth:
                 math.fsum([each.share * each.output_tokens for each in types]) / share,
             )
         return known
+
+    def without(self, choices: Choices, kept: frozenset[str]) -> Choices:
+        """Return the choices without instances that are kept for requests that suit them."""
+        if choices is not self._everyone:
+            self._everyone = choices
+            self._others.clear()
+        found = self._others.get(kept)
+        if found is None:
+            found = self._others[kept] = choices.without(dict.fromkeys(kept, _KEPT))
+        return found
 
     def suits(self, heads: Sequence[Queued], able: Sequence[Instance]) -> Suits:
         """Return what suits each of the heads of a line."""
