@@ -113,7 +113,7 @@ def enter(order: Path) -> int:
     environment = {
         **{name: value for name, value in os.environ.items() if name in ("HOME", "LANG", "TMPDIR", "TERM")},
         **(_newcomers_python(folder) if "pip install" in wanted["script"] else _own_python()),
-        "PAGE_LOGS": str(folder), "PAGE_ROOM": __file__, "PAGE_PYTHON": sys.executable,
+        "COLUMNS": "120", "PAGE_LOGS": str(folder), "PAGE_ROOM": __file__, "PAGE_PYTHON": sys.executable,
     }  # fmt: skip
     status = subprocess.run(
         ["bash", "-c", _READER + wanted["script"]], env=environment, check=False

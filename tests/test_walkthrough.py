@@ -288,6 +288,7 @@ fi
         "cp configs/markets/llama-8b.yaml market.yaml\nsed -i 's|../../|./|g' market.yaml\n"
         "head -200 bench/data/azure-conv-sample.csv > T.csv\npip install .\n"
         "hetlb rent --config market.yaml --no-simulate --no-baselines --json > plan.json\n",
+        {"--replan plan.json": "--no-simulate --no-baselines --time-limit 20 --replan plan.json"},
     ),
     "scale-out.md": Page(_MADE + _FLEET + _ENGINES, addresses=_HOSTS),
     "search.md": Page(
@@ -369,15 +370,16 @@ _FIGURE = re.compile(r"[+-]?\d[\d.,]*(?: ?(?:ms|us|s|%)(?!\w))?|(?<=\s)-(?=\s|$)
 
 
 def assert_printed(shown_text: str, said: str) -> None:
-    """Fail unless the lines shown were printed in this order; figures may differ."""
+    """Fail unless the lines shown were printed in this order; figures, frames and folds may differ."""
 
-    def plain(line: str) -> str:
-        return " ".join(_FIGURE.sub("#", re.sub("─+", "─", line)).split())
+    def plain(text: str) -> str:
+        return " ".join(_FIGURE.sub("#", re.sub("[\u2500-\u257f]+", " ", text)).split())
 
-    rest = iter([plain(line) for line in said.splitlines()])
-    for line in shown_text.splitlines():
-        if line.strip() and not line.startswith("$ "):
-            assert plain(line) in rest, f"not printed: {line}\n{said[-3000:]}"
+    rest = plain(said)
+    for line in map(plain, shown_text.splitlines()):
+        if line and not line.startswith("$ "):
+            before, found, rest = rest.partition(line)
+            assert found, f"not printed: {line}\n{before[-3000:]}"
 
 
 def test_what_was_printed_is_compared_without_its_figures() -> None:

@@ -378,9 +378,9 @@ class Exchange(RequestRecord):
 
     @property
     def _is_done(self) -> bool:
-        """True if `[DONE]` of a stream came, and no error."""
+        """True if `[DONE]` of a stream was passed on, and no error came."""
         stream = None if self.answer is None else self.answer.stream
-        return stream is not None and stream.done and not stream.failed
+        return stream is not None and stream.done and not stream.failed and stream.lost is None
 
     def _go_on(self, end: End, otherwise: Callable[[], None]) -> None:
         """Go on at another instance, or end it `otherwise`: now, or once it shows that it cannot.
