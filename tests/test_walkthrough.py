@@ -308,7 +308,7 @@ fi
     ),
     "split.md": Page(
         "cp configs/clusters/split-llama-8b.yaml cluster.yaml\nsed -i 's|../../|./|g' cluster.yaml\n"
-        "sed -i 's/gpus: [0-9]*/gpus: 2/' cluster.yaml\n"
+        "sed -i 's/gpus: [0-9]*/gpus: 2/; s/, 4: [^}]*//' cluster.yaml\n"
         "head -200 bench/data/azure-conv-sample.csv > trace.csv\n"
         + "".join(f"cp profiling/a100_sxm-llama-3.1-8b-tp{n}.yaml a100-tp{n}.yaml\n" for n in (1, 2, 4)),
         reader="hetlb split --config {file} --time-limit 5\n",
