@@ -302,10 +302,7 @@ async def test_many_answers_of_one_engine_go_on_in_turns(start: Start) -> None:
         await turns_until(
             lambda: (
                 len(proxy.driver.exchanges) == streams
-                and all(
-                    each.answer is not None and each.answer.tokens_so_far > events
-                    for each in proxy.driver.exchanges.values()
-                )
+                and all(each.attempt.tokens_so_far > events for each in proxy.driver.exchanges.values())
             )
         )
         async with turns_are_short():
@@ -375,7 +372,9 @@ async def begun(start: Start, slow: Slow, streams: int, *urls: str) -> Any:
     ]
     opened = proxy.driver.exchanges
     await turns_until(
-        lambda: len(opened) == streams and all(each.first_byte_at is not None for each in opened.values())
+        lambda: (
+            len(opened) == streams and all(each.record.first_byte_at is not None for each in opened.values())
+        )
     )
     return proxy, got
 
