@@ -32,8 +32,8 @@ COMPILED = (
     *(
         f"balancer/exchange/{name}.py"
         for name in (
-            "driver", "ends", "engine_answer", "engine_request", "exchange", "exchange_states",
-            "scheduler_driver", "scheduler_side", "streamed_answer",
+            "attempt", "driver", "ends", "engine_answer", "engine_request", "exchange",
+            "exchange_states", "plain", "scheduler_driver", "scheduler_side", "streamed_answer",
         )
     ),
     *(f"balancer/engines/{name}.py" for name in ("engine_pools", "upstream")),
@@ -50,11 +50,12 @@ COMPILED = (
     ),
     *(f"options/pick/{name}.py" for name in ("pick_driver", "stream")),
     *(f"options/relays/{name}.py" for name in ("relay_driver", "relay_host")),
-    *(f"options/resume/{name}.py" for name in ("continuation", "progress")),
+    *(f"options/resume/{name}.py" for name in ("continuation", "progress", "resumed")),
     "options/key_limits/limits.py",
     "options/message_channel.py",
     "options/remote_leases.py",
     "options/shared_view/shared_view.py",
+    "options/split/kv_transfers.py",
     "options/tunnel/realtime.py",
     *(
         f"tools/sim/{name}.py"

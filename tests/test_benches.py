@@ -18,7 +18,7 @@ import smoke  # noqa: E402
 
 #: Scripts that others start, or that have no arguments and take long or need vLLM.
 NOT_RUN = {
-    "smoke.py", "check_types.py", "fit_errors.py", "ranking.py", "search_fleets.py",
+    "smoke.py", "check_types.py", "check_words.py", "fit_errors.py", "ranking.py", "search_fleets.py",
     "faults/attacks.py", "faults/reference.py", "faults/watched.py",
     "head_to_head/relay.py",
     "proxies/client.py", "proxies/cpu.py", "proxies/mock_engine.py", "proxies/pick_envoy.py",

@@ -35,19 +35,7 @@ FOLDERS = {
     "tools/stage": {"openai", "paths", "plan"},
 }
 #: Imports against this order that are still to go.
-LEFT = {
-    ("balancer.clients.router", "options.resume.continuation"),
-    ("balancer.clients.router", "options.resume.progress"),
-    ("balancer.clients.router", "options.tunnel.realtime"),
-    ("balancer.exchange.exchange", "options.resume.continuation"),
-    ("balancer.exchange.exchange", "options.split.kv_transfers"),
-    ("balancer.exchange.exchange", "options.tunnel.realtime"),
-    ("balancer.exchange.scheduler_driver", "options.split.kv_transfers"),
-    ("balancer.exchange.scheduler_side", "options.split.kv_transfers"),
-    ("balancer.exchange.streamed_answer", "options.resume.continuation"),
-    ("balancer.exchange.streamed_answer", "options.resume.progress"),
-    ("balancer.telemetry.request_record", "balancer.hooks"),
-}
+LEFT = {("balancer.telemetry.request_record", "balancer.hooks")}
 
 #: `core` decides; it must not be able to look at a clock, a socket or a log.
 FORBIDDEN_IN_CORE = {"asyncio", "aiohttp", "time", "logging", "os", "socket", "threading", "datetime"}

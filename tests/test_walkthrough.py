@@ -177,6 +177,8 @@ class Page:
     before: str = ""
     smaller: Mapping[str, str] = field(default_factory=dict)
     addresses: Mapping[str, str] = field(default_factory=dict)
+    #: What comes after the last block.
+    after: str = ""
     #: Lines that read a YAML block that is no file of the page, by the program that it is for.
     reader: str = _CHECK
 
@@ -200,7 +202,8 @@ PAGE_BY_NAME = {
             "hetlb engine --profile": "hetlb engine --time-scale 0.05 --profile",
             "--num-prompts 180 --request-rate 12": "--num-prompts 24 --request-rate 240",
             "--budget 1m": "--budget 1m --repeats 1",
-        }
+        },
+        after="wait\n",  # all that it starts ends
     ),
     "bench.md": Page(
         _ENGINES + _PROXY,
@@ -288,6 +291,7 @@ fi
         "cp configs/markets/llama-8b.yaml market.yaml\nsed -i 's|../../|./|g' market.yaml\n"
         "head -200 bench/data/azure-conv-sample.csv > T.csv\npip install .\n"
         "hetlb rent --config market.yaml --no-simulate --no-baselines --json > plan.json\n",
+        {"--replan plan.json": "--no-simulate --no-baselines --time-limit 20 --replan plan.json"},
     ),
     "scale-out.md": Page(_MADE + _FLEET + _ENGINES, addresses=_HOSTS),
     "search.md": Page(
@@ -346,7 +350,7 @@ def script_of(path: Path, page: Page) -> str:
             lines.append(f"cat > {name} <<'END-OF-BLOCK'\n{block.text}END-OF-BLOCK")
             if block.file is None:
                 lines.append(page.reader.format(file=name))
-    text = "\n".join(lines)
+    text = "\n".join([*lines, page.after])
     for shown_text, smaller in page.smaller.items():
         assert shown_text in text, shown_text
         text = text.replace(shown_text, smaller)
@@ -369,15 +373,16 @@ _FIGURE = re.compile(r"[+-]?\d[\d.,]*(?: ?(?:ms|us|s|%)(?!\w))?|(?<=\s)-(?=\s|$)
 
 
 def assert_printed(shown_text: str, said: str) -> None:
-    """Fail unless the lines shown were printed in this order; figures may differ."""
+    """Fail unless the lines shown were printed in this order; figures, frames and folds may differ."""
 
-    def plain(line: str) -> str:
-        return " ".join(_FIGURE.sub("#", re.sub("─+", "─", line)).split())
+    def plain(text: str) -> str:
+        return " ".join(_FIGURE.sub("#", re.sub("[\u2500-\u257f]+", " ", text)).split())
 
-    rest = iter([plain(line) for line in said.splitlines()])
-    for line in shown_text.splitlines():
-        if line.strip() and not line.startswith("$ "):
-            assert plain(line) in rest, f"not printed: {line}\n{said[-3000:]}"
+    rest = plain(said)
+    for line in map(plain, shown_text.splitlines()):
+        if line and not line.startswith("$ "):
+            before, found, rest = rest.partition(line)
+            assert found, f"not printed: {line}\n{before[-3000:]}"
 
 
 def test_what_was_printed_is_compared_without_its_figures() -> None:

@@ -50,6 +50,8 @@ HETLB = [sys.executable, "-m", "hetlb"]
 ENGINES, CLIENTS, REAL_CLIENTS = 4, 24, 2
 #: Seconds between two losses, and until an engine that was lost is there again.
 LOSS_S, AWAY_S = 0.7, 0.5
+#: Tokens of a request to vLLM: what a chat without a limit may fill.
+REAL_MODEL_LEN = 512
 FLOAT32 = ("--dtype", "float32")
 _NAME = re.compile(rb"(?i)\r\nx-request-id: (\S+)\r\n")
 WORDS = ("the", "of", "and", "in", "is", "that", "for", "it", "with", "Hello", "Count", "Tell", "me", "story")
@@ -300,7 +302,10 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         if real:
             logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             specs = [
-                dataclasses.replace(TINY_FAST, name=f"v{number}", extra_args=FLOAT32) for number in range(3)
+                dataclasses.replace(
+                    TINY_FAST, name=f"v{number}", max_model_len=REAL_MODEL_LEN, extra_args=FLOAT32
+                )
+                for number in range(3)
             ]
             servers = stack.enter_context(vllm_servers(specs, args.vllm, logs))
         model = servers[0].spec.served_model_name if real else "m"

@@ -1,4 +1,4 @@
-"""Made-up instances of the renting problem, for the solver's speed alone.
+"""Made-up instances of the renting problem: for the solver's speed, and markets to be served.
 
 Throughputs come from a fluid roofline of the GPUs' peak figures with random factors (seeded): they have the
 structure of real tables (which GPU suits which type, what more parallelism costs), not their values.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 from hetlb.tools.plan.rent_program import Configuration, Problem
 from hetlb.tools.plan.workloads import RequestType
@@ -86,3 +87,74 @@ def problem(models: int, gpus: int, seed: int = 0, budget_share: float = 0.7) ->
     prices = {gpu: figures[3] for gpu, figures in GPUS.items()}
     price = sum(count * prices[gpu] for gpu, count in available.items())
     return Problem(tuple(scaled), tuple(found), available, prices, budget_share * price)
+
+
+#: Data sheets of more kinds: FLOP/s (dense, 16 bit), bytes/s, GiB of memory, price per hour.
+SHEETS = {
+    "H100": (989e12, 3350e9, 80, 2.99),
+    "H200": (989e12, 4800e9, 141, 3.80),
+    "A100": (312e12, 2039e9, 80, 1.75),
+    "L40S": (362e12, 864e9, 48, 0.86),
+    "A6000": (155e12, 768e9, 48, 0.49),
+    "L4": (121e12, 300e9, 24, 0.43),
+    "RTX-4090": (165e12, 1008e9, 24, 0.53),
+    "V100": (125e12, 900e9, 32, 0.35),
+    "H20": (148e12, 4000e9, 96, 1.60),
+    "MI300X": (1307e12, 5300e9, 192, 2.99),
+    "A40": (150e12, 696e9, 48, 0.45),
+    "B200": (2250e12, 8000e9, 180, 4.99),
+    "RTX-5090": (210e12, 1792e9, 32, 0.69),
+    "A10G": (70e12, 600e9, 24, 0.60),
+}
+#: Types of requests: prompt and output tokens.
+TYPES = {
+    "extract": (2455, 18),
+    "summarise": (2455, 253),
+    "chat": (496, 253),
+    "write": (496, 510),
+    "think": (200, 2000),
+    "classify": (700, 5),
+    "digest": (8000, 200),
+    "code": (1200, 120),
+    "agent": (4000, 80),
+    "story": (100, 1000),
+}
+
+
+def market(seed: int) -> dict[str, Any]:
+    """Return a market of eight kinds of GPU and four types for an 8B model, one GPU a server."""
+    rng = random.Random(seed)
+    gpus, types = rng.sample(sorted(SHEETS), 8), rng.sample(sorted(TYPES), 4)
+    if seed == 0:
+        gpus = ["H100", "A100", "L40S", "A6000", "L4", "RTX-4090", "V100", "H20"]
+        types = ["extract", "summarise", "chat", "write"]
+    offers, price = [], 0.0
+    for gpu in gpus:
+        flops, bandwidth, memory, each = SHEETS[gpu]
+        available = rng.choice((1, 2, 2, 3, 4))
+        roofline = {"flops": flops, "bandwidth_bytes_per_s": bandwidth}
+        offers.append(
+            {
+                "gpu": gpu, "price_per_hour": each, "available": available, "gpus_per_machine": 1,
+                "memory_bytes": memory * 2**30, "reserved_bytes_per_gpu": 2_000_000_000, "roofline": roofline,
+            }
+        )  # fmt: skip
+        price += available * each
+    budget = round(rng.choice((0.6, 0.8, 1.0)) * price, 2)
+    workloads = [
+        {
+            "name": name,
+            "input_tokens": TYPES[name][0],
+            "output_tokens": TYPES[name][1],
+            "share": rng.choice((1, 2, 3, 5)),
+        }
+        for name in types
+    ]
+    model = {"name": "8b", "parameters": 8.03e9, "kv_bytes_per_token": 131072, "hidden_size": 4096}
+    return {
+        "version": 1,
+        "budget_per_hour": budget,
+        "models": [model],
+        "offers": offers,
+        "workloads": workloads,
+    }

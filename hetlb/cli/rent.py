@@ -112,8 +112,7 @@ def plan_once(
     servers = servers_of(table, planned.plan)
     document["commands"] = [server.command() for server in servers] if table.market.file.models else []
     if args.write_fleet is not None:
-        policy = (document["simulated"] or {"policy": "hetlb"})["policy"]
-        write_fleet(args.write_fleet, table, planned.plan, servers, policy)
+        write_fleet(args.write_fleet, table, planned.plan, servers)
     return print_document(args, document, lambda: rent_report.print_plan(table, planned, document))
 
 

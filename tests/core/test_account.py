@@ -121,7 +121,7 @@ def known(scheduler: Scheduler) -> None:
         scheduler.on_lease_ended(lease, Outcome.OK, 0.6)
 
 
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"planned"}))
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_what_says_nothing_stalls_and_its_requests_go_elsewhere(policy: str) -> None:
     scheduler = make_scheduler([spec("a"), spec("b")], policy)
     known(scheduler)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hetlb.balancer.core.journal import booked
+from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.predictor import LengthDistribution, make_predictor
 from hetlb.balancer.core.queue import QueueLimits
@@ -78,6 +79,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             ),
             limits=LIMITS,
             seed=seed,
+            # Every second run has a plan, in which some instances are worth nothing.
+            params=PolicyParams(worth=tuple((name, i % 3) for i, name in enumerate(NAMES)))
+            if seed % 2
+            else None,
             now=self.now,
         )
 

@@ -96,7 +96,7 @@ class Fleet:
 
 
 STOP = (60.0, 90.0)
-POLICIES_OF_TWO = sorted(set(POLICIES) - {"planned"})
+POLICIES_OF_TWO = sorted(POLICIES)
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -278,7 +278,7 @@ def _resumed(kind: Kind, call: bodies.Call, first: list[bytes], second: bytes) -
         assert 1 <= fields.get("max_tokens", 1) <= MODEL_LEN or rest.progress.most_tokens is None
         assert draft.generated == sum(map(len, draft.ids)) <= (rest.progress.most_tokens or MODEL_LEN)
         assert len(fields.get("prompt", ())) <= len(call.body) + 1024 + draft.generated
-        rest._take(draft)
+        rest.take(draft)
         assert rest.dispatched(True, MODEL_LEN)
         again = rest.stream(1)
         for event in again.read(second, 0.0).partition(b"[DONE]")[0].split(b"\n\n")[:-1]:

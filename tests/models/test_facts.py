@@ -231,3 +231,15 @@ def test_the_file_that_modelopt_writes_beside_is_read(
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
     assert main(["model", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kv_bytes_per_token"] == 65_536
+
+
+def test_the_size_of_a_mixer_is_stated_beside_its_expansion() -> None:
+    falcon = {
+        "architectures": ["FalconMambaForCausalLM"], "model_type": "falcon_mamba", "expand": 16,
+        "hidden_size": 4096, "intermediate_size": 8192, "state_size": 16, "conv_kernel": 4,
+        "vocab_size": 65_024, "num_hidden_layers": 64, "time_step_rank": 256,
+        "use_bias": False, "use_conv_bias": True, "tie_word_embeddings": False,
+    }  # fmt: skip
+    found = facts(falcon)
+    assert found.parameters == 7_272_665_088  # tiiuae/falcon-mamba-7b
+    assert found.state_bytes == 64 * 8192 * (16 + 3) * 2

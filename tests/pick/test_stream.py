@@ -226,7 +226,7 @@ async def test_tenants_that_anyone_may_name_are_bounded(tmp_path: Path) -> None:
             await call.write(body_of("request_body", made.body()))
             await told(call)
             (exchange,) = made.picker.driver.exchanges.values()
-            seen.add(exchange.request.tenant)
+            seen.add(exchange.record.request.tenant)
             call.cancel()
             await turns_until(lambda: not made.picker.driver.exchanges)
         assert len(seen) == MOST + 1

@@ -20,8 +20,8 @@ from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.exchange.driver import Driver
-from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
+from hetlb.balancer.telemetry.request_record import RequestRecord
 
 #: Modules whose tests run on the standard library's loop too: what transports say, and when, is their matter.
 ON_BOTH_LOOPS = frozenset(
@@ -64,11 +64,11 @@ class Proxy:
     """A running proxy and a record of how its requests ended."""
 
     def __init__(self, scheduler: Scheduler, table: ProxyTable) -> None:
-        self._exchanges: list[Exchange] = []
+        self._exchanges: list[RequestRecord] = []
         loop = asyncio.get_running_loop()
         self.driver = Driver(table, TokenEstimator(), loop, {})
         self.driver.on_ended = self._exchanges.extend
-        self.scheduling = SchedulerDriver(scheduler, self.driver, self.driver.pools)
+        self.scheduling = SchedulerDriver(scheduler, self.driver, self.driver)
         self.driver.scheduling = self.scheduling
         self.server = ProxyServer(self.driver, View())
         self.scheduler = scheduler
@@ -76,7 +76,7 @@ class Proxy:
         self.changed = asyncio.Condition()
 
     @property
-    def exchanges(self) -> list[Exchange]:
+    def exchanges(self) -> list[RequestRecord]:
         """Those that ended, in order."""
         self.driver.settle()
         return self._exchanges

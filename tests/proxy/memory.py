@@ -248,7 +248,7 @@ class Proxy:
         with self._running():
             self.driver = Driver(settings, TokenEstimator(), self.loop, {})
             self.driver.on_ended = self.ended.extend
-            self.scheduling = SchedulerDriver(self.scheduler, self.driver, self.driver.pools)
+            self.scheduling = SchedulerDriver(self.scheduler, self.driver, self.driver)
             self.driver.scheduling = self.scheduling
             self.server = ProxyServer(self.driver, View())
 

@@ -16,8 +16,8 @@ from proxy.services import PatientService
 from hetlb.balancer.config.fleet import fleet_from_urls
 from hetlb.balancer.config.profile_file import load_profile
 from hetlb.balancer.core.types import Outcome
-from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.exchange_states import Phase
+from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.tools.emulator import EmulatedEngine
 
 DEMO = Path(__file__).parents[2] / "hetlb" / "tools" / "demo"
@@ -90,12 +90,12 @@ async def test_three_in_ten_leave_and_nothing_is_left_of_them() -> None:
         driver = service.driver
         ended: list[int] = []
 
-        def on_ended(exchanges: list[Exchange]) -> None:
-            for exchange in exchanges:
-                ended.append(exchange.request.id)
-                assert exchange.outcome is not None
-                outcomes[exchange.outcome.value] += 1
-                phases[exchange.ended_in] += 1
+        def on_ended(records: list[RequestRecord]) -> None:
+            for record in records:
+                ended.append(record.request.id)
+                assert record.outcome is not None
+                outcomes[record.outcome.value] += 1
+                phases[record.ended_in] += 1
 
         driver.on_ended = on_ended
         try:

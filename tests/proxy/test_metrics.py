@@ -252,7 +252,7 @@ async def test_the_times_between_tokens(start: Callable[..., Any]) -> None:
             for number in range(4):
                 await turns_until(
                     lambda number=number: (
-                        [each.answer.tokens_so_far for each in proxy.driver.exchanges.values() if each.answer]
+                        [each.attempt.tokens_so_far for each in proxy.driver.exchanges.values()]
                         == [number + 1]
                     )
                 )

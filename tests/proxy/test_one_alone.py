@@ -24,9 +24,10 @@ from hetlb.balancer.core.policies.base import Policy
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.types import AdminState, AdminStateSet, Capacity, CapacityLearned, EngineSample
 from hetlb.balancer.exchange import engine_answer, engine_request, exchange
+from hetlb.balancer.exchange import plain as plain_attempt
 from hetlb.balancer.exchange import streamed_answer as streamed
 from hetlb.balancer.exchange.exchange_states import Phase
-from hetlb.options.resume import continuation, progress
+from hetlb.options.resume import continuation, progress, resumed
 from hetlb.options.split import kv_transfers as kv
 
 pytestmark = pytest.mark.skipif(
@@ -35,8 +36,10 @@ pytestmark = pytest.mark.skipif(
 LABEL = "poison"
 #: Classes of which a method raises while the poisoned request is at work.
 PARTS = (
-    exchange.Exchange, client_response.ClientResponse, continuation.Continuation, engine_answer.EngineAnswer,
-    engine_request.EngineRequest, progress.Progress, streamed.StreamedAnswer, kv.KvTransfer,
+    exchange.Exchange, plain_attempt.Plain, resumed.Resumed, resumed.Resumable,
+    client_response.ClientResponse, continuation.Continuation, continuation.KeptStream,
+    engine_answer.EngineAnswer,
+    engine_request.EngineRequest, progress.Progress, streamed.StreamedAnswer, kv.Split,
 )  # fmt: skip
 #: The way to the guard itself.
 NOT_DOUBLED = {"fault", "__init__"}
@@ -65,10 +68,10 @@ class Double:
     def around(self, owner: type, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(of: Any, *args: Any, **more: Any) -> Any:
-            at = getattr(of, "_exchange", None) if owner is kv.KvTransfer else of
+            at = getattr(of, "exchange", of)  # of an attempt
             entered = isinstance(at, exchange.Exchange)
             if entered:
-                self._inside.append(at.label == LABEL)
+                self._inside.append(at.record.label == LABEL)
             try:
                 if self._inside and self._inside[-1]:
                     self.called.add((owner, name))
@@ -130,7 +133,9 @@ class Scene:
         return any(each.label == label for each in self.proxy.exchanges)
 
     def found(self, label: str) -> exchange.Exchange | None:
-        return next((each for each in self.proxy.driver.exchanges.values() if each.label == label), None)
+        return next(
+            (each for each in self.proxy.driver.exchanges.values() if each.record.label == label), None
+        )
 
 
 async def read_all(reader: asyncio.StreamReader) -> bytes:
@@ -197,10 +202,10 @@ async def shuts_down(scene: Scene) -> None:
     reader, _ = await scene.ask(LABEL, user="begun")
     await scene.at_engine(LABEL, Phase.STREAMING)
     if (found := scene.found(LABEL)) is not None:
-        others = {each.request.id: each for each in scene.proxy.driver.exchanges.values()}
-        scene.proxy.driver.exchanges = {found.request.id: found}
+        others = {each.record.request.id: each for each in scene.proxy.driver.exchanges.values()}
+        scene.proxy.driver.exchanges = {found.record.request.id: found}
         scene.proxy.driver.shut_down()
-        del others[found.request.id]
+        del others[found.record.request.id]
         scene.proxy.driver.exchanges.update(others)
     scene.poisoned = await read_all(reader)
 
@@ -210,8 +215,8 @@ async def moves(scene: Scene) -> None:
     reader, _ = await scene.ask(LABEL, user="begun")
     await scene.at_engine(LABEL, Phase.STREAMING)
     found = scene.found(LABEL)
-    if found is not None and found.lease is not None:
-        name = found.lease.instance
+    if found is not None and found.record.lease is not None:
+        name = found.record.lease.instance
         scene.proxy.scheduling.change(AdminStateSet(name, AdminState.READY, deadline_s=0.0))
         scene.sweep()
         scene.proxy.scheduling.change(AdminStateSet(name, AdminState.READY))
@@ -400,7 +405,7 @@ async def test_a_policy_that_raises_for_some_requests_hurts_no_other(
 
 async def split(at: Rig, label: str) -> int:
     asked = {"model": "m", "max_tokens": 6, "prompt": [1] * 500}
-    headers = {"x-request-id": label}
+    headers = {"x-request-id": label, "connection": "close"}
     async with at.session.post(at.url + "/v1/completions", json=asked, headers=headers) as reply:
         await reply.read()
         return reply.status
@@ -410,15 +415,16 @@ async def split(at: Rig, label: str) -> int:
 async def test_a_split_request_that_raises_ends_alone(connector: str, tmp_path: Path, double: Double) -> None:
     async with rig(tmp_path, connector, lease_s=3.0) as at:
         assert await split(at, LABEL) == 200
-        methods = sorted(name for owner, name in double.called if owner is kv.KvTransfer)
-        assert len(methods) >= 4
-        for name in methods:
-            double.raising, double.left = (kv.KvTransfer, name), 1
+    methods = sorted(name for owner, name in double.called if owner is kv.Split)
+    assert len(methods) >= 4
+    for name in methods:
+        async with rig(tmp_path, connector, lease_s=3.0) as at:
+            double.raising, double.left = (kv.Split, name), 1
             with nothing_escapes(), contextlib.suppress(aiohttp.ClientError):
                 assert await split(at, LABEL) in (200, 500), name
             assert not double.left, name
             double.raising = None
             assert await split(at, "served") == 200
-        at.service.driver.swept(0.0)
-        await turns_until(lambda: not [each for each in at.busy() if "verdict" not in each])
-        at.service.scheduler.check_integrity()
+            at.service.driver.swept(0.0)
+            await turns_until(lambda busy=at.busy: not [each for each in busy() if "verdict" not in each])
+            at.service.scheduler.check_integrity()

@@ -170,8 +170,8 @@ async def test_a_body_reaches_the_scheduler_with_its_keys(tmp_path: Any) -> None
             asked = asyncio.create_task(session.post(url, json=body, headers=headers))
             await engine.asked_for()
             [exchange] = running.service.driver.exchanges.values()
-            assert exchange.request.prefix_keys[-1][1] == 400
-            assert all(name.startswith("ids:") for name, _ in exchange.request.prefix_keys)
+            assert exchange.record.request.prefix_keys[-1][1] == 400
+            assert all(name.startswith("ids:") for name, _ in exchange.record.request.prefix_keys)
             engine.released.set()
             async with await asked as reply:
                 assert reply.status == 200

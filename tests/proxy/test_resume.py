@@ -64,6 +64,8 @@ class Answer:
             blocks = raw.split(b"\n\n")
             assert blocks.pop() == b""
             for block in blocks:
+                if block == b": waiting":  # a heartbeat
+                    continue
                 assert block.startswith(b"data: "), block
                 assert b"\n" not in block, block
                 assert not self.done
@@ -233,6 +235,24 @@ async def test_the_rest_waits_for_an_instance_that_accepts_it(
     proxy.scheduling.change(InstanceAdded(replace(spec, name="last", url=engine.url)))
     proxy.scheduling.sample("last", EngineSample(engine="vllm"))
     same(await asking, whole)
+
+
+async def test_a_stream_that_waits_for_its_rest_gets_heartbeats(start: Start, engine: EmulatedEngine) -> None:
+    asked = body("chat", True)
+    whole = await ask(engine.url, "chat", asked)
+    async with Cutter(engine.port, [Cut(3000, "fin")]) as one:
+        proxy = await proxied(start, one.url, engine.url, heartbeat_s=1e-9)
+        proxy.scheduling.change(AdminStateSet("i1", AdminState.MAINT))
+        asking = asyncio.create_task(ask(f"http://127.0.0.1:{proxy.port}", "chat", asked))
+        await turns_until(lambda: one.cut == 1)
+        proxy.scheduling.change(AdminStateSet("i0", AdminState.MAINT))
+        await turns_until(lambda: len(proxy.scheduler.queue) == 1)
+        proxy.driver.swept(0.0)
+        assert not asking.done()
+        proxy.scheduling.change(AdminStateSet("i1", AdminState.READY))
+        got = await asking
+    assert b"\n\n: waiting\n\n" in got.raw
+    same(got, whole)
 
 
 @pytest.mark.parametrize("after", [0, 1, AFTER_HEAD])
@@ -435,11 +455,11 @@ async def test_after_a_notice_what_cannot_end_goes_on_elsewhere(
         await turns_until(lambda: one.cut + two.cut == 1)
         [exchange] = proxy.driver.exchanges.values()
         await turns_until(lambda: exchange.phase is (Phase.STREAMING if after else Phase.SENT))
-        left = exchange.lease
+        left = exchange.record.lease
         proxy.scheduling.change(AdminStateSet(left.instance, AdminState.DRAIN, 0.0))
         same(await asking, whole)
     assert dict(proxy.driver.totals.resumptions) == {("m", "notice"): 1}
-    assert (left.outcome, exchange.lease.instance != left.instance) == (Outcome.CLIENT_GONE, True)
+    assert (left.outcome, exchange.record.lease.instance != left.instance) == (Outcome.CLIENT_GONE, True)
 
 
 async def test_what_ends_in_time_stays_after_a_notice(start: Start, engine: EmulatedEngine) -> None:

@@ -208,6 +208,21 @@ def test_the_rest_begins_behind_a_whole_character(
         assert (json.loads(draft.body)["prompt"], draft.ahead) == ([1, *ids], ahead)
 
 
+async def test_an_engine_that_gives_up_and_ends_is_lost(start: Start) -> None:
+    """`[DONE]` behind `finish_reason: abort` is no end of the answer."""
+
+    async def give_up(visit: Visit) -> None:
+        first = json.loads(visit.body)["prompt"] != [1, 2, 5]
+        begun = chunk(event("a", [5], prompt_token_ids=[1, 2])) if first else b""
+        visit.send(SSE_HEAD + begun + chunk(event("", [6], "abort") + DONE) + LAST)
+
+    async with Upstream(give_up) as one, Upstream(give_up) as two:
+        proxy = await proxied(start, one.url, two.url)
+        got = await ask(f"http://127.0.0.1:{proxy.port}", "completions", body("completions", True))
+        assert (got.status, got.text, got.finish, got.done) == (200, "a", ["abort"], True)
+        assert [each[0] for each in proxy.ended] == ["broken_stream"]
+
+
 def test_a_read_may_end_between_cr_and_lf() -> None:
     rest = continuation({"prompt": "abc", "max_tokens": 9, "temperature": 0})
     stream = rest.stream(False)
@@ -287,10 +302,7 @@ async def test_many_answers_of_one_engine_go_on_in_turns(start: Start) -> None:
         await turns_until(
             lambda: (
                 len(proxy.driver.exchanges) == streams
-                and all(
-                    each.answer is not None and each.answer.tokens_so_far > events
-                    for each in proxy.driver.exchanges.values()
-                )
+                and all(each.attempt.tokens_so_far > events for each in proxy.driver.exchanges.values())
             )
         )
         async with turns_are_short():
@@ -360,7 +372,9 @@ async def begun(start: Start, slow: Slow, streams: int, *urls: str) -> Any:
     ]
     opened = proxy.driver.exchanges
     await turns_until(
-        lambda: len(opened) == streams and all(each.first_byte_at is not None for each in opened.values())
+        lambda: (
+            len(opened) == streams and all(each.record.first_byte_at is not None for each in opened.values())
+        )
     )
     return proxy, got
 

@@ -12,7 +12,7 @@ from hetlb.balancer.exchange.engine_request import EngineRequest
 from hetlb.balancer.exchange.streamed_answer import StreamedAnswer
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import ChunkedDecoder, RequestHead
-from hetlb.options.resume.continuation import Continuation
+from hetlb.options.resume.continuation import Continuation, KeptStream
 from hetlb.options.resume.progress import Kept, Progress
 
 PROMPT = [3, 1, 4]
@@ -87,7 +87,7 @@ def test_wherever_it_is_cut_the_answer_is_the_same(
             break
         draft = rest.draft()
         assert draft is not None, rest.why
-        rest._take(draft)
+        rest.take(draft)
         assert rest.second is not None
         body, name = json.loads(rest.second), "next"
         stream = rest.stream(False)
@@ -104,7 +104,7 @@ def test_wherever_it_is_cut_the_answer_is_the_same(
 
 
 def test_an_engine_that_was_asked_for_ids_and_gives_none_is_passed_on_unchanged() -> None:
-    stream = StreamedAnswer(True, 0, Progress(Kept()), None, True)
+    stream = KeptStream(True, 0, Progress(Kept()), hides_ids=True)
     choice = {"index": 0, "text": "a", "logprobs": None, "finish_reason": None}
     event = b"data: " + json.dumps({"id": "x", "choices": [choice]}, separators=(",", ":")).encode() + b"\n\n"
     assert [passed(stream, event) for _ in range(5)] == [event] * 5

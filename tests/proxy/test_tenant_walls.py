@@ -102,7 +102,7 @@ def test_prefixes_and_sessions_of_tenants_have_different_names() -> None:
 def test_where_a_prompt_goes_does_not_tell_that_another_tenant_has_sent_it(proxy: Proxy) -> None:
     body = b'{"model":"m","prompt":"%b"}' % (b"secret " * 1000)
     clients = [ask(proxy, who, "/v1/completions", body) for who in ("ann", "bob")]
-    held = [exchange.request for exchange in proxy.driver.exchanges.values()]
+    held = [exchange.record.request for exchange in proxy.driver.exchanges.values()]
     assert {request.tenant for request in held} == {"ann", "bob"}
     assert not {name for name, _ in held[0].prefix_keys} & {name for name, _ in held[1].prefix_keys}
     for client in clients:
@@ -114,7 +114,7 @@ def test_a_claimed_share_lies_within_that_of_the_key(proxy: Proxy) -> None:
     proxy.server.router._tenant_header = b"x-team"
     client = ask(proxy, "bob", "/v1/completions", b'{"model":"m","prompt":"x"}', "x-team: ann")
     (exchange,) = proxy.driver.exchanges.values()
-    assert exchange.request.tenant == "bob/ann"
+    assert exchange.record.request.tenant == "bob/ann"
     client.leave()
     proxy.loop.rest()
 
@@ -139,7 +139,7 @@ def test_a_retry_is_the_requests_own(proxy: Proxy, engines: Engines) -> None:
     same = b'{"model":"m","prompt":"x"}'
     one = ask(proxy, "ann", "/v1/completions", same, "x-request-id: same")
     two = ask(proxy, "bob", "/v1/completions", same, "x-request-id: same")
-    numbers = [exchange.request.id for exchange in proxy.driver.exchanges.values()]
+    numbers = [exchange.record.request.id for exchange in proxy.driver.exchanges.values()]
     assert len(set(numbers)) == 2
     one.leave()
     proxy.loop.rest()

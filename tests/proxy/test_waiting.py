@@ -204,7 +204,7 @@ async def test_silence_after_a_heartbeat_ends_in_an_event(start: Start) -> None:
                 await engine.visit()
                 [exchange] = proxy.driver.exchanges.values()
                 if "middle" in message:
-                    await turns_until(lambda e=exchange: e.first_byte_at is not None)
+                    await turns_until(lambda e=exchange: e.record.first_byte_at is not None)
                 exchange.since -= 61.0
                 sweep(proxy)
                 body, clean = await rest(client)

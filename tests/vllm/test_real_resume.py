@@ -26,7 +26,7 @@ from proxy.test_resume import Answer, ask, proxied
 from hetlb.balancer.core.types import Capacity, CapacityLearned
 from hetlb.tools.emulator import EmulatedEngine
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2400)]
 HERE = Path(__file__).parent
 __all__ = ["start"]
 #: Tokens of a request: what a chat without a limit may fill.

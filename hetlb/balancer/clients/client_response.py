@@ -141,7 +141,7 @@ class ClientResponse:
     def beat(self, now: float) -> None:
         """Tell the client of a stream that it is not forgotten; the first time this sends a head, 200."""
         self.beat_at = now
-        if self.state is not HEARTBEATS:
+        if self.state is NOTHING:
             self.write(self.head(_WAITING, None, b"", HEARTBEAT))
         self.write(self.frame(_HEARTBEAT))
 
@@ -165,13 +165,18 @@ class ClientResponse:
         if self.held_since is None:
             self.held_since = now
 
-    def resume(self, now: float) -> bool:
+    def read_on(self, now: float) -> bool:
         """Go on: the client has caught up. Return True if it had not read for a while."""
         if self.held_since is None:
             return False
         self._held_s += now - self.held_since
         self.held_since = None
         return True
+
+    @property
+    def is_held(self) -> bool:
+        """True while the client does not read."""
+        return self.held_since is not None
 
     @property
     def held_up(self) -> bool:

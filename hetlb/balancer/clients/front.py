@@ -14,7 +14,6 @@ from hetlb.balancer.clients.router import Router
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.exchange.driver import Driver
-from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.hooks import SpanMaker, hook
 from hetlb.balancer.telemetry.access_log import FORMATS
 from hetlb.balancer.telemetry.log_writer import LogWriter
@@ -85,14 +84,14 @@ class Front:
             router.classes = ServiceClasses(fleet.service_classes)
         router.resume = fleet.resume
 
-    def _requests_ended(self, ended: Sequence[Exchange]) -> None:
+    def _requests_ended(self, ended: Sequence[RequestRecord]) -> None:
         now = self._driver.now()
         epoch_s = time.time() - now
         if self._tracing is not None:
-            for exchange in ended:
-                self._tracing.finished(exchange, now)
+            for record in ended:
+                self._tracing.finished(record, now)
         if self._lines is not None:
-            self._lines.write(*[self._write_line(exchange, epoch_s) for exchange in ended])
+            self._lines.write(*[self._write_line(record, epoch_s) for record in ended])
 
     def _request_refused(self, record: RequestRecord) -> None:
         if self._lines is not None:

@@ -27,21 +27,22 @@ from hetlb.balancer.core.types import RejectReason, Request
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.engine_request import EngineRequest
 from hetlb.balancer.exchange.exchange import Exchange
+from hetlb.balancer.exchange.plain import PlainMaker
 from hetlb.balancer.exchange.scheduler_driver import several_models
+from hetlb.balancer.hooks import hook
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.endpoints import ENDPOINTS, KEPT_PATHS, NOT_KEPT, REALTIME_PATH, Kind
 from hetlb.balancer.http.error_responses import Answer, Refusal
 from hetlb.balancer.http.http1 import GateError, RequestHead
-from hetlb.balancer.http.openai_body import MAX_INJECT_BYTES, Call, read_json
+from hetlb.balancer.http.openai_body import Call, read_json
 from hetlb.balancer.telemetry.request_record import RequestRecord
+from hetlb.errors import ConfigError
 
 if TYPE_CHECKING:
     from hetlb.balancer.clients.model_names import ModelNames
     from hetlb.balancer.clients.service_classes import ServiceClasses
     from hetlb.balancer.core.block_index import PromptBlocks
     from hetlb.balancer.hooks import SpanMaker
-    from hetlb.options.resume.continuation import Continuation
-    from hetlb.options.resume.progress import Kept
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
@@ -92,8 +93,10 @@ class Router:
         self.classes: ServiceClasses | None = None
         #: Ways of resuming answers by model and class; others as `proxy.resume` says.
         self.resume: Mapping[tuple[str, str], Resume] = {}
-        #: Bytes kept of streams that may go on elsewhere, None before the first.
-        self._kept: Kept | None = None
+        #: Makes the attempts of requests that no option has to do with.
+        self._plain = PlainMaker(driver)
+        #: Makes those of answers that may go on elsewhere, None before the first.
+        self._resumption: Any = None
         #: Makes the ids of every request's spans, None without tracing.
         self.tracing: SpanMaker | None = None
         #: Engines take our request ids for their own, and another proxy may count from 1 too.
@@ -184,18 +187,20 @@ class Router:
         """Return the session that an upgrade to WebSocket asks for. Raises `GateError`."""
         if head.method != b"GET":
             raise _method_not_allowed((b"GET",))
-        from hetlb.options.tunnel.realtime import Handshake, check_upgrade, model_asked_for, with_model
-
-        check_upgrade(head, body, open_to_all=self.tenants is None)
+        try:
+            handshake = hook("tunnel", self._driver, head, body, open_to_all=self.tenants is None)
+        except ConfigError as error:
+            raise GateError(404, "This installation has no WebSockets.") from error
         call = Call()
-        call.model = model_asked_for(head.query)
+        call.model = handshake.model
         if self.names is not None and call.model is not None:
             self._resolve(self.names, call, tenant)
         if call.model is None and tenant is not None and tenant.models is not None:
             raise GateError(403, "This API key is for some models: name one in the query, `?model=`.")
         exchange = self._exchange(client, head, _REALTIME, call, tenant)
-        asked = with_model(head, call.model) if call.renamed and call.model is not None else head
-        exchange.outgoing = Handshake(exchange.outgoing, asked)
+        exchange.maker = handshake
+        if call.renamed:
+            exchange.outgoing.head = handshake.with_model(call.model)
         return exchange
 
     def _resolve(self, names: ModelNames, call: Call, tenant: Tenant | None) -> str:
@@ -226,14 +231,18 @@ class Router:
         else:  # engines take it for their own id: no tenant may choose that of another
             engine_text = text if tenant is None else f"{text}.{hex(request.id)[2:]}"
         outgoing = EngineRequest(head, call.body, engine_text)
-        exchange = Exchange(driver, client, outgoing, kind, call, request, text, driver.now(), owner)
-        exchange.address = self._address_of(head, client.address) if self._trusted else client.address
-        if request.generates and head.path in _RESUMED_PATHS:
+        exchange = Exchange(driver, client, outgoing, kind, call, request, text, self._plain, owner)
+        record = exchange.record
+        record.address = self._address_of(head, client.address) if self._trusted else client.address
+        if driver.resumes and request.generates and request.sequences == 1 and head.path in _RESUMED_PATHS:
             how = self.resume.get((model, service.name), driver.table.resume)
-            exchange.rest = self._rest(kind, call, outgoing, how)
+            if how is not False:
+                if self._resumption is None:
+                    self._resumption = hook("resume", driver)
+                exchange.maker = self._resumption(kind, call, outgoing)
         call.body = call.text = call.tools = call.ids = b""  # no prompt is in memory twice, or for longer
         if self.tracing is not None:
-            exchange.trace = self.tracing.begin(head.fields.get(b"traceparent"))
+            record.trace = self.tracing.begin(head.fields.get(b"traceparent"))
         return exchange
 
     def _request(
@@ -246,7 +255,7 @@ class Router:
         owner: str | None,
     ) -> Request:
         """Return the request as the scheduler sees it, of the tenant `owner`."""
-        driver, scheduling = self._driver, self._driver.scheduling
+        driver = self._driver
         exact = call.prompt_tokens_total is not None
         if not kind.prompted:
             call.prompt_tokens_total, call.prompts = 0, 1
@@ -261,7 +270,7 @@ class Router:
         blocks: PromptBlocks | None = None
         if generates:
             prefix_keys, blocks = self._prefix(head, call, model, owner)
-        transfers = scheduling.transfers if sequences == 1 else None
+        splits = driver.splits if sequences == 1 else None
         return Request(
             id=driver.next_id(),
             model=model,
@@ -277,7 +286,7 @@ class Router:
             blocks=blocks,
             priority=call.priority,
             tenant=owner if self._tenant_header is None else self._claimed(head, owner),
-            splittable=transfers is not None and transfers.may_split(kind, head.path, call.body),
+            splittable=splits is not None and splits.may_split(kind, head.path, call.body),
             streamed=call.stream,
             service=service,
         )
@@ -299,25 +308,6 @@ class Router:
         if session is not None and call.prompts == 1:
             keys = (session, *keys)
         return keys, blocks
-
-    def _rest(self, kind: Kind, call: Call, outgoing: EngineRequest, how: Resume) -> Continuation | None:
-        """Continuation of an answer whose engine is lost (`how`: `proxy.resume`), None where it ends."""
-        if how is False or not self._driver.resumes:
-            return None
-        from hetlb.options.resume.continuation import Continuation
-        from hetlb.options.resume.progress import Kept
-
-        if self._kept is None:
-            self._kept = Kept()
-        asks_ids = len(outgoing.body) <= MAX_INJECT_BYTES and outgoing.body.find(b'"return_token_ids"') < 0
-        return Continuation(
-            kind,
-            outgoing,
-            self._kept,
-            streamed=call.stream,
-            asks_ids=asks_ids,
-            hides_usage=call.hold_usage,
-        )
 
     def _address_of(self, head: RequestHead, peer: str) -> str:
         """Address of the client: of `peer` and `X-Forwarded-For` the last that is no trusted proxy."""

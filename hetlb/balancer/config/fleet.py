@@ -26,13 +26,13 @@ from hetlb.balancer.config.fleet_tables import (
     PolicyTable,
     Resume,
 )
-from hetlb.balancer.config.gone import RESUME_BY_TEXT
+from hetlb.balancer.config.gone import RESUME_BY_TEXT, gone_value
 from hetlb.balancer.config.mistakes import Mistakes, did_you_mean, listed, one_of, short
 from hetlb.balancer.config.urls import Origin, bracketed, check_base, check_publisher, check_url, origin
 from hetlb.balancer.config.yaml_file import load_yaml, with_lines
 from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.objective import ServiceClass
-from hetlb.balancer.core.policies.base import COMBINE_FORMS, PlannedShares, PolicyParams
+from hetlb.balancer.core.policies.base import COMBINE_FORMS, PlannedType, PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.predictor import PREDICTORS, LengthDistribution
 from hetlb.balancer.core.queue import QueueLimits
@@ -115,18 +115,12 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         """Policy parameters as the scheduler's type."""
         p = self.file.policy
         first = self.file.models[0].name if self.file.models else ""
-        shares = tuple(
-            PlannedShares(
-                each.type,
-                each.model or first,
-                each.input_tokens,
-                each.output_tokens,
-                each.share,
-                tuple(each.instances.items()),
-            )
-            for each in p.shares
+        types = tuple(
+            PlannedType(each.model or first, each.input_tokens, each.output_tokens, each.share)
+            for each in p.types
         )
-        return PolicyParams(p.theta, p.combine, shares, p.adapter_load_s, tuple(p.weights.items()))
+        worth, weights = tuple(p.worth.items()), tuple(p.weights.items())
+        return PolicyParams(p.theta, p.combine, worth, types, p.adapter_load_s, weights)
 
     @property
     def service_classes(self) -> dict[str, dict[str, ServiceClass]]:
@@ -277,7 +271,8 @@ def _role_mistakes(model: ModelTable, key: str) -> Iterator[str]:
 def check_policy(table: PolicyTable, where: str) -> None:
     """Raise `ConfigError` unless policy, combine form and predictor are names that exist."""
     if table.name not in POLICIES:
-        raise ConfigError(f"{where}policy.name: {one_of(table.name, tuple(POLICIES))}")
+        went = gone_value("policy.name", table.name)
+        raise ConfigError(where + (went or f"policy.name: {one_of(table.name, tuple(POLICIES))}"))
     try:
         POLICIES[table.name]
     except ConfigError as error:
@@ -355,10 +350,8 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
     resolved = _Resolved(fleet, mistakes)
     for m, model in enumerate(file.models):
         resolved.add_model(model, f"{where}models[{m}]")
-    for s, shares in enumerate(file.policy.shares):
-        unknown = [name for name in shares.instances if name not in fleet.listed]
-        keys = f"{where}policy.shares[{s}].instances"
-        mistakes.add(ConfigError(f"{keys}: {one_of(name, fleet.listed)}") for name in unknown)
+    unknown = [name for name in file.policy.worth if name not in fleet.listed]
+    mistakes.add(ConfigError(f"{where}policy.worth: {one_of(name, fleet.listed)}") for name in unknown)
     if mistakes.found:
         raise with_lines(path, mistakes.found) if path else mistakes.found[0]
     return msgspec.structs.replace(fleet, instances=tuple(resolved.specs))

@@ -41,14 +41,13 @@ class Admin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     registration_networks: tuple[str, ...] = ()
 
 
-class SharesTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A type of request in a plan: mean lengths in tokens, its share of all, each instance's share of it."""
+class PlannedTypeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A type of request in a plan: its model, mean lengths in tokens, its share of all."""
 
     type: str
     share: Positive = 1.0
     input_tokens: Positive
     output_tokens: Positive
-    instances: dict[str, NonNegative]
     model: str | None = None
 
 
@@ -57,7 +56,8 @@ class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     `theta` and `combine` form the paper's workload; `predictor` guesses output lengths, from `trace`
     where it needs a data set; `seed` makes random draws repeatable.
-    `shares` are what `planned` holds (written by `hetlb rent`). `adapter_load_s` is the time to load a LoRA
+    `worth` of instances, in requests per second, and `types` of requests are of a plan (written by
+    `hetlb rent`). `adapter_load_s` is the time to load a LoRA
     adapter that is in none of an engine's slots; `weights` are those of terms of `hetlb`.
     """
 
@@ -67,7 +67,8 @@ class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     predictor: str | None = None
     trace: str | None = None
     seed: int = 0
-    shares: tuple[SharesTable, ...] = ()
+    worth: dict[str, NonNegative] = {}
+    types: tuple[PlannedTypeTable, ...] = ()
     adapter_load_s: NonNegative = 0.25
     weights: dict[str, NonNegative] = {}
 

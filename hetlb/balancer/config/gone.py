@@ -6,10 +6,13 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
+#: About the shares of a plan.
+_WORTH: Final = "`hetlb rent --write-fleet` writes `policy.worth`, by which `hetlb` follows a plan"
 #: By key path of a file, list positions left out.
 GONE_KEYS: Final = {
     "policy.state_file": "lengths are learnt anew after a start: delete the key; `policy.trace` with"
     " `predictor: empirical` states lengths",
+    "policy.shares": _WORTH,
     "models[].stages": "write its keys into a file of their own, with `version: 1` and `model: NAME`, start"
     " `hetlb stage --coordinate FILE --port N`, and name http://HOST:N under `instances`",
     "shared.lease": "all pickers serve: `shared.url` names the server through which they share one view",
@@ -17,6 +20,7 @@ GONE_KEYS: Final = {
 #: By key path and value.
 _CONNECTORS: Final = "use `nixl` or `mooncake`, connectors that vLLM keeps up"
 GONE_VALUES: Final[dict[tuple[str, object], str]] = {
+    ("policy.name", "planned"): _WORTH,
     ("models[].kv_transfer", "shared-storage"): _CONNECTORS,
     ("models[].kv_transfer.connector", "shared-storage"): _CONNECTORS,
 }

@@ -15,6 +15,10 @@ from hetlb.balancer.core.types import Command, Reject, Request, RequestId
 _REPREDICTED: Final = 8
 
 
+#: No instance is kept for other requests.
+NONE_KEPT: Final[frozenset[str]] = frozenset()
+
+
 class Backlog:
     """The queue, and what becomes of its requests as instances get room and time passes."""
 
@@ -47,7 +51,8 @@ class Backlog:
             self.ticked_at = now
         size = round(size_of(request, predicted))
         due = self._placement.due(request, now, predicted)
-        queue.push(request, now, size, again, fleet.fit_of(request), due)
+        kind = self._placement.kind_of(request, predicted)
+        queue.push(request, now, size, again, fleet.fit_of(request), due, kind)
         return commands + self.flush(now) if fleet.end_slow_starts(request.model) else commands
 
     def forget(self, request_id: RequestId) -> None:
@@ -90,11 +95,22 @@ class Backlog:
         if ready is None:
             return None
         ceiling: int | None = None
-        for entry in self.queue.heads(key):
-            command = self._place_head(ready, key, entry, ceiling, now)
+        anywhere = not key.retry and key.instance is None
+        worth = self._placement.policy.worth if anywhere else None
+        suits = None
+        heads = self.queue.heads(key)
+        if worth is not None and len(heads) > 1 and ready.able:
+            suits = worth.suits(heads, ready.able)
+        for entry in heads:
+            kept = NONE_KEPT if suits is None else suits.kept_from(entry)
+            if suits is not None and len(kept) >= len(ready.able):
+                continue
+            command = self._place_head(ready, key, entry, ceiling, kept, now)
             if command is not None:
                 return command
-            if not entry.flow.background:
+            if suits is not None:
+                suits.passed(entry)
+            elif not entry.flow.background:
                 fit = entry.flow.name.fit
                 ceiling = fit if ceiling is None else min(ceiling, fit)
         return None
@@ -109,7 +125,13 @@ class Backlog:
                 self.queue.demote(entry)
 
     def _place_head(
-        self, ready: ReadyInstances, key: QueueKey, entry: Queued, ceiling: int | None, now: float
+        self,
+        ready: ReadyInstances,
+        key: QueueKey,
+        entry: Queued,
+        ceiling: int | None,
+        kept: frozenset[str],
+        now: float,
     ) -> Command | None:
         queue, placement, request = self.queue, self._placement, entry.request
         if request.prompt_exact and least_tokens(request) > ready.longest_prompt:
@@ -118,7 +140,7 @@ class Backlog:
         predicted = placement.predictor.predict(request) if request.generates else 0.0
         waited_s = now - entry.arrived_at
         found = placement.choose(
-            request, ready, now, predicted, entry.size, ceiling=ceiling, waited_s=waited_s
+            request, ready, now, predicted, entry.size, ceiling=ceiling, waited_s=waited_s, kept=kept
         )
         if found is None:
             if placement.take_failed(request.id):

@@ -19,7 +19,7 @@ from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
-from hetlb.balancer.core.policies.base import PlannedShares, PolicyParams
+from hetlb.balancer.core.policies.base import PlannedType, PolicyParams
 from hetlb.balancer.core.predictor import LengthDistribution
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
@@ -178,7 +178,7 @@ _FIELDS: Final[dict[type[Any], dict[str, type[Any]]]] = {
         "initial_health": Health,
         "health": HealthParams,
     },
-    PolicyParams: {"shares": PlannedShares},
+    PolicyParams: {"types": PlannedType},
     InstanceSpec: {"latency": LatencyModel, "capacity": Capacity, "role": Role, "kv_transfer": KvLink},
     KvLink: {"connector": Connector},
     LatencyModel: {"better_prefill": PnormPrefill, "better_decode": DecodeTable, "mixed": MixedTerm},

@@ -125,8 +125,8 @@ class FleetState:
                 if factor != each.speed.factor:
                     each.speed.factor = factor
                     each.take_speed()
-        logs = sum([weight * math.log(factor) for factor, weight in shown])
-        mean = math.exp(logs / sum([weight for _, weight in shown]))
+        logs = math.fsum([weight * math.log(factor) for factor, weight in shown])
+        mean = math.exp(logs / math.fsum([weight for _, weight in shown]))
         for each in alike:
             if each.speed.assume(mean):
                 each.take_speed()

@@ -130,6 +130,11 @@ class Placement:
             due = min(due, now + service.e2e_s - fastest_s - min(steps_s, default=0.0))
         return due
 
+    def kind_of(self, request: Request, predicted: float) -> int:
+        """Return the kind of a request by which it waits apart from others, 0 without a plan."""
+        worth = self.policy.worth
+        return 0 if worth is None else worth.kind(request.model, request.prompt_tokens, predicted)
+
     # --- filter, score, pick, book ---
 
     def place(self, request: Request, ready: ReadyInstances, now: float, predicted: float) -> Dispatch | None:
@@ -148,6 +153,7 @@ class Placement:
         ceiling: int | None = None,
         waited_s: float = 0.0,
         stays: bool = False,
+        kept: frozenset[str] = frozenset(),
     ) -> Decision | None:
         """Filter, then let the policy choose; None if no instance would get the request now.
 
@@ -157,7 +163,9 @@ class Placement:
         raised an error: the request is in `failed` then.
         """
         try:
-            return self._choose(request, ready, now, predicted, own_size, long, ceiling, waited_s, stays)
+            return self._choose(
+                request, ready, now, predicted, own_size, long, ceiling, waited_s, stays, kept
+            )
         except Exception as error:
             if self.on_failed is None:
                 raise
@@ -176,6 +184,7 @@ class Placement:
         ceiling: int | None,
         waited_s: float,
         stays: bool,
+        kept: frozenset[str],
     ) -> Decision | None:
         queue, policy = self.queue, self.policy
         if ready.parts and request.splittable and (parts := self._parts(request, ready, now, ceiling)):
@@ -194,6 +203,8 @@ class Placement:
         choices = self.able(request, ready, now)
         if ceiling is not None or stays:
             choices = choices.without(_kept_for_others(choices, ready, ceiling, stays))
+        if kept and policy.worth is not None:
+            choices = policy.worth.without(choices, kept)
         able = choices.instances
         if not able:
             return None
@@ -210,7 +221,9 @@ class Placement:
         if leaves_at is not None and not stays:
             late = now + found.forecast.end_s > leaves_at - NOTICE_MARGIN_S
             if late:
-                return self._choose(request, ready, now, predicted, own_size, long, ceiling, waited_s, True)
+                return self._choose(
+                    request, ready, now, predicted, own_size, long, ceiling, waited_s, True, kept
+                )
         return Decision(ctx, ready, choices, found, instance)
 
     def take_failed(self, request_id: RequestId) -> bool:

@@ -54,13 +54,16 @@ class QueueKey(NamedTuple):
 class Queued:
     """One waiting request, when it arrived, and its size by the output predicted (see `core.demand`).
 
-    `due`: until when it is to be dispatched to meet its target.
+    `due`: until when it is to be dispatched to meet its target. `number`: of requests that were queued.
     """
 
-    __slots__ = ("arrived_at", "due", "flow", "request", "size")
+    __slots__ = ("arrived_at", "due", "flow", "number", "request", "size")
 
-    def __init__(self, request: Request, arrived_at: float, size: int, due: float, flow: QueueFlow) -> None:
+    def __init__(
+        self, request: Request, number: int, arrived_at: float, size: int, due: float, flow: QueueFlow
+    ) -> None:
         self.request = request
+        self.number = number
         self.arrived_at = arrived_at
         self.size = size
         self.due = due
@@ -74,6 +77,7 @@ class FlowName(NamedTuple):
     tenant: str | None
     service_class: str
     fit: int
+    kind: int = 0
 
 
 class QueueFlow:
@@ -175,6 +179,7 @@ class Queue:
         #: Requests and bytes that a tenant holds.
         self._shares: dict[str | None, list[int]] = {}
         self.bytes = 0
+        self._pushed = 0
         #: Service that each tenant has had; kept by the ledger.
         self.service = TenantService(limits.tenant_weights)
 
@@ -209,14 +214,14 @@ class Queue:
             return []
         if len(line) == 1:
             return [flow.first for flow in line.values()]
-        best: dict[tuple[int, bool], tuple[int, float, float, Queued]] = {}
+        best: dict[tuple[int, int, bool], tuple[int, float, float, int, Queued]] = {}
         for name, flow in line.items():
             first = flow.first
-            rank = (name.level, self.service.served(name.tenant), first.due, first)
-            known = best.get((name.fit, flow.background))
-            if known is None or rank[:3] < known[:3]:
-                best[name.fit, flow.background] = rank
-        return [rank[3] for rank in sorted(best.values(), key=lambda each: each[:3])]
+            rank = (name.level, self.service.served(name.tenant), first.due, first.number, first)
+            known = best.get((name.fit, name.kind, flow.background))
+            if known is None or rank[:4] < known[:4]:
+                best[name.fit, name.kind, flow.background] = rank
+        return [rank[4] for rank in sorted(best.values(), key=lambda each: each[:4])]
 
     def ahead(self, request: Request) -> bool:
         """Return True if requests wait in the line of one that has just come, and not only behind it."""
@@ -332,13 +337,16 @@ class Queue:
         retry: bool = False,
         fit: int = 0,
         due: float = math.inf,
+        kind: int = 0,
     ) -> None:
         """Append a request that there is room for."""
         assert request.id not in self.held, f"request {request.id} is queued already"
         key = self._key(request, retry)
-        name = FlowName(_level(request), request.tenant, request.service.name, fit)
+        name = FlowName(_level(request), request.tenant, request.service.name, fit, kind)
         flow = self._flow(key, name)
-        flow.entries[request.id] = self.held[request.id] = Queued(request, arrived_at, size, due, flow)
+        self._pushed += 1
+        entry = Queued(request, self._pushed, arrived_at, size, due, flow)
+        flow.entries[request.id] = self.held[request.id] = entry
         self._sizes[request.model] = self._sizes.get(request.model, 0) + size
         share = self._shares.get(request.tenant)
         if share is None:

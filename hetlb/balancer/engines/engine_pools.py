@@ -117,27 +117,27 @@ class EnginePool(Upstream):
     def open_connections(self) -> int:
         return len(self.busy) + len(self._idle) + len(self._connecting)  # checks are among the busy ones
 
-    def send(self, exchange: Carried, *, fresh: bool = False) -> None:
+    def send(self, carried: Carried, *, fresh: bool = False) -> None:
         if not fresh:
             idle, oldest = self._idle, self._now() - self._idle_s
             while idle:
                 connection = idle.pop()
                 if connection.idle_since > oldest and connection.state is _IDLE:
-                    connection.begin(exchange)
+                    connection.begin(carried)
                     return
                 connection.close()
-        self._connecting[exchange] = self._loop.create_task(self._connect(exchange))
+        self._connecting[carried] = self._loop.create_task(self._connect(carried))
 
     def head(self, request_line: bytes, fields: bytes = b"") -> bytes:
         """Return the head of a request of the proxy's own, with these fields and the engine's."""
         return b"%b HTTP/1.1\r\n%b%b" % (request_line, self.own_headers, fields)
 
-    def cancel(self, exchange: Carried) -> None:
-        task = self._connecting.pop(exchange, None)
+    def cancel(self, carried: Carried) -> None:
+        task = self._connecting.pop(carried, None)
         if task is not None:
             task.cancel()
-        if exchange in self._checks:
-            self._checks.pop(exchange)[0].abort()
+        if carried in self._checks:
+            self._checks.pop(carried)[0].abort()
 
     def lost(self) -> None:
         """Note that the engine closed or refused a connection: what answers next may be another."""
@@ -158,13 +158,13 @@ class EnginePool(Upstream):
 
     def sweep(self, now: float) -> None:
         """Close what has been idle for too long; wait no longer for an engine to say what it serves."""
-        for exchange, (check, began) in list(self._checks.items()):
+        for carried, (check, began) in list(self._checks.items()):
             if now - began > self._connect_timeout_s:
                 check.abort()
                 try:
-                    self._checked(exchange, None)
+                    self._checked(carried, None)
                 except Exception as error:
-                    exchange.fault(error)
+                    carried.fault(error)
         while self._idle and self._idle[0].idle_since <= now - self._idle_s:
             self._idle.popleft().close()
 
@@ -174,7 +174,7 @@ class EnginePool(Upstream):
         while self._idle:
             self._idle.popleft().close()
 
-    async def _connect(self, exchange: Carried) -> None:
+    async def _connect(self, carried: Carried) -> None:
         end: End | None = None
         detail = ""
         began = self._now()
@@ -190,8 +190,8 @@ class EnginePool(Upstream):
         except asyncio.CancelledError:
             return
         except TimeoutError:
-            if self._stalled_since(began) and exchange in self._connecting:
-                self._connecting[exchange] = self._loop.create_task(self._connect(exchange))
+            if self._stalled_since(began) and carried in self._connecting:
+                self._connecting[carried] = self._loop.create_task(self._connect(carried))
                 return
             end, detail = ends.NOT_ACCEPTED, "the connection was not accepted in time"
         except OSError as error:
@@ -199,7 +199,7 @@ class EnginePool(Upstream):
             detail = error.strerror or str(error)
         except UnicodeError:
             end, detail = ends.NOT_ACCEPTED, "its host can be no name"
-        if self._connecting.pop(exchange, None) is None:
+        if self._connecting.pop(carried, None) is None:
             # The client left in the same turn in which the connection came.
             if end is None:
                 connection.close()
@@ -207,41 +207,41 @@ class EnginePool(Upstream):
         try:
             if end is not None:
                 self._lost = True
-                exchange.engine_failed(end, detail)
+                carried.engine_failed(end, detail)
             elif self._lost and self._on_reconnect is not None:
-                self._check(exchange, connection)
+                self._check(carried, connection)
             else:
-                connection.begin(exchange)
+                connection.begin(carried)
         except Exception as error:
-            exchange.fault(error)
+            carried.fault(error)
 
-    def _check(self, exchange: Carried, connection: EngineConnection) -> None:
+    def _check(self, carried: Carried, connection: EngineConnection) -> None:
         """Ask a fresh connection for the engine's models, for a request that waits for the answer."""
 
         def done(head: ResponseHead, body: bytes) -> None:
-            self._checked(exchange, body if head.status == 200 else None)
+            self._checked(carried, body if head.status == 200 else None)
 
         def failed(end: End, detail: str) -> None:
             if end is ends.JUNK or end is ends.HEAD_CUT:
-                self._checked(exchange, None)  # the path may not be known there
-            elif self._checks.pop(exchange, None) is not None:
-                exchange.engine_failed(ends.NOT_ACCEPTED, detail)
+                self._checked(carried, None)  # the path may not be known there
+            elif self._checks.pop(carried, None) is not None:
+                carried.engine_failed(ends.NOT_ACCEPTED, detail)
 
-        check = SideCall(self, self.head(b"GET /v1/models"), b"", done, failed, on_fault=exchange.fault)
-        self._checks[exchange] = check, self._now()
+        check = SideCall(self, self.head(b"GET /v1/models"), b"", done, failed, on_fault=carried.fault)
+        self._checks[carried] = check, self._now()
         connection.begin(check)
 
-    def _checked(self, exchange: Carried, body: bytes | None) -> None:
+    def _checked(self, carried: Carried, body: bytes | None) -> None:
         """Note that the engine's models were read, or could not be (None); the request goes on."""
-        if self._checks.pop(exchange, None) is None:
+        if self._checks.pop(carried, None) is None:
             return
         self._lost = False
         if body is not None and self._on_reconnect is not None:
             self._on_reconnect(body)
-        if exchange.still_served():
-            self.send(exchange)
+        if carried.still_served():
+            self.send(carried)
         else:
-            exchange.engine_failed(ends.MOVED, "another model is served there")
+            carried.engine_failed(ends.MOVED, "another model is served there")
 
 
 class EnginePools:
@@ -303,6 +303,13 @@ class EnginePools:
                 pool.configure(PLAIN_ACCESS, table)
             elif key in names:
                 pool.configure(self._access.get(names[key], PLAIN_ACCESS), table)
+
+    def drop(self, carried: Carried) -> None:
+        """Drop every connection, made or in the making, that carries a request."""
+        for pool in self.all():
+            pool.cancel(carried)
+            for connection in [each for each in pool.busy if each.carried is carried]:
+                connection.abort()
 
     @property
     def open_connections(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from hetlb.addresses import refuse_special
 from hetlb.balancer.exchange import ends
@@ -41,43 +41,69 @@ _HELD: Final = Reading.HELD
 _UNANSWERED: Final = {EngineState.HEAD: ends.HEAD_CUT, EngineState.SENDING: ends.UNREAD}
 
 
-class Carried(Protocol):
-    """One request as a connection sees it: what to send, and what is told of the answer."""
+class Carried:
+    """One request as a connection sees it: what to send, and what is told of the answer.
 
-    @property
-    def method(self) -> bytes: ...
-    @property
-    def plain(self) -> bool: ...
-    def engine_lost_idle(self) -> None: ...
-    def engine_head(self, head: ResponseHead, length: int | None) -> None: ...
-    def engine_events(self, chunks: bytes) -> bool: ...
-    def engine_body(self, payload: bytes) -> None: ...
-    def engine_end(self, payload: bytes) -> None: ...
-    def engine_failed(self, end: End, detail: str) -> None: ...
-    def engine_connected(self, connection: EngineConnection) -> None: ...
-    def still_served(self) -> bool: ...
-    def fault(self, error: Exception) -> None: ...
+    A class and not a protocol: compiled, its methods are called without a lookup by name. `plain`: what comes
+    of the answer is passed on as it stands.
+    """
+
+    __slots__ = ("method", "plain")
+
+    def __init__(self, method: bytes) -> None:
+        self.method = method
+        self.plain = True
+
+    def engine_connected(self, connection: EngineConnection) -> None:
+        raise NotImplementedError
+
+    def engine_lost_idle(self) -> None:
+        """Send it once more: a reused connection was closed before it answered."""
+        raise NotImplementedError
+
+    def engine_head(self, head: ResponseHead, length: int | None) -> None:
+        raise NotImplementedError
+
+    def engine_events(self, chunks: bytes) -> bool:
+        """Return True if a read of a body was whole events of text and has gone on; else nothing is done."""
+        return False
+
+    def engine_body(self, payload: bytes) -> None:
+        raise NotImplementedError
+
+    def engine_end(self, payload: bytes) -> None:
+        raise NotImplementedError
+
+    def engine_failed(self, end: End, detail: str) -> None:
+        raise NotImplementedError
+
+    def still_served(self) -> bool:
+        """Return True if what a reconnect led to has the model: it may be another engine."""
+        raise NotImplementedError
+
+    def fault(self, error: Exception) -> None:
+        raise NotImplementedError
 
 
 class Upstream:
-    """The way of exchanges to their engines."""
+    """The way of requests to their engines."""
 
     __slots__ = ()
 
-    def send(self, exchange: Carried, *, fresh: bool = False) -> None:
-        """Send the exchange's request, on a connection that was not used before if `fresh`."""
+    def send(self, carried: Carried, *, fresh: bool = False) -> None:
+        """Send a request, on a connection that was not used before if `fresh`."""
         raise NotImplementedError
 
-    def cancel(self, exchange: Carried) -> None:
-        """Stop sending an exchange's request, if that is going on."""
+    def cancel(self, carried: Carried) -> None:
+        """Stop sending a request, if that is going on."""
         raise NotImplementedError
 
 
 class EngineConnection(PacedReader):
-    """One connection to an engine; carries one exchange at a time."""
+    """One connection to an engine; carries one request at a time."""
 
     __slots__ = (
-        "_buffer", "_decoder", "_interim", "_left", "_rest", "_rest_at", "exchange", "head",
+        "_buffer", "_decoder", "_interim", "_left", "_rest", "_rest_at", "carried", "head",
         "idle_since", "may_upgrade", "pool", "state",
     )  # fmt: skip
 
@@ -85,7 +111,7 @@ class EngineConnection(PacedReader):
         super().__init__(pool.turns)
         self.pool = pool
         self.state = EngineState.FRESH
-        self.exchange: Carried | None = None
+        self.carried: Carried | None = None
         self.head: ResponseHead | None = None
         self.idle_since = 0.0
         #: The beginning of a head, and how many interim ones came before it.
@@ -115,10 +141,10 @@ class EngineConnection(PacedReader):
             self._transport.abort()
             raise
 
-    # --- the exchange's side ---
+    # --- the request's side ---
 
-    def begin(self, exchange: Carried) -> None:
-        self.exchange = exchange
+    def begin(self, carried: Carried) -> None:
+        self.carried = carried
         self.head = None
         self._decoder = None
         self.may_upgrade = False
@@ -128,9 +154,9 @@ class EngineConnection(PacedReader):
         self.state = row.take(self.state)
         self.pool.busy.add(self)
         try:
-            exchange.engine_connected(self)
+            carried.engine_connected(self)
         except Exception:
-            if self.exchange is exchange:
+            if self.carried is carried:
                 self.abort()
             raise
 
@@ -146,7 +172,7 @@ class EngineConnection(PacedReader):
         """Let another protocol have the transport, and what came behind the head; `abort` ends it."""
         transport, unread = self._transport, self._rest[self._rest_at :]
         assert transport is not None, "expected a connection that was made"
-        self.exchange, self._rest, self._rest_at = None, b"", 0
+        self.carried, self._rest, self._rest_at = None, b"", 0
         if self.reading is not _OPEN:
             self._resume_reading()
         transport.set_protocol(protocol)
@@ -167,7 +193,7 @@ class EngineConnection(PacedReader):
 
     def abort(self) -> None:
         """Drop the connection at once: the engine stops working for what it carries."""
-        self.exchange = None
+        self.carried = None
         self._leave()
         if self._transport is not None:
             self._transport.abort()
@@ -177,17 +203,17 @@ class EngineConnection(PacedReader):
         if self._transport is not None:
             self._transport.close()
 
-    def _failed(self, exchange: Carried, error: Exception) -> None:
-        """End an exchange that raised an error, and this connection while it still carries it."""
-        if self.exchange is exchange:
+    def _failed(self, carried: Carried, error: Exception) -> None:
+        """End a request that raised an error, and this connection while it still carries it."""
+        if self.carried is carried:
             self.abort()
-        exchange.fault(error)
+        carried.fault(error)
 
     # --- asyncio's side ---
 
     def data_received(self, data: bytes) -> None:
-        exchange = self.exchange
-        if exchange is None:
+        carried = self.carried
+        if carried is None:
             # Bytes that no request asked for: the framing of this connection cannot be trusted.
             self.abort()
             return
@@ -196,21 +222,21 @@ class EngineConnection(PacedReader):
                 self._rest = self._rest[self._rest_at :] + data if self._rest else data
                 self._rest_at = 0
                 if self.reading is _OPEN:
-                    self._take_part(exchange)
+                    self._take_part(carried)
                 return
             decoder = self._decoder
             # By far the most common read: an event in a chunk of its own.
-            if decoder is not None and decoder.between and exchange.engine_events(data):
+            if decoder is not None and decoder.between and carried.engine_events(data):
                 return
-            self._receive_or_fail(exchange, data)
+            self._receive_or_fail(carried, data)
         except Exception as error:
-            self._failed(exchange, error)
+            self._failed(carried, error)
 
-    def _take_part(self, exchange: Carried) -> None:
+    def _take_part(self, carried: Carried) -> None:
         """Look at the next part of what was read; the others have their turn before more is read."""
         at, size = self._rest_at, len(self._rest) - self._rest_at
         # What is passed on as it stands costs nothing to look at.
-        if self.head is None or self._decoder is not None or not exchange.plain:
+        if self.head is None or self._decoder is not None or not carried.plain:
             size = min(size, TURN_BYTES)
         data = self._rest[at : at + size]
         self._rest_at = at + size
@@ -218,26 +244,26 @@ class EngineConnection(PacedReader):
             self._rest, self._rest_at = b"", 0
         if self._rest or size >= _LARGE_READ or self.reading is _TURN:
             self._continue_later()
-        self._receive_or_fail(exchange, data)
+        self._receive_or_fail(carried, data)
 
     def turn_came(self) -> None:
-        exchange = self.exchange
-        if not self._rest or exchange is None:
+        carried = self.carried
+        if not self._rest or carried is None:
             self._resume_reading()
             return
         try:
-            self._take_part(exchange)
+            self._take_part(carried)
         except Exception as error:
-            self._failed(exchange, error)
+            self._failed(carried, error)
 
-    def _receive_or_fail(self, exchange: Carried, data: bytes) -> None:
+    def _receive_or_fail(self, carried: Carried, data: bytes) -> None:
         try:
-            self._receive(exchange, data)
+            self._receive(carried, data)
         except GateError as error:
             self.abort()
-            exchange.engine_failed(ends.JUNK, error.message)
+            carried.engine_failed(ends.JUNK, error.message)
 
-    def _receive(self, exchange: Carried, data: bytes) -> None:
+    def _receive(self, carried: Carried, data: bytes) -> None:
         if self.head is None:
             seen = len(self._buffer)
             if seen:
@@ -254,7 +280,7 @@ class EngineConnection(PacedReader):
                         self.state = states.ANSWER_BEGUN.take(self.state)
                     return
                 raw, data = data[:end], data[end:]
-                if exchange.method == b"HEAD":
+                if carried.method == b"HEAD":
                     head, length = parse_response_head(raw, b"HEAD")
                 else:
                     head, length = self.pool.heads.find(raw)
@@ -273,15 +299,15 @@ class EngineConnection(PacedReader):
             self.head = head
             self._decoder = ChunkedDecoder() if head.chunked else None
             self._left = length
-            exchange.engine_head(head, length)
-            if self.exchange is None:
+            carried.engine_head(head, length)
+            if self.carried is None:
                 return
-            exchange = self.exchange
+            carried = self.carried
         if self._decoder is not None:
             payload = self._decoder.feed(data) if data else b""
             if not self._decoder.done:
                 if payload:
-                    exchange.engine_body(payload)
+                    carried.engine_body(payload)
                 return
             clean = not self._decoder.surplus and not self._rest
         elif self._left is not None:
@@ -289,19 +315,19 @@ class EngineConnection(PacedReader):
             self._left -= len(payload)
             if self._left:
                 if payload:
-                    exchange.engine_body(payload)
+                    carried.engine_body(payload)
                 return
             clean = len(data) == len(payload) and not self._rest
         else:
             if data:
-                exchange.engine_body(data)
+                carried.engine_body(data)
             return
-        self._end(exchange, payload, clean)
+        self._end(carried, payload, clean)
 
-    def _end(self, exchange: Carried, payload: bytes, clean: bool) -> None:
+    def _end(self, carried: Carried, payload: bytes, clean: bool) -> None:
         """End a whole answer: free the connection first, so that what comes next may use it."""
         assert self.head is not None
-        self.exchange = None
+        self.carried = None
         self.pool.busy.discard(self)
         transport = self._transport
         # An early answer leaves a request half-sent.
@@ -313,10 +339,10 @@ class EngineConnection(PacedReader):
             self.pool.put_back(self)
         else:
             self.close()
-        exchange.engine_end(payload)
+        carried.engine_end(payload)
 
     def eof_received(self) -> bool:
-        if self.exchange is None:
+        if self.carried is None:
             self._leave()  # the transport closes in a later turn: it must not be taken until then
             self.pool.lost()
         return False
@@ -324,40 +350,40 @@ class EngineConnection(PacedReader):
     def connection_lost(self, exc: Exception | None) -> None:
         left = self.state is not EngineState.CLOSED
         self._transport = None
-        exchange = self.exchange
+        carried = self.carried
         try:
-            while self._rest and exchange is not None:  # what came before the end comes first
-                self._take_part(exchange)
-                exchange = self.exchange
+            while self._rest and carried is not None:  # what came before the end comes first
+                self._take_part(carried)
+                carried = self.carried
         except Exception as error:
-            if exchange is not None:
-                self._failed(exchange, error)
+            if carried is not None:
+                self._failed(carried, error)
         state = self.state
-        exchange, self.exchange = self.exchange, None
+        carried, self.carried = self.carried, None
         self._leave()
         if left:
             self.pool.lost()  # none of our own doing
-        if exchange is None:
+        if carried is None:
             return
         try:
-            self._lost(exchange, state, exc)
+            self._lost(carried, state, exc)
         except Exception as error:
-            exchange.fault(error)
+            carried.fault(error)
 
-    def _lost(self, exchange: Carried, state: EngineState, exc: Exception | None) -> None:
-        """Tell an exchange that its connection is lost, which was in `state`."""
+    def _lost(self, carried: Carried, state: EngineState, exc: Exception | None) -> None:
+        """Tell a request that its connection is lost, which was in `state`."""
         if state is EngineState.RESENT:
             # It was closed while idle and we learnt it too late: that is no failure.
-            exchange.engine_lost_idle()
+            carried.engine_lost_idle()
         elif state is EngineState.BODY:
             if self._decoder is None and self._left is None and exc is None:
-                exchange.engine_end(b"")
+                carried.engine_end(b"")
             else:
-                exchange.engine_failed(ends.BROKEN, "the engine's answer broke off")
+                carried.engine_failed(ends.BROKEN, "the engine's answer broke off")
         else:
             # Part of an answer is an answer: only an engine that said nothing may be replaced.
             end = _UNANSWERED.get(state, ends.DROPPED)
-            exchange.engine_failed(end, "the engine closed the connection")
+            carried.engine_failed(end, "the engine closed the connection")
 
     def pause_writing(self) -> None:
         # A request was written in one go: nothing to hold back.
@@ -369,7 +395,7 @@ class EngineConnection(PacedReader):
             self.state = states.READ.take(self.state)
 
 
-class SideCall:
+class SideCall(Carried):
     """A request of the proxy's own to an engine, and its whole answer, of bounded size.
 
     `head` is all of it but for `content-length` and the empty line.
@@ -377,7 +403,7 @@ class SideCall:
 
     __slots__ = (
         "_answer", "_body", "_connection", "_done", "_failed", "_head", "_on_fault", "_received", "_serves",
-        "method", "plain", "pool",
+        "pool",
     )  # fmt: skip
 
     def __init__(
@@ -391,8 +417,7 @@ class SideCall:
         on_fault: Callable[[Exception], None] | None = None,
     ) -> None:
         """`on_fault` gets an error that `done` or `failed` raised; without it, `failed` is called."""
-        self.method = b"POST" if body else b"GET"
-        self.plain = True
+        super().__init__(b"POST" if body else b"GET")
         self.pool = pool
         self._head = head
         self._body = body
@@ -430,10 +455,6 @@ class SideCall:
 
     def engine_head(self, head: ResponseHead, length: int | None) -> None:
         self._answer = head
-
-    def engine_events(self, chunks: bytes) -> bool:
-        """Nothing of it is passed on as it stands."""
-        return False
 
     def engine_body(self, payload: bytes) -> None:
         self._received += payload

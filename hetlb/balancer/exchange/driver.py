@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -16,15 +17,17 @@ from hetlb.balancer.clients.client_response import STARTED
 from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.instance import NOTICE_MARGIN_S, Instance
-from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Reject, Request, RequestId
+from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Reject, RequestId
 from hetlb.balancer.engines.engine_pools import EnginePools
 from hetlb.balancer.engines.upstream import Upstream
 from hetlb.balancer.exchange.ends import End
-from hetlb.balancer.exchange.exchange import Exchange
+from hetlb.balancer.exchange.exchange import Exchange, Host, Maker
 from hetlb.balancer.exchange.exchange_states import TURNED_AWAY, Phase
 from hetlb.balancer.exchange.guard import Guard
-from hetlb.balancer.exchange.scheduler_side import SWEEP_S, Carrier, SchedulerSide
+from hetlb.balancer.exchange.scheduler_side import SWEEP_S, SchedulerSide
 from hetlb.balancer.http import error_responses
+from hetlb.balancer.http.endpoints import Kind
+from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.http.forward_headers import ForwardRules
 from hetlb.balancer.http.openai_body import Call
 from hetlb.balancer.telemetry.counters import Totals
@@ -37,7 +40,23 @@ SETTLED_AT_ONCE: Final = 64
 GAP_S: Final = 1.0
 
 
-class Driver(Carrier):
+class Splits(Maker):
+    """Maker of attempts of requests that are split between instances (`options/split`)."""
+
+    @abstractmethod
+    def may_split(self, kind: Kind, path: str, body: bytes) -> bool:
+        """Return True if a request with one prompt and one sequence can be split."""
+
+    @abstractmethod
+    def judged(self) -> None:
+        """Count what the scheduler has found about earlier ones."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Break off the requests of the proxy's own."""
+
+
+class Driver(Host):
     """Exchanges, connections to engines and counters of one process; `scheduling` is set by its maker."""
 
     scheduling: SchedulerSide
@@ -54,16 +73,14 @@ class Driver(Carrier):
         self.table = table
         self.token_estimator = token_estimator
         #: Requests that ended and were not counted yet.
-        self._ended: list[Exchange] = []
-        #: Ends one exchange where hetlb raised an error at it.
-        self.guard = Guard(self)
+        self._ended: list[RequestRecord] = []
         self.exchanges: dict[RequestId, Exchange] = {}
         self.forward_rules = ForwardRules(table.forward_headers)
         self.access = access
         #: True if answers may go on at another instance.
         self.resumes = True
         #: Called with the requests that ended, some at once, and with each that did not pass.
-        self.on_ended: Callable[[list[Exchange]], None] | None = None
+        self.on_ended: Callable[[list[RequestRecord]], None] | None = None
         self.on_refused: Callable[[RequestRecord], None] | None = None
         #: Called in a sweep with its time: what clients have to do in time.
         self.on_swept: Callable[[float], None] | None = None
@@ -71,6 +88,10 @@ class Driver(Carrier):
         #: Turns in which answers are taken elsewhere.
         self.turns = turns(loop)
         self.pools = EnginePools(loop, table, access, self.stalls.since)
+        #: Ends one exchange where hetlb raised an error at it.
+        self.guard = Guard(self, self.turns)
+        #: None while no instance has ever taken part in a split.
+        self.splits: Splits | None = None
         self._idle_waiters: list[asyncio.Future[None]] = []
 
     # --- requests ---
@@ -82,21 +103,26 @@ class Driver(Carrier):
         return request_id
 
     def submit(self, exchange: Exchange) -> None:
-        self.exchanges[exchange.request.id] = exchange
+        self.exchanges[exchange.record.request.id] = exchange
         try:
-            self.scheduling.submit(exchange)
+            self.scheduling.submit(exchange.record)
+        except Refusal as refusal:
+            exchange.refuse(refusal.answer, refusal.message, refusal.retry_after_s, refusal.lines)
         except Exception as error:
             self.guard.ended(exchange, error)
 
-    def try_again(self, lease: Lease, outcome: Outcome) -> None:
-        """A lease ended with nothing of an answer: the scheduler decides what becomes of its request."""
-        self.counted.tried_again(lease.instance, outcome)
-        self.scheduling.lease_ended(lease, outcome, self.now(), retry=True)
+    def try_again(self, record: RequestRecord, lease: Lease, end: End) -> None:
+        """A lease ended, and its request waits again: the scheduler decides what becomes of it.
 
-    def goes_on(self, rest: Request, lease: Lease, end: End) -> None:
-        """The engine of a lease is lost; `rest`, what is missing of its answer, goes on elsewhere."""
-        self.counted.resumed(rest.model, end.name, end.told, lease)
-        self.scheduling.lease_ended(lease, end.told, self.now(), retry=True, generated=rest.generated)
+        What is missing of an answer of which a part was kept goes on elsewhere.
+        """
+        generated: int | None = None
+        if record.resumed:
+            generated = record.request.generated
+            self.counted.resumed(record.request.model, end.name, end.told, lease)
+        else:
+            self.counted.tried_again(lease.instance, end.told)
+        self.scheduling.lease_ended(lease, end.told, self.now(), retry=True, generated=generated)
 
     def give_up(self, request_id: RequestId) -> float:
         """A request's client waits no longer: take it out of the queue. When to try again, in seconds."""
@@ -104,33 +130,46 @@ class Driver(Carrier):
         scheduling.cancelled(request_id, now)
         return scheduling.drain_rate.retry_after_s(scheduling.waiting, now)
 
-    def finished(self, request_id: RequestId) -> None:
-        exchange = self.exchanges.pop(request_id)
-        outcome, ended_at = exchange.outcome, exchange.ended_at
+    def finished(self, exchange: Exchange) -> None:
+        record = exchange.record
+        request_id, outcome, ended_at = record.request.id, record.outcome, record.ended_at
+        del self.exchanges[request_id]
         assert outcome is not None
         assert ended_at is not None
-        if exchange.ticket is not None:
-            exchange.ticket.ended(exchange.prompt_tokens_total, exchange.output_tokens, ended_at)
-        lease, scheduling = exchange.lease, self.scheduling
+        if record.ticket is not None:
+            record.ticket.ended(record.prompt_tokens_total, record.output_tokens, ended_at)
+        lease, scheduling = record.lease, self.scheduling
         ended = self._ended
-        ended.append(exchange)
+        ended.append(record)
         if len(ended) >= SETTLED_AT_ONCE:
             self.settle()
         if lease is not None:
             scheduling.drain_rate.ended(ended_at)
-            end = exchange.end
-            assert end is not None, "expected a lease to end in one of the ways of `proxy.ends`"
-            scheduling.lease_ended(lease, end.told, self.now(), retry=False)
-        elif exchange.ended_in is Phase.QUEUED and outcome in (Outcome.CLIENT_GONE, Outcome.SHUTDOWN):
+            assert record.end is not None, "expected a lease to end in one of the ways of `exchange.ends`"
+            scheduling.lease_ended(lease, record.end.told, self.now(), retry=False)
+        elif record.ended_in is Phase.QUEUED and outcome in (Outcome.CLIENT_GONE, Outcome.SHUTDOWN):
             scheduling.cancelled(request_id, ended_at)
         self._told_if_idle()
 
+    def failed(self, exchange: Exchange, error: Exception) -> None:
+        self.guard.ended(exchange, error)
+
     def dropped(self, exchange: Exchange) -> None:
-        """Count an exchange that could not end itself; the guard gives back what was booked for it."""
-        self._ended.append(exchange)
-        if exchange.ticket is not None:
-            exchange.ticket.ended(exchange.prompt_tokens_total, exchange.output_tokens, self.now())
+        """End an exchange that could not end itself; the guard gives back what was booked for it."""
+        record = exchange.record
+        del self.exchanges[record.request.id]
+        self.pools.drop(exchange.attempt)
+        if record.ended_at is None:
+            record.ended_at, record.ended_in = self.now(), exchange.phase
+        exchange.phase = Phase.DONE
+        record.outcome = Outcome.LOCAL_FAULT
+        self._ended.append(record)
+        if record.ticket is not None:
+            record.ticket.ended(record.prompt_tokens_total, record.output_tokens, self.now())
         self._told_if_idle()
+
+    def abandon(self, request_id: RequestId) -> None:
+        self.scheduling.abandon(request_id, self.now())
 
     def _told_if_idle(self) -> None:
         if self._idle_waiters and not self.exchanges:
@@ -152,14 +191,14 @@ class Driver(Carrier):
         self.guard.run(lambda: self._count(ended), "counting of ended requests")
         told = self.on_ended
         if told is not None:
-            on_ended: Callable[[list[Exchange]], None] = told
+            on_ended: Callable[[list[RequestRecord]], None] = told
             self.guard.run(lambda: on_ended(ended), "logging of ended requests")
 
-    def _count(self, ended: list[Exchange]) -> None:
+    def _count(self, ended: list[RequestRecord]) -> None:
         models, counted = self.scheduling.models, self.counted
-        for exchange in ended:
+        for record in ended:
             # A name that was never served is a client's: it must not become a label.
-            counted.finished(exchange, exchange.lease is not None or exchange.request.model in models)
+            counted.finished(record, record.lease is not None or record.request.model in models)
 
     @property
     def totals(self) -> Totals:
@@ -175,7 +214,7 @@ class Driver(Carrier):
     def tokens_at(self) -> dict[str, float]:
         found: dict[str, float] = {}
         for exchange in self.exchanges.values():
-            lease = exchange.lease
+            lease = exchange.record.lease
             if lease is not None and exchange.phase is Phase.STREAMING:
                 name = lease.instance
                 if exchange.since > found.get(name, -math.inf):
@@ -184,21 +223,25 @@ class Driver(Carrier):
 
     def tokens_so_far(self, lease: Lease) -> int:
         exchange = None if lease.ended else self.exchanges.get(lease.request.id)
-        if exchange is None or exchange.lease is not lease:  # a request that is tried again has another lease
+        if exchange is None or exchange.record.lease is not lease:  # it is tried again with another one
             return lease.output_tokens
-        return 0 if exchange.answer is None else exchange.answer.tokens_so_far
+        return exchange.attempt.tokens_so_far
 
     # --- commands ---
 
     def dispatch(self, command: Dispatch, instance: Instance, decode: Instance | None) -> None:
         lease = command.lease
         exchange = self.exchanges[command.request_id]
-        command.label = exchange.label
+        command.label = exchange.record.label
         try:
             self.open_pool(instance.incarnation, instance.name, instance.spec.url)
+            maker: Maker = exchange.maker
             if decode is not None:
                 self.open_pool(decode.incarnation, decode.name, decode.spec.url)
-            exchange.dispatched(lease, instance.gives_ids, instance.capacity.max_model_len or 0)
+                assert self.splits is not None, "expected an instance with kv_transfer"
+                maker = self.splits
+            longest = instance.capacity.max_model_len or 0
+            exchange.dispatched(maker.attempt(exchange, lease, instance.gives_ids, longest), lease)
         except Exception as error:
             self.guard.ended(exchange, error)
 
@@ -213,9 +256,9 @@ class Driver(Carrier):
         exchange = self.exchanges.get(lease.request.id)
         return (
             exchange is not None
-            and exchange.lease is lease
+            and exchange.record.lease is lease
             and exchange.phase in TURNED_AWAY.before
-            and exchange.transfer is None
+            and exchange.attempt.may_be_taken
             and exchange.response.state is not STARTED
         )
 
@@ -256,9 +299,7 @@ class Driver(Carrier):
             for exchange in list(self.exchanges.values()):
                 if exchange.phase is not Phase.DONE:
                     try:
-                        exchange.sweep(
-                            now, table.first_byte_timeout_s, table.idle_timeout_s, table.heartbeat_s
-                        )
+                        exchange.sweep(now, table)
                     except Exception as error:
                         self.guard.ended(exchange, error)
         run = self.guard.run
@@ -278,10 +319,11 @@ class Driver(Carrier):
         left_s = gone_at - NOTICE_MARGIN_S - now
         late = []
         for each in self.exchanges.values():
-            if each.lease is not None and each.lease.instance == name and each.phase is not Phase.QUEUED:
-                ends_at = each.lease.dispatched_at + each.expected_s
+            record, lease = each.record, each.record.lease
+            if lease is not None and lease.instance == name and each.phase is not Phase.QUEUED:
+                ends_at = lease.dispatched_at + record.expected_s
                 if ends_at > now + left_s or left_s < SWEEP_S:
-                    late.append((ends_at, each.request.id))
+                    late.append((ends_at, record.request.id))
         late.sort()
         most = math.ceil(len(late) * SWEEP_S / max(left_s, SWEEP_S))
         for _, request_id in late:
@@ -289,7 +331,7 @@ class Driver(Carrier):
             if most <= 0 or exchange is None:
                 continue
             try:
-                most -= exchange.move()
+                most -= exchange.attempt.move()
             except Exception as error:
                 self.guard.ended(exchange, error)
 
@@ -315,5 +357,7 @@ class Driver(Carrier):
         """Stop the timers and close idle connections. Call after `drain`."""
         self.settle()
         super().close()
+        if self.splits is not None:
+            self.splits.stop()
         self.scheduling.close()
         self.pools.close()

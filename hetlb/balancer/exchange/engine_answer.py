@@ -115,11 +115,7 @@ class EngineAnswer:
         stream = self.stream
         if stream is None:
             return usage_in_tail(self.tail)
-        completion, prompt, rest = stream.completion_tokens, stream.prompt_tokens, stream.rest
-        if rest is not None:
-            # What earlier leases said was part of this one's prompt.
-            prompt = None if prompt is None else prompt - rest.generated
-        return completion, prompt, stream.cached_tokens
+        return stream.usage()
 
     @property
     def end(self) -> End:
@@ -142,10 +138,3 @@ class EngineAnswer:
         event = error_responses.error_event(error_responses.BAD_UPSTREAM, text, path)
         # A whole answer of another kind may be what the request asked for: no failure of the instance.
         return event, ends.REFUSED if self.stream is None else ends.BROKEN
-
-    @property
-    def not_the_rest(self) -> End:
-        """The end of a second lease whose engine did not answer with a stream."""
-        if self.head.status >= 500:
-            return ends.ERROR_EVENT
-        return ends.REFUSED_IN_STREAM if self.head.status >= 400 else ends.OTHERWISE

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING
 
 from hetlb.balancer.engines.upstream import EngineConnection
-from hetlb.balancer.exchange import ends
-from hetlb.balancer.http.http1 import RequestHead, ResponseHead
+from hetlb.balancer.http.http1 import RequestHead
 from hetlb.balancer.http.openai_body import with_field
-
-if TYPE_CHECKING:
-    from hetlb.balancer.exchange.exchange import Exchange
 
 #: Methods of a request that has no body and does not say so.
 _BODILESS = frozenset({b"GET", b"HEAD", b"DELETE"})
@@ -33,16 +28,10 @@ class EngineRequest:
             salt = b'"hetlb-%b"' % secrets.token_hex(8).encode("ascii")
             self.body = with_field(self.body, b"cache_salt", salt)
 
-    def send(self, connection: EngineConnection, lines: bytes, instead: bytes | None) -> None:
-        """Send it with these lines as its head, and the body `instead` of its own if there is one."""
-        body = self.body if instead is None else instead
+    def send(self, connection: EngineConnection, lines: bytes, body: bytes) -> None:
+        """Send it with these lines as its head, and this body."""
         if body or self.head.method not in _BODILESS:
             head = b"%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (lines, self.label, len(body))
         else:
             head = b"%bx-request-id: %b\r\n\r\n" % (lines, self.label)
         connection.send(head, body)
-
-    def agreed(self, exchange: Exchange, head: ResponseHead) -> None:
-        """The engine switches protocols: a fault, unless the request asks for it (`realtime.Handshake`)."""
-        exchange.stop_engine()
-        exchange.engine_failed(ends.JUNK, "the engine switched protocols")

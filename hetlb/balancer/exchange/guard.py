@@ -11,15 +11,13 @@ import logging
 import math
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from hetlb.balancer.core.types import Outcome, Request
+from hetlb.balancer.core.types import Request
+from hetlb.balancer.exchange.exchange import Exchange, Host
 from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.telemetry.events import Event, tell
-
-if TYPE_CHECKING:
-    from hetlb.balancer.exchange.driver import Driver
-    from hetlb.balancer.exchange.exchange import Exchange
+from hetlb.turns import Turns
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -32,23 +30,25 @@ _PLACES: Final = 256
 class Guard:
     """Ends one exchange at which an error was raised, and logs errors of work that is no exchange's."""
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, host: Host, turns: Turns) -> None:
+        self._host = host
+        self._turns = turns
         self._logged_at: dict[str, float] = {}
 
     def ended(self, exchange: Exchange, error: Exception) -> None:
         """End an exchange at which `error` was raised. It may have ended already."""
-        _log(f"request {exchange.label}", error, exchange.label)
-        driver, request_id = self._driver, exchange.request.id
-        if driver.exchanges.get(request_id) is exchange:
+        label, host, request_id = exchange.record.label, self._host, exchange.record.request.id
+        _log(f"request {label}", error, label)
+        if host.exchanges.get(request_id) is exchange:
             try:
                 exchange.give_up()
             except Exception as again:
                 logger.debug("its own way out failed", exc_info=again)
-        if driver.exchanges.get(request_id) is exchange:
-            self._drop(exchange)
+        if host.exchanges.get(request_id) is exchange:
+            self._try(exchange.attempt.leave)
+            host.dropped(exchange)
         self._try(lambda: exchange.response.client.forsake(exchange))
-        self._try(lambda: driver.scheduling.abandon(request_id, driver.now()))
+        self._try(lambda: host.abandon(request_id))
 
     def later(self, exchange: Exchange, step: Callable[[], None]) -> None:
         """Do a step of an exchange in a turn of its own, unless it has ended by then."""
@@ -60,7 +60,7 @@ class Guard:
                 except Exception as error:
                     self.ended(exchange, error)
 
-        self._driver.turns.later(take_turn)
+        self._turns.later(take_turn)
 
     def run(self, work: Callable[[], None], what: str) -> None:
         """Do work of no request. An error is logged, the same place once a minute."""
@@ -71,29 +71,13 @@ class Guard:
 
     def log(self, error: Exception, what: str) -> None:
         """Log an error in work of no request, the same place once a minute."""
-        now, told = self._driver.now(), _told(error)
+        now, told = self._host.now(), _told(error)
         if now - self._logged_at.get(told, -math.inf) >= _LOG_S:
             if len(self._logged_at) >= _PLACES:
                 self._logged_at.clear()
             self._logged_at[told] = now
             tell(logger, Event.INTERNAL, "%s failed: %s", what, told)
             logger.debug("%s", what, exc_info=error)
-
-    def _drop(self, exchange: Exchange) -> None:
-        """End an exchange that cannot end itself: each step even where another fails."""
-        driver = self._driver
-        del driver.exchanges[exchange.request.id]
-        if exchange.transfer is not None:
-            self._try(exchange.transfer.leave)
-        for pool in driver.pools.all():
-            pool.cancel(exchange)
-            for connection in [each for each in pool.busy if each.exchange is exchange]:
-                connection.abort()
-        if exchange.ended_at is None:
-            exchange.ended_at, exchange.ended_in = driver.now(), exchange.phase
-        exchange.phase = Phase.DONE
-        exchange.outcome = Outcome.LOCAL_FAULT
-        driver.dropped(exchange)
 
     def _try(self, step: Callable[[], object]) -> None:
         try:

@@ -35,19 +35,19 @@ from hetlb.balancer.core.types import (
     Request,
     RequestId,
 )
-from hetlb.balancer.engines.engine_pools import EnginePools, Target
+from hetlb.balancer.engines.engine_pools import Target
+from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.guard import policy_failed
 from hetlb.balancer.exchange.scheduler_side import Carrier, DrainRate, SchedulerSide
 from hetlb.balancer.hooks import hook
-from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.http.http1 import GateError
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
+from hetlb.balancer.telemetry.request_record import RequestRecord
 
 if TYPE_CHECKING:
     from hetlb.balancer.config.api_keys import LimitsTable
     from hetlb.balancer.core.block_index import KvEventBatch
-    from hetlb.balancer.exchange.exchange import Exchange
     from hetlb.balancer.hooks import KeyLimiter, KeyLimits, KeyTicket, SharedBookings
 
 logger = logging.getLogger("hetlb.proxy")
@@ -72,13 +72,13 @@ def newest(decisions: Iterable[Dispatch], instances: int) -> deque[Dispatch]:
 
 
 class SchedulerDriver(SchedulerSide):
-    """The scheduler of this process, driven; with `pools`, requests may be split between instances."""
+    """The scheduler of this process, driven; requests of a `splitting` driver may be split."""
 
-    def __init__(self, scheduler: Scheduler, carrier: Carrier, pools: EnginePools | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, carrier: Carrier, splitting: Driver | None = None) -> None:
         super().__init__()
         self.scheduler = scheduler
         self.carrier = carrier
-        self._pools = pools
+        self._splitting = splitting
         #: Bookings of other processes of the fleet, None while this one is alone.
         self.view: SharedBookings | None = None
         #: Limits of clients' keys, None where no key ever had some.
@@ -104,13 +104,11 @@ class SchedulerDriver(SchedulerSide):
         scheduler.contain(policy_failed)
 
     def _look_for_splits(self) -> None:
-        pools = self._pools
-        if pools is None or self.transfers is not None:
+        driver = self._splitting
+        if driver is None or driver.splits is not None:
             return
         if any(each.spec.kv_transfer is not None for each in self.scheduler.instances):
-            from hetlb.options.split.kv_transfers import KvTransfers
-
-            self.transfers = KvTransfers(self.scheduler, pools, self.carrier, self.carry_out)
+            driver.splits = hook("split", driver, self.scheduler, self.carry_out)
 
     # --- limits of keys ---
 
@@ -167,14 +165,10 @@ class SchedulerDriver(SchedulerSide):
 
     # --- facts about requests ---
 
-    def submit(self, exchange: Exchange) -> None:
-        request, now = exchange.request, exchange.arrived_at
-        try:
-            exchange.ticket = self.admit(request, exchange.tenant, exchange.prompt_tokens_total, now)
-        except Refusal as refusal:
-            exchange.refuse(refusal.answer, refusal.message, refusal.retry_after_s, refusal.lines)
-        else:
-            self.arrive(request, now)
+    def submit(self, record: RequestRecord) -> None:
+        request, now = record.request, record.arrived_at
+        record.ticket = self.admit(request, record.tenant, record.prompt_tokens_total, now)
+        self.arrive(request, now)
 
     def arrive(self, request: Request, now: float) -> None:
         view = self.view
@@ -245,8 +239,8 @@ class SchedulerDriver(SchedulerSide):
         instance = self.scheduler.fleet.instances.get(name)
         slept = instance is not None and instance.asleep
         self.carry_out(self.scheduler.on_scrape(name, sample, self.carrier.now()))
-        if self.transfers is not None:
-            self.transfers.judged()
+        if self._splitting is not None and self._splitting.splits is not None:
+            self._splitting.splits.judged()
         if instance is not None and instance.asleep is not slept:
             self.carrier.view_changed()
 
@@ -346,8 +340,6 @@ class SchedulerDriver(SchedulerSide):
         self._end_s.clear()
 
     def close(self) -> None:
-        if self.transfers is not None:
-            self.transfers.close()
         if self._ticker is not None:
             self._ticker.cancel()
             self._ticker = None

@@ -13,16 +13,13 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from time import perf_counter
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Reject, RequestId
 from hetlb.balancer.engines.engine_pools import Target
 from hetlb.balancer.telemetry.counters import Totals
-
-if TYPE_CHECKING:
-    from hetlb.balancer.exchange.exchange import Exchange
-    from hetlb.options.split.kv_transfers import KvTransfers
+from hetlb.balancer.telemetry.request_record import RequestRecord
 
 #: Deadlines of requests are looked at this often.
 SWEEP_S: Final = 0.5
@@ -75,8 +72,6 @@ class SchedulerSide(ABC):
 
     def __init__(self) -> None:
         self.drain_rate = DrainRate(random.Random())
-        #: KV transfers, None while no instance has ever taken part in any.
-        self.transfers: KvTransfers | None = None
 
     # --- the fleet ---
 
@@ -115,8 +110,8 @@ class SchedulerSide(ABC):
     # --- facts ---
 
     @abstractmethod
-    def submit(self, exchange: Exchange) -> None:
-        """A whole request came in."""
+    def submit(self, record: RequestRecord) -> None:
+        """A whole request came in. Raises `Refusal` where it may not pass."""
 
     @abstractmethod
     def first_token(self, lease: Lease, now: float) -> None:

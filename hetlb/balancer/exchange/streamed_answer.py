@@ -2,60 +2,31 @@
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from hetlb.balancer.http.sse import MAX_HELD_BYTES, SseWatcher
+from hetlb.balancer.http.sse import SseWatcher
 from hetlb.balancer.http.text_shape import TextShape, pass_events, text_shape
 from hetlb.balancer.telemetry.histograms import FINE_MS, GapHistogram
 
-if TYPE_CHECKING:
-    from hetlb.options.resume.continuation import Continuation
-    from hetlb.options.resume.progress import Progress
-
-#: The first event has the token ids of the prompt where hetlb asked for them: it is held until it is whole.
-_MAX_FIRST_BYTES: Final = 1 << 21
-_TOKEN_IDS = re.compile(rb'("(?:prompt_)?token_ids":\s?)\[[0-9, ]*\]')
 #: Of a stream whose shape changes so often it is seldom looked for.
 _MOST_VAIN: Final = 32
 LAST_EVENT: Final = b"data: [DONE]\n\n"
-#: Reason of an end that is none; inside text the quotes would be escaped.
-_ABORT: Final = b'"abort"'
-_ABORTED = re.compile(rb'"finish_reason":\s?"abort"')
 
 
 class StreamedAnswer(SseWatcher):
     """The stream of one answer. What passes for every token allocates nothing but what it counts."""
 
     __slots__ = (
-        "_begins", "_fine", "_gaps", "_hides_ids", "_kept", "_read_last", "_shape", "_silent", "_text_at",
-        "_vain", "lost", "progress", "rest",
+        "_begins", "_fine", "_gaps", "_hides_ids", "_read_last", "_shape", "_silent", "_text_at", "_vain",
+        "lost",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        hold_usage: bool,
-        silent: int,
-        progress: Progress | None = None,
-        rest: Continuation | None = None,
-        asked_ids: bool = False,
-    ) -> None:
-        """`silent` events at its beginning are no text.
-
-        `progress` keeps what comes, None where it goes on nowhere else; `rest` is that of a second lease.
-        `asked_ids`: hetlb asked for token ids, and the client did not: it gets none.
-        """
+    def __init__(self, hold_usage: bool, silent: int, hides_ids: bool = False) -> None:
+        """`silent` events at its beginning are no text. `hides_ids`: the client gets no token ids."""
         super().__init__(hold_usage)
-        self.progress = progress
-        self.rest = rest
         #: The event by which the engine said that it has failed; it was not passed on.
         self.lost: bytes | None = None
-        #: Progress that keeps reads as they come; in a second lease each event is looked at.
-        self._kept = progress if rest is None else None
-        self._each = rest is not None or asked_ids
-        self._hides_ids = asked_ids
-        if asked_ids:
-            self._max_held = _MAX_FIRST_BYTES
+        self._hides_ids = hides_ids
         self._silent = silent
         self._text_at = 0.0
         self._gaps: GapHistogram | None = None
@@ -81,9 +52,6 @@ class StreamedAnswer(SseWatcher):
         if events:
             self.events += events
             self._vain = 0
-            kept = self._kept
-            if kept is not None:
-                kept.add_chunks(chunks)
         return passed
 
     def text_came(self, now: float) -> None:
@@ -97,17 +65,6 @@ class StreamedAnswer(SseWatcher):
             elif self._gaps is not None:
                 self._gaps.long(gap_s)
         self._text_at = now
-
-    def _take(self, data: bytes) -> bytes:
-        kept = self._kept
-        if kept is None:
-            return super()._take(data)
-        kept.add(data)
-        each, self._each = self._each, self._each or data.find(_ABORT) >= 0
-        out = super()._take(data)
-        if not each:
-            self._each = False
-        return out
 
     def read(self, payload: bytes, now: float) -> bytes:
         before = self.events
@@ -124,45 +81,12 @@ class StreamedAnswer(SseWatcher):
     def learn_shape(self) -> None:
         """Look at the last read for the shape of the next events of text."""
         # The first event of a chat only says who speaks: it is no text.
-        if self._begins and self.between and self.events > 1 and self.rest is None:
+        if self._begins and self.between and self.events > 1:
             self._vain += 1
             if self._vain <= _MOST_VAIN or not self._vain % _MOST_VAIN:
                 self._shape = text_shape(self._read_last, hide_ids=self._hides_ids)
         self._read_last = b""
 
-    def _pass_on(self, event: bytes, data: bytes) -> bytes:
-        progress, rest = self.progress, self.rest
-        if progress is None or self.lost is not None:
-            return b"" if self.lost is not None else event
-        if self.failed:
-            if self.refused:
-                return event
-            self.lost = event
-            return b""
-        if self.done or not data:
-            return event
-        if rest is not None:
-            translated = rest.translate(b"data: " + data, progress)
-            if translated is None:
-                progress.spoil("another instance says something else")
-                self.lost = b""
-                return b""
-            event = translated
-        else:
-            self._max_held = MAX_HELD_BYTES  # the first event is over
-            if self._hides_ids:
-                event = _TOKEN_IDS.sub(rb"\1null", event)
-        if _aborted(data):  # vLLM gives up what it runs when it is stopped
-            self.lost = event
-            return b""
-        return event
-
-    def _passed_in_parts(self) -> None:
-        if self.progress is not None:
-            self.progress.spoil("an event too long to be read")
-            self._kept = None
-
-
-def _aborted(data: bytes) -> bool:
-    """Return True if the engine gave up the request of this event."""
-    return data.find(_ABORT) >= 0 and _ABORTED.search(data) is not None
+    def usage(self) -> tuple[int | None, int | None, int | None]:
+        """Return (completion tokens, prompt tokens, cached prompt tokens) as the engine counted."""
+        return self.completion_tokens, self.prompt_tokens, self.cached_tokens

@@ -346,7 +346,7 @@ class Service(FleetService):
         fleet = self.fleet
         estimator = TokenEstimator(load_tokenizers(fleet.tokenizers))
         driver = self.driver = Driver(fleet.file.proxy, estimator, asyncio.get_running_loop(), self._engines)
-        scheduling = driver.scheduling = SchedulerDriver(self.scheduler, driver, driver.pools)
+        scheduling = driver.scheduling = SchedulerDriver(self.scheduler, driver, driver)
         return scheduling
 
     def _make_server(self) -> Listener:

@@ -1,7 +1,7 @@
 """Per-request record, read by the access log, the counters, the spans, `/metrics` and the history.
 
-The exchange of a request (`balancer/exchange/exchange.py`) is its record and the only writer. Every count has
-one home here, so that all readers give the same number.
+The exchange of a request (`balancer/exchange/exchange.py`) and its attempts write it. Every count has one
+home here, so that all readers give the same number.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core.types import Lease, Outcome, Request
+from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.http.endpoints import Kind
 
@@ -29,7 +30,7 @@ class RequestRecord:
     """
 
     __slots__ = (
-        "address", "arrived_at", "cached_tokens", "dispatched_at", "ended_at", "ended_in",
+        "address", "arrived_at", "cached_tokens", "dispatched_at", "end", "ended_at", "ended_in",
         "estimated_prompt_tokens",
         "expected_first_s", "expected_s", "first_byte_at", "kind", "label", "lease", "method", "mixed",
         "not_resumed", "outcome", "path", "prefill_instance", "prompts", "request", "resumed",
@@ -65,6 +66,8 @@ class RequestRecord:
         #: Phase in which it got its outcome.
         self.ended_in = _QUEUED
         self.outcome: Outcome | None = None
+        #: How its last lease ended, None without one.
+        self.end: End | None = None
         self.lease: Lease | None = None
         #: Instance that prefilled the prompt, where another one decodes the answer.
         self.prefill_instance: str | None = None
@@ -73,7 +76,7 @@ class RequestRecord:
         self.resumed = self.resumed_tokens = 0
         #: Reason for which a lost answer could not go on elsewhere, "" where it could, or was not lost.
         self.not_resumed = ""
-        #: True if the answer was a stream of server-sent events; set at the end.
+        #: True if the answer was a stream of server-sent events; set as it begins.
         self.streamed = False
         self.prompts = prompts
         #: Tokens of all prompts as known at arrival: counted for token ids, else estimated.
@@ -128,6 +131,10 @@ class RequestRecord:
             if self.request.sequences == 1 and self.prefill_instance is None:
                 lease.reported_cached_tokens = cached
         return True
+
+    def unplaced(self) -> None:
+        """Forget the instances of a request that waits again."""
+        self.lease = self.prefill_instance = None
 
     def own_lines(self, now: float) -> bytes:
         lease = self.lease

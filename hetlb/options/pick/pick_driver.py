@@ -30,9 +30,12 @@ from hetlb.balancer.core.types import (
 )
 from hetlb.balancer.engines.upstream import Upstream
 from hetlb.balancer.exchange.driver import Driver
+from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.exchange import Exchange
+from hetlb.balancer.exchange.plain import Plain
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.exchange.scheduler_side import Carrier
+from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.options.pick.foreign import ForeignLoad
 
 #: Instances of a large fleet out of which those for the gateway's retries are taken.
@@ -97,21 +100,22 @@ class PickDriver(Driver):
     def may_turn_away(self, lease: Lease) -> bool:
         return False  # it is with Envoy
 
-    def finished(self, request_id: RequestId) -> None:
-        super().finished(request_id)
-        self.streams.pop(request_id, None)
+    def finished(self, exchange: Exchange) -> None:
+        super().finished(exchange)
+        self.streams.pop(exchange.record.request.id, None)
 
-    def try_again(self, lease: Lease, outcome: Outcome) -> None:
+    def try_again(self, record: RequestRecord, lease: Lease, end: End) -> None:
         """Turn the request down: it is with Envoy, whose own retries are over."""
         scheduling = self.picking
-        scheduling.lease_ended(lease, outcome, self.now(), retry=False)
-        reason, detail = _REASONS[outcome]
+        scheduling.lease_ended(lease, end.told, self.now(), retry=False)
+        reason, detail = _REASONS[end.told]
         self.reject(Reject(lease.request.id, reason, detail), scheduling.drain_rate.spread(1.0))
 
     def served_elsewhere(self, exchange: Exchange, instance: str) -> None:
         """Envoy reached the answering instance after another one failed: the lease moves there."""
-        lease = exchange.lease
-        assert lease is not None, "expected a request with a lease"
+        record, attempt = exchange.record, exchange.attempt
+        assert isinstance(attempt, Plain), "expected a request with a lease"
+        lease = attempt.lease
         now = self.now()
         age_s = now - lease.dispatched_at
         live = Booked(lease.id, instance, lease.request, lease.work_ns, lease.predicted_output, age_s)
@@ -119,13 +123,15 @@ class PickDriver(Driver):
             return  # outside the fleet: the lease stays where it was booked
         commands = self.scheduler.on_lease_ended(lease, Outcome.NO_RESPONSE, now, retry=False)
         self.counted.tried_again(lease.instance, Outcome.NO_RESPONSE)
-        exchange.lease = self.scheduler.restore(live, now)
-        exchange.retries += 1
+        restored = self.scheduler.restore(live, now)
+        assert restored is not None, "expected an instance of the fleet"
+        record.lease = attempt.lease = restored
+        record.retries += 1
         self.picking.carry_out(commands)
 
     def shed(self, exchange: Exchange) -> None:
         """Turn down a request that may not wait."""
-        now, request_id = self.now(), exchange.request.id
+        now, request_id = self.now(), exchange.record.request.id
         scheduling = self.picking
         scheduling.cancelled(request_id, now)
         detail = "Too many requests are waiting for an instance."

@@ -291,7 +291,7 @@ class HttpStream(Upstream):
         if isinstance(taken, bytes):
             self._answer(taken)
             return
-        driver, request = shared.driver, taken.request
+        driver, request = shared.driver, taken.record.request
         sheddable, priority, subset = False, request.priority, request.subset
         objective = head.fields.get(OBJECTIVE)
         if objective is not None:
@@ -301,7 +301,7 @@ class HttpStream(Upstream):
         if self._subset is not None:
             subset = tuple(shared.names[each] for each in self._subset if each in shared.names)
         # A gateway sends a request to one instance.
-        request = taken.request = replace(request, splittable=False, priority=priority, subset=subset)
+        request = taken.record.request = replace(request, splittable=False, priority=priority, subset=subset)
         self._exchange = taken
         driver.streams[request.id] = self
         if request.subset is not None and not driver.scheduler.fleet.any_routable(request):
@@ -320,18 +320,18 @@ class HttpStream(Upstream):
 
     # --- from the exchange, to which this is the engine's side ---
 
-    def send(self, exchange: Carried, *, fresh: bool = False) -> None:
+    def send(self, carried: Carried, *, fresh: bool = False) -> None:
         """Tell Envoy of the chosen instance, with the next ones in order."""
         taken, shared = self._exchange, self._shared
         assert taken is not None, "expected a request that was submitted"
-        assert taken.lease is not None, "expected a lease"
-        name = taken.lease.instance
+        assert taken.record.lease is not None, "expected a lease"
+        name = taken.record.lease.instance
         taken.enter(WRITTEN, taken.since)
         wanted = [name, *shared.driver.fallbacks(shared.table.fallbacks)]
         self._told = [shared.addresses[each] for each in wanted if each in shared.addresses]
         endpoint = ",".join(self._told)
         if name not in shared.addresses:
-            taken.engine_failed(ends.LOCAL, "its address is not known")
+            carried.engine_failed(ends.LOCAL, "its address is not known")
             return
         self._enter(rows.TOLD)
         response = messages.ProcessingResponse()
@@ -381,8 +381,8 @@ class HttpStream(Upstream):
             self._reply(messages.REQUEST_BODY_CLEAR)
         self._reply(messages.replaced_body("request_body", body))
 
-    def cancel(self, exchange: Carried) -> None:
-        """Do nothing: the exchange ends before Envoy was told of an instance."""
+    def cancel(self, carried: Carried) -> None:
+        """Do nothing: the request ends before Envoy was told of an instance."""
 
     # --- the answer ---
 
@@ -397,7 +397,8 @@ class HttpStream(Upstream):
             return
         head = envoy_fields.response_head(message.response_headers.headers.headers)
         self._enter(rows.RESPONSE)
-        if exchange.lease is None:  # the gateway has answered what waits here for an instance
+        record, attempt = exchange.record, exchange.attempt
+        if record.lease is None:  # the gateway has answered what waits here for an instance
             exchange.client_gone()
             self._reply(messages.RESPONSE_HEADERS_GO_ON)
             return
@@ -405,21 +406,21 @@ class HttpStream(Upstream):
         if served := envoy_fields.served_by(message):
             name = shared.names.get(served)
             if served not in self._told:
-                shared.strayed(exchange.lease.instance, served)
-            if name is not None and name != exchange.lease.instance:
+                shared.strayed(record.lease.instance, served)
+            if name is not None and name != record.lease.instance:
                 shared.driver.served_elsewhere(exchange, name)
         details = envoy_fields.code_details(message)
         local = envoy_fields.local_reply(details, head)
         if local is not None:
-            exchange.engine_failed(local, "the gateway reports " + details)
+            attempt.engine_failed(local, "the gateway reports " + details)
         else:
-            exchange.engine_head(head, None)
+            attempt.engine_head(head, None)
         if self.state is StreamState.REFUSED:
             return
-        lease = exchange.lease
+        lease = record.lease
         response = messages.ProcessingResponse()
         mutation = response.response_headers.response.header_mutation
-        added = [("x-request-id", exchange.label.encode("ascii"))]
+        added = [("x-request-id", record.label.encode("ascii"))]
         if lease is not None:
             added.append(("x-hetlb-instance", lease.instance.encode("ascii")))
         messages.set_headers(mutation, added)
@@ -455,9 +456,9 @@ class HttpStream(Upstream):
         if exchange is not None and exchange.phase is not Phase.DONE:
             self._out = b""
             if piece or not last:
-                exchange.engine_body(piece)
-            if last and exchange.ended_at is None:
-                exchange.engine_end(b"")
+                exchange.attempt.engine_body(piece)
+            if last and exchange.record.ended_at is None:
+                exchange.attempt.engine_end(b"")
             out, self._out = self._out, None
         if last and self.state in rows.WHOLE_ANSWER.before:
             self._enter(rows.WHOLE_ANSWER)

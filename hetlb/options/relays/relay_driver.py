@@ -20,6 +20,7 @@ from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.exchange.scheduler_side import SchedulerSide
 from hetlb.balancer.http import error_responses
+from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.options.lease_wire import RequestFacts, WireBegun, WireBooked, WireEnded
 from hetlb.options.message_channel import MessageChannel
 from hetlb.options.relays.protocol import (
@@ -83,13 +84,13 @@ class RelayDriver(SchedulerSide):
         """Leases that another scheduler process books again: those on instances still in the fleet."""
         now, live = self._driver.now(), []
         for exchange in self._driver.exchanges.values():
-            lease = exchange.lease
+            lease = exchange.record.lease
             if lease is None or exchange.phase is Phase.QUEUED:
                 continue
             target = self._targets.get(lease.instance)
             if target is None or target.incarnation != lease.incarnation:
                 continue
-            live.append(LiveRequest(WireBooked.of(booked(lease, now)), exchange.tenant))
+            live.append(LiveRequest(WireBooked.of(booked(lease, now)), exchange.record.tenant))
         return live
 
     def connected(self, channel: MessageChannel[FromScheduler]) -> None:
@@ -97,7 +98,7 @@ class RelayDriver(SchedulerSide):
         self._channel = channel
         self._incarnations.clear()
         for exchange in self._queued():
-            channel.send(_arrival(exchange))
+            channel.send(arrival_of(exchange.record.request, exchange.record.tenant))
 
     def disconnected(self) -> None:
         self._channel = None
@@ -108,7 +109,7 @@ class RelayDriver(SchedulerSide):
 
     def _let_go(self, exchange: Exchange) -> None:
         try:
-            exchange.let_go()
+            exchange.attempt.let_go()
         except Exception as error:
             exchange.fault(error)
 
@@ -186,13 +187,13 @@ class RelayDriver(SchedulerSide):
 
     # --- facts ---
 
-    def submit(self, exchange: Exchange) -> None:
-        request = exchange.request
+    def submit(self, record: RequestRecord) -> None:
+        request = record.request
         if self._channel is None and not self._has_room():
             detail = "Too many requests are waiting for an instance."
             self._driver.reject(Reject(request.id, RejectReason.QUEUE_FULL, detail), 1.0)
             return
-        self._send(_arrival(exchange))
+        self._send(arrival_of(request, record.tenant))
 
     def first_token(self, lease: Lease, now: float) -> None:
         lease.first_token_at = now
@@ -217,9 +218,7 @@ class RelayDriver(SchedulerSide):
         if self._channel is None:
             return  # the client gets what the engine said
         request_id = lease.request.id
-        answer = self._driver.exchanges[request_id].answer
-        assert answer is not None, "expected an engine that has answered"
-        answer.wait()
+        self._driver.exchanges[request_id].attempt.wait()
         self._send(Refused(request_id, lease.id, busy, retry_after_s))
 
     def hung_s(self, lease: Lease, now: float) -> float | None:
@@ -254,18 +253,19 @@ class RelayDriver(SchedulerSide):
         exchange = driver.exchanges.get(command.request)
         if exchange is None:
             return
-        held, before = exchange.answer is not None and exchange.answer.waits, exchange.lease
+        record, held = exchange.record, exchange.attempt.waits
+        before = record.lease
         if before is not None and (
             held or (before.instance in self._stalled and driver.may_turn_away(before))
         ):
             before.ended = True
             driver.turned_away(before)
         if command.model:
-            exchange.request = replace(exchange.request, model=command.model)
+            record.request = replace(record.request, model=command.model)
         target, now = self._targets[command.instance], driver.now()
         lease = Lease(
             command.lease,
-            exchange.request,
+            record.request,
             target.name,
             target.incarnation,
             # The tokens that it books are known to the scheduler process alone.
@@ -280,12 +280,13 @@ class RelayDriver(SchedulerSide):
         )
         self.recent.append(lease)
         if command.limit_lines is not None:
-            exchange.ticket = _RelayTicket(self, command.request, command.limit_lines)
+            record.ticket = _RelayTicket(self, command.request, command.limit_lines)
         driver.open_pool(target.incarnation, target.name, target.url)
         lease.forecast_end_s, lease.expected_first_s = command.expected_s, command.expected_first_s
         lease.beside = command.mixed
         try:
-            exchange.dispatched(lease, command.gives_ids, command.max_model_len)
+            attempt = exchange.maker.attempt(exchange, lease, command.gives_ids, command.max_model_len)
+            exchange.dispatched(attempt, lease)
         except Exception as error:
             driver.guard.ended(exchange, error)
 
@@ -313,7 +314,7 @@ class RelayDriver(SchedulerSide):
         if self._channel is None and now - self._alone_since >= self._limits.no_instance_timeout_s:
             for exchange in self._queued():
                 detail = "The scheduler is not there."
-                self._driver.reject(Reject(exchange.request.id, RejectReason.NO_INSTANCE, detail), 1.0)
+                self._driver.reject(Reject(exchange.record.request.id, RejectReason.NO_INSTANCE, detail), 1.0)
 
     def _has_room(self) -> bool:
         """Return True if what waits without a scheduler process is within the queue's limits."""
@@ -321,7 +322,8 @@ class RelayDriver(SchedulerSide):
         if limits.max_requests is not None and len(waiting) > limits.max_requests:
             return False
         return (
-            limits.max_bytes is None or sum(each.request.body_bytes for each in waiting) <= limits.max_bytes
+            limits.max_bytes is None
+            or sum(each.record.request.body_bytes for each in waiting) <= limits.max_bytes
         )
 
     def _queued(self) -> list[Exchange]:
@@ -351,7 +353,3 @@ class _RelayTicket:
 def arrival_of(request: Request, owner: str | None) -> Arrival:
     """Make the message of a request."""
     return Arrival(RequestFacts.of(request), owner)
-
-
-def _arrival(exchange: Exchange) -> Arrival:
-    return arrival_of(exchange.request, exchange.tenant)

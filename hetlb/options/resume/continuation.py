@@ -7,43 +7,35 @@ reading of its body (`resume_fields.py`); what is not known to go on the same wa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+import re
+from typing import Any, Final
 
 import msgspec
 
-from hetlb.balancer.clients.client_response import NOTHING
-from hetlb.balancer.engines.upstream import SideCall
-from hetlb.balancer.exchange import ends
-from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.engine_answer import EngineAnswer
 from hetlb.balancer.exchange.engine_request import EngineRequest
-from hetlb.balancer.exchange.exchange_states import RESUMED, Phase
 from hetlb.balancer.exchange.streamed_answer import LAST_EVENT, StreamedAnswer
 from hetlb.balancer.http.endpoints import Kind
-from hetlb.balancer.http.http1 import ResponseHead
 from hetlb.balancer.http.openai_body import with_field
+from hetlb.balancer.http.sse import MAX_HELD_BYTES
 from hetlb.options.resume.progress import Kept, Progress
 from hetlb.options.resume.resume_fields import CHAT_ONLY, NOT_READ, Asked, read_answer, read_asked, read_ids
-
-if TYPE_CHECKING:
-    from hetlb.balancer.core.types import Lease
-    from hetlb.balancer.exchange.exchange import Exchange
 
 #: Maximum number of leases in a row that bring few tokens: an answer may be what engines fail of.
 MOST_RESUMED: Final = 5
 #: Minimum number of tokens that a lease brings, or it counts.
 _LEAST_TOKENS: Final = 16
-#: Maximum number of engines that die in an answer which goes on after it: the request may be what kills them.
-MOST_DEATHS: Final = 1
 #: Prompt tokens that a template may add to one for each byte of the body.
 _TEMPLATE_TOKENS: Final = 1024
 _TOKEN_IDS: Final = b"return_token_ids"
-_DONE: Final = Phase.DONE
+_TOKEN_ID_LISTS = re.compile(rb'("(?:prompt_)?token_ids":\s?)\[[0-9, ]*\]')
+#: The first event has the token ids of the prompt where hetlb asked for them: it is held until it is whole.
+_MAX_FIRST_BYTES: Final = 1 << 21
+#: Reason of an end that is none; inside text the quotes would be escaped.
+_ABORT: Final = b'"abort"'
+_ABORTED = re.compile(rb'"finish_reason":\s?"abort"')
 #: Errors at an event that is not of the expected form.
 _NOT_TRANSLATED: Final = (*NOT_READ, LookupError, TypeError, AttributeError)
-#: Ends of a connection after which its engine may be dead.
-_BY_CONNECTION: Final = (ends.BROKEN, ends.DROPPED)
 
 
 class Draft:
@@ -72,7 +64,7 @@ class Draft:
 
 
 class Continuation:
-    """Second leases of one request, none at first, and what they need of the one before.
+    """Request of the second leases of one answer, none at first, and what it needs of the ones before.
 
     `asks_ids`: hetlb asks for token ids where the engine has some; `hides_usage`: it asks for usage, which
     the client did not. `second` is the body of a second lease's request, None in the first lease; `generated`
@@ -80,9 +72,8 @@ class Continuation:
     """
 
     __slots__ = (
-        "_as_completion", "_asked", "_asks_ids", "_check", "_deaths", "_draft", "_fruitless", "_hides_usage",
-        "_kept", "_kind", "_longest", "_outgoing", "_waiting", "generated", "pending_since", "progress",
-        "second", "streamed", "why",
+        "_as_completion", "_asked", "_asks_ids", "_draft", "_fruitless", "_hides_usage", "_kept", "_kind",
+        "_longest", "_outgoing", "generated", "progress", "second", "streamed", "why",
     )  # fmt: skip
 
     def __init__(
@@ -113,14 +104,8 @@ class Continuation:
         #: True if the engine answers as a completion what the client may know as a chat.
         self._as_completion = False
         self.generated = 0
-        #: Time since which it is on its way to another lease, None while it is not.
-        self.pending_since: float | None = None
         #: Leases in a row that brought few tokens.
         self._fruitless = 0
-        #: Engines that died in this answer, and the question whether the last one lives.
-        self._deaths = 0
-        self._check: SideCall | None = None
-        self._waiting: Callable[[], None] | None = None
 
     # --- the request of a lease ---
 
@@ -245,8 +230,11 @@ class Continuation:
         self._draft = draft
         return draft
 
-    def _take(self, draft: Draft) -> None:
-        """Go by a draft from now on."""
+    def take(self, draft: Draft | None) -> None:
+        """Go by a draft from now on; without one the request is the same again."""
+        if draft is None:
+            self._fruitless += 1
+            return
         progress = self.progress
         assert progress is not None, "expected an answer that has begun"
         progress.cut(draft.texts, draft.ids, draft.ahead)
@@ -260,12 +248,13 @@ class Continuation:
 
     def stream(self, silent: bool) -> StreamedAnswer:
         asked = self._asked
-        if self.second is not None:
-            return StreamedAnswer(not self._wants_usage, silent, self.progress, self)
-        if asked is not None:
-            self.progress = Progress(self._kept)
-            self.progress.most_tokens = self._most_tokens(asked, None) or self._longest
-        return StreamedAnswer(self._hides_usage, silent, self.progress, None, self._hides_ids)
+        if self.second is not None and self.progress is not None:
+            return KeptStream(not self._wants_usage, silent, self.progress, self)
+        if asked is None:
+            return StreamedAnswer(self._hides_usage, silent)
+        self.progress = Progress(self._kept)
+        self.progress.most_tokens = self._most_tokens(asked, None) or self._longest
+        return KeptStream(self._hides_usage, silent, self.progress, hides_ids=self._hides_ids)
 
     def translate(self, event: bytes, progress: Progress) -> bytes | None:
         """An event of the second lease for the client, b"" for none; None where it does not go on."""
@@ -337,159 +326,22 @@ class Continuation:
 
     # --- its end ---
 
-    def go_on(self, exchange: Exchange, end: End, otherwise: Callable[[], None]) -> bool:
-        """Begin to take another lease for the rest of an answer whose engine is lost; False if it cannot.
-
-        Where that shows later, `otherwise` ends the exchange. Answers of one engine are read in turns.
-        """
-        answer, lease = exchange.answer, exchange.lease
-        if lease is None or exchange.transfer is not None or self.pending_since is not None:
+    def may_go_on(self, answer: EngineAnswer | None, unsent: bool) -> bool:
+        """Return True unless it is known already that an answer cannot; `unsent`: the client has nothing."""
+        if self._fruitless >= MOST_RESUMED:
             return False
-        if self._fruitless >= MOST_RESUMED or not self._may(answer, exchange.response.state is NOTHING):
-            return False
-        exchange.since = self.pending_since = exchange.now()
-
-        exchange.driver.guard.later(exchange, lambda: self._go(exchange, lease, end, otherwise))
-        return True
-
-    def _may(self, answer: EngineAnswer | None, unsent: bool) -> bool:
-        """True unless it is known already that an answer cannot go on; `unsent`: the client has nothing."""
         if self.progress is None:  # of a plain answer that is not whole nothing was sent
             return unsent and answer is not None and answer.whole_only
         stream = None if answer is None else answer.stream
         return not self.progress.why and not (stream is not None and stream.part_is_out)
 
-    def _go(self, exchange: Exchange, lease: Lease, end: End, otherwise: Callable[[], None]) -> None:
-        """End the answer where nothing of it is missing; else see whether it may go on."""
-        answer, progress = exchange.answer, self.progress
-        if self.pending_since is None:
-            return
-        if progress is not None:
-            progress.read()
-        if (last := self._last_events(answer)) is not None:
-            self.pending_since = None
-            exchange.response.write(exchange.response.last(last))
-            if answer is not None:
-                exchange.take_usage(answer)
-            exchange.finish(ends.LAST_MISSING)
-            return
-        draft = self.draft()
-        generated = 0 if draft is None else draft.generated
-        # Run twice, and not a token: the request itself may be what kills engines.
-        if exchange.dropped and not generated:
-            self.why = self.why or "lost twice without a token"
-        if (draft is None and progress is not None) or (exchange.dropped and not generated):
-            self._stop(otherwise)
-        elif end in _BY_CONNECTION:
-
-            def go_on() -> None:
-                self._leave(exchange, lease, end, draft)
-
-            waits = self._deaths >= MOST_DEATHS
-            self._ask_whether_it_lives(exchange, lease, go_on if waits else None, otherwise)
-            if not waits:
-                go_on()
-        else:
-            self._leave(exchange, lease, end, draft)
-
-    def _stop(self, otherwise: Callable[[], None]) -> None:
-        self.pending_since = None
-        otherwise()
-
-    def _ask_whether_it_lives(
-        self,
-        exchange: Exchange,
-        lease: Lease,
-        go_on: Callable[[], None] | None,
-        otherwise: Callable[[], None],
-    ) -> None:
-        """Ask the engine of a lost lease for its health; `go_on`, if any, waits for the answer."""
-        if self._check is not None:  # the one before has not answered yet
-            self._check.abort()
-            self._deaths += 1
-
-        def told(dead: bool) -> None:
-            self._check = self._waiting = None
-            self._deaths += dead
-            if go_on is None or self.pending_since is None or exchange.phase is _DONE:
-                return
-            if self._deaths > MOST_DEATHS:
-                self._stop(otherwise)
-            else:
-                go_on()
-
-        def done(head: ResponseHead, body: bytes) -> None:
-            told(False)
-
-        def failed(end: End, detail: str) -> None:
-            told(True)
-
-        pool = exchange.driver.pools.find(lease)
-        if pool is None:
-            told(False)
-            return
-        self._check = SideCall(pool, pool.head(b"GET /health"), b"", done, failed, on_fault=exchange.fault)
-        self._waiting = go_on and (lambda: told(False))
-        pool.send(self._check, fresh=True)
-
-    def sweep(self, exchange: Exchange, now: float, patience_s: float) -> None:
-        """Wait no longer for an engine to say that it lives: it hangs, and is no death."""
-        waiting, check = self._waiting, self._check
-        if self.pending_since is None or waiting is None or now - self.pending_since <= patience_s:
-            return
-        if check is not None:
-            check.abort()
-        waiting()
-
-    def _leave(self, exchange: Exchange, lease: Lease, end: End, draft: Draft | None) -> None:
-        """Give the lease back and wait for another one."""
-        self.pending_since = None
-        response, answer = exchange.response, exchange.answer
-        if draft is not None:
-            self._take(draft)
-        else:
-            self._fruitless += 1
-        lease.output_tokens = 0 if answer is None else answer.tokens_so_far
-        exchange.dropped = not self.generated and end is not ends.NOTICE
-        exchange.resumed += 1
-        exchange.back_to_queue(RESUMED)
-        exchange.resumed_tokens = self.generated
-        exchange.request = exchange.request.goes_on(self.generated)
-        exchange.driver.goes_on(exchange.request, lease, ends.HELD_UP if response.held_up else end)
-
-    def may_move(self, exchange: Exchange) -> bool:
-        """True if an answer can go on elsewhere while its engine lives: then there is a `draft`."""
-        answer = exchange.answer
-        stream = None if answer is None else answer.stream
-        if self.pending_since is not None or self.progress is None or self._fruitless >= MOST_RESUMED:
-            return False
-        if not self._may(answer, False) or (stream is not None and stream.done):
-            return False
-        return self.draft() is not None
-
-    def moved(self, exchange: Exchange, lease: Lease) -> bool:
-        """The rest has a place: leave the live engine of `lease`. False where it cannot go on after all."""
-        answer, draft = exchange.answer, self.draft()
-        if draft is None:
-            return False
-        self._take(draft)
-        lease.output_tokens = 0 if answer is None else answer.tokens_so_far
-        exchange.resumed += 1
-        exchange.back_to_queue(RESUMED)
-        exchange.resumed_tokens = self.generated
-        exchange.request = exchange.request.goes_on(self.generated)
-        return True
-
     def close(self) -> None:
         """The exchange has ended: keep nothing more."""
-        if self._check is not None:
-            self._check.abort()
-            self._check = self._waiting = None
         if self.progress is not None:
             self.why = self.why or self.progress.why
             self.progress.release()
 
-    def _last_events(self, answer: EngineAnswer | None) -> bytes | None:
+    def last_events(self, answer: EngineAnswer | None) -> bytes | None:
         """Return the events that are missing behind the last token; None where tokens are, or their number.
 
         They are counted by their ids, in the engine's place.
@@ -521,6 +373,92 @@ class Continuation:
             "usage": usage,
         }
         return b"data: " + msgspec.json.encode(fields) + b"\n\n" + LAST_EVENT
+
+
+class KeptStream(StreamedAnswer):
+    """A stream of which `progress` keeps what comes; `rest`: that of a second lease, None in the first.
+
+    `hides_ids`: hetlb asked for token ids, and the client did not: it gets none.
+    """
+
+    __slots__ = ("_kept", "_progress", "_rest")
+
+    def __init__(
+        self,
+        hold_usage: bool,
+        silent: int,
+        progress: Progress,
+        rest: Continuation | None = None,
+        *,
+        hides_ids: bool = False,
+    ) -> None:
+        super().__init__(hold_usage, silent, hides_ids)
+        self._progress = progress
+        self._rest = rest
+        #: Progress that keeps reads as they come; in a second lease each event is looked at.
+        self._kept = progress if rest is None else None
+        self._each = rest is not None or hides_ids
+        if hides_ids:
+            self._max_held = _MAX_FIRST_BYTES
+
+    def pass_text(self, chunks: bytes) -> bytes:
+        passed = super().pass_text(chunks)
+        kept = self._kept
+        if passed and kept is not None:
+            kept.add_chunks(chunks)
+        return passed
+
+    def learn_shape(self) -> None:
+        if self._rest is None:
+            super().learn_shape()
+
+    def usage(self) -> tuple[int | None, int | None, int | None]:
+        prompt, rest = self.prompt_tokens, self._rest
+        if prompt is not None and rest is not None:
+            prompt -= rest.generated  # what earlier leases said was part of this one's prompt
+        return self.completion_tokens, prompt, self.cached_tokens
+
+    def _take(self, data: bytes) -> bytes:
+        kept = self._kept
+        if kept is None:
+            return super()._take(data)
+        kept.add(data)
+        each, self._each = self._each, self._each or data.find(_ABORT) >= 0
+        out = super()._take(data)
+        if not each:
+            self._each = False
+        return out
+
+    def _pass_on(self, event: bytes, data: bytes) -> bytes:
+        progress, rest = self._progress, self._rest
+        if self.lost is not None:
+            return b""
+        if self.failed:
+            if self.refused:
+                return event
+            self.lost = event
+            return b""
+        if self.done or not data:
+            return event
+        if rest is not None:
+            translated = rest.translate(b"data: " + data, progress)
+            if translated is None:
+                progress.spoil("another instance says something else")
+                self.lost = b""
+                return b""
+            event = translated
+        else:
+            self._max_held = MAX_HELD_BYTES  # the first event is over
+            if self._hides_ids:
+                event = _TOKEN_ID_LISTS.sub(rb"\1null", event)
+        if data.find(_ABORT) >= 0 and _ABORTED.search(data) is not None:
+            self.lost = event  # vLLM gives up what it runs when it is stopped
+            return b""
+        return event
+
+    def _passed_in_parts(self) -> None:
+        self._progress.spoil("an event too long to be read")
+        self._kept = None
 
 
 def _settled(texts: list[str], ids: list[list[int]], said: str, held_back: int, settled: int) -> list[str]:

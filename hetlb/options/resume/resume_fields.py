@@ -133,7 +133,7 @@ class _ChatBody(_Body, forbid_unknown_fields=True, kw_only=True):
 #: Fields with which no continuation is known to be the same, unless they are null, false, 0 or empty.
 _NEVER: Final = (
     "best_of", "frequency_penalty", "presence_penalty", "use_beam_search", "watermarking",
-    "truncate_prompt_tokens", "truncation_side", "logprob_token_ids", "bad_words",
+    "truncate_prompt_tokens", "logprob_token_ids", "bad_words",
     "echo", "structured_outputs", "routed_experts_prompt_start", "return_token_offsets",
     "return_weight_versions", "return_mm_kwargs", "kv_transfer_params", "ec_transfer_params",
     "repetition_detection", "thinking_token_budget",

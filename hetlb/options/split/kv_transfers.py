@@ -12,24 +12,28 @@ Whether a prompt was fetched, or computed anew, the scheduler finds in the decod
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections.abc import Callable
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
+from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.transition import Transition
 from hetlb.balancer.core.types import Command, Connector, Hold, KvLink, Lease, Outcome, Role
-from hetlb.balancer.engines.engine_pools import EnginePools
 from hetlb.balancer.engines.upstream import SideCall
 from hetlb.balancer.exchange import ends
 from hetlb.balancer.exchange import exchange_states as states
+from hetlb.balancer.exchange.driver import Driver, Splits
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.engine_answer import EngineAnswer
+from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.exchange_states import Phase
+from hetlb.balancer.exchange.plain import Plain
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import ResponseHead
 from hetlb.balancer.http.openai_body import with_field
@@ -37,10 +41,6 @@ from hetlb.balancer.http.openai_fields import BootstrapEntry, PrefillFields, Tra
 from hetlb.balancer.http.sse import SseWatcher
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import NOT_JSON
-
-if TYPE_CHECKING:
-    from hetlb.balancer.exchange.exchange import Exchange
-    from hetlb.balancer.exchange.scheduler_side import Carrier
 
 logger = logging.getLogger("hetlb.kv")
 
@@ -97,51 +97,49 @@ PREFILL_ENDED: Final = Transition(
 LEFT: Final = Transition("the first token, or a failure", _UNDER_WAY, TransferState.OVER)
 
 
-class KvTransfer:
-    """The two legs of one request, from the dispatch of the prefill to the first token of the decode.
+class Split(Plain):
+    """A request in two legs, from the dispatch of the prefill to the first token of the decode; plain then.
 
-    `body` is that of the decode leg. `pushed`: the prefill instance sends the blocks by itself, and keeps
-    those that are not asked for until the lease ends. `stopped`: the decode leg was running and its
-    connection was closed.
+    `sent` is the lease of the decode leg once that is sent. `_body` is its body. `_pushed`: the prefill
+    instance sends the blocks by itself, and keeps those that are not asked for until the lease ends.
+    `_stopped`: the decode leg was running and its connection was closed.
     """
 
     __slots__ = (
-        "_call", "_exchange", "_hold", "_lease", "_link", "_params", "_pushed", "_query", "_transfers",
-        "_until", "body", "decode", "state", "stopped",
+        "_body", "_call", "_decode", "_hold", "_link", "_params", "_prefill", "_pushed", "_query", "_splits",
+        "_stopped", "_until", "state",
     )  # fmt: skip
 
-    def __init__(self, exchange: Exchange, transfers: KvTransfers, lease: Lease) -> None:
+    def __init__(self, splits: KvTransfers, driver: Driver, exchange: Exchange, lease: Lease) -> None:
+        super().__init__(driver, exchange, lease)
         assert lease.decode is not None, f"{lease!r} is no prefill leg"
-        self._exchange = exchange
-        self._transfers = transfers
-        self._link = transfers.link(lease)
-        self._lease = lease
-        self.decode = lease.decode
+        self._splits = splits
+        self._link = splits.link(lease)
+        self._prefill, self._decode = lease, lease.decode
         self.state = TransferState.ASKING if self._link.concurrent else TransferState.PREFILL
-        self.body = exchange.outgoing.body
+        self._body = exchange.outgoing.body
         self._call: SideCall | None = None
         self._query: SideCall | None = None
         self._hold: Hold | None = None
         #: Parameters of the decode leg, once known.
         self._params: bytes | None = None
         #: Time after which the first token is of no use.
-        self._until = float("inf")
-        self._pushed = self.stopped = False
+        self._until = math.inf
+        self._pushed = self._stopped = False
 
     # --- the prefill leg ---
 
-    def begin(self, now: float) -> None:
+    def begin(self) -> None:
         """Send the prefill leg, once the bootstrap server has told the engine where its connector has one."""
-        exchange, lease = self._exchange, self._lease
-        driver = exchange.driver
-        exchange.dispatched_at = now
+        exchange, driver, lease = self.exchange, self.driver, self._prefill
+        now = exchange.record.dispatched_at = lease.dispatched_at
         exchange.enter(states.PREFILL_DISPATCHED, now)
         params = _ASK
         if self._link.concurrent:
             params = b'{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"%b"}' % self._name()
-        body = _prefill_body(exchange.kind, self.body, params)
+        body = _prefill_body(exchange.record.kind, self._body, params)
         pool = driver.pools.of(lease)
-        head = b"%bx-request-id: %b\r\n" % (exchange.head_lines(pool), exchange.outgoing.label)
+        head = b"%bx-request-id: %b\r\n" % (self.head_lines(pool), exchange.outgoing.label)
         self._call = SideCall(
             pool, head, body, self._prefilled, self._prefill_failed,
             lambda: driver.scheduling.serves(lease), exchange.fault,
@@ -159,7 +157,7 @@ class KvTransfer:
         self._query.send()
 
     def _name(self) -> bytes:
-        return b"xfer-%b-%d" % (_PROCESS, self._lease.id)
+        return b"xfer-%b-%d" % (_PROCESS, self._prefill.id)
 
     def _queried(self, head: ResponseHead, body: bytes) -> None:
         """The bootstrap server told the id of the prefill engine: send both legs."""
@@ -180,29 +178,29 @@ class KvTransfer:
                 "transfer_id": self._name().decode("ascii"),
             }
         )
-        self.body = with_field(self.body, b"kv_transfer_params", self._params)
+        self._body = with_field(self._body, b"kv_transfer_params", self._params)
         self.state = BOTH_SENT.take(self.state)
         self._call.send()
-        self._exchange.send(self.decode, fresh=True)
+        self.send(self._decode, fresh=True)
 
     def _query_failed(self, end: End, detail: str) -> None:
         self._query = None
         self._unsplit(ends.NOT_HANDED_OVER, "no_bootstrap")
 
     def _prefill_failed(self, end: End, detail: str) -> None:
-        exchange, self._call = self._exchange, None
+        self._call = None
         if end is ends.NOT_ACCEPTED or end is ends.LOOP:
-            exchange.try_again(end)
+            self.try_again(end)
         elif end is ends.LOCAL:
-            exchange.stop_engine()
             self.leave()
-            exchange.engine_failed(end, detail)
+            self.engine_failed(end, detail)
         else:
             self._unsplit(end if end is ends.MOVED else ends.DROPPED, "prefill_failed")
 
     def _prefilled(self, head: ResponseHead, body: bytes) -> None:
         self._call = None
-        exchange = self._exchange
+        exchange = self.exchange
+        record = exchange.record
         if head.status != 200:
             self._prefill_refused(head, body)
             return
@@ -217,60 +215,92 @@ class KvTransfer:
                 self._unsplit(ends.NOT_HANDED_OVER, "no_params")
                 return
             self._params = params
-            self.body = with_field(self.body, b"kv_transfer_params", params)
-            if self._pushed and exchange.kind is Kind.RESPONSES and answer.id:
+            self._body = with_field(self._body, b"kv_transfer_params", params)
+            if self._pushed and record.kind is Kind.RESPONSES and answer.id:
                 # Blocks go to the request of the same id, which vLLM takes from the body of a response alone.
-                self.body = with_field(self.body, b"request_id", msgspec.json.encode(answer.id))
+                self._body = with_field(self._body, b"request_id", msgspec.json.encode(answer.id))
         self.state = PREFILL_ENDED.take(self.state)
-        lease, exchange.lease = exchange.lease, None
-        assert lease is not None
-        exchange.prefill_instance = lease.instance
-        exchange.enter(states.PREFILLED, self._transfers.now())
-        self._transfers.prefilled(lease)
+        record.lease, record.prefill_instance = None, self._prefill.instance
+        exchange.enter(states.PREFILLED, exchange.now())
+        self._splits.prefilled(self._prefill)
 
     def _prefill_refused(self, head: ResponseHead, body: bytes) -> None:
         """The prefill instance answered with an error: it is the answer, but for those of a broken engine."""
         if head.status >= 500 and b"retry-after" not in head.fields:
             self._unsplit(ends.SERVER_ERROR, "prefill_error")
             return
-        exchange = self._exchange
-        lease = exchange.lease
-        exchange.stop_engine()
+        exchange = self.exchange
         self.leave()
-        exchange.enter(states.PREFILL_REFUSED, self._transfers.now())
-        exchange.engine_head(head, len(body))
-        if exchange.lease is lease and exchange.phase is Phase.SENT:  # no other instance has room for it
-            exchange.engine_end(body)
+        exchange.enter(states.PREFILL_REFUSED, exchange.now())
+        self.engine_head(head, len(body))
+        if exchange.attempt is self and exchange.phase is Phase.SENT:  # no other instance has room for it
+            self.engine_end(body)
 
     # --- the decode leg ---
 
-    def decode_dispatched(self, lease: Lease) -> None:
-        """The decode leg is sent now, or goes on. The prefill instance keeps the KV from then on."""
-        exchange = self._exchange
+    def takes(self, lease: Lease) -> bool:
+        """The decode leg is sent now, or goes on; for another lease it is given up."""
+        exchange = self.exchange
+        if self.state is TransferState.OVER:
+            return super().takes(lease)
+        if lease is not self._decode:
+            self.leave()
+            return False
+        # The prefill instance keeps the KV from now on.
+        record = exchange.record
+        record.lease = self.lease = lease
         self._hold = lease.hold
         now, expected_s = lease.dispatched_at, lease.forecast_end_s
-        exchange.expected_s, exchange.expected_first_s, exchange.mixed = expected_s, 0.0, True
-        begun_at = self._lease.dispatched_at
-        read_at = begun_at if self._transfers.stood_still_since(begun_at) else now
+        record.expected_s, record.expected_first_s, record.mixed = expected_s, 0.0, True
+        begun_at = self._prefill.dispatched_at
+        read_at = begun_at if self.driver.stalls.since(begun_at) else now
         lease_s = self._link.lease_s
         self._until = min(
             read_at + lease_s - max(_LEAST_MARGIN_S, _MARGIN_SHARE * lease_s),
             now + max(_LEAST_PATIENCE_S, _PATIENCE * expected_s),
         )
-        if exchange.engine is None and exchange.answer is None:
+        if self.engine is None and self.answer is None:
             exchange.enter(states.DISPATCHED, now)
             if not self._link.concurrent:
                 # Its parameters may be used once: an idle connection that turned out to be closed would
                 # leave open whether they were.
-                exchange.send(lease, fresh=True)
-            return
-        exchange.enter(states.DECODE_UNDER_WAY, now)
-        exchange.let_go()
+                self.send(lease, fresh=True)
+        else:
+            exchange.enter(states.DECODE_UNDER_WAY, now)
+            self.let_go()
+        return True
 
-    def may_begin(self, answer: EngineAnswer) -> bool:
-        """True if the decode leg's answer goes on, by what is kept of it: with that the transfer is over."""
+    def enter(self, transition: Transition[Phase], now: float) -> None:
+        if self.exchange.phase is not Phase.PREFILLING:  # else that leg counts
+            super().enter(transition, now)
+
+    def body(self) -> bytes:
+        return self._body
+
+    def engine_head(self, head: ResponseHead, length: int | None) -> None:
+        """Keep the answer until its first token, or an error of the request's own."""
+        super().engine_head(head, length)
+        if self.state is not TransferState.OVER and self.answer is not None:
+            self.answer.wait()
+
+    def refused(self, answer: EngineAnswer) -> None:
+        # While both legs are on their way, what this says of the engine waits for the other one's answer.
+        if self.exchange.phase is not Phase.PREFILLING:
+            super().refused(answer)
+
+    def first_bytes(self, answer: EngineAnswer, payload: bytes, *, whole: bool) -> bytes | None:
+        if self.state is not TransferState.OVER:
+            answer.kept += payload
+            answer.kept_whole = whole
+            if not self._may_begin(answer):
+                return None
+            payload, answer.waits = answer.kept, False
+        return super().first_bytes(answer, payload, whole=whole)
+
+    def _may_begin(self, answer: EngineAnswer) -> bool:
+        """Return True if the decode leg's answer goes on, by what is kept of it: the split is over."""
         status = answer.head.status
-        if self._transfers.now() > self._until:
+        if self.exchange.now() > self._until:
             self._late()
             return False
         if status >= 500:
@@ -288,54 +318,69 @@ class KvTransfer:
             elif not watcher.events and not watcher.done and not answer.kept_whole:
                 return False
         self.state = LEFT.take(self.state)
-        self._exchange.transfer = None
         if status < 400:
-            if not self._transfers.checks(self.decode, self._hold):
-                self._transfers.ended()
+            if not self._splits.checks(self._decode, self._hold):
+                self._splits.ended()
         elif self._hold is not None and not self._pushed:
-            self._transfers.released(self._hold)  # vLLM releases them when it refuses the request
+            self._splits.released(self._hold)  # vLLM releases them when it refuses the request
         return True
 
-    def decode_failed(self, end: End) -> None:
-        if self.state is not TransferState.DECODE:
+    def engine_failed(self, end: End, detail: str) -> None:
+        self.engine, self.connecting = None, False
+        if self.state is TransferState.OVER or end is ends.LOCAL:
+            super().engine_failed(end, detail)
+        elif self.state is not TransferState.DECODE:
             self._unsplit(ends.NOT_HANDED_OVER, "decode_failed")
         elif end in ends.NOTHING_SENT:
-            self._transfers.ended("decode_failed")
-            self._exchange.try_again(end)
+            self._splits.ended("decode_failed")
+            self.try_again(end)
         else:
-            self._exchange.dropped = True
+            self.exchange.dropped = True
             self._unsplit(ends.DROPPED, "decode_failed")
 
     # --- the end ---
 
-    def sweep(self, now: float, silent_s: float, first_byte_s: float) -> bool:
-        """Give up what comes too late; True if the exchange waits no longer for this transfer."""
-        if now > self._until:
+    def move(self) -> bool:
+        return False
+
+    @property
+    def may_be_taken(self) -> bool:
+        return self.state is TransferState.OVER
+
+    def sweep(self, now: float, table: ProxyTable) -> None:
+        """Give up what comes too late."""
+        if self.state is TransferState.OVER:
+            super().sweep(now, table)
+        elif now > self._until:
             self._late()
-        elif self._exchange.phase is Phase.PREFILLING and silent_s > first_byte_s:
+        elif self.exchange.phase is not Phase.PREFILLING:
+            super().sweep(now, table)
+        elif now - self.exchange.since > table.first_byte_timeout_s:
             if self._call is not None:
                 self._call.abort()
             self._prefill_failed(ends.SILENT, "it did not answer in time")
-        else:
-            return False
-        return True
 
     def _late(self) -> None:
-        if self._exchange.engine is not None:
+        if self.engine is not None:
             # What it may have fetched too late is of another prompt, and is in its prefix cache by now.
-            self._exchange.outgoing.salt()
+            self.exchange.outgoing.salt()
         self._unsplit(ends.NOT_HANDED_OVER, "late")
 
     def _unsplit(self, end: End, why: str) -> None:
         """Send the whole request to one instance. `end` is that of the leg that was going on."""
-        self._exchange.stop_engine()
-        lease = self._exchange.back_to_queue(states.RETRIED)
-        self._transfers.unsplit(lease, end.told, why)
+        self.exchange.back_to_queue(states.RETRIED)
+        self._splits.unsplit(self.lease, end.told, why)
+
+    def stop(self) -> None:
+        self._stopped = self._stopped or self.engine is not None
+        super().stop()
 
     def leave(self) -> None:
-        """No leg goes on."""
+        """Let no leg go on."""
+        super().leave()
+        if self.state is TransferState.OVER:
+            return
         self.state = LEFT.take(self.state)
-        self._exchange.transfer = None
         for call in (self._call, self._query):
             if call is not None:
                 call.abort()
@@ -343,42 +388,37 @@ class KvTransfer:
         hold = self._hold
         if hold is None or hold.ended or self._pushed:
             return
-        if self.stopped:
+        if self._stopped:
             # The decode engine says so to the other as soon as it notices.
-            self._transfers.released(hold)
+            self._splits.released(hold)
         elif self._params is not None:
-            self._transfers.release(hold, self._exchange.request.model, self._params)
+            self._splits.release(hold, self.exchange.record.request.model, self._params)
 
 
-class KvTransfers:
+class KvTransfers(Splits):
     """KV transfers of one process, whose scheduler is in it too, and the calls that release what is kept."""
 
+    __slots__ = ("_carry_out", "_driver", "_releases", "_scheduler", "_told", "_totals")
+
     def __init__(
-        self,
-        scheduler: Scheduler,
-        pools: EnginePools,
-        carrier: Carrier,
-        carry_out: Callable[[list[Command]], None],
+        self, driver: Driver, scheduler: Scheduler, carry_out: Callable[[list[Command]], None]
     ) -> None:
+        self._driver = driver
         self._scheduler = scheduler
-        self._pools = pools
-        self._totals = carrier.counted
+        self._totals = driver.counted
         self._carry_out = carry_out
-        self.now = carrier.now
-        self.stood_still_since = carrier.stalls.since
         #: Requests of the proxy's own to engines.
         self._releases: set[SideCall] = set()
         #: Pairs that were logged as failing, and how often.
         self._told: dict[tuple[str, str], int] = {}
 
     def may_split(self, kind: Kind, path: str, body: bytes) -> bool:
-        """True if a request with one prompt and one sequence can be split."""
         return (
             kind in _SPLIT_KINDS and path.startswith("/v1/") and not any(key in body for key in _WHOLE_ONLY)
         )
 
-    def transfer(self, exchange: Exchange, lease: Lease) -> KvTransfer:
-        return KvTransfer(exchange, self, lease)
+    def attempt(self, exchange: Exchange, lease: Lease, gives_ids: bool, max_model_len: int) -> Split:
+        return Split(self, self._driver, exchange, lease)
 
     def link(self, lease: Lease) -> KvLink:
         link = self._scheduler.ledger.leased[lease.id].spec.kv_transfer
@@ -387,13 +427,13 @@ class KvTransfers:
 
     def prefilled(self, lease: Lease) -> None:
         self._totals.instance(lease.instance).ended(Outcome.OK)
-        self._carry_out(self._scheduler.on_prefilled(lease, self.now()))
+        self._carry_out(self._scheduler.on_prefilled(lease, self._driver.now()))
 
     def unsplit(self, lease: Lease, outcome: Outcome, why: str) -> None:
         """A transfer failed: the request goes to one instance as a whole."""
         self._totals.kv_transferred(why)
         self._totals.tried_again(lease.instance, outcome)
-        self._carry_out(self._scheduler.on_unsplit(lease, outcome, self.now()))
+        self._carry_out(self._scheduler.on_unsplit(lease, outcome, self._driver.now()))
 
     def ended(self, result: str = "done") -> None:
         self._totals.kv_transferred(result)
@@ -412,7 +452,7 @@ class KvTransfers:
             self._totals.kv_transferred(result, count)
         if not checks.restrained:
             return
-        for record in checks.resting(self.now()):
+        for record in checks.resting(self._driver.now()):
             if self._told.get(record.names) != record.rests:
                 self._told[record.names] = record.rests
                 source, target = record.names
@@ -420,7 +460,7 @@ class KvTransfers:
                 tell(logger, Event.TRANSFERS_FAIL, text, source, target, instance=target, source=source)
 
     def released(self, hold: Hold) -> None:
-        self._carry_out(self._scheduler.on_hold_released(hold, self.now()))
+        self._carry_out(self._scheduler.on_hold_released(hold, self._driver.now()))
 
     def release(self, hold: Hold, model: str, params: bytes) -> None:
         """Free a prompt at its prefill instance: a decode instance is sent a request that it refuses."""
@@ -459,14 +499,13 @@ class KvTransfers:
             self._releases.discard(call)
             self._release_by(others, hold, body)
 
-        pool = self._pools.open(asked.incarnation, asked.name, asked.spec.url)
+        pool = self._driver.pools.open(asked.incarnation, asked.name, asked.spec.url)
         head = pool.head(b"POST /v1/completions", b"content-type: application/json\r\n")
         call = SideCall(pool, head, body, done, failed)
         self._releases.add(call)
         call.send()
 
-    def close(self) -> None:
-        """Break off the requests of the proxy's own."""
+    def stop(self) -> None:
         for call in self._releases:
             call.abort()
 

@@ -7,23 +7,23 @@ until either side closes. The model is that of the handshake.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from urllib.parse import parse_qs, parse_qsl, urlencode
 
+from hetlb.balancer.config.fleet_tables import ProxyTable
+from hetlb.balancer.core.types import Lease
 from hetlb.balancer.engines.upstream import EngineConnection
 from hetlb.balancer.exchange import ends
+from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.ends import End
-from hetlb.balancer.exchange.engine_answer import EngineAnswer
-from hetlb.balancer.exchange.engine_request import EngineRequest
+from hetlb.balancer.exchange.exchange import Exchange, Maker
 from hetlb.balancer.exchange.exchange_states import COMMITTED, FIRST_BYTE, Phase
+from hetlb.balancer.exchange.plain import Plain
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.http.forward_headers import response_lines
 from hetlb.balancer.http.http1 import GateError, RequestHead, ResponseHead
 from hetlb.options.tunnel.websocket import VERSION, accept_of, is_key
-
-if TYPE_CHECKING:
-    from hetlb.balancer.exchange.exchange import Exchange
 
 _AGREED: Final = b"upgrade: websocket\r\nconnection: upgrade\r\n"
 _NEEDED: Final = b"upgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\n"
@@ -68,44 +68,30 @@ def model_asked_for(query: bytes) -> str | None:
     return found[0] if found else None
 
 
-def with_model(head: RequestHead, model: str) -> RequestHead:
-    """Return the head with the engine's name of the model in its query, in place of an alias."""
-    query = [(name, model if name == "model" else value) for name, value in parse_qsl(head.query.decode())]
-    renamed = head.closing()
-    renamed.query = urlencode(query).encode("ascii")
-    return renamed
+class Handshake(Maker):
+    """A checked request for a tunnel. `model` is the one it asks for, None where it says none."""
 
+    __slots__ = ("_driver", "_head", "model")
 
-class Handshake(EngineRequest):
-    """The request for a tunnel, with the client's key, so that the engine's answer is one to the client."""
+    def __init__(self, driver: Driver, head: RequestHead, body: bytes, *, open_to_all: bool) -> None:
+        """Raise `GateError` where the request is none for a tunnel; `open_to_all`: see `check_upgrade`."""
+        check_upgrade(head, body, open_to_all=open_to_all)
+        self._driver = driver
+        self._head = head
+        self.model = model_asked_for(head.query)
 
-    __slots__ = ()
+    def with_model(self, model: str) -> RequestHead:
+        """Return the head with the engine's name of the model in its query, in place of an alias."""
+        query = [
+            (name, model if name == "model" else value)
+            for name, value in parse_qsl(self._head.query.decode())
+        ]
+        renamed = self._head.closing()
+        renamed.query = urlencode(query).encode("ascii")
+        return renamed
 
-    def __init__(self, outgoing: EngineRequest, head: RequestHead) -> None:
-        super().__init__(head, b"", outgoing.label.decode("ascii"))
-
-    def send(self, connection: EngineConnection, lines: bytes, instead: bytes | None) -> None:
-        fields = (self.label, _NEEDED, self.head.fields[b"sec-websocket-key"])
-        lines += b"x-request-id: %b\r\n%bsec-websocket-key: %b\r\n" % fields
-        for name, value in self.head.headers:
-            if name == b"sec-websocket-protocol":
-                lines += b"sec-websocket-protocol: %b\r\n" % value
-        connection.may_upgrade = True
-        connection.send(lines + b"\r\n", b"")
-
-    def agreed(self, exchange: Exchange, head: ResponseHead) -> None:
-        """The engine agrees: the tunnel begins."""
-        fields = head.fields
-        if (
-            fields.get(b"upgrade", b"").lower() != b"websocket"
-            or fields.get(b"sec-websocket-accept") != accept_of(self.head.fields[b"sec-websocket-key"])
-            or b"sec-websocket-extensions" in fields
-        ):
-            exchange.stop_engine()
-            exchange.engine_failed(ends.JUNK, "its 101 does not answer the handshake")
-            return
-        exchange.session = Tunnel(exchange, head)
-        exchange.session.begin()
+    def attempt(self, exchange: Exchange, lease: Lease, gives_ids: bool, max_model_len: int) -> Tunnel:
+        return Tunnel(self._driver, exchange, lease)
 
 
 class TunnelEnd(asyncio.Protocol):
@@ -132,48 +118,87 @@ class TunnelEnd(asyncio.Protocol):
         self._tunnel.full(of_client=self._of_client, full=False)
 
 
-class Tunnel:
-    """One WebSocket, from the engine's agreement until either side closes."""
+class Tunnel(Plain):
+    """One WebSocket: a handshake with the client's own key, then bytes both ways until either side closes."""
 
-    def __init__(self, exchange: Exchange, head: ResponseHead) -> None:
-        engine, response = exchange.engine, exchange.response
-        assert engine is not None, "expected an answer on a connection"
-        self._exchange = exchange
-        self._engine = engine
-        self._now = exchange.now
+    __slots__ = ("_client_full", "_full_since", "_heard_at", "_to_client", "_to_engine")
+
+    def __init__(self, driver: Driver, exchange: Exchange, lease: Lease) -> None:
+        super().__init__(driver, exchange, lease)
+        #: Transports once both sides have agreed.
+        self._to_client: asyncio.Transport | None = None
+        self._to_engine: asyncio.Transport | None = None
         #: Time at which either side was heard last, and since which one takes no more.
-        self._heard_at = exchange.now()
+        self._heard_at = 0.0
         self._full_since: float | None = None
         self._client_full = False
-        now = self._heard_at
-        exchange.status, exchange.answer = 101, EngineAnswer(head, None)
-        exchange.first_byte_at = now
-        exchange.enter(FIRST_BYTE, now)
-        response.state = COMMITTED.take(response.state)
-        own, label = exchange.own_lines(now), exchange.label.encode("ascii")
-        response.write(b"%b%b%bx-request-id: %b\r\n\r\n" % (response_lines(head), _AGREED, own, label))
 
-    def begin(self) -> None:
+    def write(self, connection: EngineConnection) -> None:
+        """Write the handshake, so that the engine's answer is one to the client."""
+        outgoing = self.exchange.outgoing
+        head = outgoing.head
+        fields = (
+            self.head_lines(connection.pool),
+            outgoing.label,
+            _NEEDED,
+            head.fields[b"sec-websocket-key"],
+        )
+        lines = b"%bx-request-id: %b\r\n%bsec-websocket-key: %b\r\n" % fields
+        for name, value in head.headers:
+            if name == b"sec-websocket-protocol":
+                lines += b"sec-websocket-protocol: %b\r\n" % value
+        connection.may_upgrade = True
+        connection.send(lines + b"\r\n", b"")
+
+    def engine_head(self, head: ResponseHead, length: int | None) -> None:
+        """The engine agrees, and the tunnel begins; or it answers like any other."""
+        if head.status != 101:
+            super().engine_head(head, length)
+            return
+        fields, key = head.fields, self.exchange.outgoing.head.fields[b"sec-websocket-key"]
+        if (
+            fields.get(b"upgrade", b"").lower() != b"websocket"
+            or fields.get(b"sec-websocket-accept") != accept_of(key)
+            or b"sec-websocket-extensions" in fields
+        ):
+            self.stop()
+            self.engine_failed(ends.JUNK, "its 101 does not answer the handshake")
+            return
+        exchange, response = self.exchange, self.response
+        record = exchange.record
+        self._heard_at = now = record.first_byte_at = exchange.now()
+        record.status = 101
+        self.enter(FIRST_BYTE, now)
+        response.state = COMMITTED.take(response.state)
+        own, label = record.own_lines(now), record.label.encode("ascii")
+        response.write(b"%b%b%bx-request-id: %b\r\n\r\n" % (response_lines(head), _AGREED, own, label))
+        self._hand_over()
+
+    def _hand_over(self) -> None:
         """Take both transports over, with what came behind either head."""
-        client = self._exchange.response.client
-        self._to_client, from_client = client.hand_over(TunnelEnd(self, of_client=True))
-        self._to_engine, from_engine = self._engine.hand_over(TunnelEnd(self, of_client=False))
+        engine = self.engine
+        assert engine is not None, "expected an answer on a connection"
+        to_client, from_client = self.response.client.hand_over(TunnelEnd(self, of_client=True))
+        to_engine, from_engine = engine.hand_over(TunnelEnd(self, of_client=False))
+        self._to_client, self._to_engine = to_client, to_engine
         if from_engine:
-            self._to_client.write(from_engine)
+            to_client.write(from_engine)
         if from_client:
-            self._to_engine.write(from_client)
+            to_engine.write(from_client)
 
     def came(self, data: bytes, *, from_client: bool) -> None:
         """Pass on what came from one side."""
-        self._heard_at = self._now()
-        (self._to_engine if from_client else self._to_client).write(data)
+        self._heard_at = self.exchange.now()
+        other = self._to_engine if from_client else self._to_client
+        assert other is not None, "expected both transports"
+        other.write(data)
 
     def full(self, *, of_client: bool, full: bool) -> None:
         """Read the other side only while there is room to write to this one."""
-        self._full_since = self._now() if full else None
+        self._full_since = self.exchange.now() if full else None
         self._client_full = full and of_client
         other = self._to_engine if of_client else self._to_client
-        if other.is_closing():
+        if other is None or other.is_closing():
             return
         if full:
             other.pause_reading()
@@ -187,24 +212,23 @@ class Tunnel:
         else:
             self._end(ends.ANSWERED if error is None else ends.BROKEN)
 
-    def sweep(self, now: float, idle_s: float) -> None:
-        patience_s = self._exchange.driver.table.write_timeout_s if self._client_full else idle_s
+    def sweep(self, now: float, table: ProxyTable) -> None:
+        if self._to_client is None:
+            super().sweep(now, table)
+            return
+        patience_s = table.write_timeout_s if self._client_full else table.idle_timeout_s
         if self._full_since is not None and now - self._full_since > patience_s:
             if self._client_full:
                 self._to_client.abort()
             self._end(ends.LEFT if self._client_full else ends.STALLED)
-        elif now - self._heard_at > idle_s:
+        elif now - self._heard_at > table.idle_timeout_s:
             self._end(ends.IDLE)
 
-    def shut_down(self) -> None:
-        self._end(ends.STOPPED)
-
     def _end(self, end: End) -> None:
-        exchange = self._exchange
+        exchange = self.exchange
         if exchange.phase is _DONE:
             return
         try:
-            exchange.stop_engine()
             exchange.finish(end, broken=True)
         except Exception as error:
             exchange.fault(error)

@@ -43,8 +43,9 @@ def mamba2(_: Family, keys: ConfigKeys, layer: int, kind: Scope, name: str = "mi
 def mamba1(_: Family, keys: ConfigKeys, layer: int, kind: Scope, name: str = "mamba") -> Mixer:
     """Return a Mamba layer (arXiv 2312.00752)."""
     hidden, state, kernel = keys.whole("hidden_size"), keys.whole("mamba_state"), keys.whole("mamba_conv")
-    inner = keys.value("mamba_d_inner") or keys.value("mamba_expand", 2) * hidden
-    keys.note("intermediate_size")
+    # Without other layers `intermediate_size` is that of the mixer, whatever `expand` says.
+    own = None if keys.stated("attn_layer_period") else keys.value("intermediate_size")
+    inner = keys.value("mamba_d_inner") or own or keys.value("mamba_expand", 2) * hidden
     stated = keys.value("mamba_dt_rank", keys.value("time_step_rank"))
     rank = stated if isinstance(stated, int) else math.ceil(hidden / 16)
     bias = keys.flag("mamba_proj_bias", keys.flag("use_bias"))

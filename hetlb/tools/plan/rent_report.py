@@ -103,24 +103,15 @@ def _remarks(table: Table) -> list[str]:
 
 
 def simulated_document(table: Table, plan: RentPlan, seed: int) -> dict[str, Any] | None:
-    """Return the whole fleet under the policy that serves more of it: with known lengths and without.
-
-    `planned` takes the plan's shares, so that each type runs where it is cheapest; `hetlb` weighs each
-    request by itself. Of both within 1 % it is `hetlb`, which follows what the requests really are.
-    """
+    """Return what the whole fleet serves under `hetlb`: lengths known to the scheduler, and not known."""
     if not table.simulated:
         return None
-    policies = ("hetlb", "planned") if table.lengths_known else ("hetlb",)
-    runs = {policy: simulate_plan(table, plan, policy=policy, seed=seed) for policy in policies}
-    served = {policy: each.request_throughput for policy, each in runs.items()}
-    policy = "planned" if served.get("planned", 0.0) > 1.01 * served["hetlb"] else "hetlb"
-    unknown = runs[policy]
-    found = simulate_plan(table, plan, policy=policy, predictor="oracle", seed=seed)
+    unknown = simulate_plan(table, plan, seed=seed)
+    found = simulate_plan(table, plan, predictor="oracle", seed=seed)
     return {
         "total_token_throughput": found.total_token_throughput,
         "request_throughput": found.request_throughput,
-        "policy": policy,
-        "policies": served,
+        "policy": "hetlb",
         "predictor": "oracle",
         "requests": len(found.records),
         "makespan_s": found.makespan_s,
@@ -228,11 +219,6 @@ def trust_lines(document: dict[str, Any]) -> list[str]:
             f"({known / planned:.1%} of the plan) where answer lengths are known in advance, {unknown:.4g} "
             f"({unknown / planned:.1%}) where they are not"
         )
-        if simulated["policy"] == "planned":
-            other = simulated["policies"]["hetlb"]
-            lines.append(
-                f"under hetlb, which has no shares by type: {other:.4g} requests/s ({other / planned:.1%})"
-            )
     if (clustering := document["clustering"]) is not None:
         lines.append(
             f"types: they explain {clustering['explained']:.0%} of the variance of the lengths; a request is "

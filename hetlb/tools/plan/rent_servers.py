@@ -6,6 +6,7 @@ Instances are put into machines the widest stage first, each into the first mach
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -14,7 +15,7 @@ from hetlb.tools.plan.common.capabilities import Form
 from hetlb.tools.plan.common.servers import ProfileOf, VllmServer, numbered, write_servers
 from hetlb.tools.plan.planning import Table
 from hetlb.tools.plan.rent_program import Configuration, RentPlan
-from hetlb.tools.plan.rent_simulation import instance_names, planned_shares, profile_of
+from hetlb.tools.plan.rent_simulation import instance_names, profile_of, worth_of
 
 
 def _places(table: Table, plan: RentPlan) -> dict[tuple[str, int], tuple[str, tuple[int, ...]]]:
@@ -84,21 +85,22 @@ def _profile(table: Table, plan: RentPlan, candidate: Configuration) -> ProfileO
     return made
 
 
-def write_fleet(path: Path, table: Table, plan: RentPlan, servers: list[VllmServer], policy: str) -> None:
-    """Write a fleet file under a policy, with the plan's shares for `planned`. Raises `InputError`."""
-    shares = [
-        {
-            "type": each.name,
-            "model": each.model,
-            "share": each.share,
-            "input_tokens": each.input_tokens,
-            "output_tokens": each.output_tokens,
-            "instances": dict(each.instances),
-        }
-        for each in planned_shares(plan, table.problem.workloads)
-        if table.lengths_known
-    ]
+def write_fleet(path: Path, table: Table, plan: RentPlan, servers: list[VllmServer]) -> None:
+    """Write a fleet file for `hetlb`, with the worth of instances and the types. Raises `InputError`."""
+    policy: dict[str, Any] = {"name": "hetlb"}
+    if table.lengths_known and table.simulated:
+        policy["worth"] = dict(worth_of(table.problem, plan))
+        policy["types"] = [
+            {
+                "type": each.name,
+                "model": each.model,
+                "share": each.share,
+                "input_tokens": each.input_tokens,
+                "output_tokens": each.output_tokens,
+            }
+            for each in table.problem.workloads
+        ]
     order = list(table.market.models)
     heading = f"Written by `hetlb rent` from {table.market.path.name}."
     by_model = sorted(servers, key=lambda server: order.index(server.model))
-    write_servers(path, heading, by_model, {"name": policy, "shares": shares})
+    write_servers(path, heading, by_model, policy)

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from hetlb.balancer.config.profile_file import Profile
-from hetlb.balancer.core.policies.base import PlannedShares
+from hetlb.balancer.core.policies.base import PlannedType
+from hetlb.balancer.core.policies.worth import busy_s
 from hetlb.tools.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
+from hetlb.tools.plan.highs import LinearProgram, SolveLimits
 from hetlb.tools.plan.planning import Table
-from hetlb.tools.plan.rent_program import Configuration, RentPlan
+from hetlb.tools.plan.rent_program import Configuration, Problem, RentPlan
 from hetlb.tools.plan.throughput import interleave, with_bubbles
 from hetlb.tools.plan.workloads import RequestType
 from hetlb.tools.sim.fleet_engine import EngineSpec
@@ -34,8 +36,6 @@ _FEWEST, _MOST = 2000, 24000
 _FROM, _TO = 0.25, 0.80
 #: With arrivals: from this share of the time in which they come.
 _ARRIVED = 0.4
-#: Shares of a type below this are left out of what `planned` holds.
-_LEAST_SHARE = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,29 +53,45 @@ def instance_names(plan: RentPlan) -> dict[str, list[str]]:
     return {name: [f"{name}-{index}" for index in range(count)] for name, count in plan.counts.items()}
 
 
-def planned_shares(plan: RentPlan, kinds: Sequence[RequestType]) -> tuple[PlannedShares, ...]:
-    """Share of every type's requests that each instance gets."""
-    names = instance_names(plan)
-    found = []
-    for kind in kinds:
-        total = math.fsum(rate for (name, _), rate in plan.rates.items() if name == kind.name)
-        shares = {
-            instance: rate / total / len(names[configuration])
-            for (name, configuration), rate in plan.rates.items()
-            if name == kind.name and rate > _LEAST_SHARE * total
-            for instance in names[configuration]
-        }
-        found.append(
-            PlannedShares(
-                kind.name,
-                kind.model,
-                kind.input_tokens,
-                kind.output_tokens,
-                kind.share,
-                tuple(sorted(shares.items())),
-            )
-        )
-    return tuple(found)
+def planned_types(kinds: Sequence[RequestType]) -> tuple[PlannedType, ...]:
+    """Return the types of a plan as the policy knows them."""
+    return tuple(PlannedType(k.model, k.input_tokens, k.output_tokens, k.share) for k in kinds)
+
+
+def worth_of(problem: Problem, plan: RentPlan) -> tuple[tuple[str, float], ...]:
+    """Return what each instance adds to a plan, in requests per second: the price of its time.
+
+    By the times that the policy itself computes, so that its costs and these prices go together.
+    """
+    program = LinearProgram()
+    rate = program.column(1.0)
+    serving: dict[str, list[tuple[int, float]]] = {each.name: [] for each in problem.workloads}
+    rows: dict[str, int] = {}
+    for name, engine in engines_of(problem, plan).items():
+        limits, columns = engine.limits, []
+        sizes = limits.kv_cache_tokens, limits.max_num_seqs, limits.max_num_batched_tokens
+        for kind in problem.workloads:
+            if (
+                kind.model == problem.by_name[name].model
+                and kind.longest_tokens <= limits.max_sequence_tokens
+            ):
+                seconds = busy_s(engine.latency, *sizes, kind.input_tokens, kind.output_tokens)
+                columns.append(program.column())
+                serving[kind.name].append((columns[-1], 1.0 / seconds))
+        rows[name] = program.row([(column, 1.0) for column in columns], upper=float(plan.counts[name]))
+    for kind in problem.workloads:
+        program.row([(rate, -kind.share), *serving[kind.name]], lower=0.0)
+    solution = program.solve(SolveLimits())
+    if solution is None:
+        return ()
+    price = {name: abs(float(solution.duals[row])) for name, row in rows.items()}
+    return tuple((own, price[name]) for name, names in instance_names(plan).items() for own in names)
+
+
+def engines_of(problem: Problem, plan: RentPlan) -> dict[str, EngineSpec]:
+    """Return the engine of each configuration of a plan that has a profile."""
+    profiles = {name: profile_of(plan, problem.by_name[name], problem.workloads) for name in plan.counts}
+    return {name: engine_of(each) for name, each in profiles.items() if each is not None}
 
 
 def profile_of(plan: RentPlan, configuration: Configuration, kinds: Sequence[RequestType]) -> Profile | None:
@@ -96,13 +112,21 @@ def simulate_plan(
     predictor: str = "empirical",
     seed: int = 0,
     load: float = math.inf,
+    plain: bool = False,
 ) -> SimulatedFleet:
-    """Return the plan's fleet at `load` times its rate (infinite: all at once); all have profiles."""
-    kinds, configurations = table.problem.workloads, table.problem.by_name
-    profiles = {name: profile_of(plan, configurations[name], kinds) for name in plan.counts}
-    engines = {name: engine_of(each) for name, each in profiles.items() if each is not None}
+    """Return the plan's fleet at `load` times its rate (infinite: all at once); all have profiles.
+
+    `plain`: the policy knows nothing of the plan.
+    """
+    kinds, engines = table.problem.workloads, engines_of(table.problem, plan)
+    follows = table.lengths_known and not plain
     serve = partial(
-        run_fleet, policy=policy, predictor=predictor, shares=planned_shares(plan, kinds), seed=seed
+        run_fleet,
+        policy=policy,
+        predictor=predictor,
+        types=planned_types(kinds) if follows else (),
+        worth=worth_of(table.problem, plan) if follows else (),
+        seed=seed,
     )
     rate, makespan_s = math.inf, 0.0
     records: list[RequestResult] = []

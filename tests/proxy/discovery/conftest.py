@@ -245,7 +245,9 @@ async def converged(running: Running, engines: list[Engine], used: int) -> None:
     await turns_until(lambda: {port(each.spec.url) for each in running.scheduler.instances} == ports)
     names = set(running.names)
     open_ = running.service.driver.exchanges
-    await turns_until(lambda: all(x.lease is None or x.lease.instance in names for x in open_.values()))
+    await turns_until(
+        lambda: all(x.record.lease is None or x.record.lease.instance in names for x in open_.values())
+    )
     before = [len(engine.asked) for engine in engines]
     await turns_until(lambda: all(len(e.asked) > n for e, n in zip(engines[:used], before, strict=False)))
     assert [len(engine.asked) for engine in engines[used:]] == before[used:]

@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from mypy_extensions import mypyc_attr
 
@@ -21,6 +21,9 @@ from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.policies.sight import SchedulingContext, foreseen
 from hetlb.balancer.core.transfer import TransferTimes
 from hetlb.balancer.core.types import Candidate, Request, Role, pair_name
+
+if TYPE_CHECKING:
+    from hetlb.balancer.core.policies.worth import Worth
 
 #: The forms of the paper's eq. 7, which joins processing time T, KV utilisation u and a constant. No copy at
 #: hand prints the formula, so none of them is called the paper's own.
@@ -36,24 +39,23 @@ MAX_WORKLOAD_S: Final = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedShares(PickleByFields):
-    """A type of request in a plan: mean lengths in tokens, its share of all, and that of each instance."""
+class PlannedType(PickleByFields):
+    """A type of request in a plan: mean lengths in tokens, its share of all."""
 
-    name: str
     model: str
     input_tokens: float
     output_tokens: float
     share: float
-    instances: tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyParams(PickleByFields):
-    """Parameters under `policy:` of the fleet file; `shares` are for `planned`, `weights` for `hetlb`."""
+    """Parameters under `policy:` of the fleet file; `worth`, `types` and `weights` are for `hetlb`."""
 
     theta: float = 2.0
     combine: str = "power"
-    shares: tuple[PlannedShares, ...] = ()
+    worth: tuple[tuple[str, float], ...] = ()
+    types: tuple[PlannedType, ...] = ()
     adapter_load_s: float = 0.25
     weights: tuple[tuple[str, float], ...] = ()
 
@@ -185,6 +187,8 @@ class Policy:
     #: True if a request may be left waiting although an instance could take it. The others are asked only
     #: about the instances that stand best.
     holds_back: ClassVar[bool] = False
+    #: What the time of each instance is worth in a plan, None without one.
+    worth: Worth | None = None
 
     def __init__(self, params: PolicyParams, rng: random.Random) -> None:
         self.params = params

@@ -222,6 +222,10 @@ class Hetlb(Policy):
     def __init__(self, params: PolicyParams, rng: random.Random) -> None:
         super().__init__(params, rng)
         stated = dict(params.weights)
+        if params.worth:
+            from hetlb.balancer.core.policies.worth import Worth
+
+            self.worth = Worth(params.worth, params.types)
         self._stated = tuple([stated.get(term.name, term.weight) for term in TERMS])
 
     def _evaluate(self, ctx: SchedulingContext, instances: Sequence[Instance], hold: bool) -> Evaluation:

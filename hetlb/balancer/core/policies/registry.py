@@ -30,7 +30,6 @@ _OWN: Final = {
     "lmetric": "baselines:LMetric",
     "lmetric-speed": "baselines:LMetricBySpeed",
     "hetlb": "hetlb:Hetlb",
-    "planned": "planned:Planned",
 }
 
 

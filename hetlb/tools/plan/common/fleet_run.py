@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hetlb.balancer.core.policies.base import PlannedShares, PolicyParams
+from hetlb.balancer.core.policies.base import PlannedType, PolicyParams
 from hetlb.balancer.core.predictor import LengthDistribution
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.setup import SchedulerSetup
@@ -44,7 +44,8 @@ def run_fleet(
     model: str = "model",
     policy: str = "hetlb",
     predictor: str = "empirical",
-    shares: tuple[PlannedShares, ...] = (),
+    worth: tuple[tuple[str, float], ...] = (),
+    types: tuple[PlannedType, ...] = (),
     links: KvLinks | None = None,
     seed: int = 0,
 ) -> FleetResult:
@@ -66,7 +67,7 @@ def run_fleet(
     setup = SchedulerSetup(
         specs=tuple(specs),
         policy=policy,
-        params=PolicyParams(shares=shares),
+        params=PolicyParams(worth=worth, types=types),
         limits=QueueLimits(max_requests=None, max_bytes=None, timeout_s=None),
         predictor=predictor,
         lengths=LengthDistribution(outputs),

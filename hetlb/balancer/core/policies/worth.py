@@ -1,0 +1,184 @@
+"""Worth: which instances suit a request, by what the time of each is worth in a plan of `hetlb rent`.
+
+The program of a plan prices the time of every instance (the dual of "no more than all of its time"): so many
+requests per second of the planned mix it adds. A request that takes b seconds of an instance of worth p takes
+p b requests from the fleet. It suits the instances where that is least: an opportunity cost. While requests
+wait, each instance gets what suits it; only where nothing that waits suits it, it gets another one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.policies.base import PlannedType
+from hetlb.balancer.core.queue import Queued
+from hetlb.balancer.core.ready import Choices
+
+#: A request suits instances where it costs at most this share more than where it costs least.
+_ALIKE: Final = 0.05
+#: Least worth of an instance, over the largest: one that adds nothing to a plan is no free one.
+_LEAST_WORTH: Final = 1e-3
+#: By how much more, for each time that as many younger requests went before it as run.
+_PATIENCE: Final = 0.1
+#: Lengths within this difference of their logarithms are alike.
+_ALIKE_LENGTHS: Final = 0.1
+_NONE: Final[frozenset[str]] = frozenset()
+#: Reason against an instance.
+_KEPT: Final = "a request waits that suits it better"
+#: Kinds by output tokens.
+_OUTPUTS: Final = 64
+
+
+def busy_s(
+    latency: LatencyModel,
+    kv_cache_tokens: int,
+    max_num_seqs: int,
+    token_budget: int,
+    prompt: float,
+    output: float,
+) -> float:
+    """Return the seconds that a request takes of an engine that is full of requests like it.
+
+    In each iteration x prompts begin and as many answers end, `output` iterations after they began: as many
+    as memory, slots and the tokens of an iteration allow. Where x is below 1, some have no prompt.
+    """
+    prompt, output = max(1.0, prompt), max(1.0, output)
+    context = prompt + output / 2.0
+    batch = max(1.0, min(float(max_num_seqs), kv_cache_tokens / context))
+    begin = min(batch / output, token_budget / (prompt + output))
+    batch = max(1.0, begin * output)
+    kv_tokens = batch * context
+    chunk = min(prompt, float(token_budget))
+    passes = begin * prompt / chunk
+    together = max(1.0, passes)
+    attended = together * chunk * prompt
+    mixed_s = latency.mixed_step_s(together * chunk, together, chunk, batch, kv_tokens, attended)
+    with_prompt = min(1.0, passes)
+    iteration_s = with_prompt * mixed_s + (1.0 - with_prompt) * latency.step_s(batch, kv_tokens)
+    return iteration_s / begin
+
+
+class Worth:
+    """The worth of instances, in requests per second of the planned mix, by name, and the planned types."""
+
+    def __init__(self, stated: Sequence[tuple[str, float]], types: Sequence[PlannedType]) -> None:
+        least = _LEAST_WORTH * max([each for _, each in stated], default=0.0)
+        self._worth = {name: max(least, each) for name, each in stated}
+        self._types: dict[str, list[PlannedType]] = {}
+        for each in types:
+            self._types.setdefault(each.model, []).append(each)
+        #: Kinds of planned types, below 0, and their lengths.
+        self._planned: dict[tuple[PlannedType, ...], int] = {}
+        self._lengths: dict[int, tuple[float, float]] = {}
+        self._known: dict[int, dict[str, float]] = {}
+        self._of: tuple[int, int] = (0, 0)
+        #: Newest choices, and these without what is kept for others.
+        self._everyone: Choices | None = None
+        self._others: dict[frozenset[str], Choices] = {}
+
+    def kind(self, model: str, prompt: float, predicted: float) -> int:
+        """Return the kind of a request, not 0: a planned type, or lengths within a factor of the root of 2.
+
+        Where no planned answer behind prompts as long is as long as predicted, it is a mean of their types.
+        """
+        near = [each for each in self._types.get(model, ()) if _alike(each.input_tokens, prompt)]
+        if not near:
+            of_prompt, of_output = [int(2.0 * math.log2(max(1.0, each))) for each in (prompt, predicted)]
+            return _OUTPUTS * of_prompt + of_output + 1
+        types = tuple([each for each in near if _alike(each.output_tokens, predicted)]) or tuple(near)
+        known = self._planned.get(types)
+        if known is None:
+            known = self._planned[types] = -1 - len(self._planned)
+            share = math.fsum([each.share for each in types])
+            self._lengths[known] = (
+                math.fsum([each.share * each.input_tokens for each in types]) / share,
+                math.fsum([each.share * each.output_tokens for each in types]) / share,
+            )
+        return known
+
+    def without(self, choices: Choices, kept: frozenset[str]) -> Choices:
+        """Return the choices without instances that are kept for requests that suit them."""
+        if choices is not self._everyone:
+            self._everyone = choices
+            self._others.clear()
+        found = self._others.get(kept)
+        if found is None:
+            found = self._others[kept] = choices.without(dict.fromkeys(kept, _KEPT))
+        return found
+
+    def suits(self, heads: Sequence[Queued], able: Sequence[Instance]) -> Suits:
+        """Return what suits each of the heads of a line."""
+        return Suits(heads, self, able)
+
+    def suiting(self, kind: int, lag: float, instances: Sequence[Instance]) -> frozenset[str]:
+        """Return the names of the instances that suit a request; none if the worth of none is known.
+
+        Requests that came later have gone before it: `lag` of them for each that runs.
+        """
+        most = 1.0 + _ALIKE + _PATIENCE * lag
+        return frozenset([name for name, cost in self._costs(kind, instances).items() if cost <= most])
+
+    def _costs(self, kind: int, instances: Sequence[Instance]) -> dict[str, float]:
+        """Return what a request of a kind costs on each instance, over the least."""
+        of = id(instances), instances[0].changes.count
+        if of != self._of:
+            self._of = of
+            self._known.clear()
+        found = self._known.get(kind)
+        if found is None:
+            lengths = self._lengths.get(kind)
+            if lengths is None:
+                of_prompt, of_output = divmod(kind - 1, _OUTPUTS)
+                lengths = math.pow(2.0, (of_prompt + 0.5) / 2.0), math.pow(2.0, (of_output + 0.5) / 2.0)
+            prompt, output = lengths
+            found = {
+                each.name: self._worth[each.name] * _busy_s(each, prompt, output)
+                for each in instances
+                if each.name in self._worth and prompt + output <= (each.longest_request_tokens or math.inf)
+            }
+            least = min(found.values(), default=0.0) or 1.0
+            found = self._known[kind] = {name: cost / least for name, cost in found.items()}
+        return found
+
+
+class Suits:
+    """The heads of a line, and the instances that are kept from each for others that they suit."""
+
+    def __init__(self, heads: Sequence[Queued], worth: Worth, able: Sequence[Instance]) -> None:
+        running = float(max(1, sum([each.sequences for each in able])))
+        newest = max([each.number for each in heads])
+        self._suits = {
+            each.number: worth.suiting(each.flow.name.kind, (newest - each.number) / running, able)
+            for each in heads
+        }
+        #: By level: what suits those that are as urgent.
+        self._wanted: dict[int, frozenset[str]] = {}
+        wanted = _NONE
+        for each in heads:
+            wanted |= self._suits[each.number]
+            self._wanted[each.flow.name.level] = wanted
+        #: Instances that suit one that could not be placed.
+        self._passed = _NONE
+
+    def kept_from(self, entry: Queued) -> frozenset[str]:
+        """Return the instances that suit others which are as urgent as `entry`, or wait before it."""
+        return (self._wanted[entry.flow.name.level] - self._suits[entry.number]) | self._passed
+
+    def passed(self, entry: Queued) -> None:
+        """Note that an entry found no place: what suits it is kept for it."""
+        if not entry.flow.background:
+            self._passed |= self._suits[entry.number]
+
+
+def _alike(length: float, other: float) -> bool:
+    return abs(math.log(max(1.0, length) / max(1.0, other))) <= _ALIKE_LENGTHS
+
+
+def _busy_s(instance: Instance, prompt: float, output: float) -> float:
+    engines = instance.engines
+    cache, slots = instance.kv_cache_tokens // engines, instance.max_num_seqs // engines
+    return busy_s(instance.latency, cache, slots, instance.token_budget, prompt, output) / engines

@@ -1,0 +1,78 @@
+"""One attempt: what is done for a request between a lease and the next one, or its end.
+
+An exchange has one attempt at a time, made by the `Maker` of its request, and does not know of which kind.
+The verbs:
+
+- `begin`: the lease is there, the request is sent; `engine_*`: what its engine says (`Carried`);
+- `takes`: another lease came while this one is at work; `move`: ask for one, since the instance leaves;
+- `hold`: the client does not read, or reads again; `sweep`: the clock;
+- `wait`, `let_go`: keep the answer until it is known that the client gets it;
+- `head`, `cut`: bytes with which the client's answer begins, and with which it breaks off;
+- `leave`: nothing more is done, the engine stops.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hetlb.balancer.config.fleet_tables import ProxyTable
+from hetlb.balancer.core.types import Lease
+from hetlb.balancer.engines.upstream import Carried
+
+
+class Attempt(Carried):
+    """Base of all, and itself the attempt of a request that waits for an instance: nothing is done."""
+
+    __slots__ = ()
+
+    def begin(self) -> None:
+        """Send the request to the instance of the lease."""
+
+    def takes(self, lease: Lease) -> bool:
+        """Return True if this attempt goes on with another lease, or has ended the exchange for it."""
+        return False
+
+    def move(self) -> bool:
+        """Ask for another lease, which comes at once or later; False where that cannot be."""
+        return False
+
+    def hold(self, held: bool) -> None:
+        """Stop reading the engine while the client does not read (`held`)."""
+
+    def sweep(self, now: float, table: ProxyTable) -> None:
+        """End what has waited for too long. Called about twice a second."""
+
+    def wait(self) -> None:
+        """Keep what comes of the answer: it is not known yet whether the client gets it."""
+
+    def let_go(self) -> None:
+        """Pass on an answer that was kept: no other instance gets its request."""
+
+    def head(self) -> bytes:
+        """Return the client's response head. From here on the answer is what it is."""
+        raise NotImplementedError
+
+    def cut(self) -> bytes:
+        """Return what ends the part of an answer that the client has; what was held is dropped."""
+        return b""
+
+    def leave(self) -> None:
+        """Stop the engine, if it is at work. May be called again."""
+
+    @property
+    def waits(self) -> bool:
+        """True if what comes of the answer is kept."""
+        return False
+
+    @property
+    def may_be_taken(self) -> bool:
+        """True if the scheduler may take the request from an engine of which nothing came."""
+        return True
+
+    @property
+    def tokens_so_far(self) -> int:
+        """Output tokens until now, 0 of an answer that is no stream."""
+        return 0
+
+
+WAITING: Final = Attempt(b"")

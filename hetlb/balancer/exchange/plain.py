@@ -1,0 +1,508 @@
+"""The plain attempt: one instance gets the whole request, and gives the whole answer or none.
+
+What the options do differently, their attempts override (`options/split`, `options/resume`,
+`options/tunnel`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+from hetlb.balancer.clients.client_response import HEARTBEATS, NOTHING, STARTED
+from hetlb.balancer.config.fleet_tables import ProxyTable
+from hetlb.balancer.core.account import LEAST_SILENCE_S
+from hetlb.balancer.core.transition import Transition
+from hetlb.balancer.core.types import Lease, Outcome, RejectReason
+from hetlb.balancer.engines.engine_pools import EnginePool
+from hetlb.balancer.engines.upstream import EngineConnection
+from hetlb.balancer.exchange import ends
+from hetlb.balancer.exchange import exchange_states as states
+from hetlb.balancer.exchange.attempt import Attempt
+from hetlb.balancer.exchange.driver import Driver
+from hetlb.balancer.exchange.ends import End
+from hetlb.balancer.exchange.engine_answer import LOOP_STATUS, EngineAnswer
+from hetlb.balancer.exchange.exchange import Exchange, Maker
+from hetlb.balancer.exchange.exchange_states import Phase
+from hetlb.balancer.exchange.streamed_answer import LAST_EVENT, StreamedAnswer
+from hetlb.balancer.http import error_responses
+from hetlb.balancer.http.endpoints import Kind
+from hetlb.balancer.http.http1 import ResponseHead
+
+#: Bytes of a busy engine's answer that are kept; more than that waits in its connection.
+_KEPT_BYTES: Final = 64 << 10
+#: A stream whose engine is known to stand still for this long ends, in seconds.
+_HUNG_S: Final = 20.0
+#: Kinds of which a stream ends with `[DONE]`.
+_WITH_END: Final = (Kind.CHAT, Kind.COMPLETION)
+#: Looked up here and not for every request: a member of an enum costs as much as a call.
+_CHAT: Final = Kind.CHAT
+_SENT: Final = Phase.SENT
+_STREAMING: Final = Phase.STREAMING
+
+
+class Plain(Attempt):
+    """A request at one instance."""
+
+    __slots__ = ("answer", "connecting", "driver", "engine", "exchange", "lease", "response", "sent")
+
+    def __init__(self, driver: Driver, exchange: Exchange, lease: Lease) -> None:
+        super().__init__(exchange.record.method)
+        self.driver = driver
+        self.exchange = exchange
+        self.response = exchange.response
+        self.lease = lease
+        #: Lease to whose engine the request goes, the connection to it, and whether that is being made.
+        self.sent = lease
+        self.engine: EngineConnection | None = None
+        self.connecting = False
+        #: None before its head.
+        self.answer: EngineAnswer | None = None
+
+    # --- to the engine ---
+
+    def begin(self) -> None:
+        self.expect()
+        self.enter(states.DISPATCHED, self.lease.dispatched_at)
+        self.send(self.lease)
+
+    def expect(self) -> None:
+        """Record what is expected of the lease."""
+        record, lease = self.exchange.record, self.lease
+        record.expected_s = lease.forecast_end_s
+        record.expected_first_s = lease.expected_first_s
+        record.mixed = lease.beside
+        record.dispatched_at = lease.dispatched_at
+
+    def enter(self, transition: Transition[Phase], now: float) -> None:
+        self.exchange.enter(transition, now)
+
+    def send(self, lease: Lease, *, fresh: bool = False) -> None:
+        self.sent, self.connecting = lease, True
+        self.driver.pool(lease).send(self, fresh=fresh)
+
+    def head_lines(self, pool: EnginePool) -> bytes:
+        """Return the head for the engine of a pool, but for `x-request-id`: without hop-by-hop headers."""
+        exchange = self.exchange
+        trace = exchange.record.trace
+        lines = self.driver.forward_rules.request_lines(exchange.outgoing.head, passthrough=pool.passthrough)
+        return (lines if trace is None else trace.onto(lines)) + pool.own_headers
+
+    def body(self) -> bytes:
+        """Return the body for the engine: the client's as it came."""
+        return self.exchange.outgoing.body
+
+    def engine_connected(self, connection: EngineConnection) -> None:
+        exchange = self.exchange
+        self.engine, self.connecting = connection, False
+        self.enter(states.WRITTEN, exchange.now())
+        if self.response.held_since is not None:
+            connection.pause()
+        self.write(connection)
+
+    def write(self, connection: EngineConnection) -> None:
+        """Write the request."""
+        self.exchange.outgoing.send(connection, self.head_lines(connection.pool), self.body())
+
+    def still_served(self) -> bool:
+        return self.driver.scheduling.serves(self.sent)
+
+    def engine_lost_idle(self) -> None:
+        """Once more on a fresh connection. The engine may have run the request."""
+        exchange = self.exchange
+        if exchange.dropped:
+            self.engine_failed(ends.DROPPED, "the engine closed the connection")
+            return
+        exchange.dropped = True
+        self.engine = None
+        self.enter(states.RECONNECTING, exchange.now())
+        self.send(self.sent, fresh=True)
+
+    def hold(self, held: bool) -> None:
+        engine = self.engine
+        if engine is None:
+            return
+        if held:
+            engine.pause()
+        else:
+            engine.resume()
+
+    # --- the answer ---
+
+    def engine_head(self, head: ResponseHead, length: int | None) -> None:
+        """The head of the answer; it is kept until the body begins."""
+        exchange, driver, status = self.exchange, self.driver, head.status
+        if not 200 <= status < 300:
+            if status < 400:
+                # An engine has no business sending clients elsewhere.
+                self.stop()
+                self.engine_failed(ends.JUNK, "the engine redirected, or switched protocols")
+                return
+            if status == LOOP_STATUS and driver.forward_rules.came_back(head.headers):
+                driver.scheduling.came_back(self.lease.instance)
+                self.try_again(ends.LOOP)
+                return
+        answer = self.answer = EngineAnswer(head, length)
+        exchange.record.status = status
+        if answer.refuses:
+            self.refused(answer)
+        elif answer.is_stream:
+            answer.length = None  # what is taken out of it makes it shorter
+            # The first event of a chat only says who speaks: it is no text.
+            answer.stream = self.stream(exchange.record.kind is _CHAT)
+            self.plain = False
+
+    def refused(self, answer: EngineAnswer) -> None:
+        """The engine has refused the request and run nothing of it: another one may get it."""
+        scheduling = self.driver.scheduling
+        scheduling.refused(self.lease, answer.is_busy, answer.busy_s, self.exchange.now())
+
+    def stream(self, silent: bool) -> StreamedAnswer:
+        """Make the reader of a stream; `silent`: its first event is no text."""
+        return StreamedAnswer(self.exchange.call.hold_usage, silent)
+
+    def engine_events(self, chunks: bytes) -> bool:
+        """Pass on a read of a stream if it is whole events of text; False, and nothing is done, if not."""
+        answer = self.answer
+        stream = None if answer is None else answer.stream
+        if stream is None or not (passed := stream.pass_text(chunks)):
+            return False
+        exchange = self.exchange
+        self.response.write(passed)
+        exchange.since = now = exchange.now()
+        stream.text_came(now)
+        return True
+
+    def first_bytes(self, answer: EngineAnswer, payload: bytes, *, whole: bool) -> bytes | None:
+        """Look at the first bytes of a body; return those that go on, None if none do for now."""
+        if answer.waits:
+            answer.kept += payload
+            answer.kept_whole = whole
+            if len(answer.kept) > _KEPT_BYTES and self.engine is not None:
+                self.engine.pause()
+            return None
+        if whole and not payload:
+            return payload
+        exchange, stream = self.exchange, answer.stream
+        record, now = exchange.record, exchange.now()
+        if record.first_byte_at is None:
+            record.first_byte_at = now
+        if record.status < 400:
+            self.driver.scheduling.first_token(self.lease, now)
+        if stream is not None:
+            record.streamed = True
+            self.response.stream_follows()
+            if record.request.sequences == 1:
+                stream.count_gaps(self.driver.counted.model(record.request.model).gaps)
+        self.enter(states.FIRST_BYTE, now)
+        return payload
+
+    def engine_body(self, payload: bytes) -> None:
+        """More of the answer's body: passed on in the same turn."""
+        exchange, answer = self.exchange, self.answer
+        assert answer is not None, "expected a head before a body"
+        if exchange.phase is not _STREAMING:
+            first = self.first_bytes(answer, payload, whole=False)
+            if first is None:
+                return
+            payload = first
+        exchange.since = now = exchange.now()
+        payload = answer.read(payload, now)
+        if answer.lost is not None:
+            self.lost(ends.ERROR_EVENT, "", payload, answer.lost)
+        elif payload:
+            self.pass_on(answer, payload)
+
+    def pass_on(self, answer: EngineAnswer, payload: bytes) -> None:
+        """Write a part of the body to the client."""
+        response = self.response
+        passed = answer.emptied(payload)
+        if response.state is NOTHING:
+            response.write(self.head() + response.frame(passed))
+        elif passed and response.state is STARTED:  # behind heartbeats a whole answer becomes one event
+            response.write(response.frame(passed))
+        if answer.stream is not None and response.chunked:
+            answer.stream.learn_shape()
+
+    def head(self) -> bytes:
+        answer, record = self.answer, self.exchange.record
+        assert answer is not None, "expected a head before a body"
+        return self.response.head(answer.head, answer.length, record.own_lines(self.exchange.now()))
+
+    def release(self) -> None:
+        """Pass on the event of a stream that waits for the next one."""
+        answer = self.answer
+        stream = None if answer is None else answer.stream
+        if answer is not None and stream is not None and (held := stream.release()):
+            self.pass_on(answer, held)
+
+    def cut(self) -> bytes:
+        stream = None if self.answer is None else self.answer.stream
+        return b"" if stream is None else stream.cut()
+
+    def engine_end(self, payload: bytes) -> None:
+        """The answer is whole and its framing was clean; `payload` is its last part."""
+        self.engine = None
+        exchange, answer, response = self.exchange, self.answer, self.response
+        assert answer is not None, "expected a head before the end"
+        if exchange.phase is not _STREAMING:
+            first = self.first_bytes(answer, payload, whole=True)
+            if first is None:
+                return
+            payload = first
+        payload = answer.read_last(payload)
+        stream, record = answer.stream, exchange.record
+        if answer.lost is not None:
+            self.lost(ends.ERROR_EVENT, "", payload, answer.lost)
+            return
+        if stream is not None:
+            payload += stream.release()
+            unfinished = stream.flush()
+            if not stream.whole and record.kind in _WITH_END:
+                self.lost(ends.BROKEN, "the stream ended without [DONE]", payload)
+                return
+            payload += unfinished
+        if response.state is HEARTBEATS:
+            event, end = answer.late(record.path)
+            response.write(response.frame(event))
+            exchange.finish(end, broken=True)
+            return
+        payload = answer.last_emptied(payload)
+        out = self.head() if response.state is NOTHING else b""
+        out += response.last(payload)
+        if out:
+            response.write(out)
+        self.take_usage(answer)
+        exchange.finish(answer.end)
+
+    def take_usage(self, answer: EngineAnswer) -> None:
+        """Exact counts in place of estimates, where the engine gave them."""
+        exchange, (completion, prompt, cached) = self.exchange, answer.usage()
+        record = exchange.record
+        sensible = record.counted(completion, prompt, cached)
+        if sensible and prompt is not None and not record.request.prompt_exact and not record.resumed_tokens:
+            self.driver.learn_prompt(record.request.model, exchange.call, prompt)
+
+    @property
+    def tokens_so_far(self) -> int:
+        return 0 if self.answer is None else self.answer.tokens_so_far
+
+    # --- an answer that is kept ---
+
+    @property
+    def waits(self) -> bool:
+        return self.answer is not None and self.answer.waits
+
+    def wait(self) -> None:
+        assert self.answer is not None, "expected an engine that has answered"
+        self.answer.wait()
+
+    def let_go(self) -> None:
+        answer = self.answer
+        if answer is None or not answer.waits:
+            return
+        kept, answer.kept, answer.waits = answer.kept, b"", False
+        if answer.kept_whole:
+            self.engine_end(kept)
+        elif kept:
+            self.engine_body(kept)
+        if answer.failure is not None:
+            end, detail = answer.failure
+            self.engine_failed(end, detail)
+        elif self.engine is not None and self.response.held_since is None:
+            self.engine.resume()
+
+    # --- the engine fails ---
+
+    def engine_failed(self, end: End, detail: str) -> None:
+        answer = self.answer
+        self.engine, self.connecting = None, False
+        if answer is not None and answer.waits:
+            answer.failure = end, detail
+            return
+        exchange = self.exchange
+        begun = exchange.phase is _STREAMING
+        self.release()
+
+        def otherwise() -> None:
+            self.failed(end, detail, begun)
+
+        may_go_on = end is not ends.LOCAL if begun else end is ends.DROPPED and self.response.state is STARTED
+        if may_go_on and not (end is ends.JUNK and self.is_done):
+            self.go_on(ends.BROKEN if begun else end, otherwise)
+        else:
+            otherwise()
+
+    @property
+    def is_done(self) -> bool:
+        """True if `[DONE]` of a stream was passed on, and no error came."""
+        stream = None if self.answer is None else self.answer.stream
+        return stream is not None and stream.done and not stream.failed and stream.lost is None
+
+    def go_on(self, end: End, otherwise: Callable[[], None]) -> None:
+        """Go on although the engine is lost, or end it `otherwise`.
+
+        A stream of which `[DONE]` came is whole, whatever becomes of its engine then.
+        """
+        answer = self.answer
+        if answer is not None and self.is_done:
+            self.response.write(self.response.last(b""))
+            self.take_usage(answer)
+            self.exchange.finish(ends.LAST_MISSING)
+        else:
+            otherwise()
+
+    def failed(self, end: End, detail: str, begun: bool) -> None:
+        """The engine failed, `begun` in the middle of its answer, which does not go on."""
+        exchange, response, answer = self.exchange, self.response, self.answer
+        if end is ends.HEAD_CUT:
+            end = ends.JUNK
+        if end in ends.NOTHING_SENT:
+            self.try_again(end)
+        elif response.state is STARTED or (response.state is HEARTBEATS and response.held_up):
+            exchange.break_off(ends.BROKEN, detail)
+        elif end is ends.LOCAL:
+            exchange.refuse(error_responses.LOCAL_FAULT, "The proxy is out of resources.", 1.0, end=end)
+        elif end is ends.DROPPED or (
+            end is not ends.JUNK and answer is not None and answer.is_stream and not begun
+        ):
+            # vLLM sends the head of a stream before it has prefilled the prompt: no answer has begun.
+            self.try_again(ends.DROPPED)
+        else:
+            text = f"The instance gave no valid answer: {detail.removesuffix('.')}."
+            end = end if end is ends.UNREAD else ends.JUNK
+            exchange.refuse(error_responses.BAD_UPSTREAM, text, end=end)
+
+    def try_again(self, end: End) -> None:
+        """Nothing of an answer came: the scheduler decides what becomes of the request."""
+        exchange = self.exchange
+        dropped = end.outcome is Outcome.NO_RESPONSE
+        if dropped and exchange.dropped:
+            # Run twice, dropped twice: the request itself may be what kills engines.
+            answer = error_responses.REJECTIONS[RejectReason.NO_RESPONSE]
+            exchange.refuse(answer, "The instances dropped the request.", end=end)
+            return
+        exchange.dropped = exchange.dropped or dropped
+        exchange.back_to_queue(states.RETRIED)
+        self.driver.try_again(exchange.record, self.lease, end)
+
+    def lost(self, end: End, detail: str, rest: bytes = b"", event: bytes | None = None) -> None:
+        """Go on without the engine, lost in the middle of its answer, of which `rest` is the last; or end it.
+
+        `event` is the engine's own error event, b"" if it says something else than was said before.
+        """
+        answer, response = self.answer, self.response
+        assert answer is not None
+        self.stop()
+        if rest:
+            self.pass_on(answer, rest)
+        self.release()
+        if event == b"":
+            self.exchange.break_off(ends.OTHERWISE, "another instance goes on with something else")
+            return
+
+        def otherwise() -> None:
+            if event is None:
+                self.exchange.break_off(end, detail)
+                return
+            out = self.head() if response.state is NOTHING else b""
+            response.write(out + response.last(answer.last_emptied(event + b"\n\n" + LAST_EVENT)))
+            self.exchange.finish(end)
+
+        self.go_on(end, otherwise)
+
+    # --- from the clock, and the scheduler ---
+
+    @property
+    def most_hung_s(self) -> float:
+        """Seconds for which a stream waits for an engine that is known to stand still."""
+        return _HUNG_S
+
+    def sweep(self, now: float, table: ProxyTable) -> None:
+        exchange, phase = self.exchange, self.exchange.phase
+        first_byte_s, idle_s = table.first_byte_timeout_s, table.idle_timeout_s
+        silent_s = now - exchange.since
+        if silent_s < min(LEAST_SILENCE_S, first_byte_s, idle_s) or not (
+            phase is _SENT or phase is _STREAMING
+        ):
+            return
+        hung_s = self.driver.scheduling.hung_s(self.lease, now)
+        if phase is _SENT:
+            if silent_s > first_byte_s and not self._waits_on(hung_s, now):
+                self.stop()
+                if self.response.state is STARTED:
+                    self.go_on(ends.STALLED, self._silent)
+                else:
+                    self._silent()
+        elif (hung_s and hung_s > self.most_hung_s) or (
+            silent_s > idle_s and not self._waits_on(hung_s, now)
+        ):
+            self.lost(ends.STALLED, "the instance stopped in the middle of its answer")
+
+    def _silent(self) -> None:
+        """End it, since nothing of an answer came in time."""
+        answer = error_responses.FIRST_BYTE_TIMEOUT
+        self.exchange.refuse(answer, "The instance did not begin to answer in time.", end=ends.SILENT)
+
+    def _waits_on(self, hung_s: float | None, now: float) -> bool:
+        """Return True while no clock ends it: its engine works, or the client's stated time lasts.
+
+        `hung_s`: how long its engine has been known to stand still, None if it works.
+        """
+        exchange = self.exchange
+        given_up_at = self.response.given_up_at(exchange.since, exchange.record.arrived_at)
+        return hung_s is None or (not hung_s and now < given_up_at < math.inf)
+
+    def move(self) -> bool:
+        exchange = self.exchange
+        if exchange.phase is _STREAMING:
+            return False
+        self.driver.scheduling.move(self.lease, exchange.record.request.generated, exchange.now())
+        return True
+
+    def takes(self, lease: Lease) -> bool:
+        """There is a place elsewhere: leave a live engine. An answer that has begun cannot."""
+        exchange, begun = self.exchange, self.exchange.phase is _STREAMING
+        self.count_moved()
+        if begun:
+            exchange.record.lease = lease
+            exchange.break_off(ends.OTHERWISE, "no other instance can go on with it")
+        else:
+            exchange.back_to_queue(states.RETRIED)
+        return begun
+
+    def count_moved(self) -> None:
+        """Count a live engine as left, with what it has said."""
+        self.leave()
+        model = self.exchange.record.request.model
+        self.driver.counted.resumed(model, ends.NOTICE.name, ends.NOTICE.told, self.lease)
+
+    def stop(self) -> None:
+        """Close the engine's connection, made or in the making: it stops working for this request."""
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            engine.abort()
+        elif self.connecting:
+            self.connecting = False
+            self.driver.pool(self.sent).cancel(self)
+
+    def leave(self) -> None:
+        self.stop()
+        if not self.lease.output_tokens:
+            self.lease.output_tokens = self.tokens_so_far
+
+    def fault(self, error: Exception) -> None:
+        self.exchange.fault(error)
+
+
+class PlainMaker(Maker):
+    """Maker of plain attempts."""
+
+    __slots__ = ("_driver",)
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def attempt(self, exchange: Exchange, lease: Lease, gives_ids: bool, max_model_len: int) -> Plain:
+        return Plain(self._driver, exchange, lease)

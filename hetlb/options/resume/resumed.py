@@ -1,0 +1,297 @@
+"""The attempt of an answer that may go on at another instance, and the one that gives the rest of it.
+
+Where an engine is lost in the middle of an answer, the request for the rest (`continuation.py`) waits for
+another lease. One that drops or breaks its connection is asked whether it lives: after `MOST_DEATHS` engines
+that died, the request itself may be what kills them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from hetlb.balancer.clients.client_response import NOTHING, STARTED
+from hetlb.balancer.config.fleet_tables import ProxyTable
+from hetlb.balancer.core.types import Lease, Outcome
+from hetlb.balancer.engines.engine_pools import EnginePool
+from hetlb.balancer.engines.upstream import SideCall
+from hetlb.balancer.exchange import ends
+from hetlb.balancer.exchange.driver import Driver
+from hetlb.balancer.exchange.ends import End
+from hetlb.balancer.exchange.engine_answer import EngineAnswer
+from hetlb.balancer.exchange.engine_request import EngineRequest
+from hetlb.balancer.exchange.exchange import Exchange, Maker
+from hetlb.balancer.exchange.exchange_states import RESUMED, Phase
+from hetlb.balancer.exchange.plain import Plain
+from hetlb.balancer.exchange.streamed_answer import StreamedAnswer
+from hetlb.balancer.http import error_responses
+from hetlb.balancer.http.endpoints import Kind
+from hetlb.balancer.http.http1 import ResponseHead
+from hetlb.balancer.http.openai_body import MAX_INJECT_BYTES, Call
+from hetlb.balancer.http.sse import TAIL_BYTES
+from hetlb.balancer.telemetry.request_record import RequestRecord
+from hetlb.options.resume.continuation import Continuation, Draft
+from hetlb.options.resume.progress import Kept
+
+#: Maximum number of engines that die in an answer which goes on after it: the request may be what kills them.
+MOST_DEATHS: Final = 1
+#: Ends of a connection after which its engine may be dead.
+_BY_CONNECTION: Final = (ends.BROKEN, ends.DROPPED)
+_STREAMING: Final = Phase.STREAMING
+
+
+class Resumable(Maker):
+    """Maker of the attempts of one request, and what they share.
+
+    `deaths` engines have died in its answer; `check` asks whether the last one lives.
+    """
+
+    __slots__ = ("_driver", "check", "deaths", "rest")
+
+    def __init__(self, driver: Driver, kept: Kept, kind: Kind, call: Call, outgoing: EngineRequest) -> None:
+        """`kept`: what the streams of the process keep."""
+        self._driver = driver
+        asks_ids = len(outgoing.body) <= MAX_INJECT_BYTES and outgoing.body.find(b'"return_token_ids"') < 0
+        self.rest = Continuation(
+            kind, outgoing, kept, streamed=call.stream, asks_ids=asks_ids, hides_usage=call.hold_usage
+        )
+        self.deaths = 0
+        self.check: SideCall | None = None
+
+    def attempt(self, exchange: Exchange, lease: Lease, gives_ids: bool, max_model_len: int) -> Resumed:
+        return Resumed(self, self._driver, exchange, lease, gives_ids, max_model_len)
+
+    def close(self, record: RequestRecord) -> None:
+        check, self.check = self.check, None
+        if check is not None:
+            check.abort()
+        self.rest.close()
+        if record.outcome is not Outcome.OK:
+            record.not_resumed = self.rest.why
+
+
+class Resumed(Plain):
+    """A request whose answer may go on elsewhere, or the request for the rest of one."""
+
+    __slots__ = ("_gives_ids", "_longest", "_made", "_pending_since", "_rest", "_waiting")
+
+    def __init__(
+        self, made: Resumable, driver: Driver, exchange: Exchange, lease: Lease, gives_ids: bool, longest: int
+    ) -> None:
+        super().__init__(driver, exchange, lease)
+        self._made = made
+        self._rest = made.rest
+        self._gives_ids = gives_ids
+        self._longest = longest
+        #: Time since which the answer is on its way to another lease, None while it is not.
+        self._pending_since: float | None = None
+        #: What goes on once it shows whether the engine lives, None if nothing waits for that.
+        self._waiting: Callable[[], None] | None = None
+
+    # --- the request, and its answer ---
+
+    def begin(self) -> None:
+        if self._rest.dispatched(self._gives_ids, self._longest):
+            super().begin()
+        else:
+            answer, text = error_responses.BAD_UPSTREAM, "no other instance can go on with it"
+            self.exchange.refuse(answer, text, end=ends.OTHERWISE)
+
+    def expect(self) -> None:
+        if not self.exchange.record.resumed:  # else what was expected of the first one stays
+            super().expect()
+
+    def head_lines(self, pool: EnginePool) -> bytes:
+        return self._rest.head_lines(super().head_lines(pool), self.exchange.record.path)
+
+    def body(self) -> bytes:
+        body = self._rest.body
+        return super().body() if body is None else body
+
+    def engine_head(self, head: ResponseHead, length: int | None) -> None:
+        """Keep a whole answer back until its end, so that until then another instance may give it."""
+        super().engine_head(head, length)
+        answer = self.answer
+        if answer is None or answer.stream is not None or head.status >= 400 or length is None:
+            return
+        answer.whole_only = self._rest.second is None and length <= TAIL_BYTES
+
+    def stream(self, silent: bool) -> StreamedAnswer:
+        return self._rest.stream(silent)
+
+    def first_bytes(self, answer: EngineAnswer, payload: bytes, *, whole: bool) -> bytes | None:
+        second = self._rest.second is not None and self.response.state is STARTED
+        if second and answer.stream is None and not answer.waits:
+            self.exchange.break_off(_not_the_rest(answer), "another instance would not go on with it")
+            return None
+        return super().first_bytes(answer, payload, whole=whole)
+
+    # --- the engine is lost ---
+
+    def engine_failed(self, end: End, detail: str) -> None:
+        if self.exchange.phase is not _STREAMING and (end is ends.HEAD_CUT or end is ends.BROKEN):
+            end = ends.DROPPED  # a head is no answer where the request may be run again
+        super().engine_failed(end, detail)
+
+    def try_again(self, end: End) -> None:
+        """Wait for as long as nothing accepts it once an engine may have done a part of it."""
+        exchange = self.exchange
+        if end.outcome is Outcome.NO_RESPONSE and not exchange.dropped:
+            exchange.record.resumed += 1
+        super().try_again(end)
+
+    def go_on(self, end: End, otherwise: Callable[[], None]) -> None:
+        """Go on at another instance: now, or once it shows that it can. Answers are read in turns."""
+        exchange, unsent = self.exchange, self.response.state is NOTHING
+        waits = self._pending_since is not None
+        if waits or self.is_done or not self._rest.may_go_on(self.answer, unsent):
+            super().go_on(end, otherwise)
+            return
+        exchange.since = self._pending_since = exchange.now()
+        self.driver.guard.later(exchange, lambda: self._go(end, otherwise))
+
+    def _go(self, end: End, otherwise: Callable[[], None]) -> None:
+        """End the answer where nothing of it is missing; else see whether it may go on."""
+        exchange, answer, rest = self.exchange, self.answer, self._rest
+        if self._pending_since is None:
+            return
+        if rest.progress is not None:
+            rest.progress.read()
+        if (last := rest.last_events(answer)) is not None:
+            self.response.write(self.response.last(last))
+            if answer is not None:
+                self.take_usage(answer)
+            exchange.finish(ends.LAST_MISSING)
+            return
+        draft = rest.draft()
+        generated = 0 if draft is None else draft.generated
+        # Run twice, and not a token: the request itself may be what kills engines.
+        if exchange.dropped and not generated:
+            rest.why = rest.why or "lost twice without a token"
+        if (draft is None and rest.progress is not None) or (exchange.dropped and not generated):
+            self._stay(otherwise)
+        elif end in _BY_CONNECTION:
+
+            def go_on() -> None:
+                self._give_back(end, draft)
+
+            waits = self._made.deaths >= MOST_DEATHS
+            self._ask_whether_it_lives(go_on if waits else None, otherwise)
+            if not waits:
+                go_on()
+        else:
+            self._give_back(end, draft)
+
+    def _stay(self, otherwise: Callable[[], None]) -> None:
+        self._pending_since = None
+        otherwise()
+
+    def _ask_whether_it_lives(self, go_on: Callable[[], None] | None, otherwise: Callable[[], None]) -> None:
+        """Ask the engine of a lost lease for its health; `go_on`, if any, waits for the answer."""
+        made = self._made
+        if made.check is not None:  # the one before has not answered yet
+            made.check.abort()
+            made.deaths += 1
+
+        def told(dead: bool) -> None:
+            made.check = self._waiting = None
+            made.deaths += dead
+            if go_on is None or self._pending_since is None:
+                return
+            if made.deaths > MOST_DEATHS:
+                self._stay(otherwise)
+            else:
+                go_on()
+
+        def done(head: ResponseHead, body: bytes) -> None:
+            told(False)
+
+        def failed(end: End, detail: str) -> None:
+            told(True)
+
+        pool = self.driver.pools.find(self.lease)
+        if pool is None:
+            told(False)
+            return
+        made.check = SideCall(
+            pool, pool.head(b"GET /health"), b"", done, failed, on_fault=self.exchange.fault
+        )
+        self._waiting = go_on and (lambda: told(False))
+        pool.send(made.check, fresh=True)
+
+    def sweep(self, now: float, table: ProxyTable) -> None:
+        """Wait no longer for an engine to say that it lives: it hangs, and is no death."""
+        pending_since, waiting, check = self._pending_since, self._waiting, self._made.check
+        if pending_since is None:
+            super().sweep(now, table)
+        elif waiting is not None and now - pending_since > table.connect_timeout_s:
+            if check is not None:
+                check.abort()
+            waiting()
+
+    @property
+    def most_hung_s(self) -> float:
+        return 0.0
+
+    def _give_back(self, end: End, draft: Draft | None) -> None:
+        """Give the lease back and wait for another one."""
+        exchange, response = self.exchange, self.response
+        self._wait_for_rest(draft)
+        exchange.dropped = not self._rest.generated and end is not ends.NOTICE
+        self.driver.try_again(exchange.record, self.lease, ends.HELD_UP if response.held_up else end)
+
+    def _wait_for_rest(self, draft: Draft | None) -> None:
+        exchange, rest = self.exchange, self._rest
+        record = exchange.record
+        rest.take(draft)
+        record.resumed += 1
+        exchange.wait_again(RESUMED)
+        record.resumed_tokens = rest.generated
+        record.request = record.request.goes_on(rest.generated)
+
+    def leave(self) -> None:
+        self._pending_since = self._waiting = None
+        super().leave()
+
+    # --- its instance is about to leave ---
+
+    def move(self) -> bool:
+        if self.exchange.phase is not _STREAMING:
+            return super().move()
+        if not self._may_move():
+            return False
+        self.driver.guard.later(self.exchange, self._move)
+        return True
+
+    def _may_move(self) -> bool:
+        """Return True if an answer can go on elsewhere while its engine lives: then there is a draft."""
+        answer, rest = self.answer, self._rest
+        stream = None if answer is None else answer.stream
+        if self._pending_since is not None or rest.progress is None or (stream is not None and stream.done):
+            return False
+        return rest.may_go_on(answer, False) and rest.draft() is not None
+
+    def _move(self) -> None:
+        """Ask for a place for the rest of a running answer, in a turn of its own."""
+        exchange = self.exchange
+        if exchange.attempt is not self or exchange.phase is not _STREAMING:
+            return
+        self.release()
+        if self._may_move() and (draft := self._rest.draft()) is not None:
+            self.driver.scheduling.move(self.lease, draft.generated, exchange.now())
+
+    def takes(self, lease: Lease) -> bool:
+        """The rest has a place: leave the live engine, unless the answer cannot go on after all."""
+        draft = self._rest.draft() if self.exchange.phase is _STREAMING else None
+        if draft is None:
+            return super().takes(lease)
+        self.count_moved()
+        self._wait_for_rest(draft)
+        return False
+
+
+def _not_the_rest(answer: EngineAnswer) -> End:
+    """Return the end of a second lease whose engine did not answer with a stream."""
+    if answer.head.status >= 500:
+        return ends.ERROR_EVENT
+    return ends.REFUSED_IN_STREAM if answer.head.status >= 400 else ends.OTHERWISE
