@@ -69,8 +69,10 @@ class Room:
 @functools.cache
 def why_no_rooms() -> str:
     """Return why this machine gives no rooms, "" where it does."""
-    if not all(shutil.which(name) for name in ("unshare", "ip", "mount", "bash", "curl")):
-        return "expected unshare, ip, mount, bash and curl"
+    if not all(shutil.which(name) for name in ("unshare", "ip", "mount", "bash", "curl", "git")):
+        return "expected unshare, ip, mount, bash, curl and git"
+    if not (ROOT / ".git").exists():
+        return "expected a clone, whose files git lists"
     done = subprocess.run([*_UNSHARE, "true"], capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else f"the kernel gives no namespaces: {done.stderr.strip()}"
 

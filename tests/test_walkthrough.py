@@ -177,6 +177,8 @@ class Page:
     before: str = ""
     smaller: Mapping[str, str] = field(default_factory=dict)
     addresses: Mapping[str, str] = field(default_factory=dict)
+    #: What comes after the last block.
+    after: str = ""
     #: Lines that read a YAML block that is no file of the page, by the program that it is for.
     reader: str = _CHECK
 
@@ -200,7 +202,8 @@ PAGE_BY_NAME = {
             "hetlb engine --profile": "hetlb engine --time-scale 0.05 --profile",
             "--num-prompts 180 --request-rate 12": "--num-prompts 24 --request-rate 240",
             "--budget 1m": "--budget 1m --repeats 1",
-        }
+        },
+        after="wait\n",  # all that it starts ends
     ),
     "bench.md": Page(
         _ENGINES + _PROXY,
@@ -347,7 +350,7 @@ def script_of(path: Path, page: Page) -> str:
             lines.append(f"cat > {name} <<'END-OF-BLOCK'\n{block.text}END-OF-BLOCK")
             if block.file is None:
                 lines.append(page.reader.format(file=name))
-    text = "\n".join(lines)
+    text = "\n".join([*lines, page.after])
     for shown_text, smaller in page.smaller.items():
         assert shown_text in text, shown_text
         text = text.replace(shown_text, smaller)

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--exhaustive: expected at most {_MOST_EXHAUSTIVE} GPUs, got {cluster.gpus}")
     began = time.monotonic()
     interrupt = Interrupt()
-    limits = SolveLimits(deadline=began + _time_limit(args, cluster), seed=args.seed, interrupt=interrupt)
+    seconds = _time_limit(args, cluster)
     table = GroupTable(cluster, cost)
     with interrupt.catching(), bar("planning") as change:
 
@@ -59,10 +59,17 @@ def run(args: argparse.Namespace) -> int:
             words = f"planning: best {best:.5g} requests/s"
             change(description=words + (f", bound {bound:.5g}" if bound < math.inf else ""))
 
-        if args.exhaustive:
-            found = find_exhaustively(table, limits)
-        else:
-            found = SplitSearch(table, seed=args.seed, progress=show).run(limits)
+        while True:
+            deadline = time.monotonic() + seconds
+            limits = SolveLimits(deadline=deadline, seed=args.seed, interrupt=interrupt)
+            if args.exhaustive:
+                found = find_exhaustively(table, limits)
+            else:
+                found = SplitSearch(table, seed=args.seed, progress=show).run(limits)
+            late = time.monotonic() >= deadline and args.time_limit is None and seconds < _MOST_S
+            if found.plans or interrupt.requested or not late:
+                break
+            seconds *= 4.0  # a busy machine came to no plan
     if not found.plans and interrupt.requested:
         raise KeyboardInterrupt
     if not found.plans:

@@ -38,7 +38,7 @@ from hetlb.tools.plan.disaggregation.split_cluster import (
     SplitCluster,
     SplitPlan,
 )
-from hetlb.tools.plan.disaggregation.split_search import SplitSearch
+from hetlb.tools.plan.disaggregation.split_search import SplitSearch, SplitsFound
 from hetlb.tools.plan.disaggregation.split_servers import servers_of
 from hetlb.tools.plan.disaggregation.split_simulation import (
     Simulated,
@@ -586,3 +586,22 @@ def test_a_model_that_fits_nowhere_is_one_line(tmp_path: Path, capsys: pytest.Ca
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "expected GPU memory of at least" in error
+
+
+def test_a_busy_machine_gets_more_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A search that comes to no plan in the default time is begun again with more."""
+    times: list[float] = []
+    real = SplitSearch.run
+
+    def run(search: SplitSearch, limits: SolveLimits, most_steps: float = math.inf) -> SplitsFound:
+        times.append(limits.deadline)
+        return real(search, limits, most_steps) if len(times) > 2 else SplitsFound()
+
+    monkeypatch.setattr(SplitSearch, "run", run)
+    monkeypatch.setattr("hetlb.cli.split._time_limit", lambda args, cluster: 1e-6)
+    path = str(Path(__file__).parents[2] / "configs/clusters/split-llama-8b.yaml")
+    assert main(["split", "--config", path, "--simulate", "0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["groups"]
+    assert len(times) == 3
