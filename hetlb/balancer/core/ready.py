@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from mypy_extensions import mypyc_attr
 
@@ -102,12 +102,19 @@ class ReadyInstances:
         return 0 if len(self.limits) < 2 else bisect_left(self.limits, _longest(instance))
 
     def choices(
-        self, request: Request, tried: Sequence[str] | None, now: float, *, holds_back: bool
+        self,
+        request: Request,
+        tried: Sequence[str] | None,
+        now: float,
+        *,
+        holds_back: bool,
+        checked: Set[str] = frozenset(),
     ) -> Choices:
         """Return what a request may be sent to now.
 
-        `tried`: where the request was before. `holds_back`: the policy heeds availability itself; otherwise
-        only the most available are left.
+        `tried`: where the request was before; it is no trial then. `checked`: instances whose refusals are
+        tried elsewhere. `holds_back`: the policy heeds availability itself; otherwise only the most available
+        are left.
         """
         found = self._fitting(request, tried)
         chosen = found.instances
@@ -117,12 +124,18 @@ class ReadyInstances:
         found.availabilities = availabilities = [
             each.throttle.availability(each.sequences, each.max_num_seqs, now, doubt=doubt) for each in chosen
         ]
-        if doubt:
+        if tried is not None:
+            restrained = {each.name: each.account.why(now) for each in chosen if each.account.restrained(now)}
+            if restrained and len(restrained) < len(chosen):
+                found = found.without(restrained)
+                chosen, availabilities = found.instances, found.availabilities or []
+        elif doubt:
             due = [each for each in chosen if each.account.due(now)]
             if due and len(due) < len(chosen):
                 waits = f"{due[0].name} gets a trial"
                 return found.without({each.name: waits for each in chosen if each is not due[0]})
-        if asked := _to_be_asked(chosen):
+        asked = _to_be_asked(chosen, checked)
+        if len(asked) < len(chosen):
             waits = "it refuses: the others are asked first"
             return found.without({each.name: waits for each in chosen if each not in asked})
         if holds_back:
@@ -206,12 +219,17 @@ class ReadyInstances:
         return found if _splits(found) else []
 
 
-def _to_be_asked(instances: Sequence[Instance]) -> list[Instance]:
-    """Return the instances that were not heard since another one began to refuse all; [] if none does."""
-    suspects = [each.account.refused_since for each in instances if each.account.suspect]
-    if not suspects:
-        return []
-    return [each for each in instances if not each.account.suspect and not each.account.heard(min(suspects))]
+def _to_be_asked(instances: Sequence[Instance], checked: Set[str]) -> Sequence[Instance]:
+    """Return those that may get a request while an instance refuses all: first those not heard since then.
+
+    An instance whose refusals are tried elsewhere (`checked`) gets nothing until that has ended.
+    """
+    since = [each.account.refused_since for each in instances if each.account.suspect]
+    if not since:
+        return instances
+    others = [each for each in instances if not each.account.suspect]
+    unheard = [each for each in others if not each.account.heard(min(since))]
+    return unheard or (others and [each for each in instances if each.name not in checked]) or instances
 
 
 def _longest(instance: Instance) -> float:

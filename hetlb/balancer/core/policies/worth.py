@@ -23,7 +23,7 @@ _ALIKE: Final = 0.05
 #: Least worth of an instance, over the largest: one that adds nothing to a plan is no free one.
 _LEAST_WORTH: Final = 1e-3
 #: By how much more, for each time that as many younger requests went before it as run.
-_PATIENCE: Final = 0.02
+_PATIENCE: Final = 0.1
 #: Lengths within this difference of their logarithms are alike.
 _ALIKE_LENGTHS: Final = 0.1
 _NONE: Final[frozenset[str]] = frozenset()
