@@ -472,8 +472,8 @@ class Incident:
                 for at in (5.0, 60.0):
                     await asyncio.sleep(began + at - time.monotonic())
                     await self.look(name, at, serve)
-                for each in loads:
-                    each.cancel()
+                for task in loads:
+                    task.cancel()
                 await asyncio.gather(*loads, return_exceptions=True)
 
     async def begin(self, name: str, engines: list[Engine], serve: Serve) -> list[asyncio.Task[Any]]:

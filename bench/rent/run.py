@@ -13,6 +13,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
@@ -559,7 +560,7 @@ def replanning(bench: Bench) -> dict[str, Any]:
 def main() -> None:
     """Run one sub-command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    names = {
+    names: dict[str, Callable[[Bench], dict[str, Any]]] = {
         "toy": toy,
         "random": random_instances,
         "solver": solver,

@@ -47,7 +47,6 @@ turned_away(
     b'{"model":"m"',
     b"\xff\xfe{}",
     '{"model":"m"}'.encode("utf-16"),
-    b'\xef\xbb\xbf{"model":"m"}',
     b'{"model":"m","prompt":"\xff"}',
     b'{"model":"m","prompt":"\xed\xa0\x80"}',
 )
