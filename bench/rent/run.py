@@ -462,7 +462,7 @@ def truth(bench: Bench) -> dict[str, Any]:
 # --- division ------------------------------------------------------------------------------------------
 
 
-def division(bench: Bench) -> list[dict[str, Any]]:
+def division(bench: Bench) -> dict[str, Any]:
     """Return made-up markets of eight kinds and four types, served with and without their worth."""
     rows = []
     for seed in range(bench.markets):
@@ -478,7 +478,7 @@ def division(bench: Bench) -> list[dict[str, Any]]:
                 )
         rows.append(row)
         print(row, flush=True)
-    return rows
+    return {"cases": rows}
 
 
 # --- the estimator --------------------------------------------------------------------------------------
