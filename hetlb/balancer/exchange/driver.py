@@ -97,7 +97,7 @@ class Driver(Host):
     # --- requests ---
 
     def next_id(self) -> RequestId:
-        """A fresh request id: the client's own label may come twice."""
+        """Return a fresh request id: the client's own label may come twice."""
         request_id = self._next_id
         self._next_id += 1
         return request_id
@@ -112,7 +112,7 @@ class Driver(Host):
             self.guard.ended(exchange, error)
 
     def try_again(self, record: RequestRecord, lease: Lease, end: End) -> None:
-        """A lease ended, and its request waits again: the scheduler decides what becomes of it.
+        """End a lease whose request waits again: the scheduler decides what becomes of it.
 
         What is missing of an answer of which a part was kept goes on elsewhere.
         """
@@ -125,7 +125,7 @@ class Driver(Host):
         self.scheduling.lease_ended(lease, end.told, self.now(), retry=True, generated=generated)
 
     def give_up(self, request_id: RequestId) -> float:
-        """A request's client waits no longer: take it out of the queue. When to try again, in seconds."""
+        """Take a request out of the queue whose client waits no longer. Return seconds until another try."""
         now, scheduling = self.now(), self.scheduling
         scheduling.cancelled(request_id, now)
         return scheduling.drain_rate.retry_after_s(scheduling.waiting, now)
@@ -178,7 +178,7 @@ class Driver(Host):
                     waiter.set_result(None)
 
     def refused(self, outcome: Outcome, status: int, record: RequestRecord | None = None) -> None:
-        """A request was answered before the scheduler saw it; `record` where its head was read."""
+        """Count a request answered before the scheduler saw it; `record` where its head was read."""
         self.counted.count(outcome, Phase.QUEUED.value, "", status)
         if record is not None and self.on_refused is not None:
             self.on_refused(record)
@@ -206,7 +206,7 @@ class Driver(Host):
         return self.counted
 
     def learn_prompt(self, model: str, call: Call, tokens: int) -> None:
-        """The engine counted `tokens` in the prompts of a body that were estimated."""
+        """Learn from the `tokens` that an engine counted in the estimated prompts of a body."""
         self.token_estimator.learn(model, call.text_bytes, call.media, tokens)
         if not call.media:  # what one counts each process learns by itself
             self.scheduling.learn_prompt(model, call.text_bytes, tokens)

@@ -98,7 +98,7 @@ class EngineAnswer:
         return self.tail if self.whole_only else payload
 
     def emptied(self, payload: bytes) -> bytes:
-        """A part of the body, with nothing in its fields about KV transfers."""
+        """Return a part of the body, with nothing in its fields about KV transfers."""
         transfers = self._transfers
         if transfers is None:
             if not self.head.fields.get(b"content-type", b"").startswith(_WITH_FIELDS):
@@ -107,7 +107,7 @@ class EngineAnswer:
         return transfers.feed(payload)
 
     def last_emptied(self, payload: bytes) -> bytes:
-        """The last part of the body, as `emptied` has it."""
+        """Return the last part of the body, as `emptied` has it."""
         return payload if self._transfers is None and harmless(payload) else self.emptied(payload)
 
     def usage(self) -> tuple[int | None, int | None, int | None]:
@@ -130,7 +130,7 @@ class EngineAnswer:
         return ends.REFUSED if status < 500 or status == LOOP_STATUS else ends.SERVER_ERROR
 
     def late(self, path: str) -> tuple[bytes, End]:
-        """The event and the end of a whole answer that is no stream, where the client has the head of one."""
+        """Return a whole answer that is no stream as event and end, where the client has the head of one."""
         status = self.head.status
         if self.stream is None and status >= 400:
             return error_responses.upstream_error_event(status, self.tail, path), self.end

@@ -76,7 +76,7 @@ class Maker(ABC):
         """
 
     def close(self, record: RequestRecord) -> None:
-        """The request has ended: keep nothing more of it."""
+        """Keep nothing more of the request, which has ended."""
 
 
 class Exchange:
@@ -120,7 +120,7 @@ class Exchange:
     # --- from the scheduler ---
 
     def dispatched(self, attempt: Attempt, lease: Lease) -> None:
-        """The scheduler chose an instance: go there."""
+        """Go to the instance that the scheduler chose."""
         if self.attempt.takes(lease):
             return
         self.record.lease = lease
@@ -144,7 +144,7 @@ class Exchange:
     # --- from the client's connection ---
 
     def client_gone(self) -> None:
-        """The client left: whatever was done for it stops now."""
+        """Stop what is done for the client, which left."""
         if self.phase is not _DONE:
             self.finish(ends.LEFT, client_gone=True)
 
@@ -235,7 +235,7 @@ class Exchange:
         broken: bool = False,
         client_gone: bool = False,
     ) -> None:
-        """The one way out. `end` is that of the lease; `outcome` the request's, if there is none."""
+        """End the request, the one way out. `end` is the lease's; `outcome` the request's without one."""
         record, response = self.record, self.response
         self.attempt.leave()
         self.attempt = WAITING  # no cycle is left

@@ -131,7 +131,7 @@ class Plain(Attempt):
     # --- the answer ---
 
     def engine_head(self, head: ResponseHead, length: int | None) -> None:
-        """The head of the answer; it is kept until the body begins."""
+        """Take in the head of the answer; it is kept until the body begins."""
         exchange, driver, status = self.exchange, self.driver, head.status
         if not 200 <= status < 300:
             if status < 400:
@@ -154,7 +154,7 @@ class Plain(Attempt):
             self.plain = False
 
     def refused(self, answer: EngineAnswer) -> None:
-        """The engine has refused the request and run nothing of it: another one may get it."""
+        """Give the request to another engine, since this one refused it and ran nothing of it."""
         scheduling = self.driver.scheduling
         scheduling.refused(self.lease, answer.is_busy, answer.busy_s, self.exchange.now())
 
@@ -242,7 +242,7 @@ class Plain(Attempt):
         return b"" if stream is None else stream.cut()
 
     def engine_end(self, payload: bytes) -> None:
-        """The answer is whole and its framing was clean; `payload` is its last part."""
+        """Take in the clean end of the answer; `payload` is its last part."""
         self.engine = None
         exchange, answer, response = self.exchange, self.answer, self.response
         assert answer is not None, "expected a head before the end"
@@ -354,7 +354,7 @@ class Plain(Attempt):
             otherwise()
 
     def failed(self, end: End, detail: str, begun: bool) -> None:
-        """The engine failed, `begun` in the middle of its answer, which does not go on."""
+        """End an answer that does not go on, since its engine failed; `begun`: in the middle of it."""
         exchange, response, answer = self.exchange, self.response, self.answer
         if end is ends.HEAD_CUT:
             end = ends.JUNK

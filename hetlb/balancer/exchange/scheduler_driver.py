@@ -67,7 +67,7 @@ _HEALTH: Final = {
 
 
 def newest(decisions: Iterable[Dispatch], instances: int) -> deque[Dispatch]:
-    """The last dispatches, the oldest first: as many as suit a fleet of this size."""
+    """Return the last dispatches, the oldest first: as many as suit a fleet of this size."""
     return deque(decisions, min(DECISIONS_KEPT, CANDIDATES_KEPT // max(1, instances)))
 
 

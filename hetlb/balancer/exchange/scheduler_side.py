@@ -56,7 +56,7 @@ class DrainRate:
         return self.spread(waiting / rate_rps)
 
     def spread(self, wait_s: float) -> float:
-        """A wait within the bounds, up to half as long again by chance."""
+        """Return a wait within the bounds, up to half as long again by chance."""
         return min(_LONGEST_S, max(1.0, wait_s)) * (1.0 + _SPREAD * self._rng.random())
 
     def _turn(self, now: float) -> None:
@@ -97,45 +97,45 @@ class SchedulerSide(ABC):
 
     @abstractmethod
     def available(self, model: str) -> bool:
-        """True if some instance of a model takes requests, as far as this process knows."""
+        """Return True if some instance of a model takes requests, as far as this process knows."""
 
     @abstractmethod
     def targets(self) -> Collection[Target]:
-        """The engines that may get requests."""
+        """Return the engines that may get requests."""
 
     @abstractmethod
     def serves(self, lease: Lease) -> bool:
-        """True if the instance of a lease serves its model, as far as is known."""
+        """Return True if the instance of a lease serves its model, as far as is known."""
 
     # --- facts ---
 
     @abstractmethod
     def submit(self, record: RequestRecord) -> None:
-        """A whole request came in. Raises `Refusal` where it may not pass."""
+        """Take in a whole request. Raises `Refusal` where it may not pass."""
 
     @abstractmethod
     def first_token(self, lease: Lease, now: float) -> None:
-        """The answer of a lease began."""
+        """Note that the answer of a lease began."""
 
     @abstractmethod
     def lease_ended(
         self, lease: Lease, outcome: Outcome, now: float, *, retry: bool, generated: int | None = None
     ) -> None:
-        """A lease ended; with `retry` the scheduler says what becomes of its request.
+        """End a lease; with `retry` the scheduler says what becomes of its request.
 
         `generated`: so many tokens of its answer are part of the prompt now, None where it begins again.
         """
 
     @abstractmethod
     def move(self, lease: Lease, generated: int, now: float) -> None:
-        """The answer of a lease is to go on elsewhere while its engine lives, `generated` tokens of it said.
+        """Ask for a place elsewhere for the rest of an answer whose engine lives, behind `generated` tokens.
 
         A dispatch follows once there is a place; without one the lease goes on.
         """
 
     @abstractmethod
     def refused(self, lease: Lease, busy: bool, retry_after_s: float | None, now: float) -> None:
-        """An engine refused a request and ran nothing of it; `busy`: it has no room.
+        """Note that an engine refused a request and ran nothing of it; `busy`: it has no room.
 
         Another instance may get it. `retry_after_s`: when to come again, None where the engine did not say.
         """
@@ -149,7 +149,7 @@ class SchedulerSide(ABC):
 
     @abstractmethod
     def cancelled(self, request_id: RequestId, now: float) -> None:
-        """The client of a waiting request left."""
+        """Forget a waiting request whose client left."""
 
     @abstractmethod
     def abandon(self, request_id: RequestId, now: float) -> None:
@@ -157,10 +157,10 @@ class SchedulerSide(ABC):
 
     @abstractmethod
     def came_back(self, instance: str) -> None:
-        """A request to an instance came back to this proxy: nothing goes there any more."""
+        """Send nothing to an instance any more, whose request came back to this proxy."""
 
     def learn_prompt(self, model: str, text_bytes: int, tokens: int) -> None:
-        """An engine counted `tokens` in prompts of text alone: other processes may learn of it."""
+        """Tell other processes of the `tokens` that an engine counted in prompts of text alone."""
 
     # --- time ---
 
@@ -168,7 +168,7 @@ class SchedulerSide(ABC):
         """Count the seconds of the scheduler's calls since the last time."""
 
     def sweep(self, now: float) -> None:
-        """Called about twice a second."""
+        """Do what is due, about twice a second."""
 
     def close(self) -> None:
         """Stop the timers."""
@@ -186,7 +186,7 @@ class StallWatch:
         self._beater = loop.call_at(self._due, self._beat)
 
     def since(self, then: float) -> bool:
-        """True if it stood still for a while since `then`."""
+        """Return True if it stood still for a while since `then`."""
         now = self._loop.time()
         if now - self._due > STALL_S:  # the timer below is as late as this call
             self._stalled_at = now
@@ -223,14 +223,14 @@ class Carrier(ABC):
         """Turn a request down; `retry_after_s` is None where another try is of no use."""
 
     def pass_on(self, request_id: RequestId) -> None:
-        """A busy engine's answer is the client's; it goes on by itself unless something holds it."""
+        """Pass a busy engine's answer on to the client, unless something holds it."""
 
     def may_turn_away(self, lease: Lease) -> bool:
-        """True if a lease of which nothing came can be taken from its engine."""
+        """Return True if a lease of which nothing came can be taken from its engine."""
         return False
 
     def turned_away(self, lease: Lease) -> None:
-        """A lease was taken from an engine that refused it, or says nothing: its request gets another one."""
+        """Give a request another lease: its engine refused it, or says nothing."""
 
     @abstractmethod
     def tokens_so_far(self, lease: Lease) -> int:
@@ -241,18 +241,18 @@ class Carrier(ABC):
         """Return the time of the newest part of a stream by instance, of those with streams."""
 
     def emits(self, name: str) -> bool:
-        """True if part of an answer came from an instance lately."""
+        """Return True if part of an answer came from an instance lately."""
         return self.now() - self.tokens_at().get(name, -math.inf) < EMITS_S
 
     @abstractmethod
     def instances_changed(self) -> None:
-        """An instance was added or removed, or its administrative state is another."""
+        """Note that an instance was added or removed, or has another administrative state."""
 
     def view_changed(self) -> None:
-        """The answers about the fleet (`/health`, `/v1/models`) may differ from now on."""
+        """Note that answers about the fleet (`/health`, `/v1/models`) may differ from now on."""
 
     def ticked(self) -> None:
-        """The scheduler was called because it was time."""
+        """Note that the scheduler was called because it was time."""
 
     def _sweep(self) -> None:
         self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)

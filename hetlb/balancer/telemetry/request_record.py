@@ -66,7 +66,7 @@ class RequestRecord:
         #: Phase in which it got its outcome.
         self.ended_in = _QUEUED
         self.outcome: Outcome | None = None
-        #: How its last lease ended, None without one.
+        #: End of its last lease, None without one.
         self.end: End | None = None
         self.lease: Lease | None = None
         #: Instance that prefilled the prompt, where another one decodes the answer.

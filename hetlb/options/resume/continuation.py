@@ -59,7 +59,7 @@ class Draft:
         self.ahead = ""
 
     def is_of(self, progress: Progress) -> bool:
-        """True if nothing has come since it was made."""
+        """Return True if nothing has come since it was made."""
         return self._size == len(progress.texts)
 
 
@@ -257,7 +257,7 @@ class Continuation:
         return KeptStream(self._hides_usage, silent, self.progress, hides_ids=self._hides_ids)
 
     def translate(self, event: bytes, progress: Progress) -> bytes | None:
-        """An event of the second lease for the client, b"" for none; None where it does not go on."""
+        """Return an event of the second lease for the client, b"" for none; None where it does not go on."""
         try:
             fields: dict[str, Any] = msgspec.json.decode(event[6:])
             choices = fields["choices"]
@@ -336,7 +336,7 @@ class Continuation:
         return not self.progress.why and not (stream is not None and stream.part_is_out)
 
     def close(self) -> None:
-        """The exchange has ended: keep nothing more."""
+        """Keep nothing more: the exchange has ended."""
         if self.progress is not None:
             self.why = self.why or self.progress.why
             self.progress.release()

@@ -85,7 +85,7 @@ class Resumed(Plain):
         self._longest = longest
         #: Time since which the answer is on its way to another lease, None while it is not.
         self._pending_since: float | None = None
-        #: What goes on once it shows whether the engine lives, None if nothing waits for that.
+        #: Callback once it shows whether the engine lives, None if nothing waits for that.
         self._waiting: Callable[[], None] | None = None
 
     # --- the request, and its answer ---
@@ -281,7 +281,7 @@ class Resumed(Plain):
             self.driver.scheduling.move(self.lease, draft.generated, exchange.now())
 
     def takes(self, lease: Lease) -> bool:
-        """The rest has a place: leave the live engine, unless the answer cannot go on after all."""
+        """Leave the live engine for the rest's place, unless the answer cannot go on after all."""
         draft = self._rest.draft() if self.exchange.phase is _STREAMING else None
         if draft is None:
             return super().takes(lease)

@@ -160,7 +160,7 @@ class Split(Plain):
         return b"xfer-%b-%d" % (_PROCESS, self._prefill.id)
 
     def _queried(self, head: ResponseHead, body: bytes) -> None:
-        """The bootstrap server told the id of the prefill engine: send both legs."""
+        """Send both legs: the bootstrap server told the id of the prefill engine."""
         query, self._query = self._query, None
         try:
             entry = _bootstrap.decode(body)["0"] if head.status == 200 else None
@@ -225,7 +225,7 @@ class Split(Plain):
         self._splits.prefilled(self._prefill)
 
     def _prefill_refused(self, head: ResponseHead, body: bytes) -> None:
-        """The prefill instance answered with an error: it is the answer, but for those of a broken engine."""
+        """Pass on an error of the prefill instance, but for those of a broken engine."""
         if head.status >= 500 and b"retry-after" not in head.fields:
             self._unsplit(ends.SERVER_ERROR, "prefill_error")
             return
@@ -239,7 +239,7 @@ class Split(Plain):
     # --- the decode leg ---
 
     def takes(self, lease: Lease) -> bool:
-        """The decode leg is sent now, or goes on; for another lease it is given up."""
+        """Send the decode leg, or let it go on; for another lease it is given up."""
         exchange = self.exchange
         if self.state is TransferState.OVER:
             return super().takes(lease)
@@ -430,7 +430,7 @@ class KvTransfers(Splits):
         self._carry_out(self._scheduler.on_prefilled(lease, self._driver.now()))
 
     def unsplit(self, lease: Lease, outcome: Outcome, why: str) -> None:
-        """A transfer failed: the request goes to one instance as a whole."""
+        """Send the whole request to one instance: a transfer failed."""
         self._totals.kv_transferred(why)
         self._totals.tried_again(lease.instance, outcome)
         self._carry_out(self._scheduler.on_unsplit(lease, outcome, self._driver.now()))
@@ -511,7 +511,7 @@ class KvTransfers(Splits):
 
 
 def _prefill_body(kind: Kind, body: bytes, params: bytes) -> bytes:
-    """The body of a prefill leg: that of the client, but for one token of output and no stream."""
+    """Return the body of a prefill leg: the client's, but for one token of output and no stream."""
     fields = _raw_fields.decode(body)
     for name in _NOT_PREFILLED:
         fields.pop(name, None)

@@ -58,7 +58,7 @@ def _upgrade_required(message: str) -> Refusal:
 
 
 def model_asked_for(query: bytes) -> str | None:
-    """The model in the query of a request, None without one. Raises `GateError` (400) where there are two."""
+    """Return the model in a request's query, None without one. Raises `GateError` (400) for two."""
     try:
         found = parse_qs(query.decode("ascii"), max_num_fields=64, errors="strict").get("model", [])
     except ValueError as error:
@@ -151,7 +151,7 @@ class Tunnel(Plain):
         connection.send(lines + b"\r\n", b"")
 
     def engine_head(self, head: ResponseHead, length: int | None) -> None:
-        """The engine agrees, and the tunnel begins; or it answers like any other."""
+        """Begin the tunnel where the engine agrees; else it answers like any other."""
         if head.status != 101:
             super().engine_head(head, length)
             return

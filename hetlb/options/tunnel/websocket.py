@@ -14,10 +14,10 @@ _KEY = re.compile(rb"[A-Za-z0-9+/]{22}==")
 
 
 def is_key(value: bytes) -> bool:
-    """True for a Sec-WebSocket-Key: 16 bytes in base64."""
+    """Return True for a Sec-WebSocket-Key: 16 bytes in base64."""
     return _KEY.fullmatch(value) is not None
 
 
 def accept_of(key: bytes) -> bytes:
-    """The Sec-WebSocket-Accept that answers a Sec-WebSocket-Key."""
+    """Return the Sec-WebSocket-Accept that answers a Sec-WebSocket-Key."""
     return base64.b64encode(hashlib.sha1(key + _GUID, usedforsecurity=False).digest())

@@ -82,7 +82,7 @@ class LayoutTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class Worth:
+class LayoutsWorth:
     """A fleet under the router. `goodput_req_s`: the rate times the share of requests that met the limits."""
 
     total_token_throughput: float
@@ -103,7 +103,7 @@ class Evaluated:
     layout: Layout
     throughput_tok_s: float
     cost_per_hour: float | None
-    worth: Worth | None = None
+    worth: LayoutsWorth | None = None
 
 
 @dataclass
@@ -116,7 +116,7 @@ class LayoutFleet:
     target: LayoutTarget
     seed: int = 0
 
-    def simulate(self, layouts: Mapping[str, Layout], request_rate: float) -> Worth:
+    def simulate(self, layouts: Mapping[str, Layout], request_rate: float) -> LayoutsWorth:
         """Return the instances of these layouts, by machine, under the default policy at a rate."""
         servers = [
             SimulatedServer(f"{machine.name}-{index}", engine_of(profile))
@@ -135,7 +135,7 @@ class LayoutFleet:
         records = run_fleet(servers, planned, [output for _, output in rows], seed=self.seed).records
         met = self.target.slo.share_met(records)
         steady = summarize(records)["steady"]
-        return Worth(
+        return LayoutsWorth(
             steady["total_token_throughput"], 0.0 if at_once else met * request_rate, met, len(records)
         )
 
@@ -185,7 +185,7 @@ class FleetLayouts:
     """A layout of every machine that has one, and what they are worth together; None where not simulated."""
 
     layouts: dict[str, Layout]
-    worth: Worth | None = None
+    worth: LayoutsWorth | None = None
 
 
 def choose_together(

@@ -187,7 +187,7 @@ class Policy:
     #: True if a request may be left waiting although an instance could take it. The others are asked only
     #: about the instances that stand best.
     holds_back: ClassVar[bool] = False
-    #: What the time of each instance is worth in a plan, None without one.
+    #: Worth of the time of each instance in a plan, None without one.
     worth: Worth | None = None
 
     def __init__(self, params: PolicyParams, rng: random.Random) -> None:
