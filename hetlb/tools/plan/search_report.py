@@ -14,7 +14,15 @@ from hetlb.tools.plan.cluster_layouts import LayoutsFound
 from hetlb.tools.plan.common.plan_tables import Machine
 from hetlb.tools.plan.common.remarks import remarks_on_machines
 from hetlb.tools.plan.common.servers import VllmServer
-from hetlb.tools.plan.layouts import Evaluated, FleetLayouts, Layout, Worth, counted, gpus_of, layout_name
+from hetlb.tools.plan.layouts import (
+    Evaluated,
+    FleetLayouts,
+    Layout,
+    LayoutsWorth,
+    counted,
+    gpus_of,
+    layout_name,
+)
 from hetlb.tools.plan.tp_search import Option, whole_tok_s
 from hetlb.tools.tables import table
 
@@ -99,7 +107,7 @@ def _per_million(each: Evaluated) -> float:
     return each.cost_per_hour / (3600.0 * tokens_s) * 1e6 if tokens_s > 0 else 0.0
 
 
-def _worth_document(worth: Worth | None) -> dict[str, Any] | None:
+def _worth_document(worth: LayoutsWorth | None) -> dict[str, Any] | None:
     if worth is None:
         return None
     return asdict(worth) | {"goodput_req_s": worth.goodput_req_s or None}
