@@ -14,6 +14,7 @@ import yaml
 from helpers import HANG_S
 from proxy.services import Engine
 from proxy.upstreams import STREAM
+from serve_process import serve_process
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = sorted(path.parent.name for path in (ROOT / "hetlb" / "options").glob("*/__init__.py"))
@@ -73,17 +74,8 @@ async def test_a_plain_serve_serves(option: str, tmp_path: Path) -> None:
         document = {"version": 1, "models": [{"name": "m", "instances": [{"name": "a", "url": engine.url}]}]}
         fleet.write_text(yaml.safe_dump(document))
         ports = ("--port", "0", "--admin-port", "0")
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", WITHOUT, option, "serve", "--config", str(fleet), *ports,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-        )  # fmt: skip
-        assert process.stdout is not None
-        async with asyncio.timeout(HANG_S), aiohttp.ClientSession() as session:
-            said = [await process.stdout.readline()]
-            while b" ready on " not in said[-1]:
-                assert said[-1], b"".join(said)
-                said.append(await process.stdout.readline())
-            main, admin = (f"http://127.0.0.1:{port}" for port in re.findall(r":(\d+)\b", said[-1].decode()))
+        command = ("-c", WITHOUT, option, "serve", "--config", str(fleet), *ports)
+        async with serve_process(*command) as (main, admin), aiohttp.ClientSession() as session:
             body = {"model": "m", "prompt": "hi", "stream": True}
             async with session.post(f"{main}/v1/completions", json=body) as reply:
                 assert b"tok" in await reply.read()
@@ -92,8 +84,6 @@ async def test_a_plain_serve_serves(option: str, tmp_path: Path) -> None:
                     assert reply.status == 200
             async with session.get(admin + "/") as reply:
                 assert reply.status == (404 if option == "dashboard" else 200)
-            process.terminate()
-            assert await process.wait() == 0
 
 
 @pytest.mark.parametrize("option", ASKS)

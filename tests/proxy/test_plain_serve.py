@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import re
-import sys
 from pathlib import Path
 
 import aiohttp
 import pytest
 import yaml
-from helpers import HANG_S
 from proxy.services import Engine
 from proxy.upstreams import STREAM
+from serve_process import serve_process
 
 ROOT = Path(__file__).parents[2]
 #: Runs a command and writes the names of all modules that it imported.
@@ -60,26 +58,15 @@ async def a_plain_serve(folder: Path) -> set[str]:
     async with Engine(STREAM) as engine:
         document = {"version": 1, "models": [{"name": "m", "instances": [{"name": "a", "url": engine.url}]}]}
         fleet.write_text(yaml.safe_dump(document))
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", RECORDED, str(modules),
-            "serve", "--config", str(fleet), "--port", "0", "--admin-port", "0",
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-        )  # fmt: skip
-        assert process.stdout is not None
-        async with asyncio.timeout(HANG_S), aiohttp.ClientSession() as session:
-            said = [await process.stdout.readline()]
-            while b" ready on " not in said[-1]:
-                assert said[-1], b"".join(said)
-                said.append(await process.stdout.readline())
-            main, admin = (f"http://127.0.0.1:{port}" for port in re.findall(r":(\d+)\b", said[-1].decode()))
+        ports = ("--port", "0", "--admin-port", "0")
+        command = ("-c", RECORDED, str(modules), "serve", "--config", str(fleet), *ports)
+        async with serve_process(*command) as (main, admin), aiohttp.ClientSession() as session:
             body = {"model": "m", "prompt": "hi", "stream": True}
             async with session.post(f"{main}/v1/completions", json=body) as reply:
                 assert b"tok" in await reply.read()
             for path in ("/metrics", "/readyz", "/v1/fleet"):
                 async with session.get(admin + path) as reply:
                     assert reply.status == 200
-            process.terminate()
-            assert await process.wait() == 0
     return set(modules.read_text().split())
 
 
