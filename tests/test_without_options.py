@@ -43,6 +43,7 @@ for name in sys.argv[2:]:
 ASKS = {
     "dns": {"discovery": {"dns": [{"name": "engines.invalid", "port": 1, "model": "m"}]}},
     "instance_files": {"discovery": {"files": ["others"]}},
+    "resume": {"proxy": {"resume": "ids"}},
     "tracing": {"tracing": {"otlp_endpoint": "http://127.0.0.1:1"}},
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hetlb.errors import ConfigError
@@ -30,16 +31,20 @@ _ROOM = "hetlb.options"
 
 def hook(option: str, *args: Any, **named: Any) -> Any:
     """Call the hook of an option; return what it gives. Raises `ConfigError` where its folder is missing."""
+    return found(option).hook(*args, **named)
+
+
+def found(option: str) -> ModuleType:
+    """Return the package of an option. Raises `ConfigError` where its folder is missing."""
     name = f"{_ROOM}.{option}"
     try:
-        package = import_module(name)
+        return import_module(name)
     except ModuleNotFoundError as error:
         if error.name not in (name, _ROOM):
             raise
         raise ConfigError(
             f"{option}: expected an installation with this option, but hetlb/options/{option} is missing"
         ) from None
-    return package.hook(*args, **named)
 
 
 class KeyTicket(Protocol):
