@@ -112,7 +112,10 @@ def test_an_enumerated_market(capsys: pytest.CaptureFixture[str], tmp_path: Path
     # The instances are worth what the plan serves, by the times of the policy.
     assert sum(worth for _, worth in params.worth) == pytest.approx(planned, rel=0.2)
     assert [(each.input_tokens, each.output_tokens) for each in params.types] == [(800, 20), (200, 200)]
-    for policy in ("hetlb", "least-kv"):
+    for each in params.types:
+        assert sum(share for _, share in each.instances) == pytest.approx(1.0)
+        assert {name for name, _ in each.instances} <= names
+    for policy in ("hetlb", "planned"):
         trace = tmp_path / "trace.csv"
         trace.write_text(
             "arrival_s,input_tokens,output_tokens\n" + ",800,20\n,800,20\n,800,20\n,200,200\n" * 5

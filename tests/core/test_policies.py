@@ -7,7 +7,7 @@ import pytest
 from helpers import FAST, dispatched, make_scheduler, request, spec
 
 from hetlb.balancer.core.demand import Demand
-from hetlb.balancer.core.policies.base import COMBINE_FORMS, PolicyParams
+from hetlb.balancer.core.policies.base import COMBINE_FORMS, PlannedType, PolicyParams
 from hetlb.balancer.core.policies.baselines import PrefixMatch, kv_used_tokens
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.policies.sight import SchedulingContext
@@ -31,7 +31,7 @@ def shares(policy: str, count: int, *specs: object, seed: int = 0) -> list[str]:
 def test_the_contract_s_names_are_all_there() -> None:
     assert set(POLICIES) == {
         "rr", "wrr", "random", "least-requests", "p2c", "least-kv", "peak-ewma", "single",
-        "prefix", "session", "paper", "paper-memory", "lmetric", "lmetric-speed", "hetlb",
+        "prefix", "session", "paper", "paper-memory", "lmetric", "lmetric-speed", "planned", "hetlb",
     }  # fmt: skip
 
 
@@ -427,3 +427,61 @@ def test_a_session_keeps_its_instance_and_few_move_when_another_leaves() -> None
 
 def test_without_a_session_the_fewest_requests_decide() -> None:
     assert shares("session", 4, spec("a"), spec("b")) == ["a", "b", "a", "b"]
+
+
+# --- planned --------------------------------------------------------------------------------------------
+
+PLAN = PolicyParams(
+    types=(
+        PlannedType("m", 1000.0, 20.0, 0.75, (("a", 0.75), ("b", 0.25))),
+        PlannedType("m", 1000.0, 200.0, 0.25, (("b", 1.0),)),
+        PlannedType("m", 50.0, 50.0, 1.0, (("c", 1.0),)),
+        PlannedType("n", 1000.0, 20.0, 1.0, (("z", 1.0),)),
+    )
+)
+WIDE = Capacity(kv_cache_tokens=1_000_000, kv_tokens_per_request=1_000_000, max_num_seqs=1000)
+
+
+def planned(prompt: int, output: int, count: int) -> list[str]:
+    """Where requests of known length go, out of four instances with room for all."""
+    lengths = dict.fromkeys(range(count), output)
+    oracle = make_predictor("oracle", rng=random.Random(0), oracle=lengths)
+    fleet = [spec(name, capacity=WIDE) for name in "abcd"]
+    scheduler = make_scheduler(fleet, "planned", predictor=oracle, params=PLAN)
+    arrivals = (request(i, prompt=prompt, max_tokens=None) for i in range(count))
+    return [dispatched(scheduler.on_arrival(each, 0.0)).instance for each in arrivals]
+
+
+def test_planned_holds_the_shares_of_each_type() -> None:
+    read = planned(1000, 20, 40)
+    assert (read.count("a"), read.count("b")) == (30, 10)
+    assert set(planned(980, 210, 8)) == {"b"}
+    assert set(planned(50, 50, 8)) == {"c"}
+
+
+def test_planned_takes_the_mean_of_types_that_it_cannot_tell_apart() -> None:
+    # Answers of 65 tokens are neither 20 nor 200 long: a mean of both types, three to one.
+    mixed = planned(1000, 65, 160)
+    assert (mixed.count("a"), mixed.count("b")) == (90, 70)
+
+
+def test_planned_waits_for_an_instance_with_a_share() -> None:
+    small = Capacity(kv_cache_tokens=1_000_000, kv_tokens_per_request=1_000_000, max_num_seqs=1)
+    scheduler = make_scheduler([spec(name, capacity=small) for name in "cd"], "planned", params=PLAN)
+    leases = [
+        command.lease
+        for i in range(8)
+        for command in scheduler.on_arrival(request(i, prompt=50), 0.0)
+        if isinstance(command, Dispatch)
+    ]
+    assert {lease.instance for lease in leases} == {"c"}
+    assert len(scheduler.queue) == 8 - len(leases) > 0
+    freed = scheduler.on_lease_ended(leases[0], Outcome.OK, 1.0)
+    assert dispatched(freed).instance == "c"
+
+
+def test_planned_leaves_what_is_not_planned_to_hetlb() -> None:
+    fleet = [spec("x"), spec("y", slower=3.0)]
+    for policy in ("planned", "hetlb"):
+        scheduler = make_scheduler(fleet, policy, params=PLAN)
+        assert dispatched(scheduler.on_arrival(request(1), 0.0)).instance == "x"

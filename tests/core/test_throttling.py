@@ -254,7 +254,7 @@ def test_what_it_had_read_is_forgotten() -> None:
     assert scheduler.fleet.prefixes.held(asked.prefix_keys, asked.prompt_tokens) is None
 
 
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"hetlb"}))
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"hetlb", "planned"}))
 def test_policies_that_bind_at_once_hold_nothing_back_when_all_have_come_back(policy: str) -> None:
     scheduler = make_scheduler([roomy("a"), roomy("b")], policy)
     for name in "ab":

@@ -116,7 +116,13 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         p = self.file.policy
         first = self.file.models[0].name if self.file.models else ""
         types = tuple(
-            PlannedType(each.model or first, each.input_tokens, each.output_tokens, each.share)
+            PlannedType(
+                each.model or first,
+                each.input_tokens,
+                each.output_tokens,
+                each.share,
+                tuple(each.instances.items()),
+            )
             for each in p.types
         )
         worth, weights = tuple(p.worth.items()), tuple(p.weights.items())
@@ -352,6 +358,10 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
         resolved.add_model(model, f"{where}models[{m}]")
     unknown = [name for name in file.policy.worth if name not in fleet.listed]
     mistakes.add(ConfigError(f"{where}policy.worth: {one_of(name, fleet.listed)}") for name in unknown)
+    for t, planned in enumerate(file.policy.types):
+        unknown = [name for name in planned.instances if name not in fleet.listed]
+        keys = f"{where}policy.types[{t}].instances"
+        mistakes.add(ConfigError(f"{keys}: {one_of(name, fleet.listed)}") for name in unknown)
     if mistakes.found:
         raise with_lines(path, mistakes.found) if path else mistakes.found[0]
     return msgspec.structs.replace(fleet, instances=tuple(resolved.specs))

@@ -42,13 +42,14 @@ class Admin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class PlannedTypeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A type of request in a plan: its model, mean lengths in tokens, its share of all."""
+    """A type of request in a plan: its model, mean lengths in tokens, its share, each instance's of it."""
 
     type: str
     share: Positive = 1.0
     input_tokens: Positive
     output_tokens: Positive
     model: str | None = None
+    instances: dict[str, NonNegative] = {}
 
 
 class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 #: About the shares of a plan.
-_WORTH: Final = "`hetlb rent --write-fleet` writes `policy.worth`, by which `hetlb` follows a plan"
+_WORTH: Final = (
+    "`hetlb rent --write-fleet` writes `policy.worth`, which `hetlb` follows, and `policy.types`, which"
+    " `planned` holds"
+)
 #: By key path of a file, list positions left out.
 GONE_KEYS: Final = {
     "policy.state_file": "lengths are learnt anew after a start: delete the key; `policy.trace` with"
@@ -20,7 +23,6 @@ GONE_KEYS: Final = {
 #: By key path and value.
 _CONNECTORS: Final = "use `nixl` or `mooncake`, connectors that vLLM keeps up"
 GONE_VALUES: Final[dict[tuple[str, object], str]] = {
-    ("policy.name", "planned"): _WORTH,
     ("models[].kv_transfer", "shared-storage"): _CONNECTORS,
     ("models[].kv_transfer.connector", "shared-storage"): _CONNECTORS,
 }

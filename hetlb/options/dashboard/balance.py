@@ -24,7 +24,7 @@ NEAR: Final = 0.1
 IDLE: Final = 0.02
 #: Below this share of the places in use the load is light.
 LIGHT: Final = 0.5
-_BY_SPEED: Final = frozenset({"hetlb", "paper", "paper-memory"})
+_BY_SPEED: Final = frozenset({"hetlb", "paper", "paper-memory", "planned"})
 
 
 @dataclass(frozen=True, slots=True)

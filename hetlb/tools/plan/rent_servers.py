@@ -15,7 +15,7 @@ from hetlb.tools.plan.common.capabilities import Form
 from hetlb.tools.plan.common.servers import ProfileOf, VllmServer, numbered, write_servers
 from hetlb.tools.plan.planning import Table
 from hetlb.tools.plan.rent_program import Configuration, RentPlan
-from hetlb.tools.plan.rent_simulation import instance_names, profile_of, worth_of
+from hetlb.tools.plan.rent_simulation import instance_names, planned_types, profile_of, worth_of
 
 
 def _places(table: Table, plan: RentPlan) -> dict[tuple[str, int], tuple[str, tuple[int, ...]]]:
@@ -97,8 +97,11 @@ def write_fleet(path: Path, table: Table, plan: RentPlan, servers: list[VllmServ
                 "share": each.share,
                 "input_tokens": each.input_tokens,
                 "output_tokens": each.output_tokens,
+                "instances": dict(planned.instances),
             }
-            for each in table.problem.workloads
+            for each, planned in zip(
+                table.problem.workloads, planned_types(plan, table.problem.workloads), strict=True
+            )
         ]
     order = list(table.market.models)
     heading = f"Written by `hetlb rent` from {table.market.path.name}."

@@ -36,6 +36,8 @@ _FEWEST, _MOST = 2000, 24000
 _FROM, _TO = 0.25, 0.80
 #: With arrivals: from this share of the time in which they come.
 _ARRIVED = 0.4
+#: Shares of a type below this are left out.
+_LEAST_SHARE = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +55,21 @@ def instance_names(plan: RentPlan) -> dict[str, list[str]]:
     return {name: [f"{name}-{index}" for index in range(count)] for name, count in plan.counts.items()}
 
 
-def planned_types(kinds: Sequence[RequestType]) -> tuple[PlannedType, ...]:
-    """Return the types of a plan as the policy knows them."""
-    return tuple(PlannedType(k.model, k.input_tokens, k.output_tokens, k.share) for k in kinds)
+def planned_types(plan: RentPlan, kinds: Sequence[RequestType]) -> tuple[PlannedType, ...]:
+    """Return the types of a plan as policies know them, with the share of each that each instance gets."""
+    names = instance_names(plan)
+    found = []
+    for kind in kinds:
+        rates = {c: rate for (name, c), rate in plan.rates.items() if name == kind.name}
+        total = math.fsum(rates.values())
+        shares = tuple(
+            (instance, rate / total / len(names[c]))
+            for c, rate in sorted(rates.items())
+            if rate > _LEAST_SHARE * total
+            for instance in names[c]
+        )
+        found.append(PlannedType(kind.model, kind.input_tokens, kind.output_tokens, kind.share, shares))
+    return tuple(found)
 
 
 def worth_of(problem: Problem, plan: RentPlan) -> tuple[tuple[str, float], ...]:
@@ -124,7 +138,7 @@ def simulate_plan(
         run_fleet,
         policy=policy,
         predictor=predictor,
-        types=planned_types(kinds) if follows else (),
+        types=planned_types(plan, kinds) if follows else (),
         worth=worth_of(table.problem, plan) if follows else (),
         seed=seed,
     )

@@ -40,12 +40,13 @@ MAX_WORKLOAD_S: Final = 1e9
 
 @dataclass(frozen=True, slots=True)
 class PlannedType(PickleByFields):
-    """A type of request in a plan: mean lengths in tokens, its share of all."""
+    """A type of request in a plan: mean lengths in tokens, its share of all, and each instance's of it."""
 
     model: str
     input_tokens: float
     output_tokens: float
     share: float
+    instances: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

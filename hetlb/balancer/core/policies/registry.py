@@ -30,6 +30,7 @@ _OWN: Final = {
     "lmetric": "baselines:LMetric",
     "lmetric-speed": "baselines:LMetricBySpeed",
     "hetlb": "hetlb:Hetlb",
+    "planned": "planned:Planned",
 }
 
 
