@@ -26,7 +26,7 @@ import hetlb.balancer.core.policies.hetlb as default_policy
 import hetlb.balancer.core.speed as speed
 from hetlb.balancer.core.latency import IterationRule, LatencyModel
 from hetlb.balancer.core.policies.base import PolicyParams
-from hetlb.balancer.core.policies.terms import TERMS
+from hetlb.balancer.core.policies.score_terms import TERMS
 from hetlb.balancer.core.predictor import make_predictor
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command, Outcome, Request

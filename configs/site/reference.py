@@ -26,7 +26,7 @@ from hetlb.balancer.core.health import transitions_table
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.series_reader import MOST_SERIES
 from hetlb.balancer.core.setup import SchedulerSetup
-from hetlb.balancer.core.transition import Transition
+from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import CAUSES, InstanceSpec, Outcome
 from hetlb.balancer.engines import scrape, upstream
 from hetlb.balancer.exchange import ends, exchange_states

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.core.policies.terms import TERMS, UNSTATED
+from hetlb.balancer.core.policies.score_terms import TERMS, UNSTATED
 from hetlb.cli.flags import print_document
 from hetlb.errors import InputError
 from hetlb.files import write_text

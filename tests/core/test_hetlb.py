@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.objective import ServiceClass
-from hetlb.balancer.core.policies.terms import TERMS
+from hetlb.balancer.core.policies.score_terms import TERMS
 from hetlb.balancer.core.predictor import OraclePredictor
 from hetlb.balancer.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome
 

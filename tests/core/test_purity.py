@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.policies.hetlb import Evaluation
 from hetlb.balancer.core.policies.registry import POLICIES
+from hetlb.balancer.core.policies.score_terms import TERMS
 from hetlb.balancer.core.policies.sight import ROOM
-from hetlb.balancer.core.policies.terms import TERMS
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (
     Candidate,

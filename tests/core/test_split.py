@@ -13,7 +13,7 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.policies.hetlb import Evaluation
 from hetlb.balancer.core.policies.pairs import _Pairs
-from hetlb.balancer.core.policies.terms import TERMS
+from hetlb.balancer.core.policies.score_terms import TERMS
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (
     Capacity,

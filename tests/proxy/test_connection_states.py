@@ -13,7 +13,7 @@ from helpers import HANG_S, turns_until
 from proxy.conftest import Proxy
 from proxy.upstreams import PLAIN_BODY, SSE_HEAD, plain
 
-from hetlb.balancer.core.transition import Transition
+from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.engines.upstream import EngineConnection
 from hetlb.balancer.http import connection_states
 from hetlb.balancer.http.connection_states import (

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from hetlb.balancer.core.transition import Transition
+from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.exchange import ends
 from hetlb.balancer.exchange.exchange_states import COMMITTED, HEARTBEAT, STREAM_FOLLOWS, Response
 from hetlb.balancer.http import error_responses

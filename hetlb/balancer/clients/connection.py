@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, cast
 
 from hetlb.balancer.config.api_keys import Tenant
-from hetlb.balancer.core.transition import Transition
+from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.http import connection_states as states
 from hetlb.balancer.http import error_responses

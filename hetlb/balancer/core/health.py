@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Final
 
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
-from hetlb.balancer.core.transition import Transition
+from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import Health, Outcome, ProbeResult
 
 FALL: Final = 3

@@ -13,7 +13,7 @@ from typing import Final
 
 from hetlb.balancer.clients.client_response import HEARTBEATS, NOTHING, STARTED, ClientResponse, ClientSide
 from hetlb.balancer.config.fleet_tables import ProxyTable
-from hetlb.balancer.core.transition import Transition
+from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import Lease, Outcome, RejectReason, Request, RequestId
 from hetlb.balancer.exchange import ends
 from hetlb.balancer.exchange import exchange_states as states

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final, cast
 
-from hetlb.balancer.core.transition import Transition
+from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.http.connection_states import HELD_BACK, READ_ON, TURN_TAKEN, Reading
 from hetlb.turns import Turns
 

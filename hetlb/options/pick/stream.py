@@ -19,7 +19,7 @@ from hetlb.balancer.clients.access import EngineAccess
 from hetlb.balancer.clients.router import Router
 from hetlb.balancer.config.api_keys import Tenant
 from hetlb.balancer.config.fleet_tables import PickTable
-from hetlb.balancer.core.transition import Transition
+from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import RejectReason
 from hetlb.balancer.engines.upstream import Carried, Upstream
 from hetlb.balancer.exchange import ends

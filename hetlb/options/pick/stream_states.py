@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-from hetlb.balancer.core.transition import Transition
+from hetlb.balancer.core.state_transition import Transition
 
 
 class StreamState(StrEnum):

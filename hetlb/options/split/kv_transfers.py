@@ -23,7 +23,7 @@ import msgspec
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.transition import Transition
+from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import Command, Connector, Hold, KvLink, Lease, Outcome, Role
 from hetlb.balancer.engines.upstream import SideCall
 from hetlb.balancer.exchange import ends

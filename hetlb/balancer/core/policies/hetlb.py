@@ -25,6 +25,7 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.core.demand import size_of
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.base import Choice, Policy, PolicyParams, SplitChoice, paper_work
+from hetlb.balancer.core.policies.score_terms import TERMS, long_answer_s, own_s, rate, weights_of
 from hetlb.balancer.core.policies.sight import (
     HELD,
     KEPT_FREE,
@@ -36,7 +37,6 @@ from hetlb.balancer.core.policies.sight import (
     Sight,
 )
 from hetlb.balancer.core.policies.targets import leaves_room, shares_of_targets
-from hetlb.balancer.core.policies.terms import TERMS, long_answer_s, own_s, rate, weights_of
 from hetlb.balancer.core.throttle import BLOCKED, NORMAL
 from hetlb.balancer.core.transfer import TransferTimes
 from hetlb.balancer.core.types import Candidate

@@ -22,8 +22,8 @@ from hetlb.balancer.core.policies.base import (
     whole_choice,
 )
 from hetlb.balancer.core.policies.hetlb import Evaluation
+from hetlb.balancer.core.policies.score_terms import FINISH
 from hetlb.balancer.core.policies.sight import ROOM, SchedulingContext, Sight
-from hetlb.balancer.core.policies.terms import FINISH
 from hetlb.balancer.core.transfer import TransferTimes
 from hetlb.balancer.core.types import Candidate, Role, pair_name
 
