@@ -263,7 +263,7 @@ def _resumed(kind: Kind, call: bodies.Call, first: list[bytes], second: bytes) -
         streamed=call.stream, asks_ids=b'"return_token_ids"' not in call.body, hides_usage=call.hold_usage,
     )  # fmt: skip
     assert rest.dispatched(True, MODEL_LEN)
-    stream = rest.stream(1)
+    stream = rest.stream(True)
     for piece in first:
         stream.read(piece, 0.0)
     draft = None if stream.done or stream.part_is_out else rest.draft()
@@ -280,7 +280,7 @@ def _resumed(kind: Kind, call: bodies.Call, first: list[bytes], second: bytes) -
         assert len(fields.get("prompt", ())) <= len(call.body) + 1024 + draft.generated
         rest.take(draft)
         assert rest.dispatched(True, MODEL_LEN)
-        again = rest.stream(1)
+        again = rest.stream(True)
         for event in again.read(second, 0.0).partition(b"[DONE]")[0].split(b"\n\n")[:-1]:
             said = [line[6:] for line in event.split(b"\n") if line.startswith(b"data: {")]
             if len(said) == 1 and not (again.part_is_out or again.failed or again.lost is not None):

@@ -140,6 +140,9 @@ class Transport(asyncio.Transport):
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return default
 
+    def set_protocol(self, protocol: Any) -> None:
+        self._protocol = protocol
+
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         self._high = high if high is not None else 64 << 10
 
