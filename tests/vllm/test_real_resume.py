@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -31,8 +32,10 @@ HERE = Path(__file__).parent
 __all__ = ["start"]
 #: Tokens of a request: what a chat without a limit may fill.
 MODEL_LEN = 96
-#: Bodies for each engine, of which some are refused, and the answers of some draws differ.
-BODIES = {"emulated": 120, "vllm": 60}
+#: Bodies for each engine, of which some are refused, and the answers of some draws differ; `BODIES=all`
+#: in the environment takes five times as many.
+ALL = os.environ.get("BODIES") == "all"
+BODIES = {"emulated": 120, "vllm": 60} if ALL else {"emulated": 24, "vllm": 12}
 #: Cuts of one fleet: instances that fail oftener would be ejected.
 CUTS = 3
 
@@ -133,5 +136,5 @@ async def test_an_answer_that_is_cut_anywhere_is_the_same_or_ends_with_an_error(
     for case in wrong[:5]:
         print(case)
     assert not wrong, len(wrong)
-    assert seen["resumed"] > 300, seen
-    assert seen["unlimited chats"] > 5, seen
+    assert seen["resumed"] > (300 if ALL else 40), seen
+    assert seen["unlimited chats"] > (5 if ALL else 0), seen
