@@ -30,7 +30,7 @@ CLONE, LEFT_OUT = Path("/clone"), ("tests/fuzz/corpus", "tests/vllm/data", "docs
 LEFT_BEHIND = "=== processes are left behind"
 _UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--fork")
 
-#: What a reader does that stands in no block: a second terminal for what serves, `q` for what shows.
+#: Steps of a reader that stand in no block: a second terminal for what serves, `q` for what shows.
 _READER = """
 set -eu
 hetlb() {
@@ -121,7 +121,7 @@ def enter(order: Path) -> int:
         ["bash", "-c", _READER + wanted["script"]], env=environment, check=False
     ).returncode
     with contextlib.suppress(ChildProcessError):
-        # What has lost its parent is a child of the first process.
+        # A process that has lost its parent is a child of the first one.
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
         print(LEFT_BEHIND, flush=True)

@@ -17,7 +17,7 @@ ROOMS = {
     "tools": {"balancer"},
     "cli": {"balancer", "options", "tools"},
 }
-#: What each folder of a room may import of the same room.
+#: Folders of the same room that each folder may import.
 FOLDERS = {
     "balancer/core": set(),
     "balancer/http": {"config", "core"},

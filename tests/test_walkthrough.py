@@ -172,12 +172,12 @@ echo '{"num_layers": 8, "activation_bytes_per_token": 13312, "token_bytes": 2}' 
 
 @dataclass(frozen=True)
 class Page:
-    """What a page takes for granted (`before` its blocks), and what is smaller here: time and load alone."""
+    """Setup that a page takes for granted (`before` its blocks), and smaller figures: time and load alone."""
 
     before: str = ""
     smaller: Mapping[str, str] = field(default_factory=dict)
     addresses: Mapping[str, str] = field(default_factory=dict)
-    #: What comes after the last block.
+    #: Commands after the last block.
     after: str = ""
     #: Lines that read a YAML block that is no file of the page, by the program that it is for.
     reader: str = _CHECK
@@ -406,7 +406,7 @@ def test_every_page_with_blocks_is_walked_and_every_block_has_a_kind() -> None:
             assert path.name in PAGE_BY_NAME, path.name
 
 
-#: What a block may need that no room has; what else is in it is checked: commands by their parsers, files.
+#: Needs of a block that no room has; what else is in it is checked: commands by their parsers, files.
 NEEDS = {
     "another program's",
     "installs",

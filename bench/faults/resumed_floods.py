@@ -37,7 +37,7 @@ def event(text: str, ids: list[int], finish: str | None = None, **more: Any) -> 
 
 
 FIRST = event("tok", [5], prompt_token_ids=[1, 2])
-#: What a hostile engine sends again and again, by name.
+#: Events that a hostile engine sends again and again, by name.
 FORMS = {
     "small events": chunk(event("tok", [5])) * 200,
     "large texts": chunk(event("x" * 15_000, [5])) * 4,

@@ -67,7 +67,7 @@ def test_an_instance_that_refuses_at_once_draws_no_work(policy: str, how: str, f
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("fleet", ["a", "ab", "abc"])
 def test_what_all_refuse_alike_is_the_clients_own(fleet: str, policy: str, how: str) -> None:
-    """Of two clients one gets 4xx for everything: that changes no account, whoever it was sent to."""
+    """Of two clients one gets 4xx for everything: that changes no account, at any instance."""
     scheduler = make_scheduler([spec(name) for name in fleet], policy)
     rng = random.Random(1)
     running: list[Lease] = []

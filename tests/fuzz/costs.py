@@ -170,7 +170,7 @@ AGREED = (
 
 
 def tunnel(*, client: bool, size: int = READ) -> Reader:
-    """What either side of a tunnel sends whose client asked for an alias, in reads of `size` bytes."""
+    """Bytes of either side of a tunnel whose client asked for an alias, in reads of `size` bytes."""
 
     def read(data: bytes) -> None:
         KEPT.proxy.server.router.names = ModelNames({"alias": "m"})

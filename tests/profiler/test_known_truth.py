@@ -1,4 +1,4 @@
-"""What a live sweep fits to an engine whose times are known: every point of its grid within 3 %."""
+"""Fit of a live sweep to an engine whose times are known: every point of its grid within 3 %."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from hetlb.balancer.fleet.causes import SEVERITIES, State
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "configs" / "grafana" / "hetlb.json"
 ALERTS = ROOT / "configs" / "alerts" / "hetlb.yaml"
-#: What Prometheus itself or the functions used add to every series. It renames a label `instance` of a
+#: Labels that Prometheus itself or the functions used add to every series. It renames a label `instance` of a
 #: series to `exported_instance`.
 EVERYWHERE = {"instance", "job", "le"}
 

@@ -604,7 +604,7 @@ def test_limits_of_a_batch_that_a_profile_leaves_out_are_those_of_vllm_on_its_gp
     assert limits(max_num_batched_tokens=512) == (512, 512)
     assert limits(max_num_seqs=10_000) == (10_000, 10_000)
     assert limits(name="sglang") == (2048, 256)
-    # What serve masks by is what the profile states.
+    # `serve` masks by the figures that the profile states.
     assert profile.capacity.max_num_seqs is None
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
-import msgspec
 
 from hetlb.balancer.config.profile_writer import write_host
 from hetlb.balancer.core.host_probe import BUDGET_S, PROMPT_TOKENS, HostProbe
@@ -23,6 +22,7 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.types import AdminState, Health, InstanceChange, InstanceUpdated
 from hetlb.balancer.engines.scrape import EngineWatch
+from hetlb.balancer.http.sse import SseWatcher
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import reason_of
 
@@ -32,20 +32,12 @@ logger = logging.getLogger("hetlb.scrape")
 _TOKEN_IDS: Final = range(1000, 2000)
 #: Tries of an instance, for those that clients have always ended.
 _TRIES: Final = 5
-
-
 #: Seconds between two looks whether a client has sent a request meanwhile.
 _LOOK_S: Final = 0.05
 
 
 class _DisturbedError(Exception):
     """Others use the engine."""
-
-
-class _UsageEvent(msgspec.Struct):
-    """The event of a stream that has its counts."""
-
-    usage: dict[str, Any]
 
 
 class HostTimes:
@@ -135,30 +127,18 @@ class HostTimes:
             "stream_options": {"include_usage": True},
         }
         clock = asyncio.get_running_loop().time
-        began, first, last, text = clock(), 0.0, 0.0, bytearray()
+        began, first, last, stream = clock(), 0.0, 0.0, SseWatcher(False)
         async with self._watch.ask(instance.name, "/v1/completions", body, 6.0 * BUDGET_S) as reply:
             if reply.status != 200:
                 raise ValueError(f"/v1/completions answers {reply.status}")
             async for piece in reply.content.iter_any():
                 last = clock()
                 first = first or last
-                text += piece
-        if (found := _answer_tokens(bytes(text))) != tokens:
-            raise ValueError(f"expected {tokens} tokens (ignore_eos), got {found}")
+                stream.feed(piece)
+        if stream.completion_tokens != tokens:
+            raise ValueError(f"expected {tokens} tokens (ignore_eos), got {stream.completion_tokens}")
         return first - began, (last - first) / (tokens - 1) if tokens > 1 else None, last - began
 
 
 def _key(instance: Instance) -> tuple[str, str, int]:
     return instance.name, instance.spec.host_assumed_in, instance.incarnation
-
-
-def _answer_tokens(text: bytes) -> int | None:
-    """Return the tokens of an answer by the usage of its stream, None without one."""
-    for line in reversed(text.splitlines()):
-        if line.startswith(b"data:") and b'"usage"' in line:
-            try:
-                tokens = msgspec.json.decode(line[5:], type=_UsageEvent).usage.get("completion_tokens")
-            except msgspec.MsgspecError:
-                continue
-            return tokens if isinstance(tokens, int) else None
-    return None

@@ -109,7 +109,7 @@ class Plain(Attempt):
         return self.driver.scheduling.serves(self.sent)
 
     def engine_lost_idle(self) -> None:
-        """Once more on a fresh connection. The engine may have run the request."""
+        """Send it once more on a fresh connection. The engine may have run the request."""
         exchange = self.exchange
         if exchange.dropped:
             self.engine_failed(ends.DROPPED, "the engine closed the connection")
@@ -199,7 +199,7 @@ class Plain(Attempt):
         return payload
 
     def engine_body(self, payload: bytes) -> None:
-        """More of the answer's body: passed on in the same turn."""
+        """Pass more of the answer's body on, in the same turn."""
         exchange, answer = self.exchange, self.answer
         assert answer is not None, "expected a head before a body"
         if exchange.phase is not _STREAMING:
@@ -277,7 +277,7 @@ class Plain(Attempt):
         exchange.finish(answer.end)
 
     def take_usage(self, answer: EngineAnswer) -> None:
-        """Exact counts in place of estimates, where the engine gave them."""
+        """Put exact counts in the place of estimates, where the engine gave them."""
         exchange, (completion, prompt, cached) = self.exchange, answer.usage()
         record = exchange.record
         sensible = record.counted(completion, prompt, cached)
@@ -375,7 +375,7 @@ class Plain(Attempt):
             exchange.refuse(error_responses.BAD_UPSTREAM, text, end=end)
 
     def try_again(self, end: End) -> None:
-        """Nothing of an answer came: the scheduler decides what becomes of the request."""
+        """Let the scheduler decide what becomes of the request: nothing of an answer came."""
         exchange = self.exchange
         dropped = end.outcome is Outcome.NO_RESPONSE
         if dropped and exchange.dropped:
@@ -462,7 +462,7 @@ class Plain(Attempt):
         return True
 
     def takes(self, lease: Lease) -> bool:
-        """There is a place elsewhere: leave a live engine. An answer that has begun cannot."""
+        """Leave a live engine for a place elsewhere. An answer that has begun cannot."""
         exchange, begun = self.exchange, self.exchange.phase is _STREAMING
         self.count_moved()
         if begun:

@@ -110,7 +110,7 @@ class Continuation:
     # --- the request of a lease ---
 
     def dispatched(self, gives_ids: bool, max_model_len: int) -> bool:
-        """Another lease begins; False if its instance cannot go on with the answer."""
+        """Begin another lease. Return False if its instance cannot go on with the answer."""
         if self.second is not None:
             return gives_ids
         self._longest = max_model_len
@@ -145,7 +145,7 @@ class Continuation:
         return not self._hides_usage and self._asked is not None and self._asked.wants_usage
 
     def head_lines(self, lines: bytes, path: str) -> bytes:
-        """Header lines of the request, of which `path` is the client's."""
+        """Return the header lines of the request, of which `path` is the client's."""
         return lines.replace(path.encode("ascii"), b"/v1/completions", 1) if self._as_chat else lines
 
     @property
@@ -287,7 +287,7 @@ class Continuation:
     def _adapt(
         self, choice: dict[str, Any], delta: dict[str, Any], fields: dict[str, Any], progress: Progress
     ) -> bool:
-        """Change in place what an event says; False if it says other than was said before."""
+        """Change in place what an event says. Return False if it says other than was said before."""
         text, ids = choice.get("text", delta.get("content")) or "", choice.get("token_ids")
         if progress.ahead and text:
             size = min(len(progress.ahead), len(text))
@@ -386,7 +386,7 @@ class KeptStream(StreamedAnswer):
     def __init__(
         self,
         hold_usage: bool,
-        silent: int,
+        silent: bool,
         progress: Progress,
         rest: Continuation | None = None,
         *,

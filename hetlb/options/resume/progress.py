@@ -14,6 +14,7 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.http.http1 import ChunkedDecoder
 from hetlb.balancer.http.openai_fields import ChunkFields
 from hetlb.balancer.http.sse import data_of
+from hetlb.options.resume.resume_fields import NOT_READ
 
 #: Maximum bytes of a prompt's token ids that are kept: those of `MAX_INJECT_BYTES` of text.
 _MAX_PROMPT_IDS: Final = 1 << 19
@@ -131,7 +132,7 @@ class Progress:
             return
         try:
             chunk = _decoder.decode(event[6:])
-        except (msgspec.MsgspecError, ValueError, RecursionError):
+        except NOT_READ:
             self.spoil("an event that is not read")
             return
         if not chunk.choices:

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
+from hetlb.errors import NOT_JSON
+
 #: Bounds of a token id and of a number of tokens in a body.
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -21,7 +23,7 @@ _token_ids: Final = msgspec.json.Decoder(list[TokenId])
 _token_lists: Final = msgspec.json.Decoder(list[list[TokenId]])
 _texts: Final = msgspec.json.Decoder(list[str])
 #: Errors of msgspec at bytes of another form.
-NOT_READ: Final = (msgspec.MsgspecError, ValueError, RecursionError)
+NOT_READ: Final = (*NOT_JSON, ValueError)
 
 
 class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):

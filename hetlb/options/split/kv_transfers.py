@@ -164,7 +164,7 @@ class Split(Plain):
         query, self._query = self._query, None
         try:
             entry = _bootstrap.decode(body)["0"] if head.status == 200 else None
-        except (msgspec.DecodeError, KeyError, UnicodeDecodeError):
+        except (*NOT_JSON, KeyError):
             entry = None
         if entry is None or query is None or self._call is None:
             self._query_failed(ends.NOT_HANDED_OVER, "its bootstrap server does not tell the engine")

@@ -206,7 +206,7 @@ class Tunnel(Plain):
             other.resume_reading()
 
     def left(self, error: Exception | None, *, by_client: bool) -> None:
-        """One side has closed: so does the other, once what was written is out."""
+        """Close the other side too, once what was written is out: one side has closed."""
         if by_client:
             self._end(ends.LEFT)
         else:

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta
 
+from hetlb.errors import NOT_JSON
+
 #: Answers to one request, and prompts of one: vLLM's own limits.
 MOST_ANSWERS: Final = 16_384
 MOST_PROMPTS: Final = 1024
@@ -144,7 +146,7 @@ def read(body: bytes | dict[str, Any], kind: type[RequestT]) -> RequestT:
         if isinstance(body, dict):
             return msgspec.convert(body, kind, strict=False)
         return msgspec.json.decode(body, type=kind, strict=False)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         where = _AT.search(str(error))
         raise bad(f"Invalid body: {error}", where and where[1]) from error
 

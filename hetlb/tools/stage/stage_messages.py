@@ -19,6 +19,8 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from hetlb.errors import NOT_JSON
+
 VERSION: Final = 2
 #: Path of the WebSocket.
 PATH: Final = "/v1/stage"
@@ -217,7 +219,7 @@ def decode(frame: bytes) -> tuple[Message, memoryview]:
     view = memoryview(frame)
     try:
         return _decoder.decode(view[_LENGTH.size : end]), view[end:]
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         raise StageProtocolError(f"expected a message: {error}") from error
 
 

@@ -45,7 +45,7 @@ OVERLAID = """() => Array.from(document.querySelectorAll('figure svg')).flatMap(
     .filter(([, b]) => a.left < b.right && b.left < a.right && a.top + 3 < b.bottom && b.top + 3 < a.bottom)
     .map(([other]) => `${text} | ${other}`));
 })"""
-#: What must be empty on a screen of any width: a name of it, and the script that looks.
+#: Lists that must be empty on a screen of any width: their names, and the scripts that make them.
 FLAWS = {"cut": CUT, "covered": COVERED, "alone": ALONE, "overlaid": OVERLAID}
 
 

@@ -12,13 +12,12 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.base import Choice, PlannedType, Policy, PolicyParams
 from hetlb.balancer.core.policies.hetlb import FULL, PASSED_OVER, Hetlb
 from hetlb.balancer.core.policies.sight import SchedulingContext
+from hetlb.balancer.core.policies.worth import ALIKE_LENGTHS, log_ratio
 from hetlb.balancer.core.types import Candidate
 
 #: A reason of `planned`, and the requests of a type after which what was given counts half.
 NO_SHARE: Final = "no share of this type in the plan"
 REMEMBERED: Final = 4096.0
-#: Lengths within this difference of their logarithms are alike to `planned`.
-ALIKE: Final = 0.1
 
 
 class Planned(Hetlb):
@@ -97,13 +96,13 @@ class Planned(Hetlb):
         types = [each for each in self.params.types if each.instances and each.model == ctx.request.model]
         if not types:
             return None
-        prompt = [_log_ratio(ctx.request.prompt_tokens, each.input_tokens) for each in types]
-        near = [each for each, off in zip(types, prompt, strict=True) if off <= min(prompt) + ALIKE]
+        prompt = [log_ratio(ctx.request.prompt_tokens, each.input_tokens) for each in types]
+        near = [each for each, off in zip(types, prompt, strict=True) if off <= min(prompt) + ALIKE_LENGTHS]
         if len(near) == 1:
             return near[0]
-        output = [_log_ratio(ctx.predicted_output, each.output_tokens) for each in near]
+        output = [log_ratio(ctx.predicted_output, each.output_tokens) for each in near]
         nearest = min(range(len(near)), key=lambda i: output[i])
-        return near[nearest] if output[nearest] <= ALIKE else self._mean(near)
+        return near[nearest] if output[nearest] <= ALIKE_LENGTHS else self._mean(near)
 
     def _mean(self, types: Sequence[PlannedType]) -> PlannedType:
         """Return types that cannot be told apart as one."""
@@ -117,7 +116,3 @@ class Planned(Hetlb):
                     shares[name] = shares.get(name, 0.0) + share * each.share / total
             known = self._means[key] = replace(types[0], share=total, instances=tuple(shares.items()))
         return known
-
-
-def _log_ratio(length: float, other: float) -> float:
-    return abs(math.log(max(1.0, length) / max(1.0, other)))

@@ -25,7 +25,7 @@ _LEAST_WORTH: Final = 1e-3
 #: By how much more, for each time that as many younger requests went before it as run.
 _PATIENCE: Final = 0.1
 #: Lengths within this difference of their logarithms are alike.
-_ALIKE_LENGTHS: Final = 0.1
+ALIKE_LENGTHS: Final = 0.1
 _NONE: Final[frozenset[str]] = frozenset()
 #: Reason against an instance.
 _KEPT: Final = "a request waits that suits it better"
@@ -175,7 +175,12 @@ class Suits:
 
 
 def _alike(length: float, other: float) -> bool:
-    return abs(math.log(max(1.0, length) / max(1.0, other))) <= _ALIKE_LENGTHS
+    return log_ratio(length, other) <= ALIKE_LENGTHS
+
+
+def log_ratio(length: float, other: float) -> float:
+    """Return the difference of the logarithms of two lengths, 0 or more."""
+    return abs(math.log(max(1.0, length) / max(1.0, other)))
 
 
 def _busy_s(instance: Instance, prompt: float, output: float) -> float:
