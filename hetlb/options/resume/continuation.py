@@ -386,7 +386,7 @@ class KeptStream(StreamedAnswer):
     def __init__(
         self,
         hold_usage: bool,
-        silent: bool,
+        silent: int,
         progress: Progress,
         rest: Continuation | None = None,
         *,
