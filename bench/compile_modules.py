@@ -1,12 +1,11 @@
-"""Cost and gain of compiling each group of modules.
+"""Cost and gain of compiling modules.
 
-`python bench/compile_modules.py build NAME` compiles the groups up to and including NAME (in the order of
-`GROUPS`) into `.cache/compile/NAME` and prints CPU seconds and sizes; `build NAME --opt 2` with gcc's -O2;
-`build --plain core/types,core/health` all but these modules.
-`python bench/compile_modules.py measure NAME...` drives hetlb of these folders, and the interpreted one, with
-plain requests and with paced streams (`bench/proxies`), a round each in turn, and prints least and median
-CPU: on a machine that others use the least is nearest to the truth.
-Without a name `build` takes the list of `hatch_build.py`.
+`python bench/compile_modules.py build NAME` compiles what `hatch_build.py` lists into `.cache/compile/NAME`
+and prints CPU seconds and sizes; `--plain 'options/*/*.py,balancer/http/multipart.py'` leaves out the modules
+of these patterns, `--opt 2` takes gcc's -O2. `bench/proxies/instructions.py` counts what each tree costs;
+`python bench/compile_modules.py measure NAME...` measures its CPU: it drives hetlb of these folders, and the
+interpreted one, with plain requests and with paced streams (`bench/proxies`), a round each in turn, and
+prints least and median: on a machine that others use the least is nearest to the truth.
 """
 
 from __future__ import annotations
@@ -19,25 +18,11 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".cache" / "compile"
-#: Modules by what they do; `rest` is all that `hatch_build.py` names.
-GROUPS: dict[str, tuple[str, ...]] = {
-    "wire": (
-        "proxy/http/http1", "proxy/http/sse", "proxy/http/openai_body", "proxy/http/forward_headers",
-        "proxy/connection", "proxy/exchange", "proxy/upstream", "proxy/telemetry/request_record",
-    ),
-    "request": (
-        "proxy/driver", "proxy/router", "proxy/ends", "proxy/http/error_responses", "proxy/http/retry_after",
-        "proxy/http/multipart", "proxy/prefix_keys", "proxy/token_estimator",
-        "proxy/telemetry/access_log", "proxy/telemetry/counters",
-        "proxy/telemetry/histograms", "proxy/telemetry/history",
-    ),
-    # With `core`.
-    "rest": (),
-}  # fmt: skip
 _SETUP = """\
 import json, os, time
 from mypyc.build import mypycify
@@ -51,29 +36,27 @@ with open("times.json", "w") as file:
 """
 
 
-def _listed() -> list[str]:
-    """The modules that `hatch_build.py` compiles, from its source: it imports what only a build has."""
+def _listed() -> tuple[str, ...]:
+    """Return the patterns that `hatch_build.py` compiles; read, since it imports what only a build has."""
     tree = ast.parse((ROOT / "hatch_build.py").read_text())
     [patterns] = [
         node.value
         for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "COMPILED"
     ]
-    found = eval(compile(ast.Expression(patterns), "hatch_build.py", "eval"), {})
-    return sorted(
-        str(path.relative_to(ROOT))
-        for pattern in found
-        for path in (ROOT / "hetlb").glob(pattern)
-        if path.name != "__init__.py"
-    )
+    found: tuple[str, ...] = eval(compile(ast.Expression(patterns), "hatch_build.py", "eval"), {})
+    return found
 
 
-def _up_to(group: str) -> list[str]:
-    if group == "rest":
-        return _listed()
-    names = list(GROUPS)
-    wanted = [module for name in names[: names.index(group) + 1] for module in GROUPS[name]]
-    return [f"hetlb/{module}.py" for module in wanted]
+def _files(patterns: Iterable[str]) -> set[str]:
+    """Return the files of patterns below `hetlb/`. Exits where one matches nothing."""
+    found: set[str] = set()
+    for pattern in patterns:
+        matching = [path for path in (ROOT / "hetlb").glob(pattern) if path.name != "__init__.py"]
+        if not matching:
+            sys.exit(f"{pattern}: expected modules below hetlb/, found none")
+        found.update(str(path.relative_to(ROOT)) for path in matching)
+    return found
 
 
 def build(name: str, files: list[str], opt: str) -> None:
@@ -138,9 +121,9 @@ def main() -> None:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     building = commands.add_parser("build")
-    building.add_argument("name", nargs="?", choices=list(GROUPS))
+    building.add_argument("name")
     building.add_argument("--opt", default="3", choices=("0", "1", "2", "3", "s"))
-    building.add_argument("--plain", default="", help="modules that are left out, separated by commas")
+    building.add_argument("--plain", default="", help="patterns that are left out, separated by commas")
     measuring = commands.add_parser("measure")
     measuring.add_argument("names", nargs="+")
     measuring.add_argument("--rounds", type=int, default=5)
@@ -148,14 +131,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.command == "measure":
         measure(args.names, args.rounds, args.requests)
-    elif args.name is None:
-        plain = [f"hetlb/{module}.py" for module in args.plain.split(",") if module]
-        if missing := set(plain) - set(_listed()):
-            parser.error(f"--plain: expected modules that are compiled, got {', '.join(sorted(missing))}")
-        name = "-without-".join(["listed", *(Path(module).stem for module in plain)])
-        build(f"{name}-O{args.opt}", [file for file in _listed() if file not in plain], args.opt)
     else:
-        build(f"{args.name}-O{args.opt}", _up_to(args.name), args.opt)
+        plain = _files(pattern for pattern in args.plain.split(",") if pattern)
+        build(args.name, sorted(_files(_listed()) - plain), args.opt)
 
 
 if __name__ == "__main__":

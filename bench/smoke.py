@@ -54,7 +54,10 @@ RUNS: dict[str, tuple[str, ...]] = {
     "place/run.py": ("--smoke",),
     "proxies/instructions.py": _HELP,
     "proxies/limits.py": _HELP,
-    "proxies/run.py": _HELP,
+    "proxies/run.py": (
+        "--proxies", "hetlb-interpreted", "--only", "plain@1", "--requests", "1000", "--rounds", "1",
+        "--repeats", "1", "--quiet", "0.1", "--out", "OUT",
+    ),
     "rent/claims.py": _HELP,
     "rent/run.py": ("random", "--smoke"),
     "scale/costs.py": _HELP,

@@ -158,7 +158,6 @@ def _urls(engines: Sequence[int]) -> list[str]:
 _PROFILE = """\
 version: 1
 name: bench
-hardware: {gpu: mock, gpus: 1, memory_bytes: 85899345920}
 model: {name: tiny, kv_bytes_per_token: 131072}
 engine: {name: vllm, tensor_parallel_size: 1, kv_cache_tokens: 64000000, block_size: 16, max_num_seqs: 8192, \
 max_num_batched_tokens: 8192, max_model_len: 1000000}
