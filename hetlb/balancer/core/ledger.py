@@ -139,14 +139,21 @@ class Ledger:
             unread = max(prompts, prompts * (prompt - max(common, held)) + max(0, common - held))
         if transferred:
             unread = 1
+        kv_prompt_tokens, kv_tokens = own, max(own, min(own + answers, cache))
+        need = instance.kv_need
+        if need is not None:
+            kv_prompt_tokens, kv_tokens = [
+                min(int(need.grows * grown + sequences * need.beside(prompt + more)), cache)
+                for grown, more in ((own, 0.0), (own + answers, predicted))
+            ]
         lease = Lease(
             self._next_lease,
             request,
             instance.name,
             instance.incarnation,
             work_ns=work_ns,
-            kv_tokens=max(own, min(own + answers, cache)),
-            kv_prompt_tokens=own,
+            kv_tokens=kv_tokens,
+            kv_prompt_tokens=kv_prompt_tokens,
             promised_tokens=promised,
             prompt_tokens=prompt_tokens,
             unread_tokens=unread,

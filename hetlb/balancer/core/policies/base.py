@@ -76,9 +76,8 @@ def paper_terms(
     divided by their number.
     """
     capacity, engines = instance.capacity, instance.engines
-    batch = ideal_batch(
-        instance.kv_cache_tokens // engines, request.prompt_tokens, predicted_output, capacity.max_num_seqs
-    )
+    needed = instance.needed(request.prompt_tokens + predicted_output)
+    batch = ideal_batch(instance.kv_cache_tokens // engines, needed, 0.0, capacity.max_num_seqs)
     t_s = fixed_processing_s
     if t_s is None:
         # The paper knows no correction of a profile; without one, what was learnt is all there is.
@@ -106,7 +105,7 @@ def paper_work(ctx: SchedulingContext, instance: Instance) -> tuple[int, float, 
     prompt = request.prompt_tokens
     engines = instance.engines
     cache, slots = instance.kv_cache_tokens // engines, instance.max_num_seqs // engines
-    batch = ideal_batch(cache, prompt, predicted, slots)
+    batch = ideal_batch(cache, instance.needed(prompt + predicted), 0.0, slots)
     t_s = processing_s(instance.latency, batch, prompt, predicted) / engines
     workload_s = t_s * request.sequences
     return batch * engines, t_s, workload_s if workload_s < MAX_WORKLOAD_S else MAX_WORKLOAD_S

@@ -128,6 +128,8 @@ class Evaluation:
         if not instance.explored and seen.running >= instance.explored_sequences(self._ctx.now):
             return NO_SLOT
         spread = _SPREAD * self._ctx.long_output * math.sqrt(seen.running + self._ctx.request.sequences)
+        if instance.kv_need is not None:
+            spread *= instance.kv_need.grows
         return NO_MEMORY if each.used_tokens + spread > each.load.kv_cache_tokens else ROOM
 
     def _keep_free(self) -> None:
