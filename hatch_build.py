@@ -55,7 +55,10 @@ COMPILED = (
     "options/message_channel.py",
     "options/remote_leases.py",
     "options/shared_view/shared_view.py",
-    "options/split/kv_transfers.py",
+    *(
+        f"options/split/{name}.py"
+        for name in ("fetch_checks", "hand_overs", "kv_transfers", "pairs", "split_choice", "transfers")
+    ),
     "options/tunnel/realtime.py",
     *(
         f"tools/sim/{name}.py"

@@ -44,7 +44,7 @@ ON_DEMAND = {
     "clients": ("model_names", "service_classes"),
     "config": ("profile_file",),
     "core": ("eventlog",),
-    "core.policies": ("baselines", "pairs", "worth"),
+    "core.policies": ("baselines", "worth"),
     "fleet": ("members", "source"),
     "http": ("multipart",),
 }
