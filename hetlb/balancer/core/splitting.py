@@ -1,4 +1,4 @@
-"""What the scheduler asks of the option that splits requests (`options/split/hand_overs.py`)."""
+"""Splitting of requests, as the scheduler asks for it (`options/split/hand_overs.py` has it)."""
 
 from __future__ import annotations
 
