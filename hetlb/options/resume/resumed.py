@@ -54,9 +54,13 @@ class Resumable(Maker):
         """`kept`, `deaths`: what the streams of the process keep, and the deaths that it saw."""
         self._driver = driver
         self.all_deaths = deaths
-        asks_ids = len(outgoing.body) <= MAX_INJECT_BYTES and outgoing.body.find(b'"return_token_ids"') < 0
         self.rest = Continuation(
-            kind, outgoing, kept, streamed=call.stream, asks_ids=asks_ids, hides_usage=call.hold_usage
+            kind,
+            outgoing,
+            kept,
+            streamed=call.stream,
+            asks_ids=len(outgoing.body) <= MAX_INJECT_BYTES,
+            hides_usage=call.hold_usage,
         )
         self.deaths: list[Death] = []
         self.checks: list[SideCall] = []
