@@ -13,7 +13,7 @@ from hetlb.balancer.core.adapters import DEFAULT_SLOTS, AdapterSlots
 from hetlb.balancer.core.forecast_errors import ForecastErrors
 from hetlb.balancer.core.health import HealthTracker
 from hetlb.balancer.core.latency import DEFAULT_LATENCY, LatencyModel
-from hetlb.balancer.core.occupancy import JOINING_STEPS, SIGNAL_STALE_S, EngineLoad, Occupancy
+from hetlb.balancer.core.occupancy import SIGNAL_STALE_S, EngineLoad, Occupancy
 from hetlb.balancer.core.prefix_index import PrefixIndex, Tree
 from hetlb.balancer.core.speed import PeakEwma, SpeedTracker
 from hetlb.balancer.core.throttle import Throttle
@@ -240,19 +240,6 @@ class Instance:
     def caches_prefixes(self) -> bool:
         """True if its engine keeps prompts for others: vLLM's default while it has not told."""
         return self.capacity.enable_prefix_caching is not False
-
-    def join_s(self, prompt_tokens: float) -> float:
-        """Seconds until the first token of a sequence whose prompt was prefilled elsewhere."""
-        load = self.load
-        context = self.prompt_tokens * load.context_share
-        # Decode legs whose first token is to come count one token each: no prompts.
-        if self.pending_prompt_tokens <= self.sequences:
-            return JOINING_STEPS * (load.next_step_s + load.next_token_s * (context + prompt_tokens))
-        pending = self.pending_prompt_tokens / self.engines
-        running_s = 0.5 * (load.step_s + load.token_s * context)
-        return running_s + load.latency.first_token_s(
-            prompt_tokens, prompt_tokens - 1.0, pending, load.batch, context, load.budget
-        )
 
     def learn_capacity(self, newer: Capacity) -> None:
         """Take over what the engine says it can hold; figures it does not know stay."""

@@ -137,7 +137,7 @@ class KvLink(PickleByFields):
     """Link over which instances of one model transfer KV blocks.
 
     A prefill instance keeps blocks that were not fetched for `lease_s`. The other figures give the first
-    estimate of a transfer's time, which `core.transfer` corrects.
+    estimate of a transfer's time, which each pair's own times correct.
     """
 
     connector: Connector
