@@ -1,16 +1,17 @@
 """Account of one instance: what it was sent, what of that ended well, when its last token came.
 
 A lost answer is a refusal (4xx, 429, 503), a server error, an error event, a broken stream, or a client that
-left after a long wait without a byte; a 4xx is one where another instance answers the same request. The
-share of lost answers counts against that of the best other instance of the model: what hits all alike is the
-clients' doing. `excess` is the difference that is certain,
+left after a long wait without a byte. A 4xx is one where another instance answers the same request: that is
+tried once an instance has refused several in a row, with one request at a time. The share of lost answers
+counts against that of the best other instance of the model: what hits all alike is the clients' doing.
+`excess` is the difference that is certain,
 
     excess = max(0, (lower(own) - best) / (1 - best)),
 
-with the lower end of Wilson's score interval (JASA 22, 1927) for the own share. An instance in doubt, that is
-stalled, or that asked to come later gets one request at a time, a trial, with a pause of a second or more
-after each, until one ends well. Where all of a model are restrained, none is. With any excess it gets the
-same trials, beside what the score sends there: old evidence does not keep it without work.
+with the lower end of Wilson's score interval (JASA 22, 1927) for the own share. An instance in doubt or
+stalled gets one request at a time, a trial, with a pause of a second or more after each, until one ends well;
+one that asked to come later gets none until then. Where all of a model are restrained, none is. With any
+excess it gets the same trials, beside what the score sends there: old evidence does not keep it without work.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _LEAST_LOST: Final = 1.5
 _MOST_KEPT: Final = 16.0
 #: Answers in a row that end well after which lost ones before them are forgotten.
 _FORGIVEN: Final = 3
-#: Refusals (4xx) in a row from which on it is asked of the others whose mistake they are.
+#: Refusals (4xx) in a row from which on another instance is asked whose mistake they are.
 SUSPECT: Final = 3
 #: Quantile of the normal distribution for the lower end of an interval, 90 % one-sided.
 _QUANTILE: Final = 1.28
@@ -61,8 +62,7 @@ class Account:
     __slots__ = (
         "_aged_at", "_generated", "_in_a_row", "_pause_s", "_skip", "_skipped", "asked_until",
         "doubted", "excess", "lost", "lost_s", "moved_at", "next_trial_at", "overdue_s", "read_at",
-        "reason", "refusals", "refused_at", "refused_since", "silent_since", "stalled_since", "still",
-        "token_at", "trial", "well",
+        "reason", "refusals", "silent_since", "stalled_since", "still", "token_at", "trial", "well",
     )  # fmt: skip
 
     def __init__(self, now: float) -> None:
@@ -71,9 +71,8 @@ class Account:
         #: Mean seconds until an answer was lost.
         self.lost_s = 0.0
         self._in_a_row = 0
-        #: Refusals (4xx) in a row that may be their clients' mistakes, times of the first and the last.
+        #: Refusals (4xx) in a row that may be their clients' mistakes.
         self.refusals = 0
-        self.refused_since = self.refused_at = -math.inf
         self._aged_at = now
         self.excess = 0.0
         self.doubted = False
@@ -109,8 +108,7 @@ class Account:
     def ended_well(self, lease_id: int, now: float) -> bool:
         """Count an answer that ended well. True if that speaks against a doubt."""
         self.well += 1.0
-        self.refusals = 0
-        self.token_at = now
+        self.token_at, self.refusals = now, 0
         if self.lost <= 0.0:
             return False
         self._keep_newest()
@@ -135,20 +133,10 @@ class Account:
         if self.next_trial_at < now + self._pause_s:
             self.next_trial_at = now + self._pause_s
 
-    def refused(self, now: float) -> None:
-        """Count a refusal (4xx) that may be its client's mistake."""
-        if not self.refusals:
-            self.refused_since = now
-        self.refusals, self.refused_at = self.refusals + 1, now
-
     @property
     def suspect(self) -> bool:
         """Return True if it refused several requests in a row."""
         return self.refusals >= SUSPECT
-
-    def heard(self, since: float) -> bool:
-        """Return True if it answered or refused something after a time."""
-        return self.token_at > since or self.refused_at > since
 
     def _keep_newest(self) -> None:
         count = self.well + self.lost
@@ -162,7 +150,7 @@ class Account:
             self.trial = 0
 
     def asked(self, seconds: float, now: float) -> None:
-        """Take over that the engine, idle, asked to come again after `seconds`: one trial follows."""
+        """Take over that the engine, idle, asked to come after `seconds`: it gets nothing until then."""
         self.asked_until = max(self.asked_until, now + min(seconds, MOST_PAUSE_S))
         self.next_trial_at = max(self.next_trial_at, self.asked_until)
 
@@ -269,7 +257,7 @@ class Account:
 
     def token(self, now: float) -> bool:
         """Note that a token came. Return True if that ends a stall."""
-        self.token_at = now
+        self.token_at, self.refusals = now, 0
         return self.stalled_since is not None and self._goes_on(now)
 
     def _begin_trials(self, now: float) -> None:
@@ -279,7 +267,7 @@ class Account:
 
     def restrained(self, now: float) -> bool:
         """Return True if it gets one trial at a time."""
-        return self.doubted or self.stalled_since is not None or now < self.asked_until
+        return self.doubted or self.suspect or self.stalled_since is not None or now < self.asked_until
 
     def held(self, now: float) -> bool:
         """Return True if it gets no request now, not even a trial."""
@@ -301,7 +289,8 @@ class Account:
         if self.wary(now):
             self.trial, self._skipped = lease_id, 0
             self.next_trial_at = now + self._pause_s
-            self._pause_s = min(MOST_PAUSE_S, 2.0 * self._pause_s)
+            if not self.suspect:
+                self._pause_s = min(MOST_PAUSE_S, 2.0 * self._pause_s)
 
     def passed_over(self) -> None:
         """Note that a request went elsewhere while it was held."""
@@ -314,6 +303,8 @@ class Account:
             return f"stalled: no token for {silent:.3g} s"
         if self.doubted:
             return f"on trial: {self.reason}, more than elsewhere"
+        if self.suspect:
+            return f"on trial: it refused its last {self.refusals} requests"
         if now < self.asked_until:
             return f"it asked to come again in {self.asked_until - now:.3g} s"
         return ""

@@ -1,8 +1,9 @@
 """Health of an instance: evidence in, `Health` out; every change is a row of `TRANSITIONS`.
 
-Proof of absence (a refused connection) counts at once. Every ejection makes the next one longer, up to a cap.
-A probe that answers does not restore the trust that failed answers cost: an instance ejected for its answers
-comes back half-open, and one more failure before one answer that ends well ejects it again.
+Proof of absence (a refused connection) counts at once. An ejection is short, for an instance that answers
+again to be back soon. A probe that answers does not restore the trust that failed answers cost: an instance
+ejected for its answers comes back half-open, and one more failure before one answer that ends well ejects it
+again.
 """
 
 from __future__ import annotations
@@ -19,11 +20,9 @@ from hetlb.balancer.core.types import Health, Outcome, ProbeResult
 FALL: Final = 3
 RISE: Final = 2
 PASSIVE_FALL: Final = 5
-EJECTION_BASE_S: Final = 5.0
-EJECTION_CAP_S: Final = 60.0
+#: Time of an ejection, in seconds, and the share of it by which it varies.
+EJECTION_S: Final = 2.5
 EJECTION_JITTER: Final = 0.2
-#: A success this long after the last ejection forgives one step of the growth.
-FORGIVE_AFTER_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +98,6 @@ class HealthTracker:
         self.ejected_until = 0.0
         #: True if it is up and no success could make it any better.
         self.clean = state is Health.UP
-        self._ejections = 0
-        self._forgiven_at = 0.0
         self._probe_failures = 0
         self._probe_successes = 0
         self._passive_failures = 0
@@ -159,12 +156,9 @@ class HealthTracker:
             return False
         self._passive_failures = self._probe_failures = 0
         self._half_open = False
-        if self._ejections and now - self._forgiven_at >= FORGIVE_AFTER_S:
-            self._ejections -= 1
-            self._forgiven_at = now
         if self.state is Health.SUSPECT:
             return self._enter(ANSWERS, "answered a request")
-        self.clean = self.state is Health.UP and not self._ejections
+        self.clean = self.state is Health.UP
         return False
 
     def on_failure(self, now: float, *, may_eject: bool) -> bool:
@@ -195,10 +189,8 @@ class HealthTracker:
     # --- states ---
 
     def _eject(self, transition: Transition[Health], reason: str, now: float) -> bool:
-        self._ejections += 1
-        self._forgiven_at = now
         jitter = 1.0 + EJECTION_JITTER * (2.0 * self._rng.random() - 1.0)
-        self.ejected_until = now + min(EJECTION_CAP_S, EJECTION_BASE_S * self._ejections) * jitter
+        self.ejected_until = now + EJECTION_S * jitter
         return self._enter(transition, reason)
 
     def _enter(self, transition: Transition[Health], reason: str) -> bool:

@@ -235,8 +235,7 @@ class Placement:
             ready = self.fleet.ready[request.model] = ReadyInstances(ready.instances, now)
         attempts = known.get(request.id)
         tried = None if attempts is None else attempts.tried
-        checked = self.retries.checked() if ready.throttled else frozenset()
-        return ready.choices(request, tried, now, holds_back=self.policy.holds_back, checked=checked)
+        return ready.choices(request, tried, now, holds_back=self.policy.holds_back)
 
     def context(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 
 from mypy_extensions import mypyc_attr
 
@@ -106,13 +106,11 @@ class ReadyInstances:
         now: float,
         *,
         holds_back: bool,
-        checked: Set[str] = frozenset(),
     ) -> Choices:
         """Return what a request may be sent to now.
 
-        `tried`: where the request was before; it is no trial then. `checked`: instances whose refusals are
-        tried elsewhere. `holds_back`: the policy heeds availability itself; otherwise only the most available
-        are left.
+        `tried`: where the request was before; it is no trial then. `holds_back`: the policy heeds
+        availability itself; otherwise only the most available are left.
         """
         found = self._fitting(request, tried)
         chosen = found.instances
@@ -132,10 +130,6 @@ class ReadyInstances:
             if due and len(due) < len(chosen):
                 waits = f"{due[0].name} gets a trial"
                 return found.without({each.name: waits for each in chosen if each is not due[0]})
-        asked = _to_be_asked(chosen, checked)
-        if len(asked) < len(chosen):
-            waits = "it refuses: the others are asked first"
-            return found.without({each.name: waits for each in chosen if each not in asked})
         if holds_back:
             return found
         best_availability = min(availability for availability, _ in availabilities)
@@ -198,19 +192,6 @@ class ReadyInstances:
                 elif instance not in chosen:
                     excluded[instance.name] = f"suspect: {instance.health.reason}"
         return Choices(chosen, excluded)
-
-
-def _to_be_asked(instances: Sequence[Instance], checked: Set[str]) -> Sequence[Instance]:
-    """Return those that may get a request while an instance refuses all: first those not heard since then.
-
-    An instance whose refusals are tried elsewhere (`checked`) gets nothing until that has ended.
-    """
-    since = [each.account.refused_since for each in instances if each.account.suspect]
-    if not since:
-        return instances
-    others = [each for each in instances if not each.account.suspect]
-    unheard = [each for each in others if not each.account.heard(min(since))]
-    return unheard or (others and [each for each in instances if each.name not in checked]) or instances
 
 
 def _longest(instance: Instance) -> float:

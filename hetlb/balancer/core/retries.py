@@ -51,10 +51,6 @@ class Retries:
         """Note that a request is over, or begins anew."""
         self.attempts.pop(request_id, None)
 
-    def checked(self) -> frozenset[str]:
-        """Return the instances of which a refusal is being tried elsewhere."""
-        return frozenset([each.name for found in self.attempts.values() for each, _, _ in found.refusals])
-
     def allowed(self, in_flight: int) -> bool:
         """Return True if the budget allows one more retry of a request that may run twice."""
         return len(self.leases) < max(RETRY_FLOOR, int(RETRY_SHARE * in_flight))

@@ -309,10 +309,10 @@ class Scheduler:
         known, ready = retries.attempts.get(request.id), self.fleet.ready.get(request.model)
         runs = 0 if known is None else known.runs
         if not busy and may_move and ready is not None:
-            account.refused(now)
             refusals = [] if known is None else known.refusals
             tries = runs < MOST_MOVES and retries.allowed(self.in_flight)
-            tries = tries and (bool(refusals) or account.doubted or self._serves_elsewhere(instance, ready))
+            tries = tries and (bool(refusals) or account.doubted or _serves_elsewhere(instance, ready))
+            account.refusals += 1
             if tries and (commands := self._move(lease, ready, now, ran=False)):
                 retries.of(request.id).refusals.append((instance, lease, now))
                 return commands
@@ -338,14 +338,6 @@ class Scheduler:
             return passed_on
         return self._move(lease, ready, now, ran=False) or passed_on
 
-    def _serves_elsewhere(self, instance: Instance, ready: ReadyInstances) -> bool:
-        """Return True if an instance refused several requests in a row while another one answers."""
-        account = instance.account
-        return account.suspect and any(
-            not each.account.refusals and each.account.token_at > account.refused_since
-            for each in ready.instances
-        )
-
     def _others_left(self, lease: Lease, ready: ReadyInstances, now: float) -> bool:
         """Return True if another instance may get a request, had it room."""
         known = self._retries.attempts.get(lease.request.id)
@@ -362,7 +354,7 @@ class Scheduler:
         found = self.placement.choose(request, ready, now, lease.predicted_output)
         if (
             found is None
-            or found.instance.account.restrained(now)
+            or (found.instance.account.restrained(now) and not found.instance.account.suspect)
             or found.instance.sequences >= found.instance.throttle.limit(now)
         ):
             self.placement.take_failed(request.id)  # the lease goes on as it is
@@ -654,6 +646,14 @@ class Scheduler:
         assert not leased & waiting, f"requests {leased & waiting} wait and are leased"
         queue.check_integrity()
         self._retries.check_integrity(ledger.leased.keys(), leased | waiting)
+
+
+def _serves_elsewhere(instance: Instance, ready: ReadyInstances) -> bool:
+    """Return True if an instance refused several requests in a row and another one answers since."""
+    account = instance.account
+    return account.suspect and any(
+        not each.account.refusals and each.account.token_at > account.token_at for each in ready.instances
+    )
 
 
 def _left_unheard(lease: Lease, outcome: Outcome, now: float) -> bool:

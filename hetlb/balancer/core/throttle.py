@@ -75,7 +75,7 @@ class Throttle:
             self._ramp_since = None
         limited = now - self._limit_until < FORGOTTEN_S
         account = self._account
-        return self._ramp_since is not None or limited or account.suspect or account.wary(now)
+        return self._ramp_since is not None or limited or account.wary(now)
 
     def reason(self, max_num_seqs: int, now: float) -> str:
         """Reason of what restrains it now, "" if nothing does; for people."""
