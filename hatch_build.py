@@ -50,12 +50,15 @@ COMPILED = (
     ),
     *(f"options/pick/{name}.py" for name in ("pick_driver", "stream")),
     *(f"options/relays/{name}.py" for name in ("relay_driver", "relay_host")),
-    *(f"options/resume/{name}.py" for name in ("continuation", "progress", "resumed")),
+    *(f"options/resume/{name}.py" for name in ("continuation", "deaths", "progress", "resumed")),
     "options/key_limits/limits.py",
     "options/message_channel.py",
     "options/remote_leases.py",
     "options/shared_view/shared_view.py",
-    "options/split/kv_transfers.py",
+    *(
+        f"options/split/{name}.py"
+        for name in ("fetch_checks", "hand_overs", "kv_transfers", "pairs", "split_choice", "transfers")
+    ),
     "options/tunnel/realtime.py",
     *(
         f"tools/sim/{name}.py"

@@ -1,12 +1,15 @@
-"""Packages that only some commands need, and the extras that install them.
+"""Parts that an installation may lack: packages that only some commands need, and options.
 
-Commands import theirs directly; `hetlb.cli.main` turns a failed import into one line.
+Commands import their packages directly; `hetlb.cli.main` turns a failed import into one line. An option is a
+folder of `hetlb/options`; one that was deleted is a feature that this installation lacks, and nothing else.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 
 from hetlb.errors import ConfigError, InputError
 
@@ -33,6 +36,19 @@ def require(*packages: str) -> None:
     for package in packages:
         if package not in sys.modules and find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+
+def option(name: str) -> ModuleType:
+    """Return an option's package, or a module of it. Raises `ConfigError` where its folder is missing."""
+    folder = name.partition(".")[0]
+    try:
+        return import_module(f"hetlb.options.{name}")
+    except ModuleNotFoundError as error:
+        if error.name not in (f"hetlb.options.{folder}", "hetlb.options"):
+            raise
+        raise ConfigError(
+            f"{folder}: expected an installation with this option, but hetlb/options/{folder} is missing"
+        ) from None
 
 
 def check_extra(key: str, module: str, extra: str) -> None:

@@ -232,7 +232,7 @@ def fleet_file(
             "proxy": {
                 "idle_timeout_s": idle_s,
                 "first_byte_timeout_s": first_byte_s,
-                "request_log": False,
+                "request_log": True,
                 "resume": "ids",
                 "workers": workers,
             },
@@ -342,15 +342,17 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
             if isinstance(failed, Exception):
                 raise failed
         lost["cut"] = sum(each.cut for each in cutters)
+        log = path.with_suffix(".log").read_text().splitlines()
         if args.log:
-            print(path.with_suffix(".log").read_text()[-4000:])
+            print("\n".join(log[-20:]))
     runs = Counter(name for each in cutters for body in each.bodies for name in _NAME.findall(body))
     got = [(each, answer._replace(runs=runs[b"r%d" % n])) for n, (each, answer) in enumerate(got)]
     whole = [(each, answer) for each, answer in got if not answer.error]
     same = [answer for each, answer in whole if answer[:3] == each.whole[:3]]
-    for each, answer in got:
+    for number, (each, answer) in enumerate(got):
         if answer.error:
             print("not whole:", each.path, each.body, answer.runs, "runs:", answer.error)
+            print(*[line for line in log if f" request=r{number} " in line], sep="\n")
         elif answer[:3] != each.whole[:3]:
             print("other:", each.path, each.body, answer[:3], "expected", each.whole[:3])
     return {

@@ -105,7 +105,7 @@ MODULES = {
             "hetlb/balancer/core/ready.py",
             "hetlb/balancer/core/backlog.py",
             "hetlb/balancer/core/throttle.py",
-            "hetlb/balancer/core/transfer.py",
+            "hetlb/options/split/transfers.py",
         ),
         (),
         PLACEMENT_TESTS,

@@ -423,7 +423,7 @@ SECTIONS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "online": (online, [(n, load) for n in ("single24", "dist24") for load in ("own", "same")]),
     "limits": (
         limits_of,
-        [("seven-kinds", seconds, 0) for seconds in (10.0, 60.0, 30.0, 180.0)]
+        [("seven-kinds", seconds, 0) for seconds in (10.0, 30.0, 60.0, 180.0)]
         + [(name, 60.0, 0) for name in ("single24", "dist24")],
     ),
     "speed": (speed, [(MEASURED_S,), (7200.0 - WARM_UP_S,)]),

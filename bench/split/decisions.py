@@ -19,6 +19,8 @@ from per_request import H20, L40S, lengths, plan, profile_of, simulation
 
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command, Request, Role
+from hetlb.options.split.hand_overs import HandOvers
+from hetlb.options.split.split_choice import choose_split
 from hetlb.tools.sim.fleet_simulation import FleetSimulation
 
 SIZES = (2, 4, 8, 16, 64)
@@ -47,14 +49,16 @@ class Chosen(FleetSimulation):
         self.split_s: list[float] = []
 
     def _arrived(self, scheduler: Scheduler, request: Request) -> list[Command]:
-        placement, parts = scheduler.placement, scheduler.fleet.ready[request.model].parts
+        placement, parts = scheduler.placement, scheduler.fleet.ready[request.model].up
         ctx = placement.context(request, scheduler.predictor.predict(request), 0, self._events.now, None)
-        policy, transfers = placement.policy, scheduler.holds.transfers
+        policy, splits = placement.policy, placement.splits
+        assert isinstance(splits, HandOvers), "expected an instance with kv_transfer"
+        transfers = splits.transfers
         policy.choose(ctx, parts)  # finds what the mean request costs, for both
         began = time.perf_counter()
         policy.choose(ctx, parts)
         between = time.perf_counter()
-        policy.choose_split(ctx, parts, transfers, True)
+        choose_split(policy, ctx, parts, transfers, True)
         self.split_s.append(time.perf_counter() - between)
         self.ordinary_s.append(between - began)
         return scheduler.on_arrival(request, self._events.now)

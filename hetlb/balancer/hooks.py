@@ -1,18 +1,15 @@
 """Hooks: what each option gives to the balancer, and how it is found.
 
 An option is a folder of `hetlb/options`, whose package has one function `hook`. The balancer imports no
-option: it asks for one by name where the fleet file, a flag or a request needs it. A folder that was deleted
-is a feature that this installation lacks, and nothing else.
+option: it asks for one by name where the fleet file, a flag or a request needs it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hetlb.errors import ConfigError
+from hetlb.extras import option
 
 if TYPE_CHECKING:
     import socket
@@ -26,25 +23,10 @@ if TYPE_CHECKING:
     from hetlb.balancer.fleet.systemd import Listeners
     from hetlb.balancer.telemetry.request_record import RequestRecord
 
-_ROOM = "hetlb.options"
 
-
-def hook(option: str, *args: Any, **named: Any) -> Any:
+def hook(name: str, *args: Any, **named: Any) -> Any:
     """Call the hook of an option; return what it gives. Raises `ConfigError` where its folder is missing."""
-    return found(option).hook(*args, **named)
-
-
-def found(option: str) -> ModuleType:
-    """Return the package of an option. Raises `ConfigError` where its folder is missing."""
-    name = f"{_ROOM}.{option}"
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name not in (name, _ROOM):
-            raise
-        raise ConfigError(
-            f"{option}: expected an installation with this option, but hetlb/options/{option} is missing"
-        ) from None
+    return option(name).hook(*args, **named)
 
 
 class KeyTicket(Protocol):

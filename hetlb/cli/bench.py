@@ -21,7 +21,7 @@ from hetlb.balancer.config.fleet import Fleet, load_fleet
 from hetlb.balancer.config.urls import check_base, check_url
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.cli.flags import COUNT, FINITE, FRACTION, INTEGER, SHARE, add_json, add_load, declare, whole
-from hetlb.cli.signals import run_until_signal
+from hetlb.cli.signals import stoppable
 from hetlb.errors import HetlbError, InputError, TraceError
 from hetlb.extras import require
 from hetlb.files import write_text
@@ -125,20 +125,24 @@ def run(args: argparse.Namespace) -> int:
     require(*(["scipy"] if args.rounds > 1 else []))
     started = datetime.now(UTC)
     campaign, fleet = _campaign(args)
-    interrupted = False
-    try:
-        run_until_signal(_measure(campaign, fleet))
-    except KeyboardInterrupt:
-        if not campaign.measured:
-            raise
-        interrupted = True
-        print(f"hetlb bench: {campaign.measured[-1].run['client']['reasons'][-1]}", file=sys.stderr)
-    document = _document(args, campaign, started)
-    _write(args, document, campaign, started)
-    if args.json:
-        print(json_text(document))
-    else:
-        _show(args, document)
+    with stoppable() as until_signal:
+        interrupted = False
+        try:
+            until_signal(_measure(campaign, fleet))
+        except KeyboardInterrupt:
+            interrupted, newest = True, campaign.measured[-1:]
+            stopped = [each.run["client"]["reasons"][-1] for each in newest if each.interrupted is not None]
+            reason = (*stopped, "interrupted: no request of this run had ended")[0]
+            print(f"hetlb bench: {reason}", file=sys.stderr)
+            if not newest:
+                return 1
+        document = _document(args, campaign, started)
+        _write(args, document, campaign, started)
+        if args.json:
+            print(json_text(document))
+        else:
+            _show(args, document)
+        sys.stdout.flush()
     for each in campaign.measured:
         if not each.run["completed"]:
             kind, example = next(iter(each.examples.items()))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import uvloop
@@ -12,23 +13,49 @@ import uvloop
 from hetlb.errors import HetlbError
 
 _T = TypeVar("_T")
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[Callable[[Coroutine[Any, Any, _T]], _T]]:
+    """Give a function that runs a coroutine on uvloop until SIGINT, SIGTERM or SIGHUP; see below.
+
+    Signals that come once it has ended are ignored: what has ended is then written and printed.
+    """
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+
+    def stop(*_: object) -> None:
+        if not running:
+            raise KeyboardInterrupt
+        loop, task = running[0]
+        if task.cancel():
+            loop.call_soon_threadsafe(lambda: None)  # the loop may sleep
+
+    async def noted(main: Coroutine[Any, Any, _T]) -> _T:
+        task = asyncio.current_task()
+        assert task is not None, "expected to be called in a task"
+        running.append((asyncio.get_running_loop(), task))
+        return await main
+
+    def run(main: Coroutine[Any, Any, _T]) -> _T:
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(noted(main))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+
+    before = {number: signal.signal(number, stop) for number in _ENDING}
+    try:
+        yield run
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run_until_signal(main: Coroutine[Any, Any, _T]) -> _T:
     """Run on uvloop; SIGTERM and SIGHUP end it as Ctrl-C does. Raises `KeyboardInterrupt`."""
-
-    async def interruptible() -> _T:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None, "expected to be called in a task"
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, task.cancel)
-        return await main
-
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(interruptible())
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+    with stoppable() as run:
+        return run(main)
 
 
 def run_listener(main: Coroutine[Any, Any, _T], host: str, port: int) -> _T:

@@ -22,10 +22,14 @@ import pytest
 import yaml
 from helpers import HANG_S
 
+import hetlb.cli.bench
 import hetlb.tools.demo
 from hetlb.cli.main import main
 from hetlb.tools.loadtest.fleet_admin import fleet_admin
+from hetlb.tools.loadtest.load_result import LoadResult
 from hetlb.tools.loadtest.processes import helper_processes
+from hetlb.tools.loadtest.results import csv_text
+from hetlb.tools.loadtest.runs import measure
 from hetlb.tools.workload.arrivals import make_plan
 from hetlb.tools.workload.traces import read_trace
 
@@ -346,7 +350,7 @@ def test_told_to_stop_it_ends_at_once_and_the_policy_is_put_back(fleet: Fleet, t
         if out:  # the first request may have ended
             assert "interrupted: 1 of 48 requests had ended" in err
         else:
-            assert err == ""
+            assert err == "hetlb bench: interrupted: no request of this run had ended\n"
         assert policy_of(fleet) == "hetlb"
 
 
@@ -373,6 +377,49 @@ def test_interrupted_it_prints_what_has_ended(tmp_path: Path, trace: Path) -> No
     assert (process.returncode, run["completed"], run["failed"]) == (1, 3, 0)
     assert f"interrupted: 3 of {COUNT} requests had ended" in err
     assert run["client"]["verdict"] == "SUSPECT"
+
+
+def test_interrupted_while_results_are_written_they_are_all_there(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fleet: Fleet,
+    trace: Path,
+    tmp_path: Path,
+) -> None:
+    def text(runs: list[dict[str, Any]]) -> str:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.raise_signal(number)
+        return csv_text(runs)
+
+    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(hetlb.cli.bench, "csv_text", text)
+    document = bench(capsys, "--url", fleet.proxy, "--trace", trace, "--csv", tmp_path / "r.csv")
+    assert document["runs"][0]["completed"] == COUNT
+    assert len((tmp_path / "r.csv").read_text().splitlines()) == 2
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize("runs", [0, 1], ids=["first", "second"])
+def test_interrupted_before_a_request_has_ended_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fleet: Fleet, trace: Path, runs: int
+) -> None:
+    """In a run after another one: that one is printed."""
+
+    async def measured(*positional: Any, **named: Any) -> LoadResult:
+        nonlocal runs
+        runs -= 1
+        if runs < 0:
+            signal.raise_signal(signal.SIGINT)
+        return await measure(*positional, **named)
+
+    monkeypatch.setattr("hetlb.tools.loadtest.campaign.measure", measured)
+    whole = runs
+    command = ["bench", "--url", fleet.proxy, "--trace", str(trace), "--request-rate", "100,200", "--json"]
+    assert main(command) == 1
+    out, err = capsys.readouterr()
+    assert err == "hetlb bench: interrupted: no request of this run had ended\n"
+    found = [run["completed"] for run in json.loads(out)["runs"]] if out else []
+    assert found == [COUNT] * whole
 
 
 def test_a_request_that_is_never_answered_ends_by_the_timeout(

@@ -10,7 +10,9 @@ from helpers import spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.balancer.core.fetch_checks import (
+from hetlb.balancer.core.health import HealthTracker
+from hetlb.balancer.core.instance import Instance
+from hetlb.options.split.fetch_checks import (
     FETCHED,
     LAG_S,
     MOST_MISSED,
@@ -20,8 +22,6 @@ from hetlb.balancer.core.fetch_checks import (
     UNJUDGED_S,
     FetchChecks,
 )
-from hetlb.balancer.core.health import HealthTracker
-from hetlb.balancer.core.instance import Instance
 
 LATER = 10.0 * LAG_S
 

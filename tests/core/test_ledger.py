@@ -86,9 +86,9 @@ class Account:
         """A lease of a whole request, or of a decode leg whose prompt is elsewhere until it begins."""
         self.integrate()
         asked = request(self.granted, prompt=prompt, sequences=sequences, samples=samples)
-        lease = self.ledger.grant(
-            asked, self.instance, predicted, 1000 * prompt, self.now, transferred=elsewhere
-        )
+        lease = self.ledger.grant(asked, self.instance, predicted, 1000 * prompt, self.now)
+        if elsewhere:
+            lease.unread_tokens = 1
         self.granted += 1
         assert (lease.id, lease.instance, lease.incarnation) == (self.granted, "a", self.instance.incarnation)
         assert (lease.predicted_output, lease.dispatched_at) == (predicted, self.now)

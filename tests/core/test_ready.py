@@ -26,6 +26,7 @@ from hetlb.balancer.core.types import (
     ProbeResult,
     Role,
 )
+from hetlb.options.split.hand_overs import Parts
 
 LINK = KvLink(Connector.NIXL)
 
@@ -90,7 +91,7 @@ def test_suspects_take_requests_where_none_is_up() -> None:
     assert (names(none_up.able), none_up.excluded) == ("abc", {})
     set_health(scheduler, "b", ProbeResult.OK)
     one_up = ready(scheduler)
-    assert (names(one_up.able), names(one_up.parts)) == ("b", "")
+    assert names(one_up.able) == "b"
     assert one_up.excluded == dict.fromkeys("ac", "suspect: not probed yet")
     assert choices(one_up, tried=["b"]) == ("ac", {"b": "tried before"}, None)
     assert choices(one_up, tried=[]) == ("b", one_up.excluded, None)
@@ -276,8 +277,8 @@ def test_whole_requests_go_to_those_without_a_role_or_else_to_those_that_decode(
     kinds = roles.split()
     scheduler, filtered = fleet(*(linked(f"{kind}{n}", of[kind]) for n, kind in enumerate(kinds)))
     assert "".join(each.name[0] for each in filtered.able) == whole
-    assert "".join(each.name[0] for each in filtered.parts) == parts
-    assert filtered.mixed is mixed
+    assert "".join(each.name[0] for each in Parts(filtered).instances) == parts
+    assert Parts(filtered).mixed is mixed
     kept = {each.name: f"its role is {each.spec.role}" for each in scheduler.instances}
     for each in filtered.able:
         del kept[each.name]
@@ -286,7 +287,7 @@ def test_whole_requests_go_to_those_without_a_role_or_else_to_those_that_decode(
 
 def test_without_a_link_none_is_split() -> None:
     _, filtered = fleet(linked("p", Role.PREFILL, link=None), linked("d", Role.DECODE))
-    assert (filtered.parts, names(filtered.able)) == ([], "d")
+    assert (Parts(filtered).instances, names(filtered.able)) == ([], "d")
 
 
 def test_a_role_counts_for_nothing_where_no_other_is_left() -> None:
@@ -315,9 +316,10 @@ def test_parts_are_those_that_fit_had_it_not_and_are_not_restrained() -> None:
     def parts(
         prompt: int = 100, tried: list[str] | None = None, now: float = 0.0, ceiling: int | None = None
     ) -> str:
-        return names(ready(scheduler, now).parts_for(request(1, prompt=prompt), tried, now, ceiling))
+        return names(Parts(ready(scheduler, now)).fitting(request(1, prompt=prompt), tried, now, ceiling))
 
-    assert filtered.parts_for(request(1), None, 0.0, None) is filtered.parts
+    whole = Parts(filtered)
+    assert whole.fitting(request(1), None, 0.0, None) is whole.instances
     assert (parts(950), parts(951), parts(1951), parts(3000)) == ("pqde", "qde", "qd", "")
     assert (parts(tried=["p"]), parts(tried=["p", "q"]), parts(tried=[])) == ("qde", "", "pqde")
     assert (parts(ceiling=2), parts(ceiling=1), parts(ceiling=3)) == ("pe", "", "pqde")

@@ -25,6 +25,7 @@ from hetlb.balancer.core.types import (
     EngineSample,
     Health,
     HealthChanged,
+    Hold,
     InstanceAdded,
     InstanceRemoved,
     InstanceSpec,
@@ -260,10 +261,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(each.lease.decode is None for each in again if each.request_id == lease.request.id)
         self.carry_out(commands, lease.request.id)
 
-    @precondition(lambda self: hasattr(self, "scheduler") and self.scheduler.holds.all())
+    def held(self) -> list[Hold]:
+        """Prompts that are held between two legs."""
+        splits = self.scheduler.placement.splits if hasattr(self, "scheduler") else None
+        return splits.holds if splits is not None else []
+
+    @precondition(lambda self: self.held())
     @rule(data=st.data())
     def release_hold(self, data: st.DataObject) -> None:
-        holds = {hold.id: hold for hold in self.scheduler.holds.all()}
+        holds = {hold.id: hold for hold in self.held()}
         hold = holds[data.draw(st.sampled_from(sorted(holds)))]
         self.carry_out(self.scheduler.on_hold_released(hold, self.now))
         assert hold.ended

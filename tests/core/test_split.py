@@ -12,7 +12,6 @@ from helpers import FAST, make_scheduler, request, spec
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.policies.hetlb import Evaluation
-from hetlb.balancer.core.policies.pairs import _Pairs
 from hetlb.balancer.core.policies.score_terms import TERMS
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (
@@ -30,6 +29,8 @@ from hetlb.balancer.core.types import (
     Request,
     Role,
 )
+from hetlb.options.split.pairs import _Pairs
+from hetlb.options.split.split_choice import join_s
 
 LINK = KvLink(Connector.NIXL, lease_s=10.0, bandwidth_bytes_per_s=1e10, latency_s=0.001)
 
@@ -261,7 +262,7 @@ def test_prompts_go_from_faster_readers_to_slower_ones_unless_roles_say_otherwis
     ctx = scheduler.placement.context(asked, 100.0, 0, 0.0, None, None)
     mixed = roles == (Role.BOTH, Role.BOTH)
     evaluation = Evaluation(ctx, instances, (20.0, *[term.weight for term in TERMS[1:]]), hold=False)
-    found = _Pairs(ctx, evaluation, scheduler.holds.transfers, mixed).best_pair(math.inf)
+    found = _Pairs(ctx, evaluation, scheduler.placement.splits.transfers, mixed).best_pair(math.inf)
     assert (found and (instances[found.source].name, instances[found.target].name)) == expected
 
 
@@ -280,10 +281,10 @@ def test_a_prompt_is_not_handed_to_an_instance_that_reads_a_long_one() -> None:
 def test_a_token_of_a_fetched_prompt_waits_for_the_prompts_that_are_read() -> None:
     scheduler = make_scheduler([part("p", latency=READER), part("d", latency=DECODER)], "hetlb")
     d = named(scheduler, "d")
-    idle_s = d.join_s(1000.0)
+    idle_s = join_s(d, 1000.0)
     assert idle_s == pytest.approx(1.5 * DECODER.step_s(1.0, 1000.0))
     placed(scheduler.on_arrival(request(1, prompt=3000, subset=("d",)), 0.0))
-    assert d.join_s(1000.0) > DECODER.prefill_s(3000.0) > 100 * idle_s
+    assert join_s(d, 1000.0) > DECODER.prefill_s(3000.0) > 100 * idle_s
 
 
 def test_what_is_read_at_the_decode_instance_counts_for_a_while() -> None:
@@ -306,7 +307,7 @@ def test_an_answer_pays_for_the_prompts_to_come_where_it_decodes() -> None:
     def cost_s(now: float) -> float:
         ctx = scheduler.placement.context(split_request(1000), 100.0, 0, now, None, None)
         evaluation = Evaluation(ctx, [d], (20.0, *[term.weight for term in TERMS[1:]]), hold=False)
-        pairs = _Pairs(ctx, evaluation, scheduler.holds.transfers, mixed=False)
+        pairs = _Pairs(ctx, evaluation, scheduler.placement.splits.transfers, mixed=False)
         return pairs._delay_to_come_s(evaluation.ratings[0], 1.0)
 
     assert cost_s(0.0) == 0.0
@@ -337,7 +338,7 @@ def test_a_slow_pair_is_learnt_from_what_was_seen() -> None:
     specs = [part("p", Role.PREFILL), part("near", Role.DECODE), part("far", Role.DECODE)]
     scheduler = make_scheduler(specs, "hetlb")
     p, now = named(scheduler, "p"), 0.0
-    before = scheduler.holds.transfers.estimate_s(p, named(scheduler, "far"), 2000, 0.0)
+    before = scheduler.placement.splits.transfers.estimate_s(p, named(scheduler, "far"), 2000, 0.0)
     for number in range(1, 12):
         now += 10.0
         lease = placed(scheduler.on_arrival(split_request(number), now))
@@ -347,7 +348,7 @@ def test_a_slow_pair_is_learnt_from_what_was_seen() -> None:
         scheduler.on_first_token(decode, now + 1.0 + took)
         decode.output_tokens = 2
         scheduler.on_lease_ended(decode, Outcome.OK, now + 1.1 + took)
-    assert scheduler.holds.transfers.estimate_s(p, named(scheduler, "near"), 2000, now) < 0.1
+    assert scheduler.placement.splits.transfers.estimate_s(p, named(scheduler, "near"), 2000, now) < 0.1
     assert before < 0.1
     lease = placed(scheduler.on_arrival(split_request(100), now + 20))
     assert lease.decode is not None
@@ -357,7 +358,7 @@ def test_a_slow_pair_is_learnt_from_what_was_seen() -> None:
 def test_a_pair_that_was_slow_is_tried_again_after_a_while() -> None:
     scheduler = pair()
     p, d = scheduler.instances
-    times = scheduler.holds.transfers
+    times = scheduler.placement.splits.transfers
     nominal = times.estimate_s(p, d, 1000, 0.0)
     for _ in range(3):
         times.observe(p, d, LINK, 1000, 2.0, 10.0)

@@ -23,6 +23,7 @@ from hetlb.tools.models.families import ARCHITECTURES, FAMILIES
 DATA = Path(__file__).parent / "data"
 CACHES: Mapping[str, Any] = json.loads((DATA / "caches.json").read_text())
 PARAMETERS: Mapping[str, Any] = json.loads((DATA / "parameters.json").read_text())
+PUBLISHED: Mapping[str, Any] = json.loads((DATA / "published.json").read_text())
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -56,6 +57,14 @@ def test_parameters_of_public_models(name: str) -> None:
     assert found.parameters == known["parameters"]
     active = known["active_parameters"] or known["parameters"]
     assert found.active_parameters == pytest.approx(active, rel=0.08)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_counts_of_models_of_all_families(name: str) -> None:
+    known, found = PUBLISHED[name], facts(PUBLISHED[name]["config"])
+    assert found.parameters == pytest.approx(known["parameters"], rel=1e-6)
+    assert found.kv_bytes_per_token == known["kv_bytes_per_token"]
+    assert found.kv_windows == tuple((tokens, float(size)) for tokens, size in known["kv_windows"])
 
 
 def test_windows_and_states_are_beside_what_grows() -> None:

@@ -18,6 +18,7 @@ from hetlb.tools.plan.common.plan_tables import Model, PlanModelTable, read_mode
 from hetlb.tools.plan.common.remarks import other_model, remarks
 from hetlb.tools.plan.configurations import candidates
 from hetlb.tools.plan.market import load_market
+from hetlb.tools.sim.study import engine_of
 
 DATA = Path(__file__).parents[1] / "models/data"
 CACHES = json.loads((DATA / "caches.json").read_text())
@@ -101,19 +102,20 @@ def test_a_latent_cache_may_be_stated_and_stands_on_every_gpu(tmp_path: Path) ->
     assert [llama.kv_bytes_at(t) / 131_072 for t in (1, 8, 16)] == [1, 1, 2]
 
 
-def test_windows_end_and_states_count_at_the_lengths_of_the_workload(tmp_path: Path) -> None:
+def test_windows_end_and_states_count_beside_what_grows(tmp_path: Path) -> None:
     oss = model_of(tmp_path, CACHES["openai--gpt-oss-120b"]["config"])
-    assert oss.kv_bytes_per_token == 73_728  # all layers: the unit of an engine's tokens
-    assert oss.kv_bytes_at(1, 12_800) == pytest.approx(36_864 * 1.01)
+    assert oss.kv_bytes_per_token == 36_864  # of the layers that keep all: the unit of a cache's tokens
+    assert (oss.needed(100), oss.needed(12_800)) == (200, 12_928)
     hybrid = model_of(tmp_path, CACHES["nvidia--Nemotron-H-56B-Base-8K"]["config"])
-    assert hybrid.kv_bytes_at(1, 1000) == pytest.approx(40_960 + hybrid.known.state_bytes / 1000)
+    assert hybrid.needed(1000) == pytest.approx(1000 + hybrid.known.state_bytes / 40_960)
     dense = model_of(tmp_path, PARAMETERS["meta-llama--Meta-Llama-3.1-8B"]["config"])
-    assert dense.kv_bytes_at(1, 777) == 131_072
+    assert (dense.kv_bytes_at(1), dense.needed(777)) == (131_072, 777)
     path = market(tmp_path, CACHES["openai--gpt-oss-120b"]["config"])
     (single,) = [each for each in candidates(load_market(path), {"m": 1300}) if each.name == "h100-tp1"]
     assert single.profile is not None
     room = 0.9 * 85_899_345_920 - load_market(path).models["m"].weight_bytes
-    assert single.profile.engine.kv_cache_tokens == pytest.approx(room / oss.kv_bytes_at(1, 1150), abs=1)
+    assert single.profile.engine.kv_cache_tokens == pytest.approx(room / 36_864, abs=1)
+    assert engine_of(single.profile).limits.need == oss.known.kv_need
 
 
 def test_a_profile_of_another_model_is_named(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class Rig:
         scheduler = self.service.scheduler
         found = [f"{scheduler.in_flight} leases"] if scheduler.in_flight else []
         found += [f"{each.name} keeps {each.kv_tokens}" for each in scheduler.instances if each.kv_tokens]
-        if unjudged := scheduler.holds.transfers.checks.due:
+        if unjudged := scheduler.placement.splits.transfers.checks.due:
             found.append(f"{unjudged} transfers have no verdict")
         for name, engine in self.engines.items():
             if engine.kv is not None and (engine.kv.held or engine.running or engine.waiting):

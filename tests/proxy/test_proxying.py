@@ -566,6 +566,23 @@ async def test_a_stream_is_whole_once_its_end_came(start: Start, how: str) -> No
         (b'{"object":"error","message":"dead","code":500}', "broken_stream"),
         (b'{"object":"error","message":"too long","code":400}', "refused"),
         (b'{"object":"chat.completion.chunk","choices":[{"text":"\\"object\\":\\"error\\""}]}', "ok"),
+        (
+            b'{"error":{"message":"long","type":"invalid_request_error","code":"context_length_exceeded"}}',
+            "refused",
+        ),
+        (b'{"error":{"message":"long","code":"400"}}', "refused"),
+        (b'{"error":{"message":"dead","code":true}}', "broken_stream"),
+        # Of the Responses API, and of Anthropic's.
+        (b'{"type":"error","code":"server_error","message":"dead","param":null}', "broken_stream"),
+        (b'{"type":"error","code":"invalid_prompt","message":"no"}', "refused"),
+        (
+            b'{"type":"response.failed","response":{"error":{"code":"server_error"},"usage":null}}',
+            "broken_stream",
+        ),
+        (b'{"type": "response.failed", "response": {"error": {"code": "invalid_image"}}}', "refused"),
+        (b'{"type":"response.completed","response":{"id":"r","error":null}}', "ok"),
+        (b'{"type":"error","error":{"type":"overloaded_error","message":"dead"}}', "broken_stream"),
+        (b'{"type":"error","error":{"type":"invalid_request_error","message":"no"}}', "refused"),
     ],
 )
 async def test_an_error_event_is_passed_on_and_counts_as_failure(

@@ -312,6 +312,19 @@ async def test_a_prompt_of_token_ids_goes_on(start: Start, engine: EmulatedEngin
     assert got.usage[0]["prompt_tokens"] == 3
 
 
+@pytest.mark.parametrize("said", [False, None])
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+async def test_a_client_that_wants_no_token_ids_gets_none_and_is_resumed(
+    start: Start, engine: EmulatedEngine, kind: str, said: bool | None
+) -> None:
+    asked = body(kind, True, return_token_ids=said)
+    whole = await ask(engine.url, kind, asked)
+    got, bodies, _ = await resumed(start, engine, kind, asked, [Cut(3000, "rst")])
+    same(got, whole)
+    assert len(bodies) == 2
+    assert b'"token_ids":[' not in got.raw
+
+
 @pytest.mark.parametrize("kind", ["completions", "chat"])
 async def test_without_token_ids_an_answer_is_not_resumed(
     start: Start, engine: EmulatedEngine, kind: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -312,33 +313,86 @@ async def test_many_answers_of_one_engine_go_on_in_turns(start: Start) -> None:
             assert (each.done, each.text[-3:]) == (True, "end")
 
 
-async def test_a_request_that_kills_engines_ends_two_of_them(start: Start) -> None:
-    servers: list[Upstream] = []
+class Killers:
+    """Engines of which each dies after 20 tokens of a request: `how` is "rst", or "error" with `/health` 503.
 
-    async def kill(visit: Visit) -> None:
+    While `kills` is False, the second lease of an answer ends well.
+    """
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.dead: set[str] = set()
+        self.servers: list[Upstream] = []
+        self.kills = True
+
+    @property
+    def asked(self) -> int:
+        """Number of engines that were asked for an answer."""
+        return sum(any(v.head.startswith(b"POST") for v in each.visits) for each in self.servers)
+
+    async def __call__(self, visit: Visit) -> None:
+        server = next(each for each in self.servers if visit in each.visits)
         if visit.head.startswith(b"GET"):
+            status = b"503 Gone" if server.url in self.dead else b"200 OK"
+            visit.send(b"HTTP/1.1 %b\r\ncontent-length: 0\r\n\r\n" % status)
             return
         visit.send(SSE_HEAD)
         prompt = json.loads(visit.body)["prompt"]
-        number = len(prompt) if isinstance(prompt, list) else 2
-        more = {"prompt_token_ids": [1, 2]} if number == 2 else {}
-        for _ in range(20):
-            visit.send(chunk(event("tok", [5], **more)))
-            more = {}
+        again = isinstance(prompt, list)
+        visit.send(chunk(event("tok", [5], **({} if again else {"prompt_token_ids": [1, 2]}))))
+        for _ in range(19):
+            visit.send(chunk(event("tok", [5])))
+        if again and not self.kills:
+            visit.send(chunk(event("end", [6], "stop")) + chunk(DONE) + LAST)
+            return
         await visit.writer.drain()
-        server = next(each for each in servers if visit in each.visits)
+        self.dead.add(server.url)
+        if self.how == "error":
+            failed = b'{"error":{"message":"EngineCore encountered an issue","code":500}}'
+            visit.send(chunk(b"data: " + failed + b"\n\n") + chunk(DONE) + LAST)
+            return
         assert server._server is not None
         server._server.close()  # nothing listens there any more
         visit.reset()
 
-    async with Upstream(kill) as one, Upstream(kill) as two, Upstream(kill) as three, Upstream(kill) as four:
-        servers += [one, two, three, four]
-        proxy = await proxied(start, *[each.url for each in servers])
+
+@pytest.mark.parametrize("how", ["rst", "error"])
+async def test_a_request_that_kills_engines_ends_two_of_them(start: Start, how: str) -> None:
+    killers = Killers(how)
+    async with Upstream(killers) as one, Upstream(killers) as two, Upstream(killers) as three:
+        killers.servers += [one, two, three]
+        proxy = await proxied(start, *[each.url for each in killers.servers])
         got = await ask(
             f"http://127.0.0.1:{proxy.port}", "completions", body("completions", True, max_tokens=500)
         )
         assert got.failed
-        assert sum(any(v.head.startswith(b"POST") for v in each.visits) for each in servers) == 2
+        assert killers.asked == 2
+        await proxy.settled()
+        assert proxy.exchanges[-1].not_resumed == "2 engines died in it"
+
+
+async def test_where_engines_die_without_their_requests_doing_an_answer_is_in_more_than_two_deaths(
+    start: Start,
+) -> None:
+    killers = Killers("rst")
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(9):
+            killers.servers.append(await stack.enter_async_context(Upstream(killers)))
+        proxy = await proxied(start, *[each.url for each in killers.servers])
+        asked = body("completions", True, max_tokens=500)
+        url = f"http://127.0.0.1:{proxy.port}"
+        killers.kills = False
+        for _ in range(2):  # each is in one death and ends well
+            got = await ask(url, "completions", asked)
+            assert (got.failed, got.finish) == (False, ["stop"])
+        assert len(killers.dead) == 2
+        killers.kills = True
+        got = await ask(url, "completions", asked)
+        assert got.failed
+        assert len(killers.dead) == 2 + 3
+        got = await ask(url, "completions", asked)  # those deaths are its own: they excuse nothing
+        assert got.failed
+        assert len(killers.dead) == 5 + 3
 
 
 # --- notices ---

@@ -201,7 +201,7 @@ async def test_pushed_blocks_of_a_client_that_left_are_held_until_their_lease_en
             await asked
         await until(lambda: not fleet.engines["e1"].waiting)
         reader.answering.set()
-        assert fleet.service.scheduler.holds.all()
+        assert fleet.service.scheduler.placement.splits.holds
         await fleet.idle()
         assert reader.expired == 1
 
@@ -220,7 +220,7 @@ async def test_figures_of_a_held_prompt_are_shown(tmp_path: Path) -> None:
     async with rig(tmp_path) as fleet:
         kv(fleet, "e0").answering.clear()
         asked = asyncio.create_task(fleet.ask())
-        await until(lambda: fleet.service.scheduler.holds.all())
+        await until(lambda: fleet.service.scheduler.placement.splits.holds)
         admin = f"http://127.0.0.1:{fleet.service.admin.address[1]}"
         async with fleet.session.get(admin + "/v1/fleet") as reply:
             document = await reply.json()

@@ -9,14 +9,14 @@ import pytest
 from helpers import HANG_S
 from proxy.split_rig import WHOLE, Rig, rig
 
-from hetlb.balancer.core.fetch_checks import MOST_MISSED, MOST_UNJUDGED
+from hetlb.options.split.fetch_checks import MOST_MISSED, MOST_UNJUDGED
 
 
 async def checked(fleet: Rig, name: str) -> None:
     """Wait until the counters of a decode engine were read once."""
     scheduler = fleet.service.scheduler
     async with asyncio.timeout(HANG_S):
-        while not scheduler.holds.transfers.checks.checks(scheduler.fleet.instances[name]):
+        while not scheduler.placement.splits.transfers.checks.checks(scheduler.fleet.instances[name]):
             await asyncio.sleep(0.02)
 
 
@@ -65,6 +65,6 @@ async def test_the_other_pair_goes_on(tmp_path: Path) -> None:
         await fleet.idle()
         assert "e1" not in after[MOST_MISSED:]
         assert after.count("e0") >= 12
-        checks = fleet.service.scheduler.holds.transfers.checks
+        checks = fleet.service.scheduler.placement.splits.transfers.checks
         resting = [each.names for each in checks.resting(fleet.service.driver.now())]
         assert resting == [("e1", "e2")]

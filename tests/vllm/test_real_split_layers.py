@@ -20,7 +20,7 @@ import split_pair
 from engines import Server, ServerSpec, free_ports
 from split_pair import DECODER, READER, Address
 
-from hetlb.balancer.core.fetch_checks import MOST_MISSED, MOST_UNJUDGED
+from hetlb.options.split.fetch_checks import MOST_MISSED, MOST_UNJUDGED
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 

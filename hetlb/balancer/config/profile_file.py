@@ -13,6 +13,7 @@ import msgspec
 from hetlb.balancer.config.mistakes import short
 from hetlb.balancer.config.yaml_file import NonNegative, Positive, PositiveInt, load_yaml
 from hetlb.balancer.core.engine_defaults import batch_limits
+from hetlb.balancer.core.kv_need import KvNeed, kv_need
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.step_times import (
     DecodeTable,
@@ -57,6 +58,12 @@ class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     state_bytes: PositiveInt | None = None
     layers: PositiveInt | None = None
     attention_heads: PositiveInt | None = None
+
+    @property
+    def kv_need(self) -> KvNeed | None:
+        """Return what a sequence needs, in tokens of a KV cache; None where that is its tokens."""
+        windows = [(each.tokens, each.bytes_per_token) for each in self.kv_windows or ()]
+        return kv_need(self.kv_bytes_per_token or 0.0, windows, self.state_bytes or 0.0)
 
 
 class EngineInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -407,6 +414,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             enable_prefix_caching=e.enable_prefix_caching,
             async_scheduling=e.schedules_asynchronously(self.hardware.gpu if self.hardware else None),
             max_loras=e.max_loras,
+            kv_need=None if self.model is None else self.model.kv_need,
         )
 
     @property

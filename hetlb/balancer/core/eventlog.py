@@ -345,8 +345,9 @@ class Replay:
         if kind == "instance":
             return scheduler.on_instance(read_value(_CHANGES[raw["change"]], raw["with"]), now)
         if kind == "hold_released":
-            held = [each for each in scheduler.holds.all() if each.id == raw["hold"]]
-            return scheduler.on_hold_released(held[0], now) if held else []
+            splits = scheduler.placement.splits
+            held = None if splits is None else splits.hold_of(raw["hold"])
+            return [] if held is None else scheduler.on_hold_released(held, now)
         if kind == "kv_events":
             return scheduler.on_kv_events(raw["name"], _read_kv_events(raw["batch"]), now)
         if kind == "restore":

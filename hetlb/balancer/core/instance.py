@@ -13,7 +13,7 @@ from hetlb.balancer.core.adapters import DEFAULT_SLOTS, AdapterSlots
 from hetlb.balancer.core.forecast_errors import ForecastErrors
 from hetlb.balancer.core.health import HealthTracker
 from hetlb.balancer.core.latency import DEFAULT_LATENCY, LatencyModel
-from hetlb.balancer.core.occupancy import JOINING_STEPS, SIGNAL_STALE_S, EngineLoad, Occupancy
+from hetlb.balancer.core.occupancy import SIGNAL_STALE_S, EngineLoad, Occupancy
 from hetlb.balancer.core.prefix_index import PrefixIndex, Tree
 from hetlb.balancer.core.speed import PeakEwma, SpeedTracker
 from hetlb.balancer.core.throttle import Throttle
@@ -88,7 +88,7 @@ class Instance:
         "account", "adapters", "admin", "asleep", "began", "blocks", "capacity", "changes", "engine",
         "engines", "errors", "explored", "finished_kv_tokens", "finished_sequences", "groups",
         "health", "held_tokens", "in_flight", "incarnation", "incoming", "kv_cache_tokens",
-        "kv_excess_tokens", "kv_prompt_tokens", "kv_tokens", "latency", "leases", "leaves_at",
+        "kv_excess_tokens", "kv_need", "kv_prompt_tokens", "kv_tokens", "latency", "leases", "leaves_at",
         "longest_request_tokens", "max_num_seqs", "name", "nominal", "parameters",
         "parameters_version", "peak_ewma", "pending_prompt_tokens", "profiled", "promised_tokens",
         "prompt_tokens", "removed", "sample", "sample_at", "sequences", "served", "slots_learnt_at",
@@ -228,31 +228,35 @@ class Instance:
     @property
     def kv_utilization(self) -> float:
         """Promised fraction of the KV cache: the paper's u."""
-        return (self.promised_tokens + self._assumed_tokens) / self.kv_cache_tokens
+        promised = self.promised_tokens if self.kv_need is None else self.kv_tokens
+        return (promised + self._assumed_tokens) / self.kv_cache_tokens
+
+    def needed(self, tokens: float) -> float:
+        """Return the tokens of its KV cache that a sequence of so many needs."""
+        need = self.kv_need
+        return tokens if need is None else need.tokens(tokens)
 
     @property
     def caches_prefixes(self) -> bool:
         """True if its engine keeps prompts for others: vLLM's default while it has not told."""
         return self.capacity.enable_prefix_caching is not False
 
-    def join_s(self, prompt_tokens: float) -> float:
-        """Seconds until the first token of a sequence whose prompt was prefilled elsewhere."""
-        load = self.load
-        context = self.prompt_tokens * load.context_share
-        # Decode legs whose first token is to come count one token each: no prompts.
-        if self.pending_prompt_tokens <= self.sequences:
-            return JOINING_STEPS * (load.next_step_s + load.next_token_s * (context + prompt_tokens))
-        pending = self.pending_prompt_tokens / self.engines
-        running_s = 0.5 * (load.step_s + load.token_s * context)
-        return running_s + load.latency.first_token_s(
-            prompt_tokens, prompt_tokens - 1.0, pending, load.batch, context, load.budget
-        )
-
     def learn_capacity(self, newer: Capacity) -> None:
         """Take over what the engine says it can hold; figures it does not know stay."""
         capacity = self.capacity = self.capacity.updated(newer)
-        limits = (capacity.max_model_len, capacity.kv_tokens_per_request, capacity.kv_cache_tokens)
-        known = [limit for limit in limits if limit is not None]
+        self.token_budget = capacity.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
+        self.kv_need = need = capacity.kv_need
+        cache, single = capacity.kv_cache_tokens, capacity.kv_tokens_per_request
+        longest = (capacity.max_model_len, single, cache)
+        if need is not None:
+            ahead = self.token_budget * (2 if capacity.async_scheduling else 1)
+            cache, single = [
+                None if each is None else need.scaled(each, capacity.max_model_len, ahead)
+                for each in (cache, single)
+            ]
+            held = None if cache is None else need.longest(cache if single is None else single)
+            longest = (capacity.max_model_len, None if held is None or held == math.inf else int(held), None)
+        known = [limit for limit in longest if limit is not None]
         self.longest_request_tokens = min(known) if known else None
         if self.adapters is not None:
             self.adapters.slots = capacity.max_loras or DEFAULT_SLOTS
@@ -262,8 +266,7 @@ class Instance:
         else:
             self.max_num_seqs = self.max_num_seqs * engines // self.engines
         self.engines = self.speed.engines = engines
-        self.kv_cache_tokens = capacity.kv_cache_tokens or DEFAULT_KV_CACHE_TOKENS * engines
-        self.token_budget = capacity.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
+        self.kv_cache_tokens = cache or DEFAULT_KV_CACHE_TOKENS * engines
         self._update_parameters()
 
     def update(self, spec: InstanceSpec, now: float) -> None:

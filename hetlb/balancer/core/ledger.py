@@ -10,14 +10,13 @@ from hetlb.balancer.core.forecast import Forecast
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.journal import Begun, Booked, Change, Ended, Journal, booked
 from hetlb.balancer.core.occupancy import Occupancy
-from hetlb.balancer.core.policies.base import SplitChoice
 from hetlb.balancer.core.policies.sight import SchedulingContext
 from hetlb.balancer.core.prefix_index import Shared
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.types import Lease, LeaseId, Outcome, Request
 
 
-def _nearest(value: float) -> int:
+def nearest(value: float) -> int:
     """`round` of a number from 0, without a call in Python."""
     whole = int(value)
     rest = value - whole
@@ -47,7 +46,7 @@ class Ledger:
 
     def book(self, ctx: SchedulingContext, instance: Instance, work_s: float, forecast: Forecast) -> Lease:
         """Lease of a whole request on an instance, for so many seconds of work."""
-        predicted, work_ns = ctx.predicted_output, _nearest(work_s * 1e9)
+        predicted, work_ns = ctx.predicted_output, nearest(work_s * 1e9)
         lease = self.grant(ctx.request, instance, predicted, work_ns, ctx.now)
         lease.forecast_first_s, lease.forecast_end_s = forecast.first_token_s, forecast.end_s
         lease.forecast_step_s = forecast.step_s
@@ -55,30 +54,11 @@ class Ledger:
         lease.beside = forecast.load.batch > 0.0
         instance.acquire(lease)
         if self.journals:
-            self._tell(booked(lease, ctx.now))
+            self.tell(booked(lease, ctx.now))
         return lease
 
-    def book_pair(
-        self, ctx: SchedulingContext, pair: SplitChoice, source: Instance, target: Instance
-    ) -> Lease:
-        """Leases of both legs of a request: that of the prefill, which names that of the decode."""
-        request, now = ctx.request, ctx.now
-        lease = self.grant(request, source, 1.0, _nearest(pair.work_s * 1e9), now)
-        lease.expected_first_s = pair.first_s / source.speed.factor
-        decode_ns = _nearest(pair.decode_work_s * 1e9)
-        decode = self.grant(request, target, ctx.predicted_output, decode_ns, now, transferred=True)
-        decode.forecast_first_s, decode.forecast_end_s = pair.decode_first_s, pair.decode_end_s
-        source.acquire(lease)
-        target.acquire(decode)
-        target.incoming[decode.id] = decode  # until its prompt has been prefilled elsewhere
-        decode.incoming, decode.mark = True, None
-        lease.decode = decode
-        if self.journals:
-            self._tell(booked(lease, now))
-            self._tell(booked(decode, now))
-        return lease
-
-    def _tell(self, change: Change) -> None:
+    def tell(self, change: Change) -> None:
+        """Append a change to every journal."""
         for journal in self.journals:
             journal.add(change)
 
@@ -90,19 +70,19 @@ class Ledger:
         instance.release(lease, now)
         self._queue.service.ended(lease.request.tenant, lease.promised_tokens)
         if self.journals and lease.own:
-            self._tell(Ended(lease.id, outcome, lease.output_tokens, lease.reported_cached_tokens))
+            self.tell(Ended(lease.id, outcome, lease.output_tokens, lease.reported_cached_tokens))
         return instance
 
     def begun(self, lease: Lease) -> None:
         """Note that the answer of a lease began."""
         if lease.own:
-            self._tell(Begun(lease.id))
+            self.tell(Begun(lease.id))
 
     def restored(self, lease: Lease, now: float, own: bool) -> None:
         """Note that a lease was booked again, of a request of this process (`own`) or of another."""
         lease.own = own
         if own:
-            self._tell(booked(lease, now))
+            self.tell(booked(lease, now))
 
     def grant(
         self,
@@ -111,14 +91,12 @@ class Ledger:
         predicted: float,
         work_ns: int,
         now: float,
-        *,
-        transferred: bool = False,
     ) -> Lease:
-        """Lease that the instance is to book; `transferred`: its prompt was prefilled elsewhere."""
+        """Lease that the instance is to book."""
         cache, sequences, prompt = instance.kv_cache_tokens, request.sequences, request.prompt_tokens
         # One request never books more than its instance has: it would wait inside the engine.
         prompt_tokens = min(sequences * prompt, cache)
-        answers = sequences * _nearest(predicted)
+        answers = sequences * nearest(predicted)
         promised = min(sequences * prompt + answers, cache)
         shared: Shared | None = None
         exact = None if instance.blocks is None else exact_held(instance, request)
@@ -137,16 +115,21 @@ class Ledger:
                 shared, held = Shared(None, 0, 0, exact), exact
             own = min(prompts * (prompt - common), cache)
             unread = max(prompts, prompts * (prompt - max(common, held)) + max(0, common - held))
-        if transferred:
-            unread = 1
+        kv_prompt_tokens, kv_tokens = own, max(own, min(own + answers, cache))
+        need = instance.kv_need
+        if need is not None:
+            kv_prompt_tokens, kv_tokens = [
+                min(int(need.grows * grown + sequences * need.beside(prompt + more)), cache)
+                for grown, more in ((own, 0.0), (own + answers, predicted))
+            ]
         lease = Lease(
             self._next_lease,
             request,
             instance.name,
             instance.incarnation,
             work_ns=work_ns,
-            kv_tokens=max(own, min(own + answers, cache)),
-            kv_prompt_tokens=own,
+            kv_tokens=kv_tokens,
+            kv_prompt_tokens=kv_prompt_tokens,
             promised_tokens=promised,
             prompt_tokens=prompt_tokens,
             unread_tokens=unread,

@@ -15,8 +15,6 @@ SIGNAL_STALE_S: Final = 5.0
 #: Of prompts that are to be computed, the share that a request finds done. Those that came while the running
 #: iteration was the next one, two thirds, are half done in it; the others came since it began.
 _HALF_DONE: Final = 1.0 / 3.0
-#: Steps until the first token of a request whose KV cache has come: half of the running one, and its own.
-JOINING_STEPS: Final = 1.5
 
 
 @mypyc_attr(acyclic=True)

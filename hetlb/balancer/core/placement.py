@@ -13,21 +13,15 @@ from hetlb.balancer.core.demand import Demand, Mix
 from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import NOTICE_MARGIN_S, Instance
 from hetlb.balancer.core.ledger import Ledger, exact_held
-from hetlb.balancer.core.policies.base import (
-    Choice,
-    Policy,
-    SplitChoice,
-    best,
-    paper_terms,
-)
+from hetlb.balancer.core.policies.base import Choice, Policy, best, paper_terms
 from hetlb.balancer.core.policies.sight import SchedulingContext, foreseen
 from hetlb.balancer.core.predictor import Predictor
 from hetlb.balancer.core.prefix_index import Held
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.ready import Choices, ReadyInstances, with_excluded
 from hetlb.balancer.core.retries import Retries
-from hetlb.balancer.core.transfer import Holds
-from hetlb.balancer.core.types import Candidate, Dispatch, Request, RequestId
+from hetlb.balancer.core.splitting import Splitting
+from hetlb.balancer.core.types import Candidate, Dispatch, Lease, Request, RequestId
 
 #: Mean request by which capacity is measured before the first one: prompt and output tokens.
 _USUAL_REQUEST = (512.0, 256.0)
@@ -37,14 +31,14 @@ _USUAL_REQUEST = (512.0, 256.0)
 class Decision:
     """Decision of a policy for a request, before anything is booked."""
 
-    __slots__ = ("choice", "choices", "ctx", "instance", "pair", "ready", "target")
+    __slots__ = ("book_pair", "choice", "choices", "ctx", "instance", "ready")
 
     def __init__(
         self,
         ctx: SchedulingContext,
         ready: ReadyInstances,
         choices: Choices,
-        choice: Choice | SplitChoice,
+        choice: Choice,
         instance: Instance,
     ) -> None:
         self.ctx = ctx
@@ -52,12 +46,11 @@ class Decision:
         self.choices = choices
         self.choice = choice
         self.instance = instance
-        #: Instance that decodes the answer, if that is not `instance`, and what both book.
-        self.target: Instance | None = None
-        self.pair: SplitChoice | None = None
+        #: Books both legs of a request that is split, None for a whole one.
+        self.book_pair: Callable[[], Lease] | None = None
 
 
-def _check(index: int, work_s: float, instances: int) -> None:
+def check_choice(index: int, work_s: float, instances: int) -> None:
     """Raise `ValueError` unless a choice can be booked: one of the instances, and a finite time of work."""
     if not (0 <= index < instances and 0.0 <= work_s < math.inf):
         raise ValueError(
@@ -74,12 +67,13 @@ class Placement:
         self.fleet = fleet
         self.queue = queue
         self.ledger = Ledger(queue)
-        self.holds = Holds()
         self.retries = Retries()
         #: Demand by model.
         self.demands: dict[str, Demand] = defaultdict(Demand)
         #: Sizes of what waits at other schedulers, by model.
         self.elsewhere: dict[str, int] = {}
+        #: Splits requests, None where no instance has a `kv_transfer`.
+        self.splits: Splitting | None = None
         self.adapter_load = AdapterLoadTime(policy.params.adapter_load_s)
         #: Longest target of a first token by model.
         self._patience_s: dict[str, float] = {}
@@ -187,18 +181,11 @@ class Placement:
         kept: frozenset[str],
     ) -> Decision | None:
         queue, policy = self.queue, self.policy
-        if ready.parts and request.splittable and (parts := self._parts(request, ready, now, ceiling)):
-            waiting = queue.waiting(request.model) - own_size if queue.held else 0
-            ctx = self.context(request, predicted, waiting, now, None, long, waited_s)
-            choice = policy.choose_split(ctx, parts, self.holds.transfers, ready.mixed)
-            if choice is None:
-                return None
-            if choice.prefill >= 0:
-                _check(choice.prefill, choice.work_s, len(parts))
-                _check(choice.decode, choice.decode_work_s, len(parts))
-                decision = Decision(ctx, ready, Choices(parts, {}), choice, parts[choice.prefill])
-                if choice.prefill != choice.decode:
-                    decision.target, decision.pair = parts[choice.decode], choice
+        if self.splits is not None and request.splittable:
+            settled, decision = self.splits.choose(
+                request, ready, now, predicted, own_size, long, ceiling, waited_s
+            )
+            if settled:
                 return decision
         choices = self.able(request, ready, now)
         if ceiling is not None or stays:
@@ -215,7 +202,7 @@ class Placement:
         found = policy.choose(ctx, able)
         if found is None:
             return None
-        _check(found.index, found.work_s, len(able))
+        check_choice(found.index, found.work_s, len(able))
         instance = able[found.index]
         leaves_at = instance.leaves_at
         if leaves_at is not None and not stays:
@@ -250,16 +237,6 @@ class Placement:
         tried = None if attempts is None else attempts.tried
         checked = self.retries.checked() if ready.throttled else frozenset()
         return ready.choices(request, tried, now, holds_back=self.policy.holds_back, checked=checked)
-
-    def _parts(
-        self, request: Request, ready: ReadyInstances, now: float, ceiling: int | None
-    ) -> list[Instance]:
-        """Return the instances that may get a part of a request, [] where it is not to be split."""
-        attempts = self.retries.attempts.get(request.id)
-        if attempts is not None and attempts.whole:
-            return []
-        parts = ready.parts_for(request, None if attempts is None else attempts.tried, now, ceiling)
-        return [each for each in parts if each.leaves_at is None]
 
     def context(
         self,
@@ -304,15 +281,13 @@ class Placement:
 
     def book(self, found: Decision) -> Dispatch:
         """Book what was decided."""
-        ctx, instance, choice, target = found.ctx, found.instance, found.choice, found.target
+        ctx, instance, choice = found.ctx, found.instance, found.choice
         request, now = ctx.request, ctx.now
-        if found.pair is not None and target is not None:
-            lease = self.ledger.book_pair(ctx, found.pair, instance, target)
-            self.holds.transfers.checks.booked(instance, target, now)
+        if found.book_pair is not None:
+            lease = found.book_pair()
         else:
             slots = instance.adapters if ctx.adapter_load_s > 0.0 else None
             loads = None if slots is None else slots.loads(request.model)
-            assert choice.forecast is not None, f"{request.id}: {self.policy_name} gave no forecast"
             lease = self.ledger.book(ctx, instance, choice.work_s, choice.forecast)
             if loads is not None:
                 self.adapter_load.expected[lease.id] = lease.forecast_first_s, loads

@@ -61,10 +61,8 @@ class ReadyInstances:
             for instance in routable:
                 if instance.health.state is not Health.UP:
                     self.excluded[instance.name] = f"suspect: {instance.health.reason}"
-        #: Those that may get a part of a split request, [] where none is split.
-        self.parts = up if _splits(up) else []
-        #: True if none of them has a role.
-        self.mixed = all(each.spec.role is Role.BOTH for each in self.parts)
+        #: Those that take requests, whatever their role.
+        self.up = up
         #: Those that get no whole request, and why: their role, while another one is there.
         self.roles = _kept_by_role(routable)
         self.excluded.update(self.roles)
@@ -201,23 +199,6 @@ class ReadyInstances:
                     excluded[instance.name] = f"suspect: {instance.health.reason}"
         return Choices(chosen, excluded)
 
-    def parts_for(
-        self, request: Request, tried: Sequence[str] | None, now: float, ceiling: int | None
-    ) -> list[Instance]:
-        """Return the instances that may get a part of a request; class `ceiling` and above are kept."""
-        tokens = tokens_of(request)
-        if tried is None and not self.throttled and ceiling is None and tokens <= self.limits[0]:
-            return self.parts
-        found = [
-            each
-            for each in self.parts
-            if (tried is None or each.name not in tried)
-            and tokens <= _longest(each)
-            and not each.throttle.active(now)
-            and (ceiling is None or self.class_of(each) < ceiling)
-        ]
-        return found if _splits(found) else []
-
 
 def _to_be_asked(instances: Sequence[Instance], checked: Set[str]) -> Sequence[Instance]:
     """Return those that may get a request while an instance refuses all: first those not heard since then.
@@ -235,17 +216,6 @@ def _to_be_asked(instances: Sequence[Instance], checked: Set[str]) -> Sequence[I
 def _longest(instance: Instance) -> float:
     limit = instance.longest_request_tokens
     return math.inf if limit is None else limit
-
-
-def _splits(instances: Sequence[Instance]) -> bool:
-    """Return True if one of them can prefill for another one."""
-    linked = [each for each in instances if each.spec.kv_transfer is not None]
-    sources = [each for each in linked if each.spec.role is not Role.DECODE]
-    return any(
-        target is not source and target.spec.role is not Role.PREFILL
-        for source in sources
-        for target in linked
-    )
 
 
 def _kept_by_role(routable: Sequence[Instance]) -> dict[str, str]:

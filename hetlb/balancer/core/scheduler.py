@@ -9,7 +9,7 @@ alike.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core import rejections
@@ -25,18 +25,18 @@ from hetlb.balancer.core.predictor import Predictor
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.ready import ReadyInstances, least_tokens
 from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.splitting import Splitting
 from hetlb.balancer.core.types import (
-    HAND_OVER,
     AdminStateSet,
     CapacityLearned,
     Command,
-    Dispatch,
     EngineSample,
     Health,
     Hold,
     InstanceAdded,
     InstanceChange,
     InstanceRemoved,
+    InstanceSpec,
     InstanceUpdated,
     Lease,
     Outcome,
@@ -46,6 +46,7 @@ from hetlb.balancer.core.types import (
     Request,
     RequestId,
 )
+from hetlb.extras import option
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.block_index import KvEventBatch
@@ -79,8 +80,21 @@ class Scheduler:
         self.queue = queue = Queue(setup.limits)
         self.fleet = FleetState(setup, queue, self._rng)
         self.placement = placement = Placement(policy, self.predictor, self.fleet, queue)
-        self.ledger, self.holds, self._retries = placement.ledger, placement.holds, placement.retries
-        self._backlog = Backlog(placement, setup.now)
+        self.ledger, self._retries = placement.ledger, placement.retries
+        self.backlog = Backlog(placement, setup.now)
+        self._look_for_links(setup.specs)
+
+    def _look_for_links(self, specs: Sequence[InstanceSpec]) -> None:
+        """Look for the option that splits requests once an instance can transfer its KV cache."""
+        if self.placement.splits is None and any(each.kv_transfer is not None for each in specs):
+            self.placement.splits = option("split.hand_overs").HandOvers(self)
+
+    @property
+    def _splits(self) -> Splitting:
+        """The option that splits requests, in a fleet with KV transfers."""
+        splits = self.placement.splits
+        assert splits is not None, "expected an instance with kv_transfer"
+        return splits
 
     # --- what drivers and pages may look at ---
 
@@ -141,57 +155,13 @@ class Scheduler:
             idle = demand.mix.fleet(ready.able) if ready.able else None
             demand.protected.arrived(request.service, request.prompt_tokens, predicted, now, idle)
         if self.queue.held and self.queue.ahead(request):
-            return self._backlog.push(request, now, predicted) + self._backlog.flush(now)
+            return self.backlog.push(request, now, predicted) + self.backlog.flush(now)
         found = placement.choose(request, ready, now, predicted, long=long)
-        return self._backlog.push(request, now, predicted) if found is None else [placement.book(found)]
+        return self.backlog.push(request, now, predicted) if found is None else [placement.book(found)]
 
     def on_prefilled(self, lease: Lease, now: float) -> list[Command]:
         """Dispatch the decode leg of a prefill leg that ended well, or the request anew if that is gone."""
-        request, decode = lease.request, lease.decode
-        assert decode is not None, f"{lease!r} is no prefill leg"
-        leased = self.ledger.leased
-        source, target = leased[lease.id], leased[decode.id]
-        if decode.incoming and (target.removed or target.health.state is Health.EJECTED):
-            return self.on_unsplit(lease, Outcome.OK, now)
-        self._end_prefill(lease, decode, now)
-        commands: list[Command] = []
-        if source.health.on_success(now):
-            commands = self.fleet.health_changed(source, now)
-        if decode.incoming:
-            target.begin(decode, now)
-            commands.append(Dispatch(request.id, decode, HAND_OVER))
-        return commands + self._backlog.flush(now)
-
-    def _end_prefill(self, lease: Lease, decode: Lease | None, now: float) -> Hold | None:
-        """End the lease of a prefill leg; its blocks are held where its connector does that, for `decode`."""
-        self.ledger.leased[lease.id].first_token(lease, now)
-        self._retries.leases.discard(lease.id)
-        source = self.ledger.drop(lease, now, _OK)
-        if source.learn_prefill(lease, now):
-            self.fleet.share_speed(source.spec.model, source.profiled)
-        link = source.spec.kv_transfer
-        planned = lease.decode
-        if link is None or planned is None:
-            return None
-        if decode is not None and decode.first_token_at is not None:
-            return None  # fetched already: both legs were sent at once
-        tokens = lease.request.prompt_tokens
-        held = 0 if planned.shared is None else planned.shared.held_tokens
-        hold = Hold(
-            lease.id,
-            source.name,
-            planned.instance,
-            tokens,
-            tokens - held,
-            0.0 if decode is None else self.ledger.leased[decode.id].join_s(tokens),
-            now + link.lease_s,
-        )
-        if not len(self.queue) and not self.holds.count:
-            self._backlog.ticked_at = now
-        self.holds.keep(source, hold)
-        if decode is not None:
-            decode.hold = hold
-        return hold
+        return self._splits.prefilled(lease, now)
 
     def on_unsplit(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
         """Give the whole request to one instance: a hand-over failed before anything reached the client.
@@ -199,67 +169,23 @@ class Scheduler:
         `lease` is that of either leg; `outcome` is that of its end, where `OK` is that of a prefill leg whose
         blocks will not be fetched. The commands are those of a retry.
         """
-        request, predicted = lease.request, lease.predicted_output
-        commands: list[Command] = []
-        if outcome is Outcome.CLIENT_GONE:  # no fault of either engine
-            self._transfer_failed(lease, now)
-        if lease.decode is not None:
-            predicted = lease.decode.predicted_output
-            self._drop(lease.decode, now)
-        if outcome is Outcome.OK and lease.decode is not None:
-            self._end_prefill(lease, None, now)
-        else:
-            instance = self._drop(lease, now)
-            commands = self._ended_badly(instance, lease, outcome, now)
-        attempts = self._retries.of(request.id)
-        attempts.whole = True
-        if outcome in (Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE):
-            attempts.tried.append(lease.instance)
-        ready = self.fleet.ready.get(request.model)
-        placed = None if ready is None else self.placement.place(request, ready, now, predicted)
-        if placed is not None:
-            commands.append(placed)
-        elif (
-            request.id not in self.placement.failed
-            and ready is not None
-            and attempts.tried
-            and not self.placement.able(request, ready, now).instances
-        ):
-            commands.append(self._backlog.give_up(request, unsent=False))
-        else:
-            commands += self._backlog.push(request, now, predicted)
-        return commands + self._backlog.flush(now)
+        return self._splits.unsplit(lease, outcome, now)
 
-    def _transfer_failed(self, lease: Lease, now: float) -> None:
-        """Count a transfer that failed by no fault of the engine of this leg against the pair."""
-        leased, decode, hold = self.ledger.leased, lease.decode, lease.hold
-        source = leased.get(lease.id) if decode is not None else None
-        if hold is not None:
-            source = self.holds.source_of(hold)
-        target = leased.get(lease.id if decode is None else decode.id)
-        if source is not None and target is not None:
-            self.holds.transfers.checks.failed(source, target, now)
+    def on_hold_released(self, hold: Hold, now: float) -> list[Command]:
+        """Note that a prefill instance was told that a prompt will not be fetched."""
+        return self._splits.released(hold, now)
 
-    def _drop(self, lease: Lease, now: float) -> Instance:
+    def drop(self, lease: Lease, now: float) -> Instance:
         """Give back what a lease booked."""
         self._retries.leases.discard(lease.id)
         self.placement.adapter_load.expected.pop(lease.id, None)
         return self.ledger.drop(lease, now)
 
-    def on_hold_released(self, hold: Hold, now: float) -> list[Command]:
-        """Note that a prefill instance was told that a prompt will not be fetched."""
-        if hold.ended:
-            return []
-        self.holds.let_go(hold)
-        return self._backlog.flush(now)
-
     def on_first_token(self, lease: Lease, now: float) -> list[Command]:
         """Note that the first byte of the answer came. Not called for 4xx and 5xx."""
         instance = self.ledger.leased[lease.key]
-        if lease.incoming:  # both legs were sent at once, and the other one's answer is on its way
-            instance.begin(lease, now)
-        elif lease.hold is not None and not lease.hold.ended:
-            self.holds.fetched(lease.hold, lease, instance, now)
+        if lease.incoming or lease.hold is not None:
+            self._splits.first_token(lease, instance, now)
         instance.account.ended(lease.id)
         if instance.token(now):
             self.fleet.reindex(now)
@@ -311,7 +237,7 @@ class Scheduler:
         instance = self.ledger.drop(lease, now, outcome)
         lease.outcome, lease.ended_at = outcome, now
         if lease.decode is not None and not lease.decode.ended:
-            self._drop(lease.decode, now)
+            self.drop(lease.decode, now)
         health = instance.health
         commands: list[Command] = []
         if outcome is _OK:
@@ -321,24 +247,24 @@ class Scheduler:
                     self.fleet.share_speed(instance.spec.model, instance.profiled)
                 instance.errors.learn(lease, now)
                 if self.queue.held:
-                    self._backlog.predict_again()
+                    self.backlog.predict_again()
             if health.on_success(now):
                 commands = self.fleet.health_changed(instance, now)
             if instance.account.ended_well(lease.id, now):
                 self.fleet.judge(instance, now)
         else:
-            commands = self._ended_badly(instance, lease, outcome, now)
+            commands = self.ended_badly(instance, lease, outcome, now)
             if generated is not None:
                 commands += self._go_on(lease, lease.request.goes_on(generated), now)
-                return commands + self._backlog.flush(now)
+                return commands + self.backlog.flush(now)
             if retry and outcome in (Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE):
                 commands += self._retry(lease, outcome, now)
-                return commands + self._backlog.flush(now)
+                return commands + self.backlog.flush(now)
         if retries.attempts:
             retries.forget(request.id)
-        return commands + self._backlog.flush(now) if self.queue.held else commands
+        return commands + self.backlog.flush(now) if self.queue.held else commands
 
-    def _ended_badly(self, instance: Instance, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
+    def ended_badly(self, instance: Instance, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
         """Effect of the end of a lease on the health and the account of its instance."""
         health, fleet, says = instance.health, self.fleet, verdict(outcome)
         changed = False
@@ -447,12 +373,12 @@ class Scheduler:
         attempts.runs += 1
         attempts.turned_away += not ran
         attempts.whole = attempts.whole or lease.hold is not None
-        self._drop(lease, now)
+        self.drop(lease, now)
         if lease.decode is not None:
-            self._drop(lease.decode, now)
+            self.drop(lease.decode, now)
         placed = self.placement.book(found)
         retries.leases.add(placed.lease.id)
-        return [placed, *self._backlog.flush(now)]
+        return [placed, *self.backlog.flush(now)]
 
     # --- instances that say nothing ---
 
@@ -464,7 +390,7 @@ class Scheduler:
         `by_counters`: answers may not be seen; silence counts only where an engine's counters stand still.
         """
         if self.fleet.watch(tokens_at, now, by_counters):
-            return self._backlog.flush(now)
+            return self.backlog.flush(now)
         return []
 
     def stranded(self, now: float) -> list[Lease]:
@@ -523,11 +449,11 @@ class Scheduler:
             if unsent:
                 retries.forget(request.id)
             if self.queue.has_room(request) or request.id in placement.failed:
-                return self._backlog.push(request, now, predicted, again=not unsent)
+                return self.backlog.push(request, now, predicted, again=not unsent)
         elif unsent and request.model in self.fleet.down_since:
             retries.forget(request.id)
-            return self._backlog.push(request, now, predicted)
-        return [self._backlog.give_up(request, unsent=unsent)]
+            return self.backlog.push(request, now, predicted)
+        return [self.backlog.give_up(request, unsent=unsent)]
 
     def _go_on(self, lease: Lease, rest: Request, now: float) -> list[Command]:
         """Place the rest of an answer whose engine was lost; it counts as a request that may run twice."""
@@ -542,7 +468,7 @@ class Scheduler:
                 retries.leases.add(placed.lease.id)
                 return [placed]
             retries.forget(request_id)
-        return self._backlog.push(rest, now, predicted, again=True)
+        return self.backlog.push(rest, now, predicted, again=True)
 
     def on_moving(self, lease: Lease, generated: int, now: float) -> list[Command]:
         """Ask for a place elsewhere for a lease whose engine lives, since its instance leaves.
@@ -566,8 +492,8 @@ class Scheduler:
                 retries.forget(request_id)
             return []
         lease.outcome, lease.ended_at = Outcome.CLIENT_GONE, now
-        self._drop(lease, now)
-        return [placed, *self._backlog.flush(now)]
+        self.drop(lease, now)
+        return [placed, *self.backlog.flush(now)]
 
     def restore(self, live: Booked, now: float, *, own: bool = True, arrived: bool = False) -> Lease | None:
         """Book a lease that another scheduler granted; None where its instance is gone.
@@ -613,7 +539,7 @@ class Scheduler:
 
     def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
         """Forget a waiting request whose client left."""
-        self._backlog.forget(request_id)
+        self.backlog.forget(request_id)
         return []
 
     # --- facts about instances ---
@@ -626,18 +552,20 @@ class Scheduler:
                 fleet.restarted(fleet.add(spec, now), now)
             for model, profiled in {(s.model, s.latency is not None) for s in (change.spec, *change.more)}:
                 fleet.share_speed(model, profiled)
+            self._look_for_links((change.spec, *change.more))
         elif isinstance(change, InstanceRemoved):
             for name in (change.name, *change.more):
                 if (leaving := fleet.instances.get(name)) is not None:
                     fleet.remove(leaving)
-                    self.holds.transfers.forget(leaving.incarnation)
+                    if self.placement.splits is not None:
+                        self._splits.forget(leaving.incarnation)
         elif (instance := fleet.instances.get(change.name)) is None:
             return []
         elif isinstance(change, Probed):
             alone = change.result is ProbeResult.FAILED and not fleet.has_another(instance)
             if not instance.health.on_probe(change.result, now, alone=alone, detail=change.detail):
                 return []
-            return fleet.health_changed(instance, now) + self._backlog.flush(now)
+            return fleet.health_changed(instance, now) + self.backlog.flush(now)
         elif isinstance(change, CapacityLearned):
             instance.learn_capacity(change.capacity)
         elif isinstance(change, AdminStateSet):
@@ -645,13 +573,14 @@ class Scheduler:
             instance.leaves_at = None if change.deadline_s is None else now + change.deadline_s
         elif isinstance(change, InstanceUpdated):
             instance.update(change.spec, now)
+            self._look_for_links((change.spec,))
             fleet.share_speed(change.spec.model, instance.profiled)
         elif instance.served == change.models:
             return []
         else:
             instance.learn_models(change.models, change.adapters)
         fleet.reindex(now)
-        return self._backlog.flush(now)
+        return self.backlog.flush(now)
 
     def on_scrape(self, name: str, sample: EngineSample, now: float) -> list[Command]:
         """Take in an engine's metrics."""
@@ -662,14 +591,14 @@ class Scheduler:
         finished = instance.finished_sequences
         instance.learn_sample(sample, now)
         if instance.spec.kv_transfer is not None:
-            self.holds.sampled(instance, sample, now)
+            self._splits.sampled(instance, sample, now)
         if sample.asleep is not None:
             instance.asleep = sample.asleep
         restarted = sample.began is not None and self.fleet.process_seen(instance, sample.began, now)
         if restarted or instance.longest_request_tokens != longest or instance.asleep is not slept:
             self.fleet.reindex(now)
         woken = slept and not instance.asleep
-        return self._backlog.flush(now) if woken or instance.finished_sequences > finished else []
+        return self.backlog.flush(now) if woken or instance.finished_sequences > finished else []
 
     def on_kv_events(self, name: str, batch: KvEventBatch, now: float) -> list[Command]:
         """Take in an engine's report of what came into its prefix cache and what left it."""
@@ -695,20 +624,22 @@ class Scheduler:
     def set_policy(self, name: str, now: float) -> list[Command]:
         """Switch the policy; the ledger stays. Raises `KeyError` for an unknown name."""
         self.placement.use(make_policy(name, self._params, self._rng))
-        return self._backlog.flush(now)
+        return self.backlog.flush(now)
 
     # --- time ---
 
     def next_deadline(self) -> float | None:
         """Time at which `on_tick` is due, None while nothing waits for time to pass."""
-        waits = len(self.queue) or self.holds.count
-        return self._backlog.ticked_at + TICK_S if waits else None
+        splits = self.placement.splits
+        waits = len(self.queue) or (splits is not None and splits.held)
+        return self.backlog.ticked_at + TICK_S if waits else None
 
     def on_tick(self, now: float) -> list[Command]:
         """Time passed: expire what has waited too long."""
-        self._backlog.ticked_at = now
-        self.holds.let_go_expired(now)
-        return self._backlog.flush(now) + self._backlog.expire(now)
+        self.backlog.ticked_at = now
+        if self.placement.splits is not None:
+            self._splits.let_go_expired(now)
+        return self.backlog.flush(now) + self.backlog.expire(now)
 
     # --- integrity ---
 
@@ -716,7 +647,8 @@ class Scheduler:
         """Assert that blocks, work and requests are all accounted for."""
         ledger, queue = self.ledger, self.queue
         everyone = ledger.check_integrity(self.fleet.instances.values())
-        self.holds.check_integrity(everyone)
+        if self.placement.splits is not None:
+            self._splits.check_integrity(everyone)
         leased = {lease.request.id for lease in ledger.leases()}
         waiting = {entry.request.id for entry in queue}
         assert not leased & waiting, f"requests {leased & waiting} wait and are leased"

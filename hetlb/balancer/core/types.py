@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from mypy_extensions import mypyc_attr
 
+from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
@@ -94,7 +95,8 @@ class Capacity(PickleByFields):
     """Limits of one instance, by the names of vLLM. `None` means not known yet.
 
     `kv_cache_tokens` is the sum over its data-parallel `engines`, `kv_tokens_per_request` the most that a
-    single request can use of it (one engine's share); all other limits are of one engine.
+    single request can use of it (one engine's share); all other limits are of one engine. `kv_need`: of a
+    sequence of its model, None where that is its tokens.
     """
 
     kv_cache_tokens: int | None = None
@@ -107,6 +109,7 @@ class Capacity(PickleByFields):
     enable_prefix_caching: bool | None = None
     async_scheduling: bool | None = None
     max_loras: int | None = None
+    kv_need: KvNeed | None = None
 
     def updated(self, newer: Capacity) -> Capacity:
         """Return this capacity with every figure that `newer` knows replaced by it."""
@@ -134,7 +137,7 @@ class KvLink(PickleByFields):
     """Link over which instances of one model transfer KV blocks.
 
     A prefill instance keeps blocks that were not fetched for `lease_s`. The other figures give the first
-    estimate of a transfer's time, which `core.transfer` corrects.
+    estimate of a transfer's time, which each pair's own times correct.
     """
 
     connector: Connector

@@ -164,7 +164,9 @@ def _of_model(
     found.append(of_tenants(Counter(entry.request.tenant or "" for entry in entries)))
     refused, ended = recent.refused(WINDOW_S, now)
     found.append(of_clients(refused, ended))
-    found += of_transfers([each.names for each in scheduler.holds.transfers.failing(now)], able)
+    splits = scheduler.placement.splits
+    if splits is not None:
+        found += of_transfers(splits.failing(now), able)
     causes = tuple(in_order([each for each in found if each is not None]))
     capacity = _capacity(scheduler, model, able)
     load, limited_by = _load(able, waiting, served, capacity)

@@ -37,7 +37,7 @@ from hetlb.balancer.fleet.admin import AdminListener, make_app, named
 from hetlb.balancer.fleet.reload import SeenFiles, needs_restart, read_again
 from hetlb.balancer.fleet.roster import Roster
 from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
-from hetlb.balancer.hooks import CacheReports, Predecessor, SharedFleet, Successor, found, hook
+from hetlb.balancer.hooks import CacheReports, Predecessor, SharedFleet, Successor, hook
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, plain_line, tell
 from hetlb.balancer.telemetry.log_writer import EventLog
@@ -45,6 +45,7 @@ from hetlb.balancer.telemetry.prometheus import WorkerState
 from hetlb.balancer.telemetry.recent import Recent
 from hetlb.build import version_line
 from hetlb.errors import ConfigError, InputError
+from hetlb.extras import check_extra, option
 
 if TYPE_CHECKING:
     from hetlb.balancer.engines.host_times import HostTimes
@@ -482,13 +483,11 @@ def require_urls(fleet: Fleet) -> Access:
         ("shared", "redis", "pick", _over_redis(fleet)),
     ):
         if wanted:
-            from hetlb.extras import check_extra
-
             check_extra(f"{fleet.where}{key}", module, extra)
     if any(fleet.resume.values()):
-        found("resume")
+        option("resume")
     if any(spec.kv_transfer is not None for spec in fleet.instances):
-        found("split")
+        option("split")
     return load_access(fleet)
 
 

@@ -61,14 +61,15 @@ class Usage(msgspec.Struct):
     input_tokens_details: PromptTokensDetails | None = None
 
 
-class UsageHolder(msgspec.Struct):
-    """An object of an event, about the whole answer, that may have its usage."""
+class Holder(msgspec.Struct):
+    """An object of an event, about the whole answer, that may have its usage or error."""
 
     usage: msgspec.Raw = msgspec.Raw(b"")
+    error: msgspec.Raw = msgspec.Raw(b"")
 
 
 class EventFields(msgspec.Struct):
-    """Fields of one server-sent event, each as it came: `response` and `message` may hold usage too."""
+    """Fields of one server-sent event, as they came: `response`, `message` may hold usage and error too."""
 
     choices: msgspec.Raw = msgspec.Raw(b"")
     usage: msgspec.Raw = msgspec.Raw(b"")
@@ -76,6 +77,7 @@ class EventFields(msgspec.Struct):
     message: msgspec.Raw = msgspec.Raw(b"")
     error: msgspec.Raw = msgspec.Raw(b"")
     object: msgspec.Raw = msgspec.Raw(b"")
+    type: msgspec.Raw = msgspec.Raw(b"")
 
 
 class FinishedChoice(msgspec.Struct):
@@ -91,9 +93,10 @@ class FinishedFields(msgspec.Struct):
 
 
 class ErrorFields(msgspec.Struct):
-    """Fields of an error; vLLM's code is an HTTP status."""
+    """Fields of an error; vLLM's code is an HTTP status, others are names."""
 
-    code: int | None = None
+    code: int | str | None = None
+    type: str | None = None
 
 
 class DeltaFields(msgspec.Struct):

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from hetlb.balancer.http.openai_fields import ErrorFields, EventFields, FinishedFields, Usage, UsageHolder
+from hetlb.balancer.http.openai_fields import ErrorFields, EventFields, FinishedFields, Holder, Usage
 from hetlb.errors import NOT_JSON
 
 MAX_HELD_BYTES: Final = 64 << 10
@@ -30,9 +30,16 @@ _NAMES: Final = ("id", "object", "created", "model", "choices", "usage")
 _FINISH_REASON: Final = b'"finish_reason"'
 _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
 
+#: Names of errors for which a request is at fault, of the APIs of OpenAI and Anthropic.
+_REFUSALS: Final = re.compile(
+    r"invalid_|rate_limit_|not_found|authentication|permission|billing|insufficient_quota"
+    r"|request_too_large|context_length_exceeded|content_policy_violation"
+)
+_NO_HOLDER: Final = Holder()
+
 _decoder = msgspec.json.Decoder(EventFields)
 _usage_decoder = msgspec.json.Decoder(Usage, strict=False)
-_holder_decoder = msgspec.json.Decoder(UsageHolder)
+_holder_decoder = msgspec.json.Decoder(Holder)
 _error_decoder = msgspec.json.Decoder(ErrorFields, strict=False)
 _choices_decoder = msgspec.json.Decoder(FinishedFields)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -300,26 +307,26 @@ class SseWatcher:
         except NOT_JSON:
             self.events += 1
             return event
-        # vLLM before 0.10 has the fields of an error in the event itself.
-        error = data if bytes(fields.object) == b'"error"' else bytes(fields.error)
-        if error not in _NO_VALUE:
+        if (error := _error_of(fields, data)) not in _NO_VALUE:
             self.failed = True
             self.refused = _is_refusal(error)
+            self._take_usage(_inner(bytes(fields.response)).usage)
             return event
-        own = bytes(fields.usage)
-        if own in _NO_VALUE:
-            self._take_usage(_inner_usage(bytes(fields.response)) or _inner_usage(bytes(fields.message)))
+        if bytes(fields.usage) in _NO_VALUE:
+            for holder in (fields.response, fields.message):
+                self._take_usage(_inner(bytes(holder)).usage)
             self.events += 1
             return event
-        self._take_usage(own)
+        self._take_usage(fields.usage)
         only_usage = bytes(fields.choices).translate(None, b" \t\n") in _NO_CHOICES
         if not only_usage:
             self.events += 1
         return self._without_usage(event, data, only_usage) if self._hold else event
 
-    def _take_usage(self, raw: bytes) -> None:
-        """Take the counts out of usage as it came, b"" for none; what is no count is none."""
-        if not raw:
+    def _take_usage(self, own: msgspec.Raw) -> None:
+        """Take the counts out of usage as it came; what is no count is none."""
+        raw = bytes(own)
+        if raw in _NO_VALUE:
             return
         try:
             usage = _usage_decoder.decode(raw)
@@ -379,22 +386,42 @@ def _finishes(data: bytes) -> bool:
         return False
 
 
-def _inner_usage(raw: bytes) -> bytes:
-    """Return the usage in an object of an event (a response, a message), b"" for none."""
+def _inner(raw: bytes) -> Holder:
+    """Return the fields of an object of an event (a response, a message), none where it is no object."""
     try:
-        usage = bytes(_holder_decoder.decode(raw).usage) if raw.startswith(b"{") else b""
+        return _holder_decoder.decode(raw) if raw.startswith(b"{") else _NO_HOLDER
     except NOT_JSON:
-        return b""
-    return b"" if usage in _NO_VALUE else usage
+        return _NO_HOLDER
+
+
+def _error_of(fields: EventFields, data: bytes) -> bytes:
+    """Return the error that an event says, in the form of any API, b"" or b"null" for none.
+
+    vLLM before 0.10 and the Responses API have its fields in the event itself.
+    """
+    kind, error = bytes(fields.type), bytes(fields.error)
+    if error in _NO_VALUE and (kind == b'"error"' or bytes(fields.object) == b'"error"'):
+        return data
+    if kind == b'"response.failed"':
+        inner = bytes(_inner(bytes(fields.response)).error)
+        return data if inner in _NO_VALUE else inner
+    return error
 
 
 def _is_refusal(error: bytes) -> bool:
-    """Return True if an error is the fault of the request: the `code` of vLLM is an HTTP status."""
+    """Return True if an error is the fault of the request: by its status (vLLM's `code`), or by its name."""
     try:
-        code = _error_decoder.decode(error).code
+        fields = _error_decoder.decode(error)
     except NOT_JSON:
         return False
-    return code is not None and 400 <= code < 500
+    code = fields.code
+    if isinstance(code, str):
+        if _REFUSALS.match(code) is not None:
+            return True
+        code = int(code) if code.isdigit() and len(code) == 3 else None
+    if code is None:
+        return fields.type is not None and _REFUSALS.match(fields.type) is not None
+    return 400 <= code < 500
 
 
 def _first(*values: int | None) -> int | None:

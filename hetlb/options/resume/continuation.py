@@ -27,7 +27,6 @@ MOST_RESUMED: Final = 5
 _LEAST_TOKENS: Final = 16
 #: Prompt tokens that a template may add to one for each byte of the body.
 _TEMPLATE_TOKENS: Final = 1024
-_TOKEN_IDS: Final = b"return_token_ids"
 _TOKEN_ID_LISTS = re.compile(rb'("(?:prompt_)?token_ids":\s?)\[[0-9, ]*\]')
 #: The first event has the token ids of the prompt where hetlb asked for them: it is held until it is whole.
 _MAX_FIRST_BYTES: Final = 1 << 21
@@ -152,7 +151,11 @@ class Continuation:
     def body(self) -> bytes | None:
         """The body of this lease's request, None for that of the client."""
         if self.second is None and self._hides_ids:
-            return with_field(self._outgoing.body, _TOKEN_IDS, b"true")
+            body = self._outgoing.body
+            if body.find(b'"return_token_ids"') < 0:
+                return with_field(body, b"return_token_ids", b"true")
+            fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+            return msgspec.json.encode(fields | {"return_token_ids": True})
         return self.second
 
     def draft(self) -> Draft | None:

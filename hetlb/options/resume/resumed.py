@@ -1,8 +1,8 @@
 """The attempt of an answer that may go on at another instance, and the one that gives the rest of it.
 
 Where an engine is lost in the middle of an answer, the request for the rest (`continuation.py`) waits for
-another lease. One that drops or breaks its connection is asked whether it lives: after `MOST_DEATHS` engines
-that died, the request itself may be what kills them.
+another lease. One that breaks off, or says that it has failed, is asked whether it lives: the request itself
+may be what kills engines (`deaths.py`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ from hetlb.balancer.http.openai_body import MAX_INJECT_BYTES, Call
 from hetlb.balancer.http.sse import TAIL_BYTES
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.options.resume.continuation import Continuation, Draft
+from hetlb.options.resume.deaths import MOST_DEATHS, Death, Deaths
 from hetlb.options.resume.progress import Kept
 
-#: Maximum number of engines that die in an answer which goes on after it: the request may be what kills them.
-MOST_DEATHS: Final = 1
 #: Ends of a connection after which its engine may be dead.
 _BY_CONNECTION: Final = (ends.BROKEN, ends.DROPPED)
 _STREAMING: Final = Phase.STREAMING
@@ -43,37 +42,60 @@ _STREAMING: Final = Phase.STREAMING
 class Resumable(Maker):
     """Maker of the attempts of one request, and what they share.
 
-    `deaths` engines have died in its answer; `check` asks whether the last one lives.
+    `deaths` are those of engines in its answer; `checks` ask whether others live. `waiting` is called once
+    they have answered, None if nothing waits for that.
     """
 
-    __slots__ = ("_driver", "check", "deaths", "rest")
+    __slots__ = ("_driver", "all_deaths", "checks", "deaths", "rest", "waiting")
 
-    def __init__(self, driver: Driver, kept: Kept, kind: Kind, call: Call, outgoing: EngineRequest) -> None:
-        """`kept`: what the streams of the process keep."""
+    def __init__(
+        self, driver: Driver, kept: Kept, deaths: Deaths, kind: Kind, call: Call, outgoing: EngineRequest
+    ) -> None:
+        """`kept`, `deaths`: what the streams of the process keep, and the deaths that it saw."""
         self._driver = driver
-        asks_ids = len(outgoing.body) <= MAX_INJECT_BYTES and outgoing.body.find(b'"return_token_ids"') < 0
+        self.all_deaths = deaths
         self.rest = Continuation(
-            kind, outgoing, kept, streamed=call.stream, asks_ids=asks_ids, hides_usage=call.hold_usage
+            kind,
+            outgoing,
+            kept,
+            streamed=call.stream,
+            asks_ids=len(outgoing.body) <= MAX_INJECT_BYTES,
+            hides_usage=call.hold_usage,
         )
-        self.deaths = 0
-        self.check: SideCall | None = None
+        self.deaths: list[Death] = []
+        self.checks: list[SideCall] = []
+        self.waiting: Callable[[], None] | None = None
 
     def attempt(self, exchange: Exchange, lease: Lease, gives_ids: bool, max_model_len: int) -> Resumed:
         return Resumed(self, self._driver, exchange, lease, gives_ids, max_model_len)
 
     def close(self, record: RequestRecord) -> None:
-        check, self.check = self.check, None
-        if check is not None:
-            check.abort()
+        self.stop_asking()
         self.rest.close()
-        if record.outcome is not Outcome.OK:
+        if record.outcome is Outcome.OK:
+            for death in self.deaths:
+                death.answers -= 1
+        else:
             record.not_resumed = self.rest.why
+
+    def go_on(self) -> None:
+        """Call what waits, once all engines that were asked have answered."""
+        waiting = self.waiting
+        if waiting is not None and not self.checks:
+            self.waiting = None
+            waiting()
+
+    def stop_asking(self) -> None:
+        """Ask no engine any more whether it lives."""
+        checks, self.checks = self.checks, []
+        for check in checks:
+            check.abort()
 
 
 class Resumed(Plain):
     """A request whose answer may go on elsewhere, or the request for the rest of one."""
 
-    __slots__ = ("_gives_ids", "_longest", "_made", "_pending_since", "_rest", "_waiting")
+    __slots__ = ("_gives_ids", "_longest", "_made", "_pending_since", "_rest")
 
     def __init__(
         self, made: Resumable, driver: Driver, exchange: Exchange, lease: Lease, gives_ids: bool, longest: int
@@ -85,8 +107,6 @@ class Resumed(Plain):
         self._longest = longest
         #: Time since which the answer is on its way to another lease, None while it is not.
         self._pending_since: float | None = None
-        #: Callback once it shows whether the engine lives, None if nothing waits for that.
-        self._waiting: Callable[[], None] | None = None
 
     # --- the request, and its answer ---
 
@@ -170,64 +190,69 @@ class Resumed(Plain):
             rest.why = rest.why or "lost twice without a token"
         if (draft is None and rest.progress is not None) or (exchange.dropped and not generated):
             self._stay(otherwise)
-        elif end in _BY_CONNECTION:
+        elif end in _BY_CONNECTION or (end is ends.ERROR_EVENT and not self._gave_up):
+            made = self._made
 
             def go_on() -> None:
-                self._give_back(end, draft)
+                if made.all_deaths.suspect(made.deaths, exchange.now()):
+                    rest.why = f"{len(made.deaths)} engines died in it"
+                    self._stay(otherwise)
+                else:
+                    self._give_back(end, draft)
 
-            waits = self._made.deaths >= MOST_DEATHS
-            self._ask_whether_it_lives(go_on if waits else None, otherwise)
+            waits = len(made.deaths) + len(made.checks) >= MOST_DEATHS
+            made.waiting = go_on if waits else None
+            self._ask_whether_it_lives()
             if not waits:
                 go_on()
         else:
             self._give_back(end, draft)
 
+    @property
+    def _gave_up(self) -> bool:
+        """True if the engine ended what it ran and said no error: it was stopped."""
+        stream = None if self.answer is None else self.answer.stream
+        return stream is not None and not stream.failed
+
     def _stay(self, otherwise: Callable[[], None]) -> None:
         self._pending_since = None
         otherwise()
 
-    def _ask_whether_it_lives(self, go_on: Callable[[], None] | None, otherwise: Callable[[], None]) -> None:
-        """Ask the engine of a lost lease for its health; `go_on`, if any, waits for the answer."""
-        made = self._made
-        if made.check is not None:  # the one before has not answered yet
-            made.check.abort()
-            made.deaths += 1
+    def _ask_whether_it_lives(self) -> None:
+        """Ask the engine of a lost lease for its health."""
+        made, lease, exchange = self._made, self.lease, self.exchange
+        pool = self.driver.pools.find(lease)
 
         def told(dead: bool) -> None:
-            made.check = self._waiting = None
-            made.deaths += dead
-            if go_on is None or self._pending_since is None:
-                return
-            if made.deaths > MOST_DEATHS:
-                self._stay(otherwise)
-            else:
-                go_on()
+            if check in made.checks:
+                made.checks.remove(check)
+            if dead:
+                death = made.all_deaths.of(lease, exchange.now())
+                death.answers += 1
+                made.deaths.append(death)
+            made.go_on()
 
         def done(head: ResponseHead, body: bytes) -> None:
-            told(False)
+            told(head.status >= 500)  # vLLM answers so while its process outlives its engine
 
         def failed(end: End, detail: str) -> None:
-            told(True)
+            told(end is not ends.LOCAL)
 
-        pool = self.driver.pools.find(self.lease)
         if pool is None:
-            told(False)
+            made.go_on()
             return
-        made.check = SideCall(
-            pool, pool.head(b"GET /health"), b"", done, failed, on_fault=self.exchange.fault
-        )
-        self._waiting = go_on and (lambda: told(False))
-        pool.send(made.check, fresh=True)
+        check = SideCall(pool, pool.head(b"GET /health"), b"", done, failed, on_fault=exchange.fault)
+        made.checks.append(check)
+        pool.send(check, fresh=True)
 
     def sweep(self, now: float, table: ProxyTable) -> None:
         """Wait no longer for an engine to say that it lives: it hangs, and is no death."""
-        pending_since, waiting, check = self._pending_since, self._waiting, self._made.check
+        pending_since, made = self._pending_since, self._made
         if pending_since is None:
             super().sweep(now, table)
-        elif waiting is not None and now - pending_since > table.connect_timeout_s:
-            if check is not None:
-                check.abort()
-            waiting()
+        elif made.waiting is not None and now - pending_since > table.connect_timeout_s:
+            made.stop_asking()
+            made.go_on()
 
     @property
     def most_hung_s(self) -> float:
@@ -250,7 +275,7 @@ class Resumed(Plain):
         record.request = record.request.goes_on(rest.generated)
 
     def leave(self) -> None:
-        self._pending_since = self._waiting = None
+        self._pending_since = self._made.waiting = None
         super().leave()
 
     # --- its instance is about to leave ---

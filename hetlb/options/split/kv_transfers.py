@@ -6,7 +6,7 @@ server of the prefill instance. A prefill instance keeps the KV blocks for
 `lease_s`: KV that is fetched later is that of another prompt, and the answer is wrong with status 200. So the
 first token must come before the lease can have ended, by our clock, or one instance gets the whole request.
 Whether a prompt was fetched, or computed anew, the scheduler finds in the decode engine's counters
-(`core.fetch_checks`).
+(`fetch_checks.py`).
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ from hetlb.balancer.http.openai_fields import BootstrapEntry, PrefillFields, Tra
 from hetlb.balancer.http.sse import SseWatcher
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import NOT_JSON
+from hetlb.options.split.fetch_checks import FetchChecks
+from hetlb.options.split.hand_overs import HandOvers
 
 logger = logging.getLogger("hetlb.kv")
 
@@ -412,6 +414,13 @@ class KvTransfers(Splits):
         #: Pairs that were logged as failing, and how often.
         self._told: dict[tuple[str, str], int] = {}
 
+    @property
+    def _checks(self) -> FetchChecks:
+        """Verdicts on transfers."""
+        hand_overs = self._scheduler.placement.splits
+        assert isinstance(hand_overs, HandOvers), "expected an instance with kv_transfer"
+        return hand_overs.transfers.checks
+
     def may_split(self, kind: Kind, path: str, body: bytes) -> bool:
         return (
             kind in _SPLIT_KINDS and path.startswith("/v1/") and not any(key in body for key in _WHOLE_ONLY)
@@ -443,11 +452,11 @@ class KvTransfers(Splits):
         if hold is None or hold.ended or hold.sent_tokens <= 0:
             return False
         target = self._scheduler.ledger.leased.get(lease.id)
-        return target is not None and self._scheduler.holds.transfers.checks.checks(target)
+        return target is not None and self._checks.checks(target)
 
     def judged(self) -> None:
         """Count the verdicts of the scheduler, and log pairs that are no longer split."""
-        checks = self._scheduler.holds.transfers.checks
+        checks = self._checks
         for result, count in checks.take_results().items():
             self._totals.kv_transferred(result, count)
         if not checks.restrained:

@@ -19,6 +19,8 @@ from hetlb.tools.sim.engine_model import EngineModel
 #: uvicorn's: how long an idle connection stays open, seconds.
 KEEP_ALIVE_S = 5.0
 
+#: Longest sequence of a server whose KV cache sets no limit.
+_MOST_MODEL_LEN: Final = 1 << 20
 #: Bytes of a header field, as vLLM's server takes them.
 _MOST_FIELD: Final = 64 << 10
 
@@ -54,7 +56,7 @@ class EmulatedEngine(EngineGroup):
         except ValueError as error:
             raise ProfileError(f"{where}: {error}") from None
         names = _names(profile, served_model_names, where)
-        holds = limits.kv_blocks * limits.block_size
+        holds = min(limits.max_sequence_tokens - 1, _MOST_MODEL_LEN)
         stated = profile.engine.max_model_len if max_model_len is None else max_model_len
         if stated is not None and not 1 <= stated <= holds:
             key = f"{where}: engine.max_model_len" if max_model_len is None else "--max-model-len"
@@ -78,7 +80,7 @@ class EmulatedEngine(EngineGroup):
             self.kv = KvExchange(kv, float(kv_bytes), lambda: (self.host, self.port), time_scale)
             self.runners[0].on_fetch = self.kv.fetch
         reader = Reader(names, self.max_model_len, limits.block_size if prefix_caching else 0)
-        self._api = Api(self, reader, limits.kv_cache_tokens, self.kv)
+        self._api = Api(self, reader, limits.told_kv_tokens(self.max_model_len), self.kv)
         self._listener = AppListener(
             handler_cancellation=True,
             shutdown_timeout=0.1,

@@ -6,7 +6,6 @@ Every planned request ends in exactly one record, failed ones with the kind of f
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import resource
 import time
@@ -164,8 +163,7 @@ class _Run:
                             task.add_done_callback(lambda _, turns=turns: turns.release())  # type: ignore[misc]
             finally:
                 watch.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await watch
+                await asyncio.wait([watch])
                 elapsed = self._now()
                 self.result.cpu_share = (time.process_time() - cpu_s) / elapsed if elapsed > 0 else 0.0
 

@@ -7,6 +7,7 @@ prompts of another in a prefix cache (texts from a file excepted: they are what 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import math
@@ -114,9 +115,12 @@ async def measure(
         counted = None if admin is None else await stack.enter_async_context(admin.reported())
         try:
             result = await spec.send(plan, label, progress=progress)
+            await stack.aclose()
         except LoadInterruptedError as stopped:
             stack.pop_all()  # engines are not asked once more
             result = stopped.result
+        except asyncio.CancelledError:
+            result.interrupted = len(plan)  # while engines were asked
     run = result.run = {
         "policy": policy,
         "seed": seed,

@@ -65,6 +65,7 @@ ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
     "mamba_conv_bias": ("use_conv_bias", "mamba_conv_bias"),
     "state_dtype": ("mamba_ssm_cache_dtype", "mamba_ssm_dtype"),
     "moe_latent_size": ("moe_latent_size", "routed_expert_hidden_size"),
+    "tie_word_embeddings": ("tie_word_embeddings", "tie_embedding"),
 }
 #: Most layers, and most of any other size: larger ones are mistakes.
 MOST_LAYERS: Final = 4096

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from hetlb.balancer.core.kv_need import KvNeed, kv_need
 from hetlb.errors import ConfigError
 from hetlb.tools.models.attention import grouped
 from hetlb.tools.models.config_keys import ALIASES, ConfigKeys, class_defaults
@@ -65,9 +66,14 @@ class ModelFacts:
         return self.experts > 0
 
     @property
-    def dense_bytes_per_token(self) -> float:
-        """Return the bytes of a token that all layers keep: what vLLM counts its cache in."""
-        return self.kv_bytes_per_token + math.fsum(size for _, size in self.kv_windows)
+    def kv_need(self) -> KvNeed | None:
+        """Return what a sequence needs, in tokens of a KV cache; None where that is its tokens."""
+        return kv_need(self.kv_bytes_per_token, self.kv_windows, self.state_bytes)
+
+    @property
+    def cached_token_bytes(self) -> float:
+        """Return the bytes of a token of a KV cache: of the layers that keep all tokens, else of windows."""
+        return self.kv_bytes_per_token or math.fsum(size for _, size in self.kv_windows)
 
     @property
     def passed_parameters(self) -> int:

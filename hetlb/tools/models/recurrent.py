@@ -46,6 +46,7 @@ def mamba1(_: Family, keys: ConfigKeys, layer: int, kind: Scope, name: str = "ma
     # Without other layers `intermediate_size` is that of the mixer, whatever `expand` says.
     own = None if keys.stated("attn_layer_period") else keys.value("intermediate_size")
     inner = keys.value("mamba_d_inner") or own or keys.value("mamba_expand", 2) * hidden
+    keys.expect("d_inner", (inner,), inner)
     stated = keys.value("mamba_dt_rank", keys.value("time_step_rank"))
     rank = stated if isinstance(stated, int) else math.ceil(hidden / 16)
     bias = keys.flag("mamba_proj_bias", keys.flag("use_bias"))
@@ -137,6 +138,8 @@ def lightning(_: Family, keys: ConfigKeys, layer: int, kind: Scope) -> Mixer:
 def short_conv(_: Family, keys: ConfigKeys, layer: int, kind: Scope) -> Mixer:
     """Return a gated short convolution, as in LFM2."""
     hidden, kernel, bias = keys.whole("hidden_size"), keys.whole("conv_L_cache"), keys.flag("conv_bias")
+    for key in ("block_dim", "conv_dim", "conv_dim_out"):
+        keys.expect(key, (hidden,), hidden)
     weights = (
         linear("conv.in_proj", hidden, 3 * hidden, bias)
         + linear("conv.out_proj", hidden, hidden, bias)

@@ -43,6 +43,7 @@ def mamba1_mixer(family: Family, keys: ConfigKeys, layer: int, kind: Scope) -> M
 
 def mamba2_mixer(family: Family, keys: ConfigKeys, layer: int, kind: Scope) -> Mixer:
     """Return a Mamba 2 layer, or attention."""
+    keys.note("mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state", "mamba_conv", "mamba_expand")
     return (mamba2 if kind is Scope.STATE else grouped)(family, keys, layer, kind)
 
 
@@ -390,6 +391,7 @@ def falcon_h1_layers(family: Family, keys: ConfigKeys) -> Sequence[Layer]:
     """Return Falcon-H1's layers: attention and Mamba 2 side by side."""
     found = []
     hidden = keys.whole("hidden_size")
+    keys.expect("mamba_use_mlp", (True,), True)
     for i in range(keys.whole("num_hidden_layers")):
         attention = grouped(family, keys, i, Scope.FULL)
         state = mamba2(family, keys, i, Scope.STATE, "mamba")

@@ -63,8 +63,7 @@ def _check_option(cluster: Cluster, machine: Machine, option: Option) -> None:
     longest = cluster.limits.max_input_tokens + cluster.limits.max_output_tokens
     copies = Fraction(repr(model.known.replication(degree)))
     need = Fraction(repr(model.known.kv_bytes(longest))) * copies
-    each = max(Fraction(model.kv_bytes_per_token), Fraction(repr(model.known.kv_bytes(longest))) / longest)
-    tokens = max(0, room // (each * copies))
+    tokens = max(0, room // (model.kv_bytes_per_token * copies))
     if option.memory.kv_cache_tokens != tokens:
         raise PlanError(f"{where}: expected {tokens} KV tokens, got {option.memory.kv_cache_tokens}")
     profiled = degree in machine.profiles
@@ -292,7 +291,7 @@ def _check_group(
         usable = Fraction(repr(machine.gpu_memory_utilization)) * machine.memory_bytes
         memory = stage.gpus * (usable - machine.reserved_bytes_per_gpu)
         weights = Fraction(repr(cluster.model.weight_bytes)) * share
-        each = cluster.model.kv_bytes_at(stage.gpus, cluster.workload.context_tokens)
+        each = cluster.model.kv_bytes_at(stage.gpus)
         room.append((memory - weights) / (Fraction(repr(each)) * share))
     if group.kv_cache_tokens > min(room) * (1 + Fraction(1, 10**9)):
         raise PlanError(
@@ -300,10 +299,12 @@ def _check_group(
             f"got {group.kv_cache_tokens}"
         )
     workload = cluster.workload
-    need = workload.longest_prompt + 1 if group.role is Role.PREFILL else workload.longest_tokens
+    longest = workload.longest_prompt + 1 if group.role is Role.PREFILL else workload.longest_tokens
+    need = cluster.model.needed(longest)
     if group.kv_cache_tokens < need:
         raise PlanError(
-            f"plan: {where}: expected room for a request of {need} tokens, got {group.kv_cache_tokens}"
+            f"plan: {where}: expected room for a request that needs {need:g} tokens, "
+            f"got {group.kv_cache_tokens}"
         )
     served = capacity(group.stages, group.role, group.kv_cache_tokens)
     if abs(served - group.capacity) > _ROUNDING * served:

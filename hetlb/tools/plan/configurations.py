@@ -9,7 +9,6 @@ profile of the whole instance.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import combinations
@@ -198,7 +197,7 @@ def _candidate(
         for (gpu, degree), share in zip(kinds, divide_layers(weights, model.layers or None), strict=True)
     )
     tokens = capacity_of(market, model, stages)
-    if tokens < longest_tokens:
+    if tokens < model.needed(longest_tokens):
         return None
     count = sum(stage.tensor_parallel_size for stage in stages)
     one_kind = len({stage.gpu for stage in stages}) == 1
@@ -211,11 +210,8 @@ def _candidate(
     name += "-by-speed" if by_speed else ""
     name = name if len(market.models) == 1 else f"{model.name.rpartition('/')[2].lower()}-{name}"
     if len(stages) == 1:
-        stated = known[0].engine.kv_cache_tokens
-        # An engine states tokens that all layers keep.
-        each = model.kv_bytes_at(1, mean_tokens(market, model))
-        tokens = tokens if stated is None else int(stated * model.kv_bytes_per_token / each)
-        if tokens < longest_tokens:
+        tokens = known[0].engine.kv_cache_tokens or tokens
+        if tokens < model.needed(longest_tokens):
             return None
     profile, own_stages = compose(market, model, name, stages, known, tokens, across=across)
     return Configuration(
@@ -240,23 +236,8 @@ def speed_of(profile: Profile) -> Fraction:
 def capacity_of(market: Market, model: Model, stages: Sequence[ConfigurationStage]) -> int:
     """Tokens that the KV cache of an instance of these stages holds."""
     room = [(market.offers[stage.gpu].usable(stage.tensor_parallel_size), stage.layers) for stage in stages]
-    each = model.kv_bytes_at(stages[0].tensor_parallel_size, mean_tokens(market, model))
+    each = model.kv_bytes_at(stages[0].tensor_parallel_size)
     return kv_cache_tokens(room, exact(model.weight_bytes), exact(each))
-
-
-def mean_tokens(market: Market, model: Model) -> float:
-    """Return the mean tokens that a sequence holds while it runs, 0 where lengths are not stated."""
-    own = [
-        each
-        for index, each in enumerate(market.file.workloads)
-        if market.model_of(each.model, f"workloads[{index}]") == model.name
-    ]
-    if not own or any(each.input_tokens is None or each.output_tokens is None for each in own):
-        return 0.0
-    # A sequence stays as long as its answer has tokens.
-    stays = [each.share * (each.output_tokens or 0) for each in own]
-    held = [(each.input_tokens or 0) + (each.output_tokens or 0) / 2 for each in own]
-    return math.fsum(stay * tokens for stay, tokens in zip(stays, held, strict=True)) / math.fsum(stays)
 
 
 def profile_on(market: Market, model: Model, offer: OfferTable, degree: int) -> Profile | None:

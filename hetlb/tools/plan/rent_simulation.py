@@ -89,7 +89,8 @@ def worth_of(problem: Problem, plan: RentPlan) -> tuple[tuple[str, float], ...]:
                 kind.model == problem.by_name[name].model
                 and kind.longest_tokens <= limits.max_sequence_tokens
             ):
-                seconds = busy_s(engine.latency, *sizes, kind.input_tokens, kind.output_tokens)
+                lengths = kind.input_tokens, kind.output_tokens
+                seconds = busy_s(engine.latency, *sizes, *lengths, limits.need)
                 columns.append(program.column())
                 serving[kind.name].append((columns[-1], 1.0 / seconds))
         rows[name] = program.row([(column, 1.0) for column in columns], upper=float(plan.counts[name]))
@@ -178,7 +179,7 @@ def _load_of(
         if configuration in serving:
             engine = engines[configuration]
             servers += [SimulatedServer(name, engine) for name in names]
-            batch = min(engine.limits.max_num_seqs, engine.limits.kv_cache_tokens / tokens)
+            batch = engine.limits.batch_of(tokens)
             own = math.fsum(rate for (_, c), rate in plan.rates.items() if c == configuration)
             stay_s = max(stay_s, batch / (own / len(names)))
     count = round(min(_MOST, max(_FEWEST, _TURNS * stay_s * plan.throughput * share)))

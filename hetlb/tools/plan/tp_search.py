@@ -91,9 +91,8 @@ def memory(cluster: Cluster, machine: Machine, part: Part) -> Memory:
     room = kv_bytes([(usable, share) for share in _shares(cluster, part)], weights)
     copies, longest = exact(model.known.replication(part.tensor_parallel_size)), cluster.limits.tokens
     need = exact(model.known.kv_bytes(longest))
-    # A state is part of every sequence; windows may be as long as the shortest ones.
-    each = max(Fraction(model.kv_bytes_per_token), need / longest)
-    return Memory(max(0, math.floor(room / (each * copies))), max(0, math.ceil(need * copies - room)))
+    tokens = math.floor(room / (model.kv_bytes_per_token * copies))
+    return Memory(max(0, tokens), max(0, math.ceil(need * copies - room)))
 
 
 def _shares(cluster: Cluster, part: Part) -> list[Fraction]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hetlb.balancer.config.profile_file import Profile
 from hetlb.balancer.core.engine_defaults import DEFAULT_MAX_NUM_SEQS
+from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.balancer.core.latency import IterationRule, LatencyModel
 from hetlb.balancer.core.types import Capacity
 from hetlb.errors import ConfigError
@@ -72,7 +73,9 @@ class Throughputs:
             else:
                 tokens = profile.engine.kv_cache_tokens or 0
                 seqs = profile.engine.max_num_seqs or DEFAULT_MAX_NUM_SEQS
-                self._known[key] = static_estimate(profile.latency, self._rows, tokens, seqs)
+                self._known[key] = static_estimate(
+                    profile.latency, self._rows, tokens, seqs, profile.capacity.kv_need
+                )
         return self._known[key]
 
 
@@ -88,25 +91,30 @@ class Batch:
     output_tokens: int
 
 
-def pack(rows: Rows, kv_cache_tokens: int, max_num_seqs: int) -> list[Batch]:
+def pack(rows: Rows, kv_cache_tokens: int, max_num_seqs: int, need: KvNeed | None = None) -> list[Batch]:
     """Greedily, in trace order: the largest batches that fit the KV cache; what never fits is left out."""
     batches: list[Batch] = []
-    size = inputs = outputs = longest = 0
+    size = inputs = longest = 0
+    held = 0.0
     for input_tokens, output_tokens in rows:
-        need = input_tokens + output_tokens
-        if need > kv_cache_tokens:
+        own = float(input_tokens + output_tokens)
+        own = own if need is None else need.tokens(own)
+        if own > kv_cache_tokens:
             continue
-        if size and (size >= max_num_seqs or inputs + outputs + need > kv_cache_tokens):
+        if size and (size >= max_num_seqs or held + own > kv_cache_tokens):
             batches.append(Batch(size, inputs / size, longest))
-            size = inputs = outputs = longest = 0
-        size, inputs, outputs = size + 1, inputs + input_tokens, outputs + output_tokens
+            size = inputs = longest = 0
+            held = 0.0
+        size, inputs, held = size + 1, inputs + input_tokens, held + own
         longest = max(longest, output_tokens)
     if size:
         batches.append(Batch(size, inputs / size, longest))
     return batches
 
 
-def static_estimate(latency: LatencyModel, rows: Rows, kv_cache_tokens: int, max_num_seqs: int) -> float:
+def static_estimate(
+    latency: LatencyModel, rows: Rows, kv_cache_tokens: int, max_num_seqs: int, need: KvNeed | None = None
+) -> float:
     """Tokens/s (input and output) of one instance on these rows, by the paper's algorithm 1 from k1..k8.
 
     It promises the order of degrees, not the absolute figure: a real engine refills its batch.
@@ -114,7 +122,8 @@ def static_estimate(latency: LatencyModel, rows: Rows, kv_cache_tokens: int, max
     seconds = sum(
         latency.paper_prefill_s(batch.size, batch.input_tokens)
         + latency.paper_decode_s(batch.size, batch.input_tokens, batch.output_tokens)
-        for batch in pack(rows, kv_cache_tokens, max_num_seqs)
+        for batch in pack(rows, kv_cache_tokens, max_num_seqs, need)
     )
-    tokens = sum(i + o for i, o in rows if i + o <= kv_cache_tokens)
+    longest = kv_cache_tokens if need is None else need.longest(kv_cache_tokens)
+    tokens = sum(i + o for i, o in rows if i + o <= longest)
     return tokens / seconds if seconds > 0 else 0.0

@@ -152,12 +152,12 @@ def _kv_tokens(facts: ModelFacts, cache: Mapping[str, Any], layout: Layout) -> i
 
     The library takes FP8 weights for an FP8 cache, and windows for caches of all tokens.
     """
-    if not cache or not facts.dense_bytes_per_token:
+    if not cache or not facts.cached_token_bytes:
         return None
     experts = facts.expert_bytes / (layout.tp * layout.dp)
     weights = (facts.weight_bytes - facts.expert_bytes) / layout.tp + experts
     room = cache["total_kv_size_bytes"] + cache["memory_breakdown"]["weights_bytes"] - weights
-    tokens = int(room * layout.tp / (facts.dense_bytes_per_token * facts.replication(layout.tp)))
+    tokens = int(room * layout.tp / (facts.cached_token_bytes * facts.replication(layout.tp)))
     return tokens if tokens > 0 else None
 
 

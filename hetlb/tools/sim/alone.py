@@ -121,7 +121,7 @@ def _radical_inverse(number: int) -> float:
 
 def batch_of(spec: EngineSpec, tokens: float) -> int:
     """Return how many sequences, of `tokens` tokens each on average over their life, run at once."""
-    return max(1, min(spec.limits.max_num_seqs, int(spec.limits.kv_cache_tokens / max(1.0, tokens))))
+    return max(1, int(spec.limits.batch_of(tokens)))
 
 
 def mean_batch(spec: EngineSpec, plan: Sequence[PlannedRequest]) -> int:

@@ -2,33 +2,42 @@
 
 Every decoding sequence gains one token per iteration, so one step counter stands for all of them: a sequence
 keeps the difference between the counter and its tokens in the cache (`offset`), sequences are bucketed by the
-step at which they finish, and counted by `offset % block_size`, which gives the steps at which they need a
-block.
+step at which they finish, and by that at which their window is full, and counted by `offset % block_size`,
+which gives the steps at which they need a block.
 """
 
 from __future__ import annotations
 
 import heapq
 
+from hetlb.tools.sim.block_pool import BlockPool
 from hetlb.tools.sim.engine_sequence import EngineSequence
 
 
 class DecodeBatch:
     """Decoding sequences, in order of admission, and the count of iterations begun."""
 
-    __slots__ = ("_finish", "_finish_steps", "_size", "demand", "sequences", "step", "tokens")
+    __slots__ = (
+        "_filling", "_filling_steps", "_finish", "_finish_steps", "_pool", "_size", "cycle", "demand",
+        "sequences", "step", "tokens",
+    )  # fmt: skip
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         self.sequences: dict[EngineSequence, None] = {}
         #: Iterations begun (of a longer stretch in flight: the first).
         self.step = 0
         #: Tokens in the cache of all the sequences, the step begun included.
         self.tokens = 0
-        self._size = block_size
+        self._pool = pool
+        self._size = pool.block_size
         self._finish: dict[int, dict[EngineSequence, None]] = {}  # step -> sequences that finish at its end
         self._finish_steps: list[int] = []  # heap over the keys; entries of emptied buckets go stale
-        #: Sequences by `offset % block_size`: those at a step's remainder need a block in it.
-        self.demand = [0] * block_size
+        #: Step -> sequences whose window is full from it on, and a heap over the keys, as above.
+        self._filling: dict[int, dict[EngineSequence, None]] = {}
+        self._filling_steps: list[int] = []
+        #: Blocks that the sequences need in a step, by its remainder of the block size, and in all of these.
+        self.demand = [0] * pool.block_size
+        self.cycle = 0
 
     def cached(self, sequence: EngineSequence) -> int:
         """Return the tokens of a sequence in the cache."""
@@ -43,7 +52,13 @@ class DecodeBatch:
         sequence.offset = offset = self.step - cached
         self.sequences[sequence] = None
         self.tokens += cached
-        self.demand[offset % self._size] += 1
+        self._need(offset, self._per_block(cached))
+        if self._pool.window and cached < self._pool.window_blocks * self._size:
+            full = offset + self._pool.window_blocks * self._size
+            if full not in self._filling:
+                self._filling[full] = {}
+                heapq.heappush(self._filling_steps, full)
+            self._filling[full][sequence] = None
         last = offset + sequence.prompt_tokens + sequence.output_tokens - 1
         bucket = self._finish.get(last)
         if bucket is None:
@@ -74,26 +89,51 @@ class DecodeBatch:
         del self.sequences[sequence]
         cached = self.step - sequence.offset
         self.tokens -= cached
-        self.demand[sequence.offset % self._size] -= 1
+        self._need(sequence.offset, -self._per_block(cached))
+        if self._filling:
+            full = sequence.offset + self._pool.window_blocks * self._size
+            if full in self._filling:
+                self._filling[full].pop(sequence, None)
         return cached
+
+    def _need(self, offset: int, blocks: int) -> None:
+        self.demand[offset % self._size] += blocks
+        self.cycle += blocks
+
+    def _per_block(self, cached: int) -> int:
+        """Return what the next block of a sequence with so many tokens takes."""
+        pool = self._pool
+        inside = pool.window and cached < pool.window_blocks * self._size
+        return pool.grows + pool.window if inside else pool.grows
+
+    def alike(self, steps: int) -> int:
+        """Return how many of the next `steps` steps no window fills in."""
+        filling = self._filling_steps
+        return min(steps, filling[0] - self.step) if filling else steps
 
     def advance(self, steps: int) -> int:
         """Count `steps` iterations as begun; returns how many sequences decode in them."""
         count = len(self.sequences)
         self.step += steps
         self.tokens += steps * count
+        filling = self._filling_steps
+        while filling and filling[0] <= self.step:
+            for sequence in self._filling.pop(heapq.heappop(filling)):
+                self._need(sequence.offset, -self._pool.window)
         return count
 
-    def needs_block(self, sequence: EngineSequence) -> bool:
-        """Return whether a sequence needs another block in the next step."""
-        return sequence.offset % self._size == self.step % self._size
+    def needs(self, sequence: EngineSequence) -> int:
+        """Return what a sequence needs of the pool in the next step."""
+        if sequence.offset % self._size != self.step % self._size:
+            return 0
+        return self._per_block(self.step - sequence.offset)
 
     def blocks_needed(self, steps: int) -> int:
         """Return the blocks that the sequences need in the next `steps` steps."""
         size = self._size
         start = self.step % size
         cycles, rest = divmod(steps, size)
-        blocks = cycles * len(self.sequences)
+        blocks = cycles * self.cycle
         end = start + rest
         if end <= size:
             return blocks + sum(self.demand[start:end])
@@ -111,7 +151,7 @@ class DecodeBatch:
         if self.blocks_needed(steps) <= free:
             return steps
         size = self._size
-        cycles, free = divmod(free, len(self.sequences))
+        cycles, free = divmod(free, self.cycle)
         affordable = cycles * size
         start = self.step % size
         while (free := free - self.demand[(start + affordable) % size]) >= 0:
@@ -122,8 +162,9 @@ class DecodeBatch:
         """Count everything again; assertion where a sum disagrees."""
         demand = [0] * self._size
         for sequence in self.sequences:
-            demand[sequence.offset % self._size] += 1
+            demand[sequence.offset % self._size] += self._per_block(self.cached(sequence))
         assert self.tokens == sum(map(self.cached, self.sequences)), "expected the sum of the cached tokens"
         assert demand == self.demand, "expected the block demand counted anew"
+        assert sum(demand) == self.cycle, "expected the sum of the demand"
         bucketed = {sequence for bucket in self._finish.values() for sequence in bucket}
         assert bucketed == set(self.sequences), "expected every decoding sequence in one finish bucket"

@@ -10,8 +10,10 @@ from hetlb.balancer.core.engine_defaults import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
 )
+from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.types import Capacity
+from hetlb.tools.sim.block_pool import BlockPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,7 @@ class EngineLimits(PickleByFields):
 
     `enable_prefix_caching` (on by default): freed blocks keep their content.
     `async_scheduling`: the next batch is fixed when the running one starts.
-    `max_loras`: LoRA adapters of a batch.
+    `max_loras`: LoRA adapters of a batch. `need`: of sequences some of whose layers do not keep every token.
     """
 
     kv_cache_tokens: int
@@ -30,6 +32,7 @@ class EngineLimits(PickleByFields):
     enable_prefix_caching: bool = True
     async_scheduling: bool = False
     max_loras: int = DEFAULT_SLOTS
+    need: KvNeed | None = None
 
     def __post_init__(self) -> None:
         for name in ("kv_cache_tokens", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_loras"):
@@ -56,11 +59,32 @@ class EngineLimits(PickleByFields):
     @property
     def max_sequence_tokens(self) -> int:
         """Most tokens (prompt + output) of one sequence: its last token needs no slot."""
-        return self.kv_blocks * self.block_size + 1
+        return (self.kv_blocks * self.block_size if self.need is None else self.pool().most_tokens()) + 1
+
+    def pool(self) -> BlockPool:
+        """Return an empty pool of these blocks."""
+        return BlockPool(self.kv_blocks, self.block_size, self.need, self.in_flight_tokens)
+
+    def batch_of(self, tokens: float) -> float:
+        """Return how many sequences, of so many tokens each on average over their life, run at once."""
+        needed = tokens if self.need is None else self.need.tokens(tokens)
+        return min(float(self.max_num_seqs), self.kv_cache_tokens / max(1.0, needed))
 
     def fits(self, prompt_tokens: int, output_tokens: int) -> bool:
         """Return whether the whole KV cache is enough for such a sequence."""
         return prompt_tokens + max(output_tokens, 1) <= self.max_sequence_tokens
+
+    @property
+    def in_flight_tokens(self) -> int:
+        """Most tokens that are scheduled and not computed."""
+        return self.max_num_batched_tokens * (2 if self.async_scheduling else 1)
+
+    def told_kv_tokens(self, max_model_len: int) -> int:
+        """Return the KV cache as vLLM tells it, for sequences of `max_model_len` tokens."""
+        if self.need is None:
+            return self.kv_cache_tokens
+        longest = self.need.scaled(max_model_len, max_model_len, self.in_flight_tokens)
+        return self.kv_cache_tokens * max_model_len // longest
 
     @classmethod
     def from_capacity(cls, capacity: Capacity) -> EngineLimits:
@@ -73,16 +97,21 @@ class EngineLimits(PickleByFields):
                 "engine.kv_cache_tokens: expected the capacity in tokens, but the key is missing"
             )
         seqs, batched = capacity.max_num_seqs, capacity.max_num_batched_tokens
+        tokens, need = capacity.kv_cache_tokens, capacity.kv_need
         if batched is None:
             batched = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, seqs or 0)
         if seqs is None:
             seqs = min(DEFAULT_MAX_NUM_SEQS, batched)
+        if need is not None:
+            in_flight = batched * (2 if capacity.async_scheduling else 1)
+            tokens = need.scaled(tokens, capacity.max_model_len, in_flight)
         return cls(
-            kv_cache_tokens=capacity.kv_cache_tokens,
+            kv_cache_tokens=tokens,
             block_size=capacity.block_size or DEFAULT_BLOCK_SIZE,
             max_num_seqs=seqs,
             max_num_batched_tokens=batched,
             enable_prefix_caching=capacity.enable_prefix_caching is not False,
             async_scheduling=capacity.async_scheduling is True,
             max_loras=capacity.max_loras or DEFAULT_SLOTS,
+            need=need,
         )

@@ -104,7 +104,7 @@ class EngineModel:
         self.generated_tokens = 0
         self.prefilled_tokens = 0
         self._waiting: OrderedDict[EngineSequence, None] = OrderedDict()
-        self.decodes = DecodeBatch(limits.block_size)
+        self.decodes = DecodeBatch(self.kv.pool)
         self._delayed = DelayedView()
         self._partial: EngineSequence | None = None  # prefill unfinished: always the latest admitted
         self._completing: list[EngineSequence] = []  # prefills that end with the iteration in flight
@@ -260,7 +260,7 @@ class EngineModel:
         steps = decodes.steps_to_finish()
         if steps == 1:
             return stretch
-        steps = 1 + decodes.affordable_steps(steps - 1, self.kv.pool.free_blocks)
+        steps = 1 + decodes.affordable_steps(decodes.alike(steps - 1), self.kv.pool.free_blocks)
         first_s, increment_s = stretch.first_s, stretch.increment_s
         if first_s <= 0 or first_s + (steps - 1) * increment_s <= 0:
             return stretch  # constants that predict no time: step, where each is clamped
@@ -415,7 +415,7 @@ class EngineModel:
                 continue
             else:
                 victim = next(reversed(decodes.sequences))
-                demand -= decodes.needs_block(victim)
+                demand -= decodes.needs(victim)
                 victim.generated = self.generated(victim)
                 tokens = decodes.remove(victim)
             self._preempt(victim, tokens, decodes.step)

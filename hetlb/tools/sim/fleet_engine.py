@@ -83,7 +83,7 @@ class FleetEngine:
     def kv_usage(self) -> float:
         """Return the fraction of the KV blocks in use now."""
         model = self.model
-        return model.kv_used_blocks_at(self._events.now - self.started_s) / model.limits.kv_blocks
+        return model.kv_used_blocks_at(self._events.now - self.started_s) / model.kv.pool.total_blocks
 
     def submit(self, sequences: Sequence[EngineSequence]) -> None:
         """Give it sequences that arrive now."""

@@ -159,7 +159,7 @@ class FleetSimulation:
         for name, engine in self._engines.items():
             model = engine.model
             own: dict[str, int | float] = {"preemptions": model.preemptions}
-            own["kv_peak"] = model.kv.peak_blocks / model.limits.kv_blocks
+            own["kv_peak"] = model.kv.peak_blocks / model.kv.pool.total_blocks
             if cached:
                 own["prefix_hit_tokens"] = model.kv.hit_tokens
                 own["prefilled_tokens"] = model.prefilled_tokens

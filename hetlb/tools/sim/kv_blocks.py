@@ -17,14 +17,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
-from typing import Final
 
-from hetlb.tools.sim.block_pool import BlockPool, CachedSpan, blocks_for
+from hetlb.tools.sim.block_pool import ENDLESS, CachedSpan, blocks_for
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.engine_sequence import EngineSequence, SequenceState
-
-#: Length of the last span of a content: more tokens than a sequence has.
-_ENDLESS: Final = 1 << 62
 
 
 class KvBlocks:
@@ -40,13 +36,14 @@ class KvBlocks:
     )  # fmt: skip
 
     def __init__(self, limits: EngineLimits, *, shared: bool) -> None:
-        self.pool = BlockPool(limits.kv_blocks, limits.block_size)
+        self.pool = limits.pool()
         self.size = limits.block_size
-        self.shared = shared
+        # What keeps no token for good has nothing to be found again.
+        self.shared = shared and self.pool.grows > 0
         #: Tokens found in the cache since the start, and the most blocks in use at once.
         self.hit_tokens = 0
         self.peak_blocks = 0
-        self._caching = shared or limits.enable_prefix_caching
+        self._caching = (shared or limits.enable_prefix_caching) and self.pool.grows > 0
         self._root = CachedSpan(None, None)
         #: Nodes without a user and second copies, in the order of eviction.
         self._unused: OrderedDict[CachedSpan, None] = OrderedDict()
@@ -56,18 +53,18 @@ class KvBlocks:
         """Name the content of a new sequence: what its pieces and its answer leave is its own."""
         own = object()
         if not self.shared:
-            sequence.spans = ((own, _ENDLESS),)
+            sequence.spans = ((own, ENDLESS),)
             return
         rest = sequence.prompt_tokens - sum([tokens for _, tokens in sequence.pieces])
         if rest < 0:
             named = sequence.prompt_tokens - rest
             raise ValueError(f"pieces: expected at most {sequence.prompt_tokens} tokens, got {named}")
         if sequence.answer is None:
-            sequence.spans = (*sequence.pieces, (own, _ENDLESS))
+            sequence.spans = (*sequence.pieces, (own, ENDLESS))
         elif rest:
-            sequence.spans = (*sequence.pieces, (own, rest), (sequence.answer, _ENDLESS))
+            sequence.spans = (*sequence.pieces, (own, rest), (sequence.answer, ENDLESS))
         else:
-            sequence.spans = (*sequence.pieces, (sequence.answer, _ENDLESS))
+            sequence.spans = (*sequence.pieces, (sequence.answer, ENDLESS))
 
     def find(self, sequence: EngineSequence, tokens: int) -> int | None:
         """Take what is cached of the first `tokens` tokens: how many, or None if the rest finds no room."""
@@ -77,7 +74,9 @@ class KvBlocks:
         last = unused[-1] if unused else None
         surplus = sum([node.blocks for node in nodes]) - found if last is not None else 0
         revived = sum([node.blocks for node in unused]) - surplus
-        if blocks_for(tokens, self.size) - found + revived > self.pool.free_blocks:
+        pool, blocks = self.pool, blocks_for(tokens, self.size)
+        needed = pool.grows * (blocks - found + revived) + pool.beside(blocks, pool.admitted_blocks)
+        if needed > pool.free_blocks:
             return None
         if last is not None and surplus:
             # The block with the prompt's last token: it is computed again, and this copy forgotten.
@@ -89,8 +88,9 @@ class KvBlocks:
             if not node.users and node.blocks:
                 del self._unused[node]
                 self._unused_blocks -= node.blocks
-                self.pool.take(node.blocks)
+                pool.take(pool.grows * node.blocks)
             node.users += 1
+        pool.take(pool.beside(found, pool.window_blocks))
         sequence.nodes, sequence.shared_blocks = nodes, found
         found *= self.size
         if self.shared and sequence.cached_tokens is None:
@@ -131,7 +131,8 @@ class KvBlocks:
             self._file(sequence, tokens)
         whole = tokens // size
         # A partly filled block is taken first: it needs no place in the order of eviction.
-        self.pool.release((blocks_for(tokens, size) - whole) * size)
+        pool, blocks = self.pool, blocks_for(tokens, size)
+        pool.give(pool.grows * (blocks - whole) + pool.beside(blocks, pool.window_blocks))
         if second := whole - sequence.shared_blocks:
             copies = CachedSpan(None, None)
             copies.blocks = second
@@ -201,11 +202,13 @@ class KvBlocks:
     def _let_go(self, node: CachedSpan) -> None:
         self._unused[node] = None
         self._unused_blocks += node.blocks
-        self.pool.release(node.blocks * self.size)
+        self.pool.give(self.pool.grows * node.blocks)
 
     def _evict(self) -> None:
         """Evict cached blocks that the pool has given to others."""
-        excess = self._unused_blocks - self.pool.free_blocks
+        if not self._unused_blocks:
+            return
+        excess = self._unused_blocks - self.pool.free_blocks // self.pool.grows
         while excess > 0:
             node = next(iter(self._unused))
             evicted = min(node.blocks, excess)
@@ -243,9 +246,10 @@ class KvBlocks:
             )
         assert used.keys() <= reachable, "expected nodes in use to be found"
         assert self._unused_blocks == sum([node.blocks for node in self._unused])
-        assert self._unused_blocks <= self.pool.free_blocks, "expected unused blocks to count as free"
-        blocks = sum([blocks_for(count, self.size) for count in tokens.values()])
-        blocks += sum([node.blocks for node in used]) - sum([each.shared_blocks for each in tokens])
+        pool = self.pool
+        assert self._unused_blocks * pool.grows <= pool.free_blocks, "expected unused blocks to count as free"
+        shared = sum([node.blocks for node in used]) - sum([each.shared_blocks for each in tokens])
+        blocks = sum([pool.held(count) for count in tokens.values()]) + pool.grows * shared
         assert self.pool.used_blocks == blocks, f"expected {blocks} used blocks, got {self.pool.used_blocks}"
 
 

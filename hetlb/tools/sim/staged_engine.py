@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hetlb.balancer.core.latency import LatencyModel
-from hetlb.tools.sim.block_pool import BlockPool
 from hetlb.tools.sim.decode_batch import DecodeBatch
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.engine_sequence import EngineSequence
@@ -53,11 +52,11 @@ class StagedEngine:
         self._stages = stages
         self._limits = limits
         self._free_s = [0.0] * (len(stages) + 1)  # of every stage, and of the scheduler
-        self._pool = BlockPool(limits.kv_blocks, limits.block_size)
+        self._pool = limits.pool()
         self._admitted = 0
         self._partial: EngineSequence | None = None
         self._waiting: deque[EngineSequence] = deque()
-        self._lanes = [_Lane(DecodeBatch(limits.block_size)) for _ in stages]
+        self._lanes = [_Lane(DecodeBatch(self._pool)) for _ in stages]
 
     @property
     def waiting(self) -> int:

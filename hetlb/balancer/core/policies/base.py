@@ -19,8 +19,7 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import ideal_batch, processing_s
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.policies.sight import SchedulingContext, foreseen
-from hetlb.balancer.core.transfer import TransferTimes
-from hetlb.balancer.core.types import Candidate, Request, Role, pair_name
+from hetlb.balancer.core.types import Candidate, Request
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.policies.worth import Worth
@@ -76,9 +75,8 @@ def paper_terms(
     divided by their number.
     """
     capacity, engines = instance.capacity, instance.engines
-    batch = ideal_batch(
-        instance.kv_cache_tokens // engines, request.prompt_tokens, predicted_output, capacity.max_num_seqs
-    )
+    needed = instance.needed(request.prompt_tokens + predicted_output)
+    batch = ideal_batch(instance.kv_cache_tokens // engines, needed, 0.0, capacity.max_num_seqs)
     t_s = fixed_processing_s
     if t_s is None:
         # The paper knows no correction of a profile; without one, what was learnt is all there is.
@@ -106,7 +104,7 @@ def paper_work(ctx: SchedulingContext, instance: Instance) -> tuple[int, float, 
     prompt = request.prompt_tokens
     engines = instance.engines
     cache, slots = instance.kv_cache_tokens // engines, instance.max_num_seqs // engines
-    batch = ideal_batch(cache, prompt, predicted, slots)
+    batch = ideal_batch(cache, instance.needed(prompt + predicted), 0.0, slots)
     t_s = processing_s(instance.latency, batch, prompt, predicted) / engines
     workload_s = t_s * request.sequences
     return batch * engines, t_s, workload_s if workload_s < MAX_WORKLOAD_S else MAX_WORKLOAD_S
@@ -125,59 +123,6 @@ class Choice:
         self.work_s = work_s
         self.candidates = candidates
         self.forecast = forecast
-
-
-#: Prompt tokens beyond its prefix cache that an instance with the role `decode` computes itself, where the
-#: cache holds half of the prompt. Short prompts alone would make it do both as soon as prefill is busy.
-OWN_PREFILL_TOKENS: Final = 256
-
-
-@dataclass(frozen=True, slots=True)
-class SplitChoice:
-    """Instances of the prefill and of the decode of a request that may be split, by index.
-
-    They are the same where one instance gets all of it, with its forecast, and -1 where the request is not to
-    be split. Works are in seconds, `first_s` until the token of the prefill leg, `decode_first_s` and
-    `decode_end_s` from the dispatch of the decode leg to its first token and its end, without transfer.
-    `candidates` are those of all instances, and of pairs behind them.
-    """
-
-    prefill: int
-    decode: int
-    work_s: float
-    candidates: Callable[[], list[Candidate]]
-    decode_work_s: float = 0.0
-    first_s: float = 0.0
-    decode_first_s: float = 0.0
-    decode_end_s: float = 0.0
-    forecast: Forecast | None = None
-
-
-def whole_choice(index: int, choice: Choice) -> SplitChoice:
-    """One instance for all of a request."""
-    return SplitChoice(index, index, choice.work_s, choice.candidates, forecast=choice.forecast)
-
-
-def pair_choice(
-    ctx: SchedulingContext,
-    instances: Sequence[Instance],
-    prefill: int,
-    decode: int,
-    candidates: Callable[[], list[Candidate]],
-) -> SplitChoice:
-    """Return a pair with what it books: the prefill alone here, the decoding alone there."""
-    source, target, prompt = instances[prefill], instances[decode], float(ctx.request.prompt_tokens)
-    there, decode_first_s = foreseen(ctx, target), target.join_s(prompt)
-    return SplitChoice(
-        prefill,
-        decode,
-        min(source.latency.prefill_s(prompt), MAX_WORKLOAD_S),
-        candidates,
-        decode_work_s=min(target.latency.answer_s(prompt, ctx.predicted_output, 0.0, 0.0), MAX_WORKLOAD_S),
-        first_s=foreseen(ctx, source).first_token_s,
-        decode_first_s=decode_first_s,
-        decode_end_s=decode_first_s + there.end_s - there.first_token_s,
-    )
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -207,31 +152,6 @@ class Policy:
             request, predicted = ctx.request, ctx.predicted_output
             workload = paper_terms(instances[index], request, predicted, self.params).workload
         return Choice(index, workload or 0.0, lambda: candidates, foreseen(ctx, instances[index]))
-
-    def choose_split(
-        self, ctx: SchedulingContext, instances: Sequence[Instance], transfers: TransferTimes, mixed: bool
-    ) -> SplitChoice | None:
-        """Instances for a request that may be split, None for none now; `mixed`: all have the role `both`."""
-        whole = [i for i, instance in enumerate(instances) if instance.spec.role is Role.BOTH]
-        if whole:
-            found = self.choose(ctx, [instances[i] for i in whole])
-            return None if found is None else whole_choice(whole[found.index], found)
-        chosen: list[int] = []
-        made: list[Callable[[], list[Candidate]]] = []
-        for role in (Role.PREFILL, Role.DECODE):
-            able = [i for i, instance in enumerate(instances) if instance.spec.role is role]
-            found = self.choose(ctx, [instances[i] for i in able]) if able else None
-            if found is None:
-                return None
-            chosen.append(able[found.index])
-            made.append(found.candidates)
-        source, target = instances[chosen[0]], instances[chosen[1]]
-        if not transfers.checks.usable(source, target, ctx.now):
-            return SplitChoice(-1, -1, 0.0, lambda: [*made[0](), *made[1]()])
-        name = pair_name(source.name, target.name)
-        return pair_choice(
-            ctx, instances, chosen[0], chosen[1], lambda: [*made[0](), *made[1](), Candidate(name)]
-        )
 
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
         """One candidate per instance, in their order; an infinite score is never chosen."""

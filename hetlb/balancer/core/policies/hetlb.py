@@ -24,7 +24,7 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.demand import size_of
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.policies.base import Choice, Policy, PolicyParams, SplitChoice, paper_work
+from hetlb.balancer.core.policies.base import Choice, Policy, PolicyParams, paper_work
 from hetlb.balancer.core.policies.score_terms import TERMS, long_answer_s, own_s, rate, weights_of
 from hetlb.balancer.core.policies.sight import (
     HELD,
@@ -38,7 +38,6 @@ from hetlb.balancer.core.policies.sight import (
 )
 from hetlb.balancer.core.policies.targets import leaves_room, shares_of_targets
 from hetlb.balancer.core.throttle import BLOCKED, NORMAL
-from hetlb.balancer.core.transfer import TransferTimes
 from hetlb.balancer.core.types import Candidate
 
 #: Reason of an instance that has room and is left to wait for a faster one.
@@ -128,6 +127,8 @@ class Evaluation:
         if not instance.explored and seen.running >= instance.explored_sequences(self._ctx.now):
             return NO_SLOT
         spread = _SPREAD * self._ctx.long_output * math.sqrt(seen.running + self._ctx.request.sequences)
+        if instance.kv_need is not None:
+            spread *= instance.kv_need.grows
         return NO_MEMORY if each.used_tokens + spread > each.load.kv_cache_tokens else ROOM
 
     def _keep_free(self) -> None:
@@ -228,13 +229,14 @@ class Hetlb(Policy):
             self.worth = Worth(params.worth, params.types)
         self._stated = tuple([stated.get(term.name, term.weight) for term in TERMS])
 
-    def _evaluate(self, ctx: SchedulingContext, instances: Sequence[Instance], hold: bool) -> Evaluation:
+    def evaluate(self, ctx: SchedulingContext, instances: Sequence[Instance], hold: bool) -> Evaluation:
+        """Filter and rate instances for a request. Without `hold` none is passed over."""
         service = ctx.request.service
         weights = weights_of(service, self._stated)
         return Evaluation(ctx, instances, weights, hold)
 
     def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice | None:
-        evaluation = self._evaluate(ctx, instances, True)
+        evaluation = self.evaluate(ctx, instances, True)
         found = evaluation.best()
         if found is None:
             return None
@@ -247,12 +249,5 @@ class Hetlb(Policy):
         work_s = paper_work(ctx, found.instance)[2]
         return Choice(found.index, work_s, evaluation, found)
 
-    def choose_split(
-        self, ctx: SchedulingContext, instances: Sequence[Instance], transfers: TransferTimes, mixed: bool
-    ) -> SplitChoice | None:
-        from hetlb.balancer.core.policies.pairs import choose_pair
-
-        return choose_pair(ctx, self._evaluate(ctx, instances, mixed), transfers, mixed)
-
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
-        return self._evaluate(ctx, instances, True)()
+        return self.evaluate(ctx, instances, True)()

@@ -37,9 +37,9 @@ class SchedulingContext:
     """
 
     __slots__ = (
-        "adapter_load_s", "availabilities", "booked", "demand", "goes_on", "held", "long_output",
-        "mean_output", "mean_prefill", "now", "predicted_output", "prompt", "prompts", "request", "waited_s",
-        "waiting",
+        "adapter_load_s", "availabilities", "booked", "demand", "goes_on", "half_output", "held",
+        "long_output", "mean_output", "mean_prefill", "now", "predicted_output", "prompt", "prompts",
+        "request", "waited_s", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -73,7 +73,8 @@ class SchedulingContext:
         self.prompt = prompt = float(request.prompt_tokens)
         prompts = 1.0 if request.sequences <= 1 else float(-(-request.sequences // request.samples))
         self.prompts = prompts
-        self.booked = prompts * prompt + request.sequences * predicted_output / 2.0
+        self.half_output = predicted_output / 2.0
+        self.booked = prompts * prompt + request.sequences * self.half_output
 
     def cached_tokens(self, instance: Instance) -> int:
         """Return the tokens of the prompt in the prefix cache of an instance."""
@@ -128,7 +129,10 @@ class Sight(Forecast):
         self.index, self.state = 0, ROOM
         self.foreseen = self.rated = False
         self.limit = self.done_s = math.inf
-        used = seen.expected_kv_tokens(ctx.now) + ctx.booked - ctx.prompts * cached
+        need, booked = instance.kv_need, ctx.booked - ctx.prompts * cached
+        if need is not None:
+            booked = need.grows * booked + ctx.request.sequences * need.beside(ctx.prompt + ctx.half_output)
+        used = seen.expected_kv_tokens(ctx.now) + booked
         self.ending = 0.0
         if seen.incoming > 0.0:
             self.ending = ending = seen.ending(seen.now_s * ctx.mean_output, ctx.now)

@@ -93,7 +93,8 @@ def leaves_room(ctx: SchedulingContext, each: Sight, share: float) -> bool:
     step_s = protected.tpot_s / slow if protected.tpot_s < math.inf else each.step_s
     to_come = max(0.0, most(rate * protected.output * step_s) - each.instance.stated_sequences / load.engines)
     batch = load.batch + each.own + to_come
-    if batch > load.slots or each.used_tokens + to_come * load.engines * context > load.kv_cache_tokens:
+    used = each.used_tokens + to_come * load.engines * each.instance.needed(context)
+    if batch > load.slots or used > load.kv_cache_tokens:
         return False
     prompt = float(ctx.request.prompt_tokens)
     tokens = seen.context + each.own * (prompt + ctx.predicted_output / 2.0) + to_come * context

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.policies.base import PlannedType
 from hetlb.balancer.core.queue import Queued
@@ -40,6 +41,7 @@ def busy_s(
     token_budget: int,
     prompt: float,
     output: float,
+    need: KvNeed | None = None,
 ) -> float:
     """Return the seconds that a request takes of an engine that is full of requests like it.
 
@@ -48,7 +50,8 @@ def busy_s(
     """
     prompt, output = max(1.0, prompt), max(1.0, output)
     context = prompt + output / 2.0
-    batch = max(1.0, min(float(max_num_seqs), kv_cache_tokens / context))
+    needed = context if need is None else need.tokens(context)
+    batch = max(1.0, min(float(max_num_seqs), kv_cache_tokens / needed))
     begin = min(batch / output, token_budget / (prompt + output))
     batch = max(1.0, begin * output)
     kv_tokens = batch * context
@@ -186,4 +189,5 @@ def log_ratio(length: float, other: float) -> float:
 def _busy_s(instance: Instance, prompt: float, output: float) -> float:
     engines = instance.engines
     cache, slots = instance.kv_cache_tokens // engines, instance.max_num_seqs // engines
-    return busy_s(instance.latency, cache, slots, instance.token_budget, prompt, output) / engines
+    budget, need = instance.token_budget, instance.kv_need
+    return busy_s(instance.latency, cache, slots, budget, prompt, output, need) / engines

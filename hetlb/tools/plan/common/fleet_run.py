@@ -59,7 +59,7 @@ def run_fleet(
                 name=server.name,
                 model=model,
                 latency=server.engine.latency,
-                capacity=Capacity(*sizes),
+                capacity=Capacity(*sizes, kv_need=limits.need),
                 role=server.role,
                 kv_transfer=server.kv_transfer,
             )

@@ -73,15 +73,14 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         """Return the bytes of all weights."""
         return self.parameters * self.bytes_per_parameter
 
-    def kv_bytes_at(self, tensor_parallel_size: int, tokens: float = 0.0) -> float:
-        """Return the bytes of a token on all GPUs of a group: those with too few KV heads keep copies.
+    def kv_bytes_at(self, tensor_parallel_size: int) -> float:
+        """Return the bytes of a token on all GPUs of a group: those with too few KV heads keep copies."""
+        return self.kv_bytes_per_token * self.known.replication(tensor_parallel_size)
 
-        With `tokens` it is the mean token of sequences of so many: windows end, and a state counts.
-        """
-        known = self.known
-        uneven = tokens > 0.0 and (known.kv_windows or known.state_bytes)
-        each = known.kv_bytes(tokens) / tokens if uneven else self.kv_bytes_per_token
-        return each * known.replication(tensor_parallel_size)
+    def needed(self, tokens: float) -> float:
+        """Return the tokens of a KV cache that a sequence of so many needs."""
+        need = self.known.kv_need
+        return tokens if need is None else need.tokens(tokens)
 
     @property
     def known(self) -> ModelFacts:
@@ -155,7 +154,7 @@ def _with_facts(model: Model, table: PlanModelTable, found: ModelFacts, where: s
         model,
         parameters=float(facts.parameters),
         bytes_per_parameter=facts.weight_bytes / facts.parameters,
-        kv_bytes_per_token=math.ceil(facts.dense_bytes_per_token),
+        kv_bytes_per_token=math.ceil(facts.cached_token_bytes),
         layers=facts.layers,
         hidden_size=facts.hidden_size,
         attention_heads=facts.attention_heads,

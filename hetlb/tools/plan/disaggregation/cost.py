@@ -74,7 +74,7 @@ def capacity_of(cluster: SplitCluster, stages: Sequence[GroupStage]) -> int:
     room = [
         (cluster.machines[s.machine].usable(s.gpus), Fraction(s.layers, cluster.model.layers)) for s in stages
     ]
-    each = cluster.model.kv_bytes_at(stages[0].gpus, cluster.workload.context_tokens)
+    each = cluster.model.kv_bytes_at(stages[0].gpus)
     return kv_cache_tokens(room, exact(cluster.model.weight_bytes), exact(each))
 
 

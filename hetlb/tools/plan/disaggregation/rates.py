@@ -129,7 +129,7 @@ def _mean(loads: list[tuple[float, float]]) -> float:
 
 def _full_batch(limits: EngineLimits, workload: RequestLengths) -> float:
     """Sequences that run at once, each with room to its end: what finds none is preempted."""
-    return min(float(limits.max_num_seqs), limits.kv_cache_tokens / workload.final_tokens)
+    return limits.batch_of(workload.final_tokens)
 
 
 def _largest_batch(most: float, limit_s: float, seconds: Callable[[float], float]) -> float:

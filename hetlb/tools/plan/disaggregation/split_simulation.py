@@ -232,7 +232,7 @@ def _wanted(cluster: SplitCluster, plan: SplitPlan) -> float:
     """Return requests of a run that is long enough for every group to be full for most of it."""
     context = cluster.workload.context_tokens
     stay_s = max(
-        min(256.0, group.kv_cache_tokens / context) / group.capacity
+        min(256.0, group.kv_cache_tokens / cluster.model.needed(context)) / group.capacity
         for group in plan.groups
         if group.role is not Role.PREFILL
     )

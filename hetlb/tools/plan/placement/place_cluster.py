@@ -181,17 +181,20 @@ def machine_kind(machine: Machine, model: Model, input_tokens: float, output_tok
     prompts = [(float(n), latency.prefill_s(n) / layers) for n in _PROMPT_POINTS]
     decodes = [(float(n), latency.step_s(n, n * context) / layers) for n in _DECODE_POINTS]
     prompt = Curve((0.0, *(x for x, _ in prompts)), (0.0, *(y for _, y in prompts)))
+    tokens = input_tokens + output_tokens
+    each = model.kv_bytes_per_token * model.needed(tokens) / tokens
     holdings = []
     for held in range(1, layers + 1):
         left = machine.usable_bytes - model.weight_bytes * held / layers
-        kv_token_layers = int(left / (model.kv_bytes_per_token / layers)) if left > 0.0 else 0
-        seats = int(kv_token_layers // (held * (input_tokens + output_tokens)))
+        # A path books the tokens of a request on each layer, whatever the layer keeps of them.
+        kv_token_layers = int(left / (each / layers)) if left > 0.0 else 0
+        seats = int(kv_token_layers // (held * tokens))
         if seats < 1:
             break
         batch = min(seats, most_seqs)
         step_s = latency.step_s(batch, batch * context) / layers
         request_s = latency.prefill_s(input_tokens) / layers + output_tokens * step_s / batch
         limits = BatchLimits(most_seqs, most_tokens, most_seqs, kv_token_layers)
-        rate = (input_tokens + output_tokens) / (held * request_s)
+        rate = tokens / (held * request_s)
         holdings.append(Holding(rate, kv_token_layers, limits))
     return MachineKind(machine.name, prompt, decode_curve([(0.0, 0.0), *decodes]), tuple(holdings))

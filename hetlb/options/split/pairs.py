@@ -12,20 +12,20 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.balancer.core.occupancy import JOINING_STEPS
-from hetlb.balancer.core.policies.base import (
-    MAX_WORKLOAD_S,
-    OWN_PREFILL_TOKENS,
-    Choice,
-    SplitChoice,
-    paper_work,
-    whole_choice,
-)
+from hetlb.balancer.core.policies.base import MAX_WORKLOAD_S, Choice, paper_work
 from hetlb.balancer.core.policies.hetlb import Evaluation
 from hetlb.balancer.core.policies.score_terms import FINISH
 from hetlb.balancer.core.policies.sight import ROOM, SchedulingContext, Sight
-from hetlb.balancer.core.transfer import TransferTimes
 from hetlb.balancer.core.types import Candidate, Role, pair_name
+from hetlb.options.split.split_choice import (
+    JOINING_STEPS,
+    OWN_PREFILL_TOKENS,
+    SplitChoice,
+    join_s,
+    unsplit_choice,
+    whole_choice,
+)
+from hetlb.options.split.transfers import TransferTimes
 
 #: A pair must cost less than this share of what one instance costs: it takes two slots, and may fail.
 _WORTH: Final = 0.9
@@ -76,17 +76,14 @@ def choose_pair(
             pair.target,
             min(source.latency.prefill_s(prompt), MAX_WORKLOAD_S),
             lambda: pairs.candidates(pair),
-            decode_work_s=min(decode_s, MAX_WORKLOAD_S),
-            first_s=evaluation.ratings[pair.source].first_token_s,
-            decode_first_s=pair.start_s,
-            decode_end_s=pair.start_s + pairs.decode_s(evaluation.ratings[pair.target]),
+            evaluation.ratings[pair.source],
+            min(decode_s, MAX_WORKLOAD_S),
+            pair.start_s,
+            pair.start_s + pairs.decode_s(evaluation.ratings[pair.target]),
         )
     if whole is None:
-        return (
-            None
-            if pair is None and not pairs.restrained
-            else SplitChoice(-1, -1, 0.0, lambda: pairs.candidates(None))
-        )
+        unsplit = pair is not None or pairs.restrained
+        return unsplit_choice(lambda: pairs.candidates(None)) if unsplit else None
     work_s = paper_work(ctx, instances[whole.index])[2]
     return whole_choice(whole.index, Choice(whole.index, work_s, lambda: pairs.candidates(None), whole))
 
@@ -215,7 +212,7 @@ class _Pairs:
         wait_s = self._wait_for_prefill_s(target)
         start_s = JOINING_STEPS * target.with_s
         # Prompts prefilled at the target by then, and those still to come.
-        prefill_s = instances[j].join_s(prompt) - start_s - ready_s
+        prefill_s = join_s(instances[j], prompt) - start_s - ready_s
         late_s = wait_s if wait_s > prefill_s else prefill_s
         start_s += late_s
         score = self._prefill_score(source) + self._decode_score(target)

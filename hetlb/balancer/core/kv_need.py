@@ -1,0 +1,66 @@
+"""KV cache that a sequence needs where not every layer keeps every token: windows end, a state is constant.
+
+One form, in tokens of the layers that keep all: n tokens need `grows * n + window * min(n, window_tokens) +
+state`. Where no layer keeps all, a token is one of the windows, or a whole state. `scaled` is the KV cache in
+such tokens: vLLM 0.32 tells how many sequences of `max_model_len` tokens fit, times `max_model_len`
+(`get_kv_cache_capacity` in its `v1/core/kv_cache_utils.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hetlb.balancer.core.pickle_by_fields import PickleByFields
+
+
+@dataclass(frozen=True, slots=True)
+class KvNeed(PickleByFields):
+    """Tokens that a sequence needs, as the module says; `grows` is 1, or 0 where no layer keeps all."""
+
+    grows: float
+    window: float
+    window_tokens: float
+    state: float
+
+    def beside(self, tokens: float) -> float:
+        """Return what a sequence of so many tokens needs beside those that grow."""
+        return self.window * (tokens if tokens < self.window_tokens else self.window_tokens) + self.state
+
+    def tokens(self, tokens: float) -> float:
+        """Return all that a sequence of so many tokens needs."""
+        return self.grows * tokens + self.beside(tokens)
+
+    def longest(self, cache: float) -> float:
+        """Return the most tokens of a sequence that a KV cache of so many holds."""
+        full = self.beside(self.window_tokens)
+        if cache >= self.grows * self.window_tokens + full:
+            return cache - full if self.grows > 0.0 else math.inf
+        return max(0.0, cache - self.state) / (self.grows + self.window)
+
+    def scaled(self, cache: int, max_model_len: int | None, batched_tokens: int) -> int:
+        """Return a KV cache as vLLM tells it, in tokens of this form; as it is where its length is unknown.
+
+        vLLM counts a window with the tokens of an iteration beside it.
+        """
+        if max_model_len is None:
+            return cache
+        length = float(max_model_len)
+        seen = min(length, self.window_tokens + batched_tokens)
+        return max(1, round(cache * (self.grows * length + self.window * seen + self.state) / length))
+
+
+def kv_need(per_token: float, windows: Sequence[tuple[int, float]], state: float) -> KvNeed | None:
+    """Return the form by bytes: of each token, of each of a window's last tokens, and at once.
+
+    None where all layers keep all tokens, or nothing is known. Several windows become one, which is exact for
+    sequences that fill the longest.
+    """
+    windowed = math.fsum([size for _, size in windows])
+    unit = per_token or windowed or state
+    if unit <= 0.0 or (windowed <= 0.0 and state <= 0.0):
+        return None
+    full = math.fsum([tokens * size for tokens, size in windows])
+    length = full / windowed if windowed > 0.0 else 0.0
+    return KvNeed(1.0 if per_token > 0.0 else 0.0, windowed / unit, length, state / unit)
