@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,12 +25,15 @@ from hetlb.tools.profiler.fit import (
     Point,
     PrefillForm,
     StepKind,
+    assumed_mixed,
     errors_on,
     fit,
     fit_form,
     fit_linear,
+    fit_mixed,
     fit_pnorm,
     merge_repeats,
+    mixed_s,
     seconds_of,
     with_grid,
 )
@@ -167,9 +170,48 @@ def test_the_report_names_the_worst_point_and_warns() -> None:
     assert result.reports["prefill"].max_error > 0.3
 
 
-def test_repeats_count_by_their_median() -> None:
-    points = [Point(StepKind.DECODE, 1, 8, s) for s in (1.0, 9.0, 2.0)]
-    assert merge_repeats(points) == [Point(StepKind.DECODE, 1, 8, 2.0)]
+def test_repeats_count_by_their_middle_half() -> None:
+    (point,) = merge_repeats(Point(StepKind.DECODE, 1, 8, s) for s in (1.0, 9.0, 2.0))
+    assert point.seconds == 2.0
+    assert point.uncertainty == pytest.approx(1.25 * 1.48 * 1.0 / 3**0.5 / 2.0)
+    assert merge_repeats([point]) == [point]
+    # A clock of whole milliseconds: the true time lies between its two values.
+    (point,) = merge_repeats(Point(StepKind.DECODE, 1, 8, s) for s in (12, 13, 12, 13, 12, 12, 13, 12))
+    assert 12.0 < point.seconds < 12.5
+
+
+def test_unsure_points_weigh_less_and_the_profile_says_so() -> None:
+    sure = fit(synthetic()).latency
+    off = [
+        replace(p, seconds=p.seconds * 1.5, uncertainty=0.2) if (p.batch, p.length) == (4, 512) else p
+        for p in synthetic()
+    ]
+    errors = []
+    for points in (off, [replace(p, uncertainty=0.0) for p in off]):
+        found = fit(points, form=PrefillForm.PNORM)
+        errors.append(abs(found.latency.prefill_s(512, 4) / sure.prefill_s(512, 4) - 1.0))
+        said = [line for line in found.warnings if "prefill: samples differ: the standard error" in line]
+        assert bool(said) == (points is off)
+    assert errors[0] < 0.3 * errors[1]
+
+
+def test_unsure_mixed_points_leave_the_assumed_term() -> None:
+    latency = fit(synthetic()).latency
+    known = [Point(StepKind.MIXED, b, 1024, 1.0, 1, p) for b in (4, 32) for p in (300, 1500)]
+    shares = (0.2, -0.1, 0.1, -0.2)
+    noisy = [
+        replace(p, seconds=mixed_s(latency, p) * (1.0 + off)) for p, off in zip(known, shares, strict=True)
+    ]
+    taken, left = (
+        [mixed_s(replace(latency, mixed=fit_mixed(latency, points)), p) for p in known]
+        for points in (noisy, [replace(p, uncertainty=0.15) for p in noisy])
+    )
+    assumed = [mixed_s(replace(latency, mixed=assumed_mixed(latency)), p) for p in known]
+
+    def off(found: list[float]) -> float:
+        return max(abs(one / other - 1.0) for one, other in zip(found, assumed, strict=True))
+
+    assert off(left) < 0.7 * off(taken)
 
 
 @pytest.mark.parametrize(

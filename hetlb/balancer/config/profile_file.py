@@ -197,7 +197,10 @@ class HostTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class PhaseReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Held-out relative errors of one phase in one form; `worst` is where the largest one is."""
+    """Held-out relative errors of one phase in one form; `worst` is where the largest one is.
+
+    `uncertainty` is the largest standard error of its points, by their samples.
+    """
 
     form: str
     mean_error: NonNegative
@@ -205,6 +208,7 @@ class PhaseReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     max_error: NonNegative
     points: PositiveInt
     worst: dict[Literal["batch", "length", "prefill_tokens"], PositiveInt] | None = None
+    uncertainty: NonNegative | None = None
 
 
 class FitReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -228,6 +232,8 @@ class FitReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 #: Errors above these make a fit one not to rely on: default sweeps have 1 to 5 % in the mean.
 MEAN_ERROR_LIMIT = 0.10
 MAX_ERROR_LIMIT = 0.30
+#: A standard error above this makes a point one that a quieter machine should measure again.
+UNCERTAINTY_LIMIT = 0.05
 
 
 def fit_warnings(phase: str, error: PhaseReport) -> list[str]:
@@ -240,6 +246,9 @@ def fit_warnings(phase: str, error: PhaseReport) -> list[str]:
         over = f"{error.max_error:.1%} (over {MAX_ERROR_LIMIT:.0%})"
         worst = ", ".join(f"{key} {size}" for key, size in (error.worst or {}).items())
         lines.append(f"{phase}: the largest held-out error is {over}{worst and f', at {worst}'}")
+    if (error.uncertainty or 0.0) > UNCERTAINTY_LIMIT:
+        share = f"{error.uncertainty:.1%} (over {UNCERTAINTY_LIMIT:.0%})"
+        lines.append(f"{phase}: samples differ: the standard error of a point is {share}; measure it quiet")
     return lines
 
 

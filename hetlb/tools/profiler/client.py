@@ -87,17 +87,29 @@ class CompletionStream:
         self._response = response
         self._prompts = prompts
         self._max_tokens = max_tokens
+        self._begun = asyncio.Event()
+
+    async def begun(self) -> None:
+        """Wait until every prompt has a token, or the answer has ended; it must be read meanwhile."""
+        await self._begun.wait()
 
     async def read(self) -> list[TokenTimes]:
         """All tokens, one entry per prompt. Raises `ServerFailed`."""
         pieces: list[tuple[float, bytes]] = []
+        reader, missing = EventReader(), set(range(self._prompts))
         try:
             async with self._response:
                 content = self._response.content
                 while piece := await content.readany():
                     pieces.append((time.monotonic(), piece))
+                    if missing:
+                        missing -= {each.choices[0].index for each in _events(reader, piece) if each.choices}
+                        if not missing:
+                            self._begun.set()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ServerFailed(f"the server broke off an answer: {reason_of(error)}") from error
+        finally:
+            self._begun.set()
         return _token_times(pieces, self._prompts, self._max_tokens)
 
     @contextlib.asynccontextmanager

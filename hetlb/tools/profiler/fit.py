@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from statistics import median
+from statistics import fmean, median
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -79,7 +79,8 @@ class Point:
     """One measurement: seconds that `batch` requests of `length` tokens took.
 
     A live engine splits what exceeds its token budget: `passes` is how many forward passes a prefill took.
-    `prefill_tokens` are the prompt tokens of a mixed step.
+    `prefill_tokens` are the prompt tokens of a mixed step. `uncertainty` is the standard error as a share, 0
+    where it is not known.
     """
 
     phase: StepKind
@@ -88,6 +89,21 @@ class Point:
     seconds: float
     passes: int = 1
     prefill_tokens: int = 0
+    uncertainty: float = 0.0
+
+
+def middle(seconds: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of the middle half of samples, and its standard error as a share of it.
+
+    A median would choose one of two values where a clock counts in milliseconds. The error is that of a
+    median of normal samples: 1.25 deviations over the root of their number, a deviation being 1.48 times
+    the median distance from the median.
+    """
+    ordered, count = sorted(seconds), len(seconds)
+    cut = (count + 3) // 4 if count > 2 else 0
+    found, centre = fmean(ordered[cut : count - cut]), median(ordered)
+    distance = median(abs(each - centre) for each in ordered)
+    return found, 1.25 * 1.48 * distance / math.sqrt(count) / max(found, 1e-12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +123,17 @@ class FitResult:
 
 
 def merge_repeats(points: Iterable[Point]) -> list[Point]:
-    """One point for each phase and size: the median of its repeats. In sorted order."""
+    """Return one point for each phase and size, in sorted order: the middle of its repeats."""
     repeats: dict[tuple[StepKind, int, int, int], list[Point]] = {}
     for point in points:
         key = (point.phase, point.batch, point.length, point.prefill_tokens)
         repeats.setdefault(key, []).append(point)
-    return [
-        replace(same[0], seconds=median(point.seconds for point in same))
-        for _, same in sorted(repeats.items())
-    ]
+    merged = []
+    for _, same in sorted(repeats.items()):
+        seconds, uncertainty = middle([point.seconds for point in same])
+        known = same[0].uncertainty if len(same) == 1 else uncertainty
+        merged.append(replace(same[0], seconds=seconds, uncertainty=known))
+    return merged
 
 
 def fit(
@@ -202,7 +220,8 @@ def _choose(
     candidates = [each for each in errors if not (long and each is paper)] or [paper]
     if PrefillForm.LAUNCH in forms and PrefillForm.GRID in candidates:  # a live sweep
         smooth = (PrefillForm.PAPER, PrefillForm.PNORM)
-        missed = [each for each in smooth if errors_on(fitted[each], points).max() > _POINT_ERROR]
+        allowed = np.array([max(_POINT_ERROR, 2.0 * point.uncertainty) for point in points])
+        missed = [each for each in smooth if (errors_on(fitted[each], points) > allowed).any()]
         candidates = [each for each in candidates if each not in missed]
     # By the median: with 12 points one that the others do not determine would decide the mean. Between
     # measured batches a table is right where a line is not, which few points can show: it is preferred.
@@ -294,6 +313,7 @@ def _report(form: str, points: Sequence[Point], errors: _Array) -> PhaseReport:
         max_error=float(errors.max()),
         points=len(points),
         worst=place,
+        uncertainty=max((point.uncertainty for point in points), default=0.0) or None,
     )
 
 
@@ -346,6 +366,15 @@ def fit_linear(points: Sequence[Point]) -> tuple[float, float, float, float]:
     return k1, k2, k3, k4
 
 
+#: Standard error of points at best, and weight of a mixed constant for each e-fold off the assumed one.
+_SURE = 0.01
+
+
+def _doubt(points: Sequence[Point]) -> _Array:
+    """Return how often the best uncertainty each point's is: its errors count by so much less."""
+    return np.array([max(1.0, point.uncertainty / _SURE) for point in points])
+
+
 def _arrays(points: Sequence[Point]) -> tuple[_Array, _Array, _Array, _Array]:
     rows = [(p.batch, p.length, p.seconds, p.passes) for p in points]
     batch, length, seconds, passes = np.array(rows, dtype=np.float64).T
@@ -381,7 +410,7 @@ def fit_pnorm(points: Sequence[Point], tile: int = 1) -> PnormPrefill:
                 batch,
                 seconds,
                 p0=[0.8, 0.9, 2.0, 0.1],
-                sigma=seconds,
+                sigma=seconds * _doubt(points),
                 bounds=([1e-6, 1e-6, 1.0, 0.0], [np.inf, np.inf, 12.0, np.inf]),
                 method="trf",
                 max_nfev=_MOST_EVALUATIONS,
@@ -530,10 +559,6 @@ def fit_table(points: Sequence[Point]) -> DecodeTable:
 
 #: With fewer mixed points none are fitted.
 LEAST_MIXED = 2
-#: Weight of a constant against the points: an error of this share for each e-fold off the assumed one.
-_PRIOR = 0.01
-
-
 #: Factor by which the attention of decodes takes longer beside a prompt: 1.3 to 3.4 were measured.
 MIXED_FACTOR = 2.0
 #: Start of the search for the constants that are assumed 0, in tokens of a decode step's attention.
@@ -560,11 +585,13 @@ def fit_mixed(latency: LatencyModel, points: Sequence[Point]) -> MixedTerm:
     start = np.maximum(start, 1e-15)
     seconds = np.array([p.seconds for p in points])
 
+    doubt = _doubt(points)
+
     def residuals(logs: _Array) -> _Array:
         term = MixedTerm(*(float(value) for value in start * np.exp(logs)))
         model = replace(latency, mixed=term)
         off = np.array([mixed_s(model, p) for p in points]) / seconds - 1.0
-        return np.concatenate([off, _PRIOR * logs])
+        return np.concatenate([off / doubt, _SURE * logs])
 
     best = least_squares(residuals, np.zeros(4), bounds=(-8.0, 5.0), loss="soft_l1", f_scale=0.05)
     return MixedTerm(*(float(value) for value in start * np.exp(best.x)))

@@ -33,9 +33,11 @@ def errors_table(profile: Profile) -> Table:
         if (error := getattr(profile.fit, phase, None)) is not None:
             worst = ", ".join(f"{key} {size}" for key, size in (error.worst or {}).items()) or "-"
             figures = (f"{x:.1%}" for x in (error.mean_error, error.p95_error, error.max_error))
-            rows.append((phase.partition("_")[0], error.form, *figures, str(error.points), worst))
-    found = table(profile.name, ("phase", "form", ">mean", ">p95", ">max", ">points", ">worst at"), rows)
-    found.caption = "relative errors on points held out of the fit"
+            sure = "-" if error.uncertainty is None else f"{error.uncertainty:.1%}"
+            rows.append((phase.partition("_")[0], error.form, *figures, str(error.points), worst, sure))
+    columns = ("phase", "form", ">mean", ">p95", ">max", ">points", ">worst at", ">±")
+    found = table(profile.name, columns, rows)
+    found.caption = "relative errors on points held out of the fit; ±: the largest standard error of a point"
     return found
 
 

@@ -19,13 +19,15 @@ from statistics import median
 from hetlb.balancer.core.engine_metrics import EngineCounters
 from hetlb.errors import HetlbError, InputError
 from hetlb.tools.profiler.client import EngineClient, ServerFacts, TokenTimes, distinct_prompts
-from hetlb.tools.profiler.fit import Point, StepKind, merge_repeats
+from hetlb.tools.profiler.fit import Point, StepKind, merge_repeats, middle
 from hetlb.tools.profiler.grid import DECODE_ROOM, Size, token_budget
 from hetlb.tools.profiler.sample_file import Sample, SampleFile
 
-#: Repeats of a point; the median counts. Points whose samples differ get up to so many times as many.
-REPEATS, _MORE_REPEATS = 3, 3
-#: Samples of a point differ if half of them are further than this share from their median.
+#: Repeats of a point. Points whose samples differ get up to so many times as many.
+REPEATS, _MORE_REPEATS = 3, 7
+#: Standard error, as a share, above which another sample of a point is taken.
+_SURE = 0.01
+#: A mixed step is impossible if it is shorter than its decodes alone by more than this share.
 _NOISY = 0.03
 #: Steps of a decode sample: enough to take this long, within these.
 _WINDOW_S, _MIN_STEPS, _MAX_STEPS = 0.4, 16, 96
@@ -46,8 +48,8 @@ _MOST_SEQS = 1000
 _LEAST = {StepKind.PREFILL: 8, StepKind.DECODE: 8, StepKind.MIXED: 0}
 #: Lone requests that tell what a server adds to one.
 _LONE = 8
-#: Steps that decodes make before a prompt is put beside them.
-_BEFORE_PROMPT = 8
+#: Steps that all decodes make before a prompt is put beside them.
+_BEFORE_PROMPT = 4
 #: Decodes of a mixed point run for so long at least.
 _MIXED_WINDOW_S = 0.4
 
@@ -176,8 +178,7 @@ class Sweep:
         if count < self.repeats:
             return self.repeats - count
         seconds = [s.seconds for s in self.file.samples if s.size == size and s.seconds is not None]
-        middle = median(seconds)
-        return int(median(abs(each / middle - 1.0) for each in seconds) > _NOISY)
+        return int(middle(seconds)[1] > _SURE)
 
     def _leave_out(self, taken: dict[Size, int], given_up: dict[Size, str]) -> None:
         """Leave out the dearest points until one sample of each fits most of the budget."""
@@ -342,13 +343,12 @@ class Sweep:
         steps = min(DECODE_ROOM, max(3 * _BEFORE_PROMPT, math.ceil(_MIXED_WINDOW_S / max(step_s, 1e-6))))
         length = max(1, size.length - steps // 2)
         prompts, tokens = await self._fill(size, length)
-        read_tokens = self._unread_tokens(size.batch, length)
-        behind = self._passes(read_tokens)
+        behind = self._passes(self._unread_tokens(size.batch, length))
         asked = min(2 * behind + steps, self._context - length)
         answer = await self.client.send(prompts, asked)
         async with answer.reading() as reading:
-            # Until the last prompt of the decodes is prefilled, and some steps more.
-            await asyncio.sleep(1.2 * read_tokens * self._token_s + _BEFORE_PROMPT * step_s)
+            await answer.begun()
+            await asyncio.sleep(_BEFORE_PROMPT * step_s)
             prompt = distinct_prompts(self.rng, 1, size.prefill_tokens)
             (alone,) = await self.client.complete(prompt, 1)
             times = await reading

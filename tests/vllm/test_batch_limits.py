@@ -1,0 +1,50 @@
+"""Limits of a batch without flags, by GPU, held against those that the installed vLLM takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+from engines import VENV_PYTHON
+
+from hetlb.balancer.core.engine_defaults import batch_limits
+
+pytestmark = pytest.mark.vllm
+
+_GIB = 1 << 30
+#: GPUs as CUDA names them, and GiB as it counts them.
+GPUS = (
+    ("NVIDIA H100 80GB HBM3", 79), ("NVIDIA H200", 139), ("NVIDIA H20", 95), ("NVIDIA B200", 178),
+    ("NVIDIA B300 SXM6 AC", 268), ("NVIDIA GB200", 184), ("NVIDIA A100-SXM4-80GB", 79),
+    ("NVIDIA A100-SXM4-40GB", 39), ("NVIDIA L40S", 44), ("NVIDIA GeForce RTX 4090", 23),
+    ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 94), ("AMD Instinct MI300X", 191),
+    ("AMD Instinct MI355X", 287), ("Tesla V100-SXM2-32GB", 31),
+)  # fmt: skip
+ASK = """
+import json, sys
+from types import SimpleNamespace
+import vllm.engine.arg_utils as arguments
+from vllm.usage.usage_lib import UsageContext
+found = []
+for name, memory in json.load(sys.stdin):
+    arguments.current_platform = SimpleNamespace(
+        get_device_total_memory=lambda memory=memory: memory, get_device_name=lambda name=name: name,
+        is_tpu=lambda: False, is_cpu=lambda: False)
+    limits = arguments.EngineArgs.get_batch_defaults(1)
+    found.append([each[UsageContext.OPENAI_API_SERVER] for each in limits])
+print(json.dumps(found))
+"""
+
+
+def test_limits_are_those_that_vllm_takes() -> None:
+    asked = json.dumps([(name, size * _GIB) for name, size in GPUS])
+    done = subprocess.run(
+        [str(VENV_PYTHON), "-c", ASK], input=asked, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    theirs = dict(zip(GPUS, map(tuple, json.loads(done.stdout.splitlines()[-1])), strict=True))
+    assert {gpu: batch_limits(gpu[0], gpu[1] * _GIB) for gpu in GPUS} == theirs
+    # By the name alone, too, where it tells the memory.
+    named = [gpu for gpu in GPUS if "40GB" not in gpu[0]]
+    assert {gpu: batch_limits(gpu[0], None) for gpu in named} == {gpu: theirs[gpu] for gpu in named}
