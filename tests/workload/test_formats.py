@@ -213,6 +213,29 @@ def test_a_broken_value_is_named(tmp_path: Path, text: str, message: str) -> Non
         read_trace(path)
 
 
+def test_a_turn_without_a_time_arrives_its_delay_after_the_one_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [
+        {"session_id": "a", "timestamp": 1000, "input_length": 5, "output_length": 1},
+        {"session_id": "a", "delay": 500, "input_length": 5, "output_length": 1},
+        {"session_id": "b", "timestamp": 1200, "input_length": 5, "output_length": 1},
+        {"session_id": "a", "delay": 250, "input_length": 5, "output_length": 1},
+    ]
+    path = tmp_path / "t"
+    path.write_text("\n".join(map(json.dumps, turns)))
+    assert [row.arrival_s for row in read_trace(path)] == [1.0, 1.5, 1.2, 1.75]
+    assert "left out: how long the answers before 2 delayed turns took" in capsys.readouterr().err
+
+
+def test_the_length_that_bench_gives_is_for_answers_without_one(tmp_path: Path) -> None:
+    pair, chat = {"prompt": "Six times seven?", "completion": "It is 42."}, ["Six times seven?", "a" * 80]
+    path = tmp_path / "t.jsonl"
+    for line, tokens in ((pair, 3), ({"data": chat}, 20), ({"prompt": "Six times seven?"}, 256)):
+        path.write_text(json.dumps(line))
+        assert [row.output_tokens for row in read_trace(path, 256)] == [tokens]
+
+
 # --- texts -----------------------------------------------------------------------------------------------
 
 
@@ -255,6 +278,15 @@ def test_a_batch_of_openai_is_read(tmp_path: Path) -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "q" * 40}], "max_tokens": 9}),
         ("/v1/completions", {"prompt": "p" * 20, "max_tokens": 3}),
         ("/v1/embeddings", {"input": ["e" * 8]}),
+        ("/v1/responses", {"instructions": "i" * 7, "input": "r" * 8, "max_output_tokens": 6}),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"text": "r" * 12}]}], "max_output_tokens": 7},
+        ),
+        ("/v1/completions", {"prompt": [5, 6, 7, 8], "max_tokens": 3}),
+        ("/v1/embeddings", {"input": [[5, 6], [7, 8, 9]]}),
+        ("/v1/rerank", {"query": "q" * 7, "documents": ["d" * 8, {"text": "d" * 7}]}),
+        ("/v1/score", {"text_1": "q" * 7, "text_2": ["d" * 8]}),
     ]
     path = tmp_path / "t"
     path.write_text(
@@ -270,7 +302,15 @@ def test_a_batch_of_openai_is_read(tmp_path: Path) -> None:
         (10, 9, "completions"),
         (5, 3, "completions"),
         (2, 0, "embeddings"),
+        (4, 6, "completions"),
+        (3, 7, "completions"),
+        (4, 3, "completions"),
+        (5, 0, "embeddings"),
+        (6, 0, "embeddings"),
+        (4, 0, "embeddings"),
     ]
+    path.write_text('{"custom_id": "a", "params": {"system": "s", "messages": [], "max_tokens": 5}}')
+    assert [(row.input_tokens, row.output_tokens) for row in read_trace(path)] == [(1, 5)]
 
 
 @pytest.mark.parametrize(
@@ -282,6 +322,22 @@ def test_a_batch_of_openai_is_read(tmp_path: Path) -> None:
         ('{"metadata": {"n": 1}, "samples": [{"input_len": 9, "output_len": 5, "task_id": -1}]}', [(9, 5)]),
         ('{"created": 1700000000, "usage": {"prompt_tokens": 7, "completion_tokens": 3}}\n', [(7, 3)]),
         ('[{"ttft_s": 0.1, "number_input_tokens": 7, "number_output_tokens": 3}]', [(7, 3)]),
+        ('{"tokens_prompt": 7, "tokens_completion": 3, "created_at": "2026-01-01T00:00:00Z"}\n', [(7, 3)]),
+        ('{"prompt": "Six times seven?", "completion": "It is 42."}\n', [(4, 3)]),
+        ('{"problem": "Six times seven?", "solution": "It is 42."}\n', [(4, 3)]),
+        ('{"user": "Six times seven?", "assistant": "It is 42."}\n', [(4, 3)]),
+        ('{"article": "Six times seven.", "highlights": "It is 42."}\n', [(4, 3)]),
+        ('{"data": ["Six times seven?", "It is 42, as was said."]}\n', [(4, 6)]),
+        (
+            '[{"items": [{"from": "human", "value": "Six times seven?"}, '
+            '{"from": "gpt", "value": "It is 42, as was said."}]}]',
+            [(4, 6)],
+        ),
+        (
+            '{"conversation_a": [{"role": "user", "content": "Six times seven?"}, '
+            '{"role": "assistant", "content": "It is 42, as was said."}]}\n',
+            [(4, 6)],
+        ),
     ],
 )
 def test_data_sets_are_known_by_their_keys(tmp_path: Path, text: str, rows: list[tuple[int, int]]) -> None:
@@ -297,6 +353,11 @@ def test_data_sets_are_known_by_their_keys(tmp_path: Path, text: str, rows: list
         ("Type,Name,Request Count,Failure Count\nPOST,/v1,10,0\n", "a summary of Locust"),
         ('{"attack": "", "seq": 1, "latency": 5, "bytes_out": 0, "bytes_in": 2}\n', "results of Vegeta"),
         ('{"metric": "http_reqs", "type": "Point", "data": {"value": 1}}\n', "results of k6"),
+        (
+            '{"input_len": 9, "output_len": 5, "overall_throughput": 1}\n',
+            "batches of SGLang's bench_one_batch",
+        ),
+        ('{"custom_id": "a", "response": {"body": {}}, "error": null}\n', "the results of a batch"),
     ],
 )
 def test_results_without_tokens_are_called_by_their_name(tmp_path: Path, text: str, said: str) -> None:

@@ -7,11 +7,12 @@ replaces the estimate in the results.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from hetlb.errors import TraceError
-from hetlb.tools.workload.record_file import Record, RecordFile
+from hetlb.tools.workload.record_file import Record, RecordFile, squashed
 from hetlb.tools.workload.rows import Row
 
 BYTES_PER_TOKEN = 4
@@ -25,7 +26,13 @@ CHATS = "conversations (ShareGPT's conversations, or messages with role and cont
 BATCH = "OpenAI's batch (JSON lines of custom_id, url, body)"
 PROMPTS = "prompts (JSON lines of prompt, and output_tokens if known)"
 
-_CHAT_KEYS = ("conversations", "conversation", "messages")
+_CHAT_KEYS = (
+    *("conversations", "conversation", "messages", "conversationa"),
+    *("items", "dialogue", "dialog", "data"),
+)
+#: Number of these that only conversations have.
+_PLAIN = 4
+_SPEAKERS = ("from", "role", "user")
 #: Names of speakers, by their part.
 _ASKING = {"human", "user"}
 _ANSWERING = {"gpt", "assistant", "chatgpt", "bard", "bing", "model", "bot"}
@@ -43,8 +50,15 @@ def encodable(text: str) -> str:
 
 
 def is_chats(file: RecordFile) -> bool:
-    """Return True for a file of conversations."""
-    return file.shape != "CSV" and file.name(*_CHAT_KEYS) is not None
+    """Return True for a file of conversations, by a key of its own or by lists of texts or of messages."""
+    if file.shape == "CSV" or file.name(*_CHAT_KEYS) is None:
+        return False
+    lists = [each.values.get(str(file.name(*_CHAT_KEYS))) for each in file.records]
+    firsts = [value[0] for value in lists if isinstance(value, list) and value]
+    return file.name(*_CHAT_KEYS[:_PLAIN]) is not None or any(
+        isinstance(each, str) or (isinstance(each, dict) and not each.keys().isdisjoint(_SPEAKERS))
+        for each in firsts
+    )
 
 
 def chat_rows(file: RecordFile, answer_tokens: int | None) -> tuple[list[Row], list[str]]:
@@ -77,14 +91,16 @@ def chat_rows(file: RecordFile, answer_tokens: int | None) -> tuple[list[Row], l
 
 def _first_question(record: Record) -> tuple[str, str] | None:
     """Return the first question and the answer that follows it, None of a row without both."""
-    found = (record.values.get(key) for key in record.values if key.lower() in _CHAT_KEYS)
+    found = (record.values[key] for key in record.values if squashed(key) in _CHAT_KEYS)
     turns = next((each for each in found if isinstance(each, list) and each), None)
     question: str | None = None
     for number, turn in enumerate(turns or ()):
+        if isinstance(turn, str):
+            turn = {"value": turn}
         if not isinstance(turn, dict):
             return None
         text = _text(next((turn[key] for key in ("value", "content", "text") if key in turn), None))
-        who = next((turn[key] for key in ("from", "role", "user") if isinstance(turn.get(key), str)), None)
+        who = next((turn[key] for key in _SPEAKERS if isinstance(turn.get(key), str)), None)
         speaker = ("human", "gpt")[number % 2] if who is None else who.lower()
         if speaker in _ASIDE:
             continue
@@ -108,10 +124,13 @@ def _text(content: object) -> str | None:
 
 
 #: Keys of a question, of what stands with it, and of its answer, in data sets of pairs.
-_QUESTION = ("instruction", "question", "query")
+_QUESTION = ("instruction", "question", "query", "problem", "user", "article", "prompt")
 _CONTEXT = ("context", "input")
-_ANSWER = ("output", "response", "answer", "completion")
-PAIRS = "pairs (instruction or question, and output, response or answer)"
+_ANSWER = (
+    *("output", "response", "answer", "completion", "canonicalsolution", "solution", "assistant"),
+    *("highlights", "chosen"),
+)
+PAIRS = "pairs (instruction, question or prompt, and output, response, answer or completion)"
 
 
 def is_pairs(file: RecordFile) -> bool:
@@ -119,7 +138,7 @@ def is_pairs(file: RecordFile) -> bool:
     return file.name(*_QUESTION) is not None and file.name(*_ANSWER) is not None
 
 
-def pair_rows(file: RecordFile, answer_tokens: int | None) -> tuple[list[Row], list[str]]:
+def pair_rows(file: RecordFile) -> tuple[list[Row], list[str]]:
     """Return the questions of a file with the length of their answers."""
     rows, odd = [], file.odd
     for record in file.records:
@@ -128,52 +147,66 @@ def pair_rows(file: RecordFile, answer_tokens: int | None) -> tuple[list[Row], l
         ]
         text = encodable("\n".join(each for each in asked if each and each.strip()))
         answer = _text(record.values.get(file.name(*_ANSWER) or ""))
-        if not text or not (answer or answer_tokens):
+        if not text or not answer:
             odd += 1
             continue
-        output = estimate_tokens(encodable(answer or "")) if answer_tokens is None else answer_tokens
-        rows.append(Row(None, estimate_tokens(text), output, text))
+        rows.append(Row(None, estimate_tokens(text), estimate_tokens(encodable(answer)), text))
     return rows, [f"{odd:,} without question or answer"] if odd else []
 
 
 def is_batch(file: RecordFile) -> bool:
     """Return True for a batch of OpenAI's form."""
-    return file.shape != "CSV" and file.has("customid", "body")
+    return file.shape != "CSV" and file.has("customid") and file.name(*_BODIES) is not None
 
 
 def batch_rows(file: RecordFile, answer_tokens: int | None) -> tuple[list[Row], list[str]]:
     """Return the requests of a batch: their texts, and the most tokens that each may answer with."""
-    rows, odd = [], file.odd
+    rows, odd, key = [], file.odd, file.name(*_BODIES) or ""
     for record in file.records:
-        body = record.values.get("body")
+        body = record.values.get(key)
         texts = list(asked_texts(body)) if isinstance(body, dict) else []
-        if not isinstance(body, dict) or not texts:
+        ids = _token_ids(body) if isinstance(body, dict) else 0
+        if not isinstance(body, dict) or not (texts or ids):
             odd += 1
             continue
-        embeds = "embedding" in record.text("url")
+        embeds = (
+            re.search(r"embedding|rerank|score|classify|pooling|moderation", record.text("url")) is not None
+        )
         most = next((body[key] for key in _MOST if body.get(key) is not None), answer_tokens)
         if most is None and not embeds:
             raise record.error("body.max_tokens", "the most tokens of the answer", None)
         text = encodable("\n".join(texts))
         output = 0 if embeds else record.tokens("body.max_tokens", most)
         endpoint = "embeddings" if embeds else "completions"
-        rows.append(Row(None, estimate_tokens(text), output, text, endpoint=endpoint))
+        tokens = ids or estimate_tokens(text)
+        rows.append(Row(None, tokens, output, None if ids else text, endpoint=endpoint))
     return rows, [f"{odd:,} without a prompt"] if odd else []
 
 
 _MOST = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+#: Keys of the request of a line: OpenAI's and Anthropic's.
+_BODIES = ("body", "params")
+_ASKED = (
+    *("instructions", "system", "messages", "prompt", "input", "text_input"),
+    *("query", "documents", "text_1", "text_2"),
+)
 
 
 def asked_texts(body: dict[str, Any]) -> Iterable[str]:
-    """Yield the texts that a request asks with."""
-    for message in body.get("messages") or ():
-        if isinstance(message, dict) and (text := _text(message.get("content"))):
-            yield text
-    for key in ("prompt", "input", "text_input"):
+    """Yield the texts that a request asks with: strings, and those of messages."""
+    for key in _ASKED:
         value = body.get(key)
         for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, str) and each:
-                yield each
+            text = _text(each.get("content", each.get("text"))) if isinstance(each, dict) else each
+            if isinstance(text, str) and text:
+                yield text
+
+
+def _token_ids(body: dict[str, Any]) -> int:
+    """Return how many tokens a prompt of token ids has, of several together; 0 for a text."""
+    ids = body.get("prompt", body.get("input"))
+    lists = ids if isinstance(ids, list) and ids and isinstance(ids[0], list) else [ids]
+    return sum(len(each) for each in lists if isinstance(each, list) and each and isinstance(each[0], int))
 
 
 def prompt_rows(file: RecordFile, answer_tokens: int | None) -> tuple[list[Row], list[str]]:

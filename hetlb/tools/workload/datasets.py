@@ -37,7 +37,7 @@ def sharegpt_rows(path: Path, output_tokens: int | None, rng: random.Random) -> 
     file = open_records(path)
     if not is_chats(file):
         raise TraceError(f"{path}: expected {CHATS}, got {file.described}")
-    rows = rows_in(file, output_tokens)
+    rows = rows_in(file, chat_tokens=output_tokens)
     rng.shuffle(rows)
     return rows
 

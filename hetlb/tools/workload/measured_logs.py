@@ -82,7 +82,12 @@ def read_log(path: Path, hash_block_tokens: int = HASH_BLOCK_TOKENS) -> Log:
     if not file.text.strip():
         raise TraceError(f"{path}: expected the log of a server, got an empty file")
     found = kind_of_log(file)
-    if found is None and (inner := unwrapped(file)) is not None and kind_of_log(inner) is not None:
+    if (
+        found is None
+        and summary_of(file) is None
+        and (inner := unwrapped(file)) is not None
+        and kind_of_log(inner) is not None
+    ):
         file, found = inner, kind_of_log(inner)
     if found is None:
         raise TraceError(f"{path}: {_why_no_log(file)}")
@@ -157,6 +162,11 @@ _SUMMARIES = (
     (("usercount", "totalrequestcount"), "a summary of Locust, which counts no tokens"),
     (("bytesout", "bytesin", "latency"), "results of Vegeta, which counts no tokens"),
     (("metric", "data", "type"), "results of k6, which counts no tokens"),
+    (
+        ("inputlen", "outputlen", "overallthroughput"),
+        "batches of SGLang's bench_one_batch: take bench_serving's",
+    ),
+    (("customid", "response", "error"), "the results of a batch: take its requests"),
 )
 
 
@@ -349,7 +359,10 @@ def _read_guidellm(file: RecordFile, _: int) -> Log:
             end = _first(record, values, "request_end_time", "end_time", "request_end", "resolve_end")
             e2e_s = record.seconds("request_latency", values.get("request_latency", _less(end, start)))
             ttft = values.get("time_to_first_token_ms")
-            names = ("first_token_iteration", "first_output_token_iteration", "first_iteration")
+            names = (
+                *("first_token_iteration", "first_output_token_iteration", "first_iteration"),
+                "first_token_time",
+            )
             first = next((values[name] for name in names if values.get(name) is not None), None)
             if ttft is None and first is not None:
                 ttft = 1e3 * record.seconds("first_token_iteration", _less(first, start))
@@ -491,8 +504,18 @@ _E2E = (
     "latency",
     "measurede2e",
     "duration",
+    "generationtime",
 )
-_ENDS = ("endtime", "end", "requestend", "requestendtime", "finishtime", "finishedat", "completedat")
+_ENDS = (
+    "endtime",
+    "end",
+    "requestend",
+    "requestendtime",
+    "finishtime",
+    "finishedat",
+    "completedat",
+    "responsecreatedat",
+)
 
 
 def _named(file: RecordFile, begins: Iterable[str], *, plain: bool = False) -> str | None:

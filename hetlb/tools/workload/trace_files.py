@@ -18,13 +18,21 @@ from hetlb.tools.workload.rows import Row
 INPUT = (
     *("inputtokens", "inputlength", "inputlen", "inputtoks", "inputsequencelength", "isl", "numinputtokens"),
     *("prompttokens", "promptlength", "promptlen", "promptsize", "numprompttokens", "numberinputtokens"),
-    *("numprefilltokens", "prefilltokens", "contexttokens", "requesttokens", "inputids", "prompttokenids"),
+    *(
+        "numprefilltokens",
+        "prefilltokens",
+        "contexttokens",
+        "requesttokens",
+        "inputids",
+        "prompttokenids",
+        "tokensprompt",
+    ),
 )
 OUTPUT = (
     *("outputtokens", "outputlength", "outputlen", "outputtoks", "outputsequencelength", "osl"),
     *("completiontokens", "completionlength", "generatedtokens", "generationtokens", "responsetokens"),
     *("numoutputtokens", "numcompletiontokens", "numberoutputtokens", "numdecodetokens", "decodetokens"),
-    *("tokensize", "responselength", "outputtokencount"),
+    *("tokensize", "responselength", "outputtokencount", "tokenscompletion"),
 )
 _HASH_IDS = ("hashids", "blockhashes", "blockids")
 _SESSION = ("sessionid", "conversationid")
@@ -32,7 +40,7 @@ _SESSION = ("sessionid", "conversationid")
 ARRIVALS = (
     *("arrival", "arrivaltime", "arrivaltimestamp", "arrivedat", "timestamp", "ts", "time", "starttime"),
     *("start", "requeststart", "requeststarttime", "requesttime", "scheduledtime", "senttime", "startedat"),
-    *("created", "createdat", "datetime", "date"),
+    *("created", "createdat", "requestcreatedat", "datetime", "date"),
 )
 
 
@@ -120,7 +128,8 @@ def rows_of(file: RecordFile, keys: TraceKeys) -> tuple[list[Row], list[str]]:
     arrival = None if keys.arrival is None else names[keys.arrival]
     unit_s = 1.0 if arrival is None else unit_of(file, arrival, keys.unit_s)
     roots = _roots(file.records, names) if keys.session == "chatid" else None
-    rows, failed, empty = [], 0, 0
+    rows, failed, empty, delayed = [], 0, 0, 0
+    delay, newest_s = file.name("delay", "delayms"), dict[str, float]()
     for record in file.records:
         at = record.get(arrival)
         prompt = record.tokens(names[keys.input], _count(record.get(names[keys.input])))
@@ -135,9 +144,15 @@ def rows_of(file: RecordFile, keys: TraceKeys) -> tuple[list[Row], list[str]]:
         if keys.sequences in names:
             sequences = record.tokens(names[keys.sequences], record.get(names[keys.sequences]) or 1, 1)
         session = record.text(file.name(*_SESSION)) if roots is None else roots[record.text(names["chatid"])]
+        arrival_s = None if at is None else record.moment(arrival or "", at, unit_s)
+        if arrival_s is None and session in newest_s and record.get(delay) is not None:
+            delayed += 1
+            arrival_s = newest_s[session] + record.seconds(str(delay), record.get(delay), 1e-3)
+        if arrival_s is not None and session:
+            newest_s[session] = arrival_s
         rows.append(
             Row(
-                None if at is None else record.moment(arrival or "", at, unit_s),
+                arrival_s,
                 prompt,
                 output,
                 session=session,
@@ -149,6 +164,7 @@ def rows_of(file: RecordFile, keys: TraceKeys) -> tuple[list[Row], list[str]]:
         )
     left_out = [f"{failed:,} that failed (no output)"] if failed else []
     left_out += [f"{empty:,} without a prompt"] if empty else []
+    left_out += [f"how long the answers before {delayed:,} delayed turns took"] if delayed else []
     left_out += [f"{file.odd:,} that are no objects"] if file.odd else []
     return rows, left_out
 

@@ -45,13 +45,16 @@ def read_trace(path: Path, answer_tokens: int | None = None) -> list[Row]:
     return rows_in(open_records(path), answer_tokens)
 
 
-def rows_in(file: RecordFile, answer_tokens: int | None = None) -> list[Row]:
-    """Return the requests of a file that is open; see `read_trace`."""
+def rows_in(file: RecordFile, answer_tokens: int | None = None, chat_tokens: int | None = None) -> list[Row]:
+    """Return the requests of a file that is open; see `read_trace`.
+
+    `chat_tokens` replaces the length of the answers of conversations.
+    """
     if is_own(file):
         return own_rows(file)
-    found = _recognised(file, answer_tokens)
-    if found is None and (inner := unwrapped(file)) is not None:
-        found = _recognised(inner, answer_tokens)
+    found = _recognised(file, answer_tokens, chat_tokens)
+    if found is None and summary_of(file) is None and (inner := unwrapped(file)) is not None:
+        found = _recognised(inner, answer_tokens, chat_tokens)
     if found is None:
         raise TraceError(
             f"{file.path}: {summary_of(file) or f'expected requests, got {file.described}'}; "
@@ -68,13 +71,15 @@ def rows_in(file: RecordFile, answer_tokens: int | None = None) -> list[Row]:
     return rows
 
 
-def _recognised(file: RecordFile, answer_tokens: int | None) -> tuple[str, list[Row], list[str]] | None:
+def _recognised(
+    file: RecordFile, answer_tokens: int | None, chat_tokens: int | None
+) -> tuple[str, list[Row], list[str]] | None:
     """Return what a file is, its rows, what was left out; None of an unknown one. Raises `TraceError`."""
     if (trace := known_trace(file)) is not None:
         title, keys = trace
         return title, *rows_of(file, keys)
     if is_chats(file):
-        return CHATS, *chat_rows(file, answer_tokens)
+        return CHATS, *chat_rows(file, chat_tokens)
     if is_batch(file):
         return BATCH, *batch_rows(file, answer_tokens)
     named = named_columns(file)
@@ -88,10 +93,10 @@ def _recognised(file: RecordFile, answer_tokens: int | None) -> tuple[str, list[
         left_out = [f"{measured.failed:,} that failed"] if measured.failed else []
         left_out += [f"{measured.warm_ups:,} of the warm-up"] if measured.warm_ups else []
         return title, rows, left_out
-    if named is not None:
+    if named is not None and summary_of(file) is None:
         return NAMED_RECORDS, *rows_of(file, named)
     if is_pairs(file):
-        return PAIRS, *pair_rows(file, answer_tokens)
+        return PAIRS, *pair_rows(file)
     if file.name("prompt", "textinput", "text") is not None:
         return PROMPTS, *prompt_rows(file, answer_tokens)
     return None
