@@ -244,9 +244,10 @@ async def test_a_stream_that_waits_for_its_rest_gets_heartbeats(start: Start, en
         proxy = await proxied(start, one.url, engine.url, heartbeat_s=1e-9)
         proxy.scheduling.change(AdminStateSet("i1", AdminState.MAINT))
         asking = asyncio.create_task(ask(f"http://127.0.0.1:{proxy.port}", "chat", asked))
-        await turns_until(lambda: one.cut == 1)
+        # Before the cut: after it the stream would go on there at once.
+        await turns_until(lambda: len(proxy.scheduler.instances[0].leases) == 1)
         proxy.scheduling.change(AdminStateSet("i0", AdminState.MAINT))
-        await turns_until(lambda: len(proxy.scheduler.queue) == 1)
+        await turns_until(lambda: one.cut == 1 and len(proxy.scheduler.queue) == 1)
         proxy.driver.swept(0.0)
         assert not asking.done()
         proxy.scheduling.change(AdminStateSet("i1", AdminState.READY))
