@@ -1,6 +1,7 @@
 """Engines that refuse, hang, stop and return, behind a real `hetlb serve`: how many requests are lost.
 
-    python bench/faults/accounts.py [refusals] [storm] [hung] [stops] [stalls] [full] [silent] [incidents]
+    python bench/faults/accounts.py [refusals] [others] [storm] [hung] [stops] [stalls] [full] [silent]
+        [incidents]
 
 Engines are small servers of this process on loopback: an answer is 20 events, one each 20 ms. A line for
 each case: requests sent and lost, and the bound. Exit status 1 if a case misses it.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -41,30 +43,69 @@ def _date() -> bytes:
     return formatdate(time.time() + 3600.0, usegmt=True).encode()
 
 
-#: Heads of refusals, by name; `event-*` are streams whose only event is an error.
+def _whole(
+    status: bytes, body: bytes = b'{"error":{"message":"refused"}}', type_: bytes = b"application/json"
+) -> bytes:
+    return HEAD % (status, type_) + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+STREAM_HEAD = HEAD % (b"200 OK", b"text/event-stream") + b"transfer-encoding: chunked\r\n\r\n"
+
+
+def _stream(events: bytes) -> bytes:
+    return STREAM_HEAD + (_chunk(events) if events else b"") + b"0\r\n\r\n"
+
+
+#: Answers of an engine that refuses, by name.
 REFUSALS: dict[str, Callable[[], bytes]] = {
-    "503 date": lambda: b"503 X\r\nretry-after: " + _date(),
-    "503 zero": lambda: b"503 X\r\nretry-after: 0",
-    "503 ms": lambda: b"503 X\r\nretry-after-ms: 1000",
-    "503": lambda: b"503 X",
-    "429": lambda: b"429 X",
-    "401": lambda: b"401 X",
-    "404": lambda: b"404 X",
-    "400": lambda: b"400 X",
-    "500": lambda: b"500 X",
-    "event 429": lambda: b"",
+    "503 date": lambda: _whole(b"503 X\r\nretry-after: " + _date()),
+    "503 zero": lambda: _whole(b"503 X\r\nretry-after: 0"),
+    "503 ms": lambda: _whole(b"503 X\r\nretry-after-ms: 1000"),
+    **{str(each): functools.partial(_whole, b"%d X" % each) for each in (503, 429, 401, 404, 400, 500)},
 }
+#: The same of streams alone.
+EVENTS: dict[str, Callable[[], bytes]] = {
+    "event 429": lambda: _stream(b'data: {"error":{"message":"no","code":429}}\n\ndata: [DONE]\n\n'),
+}
+#: Answers that are none, and rarer refusals; "reset": the connection breaks behind the head.
+OTHERS: dict[str, Callable[[], bytes]] = {
+    "200 empty": lambda: _whole(b"200 OK", b""),
+    "200 page": lambda: _whole(b"200 OK", b"<html><body>Welcome</body></html>", b"text/html"),
+    "200 cut": lambda: _whole(b"200 OK", b'{"id":"c","choices":[{"message":{"content":"x'),
+    "200 error": lambda: _whole(b"200 OK"),
+    "200 other": lambda: _whole(b"200 OK", b'{"detail":"Not Found"}'),
+    "reset": lambda: HEAD % (b"200 OK", b"application/json") + b"content-length: 100\r\n\r\n",
+    "redirect": lambda: _whole(b"307 X\r\nlocation: http://127.0.0.1:1/"),
+    **{
+        str(each): functools.partial(_whole, b"%d X" % each)
+        for each in (403, 407, 408, 410, 413, 421, 422, 451, 499, 502, 504, 520, 529)
+    },
+}
+OTHER_EVENTS: dict[str, Callable[[], bytes]] = {
+    "event 500": lambda: _stream(b'data: {"error":{"message":"no","code":500}}\n\ndata: [DONE]\n\n'),
+    "no event": lambda: _stream(b""),
+    "comments": lambda: _stream(b": ping\n\n: ping\n\n"),
+    "done alone": lambda: _stream(b"data: [DONE]\n\n"),
+    "no end": lambda: _stream(FIRST),
+}
+KINDS = {**REFUSALS, **EVENTS, **OTHERS, **OTHER_EVENTS}
 
 
 Fields = dict[str, Any]
 
 
 class Engine:
-    """One engine: `mode` is "well", "hang", "hang-head" or a key of `REFUSALS`."""
+    """One engine: `mode` is "well", "hang", "hang-head" or a key of `KINDS`."""
 
     def __init__(self, places: int = 1 << 20) -> None:
         self.mode, self.places = "well", places
-        self.running = self.tokens = self.prompts = self.answered = self.visits = 0
+        self.running = self.tokens = self.prompts = self.answered = 0
+        #: Times at which requests came.
+        self.visits: list[float] = []
         self.work_s, self.pace_s = 0.0, PACE_S
         #: False: its metrics are not answered.
         self.tells = True
@@ -100,42 +141,39 @@ class Engine:
             await asyncio.sleep(30.0)
         elif path == b"/metrics":
             text = METRICS % (self.running, self.tokens, self.prompts)
-            _whole(writer, b"200 OK", text.encode(), b"text/plain")
+            writer.write(_whole(b"200 OK", text.encode(), b"text/plain"))
         elif path == b"/v1/models":
-            _whole(writer, b"200 OK", b'{"object":"list","data":[{"id":"m","object":"model"}]}')
+            writer.write(_whole(b"200 OK", b'{"object":"list","data":[{"id":"m","object":"model"}]}'))
         elif path in (b"/health", b"/version"):
-            _whole(writer, b"200 OK", b'{"version":"0.11.0"}')
+            writer.write(_whole(b"200 OK", b'{"version":"0.11.0"}'))
         else:
-            self.visits += 1
+            self.visits.append(time.monotonic())
             await self._generate(json.loads(body), writer)
         await writer.drain()
 
     async def _generate(self, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        refusal = REFUSALS.get(self.mode)
+        refusal = KINDS.get(self.mode)
         if asked.get("bad"):
-            _whole(writer, b"400 X", b'{"error":{"message":"no","code":400}}')
+            writer.write(_whole(b"400 X"))
             return
         if self.running >= self.places:
-            _whole(writer, b"503 X", b'{"error":{"message":"full"}}')
+            writer.write(_whole(b"503 X"))
             return
         stream = bool(asked.get("stream"))
-        if refusal is not None and (status := refusal()):
-            _whole(writer, status, b'{"error":{"message":"refused"}}')
+        if refusal is not None:
+            writer.write(refusal())
+            if self.mode == "reset":
+                raise OSError
             return
         self.running += 1
         try:
-            if stream and (self.mode != "hang" or refusal is not None):
-                writer.write(HEAD % (b"200 OK", b"text/event-stream") + b"transfer-encoding: chunked\r\n\r\n")
-            if refusal is not None:
-                error = b'data: {"error":{"message":"no","code":429}}\n\ndata: [DONE]\n\n'
-                _chunk(writer, error)
-                writer.write(b"0\r\n\r\n")
-                return
+            if stream and self.mode != "hang":
+                writer.write(STREAM_HEAD)
             left_s = self.work_s
             await self._wait(writer)
             self.prompts += 10
             if stream:
-                _chunk(writer, FIRST)
+                writer.write(_chunk(FIRST))
             while left_s > 0.0:  # works and says nothing
                 await asyncio.sleep(0.1)
                 await self._wait(writer)
@@ -146,13 +184,12 @@ class Engine:
                 await self._wait(writer)
                 self.tokens += 1
                 if stream:
-                    _chunk(writer, EVENT)
+                    writer.write(_chunk(EVENT))
                     await writer.drain()
             if stream:
-                _chunk(writer, b"data: [DONE]\n\n")
-                writer.write(b"0\r\n\r\n")
+                writer.write(_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
             else:
-                _whole(writer, b"200 OK", b'{"choices":[{"message":{"content":"x"}}]}')
+                writer.write(_whole(b"200 OK", b'{"choices":[{"message":{"content":"x"}}]}'))
             self.answered += 1
         finally:
             self.running -= 1
@@ -164,16 +201,6 @@ class Engine:
             await asyncio.sleep(0.02)
         if writer.is_closing():
             raise OSError
-
-
-def _whole(
-    writer: asyncio.StreamWriter, status: bytes, body: bytes, type_: bytes = b"application/json"
-) -> None:
-    writer.write(HEAD % (status, type_) + b"content-length: %d\r\n\r\n%b" % (len(body), body))
-
-
-def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
-    writer.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 class Serve:
@@ -286,34 +313,55 @@ def report(case: str, found: str, well: bool) -> None:
     print(f"{'ok  ' if well else 'MISS'}  {case:44} {found}", flush=True)
 
 
+#: Visits before an instance is known to be bad; those after it are trials.
+_FIRST_VISITS = 5
+
+
+async def _refuses(kind: str, stream: bool, count: int, bad: int, turns: asyncio.Semaphore) -> None:
+    """`bad` of `count` engines refuse 200 requests in this way, then answer again."""
+    async with turns:
+        engines = [await Engine().start() for _ in range(count)]
+        async with Serve(engines) as serve:
+            rng = random.Random(1)
+            for each in engines[:bad]:
+                each.mode = kind
+            answers = await serve.load(200, 25.0, rng, stream=stream)
+            lost = answers.count(False)
+            trials = [each.visits[_FIRST_VISITS:] for each in engines[:bad]]
+            close = sum(b - a < 0.9 for each in trials for a, b in itertools.pairwise(each))
+            for each in engines[:bad]:
+                each.mode = "well"
+            await serve.load(125, 25.0, rng, stream=stream)
+            at = engines[0].answered
+            await serve.load(75, 25.0, rng, stream=stream)
+            back = engines[0].answered - at
+    tried = [len(each) for each in trials]
+    what = f"lost {lost} of 200, trials {tried}, {close} within a second; then {back} of 75"
+    report(
+        f"{kind}, {'stream' if stream else 'plain'}, {bad} of {count}",
+        what,
+        lost <= 20 and back > 5 and not close,
+    )
+
+
+async def _all_refuse(plain: Fields, streamed: Fields) -> None:
+    turns = asyncio.Semaphore(3)
+    cases = [(kind, stream) for kind in plain for stream in (False, True)] + [
+        (kind, True) for kind in streamed
+    ]
+    await asyncio.gather(
+        *[_refuses(*case, count, bad, turns) for case in cases for count, bad in ((2, 1), (3, 2))]
+    )
+
+
 async def refusals() -> None:
-    """One engine refuses; the others are well."""
-    for kind in REFUSALS:
-        for stream in (False, True):
-            if kind.startswith("event") and not stream:
-                continue
-            for count, bad in ((2, 1), (3, 2)):
-                engines = [await Engine().start() for _ in range(count)]
-                async with Serve(engines) as serve:
-                    rng = random.Random(1)
-                    for each in engines[:bad]:
-                        each.mode = kind
-                    before = sum(each.visits for each in engines[:bad])
-                    answers = await serve.load(200, 25.0, rng, stream=stream)
-                    tried = sum(each.visits for each in engines[:bad]) - before
-                    lost = answers.count(False)
-                    for each in engines[:bad]:
-                        each.mode = "well"
-                    await serve.load(125, 25.0, rng, stream=stream)
-                    at = engines[0].answered
-                    await serve.load(75, 25.0, rng, stream=stream)
-                    back = engines[0].answered - at
-                    what = f"lost {lost} of 200, {tried} went there; then {back} of 75"
-                    report(
-                        f"{kind}, {'stream' if stream else 'plain'}, {bad} of {count}",
-                        what,
-                        lost <= 20 and back > 5,
-                    )
+    """One of two engines refuses, or two of three; the others are well."""
+    await _all_refuse(REFUSALS, EVENTS)
+
+
+async def others() -> None:
+    """The same with answers that are none, and rarer refusals."""
+    await _all_refuse(OTHERS, OTHER_EVENTS)
 
 
 async def storm() -> None:
@@ -547,8 +595,8 @@ async def incidents() -> None:
 
 
 CASES: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
-    "refusals": refusals, "storm": storm, "hung": hung, "stops": stops, "stalls": stalls, "full": full,
-    "silent": silent, "incidents": incidents,
+    "refusals": refusals, "others": others, "storm": storm, "hung": hung, "stops": stops, "stalls": stalls,
+    "full": full, "silent": silent, "incidents": incidents,
 }  # fmt: skip
 
 

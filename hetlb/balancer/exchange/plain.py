@@ -23,7 +23,7 @@ from hetlb.balancer.exchange.attempt import Attempt
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.engine_answer import LOOP_STATUS, EngineAnswer
-from hetlb.balancer.exchange.exchange import Exchange, Maker
+from hetlb.balancer.exchange.exchange import SSE_KINDS, Exchange, Maker
 from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.exchange.streamed_answer import LAST_EVENT, StreamedAnswer
 from hetlb.balancer.http import error_responses
@@ -274,7 +274,7 @@ class Plain(Attempt):
         if out:
             response.write(out)
         self.take_usage(answer)
-        exchange.finish(answer.end)
+        exchange.finish(answer.end(record.kind in SSE_KINDS))
 
     def take_usage(self, answer: EngineAnswer) -> None:
         """Put exact counts in the place of estimates, where the engine gave them."""

@@ -13,7 +13,14 @@ from typing import Final
 
 import msgspec
 
-from hetlb.balancer.http.openai_fields import ErrorFields, EventFields, FinishedFields, Holder, Usage
+from hetlb.balancer.http.openai_fields import (
+    AnswerFields,
+    ErrorFields,
+    EventFields,
+    FinishedFields,
+    Holder,
+    Usage,
+)
 from hetlb.errors import NOT_JSON
 
 MAX_HELD_BYTES: Final = 64 << 10
@@ -25,6 +32,8 @@ _BOM: Final = b"\xef\xbb\xbf"
 #: JSON without a value, and lists without a choice.
 _NO_VALUE: Final = (b"", b"null")
 _NO_CHOICES: Final = (b"", b"null", b"[]")
+#: First bytes of a list and an object.
+_NESTED: Final = (b"[", b"{")
 #: Fields that say nothing where an event has no choice.
 _NAMES: Final = ("id", "object", "created", "model", "choices", "usage")
 _FINISH_REASON: Final = b'"finish_reason"'
@@ -42,6 +51,7 @@ _usage_decoder = msgspec.json.Decoder(Usage, strict=False)
 _holder_decoder = msgspec.json.Decoder(Holder)
 _error_decoder = msgspec.json.Decoder(ErrorFields, strict=False)
 _choices_decoder = msgspec.json.Decoder(FinishedFields)
+_answer_decoder = msgspec.json.Decoder(AnswerFields)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -182,6 +192,11 @@ class SseWatcher:
     def whole(self) -> bool:
         """True if it ended as streams of tokens do, or is none that is understood."""
         return self.done or self.failed or (self._begun and not self.understood)
+
+    @property
+    def says_tokens(self) -> bool:
+        """True if an event had a JSON object that carries content."""
+        return self.understood and self.events > 0
 
     @property
     def part_is_out(self) -> bool:
@@ -461,3 +476,24 @@ def usage_in_tail(tail: bytes) -> tuple[int | None, int | None, int | None]:
         None if prompt is None else int(prompt[1]),
         None if cached is None else int(cached[1]),
     )
+
+
+def is_answer(tail: bytes) -> bool:
+    """Return True if a plain body that ends in `tail` answers a request for tokens, in the form of any API.
+
+    Of a longer body than `tail` holds only its end is looked at.
+    """
+    if tail[:1] == b"{" and tail[-1:] == b"}" and tail.find(b'"choices":[{') >= 0:
+        # As vLLM and OpenAI write it; in text the quotes would be escaped.
+        if tail.find(b'"usage":{') >= 0 and tail.find(b'"error"') < 0:
+            return True
+    elif len(tail) >= TAIL_BYTES:
+        return tail.rstrip()[-1:] == b"}"
+    try:
+        fields = _answer_decoder.decode(tail)
+    except NOT_JSON:
+        return False
+    if bytes(fields.error) not in _NO_VALUE:
+        return False
+    told = fields.choices, fields.output, fields.content, fields.message, fields.data, fields.results
+    return any(bytes(each)[:1] in _NESTED for each in told)
