@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from helpers import MODEL, make_scheduler, request, spec
+from hypothesis import example, given
+from hypothesis import strategies as st
 from proxy.incidents import Watched
 
 from hetlb.balancer.core.types import (
@@ -218,17 +220,38 @@ def test_one_tenant_with_most_of_the_queue_is_named() -> None:
     assert ("tenant_hog", "x") in causes(fleet.look())
 
 
-def test_it_never_gets_milder_while_the_oldest_wait_grows() -> None:
-    """Twelve a second come and six are served: a minute long."""
+def test_a_long_wait_names_the_tenant_that_causes_it() -> None:
+    fleet = Watched("a")
+    for number in range(1, 60):
+        tenant = "x" if number < 50 else "y"
+        fleet.scheduler.on_arrival(request(number, tenant=tenant), fleet.now)
+    fleet.now += 6.0
+    found = fleet.look()
+    assert causes(found)[0] == ("long_wait", "")
+    assert "the oldest for 6 s, most of them of tenant x: more comes" in found["advice"]
+
+
+@example([(44, 40), *[(30, 20)] * 8, *[(21, 20)] * 12])
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=5, max_size=40))
+def test_it_never_gets_milder_while_the_oldest_wait_grows(seconds: list[tuple[int, int]]) -> None:
     fleet, worst, waits = Watched(), 0, 0.0
     order = ["well", "busy", "degraded", "down"]
-    for _ in range(60):
-        fleet.arrive(12)
-        fleet.end(6)
+    for come, end in seconds:
+        fleet.arrive(come)
+        fleet.end(end)
         fleet.now += 1.0
         found = fleet.look()
         if found["oldest_wait_s"] >= waits > 0.0:
             assert order.index(found["state"]) >= worst
         worst, waits = order.index(found["state"]), found["oldest_wait_s"]
+
+
+def test_twice_what_can_be_served_is_degraded_and_its_load_is_what_comes() -> None:
+    fleet = Watched()
+    for _ in range(60):
+        fleet.arrive(12)
+        fleet.end(6)
+        fleet.now += 1.0
+        found = fleet.look()
     assert (found["state"], found["oldest_wait_s"] > 5.0) == ("degraded", True)
     assert 1.2 < found["load"] < 4.0

@@ -1,7 +1,7 @@
 """Causes of a state that is not well: one table behind status, dashboard, `top`, alerts and `/metrics`.
 
-Each has a severity, a sentence and advice. The state of a model is the worst severity among its causes. A
-wait makes it never milder while it lasts: the longer the oldest request waits, the worse.
+Each has a severity, a sentence and advice. The state of a model is the worst severity among its causes. That
+of a wait follows from the oldest request alone: it never gets milder while that wait grows.
 """
 
 from __future__ import annotations
@@ -174,14 +174,20 @@ def of_tenants(waiting: Mapping[str, int]) -> StateCause | None:
     return StateCause("tenant_hog", name, sentence, "Others go first; limit its key, or add a server.")
 
 
-def of_wait(waiting: int, oldest_s: float, grows: bool, held: str = "") -> StateCause | None:
-    """Return the cause of requests that wait, None if none does; `held` lists servers out by hand."""
+def of_wait(
+    waiting: int, oldest_s: float, held: str = "", hog: StateCause | None = None
+) -> StateCause | None:
+    """Return the cause of requests that wait, None if none does.
+
+    `held` lists servers out by hand, `hog` is of a tenant with most of what waits.
+    """
     if not waiting:
         return None
     wait = "1 request waits" if waiting == 1 else f"{waiting} requests wait"
-    if oldest_s >= LONG_WAIT_S or grows:
+    whose = "" if hog is None else f", most of them of tenant {hog.instance or 'without a name'}"
+    if oldest_s >= LONG_WAIT_S:
         back = f"set {held} ready again, " if held else ""
         advice = f"More comes than can be served: {back}add a server, or limit clients."
-        return StateCause("long_wait", "", f"{wait}, the oldest for {oldest_s:.0f} s", advice)
+        return StateCause("long_wait", "", f"{wait}, the oldest for {oldest_s:.0f} s{whose}", advice)
     advice = "All servers are in full use: another server would shorten that."
-    return StateCause("saturated", "", f"{wait}, the oldest for {oldest_s:.1f} s", advice)
+    return StateCause("saturated", "", f"{wait}, the oldest for {oldest_s:.1f} s{whose}", advice)
