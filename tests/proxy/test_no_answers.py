@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from proxy.test_proxying import ASK, ASK_STREAM, Start, ask, post
-from proxy.upstreams import DONE, LAST, PLAIN_BODY, SSE_HEAD, STREAM, Upstream, chunk, plain
+from proxy.test_proxying import ASK, ASK_STREAM, Client, Start, ask, post
+from proxy.upstreams import DONE, LAST, PLAIN_BODY, SSE_HEAD, STREAM, TOKEN, Upstream, Visit, chunk, plain
 
 from hetlb.balancer.http.sse import TAIL_BYTES, is_answer
 
@@ -56,6 +58,13 @@ async def test_a_stream_without_a_token_is_a_failure(start: Start, events: bytes
     assert [outcome for outcome, _, _ in proxy.ended] == ["upstream_error"]
 
 
+async def test_events_that_nobody_asked_for_are_no_answer(start: Start) -> None:
+    async with Upstream(STREAM) as engine:
+        proxy = await start(engine.url)
+        await ask(proxy, post(ASK))
+    assert [outcome for outcome, _, _ in proxy.ended] == ["upstream_error"]
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -94,3 +103,26 @@ async def test_pages_of_one_engine_do_not_draw_the_requests(start: Start) -> Non
 @given(st.binary(max_size=60))
 def test_bytes_are_judged_without_an_error(body: bytes) -> None:
     assert is_answer(b'{"choices":[{"text":"x"}]}' + body) is (not body.strip(b" \t\r\n"))
+
+
+async def test_comments_are_no_tokens(start: Start) -> None:
+    """A gateway sends them while its engine hangs: they go on to the client, and prove nothing."""
+    more = asyncio.Event()
+
+    async def script(visit: Visit) -> None:
+        visit.send(SSE_HEAD + chunk(b": ping\n\n"))
+        await more.wait()
+        visit.send(chunk(TOKEN) + chunk(b": ping\n\n"))
+
+    async with Upstream(script) as engine:
+        proxy = await start(engine.url)
+        async with Client(proxy) as client:
+            client.send(post(ASK_STREAM))
+            await client.reader.readuntil(b": ping\n\n")
+            [instance] = proxy.scheduler.instances
+            [lease] = instance.leases.values()
+            assert (lease.first_token_at, proxy.driver.tokens_at()) == (None, {"i0": 0.0})
+            more.set()
+            await client.reader.readuntil(b": ping\n\n")
+            assert lease.first_token_at is not None
+            assert proxy.driver.tokens_at() == {"i0": lease.first_token_at}

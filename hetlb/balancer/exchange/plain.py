@@ -184,19 +184,24 @@ class Plain(Attempt):
             return None
         if whole and not payload:
             return payload
-        exchange, stream = self.exchange, answer.stream
-        record, now = exchange.record, exchange.now()
-        if record.first_byte_at is None:
-            record.first_byte_at = now
-        if record.status < 400:
-            self.driver.scheduling.first_token(self.lease, now)
-        if stream is not None:
+        record, stream, now = self.exchange.record, answer.stream, self.exchange.now()
+        if stream is None:
+            self._first_token(now)
+        else:
             record.streamed = True
             self.response.stream_follows()
             if record.request.sequences == 1:
                 stream.count_gaps(self.driver.counted.model(record.request.model).gaps)
         self.enter(states.FIRST_BYTE, now)
         return payload
+
+    def _first_token(self, now: float) -> None:
+        """Note that the answer begins: with a stream's first event, which no comment is."""
+        record = self.exchange.record
+        if record.first_byte_at is None:
+            record.first_byte_at = now
+        if record.status < 400:
+            self.driver.scheduling.first_token(self.lease, now)
 
     def engine_body(self, payload: bytes) -> None:
         """Pass more of the answer's body on, in the same turn."""
@@ -209,6 +214,8 @@ class Plain(Attempt):
             payload = first
         exchange.since = now = exchange.now()
         payload = answer.read(payload, now)
+        if self.lease.first_token_at is None and answer.tokens_so_far:
+            self._first_token(now)
         if answer.lost is not None:
             self.lost(ends.ERROR_EVENT, "", payload, answer.lost)
         elif payload:
@@ -253,6 +260,8 @@ class Plain(Attempt):
             payload = first
         payload = answer.read_last(payload)
         stream, record = answer.stream, exchange.record
+        if self.lease.first_token_at is None and answer.tokens_so_far:
+            self._first_token(exchange.now())
         if answer.lost is not None:
             self.lost(ends.ERROR_EVENT, "", payload, answer.lost)
             return
@@ -274,7 +283,7 @@ class Plain(Attempt):
         if out:
             response.write(out)
         self.take_usage(answer)
-        exchange.finish(answer.end(record.kind in SSE_KINDS))
+        exchange.finish(answer.end(record.kind in SSE_KINDS, exchange.call.stream))
 
     def take_usage(self, answer: EngineAnswer) -> None:
         """Put exact counts in the place of estimates, where the engine gave them."""
@@ -283,6 +292,10 @@ class Plain(Attempt):
         sensible = record.counted(completion, prompt, cached)
         if sensible and prompt is not None and not record.request.prompt_exact and not record.resumed_tokens:
             self.driver.learn_prompt(record.request.model, exchange.call, prompt)
+
+    def token_at(self, heard_at: float) -> float:
+        stream = None if self.answer is None else self.answer.stream
+        return heard_at if stream is None else stream.text_at
 
     @property
     def tokens_so_far(self) -> int:

@@ -177,10 +177,7 @@ def of_tenants(waiting: Mapping[str, int]) -> StateCause | None:
 def of_wait(
     waiting: int, oldest_s: float, held: str = "", hog: StateCause | None = None
 ) -> StateCause | None:
-    """Return the cause of requests that wait, None if none does.
-
-    `held` lists servers out by hand, `hog` is of a tenant with most of what waits.
-    """
+    """Return the cause of requests that wait, None if none does; `held` lists servers out by hand."""
     if not waiting:
         return None
     wait = "1 request waits" if waiting == 1 else f"{waiting} requests wait"

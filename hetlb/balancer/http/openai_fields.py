@@ -80,18 +80,6 @@ class EventFields(msgspec.Struct):
     type: msgspec.Raw = msgspec.Raw(b"")
 
 
-class AnswerFields(msgspec.Struct):
-    """Fields of a plain answer: its text in the API of OpenAI, Anthropic or Cohere, or an error."""
-
-    choices: msgspec.Raw = msgspec.Raw(b"")
-    output: msgspec.Raw = msgspec.Raw(b"")
-    content: msgspec.Raw = msgspec.Raw(b"")
-    message: msgspec.Raw = msgspec.Raw(b"")
-    results: msgspec.Raw = msgspec.Raw(b"")
-    data: msgspec.Raw = msgspec.Raw(b"")
-    error: msgspec.Raw = msgspec.Raw(b"")
-
-
 class FinishedChoice(msgspec.Struct):
     """Reason of the end of a choice, None while it goes on."""
 

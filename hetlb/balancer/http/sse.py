@@ -13,14 +13,7 @@ from typing import Final
 
 import msgspec
 
-from hetlb.balancer.http.openai_fields import (
-    AnswerFields,
-    ErrorFields,
-    EventFields,
-    FinishedFields,
-    Holder,
-    Usage,
-)
+from hetlb.balancer.http.openai_fields import ErrorFields, EventFields, FinishedFields, Holder, Usage
 from hetlb.errors import NOT_JSON
 
 MAX_HELD_BYTES: Final = 64 << 10
@@ -32,7 +25,8 @@ _BOM: Final = b"\xef\xbb\xbf"
 #: JSON without a value, and lists without a choice.
 _NO_VALUE: Final = (b"", b"null")
 _NO_CHOICES: Final = (b"", b"null", b"[]")
-#: First bytes of a list and an object.
+#: Fields that hold a plain answer, of OpenAI, Anthropic and Cohere; first bytes of a list and an object.
+_ANSWERS: Final = ("choices", "output", "content", "message", "data", "results")
 _NESTED: Final = (b"[", b"{")
 #: Fields that say nothing where an event has no choice.
 _NAMES: Final = ("id", "object", "created", "model", "choices", "usage")
@@ -45,13 +39,13 @@ _REFUSALS: Final = re.compile(
     r"|request_too_large|context_length_exceeded|content_policy_violation"
 )
 _NO_HOLDER: Final = Holder()
+_NONE: Final = msgspec.Raw(b"")
 
 _decoder = msgspec.json.Decoder(EventFields)
 _usage_decoder = msgspec.json.Decoder(Usage, strict=False)
 _holder_decoder = msgspec.json.Decoder(Holder)
 _error_decoder = msgspec.json.Decoder(ErrorFields, strict=False)
 _choices_decoder = msgspec.json.Decoder(FinishedFields)
-_answer_decoder = msgspec.json.Decoder(AnswerFields)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -490,10 +484,8 @@ def is_answer(tail: bytes) -> bool:
     elif len(tail) >= TAIL_BYTES:
         return tail.rstrip()[-1:] == b"}"
     try:
-        fields = _answer_decoder.decode(tail)
+        fields = _object.decode(tail)
     except NOT_JSON:
         return False
-    if bytes(fields.error) not in _NO_VALUE:
-        return False
-    told = fields.choices, fields.output, fields.content, fields.message, fields.data, fields.results
-    return any(bytes(each)[:1] in _NESTED for each in told)
+    failed = bytes(fields.get("error", _NONE)) not in _NO_VALUE
+    return not failed and any(bytes(fields.get(name, _NONE))[:1] in _NESTED for name in _ANSWERS)
