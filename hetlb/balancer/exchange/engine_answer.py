@@ -123,7 +123,7 @@ class EngineAnswer:
         return stream.usage()
 
     def end(self, generates: bool, streamed: bool = True) -> End:
-        """Return how a whole answer ended; `generates`: its request asks for tokens, `streamed`: in events."""
+        """Return how a whole answer ended; `generates`: tokens were asked for, `streamed`: in events."""
         stream, status = self.stream, self.head.status
         if stream is not None and stream.failed:
             return ends.REFUSED_IN_STREAM if stream.refused else ends.ERROR_EVENT
