@@ -1,7 +1,7 @@
 """Engines that refuse, hang, stop and return, behind a real `hetlb serve`: how many requests are lost.
 
     python bench/faults/accounts.py [refusals] [others] [storm] [hung] [stops] [stalls] [full] [silent]
-        [incidents]
+        [falls_silent] [incidents]
 
 Engines are small servers of this process on loopback: an answer is 20 events, one each 20 ms. A line for
 each case: requests sent and lost, and the bound. Exit status 1 if a case misses it.
@@ -19,7 +19,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ Fields = dict[str, Any]
 
 
 class Engine:
-    """One engine: `mode` is "well", "hang", "hang-head" or a key of `KINDS`."""
+    """One engine: `mode` is "well", "hang", "hang-head", "hang-comments" or a key of `KINDS`."""
 
     def __init__(self, places: int = 1 << 20) -> None:
         self.mode, self.places = "well", places
@@ -195,9 +195,11 @@ class Engine:
             self.running -= 1
 
     async def _wait(self, writer: asyncio.StreamWriter) -> None:
-        while self.mode in ("hang", "hang-head") or not self.goes.is_set():
+        while self.mode.startswith("hang") or not self.goes.is_set():
             if writer.is_closing():
                 raise OSError
+            if self.mode == "hang-comments" and time.monotonic() % 1.0 < 0.02:
+                writer.write(_chunk(b": ping\n\n"))
             await asyncio.sleep(0.02)
         if writer.is_closing():
             raise OSError
@@ -206,8 +208,14 @@ class Engine:
 class Serve:
     """`hetlb serve` over engines, as a process of its own."""
 
-    def __init__(self, engines: list[Engine], *, instance: Fields | None = None, **tables: Any) -> None:
-        self.engines, self.instance, self.tables = engines, instance or {}, tables
+    def __init__(
+        self, engines: list[Engine], *, instances: Sequence[Fields] | None = None, **tables: Any
+    ) -> None:
+        """`instances` has further keys of each, `tables` further tables of the fleet file."""
+        self.engines, self.tables = engines, tables
+        self.instances = instances or [{}] * len(engines)
+        #: Seconds until the first byte of each answer.
+        self.first_s: list[float] = []
 
     async def __aenter__(self) -> Serve:
         fleet = {
@@ -219,8 +227,8 @@ class Serve:
                 {
                     "name": "m",
                     "instances": [
-                        {"name": "abc"[i], "url": f"http://127.0.0.1:{each.port}", **self.instance}
-                        for i, each in enumerate(self.engines)
+                        {"name": "abc"[i], "url": f"http://127.0.0.1:{each.port}", **more}
+                        for i, (each, more) in enumerate(zip(self.engines, self.instances, strict=True))
                     ],
                 }
             ],
@@ -287,10 +295,15 @@ class Serve:
                         b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
                         % (headers, len(body), body.encode())
                     )
-                    text = await reader.read()
+                    began = time.monotonic()
+                    text = await reader.read(1)
+                    self.first_s.append(time.monotonic() - began)
+                    text += await reader.read()
                 finally:
                     writer.close()
-                well = text.startswith(b"HTTP/1.1 200") and b'"error"' not in text
+                well = (
+                    text.startswith(b"HTTP/1.1 200") and b'"content":"x"' in text and b'"error"' not in text
+                )
                 return well and (not stream or text.endswith(b"0\r\n\r\n"))
         return False
 
@@ -377,70 +390,78 @@ async def storm() -> None:
         report("a client's 400s", found, not any(not each for each in answers))
 
 
-async def hung() -> None:
+async def _hangs(mode: str, leaves_s: float) -> None:
     """One of two hangs for a minute, 8 requests/s."""
-    for mode in ("hang-head", "hang"):
-        for leaves_s in (5.0, 20.0, 1e9):
-            engines = [await Engine().start() for _ in range(2)]
-            async with Serve(engines) as serve:
-                rng = random.Random(2)
-                await serve.load(60, 12.0, rng)
-                engines[0].mode = mode
-                begun, named = time.monotonic(), -1.0
-                task = asyncio.create_task(serve.load(480, 8.0, rng, leaves_s=leaves_s))
-                while time.monotonic() - begun < 15.0 and named < 0.0:
-                    await asyncio.sleep(0.5)
-                    found = await serve.status()
-                    if any(
-                        each["cause"] == "stalled" and each["instance"] == "a" for each in found["causes"]
-                    ):
-                        named = time.monotonic() - begun
-                await asyncio.sleep(max(0.0, 62.0 - (time.monotonic() - begun)))
-                engines[0].mode = "well"
-                answers = await task
-                lost = answers.count(False)
-                leave = "never" if leaves_s > 1e8 else f"after {leaves_s:g} s"
-                report(
-                    f"{mode}, clients leave {leave}",
-                    f"lost {lost} of 480, named after {named:.1f} s",
-                    lost <= 12 and 0 < named <= 10,
-                )
+    engines = [await Engine().start() for _ in range(2)]
+    async with Serve(engines) as serve:
+        rng = random.Random(2)
+        await serve.load(60, 12.0, rng)
+        engines[0].mode = mode
+        begun, named = time.monotonic(), -1.0
+        task = asyncio.create_task(serve.load(480, 8.0, rng, leaves_s=leaves_s))
+        while time.monotonic() - begun < 15.0 and named < 0.0:
+            await asyncio.sleep(0.5)
+            causes = [(each["cause"], each["instance"]) for each in (await serve.status())["causes"]]
+            if ("stalled", "a") in causes:
+                named = time.monotonic() - begun
+        await asyncio.sleep(max(0.0, 62.0 - (time.monotonic() - begun)))
+        engines[0].mode = "well"
+        lost = (await task).count(False)
+    leave = "never" if leaves_s > 1e8 else f"after {leaves_s:g} s"
+    found = f"lost {lost} of 480, named after {named:.1f} s"
+    report(f"{mode}, clients leave {leave}", found, lost <= 12 and 0 < named <= 10)
 
 
-async def stops() -> None:
-    """One of two stands still for 30 s, then goes on: the faster one, or one of two that are equal."""
-    for rate, faster in itertools.product((0.5, 2.5, 14.0), (2.0, 1.0)):
-        engines = [await Engine().start() for _ in range(2)]
-        engines[0].pace_s = PACE_S / faster
-        async with Serve(engines) as serve:
+async def hung() -> None:
+    """Nine fleets at a time: with heads, without heads, with comments that go on; clients leave or stay."""
+    modes, leaves = ("hang-head", "hang", "hang-comments"), (5.0, 20.0, 1e9)
+    await asyncio.gather(*[_hangs(*case) for case in itertools.product(modes, leaves)])
+
+
+async def _stops(rate: float, faster: float, profiled: bool) -> None:
+    """One of two, the faster or one of two equals, stands still for 30 s, then goes on."""
+    engines = [await Engine().start() for _ in range(2)]
+    engines[0].pace_s = PACE_S / faster
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / f"{each}.yaml" for each in range(2)]
+        for path, engine in zip(paths, engines, strict=True):
+            path.write_text(PROFILE.replace("k8: 0.1", f"k8: {engine.pace_s}").replace("seqs: 8", "seqs: 64"))
+        instances = [{"profile": str(path)} for path in paths] if profiled else [{}, {}]
+        async with Serve(engines, instances=instances) as serve:
             rng = random.Random(3)
             await serve.load(round(rate * 20), rate, rng)
             before = [each.answered for each in engines]
             await serve.load(round(rate * 30), rate, rng)
             usual = (engines[0].answered - before[0]) / max(1.0, rate * 30)
             engines[0].goes.clear()
+            serve.first_s.clear()
             lost = (await serve.load(round(rate * 30), rate, rng, leaves_s=40.0)).count(False)
             engines[0].goes.set()
             await serve.load(round(rate * 40), rate, rng)
+            longest = max(serve.first_s)
             before = [each.answered for each in engines]
             await serve.load(round(rate * 20), rate, rng)
             share = (engines[0].answered - before[0]) / max(1.0, rate * 20)
-            report(
-                f"stops 30 s, {rate:g} req/s, {faster:g} times as fast",
-                f"lost {lost}; share {usual:.2f}, then {share:.2f}",
-                share >= 0.7 * usual,
-            )
+    how = f"{rate:g} req/s, {faster:g} times as fast, {'with' if profiled else 'no'} profiles"
+    found = f"lost {lost}; share {usual:.2f}, then {share:.2f}; longest first byte {longest:.1f} s"
+    report(f"stops 30 s, {how}", found, share >= 0.7 * usual and longest <= 20.0)
 
 
-async def stalls() -> None:
-    """One of two equal engines stands still 100 times, for 0.5 to 3 s, then no more; 14 requests/s."""
+async def stops() -> None:
+    """Twelve fleets at a time."""
+    cases = itertools.product((0.5, 2.5, 14.0), (2.0, 1.0), (False, True))
+    await asyncio.gather(*[_stops(*case) for case in cases])
+
+
+async def _stalls(seed: int) -> tuple[float, float, int]:
+    """One of two equal engines stands still 25 times for 0.5 to 3 s, then no more; 14 requests/s."""
     engines = [await Engine().start() for _ in range(2)]
     async with Serve(engines) as serve:
-        rng = random.Random(3)
+        rng = random.Random(seed)
         await serve.load(280, 14.0, rng)
         before = [each.answered for each in engines]
         load = asyncio.create_task(serve.load(9000, 14.0, rng, leaves_s=40.0))
-        for _ in range(100):
+        for _ in range(25):
             engines[0].goes.clear()
             await asyncio.sleep(rng.uniform(0.5, 3.0))
             engines[0].goes.set()
@@ -453,12 +474,14 @@ async def stalls() -> None:
         before = [each.answered for each in engines]
         lost = (await serve.load(280, 14.0, rng)).count(False)
         after = [each.answered - was for each, was in zip(engines, before, strict=True)]
-        shares = during[0] / sum(during), after[0] / sum(after)
-        report(
-            "100 stalls of 0.5 to 3 s",
-            f"share while they last {shares[0]:.2f}, 10 s after {shares[1]:.2f}",
-            shares[1] >= 0.35 and not lost,
-        )
+    return during[0] / sum(during), after[0] / sum(after), lost
+
+
+async def stalls() -> None:
+    """A hundred stalls, in four fleets."""
+    for during, after, lost in await asyncio.gather(*[_stalls(seed) for seed in range(4)]):
+        found = f"share while they last {during:.2f}, 10 s after {after:.2f}, lost then {lost}"
+        report("25 stalls of 0.5 to 3 s", found, after >= 0.35 and not lost)
 
 
 async def full() -> None:
@@ -483,6 +506,20 @@ async def silent() -> None:
         whole = (await streams).count(True)
         report("streams silent for 65 s", f"{whole} of 20 whole", whole == 20)
         report("a plain answer of 320 s", "delivered" if await plain else "lost", plain.result())
+
+
+async def falls_silent() -> None:
+    """The only engine hangs in the middle of 20 streams."""
+    engines = [await Engine().start()]
+    engines[0].pace_s = 1.0
+    async with Serve(engines) as serve:
+        streams = [asyncio.create_task(serve.ask()) for _ in range(20)]
+        await asyncio.sleep(5.0)
+        engines[0].mode = "hang-head"
+        begun = time.monotonic()
+        await asyncio.wait(streams, timeout=60.0)
+        took = time.monotonic() - begun
+        report("streams of an engine that hangs", f"ended after {took:.1f} s", took <= 30.0)
 
 
 #: Of engines that keep their profile on a busy machine.
@@ -510,9 +547,9 @@ class Incident:
             each.pace_s = _SLOW_PACE_S
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "p.yaml").write_text(PROFILE)
-            instance = {"profile": str(Path(folder) / "p.yaml"), "max_num_seqs": 8}
+            instances = [{"profile": str(Path(folder) / "p.yaml"), "max_num_seqs": 8}] * 2
             proxy = {"tenant_header": "x-tenant"}
-            async with Serve(engines, instance=instance, proxy=proxy) as serve:
+            async with Serve(engines, instances=instances, proxy=proxy) as serve:
                 load = asyncio.create_task(serve.load(10**6, 1.5, random.Random(1)))
                 await asyncio.sleep(10.0)
                 loads = [load, *await self.begin(name, engines, serve)]
@@ -596,7 +633,7 @@ async def incidents() -> None:
 
 CASES: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
     "refusals": refusals, "others": others, "storm": storm, "hung": hung, "stops": stops, "stalls": stalls,
-    "full": full, "silent": silent, "incidents": incidents,
+    "full": full, "silent": silent, "falls_silent": falls_silent, "incidents": incidents,
 }  # fmt: skip
 
 
