@@ -227,7 +227,7 @@ class Serve:
                 {
                     "name": "m",
                     "instances": [
-                        {"name": "abc"[i], "url": f"http://127.0.0.1:{each.port}", **more}
+                        {"name": "abcdefgh"[i], "url": f"http://127.0.0.1:{each.port}", **more}
                         for i, (each, more) in enumerate(zip(self.engines, self.instances, strict=True))
                     ],
                 }

@@ -87,6 +87,39 @@ def test_what_all_refuse_alike_is_the_clients_own(fleet: str, policy: str, how: 
     scheduler.check_integrity()
 
 
+def test_one_that_refuses_every_second_request_is_found() -> None:
+    """What it refuses is answered elsewhere, and it gets trials alone: three in a row never came."""
+    scheduler = make_scheduler([spec("a"), spec("b")])
+    lost = visits = 0
+    for i in range(200):
+        now = i / 20
+        lease: Lease | None = dispatched(scheduler.on_arrival(request(i), now))
+        assert lease is not None
+        if lease.instance == "a":
+            visits += 1
+            if visits % 2:
+                lease = refused(scheduler, lease, "401", now)
+                lost += lease is None
+        if lease is not None:
+            whole(scheduler, lease, now)
+        scheduler.on_sweep({}, now)
+    assert lost <= 20
+    assert visits <= 60
+
+
+def test_clients_whose_every_second_request_is_wrong_change_nothing() -> None:
+    scheduler = make_scheduler([spec("a"), spec("b")], "rr")
+    for i in range(200):
+        now = i / 20
+        lease: Lease | None = dispatched(scheduler.on_arrival(request(i), now))
+        while lease is not None and i % 4 < 2:
+            lease = refused(scheduler, lease, "400", now)
+        if lease is not None:
+            whole(scheduler, lease, now)
+        for each in scheduler.instances:
+            assert not each.account.wary(now)
+
+
 @pytest.mark.parametrize("own", ["of-a", "of-b", "of-all"])
 def test_names_that_not_all_answer_to_change_nothing(own: str) -> None:
     """An adapter that one instance has alone is no pool in which it is as good as the best."""
