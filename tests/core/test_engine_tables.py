@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hetlb.balancer.core.engine_metrics import parse
-from hetlb.balancer.core.engine_tables import TABLES, as_table, table_of
+from hetlb.balancer.core.engine_tables import TABLES
 
 ROOT = Path(__file__).parents[2]
 SGLANG = """\
@@ -65,10 +65,20 @@ def test_what_is_absurd_or_absent_is_said() -> None:
 
 
 def test_an_engine_is_known_by_its_page_alone() -> None:
-    assert [table_of(f"# HELP x\n{each.prefix}x 1") for each in TABLES] == list(TABLES)
-    assert table_of("<html>") is None
-    assert table_of('[{"numActiveRequests": 2}]') is None
+    pages = [f"# HELP x\n{each.prefix}{each.running[0].removeprefix(each.prefix)} 1" for each in TABLES]
+    assert [parse(each).engine for each in pages] == [each.name for each in TABLES]
+    assert parse("<html>").engine == ""
+    assert parse('[{"numActiveRequests": 2}]').engine == ""
 
 
 def test_the_docs_show_the_tables() -> None:
-    assert as_table() in (ROOT / "docs" / "engines.md").read_text()
+    def first(names: tuple[str, ...]) -> str:
+        return f"`{names[0]}`" if names else "-"
+
+    rows = [
+        f"| {each.title} | {first(each.running)} | {first(each.waiting)} | {first(each.kv_usage)} "
+        f"| {'; '.join(each.lacks) or '-'} |"
+        for each in TABLES
+    ]
+    head = ["| engine | running | waiting | KV use | lacks |", "|---|---|---|---|---|"]
+    assert "\n".join(head + rows) in (ROOT / "docs" / "engines.md").read_text()

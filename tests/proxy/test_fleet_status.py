@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers import MODEL, make_scheduler, request, spec
+from helpers import MODEL, dispatched, make_scheduler, request, spec
 from hypothesis import example, given
 from hypothesis import strategies as st
 from proxy.incidents import Watched
@@ -99,6 +99,25 @@ def test_one_slow_is_degraded_and_named() -> None:
     found = fleet.look()
     assert found["state"] == "degraded"
     assert found["advice"].startswith("b takes 3.0 times as long as its profile says")
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.5, 4.0])
+def test_a_slow_one_is_named_before_its_first_answer_ends(slower: float) -> None:
+    """By its own count of tokens: four answers that are all still running."""
+    fleet = Watched("a")
+    [instance] = fleet.scheduler.instances
+    for number in range(1, 5):
+        lease = dispatched(fleet.scheduler.on_arrival(request(number, streamed=True), fleet.now))
+        fleet.scheduler.on_first_token(lease, fleet.now)
+    step_s = instance.occupancy.now_s
+    for second in range(6):
+        fleet.now += 1.0
+        sample = EngineSample(4, 0, 0.0, generated=int(4 * (second + 1) / (slower * step_s)))
+        fleet.scheduler.on_scrape("a", sample, fleet.now)
+    assert instance.speed.pace == pytest.approx(slower, rel=0.1)
+    assert causes(fleet.look()) == ([("slow", "a")] if slower > 2.0 else [])
+    fleet.now += 10.0
+    assert causes(fleet.look()) == [("stale_report", "a")]
 
 
 def test_one_that_fails_is_degraded_and_named() -> None:

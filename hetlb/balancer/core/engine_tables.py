@@ -134,26 +134,6 @@ TRITON: Final = EngineTable(
 TABLES: Final = (VLLM, SGLANG, LLAMA_CPP, TENSORRT_LLM, TGI, LMDEPLOY, TRITON)
 
 
-def table_of(page: str) -> EngineTable | None:
-    """Return the table of the engine whose metrics page this is, None where no engine is known by it."""
-    text = "\n" + page
-    return table_by({each.prefix for each in TABLES if f"\n{each.prefix}" in text})
-
-
 def table_by(prefixes: Container[str]) -> EngineTable | None:
     """Return the table of the engine whose names begin with one of these, None where none is known."""
     return next((each for each in TABLES if each.prefix in prefixes), None)
-
-
-def as_table() -> str:
-    """Return the table of docs/engines.md."""
-    rows = [
-        f"| {each.title} | {_names(each.running)} | {_names(each.waiting)} | {_names(each.kv_usage)} "
-        f"| {'; '.join(each.lacks) or '-'} |"
-        for each in TABLES
-    ]
-    return "\n".join(["| engine | running | waiting | KV use | lacks |", "|---|---|---|---|---|", *rows])
-
-
-def _names(names: tuple[str, ...]) -> str:
-    return f"`{names[0]}`" if names else "-"

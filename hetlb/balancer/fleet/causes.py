@@ -17,6 +17,8 @@ from hetlb.balancer.telemetry.recent import InstanceShare
 
 #: An instance that takes this many times as long as its profile says is slow.
 SLOW: Final = 1.5
+#: The same by its engine's own count of tokens in the last seconds, which is less sure.
+PACE: Final = 2.0
 #: Share of answers that fail by an engine's doing, and their least number.
 FAILING: Final = 0.05
 LEAST_FAILED: Final = 3
@@ -127,11 +129,15 @@ def of_instance(each: Instance, share: InstanceShare | None, now: float) -> Stat
     if share is not None and share.failed >= LEAST_FAILED and share.failed > FAILING * share.ended:
         sentence = f"{100 * share.failed / share.ended:.0f} % of what {name} answers fails"
         return StateCause("fails", name, sentence, f"The log of {name} says why.")
-    if each.profiled and each.speed.seen and each.speed.factor >= SLOW:
-        sentence = f"{name} takes {each.speed.factor:.1f} times as long as its profile says"
+    stale_s = 0.0 if each.sample_at is None else now - each.sample_at
+    slower = each.speed.factor if each.speed.seen else 1.0
+    if each.speed.pace >= PACE and stale_s <= STALE_S:
+        slower = max(slower, each.speed.pace)
+    if each.profiled and slower >= SLOW:
+        sentence = f"{name} takes {slower:.1f} times as long as its profile says"
         return StateCause("slow", name, sentence, "Look at its GPU, or profile it again.")
-    if each.sample_at is not None and now - each.sample_at > STALE_S:
-        sentence = f"the last report of {name} is {now - each.sample_at:.0f} s old"
+    if stale_s > STALE_S:
+        sentence = f"the last report of {name} is {stale_s:.0f} s old"
         return StateCause("stale_report", name, sentence, f"See why /metrics of {name} is not read.")
     return None
 
