@@ -596,7 +596,10 @@ class Incident:
             wrong.append("page")
         causes = [each["cause"] for each in status["causes"]]
         lead = causes[0] if causes else ""
-        if lead not in self.leads or f'hetlb_cause{{cause="{lead}"' not in metrics:
+        # The places are asked side by side: what leads may change from one to the next.
+        if lead not in self.leads or not any(
+            f'hetlb_cause{{cause="{each}"' in metrics for each in self.leads
+        ):
             wrong.append("metrics")
         where = f" WRONG IN {', '.join(wrong)}" if wrong else ""
         report(f"{name} after {at:g} s", f"{line.strip()[:150]}{where}", not wrong)

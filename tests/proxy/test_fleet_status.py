@@ -239,6 +239,15 @@ def test_one_tenant_with_most_of_the_queue_is_named() -> None:
     assert ("tenant_hog", "x") in causes(fleet.look())
 
 
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_tenant_whose_requests_alone_wait_is_named_where_others_are_served(others: int) -> None:
+    fleet = Watched("a")
+    for number in range(1, 40):
+        tenant = "y" if number <= others else "x"
+        fleet.scheduler.on_arrival(request(number, tenant=tenant), fleet.now)
+    assert (("tenant_hog", "x") in causes(fleet.look())) is (others > 0)
+
+
 def test_a_long_wait_names_the_tenant_that_causes_it() -> None:
     fleet = Watched("a")
     for number in range(1, 60):

@@ -6,7 +6,7 @@ of a wait follows from the oldest request alone: it never gets milder while that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -168,10 +168,13 @@ def of_clients(refused: int, ended: int) -> StateCause | None:
     return StateCause("client_errors", "", sentence, "Look in the request log which client sends them.")
 
 
-def of_tenants(waiting: Mapping[str, int]) -> StateCause | None:
-    """Return the cause of one tenant that has most of what waits, None if none has; `waiting` by tenant."""
+def of_tenants(waiting: Mapping[str, int], served: Set[str]) -> StateCause | None:
+    """Return the cause of one tenant that has most of what waits, None if none has.
+
+    `waiting` is by tenant; of the tenants `served` requests run: others of a hog go first, and wait nowhere.
+    """
     total = sum(waiting.values())
-    if total < LEAST_WAITING or len(waiting) < 2:
+    if total < LEAST_WAITING or len(served | waiting.keys()) < 2:
         return None
     name, count = max(waiting.items(), key=lambda each: each[1])
     if count < HOG * total:
