@@ -155,10 +155,8 @@ def _of_model(
         return ModelStatus(model, State.DOWN, 0.0, served, 0.0, "", 0.0, why, total, 0, (down,))
     found = [of_instance(each, shares.get(each.name), now) for each in instances]
     held = [each.name for each in instances if each.admin is not AdminState.READY]
-    served = (
-        {lease.request.tenant or "" for each in able for lease in each.leases.values()} if entries else set()
-    )
-    hog = of_tenants(Counter(entry.request.tenant or "" for entry in entries), served)
+    running = {lease.request.tenant or "" for each in able for lease in each.leases.values() if waiting}
+    hog = of_tenants(Counter(entry.request.tenant or "" for entry in entries), running)
     found += [hog, of_wait(waiting, oldest_s, _listed(held) if held else "", hog)]
     refused, ended = recent.refused(WINDOW_S, now)
     found.append(of_clients(refused, ended))
