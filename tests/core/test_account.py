@@ -107,6 +107,20 @@ def test_one_that_refuses_every_second_request_is_found() -> None:
     assert visits <= 60
 
 
+def test_refusals_count_where_too_many_are_tried_elsewhere_already() -> None:
+    """Three that wait for an answer elsewhere use up the budget of retries; the fourth is lost."""
+    scheduler = make_scheduler([spec("a"), spec("b")])
+    whole(scheduler, dispatched(scheduler.on_arrival(request(1, subset=("b",)), 0.0)), 0.5)
+    passed = 0
+    for i in range(2, 9):
+        lease = dispatched(scheduler.on_arrival(request(i, subset=("a",)), float(i)))
+        lost = account(scheduler, "a").lost
+        lease.request = request(i)
+        passed += refused(scheduler, lease, "401", float(i)) is None
+    assert passed == 4
+    assert lost < account(scheduler, "a").lost
+
+
 def test_clients_whose_every_second_request_is_wrong_change_nothing() -> None:
     scheduler = make_scheduler([spec("a"), spec("b")], "rr")
     for i in range(200):

@@ -310,8 +310,8 @@ class Scheduler:
         runs = 0 if known is None else known.runs
         if not busy and may_move and ready is not None:
             refusals = [] if known is None else known.refusals
-            tries = runs < MOST_MOVES and retries.allowed(self.in_flight)
-            tries = tries and (bool(refusals) or account.doubted or _serves_elsewhere(instance, ready))
+            elsewhere = bool(refusals) or account.doubted or _serves_elsewhere(instance, ready)
+            tries = elsewhere and runs < MOST_MOVES and retries.allowed(self.in_flight)
             account.refuses()
             if tries and (commands := self._move(lease, ready, now, ran=False)):
                 retries.of(request.id).refusals.append((instance, lease, now))
@@ -321,10 +321,10 @@ class Scheduler:
                 refuser.account.refused = 0.0
             if account.suspect:
                 self.fleet.reindex(now)
-            if not tries or refusals or not self._others_left(lease, ready, now):
+            if not elsewhere or refusals or not self._others_left(lease, ready, now):
                 lease.judged = True
                 return passed_on
-            # The others have no room: its share of refusals counts.
+            # The others have no room, or too many are tried again: its share of refusals counts.
         doubted, limited = account.doubted, busy and others > 0 and not account.doubted
         if limited:
             lease.judged = True
