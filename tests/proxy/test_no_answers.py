@@ -8,9 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from proxy.test_proxying import ASK, ASK_STREAM, Client, Start, ask, post
-from proxy.upstreams import DONE, LAST, PLAIN_BODY, SSE_HEAD, STREAM, TOKEN, Upstream, Visit, chunk, plain
+from proxy.upstreams import (
+    DONE,
+    LAST,
+    PLAIN_BODY,
+    SSE_HEAD,
+    STREAM,
+    TOKEN,
+    Upstream,
+    Visit,
+    chunk,
+    closing,
+    plain,
+)
 
-from hetlb.balancer.http.sse import TAIL_BYTES, is_answer
+from hetlb.balancer.http.sse import TAIL_BYTES, is_answer, is_comment
 
 PAGE = b"<html><body>Welcome to nginx!</body></html>"
 NO_ANSWERS = {
@@ -121,8 +133,26 @@ async def test_comments_are_no_tokens(start: Start) -> None:
             await client.reader.readuntil(b": ping\n\n")
             [instance] = proxy.scheduler.instances
             [lease] = instance.leases.values()
-            assert (lease.first_token_at, proxy.driver.tokens_at()) == (None, {"i0": 0.0})
+            assert (lease.first_token_at, proxy.driver.tokens_at()) == (None, {})
             more.set()
             await client.reader.readuntil(b": ping\n\n")
             assert lease.first_token_at is not None
             assert proxy.driver.tokens_at() == {"i0": lease.first_token_at}
+
+
+@pytest.mark.parametrize("comment", [b": ping\n\n", b": ping - 2026\r\n\r\n", b":\n"])
+async def test_behind_comments_another_engine_may_answer(start: Start, comment: bytes) -> None:
+    async with Upstream(closing(SSE_HEAD + chunk(comment))) as bad, Upstream(STREAM) as good:
+        proxy = await start(bad.url, good.url)
+        answer = await ask(proxy, post(ASK_STREAM))
+        assert answer.body.startswith(comment + TOKEN)
+        assert answer.body.endswith(DONE)
+        assert (len(bad.visits), len(good.visits)) == (1, 1)
+    assert [outcome for outcome, _, _ in proxy.ended] == ["ok"]
+
+
+@given(st.text(": pingx\r\n", max_size=40).map(str.encode))
+def test_comments_are_told_from_events(lines: bytes) -> None:
+    ended = lines.replace(b"\r", b"\n").endswith(b"\n")
+    rows = lines.replace(b"\r", b"\n").split(b"\n")
+    assert is_comment(lines) is (ended and all(not row or row.startswith(b":") for row in rows))

@@ -29,6 +29,7 @@ from hetlb.balancer.exchange.streamed_answer import LAST_EVENT, StreamedAnswer
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import ResponseHead
+from hetlb.balancer.http.sse import is_comment
 
 #: Bytes of a busy engine's answer that are kept; more than that waits in its connection.
 _KEPT_BYTES: Final = 64 << 10
@@ -185,23 +186,20 @@ class Plain(Attempt):
         if whole and not payload:
             return payload
         record, stream, now = self.exchange.record, answer.stream, self.exchange.now()
-        if stream is None:
-            self._first_token(now)
-        else:
+        if stream is not None and not whole and self.response.may_beat and is_comment(payload):
+            self.response.beat(now, payload)  # it proves nothing: until there is an event, another may answer
+            return None
+        if record.first_byte_at is None:
+            record.first_byte_at = now
+        if record.status < 400:
+            self.driver.scheduling.first_token(self.lease, now)
+        if stream is not None:
             record.streamed = True
             self.response.stream_follows()
             if record.request.sequences == 1:
                 stream.count_gaps(self.driver.counted.model(record.request.model).gaps)
         self.enter(states.FIRST_BYTE, now)
         return payload
-
-    def _first_token(self, now: float) -> None:
-        """Note that the answer begins: with a stream's first event, which no comment is."""
-        record = self.exchange.record
-        if record.first_byte_at is None:
-            record.first_byte_at = now
-        if record.status < 400:
-            self.driver.scheduling.first_token(self.lease, now)
 
     def engine_body(self, payload: bytes) -> None:
         """Pass more of the answer's body on, in the same turn."""
@@ -214,8 +212,6 @@ class Plain(Attempt):
             payload = first
         exchange.since = now = exchange.now()
         payload = answer.read(payload, now)
-        if self.lease.first_token_at is None and answer.tokens_so_far:
-            self._first_token(now)
         if answer.lost is not None:
             self.lost(ends.ERROR_EVENT, "", payload, answer.lost)
         elif payload:
@@ -260,8 +256,6 @@ class Plain(Attempt):
             payload = first
         payload = answer.read_last(payload)
         stream, record = answer.stream, exchange.record
-        if self.lease.first_token_at is None and answer.tokens_so_far:
-            self._first_token(exchange.now())
         if answer.lost is not None:
             self.lost(ends.ERROR_EVENT, "", payload, answer.lost)
             return
@@ -436,7 +430,8 @@ class Plain(Attempt):
         exchange, phase = self.exchange, self.exchange.phase
         first_byte_s, idle_s = table.first_byte_timeout_s, table.idle_timeout_s
         silent_s = now - exchange.since
-        if silent_s < min(LEAST_SILENCE_S, first_byte_s, idle_s) or not (
+        still_s = now - max(self.token_at(exchange.since), self.lease.dispatched_at)
+        if still_s < min(LEAST_SILENCE_S, first_byte_s, idle_s) or not (
             phase is _SENT or phase is _STREAMING
         ):
             return

@@ -171,13 +171,11 @@ def of_clients(refused: int, ended: int) -> StateCause | None:
 def of_tenants(waiting: Mapping[str, int], served: Set[str]) -> StateCause | None:
     """Return the cause of one tenant that has most of what waits, None if none has.
 
-    `waiting` is by tenant; of the tenants `served` requests run: others of a hog go first, and wait nowhere.
+    `waiting` is by tenant; requests of `served` run: those that go before a hog's wait nowhere.
     """
     total = sum(waiting.values())
-    if total < LEAST_WAITING or len(served | waiting.keys()) < 2:
-        return None
-    name, count = max(waiting.items(), key=lambda each: each[1])
-    if count < HOG * total:
+    name, count = max(waiting.items(), key=lambda each: each[1], default=("", 0))
+    if total < LEAST_WAITING or len(served | waiting.keys()) < 2 or count < HOG * total:
         return None
     sentence = f"tenant {name or 'without a name'} has {count} of {total} requests that wait"
     return StateCause("tenant_hog", name, sentence, "Others go first; limit its key, or add a server.")

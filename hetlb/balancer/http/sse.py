@@ -30,6 +30,7 @@ _ANSWERS: Final = ("choices", "output", "content", "message", "data", "results")
 _NESTED: Final = (b"[", b"{")
 #: Fields that say nothing where an event has no choice.
 _NAMES: Final = ("id", "object", "created", "model", "choices", "usage")
+_COMMENTS: Final = re.compile(rb"(?:[\r\n]|:[^\r\n]*[\r\n])+")
 _FINISH_REASON: Final = b'"finish_reason"'
 _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
 
@@ -383,6 +384,11 @@ def _comments_end(lines: bytes | bytearray) -> int:
             break
         end = line_end + 1
     return end
+
+
+def is_comment(lines: bytes) -> bool:
+    """Return True if these are whole comments and empty lines alone."""
+    return lines[:1] in (b":", b"\r", b"\n") and _COMMENTS.fullmatch(lines) is not None
 
 
 def _finishes(data: bytes) -> bool:
