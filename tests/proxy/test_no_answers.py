@@ -70,13 +70,6 @@ async def test_a_stream_without_a_token_is_a_failure(start: Start, events: bytes
     assert [outcome for outcome, _, _ in proxy.ended] == ["upstream_error"]
 
 
-async def test_events_are_no_answer_to_a_request_for_json(start: Start) -> None:
-    async with Upstream(STREAM) as engine:
-        proxy = await start(engine.url)
-        await ask(proxy, post(ASK))
-    assert [outcome for outcome, _, _ in proxy.ended] == ["upstream_error"]
-
-
 @pytest.mark.parametrize(
     "body",
     [

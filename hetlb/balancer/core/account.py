@@ -148,14 +148,14 @@ class Account:
         self._keep_newest()
 
     def refuses_more(self, others: Iterable[Account]) -> bool:
-        """Return True if it surely refuses (4xx) a larger share than another one."""
+        """Return True if it surely refuses (4xx) a larger share than another one that answers."""
         if self.refused < SUSPECT:
             return False
         certain = lower_share(self.refused, self.refused + self.well)
         return any(
             certain > (each.refused + _PRIOR_LOST) / (each.refused + each.well + _PRIOR)
             for each in others
-            if each is not self
+            if each is not self and each.well >= 1.0
         )
 
     def _keep_newest(self) -> None:

@@ -122,13 +122,13 @@ class EngineAnswer:
             return usage_in_tail(self.tail)
         return stream.usage()
 
-    def end(self, generates: bool, streamed: bool = True) -> End:
-        """Return how a whole answer ended; `generates`: tokens were asked for, `streamed`: in events."""
+    def end(self, generates: bool) -> End:
+        """Return how a whole answer ended; `generates`: its request asks for tokens."""
         stream, status = self.stream, self.head.status
         if stream is not None and stream.failed:
             return ends.REFUSED_IN_STREAM if stream.refused else ends.ERROR_EVENT
         if status < 400:
-            if not generates or (is_answer(self.tail) if stream is None else streamed and stream.says_tokens):
+            if not generates or (is_answer(self.tail) if stream is None else stream.says_tokens):
                 return ends.ANSWERED
             return ends.NO_ANSWER if self._is_legible else ends.ANSWERED
         if status == 429 or (status == 503 and self.busy_s is not None):

@@ -277,7 +277,7 @@ class Plain(Attempt):
         if out:
             response.write(out)
         self.take_usage(answer)
-        exchange.finish(answer.end(record.kind in SSE_KINDS, exchange.call.stream))
+        exchange.finish(answer.end(record.kind in SSE_KINDS))
 
     def take_usage(self, answer: EngineAnswer) -> None:
         """Put exact counts in the place of estimates, where the engine gave them."""
