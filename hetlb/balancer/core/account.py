@@ -111,12 +111,12 @@ class Account:
         """Count an answer that ended well. True if that speaks against a doubt."""
         self.well += 1.0
         self.token_at, self.refusals = now, 0
-        if self.lost <= 0.0 and self.refused <= 0.0:
+        if self.lost <= 0.0:
             return False
         self._keep_newest()
         self._in_a_row += 1
         if self._in_a_row >= _FORGIVEN:
-            self.lost = self.refused = 0.0
+            self.lost = 0.0
         if self.excess > 0.0:
             self._begin_trials(now)
         if self.trial == lease_id:
