@@ -59,28 +59,28 @@ def allocated(mixers: Sequence[Mixer], value_bytes: float) -> KvBytes:
     return _together([(part, page(part), -(-count // group) * group) for part, count in layers.items()])
 
 
-class Part(NamedTuple):
-    """What one layer keeps: bytes for each token (of a window, if it has one), or of a state at once."""
+class LayerCache(NamedTuple):
+    """Cache of one layer: bytes for each token (of a window, if it has one), or of a state at once."""
 
     scope: Scope
     window: int
     size: float
 
 
-def parts_of(mixer: Mixer, value_bytes: float) -> list[Part]:
+def parts_of(mixer: Mixer, value_bytes: float) -> list[LayerCache]:
     """Return what a layer keeps, by the bytes of a cached value."""
     kind, found = mixer.kind, []
     if mixer.grows:
         known = kind if kind in (Scope.LATENT, Scope.COMPRESSED) else Scope.FULL
-        found.append(Part(known, 0, mixer.grows * value_bytes))
+        found.append(LayerCache(known, 0, mixer.grows * value_bytes))
     if mixer.window:
-        found.append(Part(kind, mixer.window_tokens, mixer.window * value_bytes))
+        found.append(LayerCache(kind, mixer.window_tokens, mixer.window * value_bytes))
     if mixer.state_bytes:
-        found.append(Part(Scope.STATE, 0, float(mixer.state_bytes)))
+        found.append(LayerCache(Scope.STATE, 0, float(mixer.state_bytes)))
     return found
 
 
-def _page(parts: Iterable[Part]) -> Callable[[Part], float]:
+def _page(parts: Iterable[LayerCache]) -> Callable[[LayerCache], float]:
     """Return the bytes that a part takes where all pages are of one size."""
     attention = [part for part in parts if part.scope is not Scope.STATE]
     states = [part.size for part in parts if part.scope is Scope.STATE]
@@ -91,7 +91,7 @@ def _page(parts: Iterable[Part]) -> Callable[[Part], float]:
         tokens *= math.ceil(max(states) / (tokens * attention[0].size))
     page = max([part.size * tokens for part in attention] + states)
 
-    def bytes_of(part: Part) -> float:
+    def bytes_of(part: LayerCache) -> float:
         if part.scope is Scope.STATE:
             return page
         own = part.size * tokens
@@ -100,7 +100,7 @@ def _page(parts: Iterable[Part]) -> Callable[[Part], float]:
     return bytes_of
 
 
-def _together(parts: Iterable[tuple[Part, float, int]]) -> KvBytes:
+def _together(parts: Iterable[tuple[LayerCache, float, int]]) -> KvBytes:
     """Add parts up, each with its bytes and its layers."""
     grows = state = 0.0
     windows: dict[int, float] = {}
