@@ -246,26 +246,19 @@ def budgets(bench: Bench) -> list[dict[str, Any]]:
 
 
 def observations(bench: Bench) -> list[dict[str, Any]]:
-    """Requests/s per dollar of each type: best over worst kind, and best over worst layout of a kind."""
+    """Requests/s per dollar of each type by kind of GPU, with the best layout of each."""
     rows = []
     for key in KEYS:
         problem = bench.table(key, TRACES[0], 60.0, "avail1").problem
-        one = [c for c in problem.configurations if len(c.gpus) == 1]
         for kind in problem.workloads:
-            by_gpu: dict[str, list[float]] = {}
-            for c in one:
-                if (rate := c.throughput.get(kind.name, 0.0) / problem.price(c)) > 0.0:
-                    by_gpu.setdefault(next(iter(c.gpus)), []).append(rate)
-            most = {gpu: max(rates) for gpu, rates in by_gpu.items()}
+            most: dict[str, float] = {}
+            for c in problem.configurations:
+                if len(c.gpus) == 1 and (rate := c.throughput.get(kind.name, 0.0)) > 0.0:
+                    gpu = next(iter(c.gpus))
+                    most[gpu] = max(most.get(gpu, 0.0), rate / problem.price(c))
             rows.append(
-                {
-                    "model": key, "workload": (kind.input_tokens, kind.output_tokens),
-                    "best": max(most, key=lambda gpu: most[gpu]),
-                    "kinds": max(most.values()) / min(most.values()),
-                    "layouts": {gpu: max(rates) / min(rates) for gpu, rates in by_gpu.items()},
-                }
-            )  # fmt: skip
-            print(rows[-1], flush=True)
+                {"model": key, "workload": (kind.input_tokens, kind.output_tokens), "per_dollar": most}
+            )
     return rows
 
 
