@@ -10,10 +10,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from proxy.incidents import Watched
 
+from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
     Capacity,
+    Dispatch,
     EngineSample,
     Outcome,
 )
@@ -257,6 +259,24 @@ def test_a_long_wait_names_the_tenant_that_causes_it() -> None:
     found = fleet.look()
     assert causes(found)[0] == ("long_wait", "")
     assert "the oldest for 6 s, most of them of tenant x: more comes" in found["advice"]
+
+
+def test_a_class_whose_targets_no_answer_met_is_named_and_background_may_wait() -> None:
+    fleet = Watched("a")
+    never, night = ServiceClass("never", e2e_s=1e-3), ServiceClass("night", background=True)
+    for number in range(1, 12):
+        [command] = fleet.scheduler.on_arrival(request(number, service=never), fleet.now)
+        assert isinstance(command, Dispatch)
+        fleet.now += 1.0
+        fleet.scheduler.on_lease_ended(command.lease, Outcome.OK, fleet.now)
+    assert ("hopeless_target", "") in causes(fleet.look())
+    assert "never" in fleet.look()["causes"][0]["sentence"]
+    fleet.now += 61.0
+    for number in range(20, 600):
+        fleet.scheduler.on_arrival(request(number, service=night), fleet.now)
+    fleet.now += 20.0
+    assert len(fleet.scheduler.queue) > 0
+    assert not any(cause in ("hopeless_target", "long_wait") for cause, _ in causes(fleet.look()))
 
 
 @example([(44, 40), *[(30, 20)] * 8, *[(21, 20)] * 12])
