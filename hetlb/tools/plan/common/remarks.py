@@ -25,8 +25,11 @@ def other_model(model: Model, profile: Profile) -> bool:
         return False
     if not _same_name(own.name, model.name):
         return True
-    bytes_each, known = own.kv_bytes_per_token, model.known.kv_bytes_per_token
-    return bytes_each is not None and known > 0 and abs(bytes_each - known) > _MOST_OFF * known
+    bytes_each, facts = own.kv_bytes_per_token, model.known
+    return bytes_each is not None and all(
+        known > 0 and abs(bytes_each - known) > _MOST_OFF * known
+        for known in (facts.kv_bytes_per_token, facts.allocated.per_token)
+    )
 
 
 def remarks(model: Model, found: Iterable[Profile]) -> list[str]:
