@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hetlb.balancer.core.engine_metrics import page_of, parse
-from hetlb.balancer.core.engine_tables import TABLES, as_table
+from hetlb.balancer.core.engine_tables import TABLES
 
 ROOT = Path(__file__).parents[2]
 SGLANG = """\
@@ -69,6 +69,20 @@ def test_an_engine_is_known_by_its_page_alone() -> None:
     assert [page_of(f"# HELP x\n{each.prefix}x 1\n").table for each in own] == list(own)
     assert page_of("<html>\n").table is None
     assert page_of('[{"numActiveRequests": 2}]\n').table is None
+
+
+def as_table() -> str:
+    """Return the table of docs/engines.md."""
+    rows = [
+        f"| {each.title} | {_names(each.running)} | {_names(each.waiting)} | {_names(each.kv_usage)} "
+        f"| {'; '.join(each.lacks) or '-'} |"
+        for each in TABLES
+    ]
+    return "\n".join(["| engine | running | waiting | KV use | lacks |", "|---|---|---|---|---|", *rows])
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return f"`{names[0]}`" if names else "-"
 
 
 def test_the_docs_show_the_tables() -> None:

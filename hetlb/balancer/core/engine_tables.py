@@ -167,17 +167,3 @@ def spelled(name: str) -> tuple[str, str]:
 def table_by(prefixes: Container[str]) -> EngineTable | None:
     """Return the table of the engine whose names begin with one of these, None where none is known."""
     return next((each for each in TABLES if each.prefix in prefixes), None)
-
-
-def as_table() -> str:
-    """Return the table of docs/engines.md."""
-    rows = [
-        f"| {each.title} | {_names(each.running)} | {_names(each.waiting)} | {_names(each.kv_usage)} "
-        f"| {'; '.join(each.lacks) or '-'} |"
-        for each in TABLES
-    ]
-    return "\n".join(["| engine | running | waiting | KV use | lacks |", "|---|---|---|---|---|", *rows])
-
-
-def _names(names: tuple[str, ...]) -> str:
-    return f"`{names[0]}`" if names else "-"
