@@ -245,7 +245,59 @@ def budgets(bench: Bench) -> list[dict[str, Any]]:
     return rows
 
 
-PARTS = {each.__name__: each for each in (latency, two_models, prices, degrees, budgets, surge)}
+def observations(bench: Bench) -> list[dict[str, Any]]:
+    """Requests/s per dollar of each type by kind of GPU, with the best layout of each."""
+    rows = []
+    for key in KEYS:
+        problem = bench.table(key, TRACES[0], 60.0, "avail1").problem
+        for kind in problem.workloads:
+            most: dict[str, float] = {}
+            for c in problem.configurations:
+                if len(c.gpus) == 1 and (rate := c.throughput.get(kind.name, 0.0)) > 0.0:
+                    gpu = next(iter(c.gpus))
+                    most[gpu] = max(most.get(gpu, 0.0), rate / problem.price(c))
+            rows.append(
+                {"model": key, "workload": (kind.input_tokens, kind.output_tokens), "per_dollar": most}
+            )
+    return rows
+
+
+def compositions(bench: Bench) -> list[dict[str, Any]]:
+    """Share of the rented GPUs by the paper's classes."""
+    rows = []
+    for key, trace, budget, available in itertools.product(KEYS, TRACES, BUDGETS, AVAILABLE):
+        problem = bench.table(key, trace, budget, available).problem
+        try:
+            plan = exact(problem, 1e-3)
+        except PlanError:
+            continue
+        gpus = dict.fromkeys(paper.CLASSES.values(), 0)
+        for name, count in plan.counts.items():
+            for gpu, each in problem.by_name[name].gpus.items():
+                gpus[paper.CLASSES[gpu]] += count * each
+        total = sum(gpus.values())
+        rows.append(
+            {"case": (key, trace, budget, available), **{name: n / total for name, n in gpus.items()}}
+        )
+    return rows
+
+
+def thirty_b(bench: Bench) -> list[dict[str, Any]]:
+    """Requests/s planned for LLaMA-30B at 15 dollars on trace 2 (table 3), by rooflines of all GPUs."""
+    rows = []
+    for available in AVAILABLE:
+        problem = bench.table("30b", "trace2_azure", 15.0, available).problem
+        rows.append({"available": available, "throughput": exact(problem).throughput})
+        print(rows[-1], flush=True)
+    return rows
+
+
+PARTS = {
+    each.__name__: each
+    for each in (
+        latency, two_models, prices, degrees, budgets, surge, observations, compositions, thirty_b,
+    )
+}  # fmt: skip
 
 
 def main() -> None:

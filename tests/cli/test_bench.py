@@ -417,7 +417,9 @@ def test_interrupted_before_a_request_has_ended_it_says_so(
     command = ["bench", "--url", fleet.proxy, "--trace", str(trace), "--request-rate", "100,200", "--json"]
     assert main(command) == 1
     out, err = capsys.readouterr()
-    assert err == "hetlb bench: interrupted: no request of this run had ended\n"
+    # A busy machine may be late with the first run's requests; that is said, too.
+    said = [line for line in err.splitlines() if "SUSPECT" not in line]
+    assert said == ["hetlb bench: interrupted: no request of this run had ended"]
     found = [run["completed"] for run in json.loads(out)["runs"]] if out else []
     assert found == [COUNT] * whole
 

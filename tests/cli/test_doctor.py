@@ -240,6 +240,7 @@ async def test_slots_that_are_not_those_of_the_server_are_found(
         ("M-Instruct", 16_000, ""),
         ("org/other", 16_000, "it is of the model other, the server has m"),
         ("org/m", 420_000, "it is of a server with 420,000 KV tokens, this one has 16,000"),
+        ("org/m", 6_000, "it is of a server with 6,000 KV tokens, this one has 16,000"),
     ],
 )
 async def test_a_profile_of_another_server_is_found(tmp_path: Path, model: str, kv: int, found: str) -> None:
@@ -256,6 +257,23 @@ async def test_a_profile_of_another_server_is_found(tmp_path: Path, model: str, 
         bad = await wrong(tmp_path, [one], int(bool(found)), {"profile": "p.yaml"})
     assert [each["found"] for each in bad] == ([found] if found else [])
     assert all(each["name"] == "profile of s0" and "hetlb profile --url" in each["advice"] for each in bad)
+
+
+async def test_a_profile_of_another_gpu_and_one_that_fits_badly_are_found(tmp_path: Path) -> None:
+    figures = {"mean_error": 0.37, "p95_error": 0.4, "max_error": 0.45, "points": 9}
+    profile = {
+        "version": 1,
+        "name": "p",
+        "hardware": {"gpu": "h100_sxm", "gpus": 1},
+        "prefill": {"k1": 1e-4, "k2": 1e-3, "k3": 0.0, "k4": 1e-2},
+        "decode": {"k5": 5e-8, "k6": 6e-5, "k7": 0.0, "k8": 1e-2},
+        "fit": {**figures, "decode": {"form": "paper", **figures}},
+    }
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(profile))
+    for gpu, found in (("L40S", "it is of the GPU h100_sxm, the instance states L40S"), ("H100", "decode: ")):
+        async with server(GOOD) as one:
+            bad = await wrong(tmp_path, [one], 1, {"profile": "p.yaml", "gpu": gpu})
+        assert [each["found"][: len(found)] for each in bad] == [found]
 
 
 FOREIGN = {

@@ -8,10 +8,12 @@ import pytest
 from helpers import MODEL, make_scheduler, request, spec
 from proxy.incidents import Watched
 
+from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
     Capacity,
+    Dispatch,
     EngineSample,
     Outcome,
 )
@@ -216,6 +218,24 @@ def test_one_tenant_with_most_of_the_queue_is_named() -> None:
         tenant = "x" if number < 50 else "y"
         fleet.scheduler.on_arrival(request(number, tenant=tenant), fleet.now)
     assert ("tenant_hog", "x") in causes(fleet.look())
+
+
+def test_a_class_whose_targets_no_answer_met_is_named_and_background_may_wait() -> None:
+    fleet = Watched("a")
+    never, night = ServiceClass("never", e2e_s=1e-3), ServiceClass("night", background=True)
+    for number in range(1, 12):
+        [command] = fleet.scheduler.on_arrival(request(number, service=never), fleet.now)
+        assert isinstance(command, Dispatch)
+        fleet.now += 1.0
+        fleet.scheduler.on_lease_ended(command.lease, Outcome.OK, fleet.now)
+    assert ("hopeless_target", "") in causes(fleet.look())
+    assert "never" in fleet.look()["causes"][0]["sentence"]
+    fleet.now += 61.0
+    for number in range(20, 600):
+        fleet.scheduler.on_arrival(request(number, service=night), fleet.now)
+    fleet.now += 20.0
+    assert len(fleet.scheduler.queue) > 0
+    assert not any(cause in ("hopeless_target", "long_wait") for cause, _ in causes(fleet.look()))
 
 
 def test_it_never_gets_milder_while_the_oldest_wait_grows() -> None:

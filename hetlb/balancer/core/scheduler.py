@@ -152,8 +152,8 @@ class Scheduler:
         demand.arrived(now, ready.idle)
         demand.mix.add(request.prompt_tokens, predicted)
         if request.service.stated:
-            idle = demand.mix.fleet(ready.able) if ready.able else None
-            demand.protected.arrived(request.service, request.prompt_tokens, predicted, now, idle)
+            protected = demand.of_class(request.service)
+            protected.arrived(request.service, request.prompt_tokens, predicted, now)
         if self.queue.held and self.queue.ahead(request):
             return self.backlog.push(request, now, predicted) + self.backlog.flush(now)
         found = placement.choose(request, ready, now, predicted, long=long)
@@ -246,6 +246,8 @@ class Scheduler:
                 if instance.learn_speed(lease, now):
                     self.fleet.share_speed(instance.spec.model, instance.profiled)
                 instance.errors.learn(lease, now)
+                if request.service.stated:
+                    self.placement.demands[request.model].of_class(request.service).answered(lease, now)
                 if self.queue.held:
                     self.backlog.predict_again()
             if health.on_success(now):

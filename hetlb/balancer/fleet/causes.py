@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from hetlb.balancer.core.demand import Demand
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import AdminState, Health
 from hetlb.balancer.telemetry.recent import InstanceShare
@@ -27,6 +28,8 @@ LEAST_ENDED: Final = 10
 LONG_WAIT_S: Final = 5.0
 #: A report of an instance that is older than this is stale, in seconds.
 STALE_S: Final = 5.0
+#: Requests of a class are recent for this long, in seconds.
+RECENT_S: Final = 60.0
 #: Share of what waits that one tenant of several has.
 HOG: Final = 0.6
 LEAST_WAITING: Final = 8
@@ -58,6 +61,7 @@ SEVERITIES: Final = {
     "notice": State.BUSY,
     "client_errors": State.BUSY,
     "tenant_hog": State.BUSY,
+    "hopeless_target": State.BUSY,
     "saturated": State.BUSY,
 }
 ORDER: Final = tuple(State)
@@ -172,6 +176,20 @@ def of_tenants(waiting: Mapping[str, int]) -> StateCause | None:
         return None
     sentence = f"tenant {name or 'without a name'} has {count} of {total} requests that wait"
     return StateCause("tenant_hog", name, sentence, "Others go first; limit its key, or add a server.")
+
+
+def of_targets(demand: Demand, now: float) -> list[StateCause]:
+    """Return a cause for each class whose recent requests all missed their targets."""
+    return [
+        StateCause(
+            "hopeless_target",
+            "",
+            f"no answer of class {each.name or 'without a name'} has met its targets",
+            "No server is that fast: loosen the targets, or add a faster one.",
+        )
+        for each in demand.protected
+        if each.hopeless and now - each.newest_s <= RECENT_S
+    ]
 
 
 def of_wait(waiting: int, oldest_s: float, grows: bool, held: str = "") -> StateCause | None:

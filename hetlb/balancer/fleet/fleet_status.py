@@ -20,6 +20,7 @@ from hetlb.balancer.fleet.causes import (
     in_order,
     of_clients,
     of_instance,
+    of_targets,
     of_tenants,
     of_transfers,
     of_wait,
@@ -145,7 +146,12 @@ def _of_model(
     recent: Recent,
     now: float,
 ) -> ModelStatus:
-    entries = [entry for entry in scheduler.queue if entry.request.model == model]
+    # Background waits by its nature.
+    entries = [
+        entry
+        for entry in scheduler.queue
+        if entry.request.model == model and not entry.request.service.background
+    ]
     waiting = len(entries)
     oldest_s = max([now - entry.arrived_at for entry in entries], default=0.0)
     able = [each for each in instances if each.routable and each.health.state is Health.UP]
@@ -164,6 +170,7 @@ def _of_model(
     found.append(of_tenants(Counter(entry.request.tenant or "" for entry in entries)))
     refused, ended = recent.refused(WINDOW_S, now)
     found.append(of_clients(refused, ended))
+    found += of_targets(scheduler.placement.demands[model], now)
     splits = scheduler.placement.splits
     if splits is not None:
         found += of_transfers(splits.failing(now), able)
