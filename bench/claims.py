@@ -681,7 +681,7 @@ HELIX = (
         "1.86 x, 1.69 x; latency higher",
         f"{PLACE} systems",
         lambda: compared("single24", "separate"),
-        "weights fill up to 0.9 of a machine there, as Helix had to allow",
+        "weights take more than half of a machine there, as Helix had to allow",
     ),
     Claim(
         "70B, three regions, over Swarm",
