@@ -17,8 +17,16 @@ from hetlb.errors import PlanError
 from hetlb.tools.plan import decompose
 from hetlb.tools.plan.check import check_rent
 from hetlb.tools.plan.highs import INFINITY, Interrupt, SolveLimits
-from hetlb.tools.plan.planning import proportional_rate, round_robin_rate
-from hetlb.tools.plan.rent_program import Configuration, Problem, RentPlan, assign, prune, solve
+from hetlb.tools.plan.planning import SolvedPlan, baselines, proportional_rate, round_robin_rate
+from hetlb.tools.plan.rent_program import (
+    Configuration,
+    ConfigurationStage,
+    Problem,
+    RentPlan,
+    assign,
+    prune,
+    solve,
+)
 from hetlb.tools.plan.rent_simulation import engines_of, worth_of
 from hetlb.tools.plan.replan import MoveCost, moves_between, replan
 from hetlb.tools.plan.workloads import RequestType
@@ -71,6 +79,22 @@ def test_types_that_their_answers_alone_tell_apart_have_one_price(prompt: int, a
         )
         both[f"{name}-0"] = both[f"{name}-1"] = 1.0 / mean_s
     assert ({name: both[name] for name in worth} == pytest.approx(worth)) is alike
+
+
+def test_one_degree_for_all_takes_what_simpler_servers_equal() -> None:
+    """A pair of GPUs that two singles equal is no part of the plan, but of the best rent of TP 2 alone."""
+
+    def one(name: str, degree: int, rate: float) -> Configuration:
+        stage = ConfigurationStage("g", degree, 1)
+        return Configuration(name, "m", {"g": degree}, {"w": rate}, stages=(stage,))
+
+    kinds = (RequestType("w", "m", 1.0),)
+    problem = Problem(kinds, (one("tp1", 1, 1.0), one("tp4", 4, 1.5)), {"g": 4.0}, {"g": 1.0}, 4.0)
+    solved, ties = SolvedPlan(problem, decompose.solve(problem, LIMITS)), (one("tp2", 2, 1.99),)
+    assert baselines(solved, LIMITS, ties)["one TP for all (TP 1)"]["throughput_req_s"] == pytest.approx(4.0)
+    solved = SolvedPlan(replace(problem, configurations=problem.configurations[1:]), solved.plan)
+    found = baselines(solved, LIMITS, ties)["one TP for all (TP 2)"]
+    assert found["throughput_req_s"] == pytest.approx(3.98)
 
 
 def test_the_optimum_of_the_worked_example() -> None:
