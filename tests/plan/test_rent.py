@@ -85,7 +85,7 @@ def test_one_degree_for_all_takes_what_simpler_servers_equal() -> None:
     """A pair of GPUs that two singles equal is no part of the plan, but of the best rent of TP 2 alone."""
 
     def one(name: str, degree: int, rate: float) -> Configuration:
-        stage = ConfigurationStage("g", degree, 1)
+        stage = ConfigurationStage("g", degree, Fraction(1))
         return Configuration(name, "m", {"g": degree}, {"w": rate}, stages=(stage,))
 
     kinds = (RequestType("w", "m", 1.0),)
