@@ -42,6 +42,11 @@ class Turns:
         self._waiting: deque[Callable[[], None] | asyncio.Future[None]] = deque()
         self._running = False
 
+    @property
+    def busy(self) -> bool:
+        """True if readers wait for their turn: who has much to read waits behind them."""
+        return bool(self._waiting)
+
     def begin(self) -> float:
         """End of a turn that begins now, for `over`."""
         return _now() + TURN_S

@@ -222,7 +222,10 @@ class EngineConnection(PacedReader):
                 self._rest = self._rest[self._rest_at :] + data if self._rest else data
                 self._rest_at = 0
                 if self.reading is _OPEN:
-                    self._take_part(carried)
+                    if self._turns.busy:
+                        self._continue_later()
+                    else:
+                        self._take_part(carried)
                 return
             decoder = self._decoder
             # By far the most common read: an event in a chunk of its own.

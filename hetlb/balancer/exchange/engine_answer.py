@@ -18,6 +18,7 @@ LOOP_STATUS: Final = 508
 #: Statuses of an engine that has no room now, if it says when to come again.
 _BUSY: Final = (429, 503)
 _EVENTS: Final = b"text/event-stream"
+_NOT_ENCODED: Final = (b"identity", b"")
 #: Content types of answers with fields that are looked at.
 _WITH_FIELDS: Final = (b"application/json", b"text/event-stream")
 
@@ -55,7 +56,9 @@ class EngineAnswer:
         head = self.head
         if head.status != 200 or not head.fields.get(b"content-type", b"").lower().startswith(_EVENTS):
             return False
-        return head.fields.get(b"content-encoding", b"identity").lower() == b"identity"
+        return all(
+            value.lower() in _NOT_ENCODED for name, value in head.headers if name == b"content-encoding"
+        )
 
     @property
     def refuses(self) -> bool:

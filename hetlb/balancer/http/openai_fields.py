@@ -57,8 +57,8 @@ class Usage(msgspec.Struct):
     output_tokens: int | None = None
     prompt_tokens: int | None = None
     input_tokens: int | None = None
-    prompt_tokens_details: PromptTokensDetails | None = None
-    input_tokens_details: PromptTokensDetails | None = None
+    prompt_tokens_details: msgspec.Raw = msgspec.Raw(b"")
+    input_tokens_details: msgspec.Raw = msgspec.Raw(b"")
 
 
 class Holder(msgspec.Struct):

@@ -13,7 +13,14 @@ from typing import Final
 
 import msgspec
 
-from hetlb.balancer.http.openai_fields import ErrorFields, EventFields, FinishedFields, Holder, Usage
+from hetlb.balancer.http.openai_fields import (
+    ErrorFields,
+    EventFields,
+    FinishedFields,
+    Holder,
+    PromptTokensDetails,
+    Usage,
+)
 from hetlb.errors import NOT_JSON
 
 MAX_HELD_BYTES: Final = 64 << 10
@@ -25,6 +32,7 @@ _BOM: Final = b"\xef\xbb\xbf"
 #: JSON without a value, and lists without a choice.
 _NO_VALUE: Final = (b"", b"null")
 _NO_CHOICES: Final = (b"", b"null", b"[]")
+_NO_ERROR: Final = (*_NO_VALUE, b'""', b"false", b"{}", b"[]")
 #: Fields that say nothing where an event has no choice.
 _NAMES: Final = ("id", "object", "created", "model", "choices", "usage")
 _FINISH_REASON: Final = b'"finish_reason"'
@@ -39,6 +47,7 @@ _NO_HOLDER: Final = Holder()
 
 _decoder = msgspec.json.Decoder(EventFields)
 _usage_decoder = msgspec.json.Decoder(Usage, strict=False)
+_details_decoder = msgspec.json.Decoder(PromptTokensDetails, strict=False)
 _holder_decoder = msgspec.json.Decoder(Holder)
 _error_decoder = msgspec.json.Decoder(ErrorFields, strict=False)
 _choices_decoder = msgspec.json.Decoder(FinishedFields)
@@ -307,7 +316,7 @@ class SseWatcher:
         except NOT_JSON:
             self.events += 1
             return event
-        if (error := _error_of(fields, data)) not in _NO_VALUE:
+        if (error := _error_of(fields, data)) not in _NO_ERROR:
             self.failed = True
             self.refused = _is_refusal(error)
             self._take_usage(_inner(bytes(fields.response)).usage)
@@ -334,9 +343,13 @@ class SseWatcher:
             return
         self.completion_tokens = _first(usage.completion_tokens, usage.output_tokens, self.completion_tokens)
         self.prompt_tokens = _first(usage.prompt_tokens, usage.input_tokens, self.prompt_tokens)
-        details = usage.prompt_tokens_details or usage.input_tokens_details
-        if details is not None:
-            self.cached_tokens = _first(details.cached_tokens, self.cached_tokens)
+        details = bytes(usage.prompt_tokens_details or usage.input_tokens_details)
+        if details[:1] == b"{":
+            try:
+                cached = _details_decoder.decode(details).cached_tokens
+            except NOT_JSON:
+                return
+            self.cached_tokens = _first(cached, self.cached_tokens)
 
     def _without_usage(self, event: bytes, data: bytes, only_usage: bool) -> bytes:
         """Return an event without its usage, b"" where nothing is left of it to pass on.
@@ -400,7 +413,7 @@ def _error_of(fields: EventFields, data: bytes) -> bytes:
     vLLM before 0.10 and the Responses API have its fields in the event itself.
     """
     kind, error = bytes(fields.type), bytes(fields.error)
-    if error in _NO_VALUE and (kind == b'"error"' or bytes(fields.object) == b'"error"'):
+    if error in _NO_ERROR and (kind == b'"error"' or bytes(fields.object) == b'"error"'):
         return data
     if kind == b'"response.failed"':
         inner = bytes(_inner(bytes(fields.response)).error)
