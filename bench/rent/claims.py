@@ -23,7 +23,7 @@ from rent.run import AVAILABLE, BUDGETS, KEYS, TRACES, Bench, exact
 from hetlb.errors import PlanError
 from hetlb.tools.plan.highs import INFINITY, SolveLimits
 from hetlb.tools.plan.market import load_market
-from hetlb.tools.plan.planning import Table, make_plan, make_table
+from hetlb.tools.plan.planning import make_plan, make_table
 from hetlb.tools.plan.rent_program import Problem, RentPlan, assign
 from hetlb.tools.plan.rent_simulation import SimulatedFleet, simulate_plan
 
@@ -209,7 +209,8 @@ def degrees(bench: Bench) -> list[dict[str, Any]]:
             continue
         row: dict[str, Any] = {"case": case, "over": {}}
         for degree in (1, 2, 4, 8):
-            own = tuple(c for c in table.problem.configurations if _degree(table, c.name) == degree)
+            every = (*table.problem.configurations, *table.ties)
+            own = tuple(c for c in every if c.stages[0].tensor_parallel_size == degree)
             try:
                 one = exact(replace(table.problem, configurations=own), 1e-3)
             except PlanError:
@@ -221,10 +222,6 @@ def degrees(bench: Bench) -> list[dict[str, Any]]:
         if values:
             print(key, f"TP {degree}: mean {statistics.mean(values):+.1%}, {len(values)} cases", flush=True)
     return rows
-
-
-def _degree(table: Table, name: str) -> int:
-    return table.problem.by_name[name].stages[0].tensor_parallel_size
 
 
 def budgets(bench: Bench) -> list[dict[str, Any]]:
@@ -246,26 +243,19 @@ def budgets(bench: Bench) -> list[dict[str, Any]]:
 
 
 def observations(bench: Bench) -> list[dict[str, Any]]:
-    """Requests/s per dollar of each type: best over worst kind, and best over worst layout of a kind."""
+    """Requests/s per dollar of each type by kind of GPU, with the best layout of each."""
     rows = []
     for key in KEYS:
         problem = bench.table(key, TRACES[0], 60.0, "avail1").problem
-        one = [c for c in problem.configurations if len(c.gpus) == 1]
         for kind in problem.workloads:
-            by_gpu: dict[str, list[float]] = {}
-            for c in one:
-                if (rate := c.throughput.get(kind.name, 0.0) / problem.price(c)) > 0.0:
-                    by_gpu.setdefault(next(iter(c.gpus)), []).append(rate)
-            most = {gpu: max(rates) for gpu, rates in by_gpu.items()}
+            most: dict[str, float] = {}
+            for c in problem.configurations:
+                if len(c.gpus) == 1 and (rate := c.throughput.get(kind.name, 0.0)) > 0.0:
+                    gpu = next(iter(c.gpus))
+                    most[gpu] = max(most.get(gpu, 0.0), rate / problem.price(c))
             rows.append(
-                {
-                    "model": key, "workload": (kind.input_tokens, kind.output_tokens),
-                    "best": max(most, key=lambda gpu: most[gpu]),
-                    "kinds": max(most.values()) / min(most.values()),
-                    "layouts": {gpu: max(rates) / min(rates) for gpu, rates in by_gpu.items()},
-                }
-            )  # fmt: skip
-            print(rows[-1], flush=True)
+                {"model": key, "workload": (kind.input_tokens, kind.output_tokens), "per_dollar": most}
+            )
     return rows
 
 

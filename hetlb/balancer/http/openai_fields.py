@@ -44,12 +44,6 @@ class RequestFields(msgspec.Struct):
     sampling_params: msgspec.Raw = msgspec.Raw(b"")
 
 
-class PromptTokensDetails(msgspec.Struct):
-    """Prompt tokens found in the prefix cache (`--enable-prompt-tokens-details`)."""
-
-    cached_tokens: int | None = None
-
-
 class Usage(msgspec.Struct):
     """Token counts of an engine, in the names of either API. Prompt tokens are of all prompts, each once."""
 

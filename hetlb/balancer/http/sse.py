@@ -13,14 +13,7 @@ from typing import Final
 
 import msgspec
 
-from hetlb.balancer.http.openai_fields import (
-    ErrorFields,
-    EventFields,
-    FinishedFields,
-    Holder,
-    PromptTokensDetails,
-    Usage,
-)
+from hetlb.balancer.http.openai_fields import ErrorFields, EventFields, FinishedFields, Holder, Usage
 from hetlb.errors import NOT_JSON
 
 MAX_HELD_BYTES: Final = 64 << 10
@@ -33,8 +26,12 @@ _BOM: Final = b"\xef\xbb\xbf"
 _NO_VALUE: Final = (b"", b"null")
 _NO_CHOICES: Final = (b"", b"null", b"[]")
 _NO_ERROR: Final = (*_NO_VALUE, b'""', b"false", b"{}", b"[]")
+#: Fields that hold a plain answer, of OpenAI, Anthropic and Cohere; first bytes of a list and an object.
+_ANSWERS: Final = ("choices", "output", "content", "message", "data", "results")
+_NESTED: Final = (b"[", b"{")
 #: Fields that say nothing where an event has no choice.
 _NAMES: Final = ("id", "object", "created", "model", "choices", "usage")
+_COMMENTS: Final = re.compile(rb"(?:[\r\n]|:[^\r\n]*[\r\n])+")
 _FINISH_REASON: Final = b'"finish_reason"'
 _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
 
@@ -44,10 +41,10 @@ _REFUSALS: Final = re.compile(
     r"|request_too_large|context_length_exceeded|content_policy_violation"
 )
 _NO_HOLDER: Final = Holder()
+_NONE: Final = msgspec.Raw(b"")
 
 _decoder = msgspec.json.Decoder(EventFields)
 _usage_decoder = msgspec.json.Decoder(Usage, strict=False)
-_details_decoder = msgspec.json.Decoder(PromptTokensDetails, strict=False)
 _holder_decoder = msgspec.json.Decoder(Holder)
 _error_decoder = msgspec.json.Decoder(ErrorFields, strict=False)
 _choices_decoder = msgspec.json.Decoder(FinishedFields)
@@ -191,6 +188,11 @@ class SseWatcher:
     def whole(self) -> bool:
         """True if it ended as streams of tokens do, or is none that is understood."""
         return self.done or self.failed or (self._begun and not self.understood)
+
+    @property
+    def says_tokens(self) -> bool:
+        """True if an event had a JSON object that carries content."""
+        return self.understood and self.events > 0
 
     @property
     def part_is_out(self) -> bool:
@@ -343,13 +345,9 @@ class SseWatcher:
             return
         self.completion_tokens = _first(usage.completion_tokens, usage.output_tokens, self.completion_tokens)
         self.prompt_tokens = _first(usage.prompt_tokens, usage.input_tokens, self.prompt_tokens)
-        details = bytes(usage.prompt_tokens_details or usage.input_tokens_details)
-        if details[:1] == b"{":
-            try:
-                cached = _details_decoder.decode(details).cached_tokens
-            except NOT_JSON:
-                return
-            self.cached_tokens = _first(cached, self.cached_tokens)
+        cached = _CACHED_TOKENS.search(bytes(usage.prompt_tokens_details or usage.input_tokens_details))
+        if cached is not None:
+            self.cached_tokens = int(cached[1])
 
     def _without_usage(self, event: bytes, data: bytes, only_usage: bool) -> bytes:
         """Return an event without its usage, b"" where nothing is left of it to pass on.
@@ -387,6 +385,11 @@ def _comments_end(lines: bytes | bytearray) -> int:
             break
         end = line_end + 1
     return end
+
+
+def is_comment(lines: bytes) -> bool:
+    """Return True if these are whole comments and empty lines alone."""
+    return lines[:1] in (b":", b"\r", b"\n") and _COMMENTS.fullmatch(lines) is not None
 
 
 def _finishes(data: bytes) -> bool:
@@ -444,7 +447,7 @@ def _first(*values: int | None) -> int | None:
 #: Bytes of the end of a plain body that are kept: `usage` stands near it.
 TAIL_BYTES: Final = 16 << 10
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?([0-9]{1,10})[,}\s]')
-_CACHED_TOKENS = re.compile(rb'"cached_tokens":\s?([0-9]{1,10})[,}\s]')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*"?([0-9]{1,10})[",.}\s]')
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s?([0-9]{1,10})[,}\s]')
 
 
@@ -474,3 +477,22 @@ def usage_in_tail(tail: bytes) -> tuple[int | None, int | None, int | None]:
         None if prompt is None else int(prompt[1]),
         None if cached is None else int(cached[1]),
     )
+
+
+def is_answer(tail: bytes) -> bool:
+    """Return True if a plain body that ends in `tail` answers a request for tokens, in the form of any API.
+
+    Of a longer body than `tail` holds only its end is looked at.
+    """
+    if tail[:1] == b"{" and tail[-1:] == b"}" and tail.find(b'"choices":[{') >= 0:
+        # As vLLM and OpenAI write it; in text the quotes would be escaped.
+        if tail.find(b'"usage":{') >= 0 and tail.find(b'"error"') < 0:
+            return True
+    elif len(tail) >= TAIL_BYTES:
+        return tail.rstrip()[-1:] == b"}"
+    try:
+        fields = _object.decode(tail)
+    except NOT_JSON:
+        return False
+    failed = bytes(fields.get("error", _NONE)) not in _NO_ERROR
+    return not failed and any(bytes(fields.get(name, _NONE))[:1] in _NESTED for name in _ANSWERS)

@@ -569,8 +569,9 @@ def fit_table(points: Sequence[Point]) -> DecodeTable:
 LEAST_MIXED = 2
 #: Factor by which the attention of decodes takes longer beside a prompt: 1.3 to 3.4 were measured.
 MIXED_FACTOR = 2.0
-#: Start of the search for the constants that are assumed 0, in tokens of a decode step's attention.
-_SEQUENCE_TOKENS, _PAIR_TOKENS = 24.0, 0.036
+#: Start of the search for the constants that are assumed 0, in tokens of a decode step's attention; of a
+#: sequence at least, in seconds: a host's time for it does not shrink with the GPU's.
+_SEQUENCE_TOKENS, _PAIR_TOKENS, _SEQUENCE_S = 24.0, 0.036, 1e-6
 
 
 def assumed_mixed(latency: LatencyModel) -> MixedTerm:
@@ -589,7 +590,8 @@ def fit_mixed(latency: LatencyModel, points: Sequence[Point]) -> MixedTerm:
     """Return the mixed term, weighted by 1/seconds, near the assumed one where the points do not decide."""
     assumed = assumed_mixed(latency)
     token_s = assumed.token_s / MIXED_FACTOR
-    start = np.array([_SEQUENCE_TOKENS * token_s, _PAIR_TOKENS * token_s, assumed.token_s, assumed.context_s])
+    sequence_s = max(_SEQUENCE_TOKENS * token_s, _SEQUENCE_S)
+    start = np.array([sequence_s, _PAIR_TOKENS * token_s, assumed.token_s, assumed.context_s])
     start = np.maximum(start, 1e-15)
     seconds = np.array([p.seconds for p in points])
 
