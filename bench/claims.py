@@ -541,7 +541,7 @@ COST = (
         "-33 %, up to -34 %",
         f"{RENT} tables",
         lambda: f"the plan over the best degree: {gain_over('one TP for all')}",
-        "the best degree is a strong baseline; over each degree 8B 0.3, 23, 65, 142 %, 70B 57, 20, 11, 62 % "
+        "the best degree is a strong baseline; over each degree 8B 0.3, 19, 57, 131 %, 70B 54, 18, 11, 56 % "
         "(`claims.py degrees`)",
     ),
     Claim(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from hetlb.balancer.core.engine_metrics import page_of
-from hetlb.balancer.core.engine_tables import OTHER_PAGE, VLLM, EngineTable
+from hetlb.balancer.core.engine_tables import PAGES, VLLM, EngineTable
 from hetlb.balancer.core.types import EngineSample
 from hetlb.errors import reason_of
 from hetlb.served_models import longest_context, read_model_list, read_version
@@ -145,10 +145,12 @@ async def _ask(
         return facts
     _read_head(facts, health.headers)
     for _ in range(2):
-        metrics = await page("/metrics")
-        if metrics.body[:1] == b"[":
-            metrics = await page(OTHER_PAGE)
-        facts.metrics_status = metrics.status
+        for path in PAGES:
+            metrics = await page(path)
+            facts.metrics_status = facts.metrics_status or metrics.status
+            if metrics.status == 200 and metrics.body[:1] != b"[":
+                facts.metrics_status = 200
+                break
         if metrics.status == 200:
             text = metrics.body.decode("utf-8", "replace")
             read = page_of(text)

@@ -25,8 +25,12 @@ _BOM: Final = b"\xef\xbb\xbf"
 #: JSON without a value, and lists without a choice.
 _NO_VALUE: Final = (b"", b"null")
 _NO_CHOICES: Final = (b"", b"null", b"[]")
+#: Fields that hold a plain answer, of OpenAI, Anthropic and Cohere; first bytes of a list and an object.
+_ANSWERS: Final = ("choices", "output", "content", "message", "data", "results")
+_NESTED: Final = (b"[", b"{")
 #: Fields that say nothing where an event has no choice.
 _NAMES: Final = ("id", "object", "created", "model", "choices", "usage")
+_COMMENTS: Final = re.compile(rb"(?:[\r\n]|:[^\r\n]*[\r\n])+")
 _FINISH_REASON: Final = b'"finish_reason"'
 _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
 
@@ -36,6 +40,7 @@ _REFUSALS: Final = re.compile(
     r"|request_too_large|context_length_exceeded|content_policy_violation"
 )
 _NO_HOLDER: Final = Holder()
+_NONE: Final = msgspec.Raw(b"")
 
 _decoder = msgspec.json.Decoder(EventFields)
 _usage_decoder = msgspec.json.Decoder(Usage, strict=False)
@@ -182,6 +187,11 @@ class SseWatcher:
     def whole(self) -> bool:
         """True if it ended as streams of tokens do, or is none that is understood."""
         return self.done or self.failed or (self._begun and not self.understood)
+
+    @property
+    def says_tokens(self) -> bool:
+        """True if an event had a JSON object that carries content."""
+        return self.understood and self.events > 0
 
     @property
     def part_is_out(self) -> bool:
@@ -376,6 +386,11 @@ def _comments_end(lines: bytes | bytearray) -> int:
     return end
 
 
+def is_comment(lines: bytes) -> bool:
+    """Return True if these are whole comments and empty lines alone."""
+    return lines[:1] in (b":", b"\r", b"\n") and _COMMENTS.fullmatch(lines) is not None
+
+
 def _finishes(data: bytes) -> bool:
     """Return True if an event ends a choice."""
     if data.find(b"\\u00") < 0:
@@ -461,3 +476,22 @@ def usage_in_tail(tail: bytes) -> tuple[int | None, int | None, int | None]:
         None if prompt is None else int(prompt[1]),
         None if cached is None else int(cached[1]),
     )
+
+
+def is_answer(tail: bytes) -> bool:
+    """Return True if a plain body that ends in `tail` answers a request for tokens, in the form of any API.
+
+    Of a longer body than `tail` holds only its end is looked at.
+    """
+    if tail[:1] == b"{" and tail[-1:] == b"}" and tail.find(b'"choices":[{') >= 0:
+        # As vLLM and OpenAI write it; in text the quotes would be escaped.
+        if tail.find(b'"usage":{') >= 0 and tail.find(b'"error"') < 0:
+            return True
+    elif len(tail) >= TAIL_BYTES:
+        return tail.rstrip()[-1:] == b"}"
+    try:
+        fields = _object.decode(tail)
+    except NOT_JSON:
+        return False
+    failed = bytes(fields.get("error", _NONE)) not in _NO_VALUE
+    return not failed and any(bytes(fields.get(name, _NONE))[:1] in _NESTED for name in _ANSWERS)
