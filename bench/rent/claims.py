@@ -23,7 +23,7 @@ from rent.run import AVAILABLE, BUDGETS, KEYS, TRACES, Bench, exact
 from hetlb.errors import PlanError
 from hetlb.tools.plan.highs import INFINITY, SolveLimits
 from hetlb.tools.plan.market import load_market
-from hetlb.tools.plan.planning import Table, make_plan, make_table
+from hetlb.tools.plan.planning import make_plan, make_table
 from hetlb.tools.plan.rent_program import Problem, RentPlan, assign
 from hetlb.tools.plan.rent_simulation import SimulatedFleet, simulate_plan
 
@@ -209,7 +209,8 @@ def degrees(bench: Bench) -> list[dict[str, Any]]:
             continue
         row: dict[str, Any] = {"case": case, "over": {}}
         for degree in (1, 2, 4, 8):
-            own = tuple(c for c in table.problem.configurations if _degree(table, c.name) == degree)
+            every = (*table.problem.configurations, *table.ties)
+            own = tuple(c for c in every if c.stages[0].tensor_parallel_size == degree)
             try:
                 one = exact(replace(table.problem, configurations=own), 1e-3)
             except PlanError:
@@ -221,10 +222,6 @@ def degrees(bench: Bench) -> list[dict[str, Any]]:
         if values:
             print(key, f"TP {degree}: mean {statistics.mean(values):+.1%}, {len(values)} cases", flush=True)
     return rows
-
-
-def _degree(table: Table, name: str) -> int:
-    return table.problem.by_name[name].stages[0].tensor_parallel_size
 
 
 def budgets(bench: Bench) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 from rich.console import Console
 
@@ -172,6 +172,12 @@ def _wrong_address(seen: Seen) -> tuple[str, str] | None:
         return f"hetlb's own address ({seen.own})", "give the address of the engine: hetlb would ask itself"
     if facts.foreign:
         return f"{facts.foreign} answers there", "give the address that `vllm serve` prints when it starts"
+    if facts.moved:
+        to = urlsplit(urljoin(f"{seen.spec.url}/", facts.moved))
+        found = f"{facts.health}, it redirects to {to.geturl()}"
+        return found, f"write the engine's own address, or url: {to.scheme}://{to.netloc}"
+    if facts.health == facts.models_status == 404:
+        return "an HTTP server, but no engine", "give the address that `vllm serve` prints, without a path"
     if not facts.trouble:
         return None
     if facts.other_url and "certificate" not in facts.trouble:

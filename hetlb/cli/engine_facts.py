@@ -53,6 +53,8 @@ class EngineFacts:
     is_ollama: bool = False
     #: Address at which it answers by the other scheme (http, https), "" if it does not.
     other_url: str = ""
+    #: Address that it redirects to.
+    moved: str = ""
     #: Name of another program that answers there.
     foreign: str = ""
 
@@ -144,6 +146,9 @@ async def _ask(
                 facts.other_url = "" if reply.status == 400 else other
         return facts
     _read_head(facts, health.headers)
+    if 300 <= health.status < 400:
+        facts.moved = health.headers.get("Location", "")
+        return facts
     for _ in range(2):
         for path in PAGES:
             metrics = await page(path)

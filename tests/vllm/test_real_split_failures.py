@@ -101,7 +101,7 @@ class Bed:
         self._before = await split_pair.handovers(self.proxy, self.client)
 
     async def results(self, count: int = TIMES) -> dict[str, int]:
-        """Return the hand-overs since `decode_at` by result, once `count` are known."""
+        """Return the hand-overs since `decode_at` by result, once `count` of them are known."""
         found: dict[str, int] = {}
 
         async def missing() -> int:
@@ -109,7 +109,7 @@ class Bed:
             grown = {name: each - self._before.get(name, 0) for name, each in now.items()}
             found.clear()
             found.update({name: each for name, each in grown.items() if each})
-            return count - sum(found.values())
+            return max(0, count - sum(found.values()))
 
         await real.until(missing, f"{count} results", 30.0)
         return found
