@@ -63,6 +63,7 @@ class SeriesReader:
 
     def _read(self, lines: bytes) -> None:
         for line in lines.split(b"\n"):
+            line = line.lstrip() if line[:1] <= b" " else line
             if line[:1] == b"#" or not line:
                 continue
             begin = end = 0
@@ -71,7 +72,7 @@ class SeriesReader:
                 begin, end = 2, line.find(b'"', 2)
                 name = line[begin:end] if end > 0 else b""
             else:
-                name = line.split(None, 1)[0].partition(b"{")[0] if line[:1] > b" " else b""
+                name = line.split(None, 1)[0].partition(b"{")[0]
             if len(name) > _MOST_NAME:
                 continue
             prefix, known = self._known(name)
