@@ -17,7 +17,7 @@ _MOST_LINE: Final = 64 << 10
 _MOST_NAME: Final = 128
 #: Labels, a value, a time stamp and an exemplar, behind a name.
 _SAMPLE: Final = re.compile(
-    r'\s*(?:\{((?:[^"{}]|"(?:[^"\\]|\\.)*")*)\})?\s+(\S+)(?:\s+[^\s#]\S*)?\s*(?:\s#.*)?$', re.DOTALL
+    r'\s*(?:\{((?:[^"{}]++|"(?:[^"\\]++|\\.)*+")*+)\})?\s+(\S+)(?:\s+[^\s#]\S*)?\s*(?:\s#.*)?$', re.DOTALL
 )
 
 Series = dict[str, dict[str, float]]
