@@ -480,7 +480,7 @@ COST = (
         "up to 2.27 x",
         f"{CLAIMS} observations",
         kinds_per_dollar,
-        "best kind over worst; in our profiles nearly the same kind is the best for all types",
+        "best kind over worst, with the best layout of each",
     ),
     Claim(
         "the right layout (observation 2)",
@@ -653,7 +653,7 @@ HELIX = (
         "1.07 x, 1.10 x; prompt -14 %, decode +2 %",
         f"{PLACE} systems",
         lambda: compared("dist24-30b", "separate"),
-        "as above",
+        "the search starts from pipelines of one region and of the fewest machines, and found none as good",
     ),
     Claim(
         "30B, one region, over Swarm",

@@ -97,13 +97,27 @@ def lines(*events: bytes, end: bytes = b"\n") -> bytes:
             lines(SPACED, ENDED, b'data: {"usage": null, "choices": []}', USED, DONE), id="null before"
         ),
         pytest.param(lines(SPACED, ENDED, USED.replace(b"7", b"7.0").replace(b"3", b'"3"'), DONE), id="7.0"),
+        pytest.param(
+            lines(
+                SPACED,
+                ENDED,
+                USED.replace(b"3}", b'3, "prompt_tokens_details": {"cached_tokens": []}}'),
+                DONE,
+            ),
+            id="odd details",
+        ),
+        pytest.param(lines(SPACED, ENDED, USED, DONE).replace(b"}\n", b', "error": ""}\n'), id="empty error"),
+        pytest.param(
+            lines(b"id: a\0b\ndata\n" + SPACED, b"\xef\xbb\xbf: c", ENDED, USED, DONE), id="NUL in id"
+        ),
+        pytest.param(lines(b": " + b"c" * 200_000 + b"\n" + SPACED, ENDED, USED, DONE), id="long comment"),
         pytest.param(lines(SPACED, ENDED, USED, DONE)[:-1], id="no empty line at the end"),
         pytest.param(lines(SPACED, ENDED, USED, DONE)[:-2], id="no line end at the end"),
         pytest.param(lines(SPACED, ENDED, USED, b"data:  [DONE] "), id="spaces around the end"),
     ],
 )
 def test_spellings(stream: bytes) -> None:
-    for size in (1, 7, len(stream)):
+    for size in (1, 7, len(stream)) if len(stream) < 10_000 else (1000, len(stream)):
         reads = [stream[at : at + size] for at in range(0, len(stream), size)]
         for chunked in (True, False):
             body, record = through_hetlb("completion", reads, chunked=chunked)
@@ -133,6 +147,21 @@ def test_an_event_that_ends_a_choice_goes_out_if_the_stream_breaks_off_behind_it
     end.leave()
     KEPT.proxy.loop.rest()
     assert bytes(asker.got).index(ENDED) < asker.got.index(b'"error"')
+    KEPT.done(end, asker)
+
+
+@pytest.mark.parametrize("lines", [b"gzip", b"identity\r\ncontent-encoding: GZIP", b"identity, br"])
+def test_nothing_is_put_into_a_stream_that_is_compressed(lines: bytes) -> None:
+    from proxy.stream_spellings import HEAD, KEPT
+
+    ask = b'{"model":"m","prompt":"x","stream":true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\ncontent-length: %d\r\n\r\n"
+    asker, end = KEPT.engine(head % len(ask) + ask)
+    end.send(HEAD[:-2] + b"content-encoding: " + lines + b"\r\n\r\n" + b"5\r\n\x1f\x8b\r\n\r\r\n")
+    KEPT.proxy.loop.settle(2)
+    end.leave()
+    KEPT.proxy.loop.rest()
+    assert bytes(asker.got).endswith(b"5\r\n\x1f\x8b\r\n\r\r\n"), asker.got
     KEPT.done(end, asker)
 
 

@@ -25,6 +25,7 @@ _BOM: Final = b"\xef\xbb\xbf"
 #: JSON without a value, and lists without a choice.
 _NO_VALUE: Final = (b"", b"null")
 _NO_CHOICES: Final = (b"", b"null", b"[]")
+_NO_ERROR: Final = (*_NO_VALUE, b'""', b"false", b"{}", b"[]")
 #: Fields that hold a plain answer, of OpenAI, Anthropic and Cohere; first bytes of a list and an object.
 _ANSWERS: Final = ("choices", "output", "content", "message", "data", "results")
 _NESTED: Final = (b"[", b"{")
@@ -317,7 +318,7 @@ class SseWatcher:
         except NOT_JSON:
             self.events += 1
             return event
-        if (error := _error_of(fields, data)) not in _NO_VALUE:
+        if (error := _error_of(fields, data)) not in _NO_ERROR:
             self.failed = True
             self.refused = _is_refusal(error)
             self._take_usage(_inner(bytes(fields.response)).usage)
@@ -344,9 +345,9 @@ class SseWatcher:
             return
         self.completion_tokens = _first(usage.completion_tokens, usage.output_tokens, self.completion_tokens)
         self.prompt_tokens = _first(usage.prompt_tokens, usage.input_tokens, self.prompt_tokens)
-        details = usage.prompt_tokens_details or usage.input_tokens_details
-        if details is not None:
-            self.cached_tokens = _first(details.cached_tokens, self.cached_tokens)
+        cached = _CACHED_TOKENS.search(bytes(usage.prompt_tokens_details or usage.input_tokens_details))
+        if cached is not None:
+            self.cached_tokens = int(cached[1])
 
     def _without_usage(self, event: bytes, data: bytes, only_usage: bool) -> bytes:
         """Return an event without its usage, b"" where nothing is left of it to pass on.
@@ -415,7 +416,7 @@ def _error_of(fields: EventFields, data: bytes) -> bytes:
     vLLM before 0.10 and the Responses API have its fields in the event itself.
     """
     kind, error = bytes(fields.type), bytes(fields.error)
-    if error in _NO_VALUE and (kind == b'"error"' or bytes(fields.object) == b'"error"'):
+    if error in _NO_ERROR and (kind == b'"error"' or bytes(fields.object) == b'"error"'):
         return data
     if kind == b'"response.failed"':
         inner = bytes(_inner(bytes(fields.response)).error)
@@ -446,7 +447,7 @@ def _first(*values: int | None) -> int | None:
 #: Bytes of the end of a plain body that are kept: `usage` stands near it.
 TAIL_BYTES: Final = 16 << 10
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?([0-9]{1,10})[,}\s]')
-_CACHED_TOKENS = re.compile(rb'"cached_tokens":\s?([0-9]{1,10})[,}\s]')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*"?([0-9]{1,10})[",.}\s]')
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s?([0-9]{1,10})[,}\s]')
 
 
@@ -493,5 +494,5 @@ def is_answer(tail: bytes) -> bool:
         fields = _object.decode(tail)
     except NOT_JSON:
         return False
-    failed = bytes(fields.get("error", _NONE)) not in _NO_VALUE
+    failed = bytes(fields.get("error", _NONE)) not in _NO_ERROR
     return not failed and any(bytes(fields.get(name, _NONE))[:1] in _NESTED for name in _ANSWERS)

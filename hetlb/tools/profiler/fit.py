@@ -100,8 +100,11 @@ def middle(seconds: Sequence[float], clock_s: float = 0.0) -> tuple[float, float
     """Return the mean of samples near their median, and its standard error as a share of it.
 
     `clock_s`: deviation that the clock alone gives a sample. A median would choose one of two values where a
-    clock counts in milliseconds, and three samples that agree by chance would pass for sure ones.
+    clock counts in milliseconds, and three samples that agree by chance would pass for sure ones. Of a single
+    one the error is not known: 0.
     """
+    if len(seconds) == 1:
+        return seconds[0], 0.0
     centre = median(seconds)
     spread = 1.48 * median(abs(each - centre) for each in seconds)
     near = [each for each in seconds if abs(each - centre) <= _FAR * max(spread, clock_s)]
