@@ -37,7 +37,7 @@ _GOOD_S: Final = 60.0
 #: A factor is put in force when it differs from the one in force by more than this share.
 _CHANGE: Final = 0.05
 #: Tokens that its engine counted are compared with its model over these seconds.
-PACE_S: Final = 3.0
+PACE_S: Final = 2.0
 #: Steps count as mixed where prefilling beside them is more than this share of their time.
 _MIXED_SHARE: Final = 0.1
 
