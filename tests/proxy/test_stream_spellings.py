@@ -182,3 +182,16 @@ def test_what_is_not_understood_passes_and_is_no_answer(body: bytes) -> None:
     got, record = through_hetlb("chat", [body])
     assert got == body.replace(b"\r", b"\n")
     assert record.outcome is Outcome.UPSTREAM_ERROR
+
+
+@pytest.mark.parametrize("stream", [b": a\n\n: b\n\n", b"\n\n", b"\xef\xbb\xbf: a\r\n\r\n"])
+def test_comments_alone_are_no_whole_stream(stream: bytes) -> None:
+    from proxy import stream_spellings
+
+    for size in (1, 3, 7, len(stream)):
+        reads = [stream[at : at + size] for at in range(0, len(stream), size)]
+        with pytest.raises(AssertionError, match=r"expected the last chunk.*broke off"):
+            through_hetlb("chat", reads)
+        driver = stream_spellings.KEPT.proxy
+        driver.driver.settle()
+        assert [each.outcome for each in driver.ended] == [Outcome.BROKEN_STREAM]

@@ -43,7 +43,7 @@ _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 #: Labels of the ranks of one engine: each holds a part of the model, and all have the same requests.
 _RANKS: Final = (
     "tp_rank", "pp_rank", "ep_rank", "moe_ep_rank", "moe_tp_rank", "moe_dp_rank", "attn_tp_rank",
-    "attn_cp_rank", "cp_rank", "dcp_rank", "pcp_rank", "rank", "local_rank",
+    "attn_cp_rank", "cp_rank", "dcp_rank", "pcp_rank", "rank", "local_rank", "pid",
 )  # fmt: skip
 #: Labels of the replicas of one page: each is an engine of its own.
 _REPLICAS: Final = ("ReplicaId", "WorkerId", "replica", "pod", "instance", "model")

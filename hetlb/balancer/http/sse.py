@@ -79,9 +79,9 @@ class SseWatcher:
     """
 
     __slots__ = (
-        "_after_cr", "_begun", "_each", "_ending", "_first", "_hold", "_long", "_max_held", "_passing",
-        "_tail", "cached_tokens", "completion_tokens", "done", "events", "failed", "prompt_tokens",
-        "refused", "understood",
+        "_after_cr", "_begun", "_each", "_ending", "_first", "_hold", "_long", "_max_held", "_odd",
+        "_passing", "_tail", "cached_tokens", "completion_tokens", "done", "events", "failed",
+        "prompt_tokens", "refused", "understood",
     )  # fmt: skip
 
     def __init__(self, hold_usage: bool) -> None:
@@ -95,6 +95,7 @@ class SseWatcher:
         self._tail = bytearray()  # the unfinished event at the end of what was fed
         self._passing = 0  # how much of the tail was passed on already
         self._long = False  # the tail is what was kept of an event too long to be read
+        self._odd = False  # something came that is neither an event that is read nor a comment
         #: Event that ends a choice and waits for the next one, b"" for none.
         self._ending = b""
         #: Events that carry content: about one per token.
@@ -187,7 +188,7 @@ class SseWatcher:
     @property
     def whole(self) -> bool:
         """True if it ended as streams of tokens do, or is none that is understood."""
-        return self.done or self.failed or (self._begun and not self.understood)
+        return self.done or self.failed or ((self.events > 0 or self._odd) and not self.understood)
 
     @property
     def says_tokens(self) -> bool:
@@ -233,6 +234,7 @@ class SseWatcher:
             del tail[:end]
         if len(tail) <= self._max_held and not self._passing:
             return comments
+        self._odd = True
         # Too long to wait for the end of a choice, which belongs before it.
         out = comments + self.release() + bytes(tail[self._passing :])
         if len(tail) > self._max_held + 1:
@@ -277,6 +279,7 @@ class SseWatcher:
         """Read one whole event and add to `kept` what goes on."""
         data = data_of(event)
         if not data:
+            self._odd = True
             kept.append(event + _END)  # it dispatches nothing
             return
         read = self._read(event, data)
@@ -411,10 +414,7 @@ def _inner(raw: bytes) -> Holder:
 
 
 def _error_of(fields: EventFields, data: bytes) -> bytes:
-    """Return the error that an event says, in the form of any API, b"" or b"null" for none.
-
-    vLLM before 0.10 and the Responses API have its fields in the event itself.
-    """
+    """Return the error of an event (of vLLM before 0.10 and of Responses the event itself), b"" for none."""
     kind, error = bytes(fields.type), bytes(fields.error)
     if error in _NO_ERROR and (kind == b'"error"' or bytes(fields.object) == b'"error"'):
         return data
