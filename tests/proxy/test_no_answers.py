@@ -41,7 +41,6 @@ NO_ANSWERS = {
     "no-choices": b'{"choices":null,"usage":{"prompt_tokens":3,"completion_tokens":2}}',
 }
 NO_STREAMS = {
-    "comments": chunk(b": ping\n\n: ping\n\n"),
     "done-alone": chunk(DONE),
     "text": chunk(b"data: Welcome\n\n"),
     "page": chunk(PAGE),
@@ -108,6 +107,17 @@ async def test_pages_of_one_engine_do_not_draw_the_requests(start: Start) -> Non
 @given(st.binary(max_size=60))
 def test_bytes_are_judged_without_an_error(body: bytes) -> None:
     assert is_answer(b'{"choices":[{"text":"x"}]}' + body) is (not body.strip(b" \t\r\n"))
+
+
+async def test_comments_alone_are_a_stream_that_broke_off(start: Start) -> None:
+    async with Upstream(SSE_HEAD + chunk(b": ping\n\n: ping\n\n") + LAST) as engine:
+        proxy = await start(engine.url)
+        answer = await ask(proxy, post(ASK_STREAM))
+        assert answer.body.startswith(b": ping\n\n: ping\n\n")
+        assert b"without [DONE]" in answer.body
+        [instance] = proxy.scheduler.instances
+        assert (instance.account.lost, instance.account.well) == (1.0, 0.0)
+    assert [outcome for outcome, _, _ in proxy.ended] == ["broken_stream"]
 
 
 async def test_comments_are_no_tokens(start: Start) -> None:

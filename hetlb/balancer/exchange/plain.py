@@ -186,9 +186,9 @@ class Plain(Attempt):
         if whole and not payload:
             return payload
         record, stream, now = self.exchange.record, answer.stream, self.exchange.now()
-        if stream is not None and not whole and self.response.may_beat and is_comment(payload):
+        if stream is not None and self.response.may_beat and is_comment(payload):
             self.response.beat(now, payload)  # it proves nothing: until there is an event, another may answer
-            return None
+            return b"" if whole else None
         if record.first_byte_at is None:
             record.first_byte_at = now
         if record.status < 400:
