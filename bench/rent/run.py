@@ -93,7 +93,7 @@ class Bench:
         #: Random markets that are compared with enumeration.
         self.random = 200
         #: Made-up markets whose plans are served.
-        self.markets = 9
+        self.markets = 13
 
     @cached_property
     def cost(self) -> dict[str, Any]:

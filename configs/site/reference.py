@@ -411,7 +411,7 @@ def limits_page() -> str:
         ("interim answers (1xx)", f"{upstream.MAX_INTERIM}", "502"),
         (
             "head of an answer",
-            f"{_kib(upstream._MAX_HEAD_BYTES)}, {http1.MAX_HEADERS} headers, no control characters",
+            f"{_kib(http1.MAX_HEAD_BYTES)}, {http1.MAX_HEADERS} headers, no control characters",
             "502",
         ),
         ("event of a stream that is held until it is whole", _kib(sse.MAX_HELD_BYTES), "passes in parts"),

@@ -217,6 +217,11 @@ def test_spellings_of_names_and_lines(engine: str, name: str, usage: str, labels
     assert (sample.engine, sample.running, sample.waiting, sample.kv_usage) == (engine, 3, 2, 0.25)
 
 
+def test_processes_of_one_rank_repeat_a_figure_and_lines_may_be_indented() -> None:
+    line = '  sglang:num_running_reqs{{pid="{0}",tp_rank="{1}"}} 5\n'
+    assert parse("".join(line.format(100 + n, n) for n in range(4))).running == 5
+
+
 def test_sglang_behind_an_exporter() -> None:
     for name in ("sglang_", "ray_sglang_", "ray_sglang:"):
         page = f"{name}num_running_reqs 3\n{name}num_queue_reqs 2\n{name}token_usage 0.25\n"

@@ -114,7 +114,8 @@ def test_a_slow_one_is_named_before_its_first_answer_ends(slower: float) -> None
     step_s = instance.occupancy.now_s
     for second in range(6):
         fleet.now += 1.0
-        sample = EngineSample(4, 0, 0.0, generated=int(4 * (second + 1) / (slower * step_s)))
+        tokens = int(4 * (second + 1) / (slower * step_s))
+        sample = EngineSample(4, 0, 0.0, generated=9 * tokens, answered=tokens)
         fleet.scheduler.on_scrape("a", sample, fleet.now)
     assert instance.speed.pace == pytest.approx(slower, rel=0.1)
     assert causes(fleet.look()) == ([("slow", "a")] if slower > 2.0 else [])

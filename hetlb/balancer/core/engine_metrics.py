@@ -43,7 +43,7 @@ _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 #: Labels of the ranks of one engine: each holds a part of the model, and all have the same requests.
 _RANKS: Final = (
     "tp_rank", "pp_rank", "ep_rank", "moe_ep_rank", "moe_tp_rank", "moe_dp_rank", "attn_tp_rank",
-    "attn_cp_rank", "cp_rank", "dcp_rank", "pcp_rank", "rank", "local_rank",
+    "attn_cp_rank", "cp_rank", "dcp_rank", "pcp_rank", "rank", "local_rank", "pid",
 )  # fmt: skip
 #: Labels of the replicas of one page: each is an engine of its own.
 _REPLICAS: Final = ("ReplicaId", "WorkerId", "replica", "pod", "instance", "model")
@@ -189,7 +189,8 @@ def _sample_of(series: Series, known: EngineTable | None) -> EngineSample:
         "" if known is None else known.name,
         _from_source(series, "external_kv_transfer"),
         _from_source(series, "local_compute"),
-        generated=_sum(series, table, invalid),
+        generated=_sum(series, table, table.tokens, invalid),
+        answered=_sum(series, table, table.tokens[:1], invalid),
     )
 
 
@@ -200,9 +201,9 @@ def _from_source(series: Series, source: str) -> int | None:
     return round(sum(values)) if values and all(0 <= value <= _MAX_COUNT for value in values) else None
 
 
-def _sum(series: Series, table: EngineTable, invalid: list[str]) -> int | None:
-    """Return the sum of the counters of tokens, None where none of them is told."""
-    counts = [_count(series, (name,), [], invalid, table.engine_label) for name in table.tokens]
+def _sum(series: Series, table: EngineTable, names: tuple[str, ...], invalid: list[str]) -> int | None:
+    """Return the sum of counters of tokens, None where none of them is told."""
+    counts = [_count(series, (name,), [], invalid, table.engine_label) for name in names]
     known = [each for each in counts if each is not None]
     return sum(known) if known else None
 

@@ -23,7 +23,7 @@ class EngineTable:
     `prefix` begins the names of all its metrics; `lacks` says what follows from what it does not tell. A name
     may be followed by the one label that its series must have: `name{kind="max"}`. `all_requests` are those
     that run and those that wait; `kv_tokens` are tokens, or blocks of `block_tokens` each. `engine_label`
-    tells the data-parallel engines of a server apart; `tokens` are counters of what it computes, which are
+    tells the data-parallel engines of a server apart; `tokens` count what it computes, answers first, and are
     summed. `tells_config` is True with vLLM's series of the configuration.
     """
 

@@ -12,9 +12,8 @@ from hetlb.balancer.core.types import Lease
 _NEWEST: Final = 64.0
 #: Of the share of answers that may miss a target the control aims at this part.
 _AIMED_SHARE: Final = 0.5
-#: Bounds of `margin`'s logarithm: half of what is expected to come, four times as much.
-_LEAST_PRESSURE: Final = -0.7
-_MOST_PRESSURE: Final = 1.4
+#: Bound of `margin`'s logarithm: twenty times what is expected to come.
+_MOST_PRESSURE: Final = 3.0
 #: A class of which as many answers have ended, and none met its targets, cannot be served in time.
 _LEAST_ENDED: Final = 8
 
@@ -88,7 +87,7 @@ class Protected:
         self.ever_met = self.ever_met or met
         aimed = _AIMED_SHARE * (1.0 - self.attainment)
         rise = -1.0 if met else (1.0 / aimed - 1.0 if aimed > 0.0 else math.inf)
-        self.pressure = min(_MOST_PRESSURE, max(_LEAST_PRESSURE, self.pressure + rise / _NEWEST))
+        self.pressure = min(_MOST_PRESSURE, max(0.0, self.pressure + rise / _NEWEST))
 
     def rate(self, now: float) -> float:
         """Return requests per second; it fades while none comes."""

@@ -17,7 +17,7 @@ _MOST_LINE: Final = 64 << 10
 _MOST_NAME: Final = 128
 #: Labels, a value, a time stamp and an exemplar, behind a name.
 _SAMPLE: Final = re.compile(
-    r'\s*(?:\{((?:[^"{}]|"(?:[^"\\]|\\.)*")*)\})?\s+(\S+)(?:\s+[^\s#]\S*)?\s*(?:\s#.*)?$', re.DOTALL
+    r'\s*(?:\{((?:[^"{}]++|"(?:[^"\\]++|\\.)*+")*+)\})?\s+(\S+)(?:\s+[^\s#]\S*)?\s*(?:\s#.*)?$', re.DOTALL
 )
 
 Series = dict[str, dict[str, float]]
@@ -63,15 +63,11 @@ class SeriesReader:
 
     def _read(self, lines: bytes) -> None:
         for line in lines.split(b"\n"):
+            line = line.lstrip() if line[:1] <= b" " else line
             if line[:1] == b"#" or not line:
                 continue
-            begin = end = 0
-            if line[:2] == b'{"':
-                # A name in quotes is the first of the labels.
-                begin, end = 2, line.find(b'"', 2)
-                name = line[begin:end] if end > 0 else b""
-            else:
-                name = line.split(None, 1)[0].partition(b"{")[0] if line[:1] > b" " else b""
+            quoted = line[:2] == b'{"'  # its name is the first of the labels
+            name = line[2:].partition(b'"')[0] if quoted else line.split(None, 1)[0].partition(b"{")[0]
             if len(name) > _MOST_NAME:
                 continue
             prefix, known = self._known(name)
@@ -79,7 +75,7 @@ class SeriesReader:
                 self.seen.add(prefix)
             if not known or self._spelled.setdefault(known, name) != name:
                 continue
-            rest = b"{" + line[end + 1 :].lstrip(b", ") if begin else line[len(name) :]
+            rest = b"{" + line[len(name) + 3 :].lstrip(b", ") if quoted else line[len(name) :]
             found = _SAMPLE.fullmatch(rest.decode("utf-8", "replace"))
             if found is None:
                 continue

@@ -123,8 +123,9 @@ class SpeedTracker:
         self.changed = False
         #: Its engine's counts of tokens in the last seconds: count, sequences without a token, time, work.
         self._counts: list[tuple[int, int, float, Mark]] = []
-        #: Times as long as by its model that these tokens took, 0.0 if it is not known: for people.
-        self.pace = 0.0
+        #: Times as long as by its model that these tokens took, by the last count and by the last two at
+        #: least, 0.0 if it is not known: for people.
+        self._newest_pace = self.pace = 0.0
 
     @property
     def seen_at(self) -> float:
@@ -199,13 +200,14 @@ class SpeedTracker:
             del counts[0]
         before, _, at, since = counts[0]
         seconds = now - at - (self.stood_s - since.stood_s)
-        self.pace = 0.0
+        newest, self._newest_pace = self._newest_pace, 0.0
         if seconds >= PACE_S and tokens > before:
             waited = math.fsum([each[1] for each in counts]) / len(counts)
             running = (self._sequence_s - since.sequence_s) / seconds - waited
             if running >= 1.0:
                 steps = (tokens - before) / running
-                self.pace = seconds / self._expected(model, since, seconds, steps, budget)
+                self._newest_pace = seconds / self._expected(model, since, seconds, steps, budget)
+        self.pace = min(newest, self._newest_pace)
 
     def _expected(
         self, model: LatencyModel, since: Mark, seconds: float, steps: float, budget: float

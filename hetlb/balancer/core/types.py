@@ -499,8 +499,9 @@ class EngineSample(PickleByFields):
     #: Prompt tokens fetched from other engines, and computed, since the engine started.
     fetched_tokens: int | None = None
     computed_tokens: int | None = None
-    #: Tokens that it has computed since it started: prompts that were read, and answers.
+    #: Tokens that it has computed since it started: prompts that were read, and answers; answers alone.
     generated: int | None = None
+    answered: int | None = None
 
 
 # --- commands ---

@@ -60,7 +60,8 @@ class EngineAnswer:
     @property
     def _is_legible(self) -> bool:
         """True if its body is not compressed."""
-        return self.head.fields.get(b"content-encoding", b"identity").lower() == b"identity"
+        codings = {value.lower() for name, value in self.head.headers if name == b"content-encoding"}
+        return codings <= {b"", b"identity"}
 
     @property
     def refuses(self) -> bool:

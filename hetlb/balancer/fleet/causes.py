@@ -19,7 +19,7 @@ from hetlb.balancer.telemetry.recent import InstanceShare
 #: An instance that takes this many times as long as its profile says is slow.
 SLOW: Final = 1.5
 #: The same by its engine's own count of tokens in the last seconds, which is less sure.
-PACE: Final = 2.0
+PACE: Final = 2.5
 #: Share of answers that fail by an engine's doing, and their least number.
 FAILING: Final = 0.05
 LEAST_FAILED: Final = 3

@@ -25,6 +25,7 @@ _BOM: Final = b"\xef\xbb\xbf"
 #: JSON without a value, and lists without a choice.
 _NO_VALUE: Final = (b"", b"null")
 _NO_CHOICES: Final = (b"", b"null", b"[]")
+_NO_ERROR: Final = (*_NO_VALUE, b'""', b"false", b"{}", b"[]")
 #: Fields that hold a plain answer, of OpenAI, Anthropic and Cohere; first bytes of a list and an object.
 _ANSWERS: Final = ("choices", "output", "content", "message", "data", "results")
 _NESTED: Final = (b"[", b"{")
@@ -78,9 +79,9 @@ class SseWatcher:
     """
 
     __slots__ = (
-        "_after_cr", "_begun", "_each", "_ending", "_first", "_hold", "_long", "_max_held", "_passing",
-        "_tail", "cached_tokens", "completion_tokens", "done", "events", "failed", "prompt_tokens",
-        "refused", "understood",
+        "_after_cr", "_begun", "_each", "_ending", "_first", "_hold", "_long", "_max_held", "_odd",
+        "_passing", "_tail", "cached_tokens", "completion_tokens", "done", "events", "failed",
+        "prompt_tokens", "refused", "understood",
     )  # fmt: skip
 
     def __init__(self, hold_usage: bool) -> None:
@@ -94,6 +95,7 @@ class SseWatcher:
         self._tail = bytearray()  # the unfinished event at the end of what was fed
         self._passing = 0  # how much of the tail was passed on already
         self._long = False  # the tail is what was kept of an event too long to be read
+        self._odd = False  # something came that is neither an event that is read nor a comment
         #: Event that ends a choice and waits for the next one, b"" for none.
         self._ending = b""
         #: Events that carry content: about one per token.
@@ -186,7 +188,7 @@ class SseWatcher:
     @property
     def whole(self) -> bool:
         """True if it ended as streams of tokens do, or is none that is understood."""
-        return self.done or self.failed or (self._begun and not self.understood)
+        return self.done or self.failed or ((self.events > 0 or self._odd) and not self.understood)
 
     @property
     def says_tokens(self) -> bool:
@@ -232,6 +234,7 @@ class SseWatcher:
             del tail[:end]
         if len(tail) <= self._max_held and not self._passing:
             return comments
+        self._odd = True
         # Too long to wait for the end of a choice, which belongs before it.
         out = comments + self.release() + bytes(tail[self._passing :])
         if len(tail) > self._max_held + 1:
@@ -276,6 +279,7 @@ class SseWatcher:
         """Read one whole event and add to `kept` what goes on."""
         data = data_of(event)
         if not data:
+            self._odd = True
             kept.append(event + _END)  # it dispatches nothing
             return
         read = self._read(event, data)
@@ -317,7 +321,7 @@ class SseWatcher:
         except NOT_JSON:
             self.events += 1
             return event
-        if (error := _error_of(fields, data)) not in _NO_VALUE:
+        if (error := _error_of(fields, data)) not in _NO_ERROR:
             self.failed = True
             self.refused = _is_refusal(error)
             self._take_usage(_inner(bytes(fields.response)).usage)
@@ -344,9 +348,9 @@ class SseWatcher:
             return
         self.completion_tokens = _first(usage.completion_tokens, usage.output_tokens, self.completion_tokens)
         self.prompt_tokens = _first(usage.prompt_tokens, usage.input_tokens, self.prompt_tokens)
-        details = usage.prompt_tokens_details or usage.input_tokens_details
-        if details is not None:
-            self.cached_tokens = _first(details.cached_tokens, self.cached_tokens)
+        cached = _CACHED_TOKENS.search(bytes(usage.prompt_tokens_details or usage.input_tokens_details))
+        if cached is not None:
+            self.cached_tokens = int(cached[1])
 
     def _without_usage(self, event: bytes, data: bytes, only_usage: bool) -> bytes:
         """Return an event without its usage, b"" where nothing is left of it to pass on.
@@ -410,12 +414,9 @@ def _inner(raw: bytes) -> Holder:
 
 
 def _error_of(fields: EventFields, data: bytes) -> bytes:
-    """Return the error that an event says, in the form of any API, b"" or b"null" for none.
-
-    vLLM before 0.10 and the Responses API have its fields in the event itself.
-    """
+    """Return the error of an event (of vLLM before 0.10 and of Responses the event itself), b"" for none."""
     kind, error = bytes(fields.type), bytes(fields.error)
-    if error in _NO_VALUE and (kind == b'"error"' or bytes(fields.object) == b'"error"'):
+    if error in _NO_ERROR and (kind == b'"error"' or bytes(fields.object) == b'"error"'):
         return data
     if kind == b'"response.failed"':
         inner = bytes(_inner(bytes(fields.response)).error)
@@ -446,7 +447,7 @@ def _first(*values: int | None) -> int | None:
 #: Bytes of the end of a plain body that are kept: `usage` stands near it.
 TAIL_BYTES: Final = 16 << 10
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?([0-9]{1,10})[,}\s]')
-_CACHED_TOKENS = re.compile(rb'"cached_tokens":\s?([0-9]{1,10})[,}\s]')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*"?([0-9]{1,10})[",.}\s]')
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s?([0-9]{1,10})[,}\s]')
 
 
@@ -493,5 +494,5 @@ def is_answer(tail: bytes) -> bool:
         fields = _object.decode(tail)
     except NOT_JSON:
         return False
-    failed = bytes(fields.get("error", _NONE)) not in _NO_VALUE
+    failed = bytes(fields.get("error", _NONE)) not in _NO_ERROR
     return not failed and any(bytes(fields.get(name, _NONE))[:1] in _NESTED for name in _ANSWERS)
