@@ -39,7 +39,7 @@ class Turns:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._call_soon = loop.call_soon
         self._create_future = loop.create_future
-        self._waiting: deque[Callable[[], None] | asyncio.Future[None]] = deque()
+        self.waiting: deque[Callable[[], None] | asyncio.Future[None]] = deque()
         self._running = False
 
     def begin(self) -> float:
@@ -61,13 +61,13 @@ class Turns:
         await future
 
     def _add(self, reader: Callable[[], None] | asyncio.Future[None]) -> None:
-        self._waiting.append(reader)
-        if len(self._waiting) == 1 and not self._running:
+        self.waiting.append(reader)
+        if len(self.waiting) == 1 and not self._running:
             self._call_soon(self._run)
 
     def _run(self) -> None:
         """Run readers until one turn is over: all of them together in this iteration of the loop."""
-        waiting, end = self._waiting, self.begin()
+        waiting, end = self.waiting, self.begin()
         self._running = True
         try:
             for _ in range(len(waiting)):

@@ -4,9 +4,12 @@ set -euo pipefail
 cd "$(dirname "$0")"
 hetlb="${HETLB:-../.venv/bin/hetlb}"
 
+# One pair of limits for all, which the plans' commands state: vLLM's own differ by GPU.
+limits=(--max-num-batched-tokens 8192 --max-num-seqs 256)
+
 composed() { # SYSTEM MODEL NAME TP
   "$hetlb" profile --from aiconfigurator --system "$1" --model "$2" --tp "$4" --name "$1-$3-tp$4" \
-    --out "$1-$3-tp$4.yaml" > /dev/null
+    "${limits[@]}" --out "$1-$3-tp$4.yaml" > /dev/null
 }
 
 # The extra does not know this model: its published configuration, in a folder of its name.
@@ -20,7 +23,7 @@ cat > "$work/Qwen3-14B/config.json" << 'CONFIG'
 CONFIG
 here="$PWD"
 (cd "$work" && hetlb="$here/$hetlb" && "$hetlb" profile --from aiconfigurator --system a100_sxm --model Qwen3-14B \
-  --tp 1 --name a100_sxm-qwen3-14b-tp1 --out "$here/a100_sxm-qwen3-14b-tp1.yaml" > /dev/null)
+  --tp 1 --name a100_sxm-qwen3-14b-tp1 "${limits[@]}" --out "$here/a100_sxm-qwen3-14b-tp1.yaml" > /dev/null)
 composed a100_sxm meta-llama/Meta-Llama-3.1-70B llama-3.1-70b 4
 composed b200_sxm meta-llama/Meta-Llama-3.1-8B llama-3.1-8b 1
 for tp in 1 2 4 8; do

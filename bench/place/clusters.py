@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
+from itertools import accumulate
 
 from hetlb.tools.paths.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec
 from hetlb.tools.plan.placement.flow import PlacementFlows
@@ -98,19 +100,36 @@ SCALED = {
     "2xT4": ("T4", 0.59, 0.59, 2.0),
     "4xT4": ("T4", 0.34, 0.34, 4.0),
 }
-#: Memory of a base kind, of a layer's weights, of a KV entry (bytes), and what stays free of layers.
-_MEMORY = {"A100": 40e9, "L4": 24e9, "T4": 16e9}
-_LAYER_BYTES, _KV_BYTES, _WEIGHTS_SHARE = 1.53e9, 4096, 0.5
+#: Kinds of the 42 that form no pipeline by themselves (section 6.5): one mixed pipeline in "SP+".
+UNABLE = ("V100", "T4", "2xT4")
+#: Bytes that weights and KV cache share, and nominal ones, by kind: as the data's KV entries have them. The
+#: A100 has 1.2 GB more, so that 20 of its layers leave the cache with which Helix ran them (20 requests).
+_USABLE = {"A100": 35.6e9, "L4": 19.15e9, "T4": 12.05e9}
+_NOMINAL = {"A100": 40e9, "L4": 24e9, "T4": 16e9}
+for _name, (_like, _, _, _share) in SCALED.items():
+    _USABLE[_name], _NOMINAL[_name] = _share * _USABLE[_like], _share * _NOMINAL[_like]
+#: Bytes of a layer's weights and of a KV entry (one token in one layer), by layers of the model.
+_LAYER_BYTES, _KV_BYTES = {80: 1.711e9, 60: 1.07e9}, {80: 4096, 60: 26624}
+#: Share of the nominal memory that a planner gives to weights; requests that must fit beside them.
+_WEIGHTS_SHARE, _LEAST_REQUESTS = 0.5, 2
 #: Rules of the data's README for tokens/s: share of KV of a typical batch, mean lengths, rounds.
 _KV_SHARE, _PROMPT, _OUTPUT, _ROUNDS = 0.3, 750, 240, 10
+#: Decodes of the batch by whose time layers of a mixed pipeline are divided.
+_BATCH = 64.0
 
 
 def seven_kinds(base: PlaceCluster) -> PlaceCluster:
     """Return 42 machines of seven kinds in one region: three kinds of `base`, four scaled from them."""
     kinds = {name: base.kinds[name] for name in ("A100", "L4", "T4")}
-    for name, (like, prompt, decode, memory) in SCALED.items():
-        kinds[name] = _scaled(name, base.kinds[like], prompt, decode, memory * _MEMORY[like])
-    kinds = _with_rates(kinds, base.model.layers)
+    for name, (like, prompt, decode, _) in SCALED.items():
+        known = base.kinds[like]
+        times = (
+            Curve(known.prompt.xs, tuple(prompt * y for y in known.prompt.ys)),
+            Curve(known.decode.xs, tuple(decode * y for y in known.decode.ys)),
+        )
+        kinds[name] = MachineKind(name, *times, ())
+        kinds[name] = _filled(kinds[name], known, base.model.layers, _WEIGHTS_SHARE)
+    kinds = _with_rates(kinds, SEVEN_KINDS, base.model.layers)
     pattern = base.nodes[0]
     named = [kind for kind, count in SEVEN_KINDS.items() for _ in range(count)]
     nodes = tuple(
@@ -124,23 +143,78 @@ def seven_kinds(base: PlaceCluster) -> PlaceCluster:
     return PlaceCluster(base.model, nodes, kinds, links)
 
 
-def _scaled(name: str, like: MachineKind, prompt: float, decode: float, memory: float) -> MachineKind:
-    """Return a kind whose times are multiples of another's; it holds layers in half of its memory."""
-    holdings = []
-    most = int(_WEIGHTS_SHARE * memory // _LAYER_BYTES)
-    for layers in range(1, most + 1):
-        entries = int((0.9 * memory - layers * _LAYER_BYTES) / _KV_BYTES)
-        limits = like.holdings[min(layers, len(like.holdings)) - 1].batch
-        own = BatchLimits(limits.prompts, limits.prompt_tokens, limits.decodes, limits.decode_context)
-        holdings.append(Holding(1.0, entries, own))
-    times = (
-        Curve(like.prompt.xs, tuple(prompt * y for y in like.prompt.ys)),
-        Curve(like.decode.xs, tuple(decode * y for y in like.decode.ys)),
+def thirty_b(base: PlaceCluster, small: PlaceCluster) -> PlaceCluster:
+    """Return machines and links of `base` (LLaMA-2-70B) with the model of `small` (LLaMA-1-30B).
+
+    Its A100 is in no table: its 70B times, times what an L4 takes with 30B over what it takes with 70B.
+    """
+    times = []
+    for phase in ("prompt", "decode"):
+        known, large = getattr(base.kinds["A100"], phase), getattr(base.kinds["L4"], phase)
+        light = getattr(small.kinds["L4"], phase)
+        ys = (y * light(x) / large(x) if y else 0.0 for x, y in zip(known.xs, known.ys, strict=True))
+        times.append(Curve(known.xs, tuple(ys)))
+    a100 = _filled(
+        MachineKind("A100", times[0], times[1], ()), base.kinds["A100"], small.model.layers, _WEIGHTS_SHARE
     )
-    return MachineKind(name, *times, tuple(holdings))
+    kinds = _with_rates({**small.kinds, "A100": a100}, _counts(base), small.model.layers)
+    nodes = tuple(replace(node, max_layers=len(kinds[node.kind].holdings)) for node in base.nodes)
+    return PlaceCluster(small.model, nodes, kinds, base.links)
 
 
-def _with_rates(kinds: dict[str, MachineKind], layers: int) -> dict[str, MachineKind]:
+def _counts(cluster: PlaceCluster) -> dict[str, int]:
+    return dict(Counter(node.kind for node in cluster.nodes))
+
+
+def _filled(kind: MachineKind, like: MachineKind, layers: int, share: float) -> MachineKind:
+    """Return a kind that also holds more layers, up to a share of its memory."""
+    holdings, most = list(kind.holdings), int(share * _NOMINAL[kind.name] // _LAYER_BYTES[layers])
+    for held in range(len(holdings) + 1, min(layers, most) + 1):
+        entries = int((_USABLE[kind.name] - held * _LAYER_BYTES[layers]) / _KV_BYTES[layers])
+        tokens = entries // held
+        if tokens < _LEAST_REQUESTS * (_PROMPT + _OUTPUT):
+            break
+        known = like.holdings[min(held, len(like.holdings)) - 1].batch
+        context = min(known.decode_context, tokens)
+        decodes = min(known.decodes, max(1, context // (_PROMPT + _OUTPUT)))
+        limits = BatchLimits(known.prompts, known.prompt_tokens, decodes, context)
+        holdings.append(Holding(1.0, entries, limits))
+    return replace(kind, holdings=tuple(holdings))
+
+
+def by_kind(cluster: PlaceCluster, *, mixed: bool = False) -> tuple[PlaceCluster, Placement]:
+    """Return Helix's separate pipelines (SP), in a cluster whose machines may be filled with weights.
+
+    All machines of a kind form one pipeline; those of kinds that hold no model by themselves are left out,
+    or (`mixed`, its SP+) form one together.
+    """
+    layers = cluster.model.layers
+    kinds = {name: _filled(kind, kind, layers, 1.0) for name, kind in cluster.kinds.items()}
+    kinds = _with_rates(kinds, _counts(cluster), layers)
+    nodes = tuple(replace(node, max_layers=len(kinds[node.kind].holdings)) for node in cluster.nodes)
+    full = replace(cluster, nodes=nodes, kinds=kinds)
+    unable = UNABLE if set(UNABLE) <= set(kinds) else ()
+    groups = [[node for node in nodes if node.kind == name] for name in kinds if name not in unable]
+    groups += [[node for node in nodes if node.kind in unable]] if mixed else []
+    placement: Placement = {}
+    for group in groups:
+        held = [0] * len(group)
+        while sum(held) < layers:
+            more = [at for at, node in enumerate(group) if held[at] < full.most_layers(node)]
+            if not more:
+                break
+            held[min(more, key=lambda at: (held[at] + 1) * full.kind(group[at]).decode(_BATCH))] += 1
+        if sum(held) == layers:
+            ends = list(accumulate(held))
+            placement |= {
+                node.name: (end - count, end)
+                for node, count, end in zip(group, held, ends, strict=True)
+                if count
+            }
+    return full, placement
+
+
+def _with_rates(kinds: dict[str, MachineKind], counts: dict[str, int], layers: int) -> dict[str, MachineKind]:
     """Return kinds with the tokens/s of the data's README for this mix of machines."""
     typical = {name: max(1, round(0.67 * len(kind.holdings))) for name, kind in kinds.items()}
     rates = {name: 64.0 / kind.decode(64.0) for name, kind in kinds.items()}
@@ -149,7 +223,7 @@ def _with_rates(kinds: dict[str, MachineKind], layers: int) -> dict[str, Machine
         share = (held / rates[kind.name]) / (held / rates[kind.name] + (layers - held) * mean)
         entries = int(_KV_SHARE * kind.holdings[held - 1].kv_token_layers / held)
         batch = entries / (_PROMPT + _OUTPUT)
-        decodes, prompts = round(batch * share), batch * share / _OUTPUT
+        decodes, prompts = max(1, round(batch * share)), batch * share / _OUTPUT
         tokens = round(_PROMPT * prompts)
         if prompts > 1.0:
             prompts, tokens, decodes = 1.0, _PROMPT, _OUTPUT
@@ -159,7 +233,7 @@ def _with_rates(kinds: dict[str, MachineKind], layers: int) -> dict[str, Machine
 
     found: dict[str, list[float]] = {}
     for _ in range(_ROUNDS):
-        weights = {name: SEVEN_KINDS[name] * typical[name] for name in kinds}
+        weights = {name: counts[name] * typical[name] for name in kinds}
         mean = sum(weights[name] / rates[name] for name in kinds) / sum(weights.values())
         for name, kind in kinds.items():
             found[name] = [rate(kind, held, mean) for held in range(1, len(kind.holdings) + 1)]

@@ -20,11 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clusters import generated, made_up, many, regional, seven_kinds
+from clusters import by_kind, generated, made_up, many, regional, seven_kinds, thirty_b
 
 from hetlb.balancer.core.predictor import LengthDistribution, SamplePredictor
 from hetlb.tools.paths.path_scheduler import PathScheduler
-from hetlb.tools.paths.stages import Edge
+from hetlb.tools.paths.stages import SINK, Edge
 from hetlb.tools.plan.check import check_path, check_placement
 from hetlb.tools.plan.highs import SolveLimits
 from hetlb.tools.plan.placement.estimate import Estimator
@@ -250,30 +250,61 @@ def placed(data: Data, cluster: PlaceCluster, name: str, system: str) -> Placeme
     return swarm(cluster) if system == "swarm" else separate_pipelines(cluster)
 
 
-def online(data: Data, name: str, load: str) -> dict[str, Any]:
-    """Mean latencies of each system at 75 % of its own offline throughput, or (`same`) of the least."""
-    cluster = data.cluster(name)
+def cluster_of(data: Data, name: str) -> PlaceCluster:
+    """Return a cluster of Helix's evaluation: of its data, or made from it."""
+    base = data.cluster(name.removesuffix("-30b") if name != "seven-kinds" else "single24")
+    if name == "seven-kinds":
+        return seven_kinds(base)
+    return thirty_b(base, data.cluster("cluster10")) if name.endswith("-30b") else base
+
+
+#: CPU seconds of the search for a placement of hetlb's own.
+SEARCH_S = 60.0
+
+
+def compared(data: Data, name: str) -> Iterator[tuple[str, PlaceCluster, Placement, list[str]]]:
+    """Yield the systems of Helix's figures 6 to 8: cluster, placement, policies of which the best counts."""
+    cluster = cluster_of(data, name)
+    best, _, _ = plan(data, cluster, SEARCH_S, "hetlb", 0)
+    yield "hetlb", cluster, best.placement, ["hetlb"]
+    if name in CLUSTERS:
+        yield "helix", cluster, data.placement(name, cluster, "helix"), ["iwrr"]
+    if (placement := swarm(cluster)) is not None:
+        yield "swarm", cluster, placement, ["swarm"]
+    yield "separate", *by_kind(cluster), ["hetlb", "iwrr"]
+    if name == "seven-kinds":
+        yield "separate and mixed", *by_kind(cluster, mixed=True), ["hetlb", "iwrr"]
+
+
+def systems(data: Data, name: str) -> dict[str, Any]:
+    """Each system offline, and online at 75 % of its own offline throughput and of the least of all."""
     output = sum(length for _, length in data.lengths) / len(data.lengths)
+    row: dict[str, Any] = {"cluster": name}
     runs = {}
-    for system, policy in SYSTEMS:
-        placement = placed(data, cluster, name, system)
-        if placement is None:
-            continue
-        links = PlacementFlows(cluster).balanced(placement).links
-        most = simulate(data, cluster, placement, links, policy).decode_tokens_per_s / output
-        runs[system] = placement, links, policy, most
-    least = min(most for *_, most in runs.values())
-    row: dict[str, Any] = {"cluster": name, "load": load}
-    for system, (placement, links, policy, most) in runs.items():
-        rate = 0.75 * (least if load == "same" else most)
-        result = simulate(data, cluster, placement, links, policy, load=rate)
+    for system, cluster, placement, policies in compared(data, name):
+        flow = PlacementFlows(cluster).balanced(placement)
+        tried = {each: simulate(data, cluster, placement, flow.links, each) for each in policies}
+        policy = max(tried, key=lambda each: tried[each].decode_tokens_per_s)
+        runs[system] = cluster, placement, flow.links, policy, tried[policy].decode_tokens_per_s / output
+        entered = sum(rate for (_, to), rate in flow.links.items() if to != SINK)
         row[system] = {
-            "request_rate": rate,
-            "prompt_s": result.prompts.mean,
-            "decode_s": result.decodes.mean,
-            "decode_tokens_per_s": result.decode_tokens_per_s,
-        }
+            "policy": policy, "depth": entered / flow.tokens_per_s, "machines": len(placement),
+            "offline": figures_of(tried[policy]),
+        }  # fmt: skip
+    least = min(most for *_, most in runs.values())
+    for system, (cluster, placement, links, policy, most) in runs.items():
+        for load, rate in (("own", 0.75 * most), ("same", 0.75 * least)):
+            result = simulate(data, cluster, placement, links, policy, load=rate)
+            row[system][load] = {"request_rate": rate, **figures_of(result)}
     return row
+
+
+def figures_of(result: PipelineResult) -> dict[str, float]:
+    """Return output tokens/s and mean seconds of a prompt and of a token."""
+    return {
+        "decode_tokens_per_s": result.decode_tokens_per_s, "prompt_s": result.prompts.mean,
+        "decode_s": result.decodes.mean,
+    }  # fmt: skip
 
 
 #: Output tokens/s of simple rules by path policy, for each cluster and rule: they are those of every row.
@@ -282,7 +313,7 @@ _SERVED: dict[tuple[str, str], dict[str, float]] = {}
 
 def limits_of(data: Data, name: str, seconds: float, seed: int) -> dict[str, Any]:
     """Our placement after so many CPU seconds over each simple rule (and Helix's), all under `hetlb`."""
-    cluster = seven_kinds(data.cluster("single24")) if name == "seven-kinds" else data.cluster(name)
+    cluster = cluster_of(data, name)
     best, cpu_s, _ = plan(data, cluster, seconds, "hetlb", seed)
     links = best.flow.links
     ours = simulate(data, cluster, best.placement, links, "hetlb", seed=5).decode_tokens_per_s
@@ -420,7 +451,10 @@ SECTIONS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
         ],
     ),
     "held_out": (held_out, list(itertools.product(HELD_OUT, REQUEST_SEEDS))),
-    "online": (online, [(n, load) for n in ("single24", "dist24") for load in ("own", "same")]),
+    "systems": (
+        systems,
+        [(name,) for name in ("single24", "dist24", "single24-30b", "dist24-30b", "seven-kinds")],
+    ),
     "limits": (
         limits_of,
         [("seven-kinds", seconds, 0) for seconds in (10.0, 30.0, 60.0, 180.0)]
@@ -430,13 +464,23 @@ SECTIONS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
 }
 
 
+def named(text: str) -> list[str]:
+    """Return the sections of a list with commas. Raises `ArgumentTypeError`."""
+    found = text.split(",")
+    if wrong := [each for each in found if each not in SECTIONS]:
+        raise argparse.ArgumentTypeError(f"expected {', '.join(SECTIONS)}, got {', '.join(wrong)}")
+    return found
+
+
 def main() -> None:
     """Run the sections and write their rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, help="the folder with Helix's clusters")
-    parser.add_argument("--only", default=",".join(SECTIONS), help="sections, comma-separated")
+    parser.add_argument(
+        "--only", type=named, default=list(SECTIONS), help=f"of {', '.join(SECTIONS)}, comma-separated"
+    )
     parser.add_argument("--fresh", action="store_true", help="begin the sections anew")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "place.json")
     parser.add_argument("--smoke", action="store_true", help="a plan of six made-up machines in a second")
@@ -447,7 +491,7 @@ def main() -> None:
     if args.data is None:
         parser.error("--data: expected the folder with Helix's clusters")
     data = Data(args.data)
-    for section in args.only.split(","):
+    for section in args.only:
         function, arguments = SECTIONS[section]
         results: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
         rows = [] if args.fresh else results.get(section, [])

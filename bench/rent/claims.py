@@ -23,7 +23,7 @@ from rent.run import AVAILABLE, BUDGETS, KEYS, TRACES, Bench, exact
 from hetlb.errors import PlanError
 from hetlb.tools.plan.highs import INFINITY, SolveLimits
 from hetlb.tools.plan.market import load_market
-from hetlb.tools.plan.planning import Table, make_plan, make_table
+from hetlb.tools.plan.planning import make_plan, make_table
 from hetlb.tools.plan.rent_program import Problem, RentPlan, assign
 from hetlb.tools.plan.rent_simulation import SimulatedFleet, simulate_plan
 
@@ -209,7 +209,8 @@ def degrees(bench: Bench) -> list[dict[str, Any]]:
             continue
         row: dict[str, Any] = {"case": case, "over": {}}
         for degree in (1, 2, 4, 8):
-            own = tuple(c for c in table.problem.configurations if _degree(table, c.name) == degree)
+            every = (*table.problem.configurations, *table.ties)
+            own = tuple(c for c in every if c.stages[0].tensor_parallel_size == degree)
             try:
                 one = exact(replace(table.problem, configurations=own), 1e-3)
             except PlanError:
@@ -221,10 +222,6 @@ def degrees(bench: Bench) -> list[dict[str, Any]]:
         if values:
             print(key, f"TP {degree}: mean {statistics.mean(values):+.1%}, {len(values)} cases", flush=True)
     return rows
-
-
-def _degree(table: Table, name: str) -> int:
-    return table.problem.by_name[name].stages[0].tensor_parallel_size
 
 
 def budgets(bench: Bench) -> list[dict[str, Any]]:
@@ -245,7 +242,59 @@ def budgets(bench: Bench) -> list[dict[str, Any]]:
     return rows
 
 
-PARTS = {each.__name__: each for each in (latency, two_models, prices, degrees, budgets, surge)}
+def observations(bench: Bench) -> list[dict[str, Any]]:
+    """Requests/s per dollar of each type by kind of GPU, with the best layout of each."""
+    rows = []
+    for key in KEYS:
+        problem = bench.table(key, TRACES[0], 60.0, "avail1").problem
+        for kind in problem.workloads:
+            most: dict[str, float] = {}
+            for c in problem.configurations:
+                if len(c.gpus) == 1 and (rate := c.throughput.get(kind.name, 0.0)) > 0.0:
+                    gpu = next(iter(c.gpus))
+                    most[gpu] = max(most.get(gpu, 0.0), rate / problem.price(c))
+            rows.append(
+                {"model": key, "workload": (kind.input_tokens, kind.output_tokens), "per_dollar": most}
+            )
+    return rows
+
+
+def compositions(bench: Bench) -> list[dict[str, Any]]:
+    """Share of the rented GPUs by the paper's classes."""
+    rows = []
+    for key, trace, budget, available in itertools.product(KEYS, TRACES, BUDGETS, AVAILABLE):
+        problem = bench.table(key, trace, budget, available).problem
+        try:
+            plan = exact(problem, 1e-3)
+        except PlanError:
+            continue
+        gpus = dict.fromkeys(paper.CLASSES.values(), 0)
+        for name, count in plan.counts.items():
+            for gpu, each in problem.by_name[name].gpus.items():
+                gpus[paper.CLASSES[gpu]] += count * each
+        total = sum(gpus.values())
+        rows.append(
+            {"case": (key, trace, budget, available), **{name: n / total for name, n in gpus.items()}}
+        )
+    return rows
+
+
+def thirty_b(bench: Bench) -> list[dict[str, Any]]:
+    """Requests/s planned for LLaMA-30B at 15 dollars on trace 2 (table 3), by rooflines of all GPUs."""
+    rows = []
+    for available in AVAILABLE:
+        problem = bench.table("30b", "trace2_azure", 15.0, available).problem
+        rows.append({"available": available, "throughput": exact(problem).throughput})
+        print(rows[-1], flush=True)
+    return rows
+
+
+PARTS = {
+    each.__name__: each
+    for each in (
+        latency, two_models, prices, degrees, budgets, surge, observations, compositions, thirty_b,
+    )
+}  # fmt: skip
 
 
 def main() -> None:

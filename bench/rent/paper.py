@@ -36,11 +36,25 @@ MODELS: dict[str, dict[str, Any]] = {
         "layers": 80,
         "hidden_size": 8192,
     },
+    "30b": {
+        "name": "Llama-1-30B",
+        "parameters": 32.5e9,
+        "kv_bytes_per_token": 1597440,
+        "layers": 60,
+        "hidden_size": 6656,
+    },
 }
+#: Models of which no table is at hand: all their profiles are rooflines.
+UNMEASURED = ("30b",)
 #: What vLLM keeps of a GPU's memory beside weights and KV cache, from the KV capacities of the tables.
 RESERVED_BYTES = 4_700_000_000
-#: Dense FLOP/s; the paper's table 1 gives the H100 with sparsity, and no measured table needs it.
-WORKSTATION = ("A6000", "A40", "4090")
+#: The paper states the H100's FLOP/s with sparsity.
+DENSE = 0.5
+#: The paper's classes of GPUs.
+CLASSES = {
+    "A100": "data centre", "H100": "data centre", "A6000": "workstation", "A40": "workstation",
+    "L40": "workstation", "4090": "consumer",
+}  # fmt: skip
 
 
 def make_profiles(hw: Path, folder: Path) -> None:
@@ -51,7 +65,8 @@ def make_profiles(hw: Path, folder: Path) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     for gpu, system in SYSTEMS.items():
-        for key, model in MODELS.items():
+        for key in sorted(MODELS.keys() - set(UNMEASURED)):
+            model = MODELS[key]
             for tp in (1, 2, 4, 8):
                 path = folder / f"{gpu}-{key}-tp{tp}.yaml"
                 if path.exists():
@@ -94,14 +109,14 @@ def market(
         }
         if available.get(gpu) is not None:
             offer["available"] = available[gpu]
-        if gpu in SYSTEMS:
+        if gpu in SYSTEMS and not set(models) & set(UNMEASURED):
             offer["profiles"] = {
                 MODELS[key]["name"]: {tp: str(profiles / f"{gpu}-{key}-tp{tp}.yaml") for tp in (1, 2, 4, 8)}
                 for key in models
             }
         else:
             offer["roofline"] = {
-                "flops": figures["fp16_tflops"] * 1e12,
+                "flops": figures["fp16_tflops"] * (DENSE if gpu == "H100" else 1.0) * 1e12,
                 "bandwidth_bytes_per_s": figures["mem_bandwidth_gb_s"] * 1e9,
                 "flops_efficiency": 0.55,
                 "bandwidth_efficiency": 0.75,

@@ -12,18 +12,24 @@ import json
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import clusters
 
+from hetlb.balancer.core.latency import LatencyModel
 from hetlb.tools.plan.check import check_split
 from hetlb.tools.plan.disaggregation.cost import CostModel, GroupTable, PaperCost, ProfileCost
 from hetlb.tools.plan.disaggregation.exhaustive import Exhaustive
+from hetlb.tools.plan.disaggregation.partition import assign_roles, group_count, partition
 from hetlb.tools.plan.disaggregation.split_cluster import Role, Slo, SplitCluster, SplitPlan
 from hetlb.tools.plan.disaggregation.split_search import SplitSearch, SplitsFound
 from hetlb.tools.plan.disaggregation.split_simulation import LOAD, simulate_plan
 from hetlb.tools.plan.highs import SolveLimits
+from hetlb.tools.sim.engine_model import EngineModel
+from hetlb.tools.sim.engine_sequence import EngineSequence
+from hetlb.tools.sim.study import engine_of
 
 SPLIT_ROLES = (Role.PREFILL, Role.DECODE)
 SMALL = 30
@@ -149,16 +155,96 @@ def four(workload: str) -> Any:
     return row
 
 
-def distserve(workload: str) -> Any:
-    """Output tokens/s of `het1` and of 8 H100, both with plans that split: HexGen-2 against DistServe."""
-    row: dict[str, Any] = {"workload": workload}
-    for label, name in (("het1", "het1"), ("distserve", "homogeneous")):
-        of = clusters.setting(name, workload)
+#: Settings of HexGen-2 with the budget of 8 H100.
+ONE_BUDGET = ("het1", "het2", "het3", "het4")
+
+
+def distserve(workload: str, model: str) -> Any:
+    """Output tokens/s of each setting of one budget, and of 8 H100, all with plans that split."""
+    row: dict[str, Any] = {"workload": workload, "model": model}
+    for name in ("homogeneous", *ONE_BUDGET):
+        of = clusters.setting(name, workload, MODELS[model])
         cost = ProfileCost(of)
         found, _ = search(of, cost, 4.0, roles=SPLIT_ROLES)
         served = simulate_plan(of, found.plans[0], cost)
-        row[label] = {"planned": best(found) * of.workload.output_tokens, "served": served.output_throughput}
+        row[name] = {"planned": best(found) * of.workload.output_tokens, "served": served.output_throughput}
     return row
+
+
+MODELS = {"70b": clusters.LLAMA_70B, "30b": clusters.OPT_30B}
+
+
+class Partitioned(SplitSearch):
+    """The search as HexGen-2 has it: from its partition alone, with swaps that the flow guides."""
+
+    def _starts(self, limits: SolveLimits) -> list[Any]:
+        of = self._table.cluster
+        groups = partition(of, group_count(of), self._rng)
+        return [self._state(list(zip(groups, assign_roles(of, groups, self._rng), strict=True)))]
+
+
+class Unguided(Partitioned):
+    """The same with swaps at random."""
+
+    @staticmethod
+    def _unequal(state: Any) -> tuple[Role | None, Role | None]:
+        return None, None
+
+
+def swaps(workload: str, seed: int) -> Any:
+    """Requests/s after 4 s: the search, from a partition with guided swaps, and with random ones."""
+    of = clusters.setting("het1", workload)
+    row: dict[str, Any] = {"workload": workload, "seed": seed}
+    for kind in (SplitSearch, Partitioned, Unguided):
+        limits = SolveLimits(deadline=time.process_time() + 4.0, clock=time.process_time)
+        found = kind(GroupTable(of, ProfileCost(of)), roles=SPLIT_ROLES, seed=seed).run(limits)
+        row[kind.__name__] = best(found)
+    return row
+
+
+#: Tokens of a pass with chunked prefill in vLLM 0.6, and without; rounds of the KV cache that are served.
+CHUNK, WHOLE, CHUNK_ROUNDS = 512, 16384, 40
+
+
+def chunked(workload: str) -> Any:
+    """Output tokens/s of OPT-30B on one H100, prompts in chunks beside decodes and prompts first, whole."""
+    of = clusters.cluster(
+        [clusters.machine("h100", "H100", 1)], clusters.OPT_30B, clusters.WORKLOADS[workload]
+    )
+    cost = ProfileCost(of)
+    group = GroupTable(of, cost).group(((0, 1),), Role.BOTH)
+    assert group is not None
+    spec = engine_of(cost.profile(group.stages, group.kv_cache_tokens, Role.BOTH))
+    prompt, output = (int(each) for each in clusters.WORKLOADS[workload])
+    slots = group.kv_cache_tokens // (prompt + output)
+    count = CHUNK_ROUNDS * slots
+    limits = replace(spec.limits, max_num_seqs=slots, max_num_batched_tokens=CHUNK, async_scheduling=False)
+    engine = EngineModel(spec.latency, limits)
+    for _ in range(count):
+        engine.submit(EngineSequence(prompt, output, None))
+    chunked_s = 0.0
+    while (stretch := engine.begin_run()) is not None:
+        chunked_s += stretch.duration_s
+        engine.end_iteration()
+    whole_s = prompts_first_s(spec.latency, slots, count, prompt, output)
+    tokens = count * output
+    return {"workload": workload, "slots": slots, "chunked": tokens / chunked_s, "whole": tokens / whole_s}
+
+
+def prompts_first_s(latency: LatencyModel, slots: int, count: int, prompt: int, output: int) -> float:
+    """Return the seconds of `count` requests where prompts come first, in passes without decodes."""
+    seconds, waiting = 0.0, count
+    done: list[int] = []  # output tokens of each running sequence
+    while waiting or done:
+        room = min(waiting, slots - len(done), max(1, WHOLE // prompt))
+        if room:
+            seconds += latency.prefill_s(prompt, room)
+            waiting -= room
+            done += [1] * room
+        else:
+            seconds += latency.step_s(len(done), sum(done) + len(done) * prompt)
+            done = [each + 1 for each in done if each + 1 < output]
+    return seconds
 
 
 #: Plans whose order is compared with that in simulation, out of all that a search comes across.
@@ -262,7 +348,9 @@ PARTS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "scale": (scale, [(64, 20.0), (320, 60.0)]),
     "paper": (paper, [(w, name) for w in clusters.WORKLOADS for name in ("homogeneous", "het1", "het5")]),
     "latency": (latency, [(w,) for w in clusters.WORKLOADS]),
-    "distserve": (distserve, [(w,) for w in clusters.WORKLOADS]),
+    "distserve": (distserve, [(w, model) for model in MODELS for w in clusters.WORKLOADS]),
+    "swaps": (swaps, [(w, seed) for w in ("HPLD", "HPHD", "LPHD", "LPLD") for seed in (0, 1)]),
+    "chunked": (chunked, [(w,) for w in clusters.WORKLOADS]),
     "four": (four, [(w,) for w in clusters.WORKLOADS]),
     "simulated": (
         simulated,

@@ -22,7 +22,7 @@ from hetlb.balancer.clients import connection
 from hetlb.balancer.config.api_keys import Tenant
 from hetlb.balancer.config.fleet_tables import FleetFile
 from hetlb.balancer.config.profile_file import Profile
-from hetlb.balancer.core.health import transitions_table
+from hetlb.balancer.core import health
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.series_reader import MOST_SERIES
 from hetlb.balancer.core.setup import SchedulerSetup
@@ -411,7 +411,7 @@ def limits_page() -> str:
         ("interim answers (1xx)", f"{upstream.MAX_INTERIM}", "502"),
         (
             "head of an answer",
-            f"{_kib(upstream._MAX_HEAD_BYTES)}, {http1.MAX_HEADERS} headers, no control characters",
+            f"{_kib(http1.MAX_HEAD_BYTES)}, {http1.MAX_HEADERS} headers, no control characters",
             "502",
         ),
         ("event of a stream that is held until it is whole", _kib(sse.MAX_HELD_BYTES), "passes in parts"),
@@ -475,7 +475,12 @@ def states_page() -> str:
         "What comes in a state that does not wait for it changes nothing:",
         _diagram(stream_states.TRANSITIONS, "a stream"),
         "## Health of an instance",
-        transitions_table(),
+        "\n".join(
+            _table(
+                ("state", "event", "next"),
+                [(", ".join(each.before), each.event, each.after) for each in health.TRANSITIONS],
+            )
+        ),
         "## Outcomes",
         "Every request ends in exactly one; `hetlb_requests_total` counts them with their cause, model, "
         "phase and class of status. `rate_limited`, `rejected_full`, `no_instance` and `expired_queue` "

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 from rich.console import Console
 
@@ -24,6 +24,7 @@ from hetlb.balancer.fleet.service import require_urls
 from hetlb.cli.doctor_local import is_own_address, ports_in_use, running_instances
 from hetlb.cli.engine_facts import EngineFacts, ask_engines
 from hetlb.cli.flags import add_json, declare, print_document
+from hetlb.cli.profile_doubts import other_gpu, other_model, short_name
 from hetlb.errors import ConfigError, ConfigErrors, InputError
 
 #: Older vLLM has other metrics and flags; its answers pass, its figures may not.
@@ -32,7 +33,7 @@ OLDEST: Final = (0, 8)
 MOST_SKEW_S: Final = 5.0
 #: Share of the KV cache above which requests may wait although a slot is free.
 _FULL_KV: Final = 0.8
-#: A profile with so many times the KV tokens of the server is of another GPU or degree.
+#: A profile with this many times the KV tokens of the server, or the reverse, is of another GPU or degree.
 _OTHER_KV: Final = 2
 _DEFAULT_FILE: Final = Path("fleet.yaml")
 #: Domain of placeholder hosts in generated plans.
@@ -128,7 +129,8 @@ def _of_server(seen: Seen) -> Iterator[Check]:
     health = f"{spec.url}: /health answers {facts.health}"
     yield check("address", facts.health == 200, health, "look at its log")
     if slots := _wrong_slots(seen):
-        advice = "state the `--max-num-seqs` of its `vllm serve` (256 without that flag) as max_num_seqs"
+        usual = "256, on H100 and larger ones 1024"
+        advice = f"state the `--max-num-seqs` of its `vllm serve` (without it: {usual}) as max_num_seqs"
         yield check("slots", False, slots, advice)
     if facts.models_status in (401, 403):
         advice = "set api_key_env or api_key_file of the instance or model to its `vllm serve --api-key`"
@@ -143,9 +145,11 @@ def _of_server(seen: Seen) -> Iterator[Check]:
         down = [name for name, up in facts.stages.items() if not up]
         found = f"down: {', '.join(down)}" if down else f"{len(facts.stages)} up"
         yield check("stages", not down, found, "start them (`hetlb stage`), or look at the coordinator's log")
-    if profile := _wrong_profile(seen):
+    if (profile := seen.profile) is not None:
+        wrong_profile = _wrong_profile(seen, profile)
+        found = wrong_profile or next(iter(profile.warnings), "of this model, without warnings")
         advice = f"name the profile of its model and GPU, or measure it: hetlb profile --url {spec.url}"
-        yield check("profile", False, profile, advice)
+        yield check("profile", not wrong_profile, found, advice)
     advice = "without them hetlb goes by its own ledger alone: start it without --disable-log-stats"
     yield check("metrics", facts.table is not None and not facts.reads_nothing, _metrics(facts), advice)
     is_vllm = not facts.coordinates and (facts.table is None or facts.table is VLLM)
@@ -168,6 +172,12 @@ def _wrong_address(seen: Seen) -> tuple[str, str] | None:
         return f"hetlb's own address ({seen.own})", "give the address of the engine: hetlb would ask itself"
     if facts.foreign:
         return f"{facts.foreign} answers there", "give the address that `vllm serve` prints when it starts"
+    if facts.moved:
+        to = urlsplit(urljoin(f"{seen.spec.url}/", facts.moved))
+        found = f"{facts.health}, it redirects to {to.geturl()}"
+        return found, f"write the engine's own address, or url: {to.scheme}://{to.netloc}"
+    if facts.health == facts.models_status == 404:
+        return "an HTTP server, but no engine", "give the address that `vllm serve` prints, without a path"
     if not facts.trouble:
         return None
     if facts.other_url and "certificate" not in facts.trouble:
@@ -193,26 +203,20 @@ def _wrong_slots(seen: Seen) -> str:
     return ""
 
 
-def _wrong_profile(seen: Seen) -> str:
-    """Return what the profile says otherwise than the server, "" if nothing shows that it is another's."""
-    profile, sample = seen.profile, seen.facts.sample
-    if profile is None:
-        return ""
+def _wrong_profile(seen: Seen, profile: Profile) -> str:
+    """Return why a profile may be wrong for its server, "" if nothing shows that."""
     # Names of models as vLLM was started with them; paths tell nothing.
     roots = [str(entry.get("root") or "") for entry in seen.facts.entries]
-    named = [_short(root) for root in roots if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", root)]
-    own = "" if profile.model is None else _short(profile.model.name)
-    if own and named and not any(each.startswith(own) or own.startswith(each) for each in named):
-        return f"it is of the model {own}, the server has {named[0]}"
+    named = [root for root in roots if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", root)]
+    if named and (own := other_model(profile, named)):
+        return f"it is of the model {own}, the server has {short_name(named[0])}"
+    if own := other_gpu(profile, seen.spec.gpu):
+        return f"it is of the GPU {own}, the instance states {seen.spec.gpu}"
+    sample = seen.facts.sample
     said, has = profile.capacity.kv_cache_tokens, None if sample is None else sample.capacity.kv_cache_tokens
-    if said and has and has * _OTHER_KV < said:
+    if said and has and max(said, has) > _OTHER_KV * min(said, has):
         return f"it is of a server with {said:,} KV tokens, this one has {has:,}"
-    return ""
-
-
-def _short(model: str) -> str:
-    """Return the name of a model without its owner, in lower case."""
-    return model.lower().rpartition("/")[2]
+    return "; ".join(line for line in profile.warnings if not line.startswith("unmeasured"))
 
 
 def _of_running(fleet: Fleet) -> Iterator[Check]:

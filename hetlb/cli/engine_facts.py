@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from hetlb.balancer.core.engine_metrics import page_of
-from hetlb.balancer.core.engine_tables import OTHER_PAGE, VLLM, EngineTable
+from hetlb.balancer.core.engine_tables import PAGES, VLLM, EngineTable
 from hetlb.balancer.core.types import EngineSample
 from hetlb.errors import reason_of
 from hetlb.served_models import longest_context, read_model_list, read_version
@@ -53,6 +53,8 @@ class EngineFacts:
     is_ollama: bool = False
     #: Address at which it answers by the other scheme (http, https), "" if it does not.
     other_url: str = ""
+    #: Address that it redirects to.
+    moved: str = ""
     #: Name of another program that answers there.
     foreign: str = ""
 
@@ -144,11 +146,16 @@ async def _ask(
                 facts.other_url = "" if reply.status == 400 else other
         return facts
     _read_head(facts, health.headers)
+    if 300 <= health.status < 400:
+        facts.moved = health.headers.get("Location", "")
+        return facts
     for _ in range(2):
-        metrics = await page("/metrics")
-        if metrics.body[:1] == b"[":
-            metrics = await page(OTHER_PAGE)
-        facts.metrics_status = metrics.status
+        for path in PAGES:
+            metrics = await page(path)
+            facts.metrics_status = facts.metrics_status or metrics.status
+            if metrics.status == 200 and metrics.body[:1] != b"[":
+                facts.metrics_status = 200
+                break
         if metrics.status == 200:
             text = metrics.body.decode("utf-8", "replace")
             read = page_of(text)

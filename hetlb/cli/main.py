@@ -94,6 +94,8 @@ COMMANDS = {
 }
 #: Commands whose examples `hetlb --help` shows.
 _FIRST = ("demo", "init", "doctor", "serve", "status")
+#: Commands that say what has ended when they are interrupted.
+_REPORTING = ("bench", "batch")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -195,6 +197,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hetlb {command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        if command in _REPORTING:
+            print(f"hetlb {command}: interrupted", file=sys.stderr)
         return 1
     except BrokenPipeError:
         # The reader of stdout has gone (`| head`): avoid the traceback at exit.

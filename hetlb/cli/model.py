@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from hetlb.tools.models.facts import ModelFacts
+from hetlb.tools.models.kv_groups import KvBytes
 from hetlb.tools.models.model_file import load_facts
 
 #: Tokens of the sequences whose cache is shown.
@@ -28,18 +29,24 @@ def _lines(facts: ModelFacts) -> list[str]:
     document = facts.json()
     sparse = facts.active_parameters < facts.parameters
     active = f", {facts.active_parameters:,} of them active" if sparse else ""
-    windows = [f"{size:,g} bytes for each of the last {tokens:,} tokens" for tokens, size in facts.kv_windows]
-    state = [f"{facts.state_bytes:,} bytes of state"] if facts.state_bytes else []
+    given = [] if facts.allocated == facts.needed else ["  vLLM gives  " + _cache(facts.allocated)]
     degrees = ", ".join(map(str, document["tensor_parallel_sizes"]))
     return [
         facts.name,
         f"  parameters  {facts.parameters:,}{active}",
         f"  weights     {facts.weight_bytes:,} bytes",
         "  layers      " + ", ".join(f"{count} {kind}" for kind, count in document["layers"].items()),
-        "  cache       " + "; ".join([f"{facts.kv_bytes_per_token:,g} bytes a token", *windows, *state]),
+        "  cache       " + _cache(facts.needed),
         "              "
         + ", ".join(
             f"{facts.kv_bytes(tokens) / 1e6:,.4g} MB at {tokens:,} tokens" for tokens in _SHOWN_TOKENS
         ),
+        *given,
         f"  degrees     tensor parallel {degrees}" + ("; expert parallel" if facts.expert_parallel else ""),
     ]
+
+
+def _cache(of: KvBytes) -> str:
+    windows = [f"{size:,g} bytes for each of the last {tokens:,} tokens" for tokens, size in of.windows]
+    state = [f"{of.state:,g} bytes of state"] if of.state else []
+    return "; ".join([f"{of.per_token:,g} bytes a token", *windows, *state])

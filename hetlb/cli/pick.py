@@ -9,7 +9,7 @@ import uvloop
 from hetlb.balancer.fleet.service import require_urls
 from hetlb.balancer.telemetry.log_writer import logging_to_stderr
 from hetlb.cli.flags import PORT, changed, declare
-from hetlb.cli.serve import add_fleet_arguments, all_is_well, fleet_of, prepare_process, run_service
+from hetlb.cli.serve import add_fleet_arguments, fleet_of, prepare_process, run_service
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +28,8 @@ def run(args: argparse.Namespace) -> int:
     require_urls(fleet)
     check_pick(fleet)
     if args.check:
+        from hetlb.cli.profile_doubts import all_is_well
+
         return all_is_well(fleet)
     prepare_process()
 

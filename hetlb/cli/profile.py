@@ -233,7 +233,8 @@ def _from_aiconfigurator(args: argparse.Namespace, degree: int) -> Measurements:
         if getattr(args, flag) is None:
             raise InputError(f"--{flag}: expected a name with --from aiconfigurator, got none")
     layout = Layout(degree, args.data_parallel, args.expert_parallel)
-    found = query(args.model, args.system, layout, scale=args.scale)
+    limits = {name: getattr(args, name) for name in ("max_num_batched_tokens", "max_num_seqs")}
+    found = query(args.model, args.system, layout, scale=args.scale, **limits)
     if found.engine.kv_cache_tokens is None and args.kv_cache_tokens is None:
         why = next(
             (line for line in found.assumed if line.startswith("no KV cache")), "the model does not fit"

@@ -103,7 +103,7 @@ def plan_once(
     document = rent_report.document_of(table, planned, solve_s)
     if not args.no_baselines and not stopped:
         quick = replace(limits, gap=max(limits.gap, 1e-3), deadline=time.monotonic() + args.time_limit)
-        document["baselines"] = baselines(planned, quick)
+        document["baselines"] = baselines(planned, quick, table.ties)
     if not args.no_simulate and not stopped:
         document["simulated"] = rent_report.simulated_document(table, planned.plan, args.seed)
     if replanned is not None:

@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     _warn_of_descriptors(fleet)
     if args.check:
         from hetlb.cli.doctor import check_connected, check_filled_in
+        from hetlb.cli.profile_doubts import all_is_well
 
         check_filled_in(fleet)
         if args.connect and (absent := check_connected(fleet)):
@@ -104,33 +105,6 @@ def _check_alone(fleet: Fleet) -> None:
             f"{where}shared: this went for `hetlb serve`; use `--workers N` on one machine, `hetlb pick`"
             " behind Envoy over several"
         )
-
-
-def all_is_well(fleet: Fleet) -> int:
-    """Return the exit status of `--check` where nothing is wrong; warnings of profiles are printed."""
-    doubts = profile_doubts(fleet)
-    for line in doubts:
-        print(f"warning: {fleet.where}{line}", file=sys.stderr)
-    verdict = f"{len(doubts)} warnings" if doubts else "all is well"
-    print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, {verdict}")
-    return 0
-
-
-def profile_doubts(fleet: Fleet) -> list[str]:
-    """Return why profiles of the fleet may be wrong, a line each: their own warnings, other models."""
-    lines = []
-    for model in fleet.file.models:
-        profiles = {
-            spec.name: fleet.profiles[spec.name]
-            for spec in fleet.instances
-            if spec.model == model.name and spec.name in fleet.profiles
-        }
-        lines += [f"{name}: profile: {why}" for name, profile in profiles.items() for why in profile.warnings]
-        served = {name: profile.model.name for name, profile in profiles.items() if profile.model}
-        if len(set(served.values())) > 1:
-            of = ", ".join(f"{name} of {what}" for name, what in served.items())
-            lines.append(f"{model.name}: profiles: expected those of one model, got {of}")
-    return lines
 
 
 def prepare_process() -> None:

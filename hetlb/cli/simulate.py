@@ -22,6 +22,7 @@ from hetlb.errors import InputError, PlanError, TraceError
 from hetlb.tools.loadtest.options import read_known, read_rates
 from hetlb.tools.loadtest.report import percent, runs_table
 from hetlb.tools.paths.path_log import dispatches, is_path_log
+from hetlb.tools.plan.common.remarks import remarks_on_fleet
 from hetlb.tools.sim.simulation_sweep import TRACE, Ran, Study, StudyCell, run_sweep
 from hetlb.tools.sim.study import by_policy_and_rate, make_study, median_run, run_document, watch
 from hetlb.tools.sim.sweep_plot import rate_in_words, write_sweep_plot
@@ -102,9 +103,8 @@ def run(args: argparse.Namespace) -> int:
         queue_limit=args.queue_limit,
         prefix_cache=args.prefix_cache,
     )
-    for line in dict.fromkeys(each.other_discipline for each in fleet.profiles.values()):
-        if line:
-            print(f"warning: {line}", file=sys.stderr)
+    for line in dict.fromkeys(remarks_on_fleet(fleet)):
+        print(f"warning: {line}", file=sys.stderr)
     if args.tune is not None:
         return run_tune(args, fleet, study, next(iter(rates)), seeds)
     ran = sweep(study, cells, args.jobs)

@@ -399,6 +399,20 @@ def test_interrupted_while_results_are_written_they_are_all_there(
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+@pytest.mark.parametrize("command", ["bench", "batch"])
+def test_interrupted_while_its_input_is_read_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    def read(*_: Any, **__: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("hetlb.cli.bench._read_rows", read)
+    monkeypatch.setattr("hetlb.cli.batch.read_jobs", read)
+    files = [str(tmp_path / "in"), str(tmp_path / "out")] if command == "batch" else []
+    assert main([command, *files, "--url", "http://127.0.0.1:9"]) == 1
+    assert capsys.readouterr() == ("", f"hetlb {command}: interrupted\n")
+
+
 @pytest.mark.parametrize("runs", [0, 1], ids=["first", "second"])
 def test_interrupted_before_a_request_has_ended_it_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fleet: Fleet, trace: Path, runs: int
@@ -417,7 +431,9 @@ def test_interrupted_before_a_request_has_ended_it_says_so(
     command = ["bench", "--url", fleet.proxy, "--trace", str(trace), "--request-rate", "100,200", "--json"]
     assert main(command) == 1
     out, err = capsys.readouterr()
-    assert err == "hetlb bench: interrupted: no request of this run had ended\n"
+    # A busy machine may be late with the first run's requests; that is said, too.
+    said = [line for line in err.splitlines() if "SUSPECT" not in line]
+    assert said == ["hetlb bench: interrupted: no request of this run had ended"]
     found = [run["completed"] for run in json.loads(out)["runs"]] if out else []
     assert found == [COUNT] * whole
 

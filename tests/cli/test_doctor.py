@@ -127,6 +127,25 @@ async def wrong(
 
 
 GOOD = Plan()
+STAGES = (
+    ("/health", ""),
+    ("/metrics", 'hetlb_stage_up{stage="a"} 1\nhetlb_stage_up{stage="b"} 0\nvllm:num_requests_running 0\n'),
+    ("/version", '{"version": "hetlb-1"}'),
+)
+NO_FIGURES = "sglang:cache_hit_rate 0.5\nsglang:gen_throughput 12\n"
+MODELS = json.dumps({"object": "list", "data": [{"id": "m", "object": "model", "root": "org/m"}]})
+#: Further mistakes: the server, its check, what is found, and the next step.
+NEXT_STEPS = {
+    "a page of another version": (
+        (("/health", ""), ("/metrics", NO_FIGURES)),
+        ("metrics of s1", "names of SGLang, but none of those that are read", "--disable-log-stats"),
+    ),
+    "Ray, whose figures are others": (
+        (("/health", ""), ("/metrics", "ray_vllm_e2e_request_latency_seconds_count 1\n")),
+        ("metrics of s1", "names of vLLM, but none of those that are read", "--disable-log-stats"),
+    ),
+    "stages down": (STAGES, ("stages of s1", "down: b", "start them (`hetlb stage`)")),
+}
 MISTAKES = {
     "wrong model": (replace(GOOD, model="other"), "model of s1"),
     "key missing": (replace(GOOD, key="k"), "key of s1"),
@@ -151,6 +170,58 @@ async def test_each_mistake_is_found_and_no_other(tmp_path: Path, name: str) -> 
     plan, check = MISTAKES[name]
     async with server(GOOD) as one, server(plan) as two:
         assert [each["name"] for each in await wrong(tmp_path, [one, two], 1)] == [check]
+
+
+@pytest.mark.parametrize("name", NEXT_STEPS)
+async def test_the_next_step_is_told(tmp_path: Path, name: str) -> None:
+    pages, (check, found, advice) = NEXT_STEPS[name]
+    async with server(GOOD) as one, server(replace(GOOD, pages=(*pages, ("/v1/models", MODELS)))) as two:
+        [bad] = await wrong(tmp_path, [one, two], 1)
+    assert (bad["name"], found in bad["found"], advice in bad["advice"]) == (check, True, True)
+
+
+async def test_a_redirect_and_a_server_of_another_kind_are_found(tmp_path: Path) -> None:
+    async def moved(request: web.Request) -> web.Response:
+        raise web.HTTPPermanentRedirect("https://engine.example" + request.path)
+
+    app = web.Application()
+    app.router.add_get("/health", moved)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        [found] = await wrong(tmp_path, [f"http://127.0.0.1:{runner.addresses[0][1]}"], 1)
+    finally:
+        await runner.cleanup()
+    assert "308, it redirects to https://engine.example/health" in found["found"]
+    assert "url: https://engine.example" in found["advice"]
+    async with server(replace(GOOD, pages=(("/docs", "an API of another kind"),))) as other:
+        [found] = await wrong(tmp_path, [other], 1)
+    assert (found["name"], "no engine" in found["found"]) == ("address of s0", True)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"url": "http://::1:8000"}, "instances[0].url: expected"),
+        ({"url": "127.0.0.1:8000"}, "instances[0].url: expected"),
+        ({"api_key_file": "no-such-key"}, "no-such-key"),
+        ({"api_key_env": "HETLB_NO_SUCH_VARIABLE"}, "HETLB_NO_SUCH_VARIABLE"),
+        ({"profile": "no-such-profile.yaml"}, "no-such-profile.yaml"),
+        ({"url": "https://127.0.0.1:8000", "ca_file": "no-such-ca.pem"}, "no-such-ca.pem"),
+        ({"max_num_seq": 32}, "max_num_seqs"),
+    ],
+)
+async def test_a_mistake_in_the_file_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: dict[str, Any], said: str
+) -> None:
+    instance = {"name": "s0", "url": f"http://127.0.0.1:{free_port()}"} | more
+    path = tmp_path / "fleet.yaml"
+    path.write_text(yaml.safe_dump({"version": 1, "models": [{"name": "m", "instances": [instance]}]}))
+    await command("doctor", "--config", str(path), code=2)
+    [line] = capsys.readouterr().err.splitlines()
+    assert said in line, line
 
 
 async def test_a_wrong_port_is_found(tmp_path: Path) -> None:
@@ -240,6 +311,7 @@ async def test_slots_that_are_not_those_of_the_server_are_found(
         ("M-Instruct", 16_000, ""),
         ("org/other", 16_000, "it is of the model other, the server has m"),
         ("org/m", 420_000, "it is of a server with 420,000 KV tokens, this one has 16,000"),
+        ("org/m", 6_000, "it is of a server with 6,000 KV tokens, this one has 16,000"),
     ],
 )
 async def test_a_profile_of_another_server_is_found(tmp_path: Path, model: str, kv: int, found: str) -> None:
@@ -256,6 +328,23 @@ async def test_a_profile_of_another_server_is_found(tmp_path: Path, model: str, 
         bad = await wrong(tmp_path, [one], int(bool(found)), {"profile": "p.yaml"})
     assert [each["found"] for each in bad] == ([found] if found else [])
     assert all(each["name"] == "profile of s0" and "hetlb profile --url" in each["advice"] for each in bad)
+
+
+async def test_a_profile_of_another_gpu_and_one_that_fits_badly_are_found(tmp_path: Path) -> None:
+    figures = {"mean_error": 0.37, "p95_error": 0.4, "max_error": 0.45, "points": 9}
+    profile = {
+        "version": 1,
+        "name": "p",
+        "hardware": {"gpu": "h100_sxm", "gpus": 1},
+        "prefill": {"k1": 1e-4, "k2": 1e-3, "k3": 0.0, "k4": 1e-2},
+        "decode": {"k5": 5e-8, "k6": 6e-5, "k7": 0.0, "k8": 1e-2},
+        "fit": {**figures, "decode": {"form": "paper", **figures}},
+    }
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(profile))
+    for gpu, found in (("L40S", "it is of the GPU h100_sxm, the instance states L40S"), ("H100", "decode: ")):
+        async with server(GOOD) as one:
+            bad = await wrong(tmp_path, [one], 1, {"profile": "p.yaml", "gpu": gpu})
+        assert [each["found"][: len(found)] for each in bad] == [found]
 
 
 FOREIGN = {

@@ -236,11 +236,29 @@ def test_weights_and_cache_of_tables_fit_the_memory(
     found = query(model, system, Layout(degree))
     assert found.model is not None
     assert found.model.kv_bytes_per_token == kv_bytes
-    windows = sum(each.bytes_per_token for each in found.model.kv_windows or ())
+    # Tokens are those of layers that keep all of them: windows count as needs of requests (`kv_need`).
     copies = degree if "DeepSeek" in model else 1
     assert found.hardware is not None
     memory = degree * (found.hardware.memory_bytes or 0)
-    assert 0 < (found.engine.kv_cache_tokens or 0) * (kv_bytes + windows) * copies < 0.9 * memory
+    assert 0 < (found.engine.kv_cache_tokens or 0) * kv_bytes * copies < 0.9 * memory
+
+
+@pytest.mark.parametrize(
+    ("system", "limits"),
+    [
+        ("l40s", (2048, 256)),
+        ("a100_sxm", (2048, 256)),
+        ("h100_sxm", (8192, 1024)),
+        ("b200_sxm", (16384, 1024)),
+    ],
+)
+def test_limits_of_tables_are_those_of_vllm_on_the_gpu(system: str, limits: tuple[int, int]) -> None:
+    pytest.importorskip("aiconfigurator_core")
+    engine = query("Qwen/Qwen3-8B", system, Layout(1)).engine
+    assert (engine.max_num_batched_tokens, engine.max_num_seqs) == limits
+    stated = query("Qwen/Qwen3-8B", system, Layout(1), max_num_batched_tokens=4096, max_num_seqs=64).engine
+    assert (stated.max_num_batched_tokens, stated.max_num_seqs) == (4096, 64)
+    assert (stated.kv_cache_tokens or 0) != engine.kv_cache_tokens
 
 
 def test_a_layout_without_tables_is_one_line() -> None:

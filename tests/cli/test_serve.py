@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from helpers import HANG_S, free_port
 
-from hetlb.balancer.config.profile_file import load_profile
+from hetlb.balancer.config.profile_file import Hardware, load_profile
 from hetlb.cli.main import main
+from hetlb.cli.profile_doubts import other_gpu
 
 DEMO = Path(__file__).parents[2] / "hetlb" / "tools" / "demo"
 Starter = Callable[..., subprocess.Popen[str]]
@@ -321,3 +323,26 @@ def test_check_prints_what_makes_profiles_doubtful(
         "i2: profile: unmeasured: an estimate that no hardware has confirmed",
         "m: profiles: expected those of one model, got i0 of org/eight, i1 of org/eight, i2 of org/seventy",
     ]
+
+
+@pytest.mark.parametrize(
+    ("stated", "of", "same"),
+    [
+        ("H100", "h100_sxm", True),
+        ("NVIDIA H100 80GB HBM3", "h100_sxm", True),
+        ("NVIDIA-A100-SXM4-80GB", "a100_sxm", True),
+        ("RTX 4090", "4090", True),
+        ("NVIDIA RTX PRO 6000", "rtx_pro_6000_server", True),
+        ("L40S", "h100_sxm", False),
+        ("A100", "h100_sxm", False),
+        ("H100", "H200", False),
+        ("gold", "h100_sxm", True),
+        ("H100", None, True),
+    ],
+)
+def test_a_profile_of_another_gpu_is_known_by_letters_and_number(
+    stated: str, of: str | None, same: bool
+) -> None:
+    profile = load_profile(DEMO.parents[2] / "profiling" / "h100_sxm-llama-3.1-8b-tp1.yaml")
+    profile = msgspec.structs.replace(profile, hardware=None if of is None else Hardware(gpu=of))
+    assert (other_gpu(profile, stated) == "") is same

@@ -41,6 +41,20 @@ def simulate(capsys: pytest.CaptureFixture[str], files: tuple[str, str], *flags:
     return capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("served", "said"), [("openai/gpt-oss-120b", True), ("meta-llama/Llama-3.1-8B", False), ("chat", False)]
+)
+def test_a_profile_of_another_model_is_named(
+    capsys: pytest.CaptureFixture[str], files: tuple[str, str], served: str, said: bool
+) -> None:
+    folder = Path(files[0]).parent
+    (folder / "fast.yaml").write_text((folder / "fast.yaml").read_text() + "model: {name: Llama-3.1-8B}\n")
+    Path(files[0]).write_text(Path(files[0]).read_text().replace("name: m", f"name: {served}"))
+    assert main(["simulate", "--config", files[0], "--trace", files[1], "--num-prompts", "5"]) == 0
+    warned = f"warning: fast: a profile of Llama-3.1-8B, not of {served}\n"
+    assert (warned in capsys.readouterr().err) is said
+
+
 def test_every_key_of_the_contract_is_there(
     capsys: pytest.CaptureFixture[str], files: tuple[str, str]
 ) -> None:

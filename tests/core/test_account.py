@@ -6,12 +6,12 @@ import random
 from typing import Any
 
 import pytest
-from helpers import dispatched, make_scheduler, request, spec
+from helpers import MODEL, dispatched, make_scheduler, request, spec
 
 from hetlb.balancer.core.account import LEAST_SILENCE_S, MOST_PAUSE_S, PAUSE_S, Account, lower_share
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import Dispatch, EngineSample, Lease, Outcome, PassOn
+from hetlb.balancer.core.types import Dispatch, EngineSample, Lease, ModelsLearned, Outcome, PassOn
 
 
 def account(scheduler: Scheduler, name: str) -> Account:
@@ -85,6 +85,75 @@ def test_what_all_refuse_alike_is_the_clients_own(fleet: str, policy: str, how: 
             whole(scheduler, running.pop(0), now)
         assert not any(each.account.lost for each in scheduler.instances), i
     scheduler.check_integrity()
+
+
+def test_one_that_refuses_every_second_request_is_found() -> None:
+    """What it refuses is answered elsewhere, and it gets trials alone: three in a row never came."""
+    scheduler = make_scheduler([spec("a"), spec("b")], "rr")
+    lost = visits = 0
+    for i in range(200):
+        now = i / 20
+        lease: Lease | None = dispatched(scheduler.on_arrival(request(i), now))
+        assert lease is not None
+        if lease.instance == "a":
+            visits += 1
+            if visits % 2:
+                lease = refused(scheduler, lease, "401", now)
+                lost += lease is None
+        if lease is not None:
+            whole(scheduler, lease, now)
+        scheduler.on_sweep({}, now)
+    assert lost <= 20
+    assert visits <= 60
+
+
+def test_refusals_count_where_too_many_are_tried_elsewhere_already() -> None:
+    """Three that wait for an answer elsewhere use up the budget of retries; the fourth is lost."""
+    scheduler = make_scheduler([spec("a"), spec("b")])
+    whole(scheduler, dispatched(scheduler.on_arrival(request(1, subset=("b",)), 0.0)), 0.5)
+    passed = 0
+    for i in range(2, 9):
+        lease = dispatched(scheduler.on_arrival(request(i, subset=("a",)), float(i)))
+        lost = account(scheduler, "a").lost
+        lease.request = request(i)
+        passed += refused(scheduler, lease, "401", float(i)) is None
+    assert passed == 4
+    assert lost < account(scheduler, "a").lost
+
+
+def test_clients_whose_every_second_request_is_wrong_change_nothing() -> None:
+    scheduler = make_scheduler([spec("a"), spec("b")], "rr")
+    for i in range(200):
+        now = i / 20
+        lease: Lease | None = dispatched(scheduler.on_arrival(request(i), now))
+        while lease is not None and i % 4 < 2:
+            lease = refused(scheduler, lease, "400", now)
+        if lease is not None:
+            whole(scheduler, lease, now)
+        for each in scheduler.instances:
+            assert not each.account.wary(now)
+
+
+@pytest.mark.parametrize("own", ["of-a", "of-b", "of-all"])
+def test_names_that_not_all_answer_to_change_nothing(own: str) -> None:
+    """An adapter that one instance has alone is no pool in which it is as good as the best."""
+    scheduler = make_scheduler([spec(name) for name in "ab"])
+    for name in "ab":
+        names = (MODEL, "lora") if own in ("of-all", f"of-{name}") else (MODEL,)
+        scheduler.on_instance(ModelsLearned(name, names), 0.0)
+    visits = 0
+    for i in range(100):
+        now = i / 10
+        lease = dispatched(scheduler.on_arrival(request(i), now))
+        visits += lease.instance == "a"
+        if lease.instance == "a":
+            scheduler.on_lease_ended(lease, Outcome.UPSTREAM_ERROR, now)
+        else:
+            whole(scheduler, lease, now)
+        scheduler.on_sweep({}, now)
+    assert visits <= 12
+    assert account(scheduler, "a").doubted
+    assert dispatched(scheduler.on_arrival(request(100, model="lora"), 10.0)).instance in "ab"
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

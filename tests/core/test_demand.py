@@ -11,6 +11,27 @@ from hypothesis import strategies as st
 
 from hetlb.balancer.core.demand import Demand, size_of
 from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.core.protected import Protected
+from hetlb.balancer.core.types import Lease
+
+
+def ended_lease(service: ServiceClass, number: int, first_s: float) -> Lease:
+    lease = Lease(
+        number,
+        request(number, service=service),
+        "a",
+        0,
+        work_ns=0,
+        kv_tokens=0,
+        kv_prompt_tokens=0,
+        promised_tokens=0,
+        prompt_tokens=0,
+        unread_tokens=0,
+        predicted_output=1.0,
+        dispatched_at=float(number),
+    )
+    lease.first_token_at, lease.output_tokens = number + first_s, 1
+    return lease
 
 
 def test_a_prompt_token_weighs_less_than_an_output_token() -> None:
@@ -90,16 +111,38 @@ def test_asking_changes_nothing(gaps: list[float], horizon: float) -> None:
 
 
 def test_requests_with_targets_fade_from_what_is_protected() -> None:
-    protected = Demand().protected
+    demand = Demand()
     quick = ServiceClass("quick", ttft_s=1.0, tpot_s=0.05, attainment=0.9)
+    protected = demand.of_class(quick)
     assert protected.rate(5.0) == 0.0
     for number in range(100):
         protected.arrived(quick, 400.0, 100.0, float(number))
-    protected.arrived(ServiceClass("report", e2e_s=60.0, attainment=0.8), 400.0, 100.0, 100.0)
-    assert (protected.ttft_s, protected.tpot_s, protected.attainment) == (1.0, 0.05, 0.9)
+    protected.arrived(ServiceClass("quick", ttft_s=0.5, attainment=0.8), 400.0, 100.0, 100.0)
+    assert (protected.ttft_s, protected.tpot_s, protected.attainment) == (0.5, 0.05, 0.9)
     assert (protected.prompt, protected.output) == (400.0, 100.0)
     assert protected.rate(100.5) == pytest.approx(1.0, rel=0.02)
     assert protected.rate(200.0) == pytest.approx(0.01)
     for number in range(3):
         protected.arrived(quick, 400.0, 100.0, 9000.0 + number)
     assert protected.rate(9002.5) == pytest.approx(1.0), "a silence says nothing about the stream after it"
+
+
+def test_the_tightest_class_is_first() -> None:
+    demand = Demand()
+    report, quick = ServiceClass("report", e2e_s=60.0), ServiceClass("quick", ttft_s=1.0, tpot_s=0.05)
+    for number, service in enumerate((report, quick, report)):
+        demand.of_class(service).arrived(service, 400.0, 100.0, float(number))
+    assert [each.name for each in demand.protected] == ["quick", "report"]
+
+
+@given(st.lists(st.booleans(), max_size=400), st.floats(0.5, 0.999))
+def test_the_margin_rises_with_misses_alone_and_is_bounded(met: list[bool], attainment: float) -> None:
+    service = ServiceClass("quick", ttft_s=1.0, attainment=attainment)
+    protected = Protected(service)
+    for number, each in enumerate(met):
+        before = protected.margin
+        lease = ended_lease(service, number, 0.5 if each else 2.0)
+        protected.answered(lease, number + 3.0)
+        assert protected.margin <= before if each else protected.margin >= before
+        assert 1.0 <= protected.margin < 20.1
+    assert protected.hopeless == (len(met) >= 8 and not any(met))

@@ -184,3 +184,82 @@ def test_any_pieces_of_the_same_page_read_the_same(parts: list[bytes], size: int
     for at in range(0, len(data), step):
         cut.feed(data[at : at + step])
     assert whole.sample() == cut.sample()
+
+
+FIGURES = "{name}num_requests_running{labels} 3{rest}\n{name}num_requests_waiting{labels} 2{rest}\n"
+KV = "{name}{usage}{labels} 0.25{rest}\n"
+
+
+@pytest.mark.parametrize(
+    "rest", ["", " 1700000000", " 1700000000.123", '  # {trace_id="a}b"} 0.5 1.7e9', "\r"]
+)
+@pytest.mark.parametrize(
+    "labels", ["", "{}", '{model_name="a } b # {c=\\"d\\"}",engine="0",}', ' { engine = "0" }']
+)
+@pytest.mark.parametrize(
+    ("engine", "name", "usage"),
+    [
+        ("vllm", "vllm:", "kv_cache_usage_perc"),
+        ("vllm", "vllm_", "gpu_cache_usage_perc"),
+        ("vllm", "ray_vllm_", "kv_cache_usage_perc"),
+        ("vllm", "ray_vllm:", "kv_cache_usage_perc"),
+        ("tensorrt-llm", "trtllm:", "kv_cache_utilization"),
+        ("tensorrt-llm", "ray_trtllm_", "kv_cache_utilization"),
+        ("lmdeploy", "lmdeploy_", "gpu_cache_usage_perc"),
+        ("like-vllm", "aphrodite:", "gpu_cache_usage_perc"),
+        ("like-vllm", "fastdeploy:", "gpu_cache_usage_perc"),
+        ("like-vllm", "", "gpu_cache_usage_perc"),
+    ],
+)
+def test_spellings_of_names_and_lines(engine: str, name: str, usage: str, labels: str, rest: str) -> None:
+    page = (FIGURES + KV).format(name=name, usage=usage, labels=labels, rest=rest)
+    sample = parse("# TYPE x gauge\n" + page + "# EOF\n")
+    assert (sample.engine, sample.running, sample.waiting, sample.kv_usage) == (engine, 3, 2, 0.25)
+
+
+def test_processes_of_one_rank_repeat_a_figure_and_lines_may_be_indented() -> None:
+    line = '  sglang:num_running_reqs{{pid="{0}",tp_rank="{1}"}} 5\n'
+    assert parse("".join(line.format(100 + n, n) for n in range(4))).running == 5
+
+
+def test_sglang_behind_an_exporter() -> None:
+    for name in ("sglang_", "ray_sglang_", "ray_sglang:"):
+        page = f"{name}num_running_reqs 3\n{name}num_queue_reqs 2\n{name}token_usage 0.25\n"
+        sample = parse(page + f"{name}max_total_num_tokens 1000\n")
+        assert (sample.engine, sample.running, sample.waiting, sample.kv_usage) == ("sglang", 3, 2, 0.25)
+        assert sample.capacity.kv_cache_tokens == 1000
+
+
+def test_a_name_in_quotes() -> None:
+    page = '{"vllm:num_requests_running", engine="0"} 3\n{"vllm:num_requests_waiting"} 2\n'
+    sample = parse(page)
+    assert (sample.running, sample.waiting) == (3, 2)
+
+
+def test_waiting_by_reason_is_summed_where_it_stands_alone() -> None:
+    by_reason = (
+        'vllm:num_requests_waiting_by_reason{engine="0",reason="waiting for capacity, {full}"} 5\n'
+        'vllm:num_requests_waiting_by_reason{engine="0",reason="deferred"} 2\n'
+    )
+    assert parse("vllm:num_requests_running 1\n" + by_reason).waiting == 7
+    assert parse(by_reason + 'vllm:num_requests_waiting{engine="0"} 6\n').waiting == 6
+
+
+def test_a_name_in_two_spellings_counts_once() -> None:
+    page = (
+        'vllm:num_requests_running{engine="0"} 3\nray_vllm_num_requests_running{engine="0",WorkerId="w"} 3\n'
+    )
+    assert parse(page).running == 3
+
+
+def test_replicas_of_one_page_are_engines() -> None:
+    page = ""
+    for replica, usage in (("a", 0.2), ("b", 0.6)):
+        labels = f'ReplicaId="{replica}",WorkerId="w{replica}",engine="0",model_name="m"'
+        page += f"ray_vllm_num_requests_running{{{labels}}} 3\nray_vllm_num_requests_waiting{{{labels}}} 1\n"
+        page += f'ray_vllm_cache_config_info{{{labels},block_size="16",num_gpu_blocks="100"}} 1\n'
+        page += f"ray_vllm_kv_cache_usage_perc{{{labels}}} {usage}\n"
+    sample = parse(page)
+    assert (sample.running, sample.waiting, sample.kv_usage_max) == (6, 2, 0.6)
+    assert sample.kv_usage == pytest.approx(0.4)
+    assert (sample.capacity.engines, sample.capacity.kv_cache_tokens) == (2, 3200)

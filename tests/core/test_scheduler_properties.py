@@ -42,7 +42,8 @@ from hetlb.balancer.core.types import (
 
 NAMES = ("a", "b", "c")
 ENDS = (
-    Outcome.OK, Outcome.UPSTREAM_ERROR, Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE,
+    Outcome.OK, Outcome.UPSTREAM_ERROR, Outcome.UPSTREAM_REFUSED, Outcome.UPSTREAM_BUSY,
+    Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE,
     Outcome.BROKEN_STREAM, Outcome.CLIENT_GONE, Outcome.LOCAL_FAULT, Outcome.SHUTDOWN,
 )  # fmt: skip
 LIMITS = QueueLimits(max_requests=5, max_bytes=1000, timeout_s=60, no_instance_timeout_s=10)
@@ -177,19 +178,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.carry_out(commands, lease.request.id if undecided else None)
 
     @precondition(lambda self: self.leases)
-    @rule(data=st.data(), retry_after_s=st.one_of(st.none(), st.floats(-1, 0), st.floats(1, 100)))
-    def busy(self, data: st.DataObject, retry_after_s: float | None) -> None:
+    @rule(
+        data=st.data(),
+        busy=st.booleans(),
+        retry_after_s=st.one_of(st.none(), st.floats(-1, 0), st.floats(1, 100)),
+    )
+    def refuse(self, data: st.DataObject, busy: bool, retry_after_s: float | None) -> None:
         lease = self.leases[data.draw(st.sampled_from(sorted(self.leases)))]
-        commands = self.scheduler.on_refused(lease, True, retry_after_s, self.now)
+        commands = self.scheduler.on_refused(lease, busy, retry_after_s, self.now)
         if commands == [PassOn(lease.request.id, lease)]:
             assert not lease.ended
             return
+        self.gone_elsewhere(lease, commands)
+
+    def gone_elsewhere(self, lease: Lease, commands: list[Command]) -> None:
         del self.leases[lease.id]
         assert lease.ended
         first = commands[0]
         assert isinstance(first, Dispatch)
         assert (first.request_id, first.lease.instance != lease.instance) == (lease.request.id, True)
         self.carry_out(commands, lease.request.id)
+
+    @rule(emitting=st.sets(st.sampled_from(NAMES)), by_counters=st.booleans())
+    def sweep(self, emitting: set[str], by_counters: bool) -> None:
+        """Tokens came of some instances alone; requests of which nothing came go elsewhere."""
+        tokens_at = dict.fromkeys(emitting, self.now)
+        self.carry_out(self.scheduler.on_sweep(tokens_at, self.now, by_counters=by_counters))
+        for lease in self.scheduler.stranded(self.now):
+            if not lease.ended and (commands := self.scheduler.on_stranded(lease, self.now)):
+                self.gone_elsewhere(lease, commands)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())

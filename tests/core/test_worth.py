@@ -82,6 +82,23 @@ def test_answers_that_are_not_known_are_those_of_the_plan() -> None:
     assert worth.kind("other", 1000, 500) != worth.kind("other", 1000, 65)
 
 
+def test_a_learnt_speed_changes_no_cost() -> None:
+    """Half of the time of an instance that is twice as fast as planned is worth as much as all of it was."""
+    scheduler = scheduler_of({}, WORTH)
+    reader = scheduler.fleet.instances["reader"]
+
+    def suiting() -> list[frozenset[str]]:
+        worth, able = Worth(WORTH, ()), scheduler.fleet.ready["m"].able
+        kinds = [worth.kind("m", *lengths) for lengths in (READ, WRITE, (500, 50))]
+        return [worth.suiting(kind, lag, able) for kind in kinds for lag in range(0, 1000, 10)]
+
+    before = suiting()
+    assert reader.speed.assume(0.25)
+    reader.take_speed()
+    assert reader.latency.step_s(1.0, 1.0) < 0.3 * READER.step_s(1.0, 1.0)
+    assert suiting() == before
+
+
 @given(
     prompt=st.integers(1, 100_000), output=st.integers(1, 20_000), cache=st.integers(1, 1_000_000),
     slots=st.integers(1, 1024), budget=st.integers(1024, 16_384),

@@ -70,6 +70,17 @@ FLEETS: dict[str, dict[str, list[tuple[str, float, int | None, str | None]]]] = 
     "usual.compose.yaml": {
         "qwen3-8b": [("http://vllm-a:8000", 1, 128, "VLLM_KEY"), ("http://vllm-b:9000", 1, None, None)]
     },
+    "health.nginx.conf": {
+        "vllm_backend": [("http://127.0.0.1:8000", 3, None, None), ("http://127.0.0.1:8001", 1, None, None)]
+    },
+    "wildcard.litellm.yaml": {
+        "Qwen/Qwen3-32B": [("http://localhost:8000", 1, None, None)],
+        "qwen3-8b": [("http://10.0.0.2:8002", 2, None, None)],
+    },
+    "host.compose.yaml": {
+        "meta-llama/Llama-3.1-8B-Instruct": [("http://lora:8000", 1, 64, "VLLM_API_KEY")],
+        "qwen": [("http://127.0.0.1:9000", 1, None, "KEY_TWO")],
+    },
     "odd.compose.yaml": {
         "meta-llama/Llama-3.1-8B-Instruct": [("http://small:8100", 1, None, "KEY_SMALL")],
         "meta-llama/Llama-3.1-70B-Instruct": [("http://large:8000", 1, 256, None)],
@@ -109,6 +120,7 @@ def test_settings_round_the_servers_are_kept() -> None:
     assert nginx.listen == {"host": "0.0.0.0", "port": 80}
     assert nginx.proxy == {"first_byte_timeout_s": 600, "connect_timeout_s": 5, "max_body_bytes": 16 << 20}
     assert by_name["tls.nginx.conf"].proxy == {"first_byte_timeout_s": 900, "connect_timeout_s": 0.5}
+    assert by_name["health.nginx.conf"].proxy == {"first_byte_timeout_s": 300}
     assert by_name["usual.haproxy.cfg"].proxy == {"connect_timeout_s": 5, "first_byte_timeout_s": 600}
     large = by_name["usual.litellm.yaml"].models["meta-llama/Llama-3.1-70B-Instruct"]
     assert (large.aliases, large.fallback) == (["gpt-4o", "gpt-4"], "qwen3-8b")
@@ -170,7 +182,7 @@ def test_each_key_is_in_the_fleet_or_named_as_left_out(path: Path, tmp_path: Pat
     # Keys inside those that stay with the server as a whole, and a key that stands for none.
     inner = re.compile(
         r"services\.[\w-]+\.(deploy|healthcheck|build)\..*|services\.nginx\.ports|networks\..*|x-.*|name|volumes\..*"
-        r"|model_list\.\d+\.model_info\..*|.*\.api_key|.*\.image|services\.(small\.entrypoint|unknown\.restart)"
+        r"|model_list\.\d+\.model_info\..*|.*\.api_key|.*\.image|services\.((small|two)\.entrypoint|unknown\.restart)"
         # Names that are those of the servers, and deployments that are left out as a whole.
         r"|model_list\.[01]\.model_name|model_list\.3\.litellm_params\.\w+|model_list\.4\..*model"
     )

@@ -80,6 +80,22 @@ def test_windows_and_states_are_beside_what_grows() -> None:
     assert oss.kv_windows == ((128, 36_864.0),)
 
 
+def test_engines_give_room_for_groups_of_as_many_layers() -> None:
+    """10 layers in full and 52 with a window are seven groups of 10; 23 states are four groups of 6."""
+    gemma = facts(CACHES["gemma3-27b"]["config"])
+    assert gemma.kinds == {"full": 10, "window": 52}
+    assert gemma.needed.windows == ((1024, 52 * 8192.0),)
+    assert gemma.allocated.windows == ((1024, 60 * 8192.0),)
+    assert gemma.kv_need is not None
+    assert gemma.kv_need.tokens(5000) == 5000 + 6 * 1024
+    nemotron = facts(CACHES["nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"]["config"])
+    page = 16 * 1024 * math.ceil(nemotron.state_bytes / 23 / (16 * 1024))
+    assert nemotron.allocated.state == 24 * page > nemotron.state_bytes
+    for name in ("openai--gpt-oss-120b", "deepseek-ai--DeepSeek-R1", "google--gemma-4-26B-A4B"):
+        same = facts(CACHES[name]["config"])
+        assert same.allocated == same.needed
+
+
 def test_weights_by_quantisation() -> None:
     oss = facts(CACHES["openai--gpt-oss-120b"]["config"])
     assert 60.5e9 < oss.weight_bytes < 65.5e9  # its checkpoint: 65.2e9 bytes, made for one GPU of 80 GB

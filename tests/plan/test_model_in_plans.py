@@ -107,7 +107,7 @@ def test_windows_end_and_states_count_beside_what_grows(tmp_path: Path) -> None:
     assert oss.kv_bytes_per_token == 36_864  # of the layers that keep all: the unit of a cache's tokens
     assert (oss.needed(100), oss.needed(12_800)) == (200, 12_928)
     hybrid = model_of(tmp_path, CACHES["nvidia--Nemotron-H-56B-Base-8K"]["config"])
-    assert hybrid.needed(1000) == pytest.approx(1000 + hybrid.known.state_bytes / 40_960)
+    assert hybrid.needed(1000) == pytest.approx(1000 + hybrid.known.allocated.state / 40_960)
     dense = model_of(tmp_path, PARAMETERS["meta-llama--Meta-Llama-3.1-8B"]["config"])
     assert (dense.kv_bytes_at(1), dense.needed(777)) == (131_072, 777)
     path = market(tmp_path, CACHES["openai--gpt-oss-120b"]["config"])

@@ -5,21 +5,34 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetlb.balancer.config.profile_file import load_profile
+from hetlb.balancer.core.policies.worth import busy_s
 from hetlb.errors import PlanError
 from hetlb.tools.plan import decompose
 from hetlb.tools.plan.check import check_rent
 from hetlb.tools.plan.highs import INFINITY, Interrupt, SolveLimits
-from hetlb.tools.plan.planning import proportional_rate, round_robin_rate
-from hetlb.tools.plan.rent_program import Configuration, Problem, RentPlan, assign, prune, solve
+from hetlb.tools.plan.planning import SolvedPlan, baselines, proportional_rate, round_robin_rate
+from hetlb.tools.plan.rent_program import (
+    Configuration,
+    ConfigurationStage,
+    Problem,
+    RentPlan,
+    assign,
+    prune,
+    solve,
+)
+from hetlb.tools.plan.rent_simulation import engines_of, worth_of
 from hetlb.tools.plan.replan import MoveCost, moves_between, replan
 from hetlb.tools.plan.workloads import RequestType
 
 LIMITS = SolveLimits(gap=1e-9)
+DEMO = Path(__file__).parents[2] / "hetlb" / "tools" / "demo"
 
 
 def toy() -> Problem:
@@ -40,6 +53,48 @@ def toy() -> Problem:
         {"t1": 4.0, "t2": 2.0, "t3": 2.0},
         8.0,
     )
+
+
+@pytest.mark.parametrize(("prompt", "alike"), [(2000, True), (100, False)])
+def test_types_that_their_answers_alone_tell_apart_have_one_price(prompt: int, alike: bool) -> None:
+    """An instance is worth what it serves of both together; of types told apart, what it adds to the plan."""
+    profiles = {name: load_profile(DEMO / f"{name}.yaml") for name in ("fast", "slow")}
+    kinds = (
+        RequestType("short", "m", 0.25, ((2000, 5),)),
+        RequestType("long", "m", 0.75, ((prompt, 800),)),
+    )
+    rates = dict.fromkeys(("short", "long"), 1.0)
+    configurations = tuple(Configuration(n, "m", {n: 1}, rates, profile=p) for n, p in profiles.items())
+    problem = Problem(kinds, configurations, {"fast": 1.0, "slow": 2.0}, {"fast": 1.0, "slow": 1.0}, 3.0)
+    plan = RentPlan({"fast": 1, "slow": 2}, {(k, c): 1.0 for k in rates for c in profiles}, 4.0)
+    worth = dict(worth_of(problem, plan))
+    assert worth["slow-0"] == worth["slow-1"]
+    both = {}
+    for name, engine in engines_of(problem, plan).items():
+        limits = engine.limits
+        sizes = limits.kv_cache_tokens, limits.max_num_seqs, limits.max_num_batched_tokens
+        mean_s = sum(
+            kind.share * busy_s(engine.latency, *sizes, kind.input_tokens, kind.output_tokens)
+            for kind in kinds
+        )
+        both[f"{name}-0"] = both[f"{name}-1"] = 1.0 / mean_s
+    assert ({name: both[name] for name in worth} == pytest.approx(worth)) is alike
+
+
+def test_one_degree_for_all_takes_what_simpler_servers_equal() -> None:
+    """A pair of GPUs that two singles equal is no part of the plan, but of the best rent of TP 2 alone."""
+
+    def one(name: str, degree: int, rate: float) -> Configuration:
+        stage = ConfigurationStage("g", degree, Fraction(1))
+        return Configuration(name, "m", {"g": degree}, {"w": rate}, stages=(stage,))
+
+    kinds = (RequestType("w", "m", 1.0),)
+    problem = Problem(kinds, (one("tp1", 1, 1.0), one("tp4", 4, 1.5)), {"g": 4.0}, {"g": 1.0}, 4.0)
+    solved, ties = SolvedPlan(problem, decompose.solve(problem, LIMITS)), (one("tp2", 2, 1.99),)
+    assert baselines(solved, LIMITS, ties)["one TP for all (TP 1)"]["throughput_req_s"] == pytest.approx(4.0)
+    solved = SolvedPlan(replace(problem, configurations=problem.configurations[1:]), solved.plan)
+    found = baselines(solved, LIMITS, ties)["one TP for all (TP 2)"]
+    assert found["throughput_req_s"] == pytest.approx(3.98)
 
 
 def test_the_optimum_of_the_worked_example() -> None:

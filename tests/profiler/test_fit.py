@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import random
 from dataclasses import asdict, replace
 from functools import partial
@@ -33,6 +34,7 @@ from hetlb.tools.profiler.fit import (
     fit_mixed,
     fit_pnorm,
     merge_repeats,
+    middle,
     mixed_s,
     seconds_of,
     with_grid,
@@ -170,14 +172,28 @@ def test_the_report_names_the_worst_point_and_warns() -> None:
     assert result.reports["prefill"].max_error > 0.3
 
 
-def test_repeats_count_by_their_middle_half() -> None:
+def test_repeats_count_by_those_near_their_median() -> None:
     (point,) = merge_repeats(Point(StepKind.DECODE, 1, 8, s) for s in (1.0, 9.0, 2.0))
-    assert point.seconds == 2.0
-    assert point.uncertainty == pytest.approx(1.25 * 1.48 * 1.0 / 3**0.5 / 2.0)
+    assert point.seconds == 1.5
+    assert point.uncertainty == pytest.approx(0.5 / 1.5)
     assert merge_repeats([point]) == [point]
-    # A clock of whole milliseconds: the true time lies between its two values.
-    (point,) = merge_repeats(Point(StepKind.DECODE, 1, 8, s) for s in (12, 13, 12, 13, 12, 12, 13, 12))
-    assert 12.0 < point.seconds < 12.5
+
+
+def test_samples_of_a_clock_of_milliseconds_count_by_their_mean_and_are_never_sure_at_once() -> None:
+    rng = random.Random(3)
+
+    def sample() -> float:
+        began = rng.random()
+        return (math.ceil(began + 6.3) - math.ceil(began)) / 1e3
+
+    for _ in range(50):
+        seconds = [sample() for _ in range(45)]
+        assert middle(seconds[:3], 4e-4)[1] > 0.03
+        found, uncertainty = middle(seconds, 4e-4)
+        assert uncertainty <= 0.012
+        assert abs(found / 6.3e-3 - 1.0) < 4.0 * uncertainty
+    (point,) = merge_repeats((Point(StepKind.PREFILL, 1, 8, s) for s in (6e-3, 6e-3, 6e-3)), 4e-4)
+    assert point.uncertainty == pytest.approx(4e-4 / 3**0.5 / 6e-3)
 
 
 def test_unsure_points_weigh_less_and_the_profile_says_so() -> None:

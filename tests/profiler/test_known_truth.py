@@ -114,6 +114,23 @@ def test_every_point_of_a_known_engine_is_within_three_percent(name: str, launch
             assert mixed[0] == pytest.approx(mixed[1], rel=0.08), tokens
 
 
+@pytest.mark.parametrize(
+    ("name", "launch", "host_s"),
+    [
+        ("b200_sxm-llama-3.1-8b-tp1", LaunchTime(512, 1.87e-2, 4.5e-2), 5.4e-5),
+        ("h100_sxm-llama-3.1-8b-tp8", LaunchTime(512, 1.37e-2, 4.5e-2), 4.2e-5),
+        ("h100_sxm-llama-3.1-8b-tp8", None, 6e-5),
+    ],
+)
+def test_the_host_time_of_a_sequence_is_found_however_fast_the_gpu(
+    name: str, launch: LaunchTime | None, host_s: float
+) -> None:
+    true = replace(engine(name), launch=launch, host_s=1e-3, host_sequence_s=host_s)
+    found = profiled(true).latency
+    off = {size: seconds_of(found, size) / seconds_of(true, size) - 1.0 for size in sizes()}
+    assert {str(size): share for size, share in off.items() if abs(share) > MOST} == {}
+
+
 def test_a_profile_with_launch_times_is_read_as_it_was_written() -> None:
     true = replace(engine("h100_sxm-llama-3.1-8b-tp4"), launch=LaunchTime(512, 1.65e-2, 4e-2))
     profile = profiled(true)

@@ -14,7 +14,7 @@ from hetlb.balancer.exchange.exchange_states import Phase, Response
 #: What a row says, said once more: a change of blame is a change here.
 COUNTS = {
     "answered": Verdict.WELL, "unseen": Verdict.NOTHING, "refused": Verdict.LOST, "busy": Verdict.LOST,
-    "server-error": Verdict.LOST,
+    "server-error": Verdict.LOST, "no-answer": Verdict.LOST,
     "not-accepted": Verdict.ABSENT, "loop": Verdict.ABSENT, "moved": Verdict.ABSENT,
     "dropped": Verdict.FAILED, "junk": Verdict.FAILED, "silent": Verdict.FAILED, "broken": Verdict.FAILED,
     "stalled": Verdict.FAILED, "error-event": Verdict.FAILED,

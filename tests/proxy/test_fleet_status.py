@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers import MODEL, make_scheduler, request, spec
+from helpers import MODEL, dispatched, make_scheduler, request, spec
+from hypothesis import example, given
+from hypothesis import strategies as st
 from proxy.incidents import Watched
 
+from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
     Capacity,
+    Dispatch,
     EngineSample,
     Outcome,
 )
@@ -97,6 +101,26 @@ def test_one_slow_is_degraded_and_named() -> None:
     found = fleet.look()
     assert found["state"] == "degraded"
     assert found["advice"].startswith("b takes 3.0 times as long as its profile says")
+
+
+@pytest.mark.parametrize("slower", [1.0, 1.5, 4.0])
+def test_a_slow_one_is_named_before_its_first_answer_ends(slower: float) -> None:
+    """By its own count of tokens: four answers that are all still running."""
+    fleet = Watched("a")
+    [instance] = fleet.scheduler.instances
+    for number in range(1, 5):
+        lease = dispatched(fleet.scheduler.on_arrival(request(number, streamed=True), fleet.now))
+        fleet.scheduler.on_first_token(lease, fleet.now)
+    step_s = instance.occupancy.now_s
+    for second in range(6):
+        fleet.now += 1.0
+        tokens = int(4 * (second + 1) / (slower * step_s))
+        sample = EngineSample(4, 0, 0.0, generated=9 * tokens, answered=tokens)
+        fleet.scheduler.on_scrape("a", sample, fleet.now)
+    assert instance.speed.pace == pytest.approx(slower, rel=0.1)
+    assert causes(fleet.look()) == ([("slow", "a")] if slower > 2.0 else [])
+    fleet.now += 10.0
+    assert causes(fleet.look()) == [("stale_report", "a")]
 
 
 def test_one_that_fails_is_degraded_and_named() -> None:
@@ -218,17 +242,65 @@ def test_one_tenant_with_most_of_the_queue_is_named() -> None:
     assert ("tenant_hog", "x") in causes(fleet.look())
 
 
-def test_it_never_gets_milder_while_the_oldest_wait_grows() -> None:
-    """Twelve a second come and six are served: a minute long."""
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_tenant_whose_requests_alone_wait_is_named_where_others_are_served(others: int) -> None:
+    fleet = Watched("a")
+    for number in range(1, 40):
+        tenant = "y" if number <= others else "x"
+        fleet.scheduler.on_arrival(request(number, tenant=tenant), fleet.now)
+    assert (("tenant_hog", "x") in causes(fleet.look())) is (others > 0)
+
+
+def test_a_long_wait_names_the_tenant_that_causes_it() -> None:
+    fleet = Watched("a")
+    for number in range(1, 60):
+        tenant = "x" if number < 50 else "y"
+        fleet.scheduler.on_arrival(request(number, tenant=tenant), fleet.now)
+    fleet.now += 6.0
+    found = fleet.look()
+    assert causes(found)[0] == ("long_wait", "")
+    assert "the oldest for 6 s, most of them of tenant x: more comes" in found["advice"]
+
+
+def test_a_class_whose_targets_no_answer_met_is_named_and_background_may_wait() -> None:
+    fleet = Watched("a")
+    never, night = ServiceClass("never", e2e_s=1e-3), ServiceClass("night", background=True)
+    for number in range(1, 12):
+        [command] = fleet.scheduler.on_arrival(request(number, service=never), fleet.now)
+        assert isinstance(command, Dispatch)
+        fleet.now += 1.0
+        fleet.scheduler.on_lease_ended(command.lease, Outcome.OK, fleet.now)
+    assert ("hopeless_target", "") in causes(fleet.look())
+    assert "never" in fleet.look()["causes"][0]["sentence"]
+    fleet.now += 61.0
+    for number in range(20, 600):
+        fleet.scheduler.on_arrival(request(number, service=night), fleet.now)
+    fleet.now += 20.0
+    assert len(fleet.scheduler.queue) > 0
+    assert not any(cause in ("hopeless_target", "long_wait") for cause, _ in causes(fleet.look()))
+
+
+@example([(44, 40), *[(30, 20)] * 8, *[(21, 20)] * 12])
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=5, max_size=40))
+def test_it_never_gets_milder_while_the_oldest_wait_grows(seconds: list[tuple[int, int]]) -> None:
     fleet, worst, waits = Watched(), 0, 0.0
     order = ["well", "busy", "degraded", "down"]
-    for _ in range(60):
-        fleet.arrive(12)
-        fleet.end(6)
+    for come, end in seconds:
+        fleet.arrive(come)
+        fleet.end(end)
         fleet.now += 1.0
         found = fleet.look()
         if found["oldest_wait_s"] >= waits > 0.0:
             assert order.index(found["state"]) >= worst
         worst, waits = order.index(found["state"]), found["oldest_wait_s"]
+
+
+def test_twice_what_can_be_served_is_degraded_and_its_load_is_what_comes() -> None:
+    fleet = Watched()
+    for _ in range(60):
+        fleet.arrive(12)
+        fleet.end(6)
+        fleet.now += 1.0
+        found = fleet.look()
     assert (found["state"], found["oldest_wait_s"] > 5.0) == ("degraded", True)
     assert 1.2 < found["load"] < 4.0

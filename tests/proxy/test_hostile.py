@@ -160,6 +160,26 @@ def test_an_engine_that_sends_much_has_its_turn_like_any_other(
     proxy.loop.rest()
 
 
+def test_many_engines_that_send_much_at_once_share_one_turn(
+    make: Callable[..., Proxy], engines: Engines
+) -> None:
+    proxy = make(engines)
+    askers = [proxy.client() for _ in range(40)]
+    for asker in askers:
+        asker.send(STREAM)
+        proxy.loop.rest()
+    tiny = b"".join(chunk(TOKEN[at : at + 1]) for at in range(len(TOKEN))) * 100
+    for each in engines.ends:
+        each.send(SSE + chunk(TOKEN) + tiny)
+    proxy.loop.turn()
+    assert sum(len(asker.got) > 0 for asker in askers) < 20
+    proxy.loop.rest()
+    for asker in askers:
+        assert asker.got.count(TOKEN) == 101
+        asker.leave()
+    proxy.loop.rest()
+
+
 def test_what_came_before_an_engine_closed_is_passed_on(make: Callable[..., Proxy], engines: Engines) -> None:
     proxy = make(engines)
     client = proxy.client()

@@ -295,7 +295,7 @@ async def test_a_client_a_limit_and_an_engine_are_told_apart(tmp_path: Path) -> 
         fleet = document(engine, proxy={"api_keys_file": "keys.yaml"})
         async with serving(tmp_path, fleet) as running:
             for status in (b"200 OK", b"400 Bad Request", b"500 Wrong"):
-                engine.reply = plain(b"{}", status)
+                engine.reply = plain(status=status)
                 await running.ask(Authorization="Bearer key")
             assert (await running.ask(Authorization="Bearer key")).status == 429
             assert (await running.ask(Authorization="Bearer nobody")).status == 401

@@ -352,6 +352,8 @@ class Broken(Policy):
             raise KeyError("no such thing")
         if self.how == "index":
             found.index = len(instances)
+        elif self.how == "forecast":
+            found.forecast = None
         elif self.how == "nan":
             found.work_s = float("nan")
         else:
@@ -363,7 +365,7 @@ class Broken(Policy):
             raise KeyError("no such thing")
 
 
-@pytest.mark.parametrize("how", ["raises", "index", "nan", "inf", "committed"])
+@pytest.mark.parametrize("how", ["raises", "index", "nan", "inf", "forecast", "committed"])
 @pytest.mark.parametrize("waits", [False, True])
 async def test_a_policy_that_raises_for_some_requests_hurts_no_other(
     how: str, waits: bool, start: Start, caplog: pytest.LogCaptureFixture

@@ -97,13 +97,27 @@ def lines(*events: bytes, end: bytes = b"\n") -> bytes:
             lines(SPACED, ENDED, b'data: {"usage": null, "choices": []}', USED, DONE), id="null before"
         ),
         pytest.param(lines(SPACED, ENDED, USED.replace(b"7", b"7.0").replace(b"3", b'"3"'), DONE), id="7.0"),
+        pytest.param(
+            lines(
+                SPACED,
+                ENDED,
+                USED.replace(b"3}", b'3, "prompt_tokens_details": {"cached_tokens": []}}'),
+                DONE,
+            ),
+            id="odd details",
+        ),
+        pytest.param(lines(SPACED, ENDED, USED, DONE).replace(b"}\n", b', "error": ""}\n'), id="empty error"),
+        pytest.param(
+            lines(b"id: a\0b\ndata\n" + SPACED, b"\xef\xbb\xbf: c", ENDED, USED, DONE), id="NUL in id"
+        ),
+        pytest.param(lines(b": " + b"c" * 200_000 + b"\n" + SPACED, ENDED, USED, DONE), id="long comment"),
         pytest.param(lines(SPACED, ENDED, USED, DONE)[:-1], id="no empty line at the end"),
         pytest.param(lines(SPACED, ENDED, USED, DONE)[:-2], id="no line end at the end"),
         pytest.param(lines(SPACED, ENDED, USED, b"data:  [DONE] "), id="spaces around the end"),
     ],
 )
 def test_spellings(stream: bytes) -> None:
-    for size in (1, 7, len(stream)):
+    for size in (1, 7, len(stream)) if len(stream) < 10_000 else (1000, len(stream)):
         reads = [stream[at : at + size] for at in range(0, len(stream), size)]
         for chunked in (True, False):
             body, record = through_hetlb("completion", reads, chunked=chunked)
@@ -136,6 +150,21 @@ def test_an_event_that_ends_a_choice_goes_out_if_the_stream_breaks_off_behind_it
     KEPT.done(end, asker)
 
 
+@pytest.mark.parametrize("lines", [b"gzip", b"identity\r\ncontent-encoding: GZIP", b"identity, br"])
+def test_nothing_is_put_into_a_stream_that_is_compressed(lines: bytes) -> None:
+    from proxy.stream_spellings import HEAD, KEPT
+
+    ask = b'{"model":"m","prompt":"x","stream":true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\ncontent-length: %d\r\n\r\n"
+    asker, end = KEPT.engine(head % len(ask) + ask)
+    end.send(HEAD[:-2] + b"content-encoding: " + lines + b"\r\n\r\n" + b"5\r\n\x1f\x8b\r\n\r\r\n")
+    KEPT.proxy.loop.settle(2)
+    end.leave()
+    KEPT.proxy.loop.rest()
+    assert bytes(asker.got).endswith(b"5\r\n\x1f\x8b\r\n\r\r\n"), asker.got
+    KEPT.done(end, asker)
+
+
 @pytest.mark.parametrize("comment", [b": waiting\n", b": waiting\r\n", b":\n\n", b"\n"])
 def test_comments_are_never_held(comment: bytes) -> None:
     from hetlb.balancer.http.sse import SseWatcher
@@ -149,7 +178,20 @@ def test_comments_are_never_held(comment: bytes) -> None:
 @pytest.mark.parametrize(
     "body", [b"\x1f\x8b\x08\0abc\r\rdef", b'{"a":1}\n{"b":2}\n', b"data: plain words\n\n"]
 )
-def test_what_is_not_understood_passes_and_is_no_failure(body: bytes) -> None:
+def test_what_is_not_understood_passes_and_is_no_answer(body: bytes) -> None:
     got, record = through_hetlb("chat", [body])
     assert got == body.replace(b"\r", b"\n")
-    assert record.outcome is Outcome.OK
+    assert record.outcome is Outcome.UPSTREAM_ERROR
+
+
+@pytest.mark.parametrize("stream", [b": a\n\n: b\n\n", b"\n\n", b"\xef\xbb\xbf: a\r\n\r\n"])
+def test_comments_alone_are_no_whole_stream(stream: bytes) -> None:
+    from proxy import stream_spellings
+
+    for size in (1, 3, 7, len(stream)):
+        reads = [stream[at : at + size] for at in range(0, len(stream), size)]
+        with pytest.raises(AssertionError, match=r"expected the last chunk.*broke off"):
+            through_hetlb("chat", reads)
+        driver = stream_spellings.KEPT.proxy
+        driver.driver.settle()
+        assert [each.outcome for each in driver.ended] == [Outcome.BROKEN_STREAM]

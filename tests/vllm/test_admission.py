@@ -1,4 +1,4 @@
-"""Prompts of models with windows: as many are admitted in simulation as by vLLM's own KV cache manager."""
+"""What sequences are given of a KV cache, and how many are admitted, against vLLM's own code."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 from engines import VENV_PYTHON
 
 from hetlb.balancer.core.kv_need import kv_need
+from hetlb.tools.models.kv_groups import KvBytes, allocated, parts_of
+from hetlb.tools.models.layer import Mixer, Scope
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.engine_sequence import EngineSequence
 from hetlb.tools.sim.kv_blocks import KvBlocks
@@ -54,15 +56,48 @@ def admitted(asked: dict[str, Any]) -> tuple[int, float]:
     return len(asked["prompts"]), kv.pool.usage
 
 
+def answered(script: str, asked: Any) -> Any:
+    """Return what a script says that runs beside vLLM."""
+    command = [str(VENV_PYTHON), str(Path(__file__).with_name(script))]
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def test_as_many_prompts_are_admitted_as_by_vllm() -> None:
     asked = cases()
-    script = Path(__file__).with_name("admit_windows.py")
-    done = subprocess.run(
-        [str(VENV_PYTHON), str(script)], input=json.dumps(asked), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for case, theirs in zip(asked, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    for case, theirs in zip(asked, answered("admit_windows.py", asked), strict=True):
         ours, used = admitted(case)
         what = {key: value for key, value in case.items() if key != "prompts"}
         assert abs(ours - theirs["admitted"]) <= max(1, 0.03 * theirs["admitted"]), (what, ours, theirs)
         assert abs(used - theirs["used"] / case["blocks"]) < 0.03, (what, used, theirs)
+
+
+def models() -> list[list[Mixer]]:
+    """Return layers of models, some as they are public, others drawn: values of 2 bytes."""
+    rng = random.Random(2)
+    gemma = [Mixer(Scope.WINDOW, window_tokens=1024, window=4096.0)] * 52
+    gemma += [Mixer(Scope.FULL, grows=4096.0)] * 10
+    nemotron = [Mixer(Scope.STATE, state_bytes=4_255_744)] * 23 + [Mixer(Scope.FULL, grows=512.0)] * 6
+    kimi = [Mixer(Scope.STATE, state_bytes=1_245_184)] * 20 + [Mixer(Scope.LATENT, grows=576.0)] * 7
+    found = [gemma, nemotron, kimi, [Mixer(Scope.LATENT, grows=576.0)] * 61]
+    for _ in range(200):
+        layers = [Mixer(Scope.FULL, grows=rng.choice((512.0, 1024.0, 1536.0)))] * rng.randint(1, 20)
+        for scope in (Scope.WINDOW, Scope.CHUNK, Scope.STATE):
+            if rng.random() < 0.5:
+                tokens, values = rng.choice((128, 1024, 8192)), rng.choice((512.0, 768.0, 1024.0, 2048.0))
+                one = Mixer(scope, window_tokens=tokens, window=values)
+                if scope is Scope.STATE:
+                    one = Mixer(scope, state_bytes=2 * rng.randint(1_000, 2_000_000))
+                layers += [one] * rng.randint(1, 60)
+        found.append(layers)
+    return found
+
+
+def test_sequences_are_given_as_much_as_by_vllm() -> None:
+    asked = models()
+    parts = [[[*part] for each in layers for part in parts_of(each, 2.0)] for layers in asked]
+    for layers, theirs in zip(asked, answered("group_layers.py", parts), strict=True):
+        windows = tuple(sorted((int(tokens), size) for tokens, size in theirs["windows"].items()))
+        known = KvBytes(theirs["per_token"], windows, theirs["state"])
+        assert allocated(layers, 2.0) == known, {str(part) for each in layers for part in parts_of(each, 2.0)}

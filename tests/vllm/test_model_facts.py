@@ -1,8 +1,12 @@
-"""Parameters and defaults of `hetlb.tools.models` against the classes of transformers, on the meta device."""
+"""Parameters, caches and defaults of `hetlb.tools.models` against the classes of transformers and vLLM.
+
+Models are built on the meta device: without memory for their weights.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 from pathlib import Path
@@ -13,7 +17,7 @@ from engines import VENV_PYTHON
 
 from hetlb.tools.models.config_keys import ALIASES
 from hetlb.tools.models.facts import read_facts
-from hetlb.tools.models.families import FAMILIES
+from hetlb.tools.models.families import ARCHITECTURES, FAMILIES
 
 pytestmark = pytest.mark.vllm
 
@@ -22,6 +26,7 @@ MODELS = Path(__file__).parents[2] / "hetlb/tools/models"
 ROUGH = {"gemma3n_text": 0.005, "mimo_v2_flash": 0.001}
 #: transformers has weights for experts that do nothing, and encoders of images and sound in one model.
 LEFT_OUT = {"longcat_flash", "phi4_multimodal"}
+DATA = Path(__file__).parents[1] / "models" / "data"
 
 
 def asked(script: str, question: Any) -> str:
@@ -52,4 +57,40 @@ def test_parameters_are_those_of_transformers() -> None:
         # Biases of routers are no parameters there.
         if abs(found - parameters) > ROUGH.get(model_type, 1e-4) * parameters:
             wrong.append(f"{model_type}: hetlb {found}, transformers {parameters}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_parameters_and_caches_are_those_of_vllm() -> None:
+    """Of public models in one table. States are not compared: on CPUs vLLM keeps them in 32 bits."""
+    public = {}
+    for file in ("published.json", "parameters.json"):
+        for name, known in json.loads((DATA / file).read_text()).items():
+            config = {key: each for key, each in known["config"].items() if key != "quantization_config"}
+            if config.get("architectures", [""])[0] in ARCHITECTURES:
+                public[name] = config
+    lines = [json.loads(line) for line in asked("build_models.py", public).splitlines() if line[:1] == "{"]
+    built = {each["name"]: each for each in lines if "error" not in each}
+    assert len(built) > 40, [each["error"] for each in lines if "error" in each]
+    print(len(built), "models, not built:", sorted(public.keys() - built.keys()))
+    wrong = []
+    for name, theirs in built.items():
+        found, grows = read_facts(public[name], name), theirs["per_token"]
+        windows = {int(tokens): size for tokens, size in theirs["windows"].items()}
+        # A window of all positions is none; that of Cohere's is a token longer there.
+        positions = public[name].get("max_position_embeddings", math.inf)
+        grows += sum(windows.pop(each) for each in [*windows] if each >= positions)
+        alike = [
+            abs(ours - each) <= 1 for (ours, _), each in zip(found.kv_windows, sorted(windows), strict=False)
+        ]
+        sizes = [size for _, size in found.kv_windows]
+        if (
+            found.kv_bytes_per_token != grows
+            or sizes != [windows[each] for each in sorted(windows)]
+            or not all(alike)
+        ):
+            wrong.append(f"{name}: hetlb {found.needed}, vLLM {theirs}")
+        if abs(found.parameters - theirs["parameters"]) > 1e-3 * theirs["parameters"]:
+            wrong.append(f"{name}: hetlb {found.parameters}, vLLM {theirs}")
     assert not wrong, "\n".join(wrong)

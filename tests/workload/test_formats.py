@@ -324,6 +324,11 @@ def test_a_batch_of_openai_is_read(tmp_path: Path) -> None:
         ('[{"ttft_s": 0.1, "number_input_tokens": 7, "number_output_tokens": 3}]', [(7, 3)]),
         ('{"tokens_prompt": 7, "tokens_completion": 3, "created_at": "2026-01-01T00:00:00Z"}\n', [(7, 3)]),
         ('{"prompt": "Six times seven?", "completion": "It is 42."}\n', [(4, 3)]),
+        (
+            '{"name": "chat", "start_time": "2026-01-01T00:00:00Z", '
+            '"attributes": {"gen_ai.usage.input_tokens": 7, "gen_ai.usage.output_tokens": 3}}\n',
+            [(7, 3)],
+        ),
         ('{"problem": "Six times seven?", "solution": "It is 42."}\n', [(4, 3)]),
         ('{"user": "Six times seven?", "assistant": "It is 42."}\n', [(4, 3)]),
         ('{"article": "Six times seven.", "highlights": "It is 42."}\n', [(4, 3)]),

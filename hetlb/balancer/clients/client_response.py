@@ -138,12 +138,12 @@ class ClientResponse:
             self._patience_s = max(0.0, _patience_s(self._head) - _MARGIN_S)
         return (since if self.state is STARTED else arrived_at) + self._patience_s
 
-    def beat(self, now: float) -> None:
+    def beat(self, now: float, comment: bytes = _HEARTBEAT) -> None:
         """Tell the client of a stream that it is not forgotten; the first time this sends a head, 200."""
         self.beat_at = now
         if self.state is NOTHING:
             self.write(self.head(_WAITING, None, b"", HEARTBEAT))
-        self.write(self.frame(_HEARTBEAT))
+        self.write(self.frame(comment))
 
     def error_event(self, answer: Answer, message: str) -> None:
         self.write(self.frame(error_responses.error_event(answer, message, self._head.path)))

@@ -49,7 +49,7 @@ class KvWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The model served. `layers` and `attention_heads` are of the whole model, not of one GPU.
 
-    `kv_bytes_per_token` grow with every token; windows and state as `hetlb model` gives them.
+    `kv_bytes_per_token` grow with every token. Engines set all of it aside (`kv_allocated` of `hetlb model`).
     """
 
     name: str

@@ -2,7 +2,8 @@
 
 A lost answer is a refusal (4xx, 429, 503), a server error, an error event, a broken stream, or a client that
 left after a long wait without a byte. A 4xx is one where another instance answers the same request: that is
-tried once an instance has refused several in a row, with one request at a time. The share of lost answers
+tried once an instance has refused several in a row, with one request at a time, or surely a larger share of
+its requests than another one. The share of lost answers
 counts against that of the best other instance of the model: what hits all alike is the clients' doing.
 `excess` is the difference that is certain,
 
@@ -62,7 +63,8 @@ class Account:
     __slots__ = (
         "_aged_at", "_generated", "_in_a_row", "_pause_s", "_skip", "_skipped", "asked_until",
         "doubted", "excess", "lost", "lost_s", "moved_at", "next_trial_at", "overdue_s", "read_at",
-        "reason", "refusals", "silent_since", "stalled_since", "still", "token_at", "trial", "well",
+        "reason", "refusals", "refused", "silent_since", "stalled_since", "still", "token_at", "trial",
+        "well",
     )  # fmt: skip
 
     def __init__(self, now: float) -> None:
@@ -71,8 +73,8 @@ class Account:
         #: Mean seconds until an answer was lost.
         self.lost_s = 0.0
         self._in_a_row = 0
-        #: Refusals (4xx) in a row that may be their clients' mistakes.
-        self.refusals = 0
+        #: Refusals (4xx) that may be their clients' mistakes: in a row, and of about the last `MEMORY_S`.
+        self.refusals, self.refused = 0, 0.0
         self._aged_at = now
         self.excess = 0.0
         self.doubted = False
@@ -138,11 +140,29 @@ class Account:
         """Return True if it refused several requests in a row."""
         return self.refusals >= SUSPECT
 
+    def refuses(self) -> None:
+        """Count a refusal (4xx) that may be its client's mistake."""
+        self.refusals += 1
+        self.refused += 1.0
+        self._in_a_row = 0
+        self._keep_newest()
+
+    def refuses_more(self, others: Iterable[Account]) -> bool:
+        """Return True if it surely refuses (4xx) a larger share than another one that answers."""
+        if self.refused < SUSPECT:
+            return False
+        certain = lower_share(self.refused, self.refused + self.well)
+        return any(
+            certain > (each.refused + _PRIOR_LOST) / (each.refused + each.well + _PRIOR)
+            for each in others
+            if each is not self and each.well >= 1.0
+        )
+
     def _keep_newest(self) -> None:
-        count = self.well + self.lost
+        count = self.well + self.lost + self.refused
         if count > _MOST_KEPT:
-            self.well *= _MOST_KEPT / count
-            self.lost *= _MOST_KEPT / count
+            keep = _MOST_KEPT / count
+            self.well, self.lost, self.refused = keep * self.well, keep * self.lost, keep * self.refused
 
     def ended(self, lease_id: int) -> None:
         """Note that a trial is over, or its answer has begun: another one may follow after the pause."""
@@ -156,7 +176,7 @@ class Account:
 
     def forget(self) -> None:
         """Another process took its place."""
-        self.lost = self.excess = self.overdue_s = 0.0
+        self.lost = self.refused = self.excess = self.overdue_s = 0.0
         self.doubted = False
         self.stalled_since = self.silent_since = None
         self.asked_until = -math.inf
@@ -189,6 +209,7 @@ class Account:
             keep = math.exp(-since / MEMORY_S)
             self.well *= keep
             self.lost = self.lost * keep if self.lost > 0.05 else 0.0
+            self.refused = self.refused * keep if self.refused > 0.05 else 0.0
             self._aged_at = now
 
     # --- whether it works ---

@@ -13,6 +13,7 @@ from typing import Final
 from hetlb.balancer.core.instance import Instance, Parameters
 from hetlb.balancer.core.latency import ideal_batch
 from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.core.protected import Protected
 from hetlb.balancer.core.types import Request
 
 #: Weight of a prompt token against one output token.
@@ -24,8 +25,6 @@ MEMORY_S: Final = 15.0
 #: So many ticks with arrivals are a stream, which has ended after so many of their mean gaps without one.
 _STREAM: Final = 4
 _ENDED: Final = 5.0
-#: Means over requests with targets, and over dispatches, follow the newest so many.
-_NEWEST: Final = 64.0
 
 
 def size_of(request: Request, predicted_output: float) -> float:
@@ -215,47 +214,6 @@ class Mix:
         )
 
 
-class Protected:
-    """Requests of a model with targets: what the background must leave room for.
-
-    The tightest targets among their classes, their mean prompt and output, and the mean gap between them.
-    """
-
-    __slots__ = ("attainment", "count", "gap_s", "newest_s", "output", "prompt", "tpot_s", "ttft_s")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.attainment = 0.0
-        self.ttft_s = self.tpot_s = math.inf
-        self.prompt = self.output = self.gap_s = self.newest_s = 0.0
-
-    def arrived(
-        self, service: ServiceClass, prompt: float, output: float, now: float, idle: FleetCosts | None = None
-    ) -> None:
-        """Note that a request with targets came in; those that no `idle` instance meets protect nothing."""
-        gap_s = now - self.newest_s
-        if self.count > 1 and gap_s > _NEWEST * self.gap_s:
-            self.count, self.gap_s = 0, 0.0  # a silence longer than all that is remembered: a new stream
-        self.count = count = self.count + 1
-        gain = 1.0 / count if count < _NEWEST else 1.0 / _NEWEST
-        if count > 1:
-            self.gap_s += (gap_s - self.gap_s) / min(count - 1.0, _NEWEST)
-        self.newest_s = now
-        self.prompt += gain * (prompt - self.prompt)
-        self.output += gain * (output - self.output)
-        self.attainment = max(self.attainment, service.attainment)
-        ttft_s = min(service.ttft_s, service.e2e_s)
-        if idle is None or ttft_s >= idle.least_prefill_s:
-            self.ttft_s = min(self.ttft_s, ttft_s)
-        if idle is None or service.tpot_s >= idle.least_step_s:
-            self.tpot_s = min(self.tpot_s, service.tpot_s)
-
-    def rate(self, now: float) -> float:
-        """Return requests per second; it fades while none comes."""
-        gap_s = max(self.gap_s, now - self.newest_s)
-        return 1.0 / gap_s if self.count > 1 and gap_s > 0.0 else 0.0
-
-
 class Demand:
     """Demand for one model: the mean request, and whether and how fast requests keep arriving."""
 
@@ -267,9 +225,20 @@ class Demand:
         #: Requests that came so far.
         self.arrivals = 0
         self.mix = Mix()
-        self.protected = Protected()
+        #: Classes with targets, the tightest first.
+        self.protected: list[Protected] = []
         #: Requests per second at the newest one, and when it came.
         self._arriving = self._newest_at = 0.0
+
+    def of_class(self, service: ServiceClass) -> Protected:
+        """Return what is known of the requests of a class with targets."""
+        for each in self.protected:
+            if each.name == service.name:
+                return each
+        found = Protected(service)
+        self.protected.append(found)
+        self.protected.sort(key=Protected.tightness)
+        return found
 
     def arrived(self, now: float, idle: bool) -> None:
         """Record an arrival. `idle`: no instance had a request, so those before are no part of a stream."""

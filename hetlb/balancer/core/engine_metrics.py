@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from hetlb.balancer.core.engine_tables import TABLES, VLLM, EngineTable, table_by
+from hetlb.balancer.core.engine_tables import TABLES, VLLM, EngineTable, spelled, table_by
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.series_reader import MOST_SERIES as MOST_SERIES
 from hetlb.balancer.core.series_reader import Series, SeriesReader
@@ -43,8 +43,10 @@ _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 #: Labels of the ranks of one engine: each holds a part of the model, and all have the same requests.
 _RANKS: Final = (
     "tp_rank", "pp_rank", "ep_rank", "moe_ep_rank", "moe_tp_rank", "moe_dp_rank", "attn_tp_rank",
-    "attn_cp_rank", "cp_rank", "dcp_rank", "pcp_rank", "rank", "local_rank",
+    "attn_cp_rank", "cp_rank", "dcp_rank", "pcp_rank", "rank", "local_rank", "pid",
 )  # fmt: skip
+#: Labels of the replicas of one page: each is an engine of its own.
+_REPLICAS: Final = ("ReplicaId", "WorkerId", "replica", "pod", "instance", "model")
 _PRIORITY: Final = "priority"
 #: Texts of labels that were read and are kept: they are the same at every scrape, but for those of a restart.
 _LABELS_KEPT: Final = 1024
@@ -83,11 +85,18 @@ class EngineCounters(PickleByFields):
         return 1.0 + (self.accepted_tokens - (before.accepted_tokens or 0)) / drafts if drafts > 0 else None
 
 
+@lru_cache(_LABELS_KEPT)
+def _known(name: bytes) -> tuple[str, str]:
+    """Return the prefix of a name's table, and the name as tables spell it if it is read; "" for none."""
+    prefix, found = spelled(name.decode("utf-8", "replace"))
+    return prefix, found if found in _NAMES else ""
+
+
 class EnginePage:
     """Metrics page of one server, fed in pieces of any size."""
 
     def __init__(self) -> None:
-        self._page = SeriesReader(_NAMES, [each.prefix for each in TABLES])
+        self._page = SeriesReader(_known)
         self.feed = self._page.feed
 
     @property
@@ -141,7 +150,7 @@ def _sample_of(series: Series, known: EngineTable | None) -> EngineSample:
     running = _count(series, table.running, missing, invalid, label)
     waiting = _waiting(series, table, running, missing, invalid)
     usage = _usage(series, table, missing, invalid) if table.kv_usage else {}
-    if table is VLLM:
+    if table.tells_config:
         per_engine, block_size = _kv_tokens(series, missing, invalid)
         max_loras, adapters = _adapters(series)
         engines, caches = _engines(series), _caches_prefixes(series)
@@ -180,7 +189,8 @@ def _sample_of(series: Series, known: EngineTable | None) -> EngineSample:
         "" if known is None else known.name,
         _from_source(series, "external_kv_transfer"),
         _from_source(series, "local_compute"),
-        generated=_sum(series, table, invalid),
+        generated=_sum(series, table, table.tokens, invalid),
+        answered=_sum(series, table, table.tokens[:1], invalid),
     )
 
 
@@ -191,9 +201,9 @@ def _from_source(series: Series, source: str) -> int | None:
     return round(sum(values)) if values and all(0 <= value <= _MAX_COUNT for value in values) else None
 
 
-def _sum(series: Series, table: EngineTable, invalid: list[str]) -> int | None:
-    """Return the sum of the counters of tokens, None where none of them is told."""
-    counts = [_count(series, (name,), [], invalid, table.engine_label) for name in table.tokens]
+def _sum(series: Series, table: EngineTable, names: tuple[str, ...], invalid: list[str]) -> int | None:
+    """Return the sum of counters of tokens, None where none of them is told."""
+    counts = [_count(series, (name,), [], invalid, table.engine_label) for name in names]
     known = [each for each in counts if each is not None]
     return sum(known) if known else None
 
@@ -264,9 +274,10 @@ def _by_engine(
 def _place(text: str, engine_label: str) -> tuple[str, str, str]:
     """Return what labels say of the place of a series: engine, priority, and all others but ranks."""
     labels = {name: value for name, value in _LABEL.findall(text) if name not in _RANKS}
-    engine, priority = labels.pop(engine_label, ""), labels.pop(_PRIORITY, "")
     # "0" is the engine of servers of before there were several.
-    return engine or "0", priority, repr(sorted(labels.items()))
+    engine, priority = labels.pop(engine_label, "") or "0", labels.pop(_PRIORITY, "")
+    replica = "".join(f" {labels[name]}" for name in _REPLICAS if name in labels)
+    return engine + replica, priority, repr(sorted(labels.items()))
 
 
 def _count(
@@ -371,7 +382,7 @@ def _cache_config(text: str) -> tuple[str, int | None, int | None, bool | None]:
         blocks = _whole(labels.get("num_gpu_blocks"))
         tokens = blocks * size if blocks and size else None
     caches = {"True": True, "False": False}.get(labels.get("enable_prefix_caching", ""))
-    return labels.get("engine", "0"), size, tokens, caches
+    return _place(text, VLLM.engine_label)[0], size, tokens, caches
 
 
 def _whole(text: str | None) -> int | None:

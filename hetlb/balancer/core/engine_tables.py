@@ -1,17 +1,19 @@
 """Engines that hetlb knows by their metrics page: what each calls its figures, and what each lacks.
 
 Names are those of the engines' own documentation as of 2026: vLLM, SGLang, llama.cpp's server, TensorRT-LLM
-(`trtllm-serve`), Text Generation Inference, LMDeploy, Triton. What is not on a page is booked by hetlb alone.
+(`trtllm-serve`), Text Generation Inference, LMDeploy, Triton, and engines that keep vLLM's names behind
+another prefix or none (Aphrodite, FastDeploy, NIM). What is not on a page is booked by hetlb alone.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-#: Path of the page of an engine whose `/metrics` is a list of iterations as JSON: TensorRT-LLM.
-OTHER_PAGE: Final = "/prometheus/metrics"
+#: Paths of the page: of most; of TensorRT-LLM, whose `/metrics` is a list of iterations as JSON; of NIM.
+PAGES: Final = ("/metrics", "/prometheus/metrics", "/v1/metrics")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +23,8 @@ class EngineTable:
     `prefix` begins the names of all its metrics; `lacks` says what follows from what it does not tell. A name
     may be followed by the one label that its series must have: `name{kind="max"}`. `all_requests` are those
     that run and those that wait; `kv_tokens` are tokens, or blocks of `block_tokens` each. `engine_label`
-    tells the data-parallel engines of a server apart; `tokens` are counters of what it computes, which are
-    summed.
+    tells the data-parallel engines of a server apart; `tokens` count what it computes, answers first, and are
+    summed. `tells_config` is True with vLLM's series of the configuration.
     """
 
     name: str
@@ -37,6 +39,7 @@ class EngineTable:
     engine_label: str = "engine"
     all_requests: tuple[str, ...] = ()
     block_tokens: tuple[str, ...] = ()
+    tells_config: bool = False
 
     @property
     def tells_usage(self) -> bool:
@@ -62,10 +65,12 @@ VLLM: Final = EngineTable(
     "vLLM",
     "vllm:",
     ("vllm:num_requests_running",),
-    ("vllm:num_requests_waiting",),
+    # The second name is its parts, by reason.
+    ("vllm:num_requests_waiting", "vllm:num_requests_waiting_by_reason"),
     # The second name is that of vLLM before 0.10 (V0); a router that reads only dead names balances blindly.
     ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
     tokens=("vllm:generation_tokens_total", "vllm:prompt_tokens_total"),
+    tells_config=True,
 )
 SGLANG: Final = EngineTable(
     "sglang",
@@ -131,29 +136,34 @@ TRITON: Final = EngineTable(
     all_requests=(f'{_TRITON_REQUESTS}{{request_type="active"}}',),
     block_tokens=(f'{_TRITON_BLOCKS}{{kv_cache_block_type="tokens_per"}}',),
 )
-TABLES: Final = (VLLM, SGLANG, LLAMA_CPP, TENSORRT_LLM, TGI, LMDEPLOY, TRITON)
+#: Engines that keep vLLM's names; what they lack is that of the least of them.
+LIKE_VLLM: Final = replace(
+    VLLM, name="like-vllm", title="with vLLM's names (Aphrodite, NIM, ...)", prefix="*:", lacks=(_NO_IDS,)
+)
+TABLES: Final = (VLLM, SGLANG, LLAMA_CPP, TENSORRT_LLM, TGI, LMDEPLOY, TRITON, LIKE_VLLM)
+
+#: Prefixes as they begin a name: Ray puts its own before them, exporters turn the colon into a line.
+_PREFIX: Final = re.compile(
+    r"(?:ray_)?(?:(" + "|".join(each.prefix[:-1] for each in TABLES[:-1]) + "))[:_](.*)"
+)
+_PREFIXES: Final = {each.prefix[:-1]: each.prefix for each in TABLES}
+#: Names of vLLM that others keep: behind a prefix with a colon, or alone.
+_KEPT: Final = re.compile(r"(?:[a-zA-Z0-9_]+:)?([a-z_]+)")
+_FIGURES: Final = frozenset(each.removeprefix(VLLM.prefix) for each in VLLM.figures) | {"cache_config_info"}
 
 
-def table_of(page: str) -> EngineTable | None:
-    """Return the table of the engine whose metrics page this is, None where no engine is known by it."""
-    text = "\n" + page
-    return table_by({each.prefix for each in TABLES if f"\n{each.prefix}" in text})
+def spelled(name: str) -> tuple[str, str]:
+    """Return the prefix of its table, "" if there is none, and a page's name as the tables spell it."""
+    found = _PREFIX.fullmatch(name)
+    if found is not None:
+        prefix = _PREFIXES[found.group(1)]
+        return prefix, prefix + found.group(2)
+    kept = _KEPT.fullmatch(name)
+    if kept is not None and kept.group(1) in _FIGURES:
+        return LIKE_VLLM.prefix, VLLM.prefix + kept.group(1)
+    return "", name
 
 
 def table_by(prefixes: Container[str]) -> EngineTable | None:
     """Return the table of the engine whose names begin with one of these, None where none is known."""
     return next((each for each in TABLES if each.prefix in prefixes), None)
-
-
-def as_table() -> str:
-    """Return the table of docs/engines.md."""
-    rows = [
-        f"| {each.title} | {_names(each.running)} | {_names(each.waiting)} | {_names(each.kv_usage)} "
-        f"| {'; '.join(each.lacks) or '-'} |"
-        for each in TABLES
-    ]
-    return "\n".join(["| engine | running | waiting | KV use | lacks |", "|---|---|---|---|---|", *rows])
-
-
-def _names(names: tuple[str, ...]) -> str:
-    return f"`{names[0]}`" if names else "-"

@@ -196,14 +196,16 @@ class FleetState:
         True if what one of them may get changed.
         """
         changed = False
-        for pool in self._pools(instance):
-            accounts = [each.account for each in pool]
-            for account in accounts:
-                if account is instance.account or account.excess > 0.0:
-                    changed = account.judge(accounts) or changed
+        for each in self._peers(instance):
+            if each is instance or each.account.excess > 0.0:
+                changed = each.account.judge([peer.account for peer in self._peers(each)]) or changed
         if changed:
             self.reindex(now)
         return changed
+
+    def _peers(self, instance: Instance) -> list[Instance]:
+        """Instances that answer to a name of an instance, itself among them."""
+        return list(dict.fromkeys(each for pool in self._pools(instance) for each in pool))
 
     def watch(self, tokens_at: Mapping[str, float], now: float, by_counters: bool) -> bool:
         """Look at every instance: does it work, is it in doubt? True if an answer to that changed."""

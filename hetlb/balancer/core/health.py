@@ -81,13 +81,6 @@ TRANSITIONS: Final = (
 )  # fmt: skip
 
 
-def transitions_table() -> str:
-    """Return the transitions as a Markdown table, as docs/reference/states.md has it."""
-    rows = ["| state | event | next |", "|---|---|---|"]
-    rows += [f"| {', '.join(each.before)} | {each.event} | {each.after} |" for each in TRANSITIONS]
-    return "\n".join(rows)
-
-
 class HealthTracker:
     """The health of one incarnation of one instance."""
 

@@ -499,6 +499,8 @@ class Instance:
         self.sample = sample
         self.sample_at = now
         self.account.read(sample.generated, now)
+        if self.profiled and sample.answered is not None:
+            self._count_tokens(sample.answered, now)
         self.learn_capacity(sample.capacity)
         self.engine = sample.engine or self.engine
         if self.adapters is not None and sample.adapters is not None:
@@ -517,6 +519,18 @@ class Instance:
         if self.capacity.max_num_seqs is not None:
             return
         self._learn_slots(sample, now)
+
+    def _count_tokens(self, answered: int, now: float) -> None:
+        """Compare its own count of tokens with its profile; a plain answer hides when they begin."""
+        if now > self.speed.last:
+            self._elapsed(now)
+        waiting = 0
+        for lease in self.leases.values():
+            if not lease.request.streamed:
+                self.speed.pace = 0.0
+                return
+            waiting += 0 if lease.first_token_at is not None else lease.request.sequences
+        self.speed.counted(self.nominal, answered, waiting, now, self.token_budget)
 
     def _learn_slots(self, sample: EngineSample, now: float) -> None:
         """Learn how many sequences it runs at once, unless it stands still."""

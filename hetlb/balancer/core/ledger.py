@@ -50,6 +50,7 @@ class Ledger:
         lease = self.grant(ctx.request, instance, predicted, work_ns, ctx.now)
         lease.forecast_first_s, lease.forecast_end_s = forecast.first_token_s, forecast.end_s
         lease.forecast_step_s = forecast.step_s
+        lease.waited_s = ctx.waited_s
         lease.expected_first_s = forecast.first_token_s / instance.speed.factor
         lease.beside = forecast.load.batch > 0.0
         instance.acquire(lease)

@@ -204,9 +204,9 @@ class Placement:
             return None
         check_choice(found.index, found.work_s, len(able))
         instance = able[found.index]
-        leaves_at = instance.leaves_at
+        leaves_at, end_s = instance.leaves_at, found.forecast.end_s  # a choice without a forecast fails here
         if leaves_at is not None and not stays:
-            late = now + found.forecast.end_s > leaves_at - NOTICE_MARGIN_S
+            late = now + end_s > leaves_at - NOTICE_MARGIN_S
             if late:
                 return self._choose(
                     request, ready, now, predicted, own_size, long, ceiling, waited_s, True, kept

@@ -152,8 +152,8 @@ class Scheduler:
         demand.arrived(now, ready.idle)
         demand.mix.add(request.prompt_tokens, predicted)
         if request.service.stated:
-            idle = demand.mix.fleet(ready.able) if ready.able else None
-            demand.protected.arrived(request.service, request.prompt_tokens, predicted, now, idle)
+            protected = demand.of_class(request.service)
+            protected.arrived(request.service, request.prompt_tokens, predicted, now)
         if self.queue.held and self.queue.ahead(request):
             return self.backlog.push(request, now, predicted) + self.backlog.flush(now)
         found = placement.choose(request, ready, now, predicted, long=long)
@@ -246,6 +246,8 @@ class Scheduler:
                 if instance.learn_speed(lease, now):
                     self.fleet.share_speed(instance.spec.model, instance.profiled)
                 instance.errors.learn(lease, now)
+                if request.service.stated:
+                    self.placement.demands[request.model].of_class(request.service).answered(lease, now)
                 if self.queue.held:
                     self.backlog.predict_again()
             if health.on_success(now):
@@ -310,20 +312,21 @@ class Scheduler:
         runs = 0 if known is None else known.runs
         if not busy and may_move and ready is not None:
             refusals = [] if known is None else known.refusals
-            tries = runs < MOST_MOVES and retries.allowed(self.in_flight)
-            tries = tries and (bool(refusals) or account.doubted or _serves_elsewhere(instance, ready))
-            account.refusals += 1
+            elsewhere = bool(refusals) or account.doubted or _serves_elsewhere(instance, ready)
+            tries = elsewhere and runs < MOST_MOVES and retries.allowed(self.in_flight)
+            account.refuses()
             if tries and (commands := self._move(lease, ready, now, ran=False)):
                 retries.of(request.id).refusals.append((instance, lease, now))
                 return commands
             for refuser, _, _ in refusals:  # all refuse it
                 refuser.account.refusals = account.refusals = 0
+                refuser.account.refused = 0.0
             if account.suspect:
                 self.fleet.reindex(now)
-            if not tries or refusals or not self._others_left(lease, ready, now):
+            if not elsewhere or refusals or not self._others_left(lease, ready, now):
                 lease.judged = True
                 return passed_on
-            # The others have no room: its share of refusals counts.
+            # The others have no room, or too many are tried again: its share of refusals counts.
         doubted, limited = account.doubted, busy and others > 0 and not account.doubted
         if limited:
             lease.judged = True
@@ -649,11 +652,11 @@ class Scheduler:
 
 
 def _serves_elsewhere(instance: Instance, ready: ReadyInstances) -> bool:
-    """Return True if an instance refused several requests in a row and another one answers since."""
-    account = instance.account
-    return account.suspect and any(
-        not each.account.refusals and each.account.token_at > account.token_at for each in ready.instances
-    )
+    """Return True if another instance answers what this one refuses: several in a row, or a larger share."""
+    account, accounts = instance.account, [each.account for each in ready.instances]
+    if account.suspect and any(not each.refusals and each.token_at > account.token_at for each in accounts):
+        return True
+    return account.refuses_more(accounts)
 
 
 def _left_unheard(lease: Lease, outcome: Outcome, now: float) -> bool:

@@ -1,4 +1,4 @@
-"""Reader of a metrics page in Prometheus' text form: the series of some names, line by line.
+"""Reader of a metrics page in the text forms of Prometheus and OpenMetrics: series by name, line by line.
 
 A page may be of any size and come in any pieces; what is kept of it is bounded.
 """
@@ -6,28 +6,35 @@ A page may be of any size and come in any pieces; what is kept of it is bounded.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Callable
 from typing import Final
 
 #: Lines of one name that are kept: an engine has one for each of its ranks, priorities and models.
 MOST_SERIES: Final = 4096
-#: Maximum bytes of a line.
+#: Maximum bytes of a line, and of a name.
 _MOST_LINE: Final = 64 << 10
+_MOST_NAME: Final = 128
+#: Labels, a value, a time stamp and an exemplar, behind a name.
+_SAMPLE: Final = re.compile(
+    r'\s*(?:\{((?:[^"{}]++|"(?:[^"\\]++|\\.)*+")*+)\})?\s+(\S+)(?:\s+[^\s#]\S*)?\s*(?:\s#.*)?$', re.DOTALL
+)
 
 Series = dict[str, dict[str, float]]
 
 
 class SeriesReader:
-    """Values by name and labels (as text) of the names that are `wanted`, of what was fed.
+    """Values by name and labels (as text) of what was fed.
 
-    `prefixes` that begin a line are in `seen`. A repeated series replaces itself.
+    `known` returns the prefix and the name for the name of a line, "" for what is not read. Prefixes are in
+    `seen`. A repeated series replaces itself; of several spellings of a name the first is read.
     """
 
-    def __init__(self, wanted: Iterable[str], prefixes: Iterable[str]) -> None:
+    def __init__(self, known: Callable[[bytes], tuple[str, str]]) -> None:
         self.series: Series = {}
         self.seen: set[str] = set()
-        self._wanted = frozenset(name.encode() for name in wanted)
-        self._prefixes = [each.encode() for each in prefixes]
+        self._known = known
+        self._spelled: dict[str, bytes] = {}
         self._rest = b""  # the unfinished line at the end of what was fed
         self._skips = False  # that line is too long to be read
 
@@ -55,36 +62,32 @@ class SeriesReader:
         self._rest = b""
 
     def _read(self, lines: bytes) -> None:
-        for prefix in self._prefixes:
-            if lines.startswith(prefix) or lines.find(b"\n" + prefix) >= 0:
-                self.seen.add(prefix.decode())
-        wanted = self._wanted
         for line in lines.split(b"\n"):
-            brace = line.find(b"{")
-            name = line[:brace] if brace >= 0 else line.split(None, 1)[0] if line[:1] > b" " else b""
-            if name not in wanted:
-                name = name.rstrip()
-                if name not in wanted:
-                    continue
-            found = _sample(line[len(name) :].decode("utf-8", "replace"))
+            line = line.lstrip() if line[:1] <= b" " else line
+            if line[:1] == b"#" or not line:
+                continue
+            quoted = line[:2] == b'{"'  # its name is the first of the labels
+            name = line[2:].partition(b'"')[0] if quoted else line.split(None, 1)[0].partition(b"{")[0]
+            if len(name) > _MOST_NAME:
+                continue
+            prefix, known = self._known(name)
+            if prefix:
+                self.seen.add(prefix)
+            if not known or self._spelled.setdefault(known, name) != name:
+                continue
+            rest = b"{" + line[len(name) + 3 :].lstrip(b", ") if quoted else line[len(name) :]
+            found = _SAMPLE.fullmatch(rest.decode("utf-8", "replace"))
             if found is None:
                 continue
-            labels, value = found
-            kept = self.series.setdefault(name.decode(), {})
+            labels = (found.group(1) or "").strip()
+            kept = self.series.setdefault(known, {})
             if labels in kept or len(kept) < MOST_SERIES:
-                kept[labels] = value
+                kept[labels] = _number(found.group(2))
 
 
-def _sample(rest: str) -> tuple[str, float] | None:
-    """Return labels and value (NaN if it is no number) of what follows a name; None where it is no sample."""
-    labels, begun = "", rest.lstrip()
-    if begun.startswith("{"):
-        labels, _, rest = begun[1:].rpartition("}")
-        labels = labels.strip()
-    fields = rest.split()
-    if not rest[:1].isspace() or not 1 <= len(fields) <= 2:  # a time stamp may follow
-        return None
+def _number(text: str) -> float:
+    """Return the value of a sample, NaN if it is no number."""
     try:
-        return labels, float(fields[0])
+        return float(text)
     except ValueError:
-        return labels, math.nan
+        return math.nan

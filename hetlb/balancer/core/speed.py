@@ -36,6 +36,8 @@ MOST_UNPROFILED: Final = 64.0
 _GOOD_S: Final = 60.0
 #: A factor is put in force when it differs from the one in force by more than this share.
 _CHANGE: Final = 0.05
+#: Tokens that its engine counted are compared with its model over these seconds.
+PACE_S: Final = 3.0
 #: Steps count as mixed where prefilling beside them is more than this share of their time.
 _MIXED_SHARE: Final = 0.1
 
@@ -119,6 +121,11 @@ class SpeedTracker:
         self._aged_at = now
         #: True if `age` changed the factor.
         self.changed = False
+        #: Its engine's counts of tokens in the last seconds: count, sequences without a token, time, work.
+        self._counts: list[tuple[int, int, float, Mark]] = []
+        #: Times as long as by its model that these tokens took, by the last count and by the last two at
+        #: least, 0.0 if it is not known: for people.
+        self._newest_pace = self.pace = 0.0
 
     @property
     def seen_at(self) -> float:
@@ -177,6 +184,35 @@ class SpeedTracker:
         """Learn from `steps` decode steps in `seconds` since a mark. Return True if the factor changed."""
         if seconds <= 0.0 or steps < 1.0:
             return False
+        self.last_expected_s = expected_s = self._expected(model, since, seconds, steps, budget)
+        return self._observe(expected_s, seconds, now)
+
+    def counted(self, model: LatencyModel, tokens: int, waiting: int, now: float, budget: float) -> None:
+        """Compare its engine's own count of tokens with the model: answers show a speed only as they end.
+
+        Call it right after `elapsed`; `waiting` sequences have no token yet.
+        """
+        counts = self._counts
+        if counts and tokens < counts[-1][0]:
+            counts.clear()  # another process
+        counts.append((tokens, waiting, now, self.mark()))
+        while len(counts) > 2 and now - counts[1][2] >= PACE_S:
+            del counts[0]
+        before, _, at, since = counts[0]
+        seconds = now - at - (self.stood_s - since.stood_s)
+        newest, self._newest_pace = self._newest_pace, 0.0
+        if seconds >= PACE_S and tokens > before:
+            waited = math.fsum([each[1] for each in counts]) / len(counts)
+            running = (self._sequence_s - since.sequence_s) / seconds - waited
+            if running >= 1.0:
+                steps = (tokens - before) / running
+                self._newest_pace = seconds / self._expected(model, since, seconds, steps, budget)
+        self.pace = min(newest, self._newest_pace)
+
+    def _expected(
+        self, model: LatencyModel, since: Mark, seconds: float, steps: float, budget: float
+    ) -> float:
+        """Return the model's seconds of `steps` decode steps in `seconds` since a mark."""
         engine_s = seconds * self.engines
         running = (self._sequence_s - since.sequence_s) / engine_s
         if running < 1.0:
@@ -192,9 +228,8 @@ class SpeedTracker:
             delay_s = delay_of_reading_s(read_s, max(1.0, mean_prompt), running, step_s, budget)
             delay_s *= prompts / self.engines
             expected_s += delay_s
-        self.last_expected_s = expected_s
         self.last_mixed = delay_s > _MIXED_SHARE * expected_s
-        return self._observe(expected_s, seconds, now)
+        return expected_s
 
     def observe_prefill(self, expected_s: float, seconds: float, now: float) -> bool:
         """Learn from a prompt's `seconds`, expected in `expected_s`. Return True if the factor changed."""

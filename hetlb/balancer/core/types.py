@@ -316,7 +316,7 @@ class Lease:
         "hold", "id", "incarnation", "incoming", "instance", "judged", "key", "kv_prompt_tokens", "kv_tokens",
         "mark", "mixed", "outcome", "output_tokens", "own", "predicted_output", "promised_tokens",
         "prompt_tokens", "reported_cached_tokens", "request", "seen_s", "shared", "unread_tokens",
-        "work_ns",
+        "waited_s", "work_ns",
     )  # fmt: skip
 
     def __init__(
@@ -351,6 +351,8 @@ class Lease:
         self.predicted_output = predicted_output
         self.dispatched_at = dispatched_at
         self.shared = shared
+        #: Seconds that its request had waited at the dispatch.
+        self.waited_s = 0.0
         self.first_token_at: float | None = None
         #: Forecast at the dispatch, seconds: until the first token, per further token, until the end (of a
         #: decode leg without the transfer).
@@ -497,8 +499,9 @@ class EngineSample(PickleByFields):
     #: Prompt tokens fetched from other engines, and computed, since the engine started.
     fetched_tokens: int | None = None
     computed_tokens: int | None = None
-    #: Tokens that it has computed since it started: prompts that were read, and answers.
+    #: Tokens that it has computed since it started: prompts that were read, and answers; answers alone.
     generated: int | None = None
+    answered: int | None = None
 
 
 # --- commands ---

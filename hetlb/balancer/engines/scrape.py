@@ -21,7 +21,7 @@ from hetlb.balancer.clients.access import PLAIN_ACCESS, EngineAccess
 from hetlb.balancer.config.fleet_tables import ScrapeTable
 from hetlb.balancer.config.urls import bracketed
 from hetlb.balancer.core.engine_metrics import EnginePage
-from hetlb.balancer.core.engine_tables import OTHER_PAGE
+from hetlb.balancer.core.engine_tables import PAGES
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import (
     AdminState,
@@ -332,11 +332,12 @@ class EngineWatch:
     async def read_metrics(self, name: str) -> EngineSample | None:
         page = EnginePage()
         try:
-            status, body = await self._get(name, self._pages.get(name, "/metrics"), page)
+            path = self._pages.get(name, PAGES[0])
+            status, body = await self._get(name, path, page)
         except (_LocalTroubleError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
             return None
-        if body[:1] == b"[":
-            self._pages[name] = OTHER_PAGE
+        if body[:1] == b"[" or status == 404:
+            self._pages[name] = PAGES[(PAGES.index(path) + 1) % len(PAGES)]
             return None
         return page.sample() if status == 200 else None
 

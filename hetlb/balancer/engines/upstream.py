@@ -21,7 +21,6 @@ from hetlb.balancer.http.paced_reading import PacedReader
 if TYPE_CHECKING:
     from hetlb.balancer.engines.engine_pools import EnginePool
 
-_MAX_HEAD_BYTES: Final = 32 << 10
 #: Maximum number of interim answers (1xx).
 MAX_INTERIM: Final = 16
 #: Bytes of an answer that are looked at before other connections have their turn, where that is costly.
@@ -221,7 +220,9 @@ class EngineConnection(PacedReader):
             if len(data) > TURN_BYTES or self.reading is not _OPEN:
                 self._rest = self._rest[self._rest_at :] + data if self._rest else data
                 self._rest_at = 0
-                if self.reading is _OPEN:
+                if self.reading is _OPEN and self._turns.waiting:
+                    self._continue_later()
+                elif self.reading is _OPEN:
                     self._take_part(carried)
                 return
             decoder = self._decoder
@@ -268,12 +269,12 @@ class EngineConnection(PacedReader):
             seen = len(self._buffer)
             if seen:
                 self._buffer += data
-                if not head_end(self._buffer, _MAX_HEAD_BYTES, seen=seen):
+                if not head_end(self._buffer, seen=seen):
                     return
                 data = bytes(self._buffer)
                 self._buffer.clear()
             while True:
-                end = head_end(data, _MAX_HEAD_BYTES)
+                end = head_end(data)
                 if not end:
                     self._buffer += data
                     if self.state is not EngineState.HEAD:

@@ -69,6 +69,10 @@ class Attempt(Carried):
         """True if the scheduler may take the request from an engine of which nothing came."""
         return True
 
+    def token_at(self, heard_at: float) -> float:
+        """Return the time of its newest token; `heard_at` is that of the newest bytes."""
+        return heard_at
+
     @property
     def tokens_so_far(self) -> int:
         """Output tokens until now, 0 of an answer that is no stream."""

@@ -217,9 +217,9 @@ class Driver(Host):
         for exchange in self.exchanges.values():
             lease = exchange.record.lease
             if lease is not None and exchange.phase is Phase.STREAMING:
-                name = lease.instance
-                if exchange.since > found.get(name, -math.inf):
-                    found[name] = exchange.since
+                at = exchange.attempt.token_at(exchange.since)
+                if at > found.get(lease.instance, -math.inf):
+                    found[lease.instance] = at
         return found
 
     def tokens_so_far(self, lease: Lease) -> int:

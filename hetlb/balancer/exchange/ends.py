@@ -41,6 +41,9 @@ UNSEEN: Final = End(
 REFUSED: Final = End("refused", "the whole answer, 4xx", Outcome.UPSTREAM_REFUSED)
 BUSY: Final = End("busy", "429, or 503 with `Retry-After`, no room elsewhere", Outcome.UPSTREAM_BUSY)
 SERVER_ERROR: Final = End("server-error", "the whole answer, 5xx", Outcome.UPSTREAM_ERROR)
+NO_ANSWER: Final = End(
+    "no-answer", "200 without an answer: empty, a page, cut JSON, an error, no token", Outcome.UPSTREAM_ERROR
+)
 NOT_ACCEPTED: Final = End(
     "not-accepted", "no connection: refused, not in time, or the name has no address", Outcome.CONNECT_FAILED
 )
@@ -84,7 +87,7 @@ STOPPED: Final = End("stopped", "the proxy shuts down", Outcome.SHUTDOWN)
 
 #: All of them, in the order of the table.
 ENDS: tuple[End, ...] = (
-    ANSWERED, UNSEEN, REFUSED, BUSY, SERVER_ERROR, NOT_ACCEPTED, LOOP, MOVED, DROPPED, UNREAD,
+    ANSWERED, UNSEEN, REFUSED, BUSY, SERVER_ERROR, NO_ANSWER, NOT_ACCEPTED, LOOP, MOVED, DROPPED, UNREAD,
     NOT_HANDED_OVER, JUNK, HEAD_CUT, SILENT, BROKEN, STALLED, ERROR_EVENT, REFUSED_IN_STREAM, LAST_MISSING,
     OTHERWISE, NOTICE, HELD_UP, IDLE, LEFT, LOCAL, FAULT, STOPPED,
 )  # fmt: skip

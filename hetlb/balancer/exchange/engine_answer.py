@@ -10,7 +10,7 @@ from hetlb.balancer.exchange.streamed_answer import StreamedAnswer
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.http1 import ResponseHead
 from hetlb.balancer.http.retry_after import retry_after_s
-from hetlb.balancer.http.sse import TAIL_BYTES, usage_in_tail
+from hetlb.balancer.http.sse import TAIL_BYTES, is_answer, usage_in_tail
 from hetlb.balancer.http.transfer_fields import TransferFilter, harmless
 
 #: RFC 5842, 7.2.
@@ -55,7 +55,13 @@ class EngineAnswer:
         head = self.head
         if head.status != 200 or not head.fields.get(b"content-type", b"").lower().startswith(_EVENTS):
             return False
-        return head.fields.get(b"content-encoding", b"identity").lower() == b"identity"
+        return self._is_legible
+
+    @property
+    def _is_legible(self) -> bool:
+        """True if its body is not compressed."""
+        codings = {value.lower() for name, value in self.head.headers if name == b"content-encoding"}
+        return codings <= {b"", b"identity"}
 
     @property
     def refuses(self) -> bool:
@@ -117,13 +123,15 @@ class EngineAnswer:
             return usage_in_tail(self.tail)
         return stream.usage()
 
-    @property
-    def end(self) -> End:
+    def end(self, generates: bool) -> End:
+        """Return how a whole answer ended; `generates`: its request asks for tokens."""
         stream, status = self.stream, self.head.status
         if stream is not None and stream.failed:
             return ends.REFUSED_IN_STREAM if stream.refused else ends.ERROR_EVENT
         if status < 400:
-            return ends.ANSWERED
+            if not generates or (is_answer(self.tail) if stream is None else stream.says_tokens):
+                return ends.ANSWERED
+            return ends.NO_ANSWER if self._is_legible else ends.ANSWERED
         if status == 429 or (status == 503 and self.busy_s is not None):
             return ends.BUSY
         # A loop behind another proxy is no failure of that one.
@@ -133,7 +141,7 @@ class EngineAnswer:
         """Return a whole answer that is no stream as event and end, where the client has the head of one."""
         status = self.head.status
         if self.stream is None and status >= 400:
-            return error_responses.upstream_error_event(status, self.tail, path), self.end
+            return error_responses.upstream_error_event(status, self.tail, path), self.end(True)
         text = "The instance did not answer with a stream."
         event = error_responses.error_event(error_responses.BAD_UPSTREAM, text, path)
         # A whole answer of another kind may be what the request asked for: no failure of the instance.

@@ -29,7 +29,7 @@ from hetlb.balancer.http.openai_body import Call
 from hetlb.balancer.telemetry.request_record import RequestRecord
 
 #: Kinds of which a stream is server-sent events, and may hold comments.
-_SSE_KINDS = frozenset({Kind.CHAT, Kind.COMPLETION, Kind.RESPONSES, Kind.MESSAGES})
+SSE_KINDS: Final = (Kind.CHAT, Kind.COMPLETION, Kind.RESPONSES, Kind.MESSAGES)
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
 _QUEUED: Final = Phase.QUEUED
 _SENT: Final = Phase.SENT
@@ -103,7 +103,7 @@ class Exchange:
         self.record = RequestRecord(
             request, kind, head.method, head.path, label, tenant, now, call.prompts, call.prompt_tokens_total
         )
-        self.response = ClientResponse(client, head, label, now, call.stream and kind in _SSE_KINDS)
+        self.response = ClientResponse(client, head, label, now, call.stream and kind in SSE_KINDS)
         self.host = host
         self.now = host.now
         self.call = call

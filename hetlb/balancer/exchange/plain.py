@@ -23,12 +23,13 @@ from hetlb.balancer.exchange.attempt import Attempt
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.engine_answer import LOOP_STATUS, EngineAnswer
-from hetlb.balancer.exchange.exchange import Exchange, Maker
+from hetlb.balancer.exchange.exchange import SSE_KINDS, Exchange, Maker
 from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.exchange.streamed_answer import LAST_EVENT, StreamedAnswer
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import ResponseHead
+from hetlb.balancer.http.sse import is_comment
 
 #: Bytes of a busy engine's answer that are kept; more than that waits in its connection.
 _KEPT_BYTES: Final = 64 << 10
@@ -184,8 +185,10 @@ class Plain(Attempt):
             return None
         if whole and not payload:
             return payload
-        exchange, stream = self.exchange, answer.stream
-        record, now = exchange.record, exchange.now()
+        record, stream, now = self.exchange.record, answer.stream, self.exchange.now()
+        if stream is not None and not whole and self.response.may_beat and is_comment(payload):
+            self.response.beat(now, payload)  # it proves nothing: until there is an event, another may answer
+            return None
         if record.first_byte_at is None:
             record.first_byte_at = now
         if record.status < 400:
@@ -274,7 +277,7 @@ class Plain(Attempt):
         if out:
             response.write(out)
         self.take_usage(answer)
-        exchange.finish(answer.end)
+        exchange.finish(answer.end(record.kind in SSE_KINDS))
 
     def take_usage(self, answer: EngineAnswer) -> None:
         """Put exact counts in the place of estimates, where the engine gave them."""
@@ -283,6 +286,10 @@ class Plain(Attempt):
         sensible = record.counted(completion, prompt, cached)
         if sensible and prompt is not None and not record.request.prompt_exact and not record.resumed_tokens:
             self.driver.learn_prompt(record.request.model, exchange.call, prompt)
+
+    def token_at(self, heard_at: float) -> float:
+        stream = None if self.answer is None else self.answer.stream
+        return heard_at if stream is None else stream.text_at
 
     @property
     def tokens_so_far(self) -> int:
@@ -423,7 +430,8 @@ class Plain(Attempt):
         exchange, phase = self.exchange, self.exchange.phase
         first_byte_s, idle_s = table.first_byte_timeout_s, table.idle_timeout_s
         silent_s = now - exchange.since
-        if silent_s < min(LEAST_SILENCE_S, first_byte_s, idle_s) or not (
+        still_s = now - max(self.token_at(exchange.since), self.lease.dispatched_at)
+        if still_s < min(LEAST_SILENCE_S, first_byte_s, idle_s) or not (
             phase is _SENT or phase is _STREAMING
         ):
             return

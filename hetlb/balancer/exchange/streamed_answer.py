@@ -17,8 +17,8 @@ class StreamedAnswer(SseWatcher):
     """The stream of one answer. What passes for every token allocates nothing but what it counts."""
 
     __slots__ = (
-        "_begins", "_fine", "_gaps", "_hides_ids", "_read_last", "_shape", "_silent", "_text_at", "_vain",
-        "lost",
+        "_begins", "_fine", "_gaps", "_hides_ids", "_read_last", "_shape", "_silent", "_vain", "lost",
+        "text_at",
     )  # fmt: skip
 
     def __init__(self, hold_usage: bool, silent: int, hides_ids: bool = False) -> None:
@@ -28,7 +28,8 @@ class StreamedAnswer(SseWatcher):
         self.lost: bytes | None = None
         self._hides_ids = hides_ids
         self._silent = silent
-        self._text_at = 0.0
+        #: Time of its newest event, 0.0 before the first.
+        self.text_at = 0.0
         self._gaps: GapHistogram | None = None
         #: Counts of the times between its tokens, by milliseconds.
         self._fine: list[int] | None = None
@@ -58,13 +59,13 @@ class StreamedAnswer(SseWatcher):
         """Text came. Called for about every token."""
         fine = self._fine
         if fine is not None:
-            gap_s = now - self._text_at
+            gap_s = now - self.text_at
             ms = int(gap_s * 1e3 + 0.5)
             if ms < FINE_MS:
                 fine[ms] += 1
             elif self._gaps is not None:
                 self._gaps.long(gap_s)
-        self._text_at = now
+        self.text_at = now
 
     def read(self, payload: bytes, now: float) -> bytes:
         before = self.events
@@ -75,7 +76,7 @@ class StreamedAnswer(SseWatcher):
             if before > self._silent:
                 self.text_came(now)
             else:
-                self._text_at = now
+                self.text_at = now
         return payload
 
     def learn_shape(self) -> None:

@@ -1,22 +1,25 @@
 """Causes of a state that is not well: one table behind status, dashboard, `top`, alerts and `/metrics`.
 
-Each has a severity, a sentence and advice. The state of a model is the worst severity among its causes. A
-wait makes it never milder while it lasts: the longer the oldest request waits, the worse.
+Each has a severity, a sentence and advice. The state of a model is the worst severity among its causes. That
+of a wait follows from the oldest request alone: it never gets milder while that wait grows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from hetlb.balancer.core.demand import Demand
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import AdminState, Health
 from hetlb.balancer.telemetry.recent import InstanceShare
 
 #: An instance that takes this many times as long as its profile says is slow.
 SLOW: Final = 1.5
+#: The same by its engine's own count of tokens in the last seconds, which is less sure.
+PACE: Final = 2.5
 #: Share of answers that fail by an engine's doing, and their least number.
 FAILING: Final = 0.05
 LEAST_FAILED: Final = 3
@@ -27,6 +30,8 @@ LEAST_ENDED: Final = 10
 LONG_WAIT_S: Final = 5.0
 #: A report of an instance that is older than this is stale, in seconds.
 STALE_S: Final = 5.0
+#: Requests of a class are recent for this long, in seconds.
+RECENT_S: Final = 60.0
 #: Share of what waits that one tenant of several has.
 HOG: Final = 0.6
 LEAST_WAITING: Final = 8
@@ -58,6 +63,7 @@ SEVERITIES: Final = {
     "notice": State.BUSY,
     "client_errors": State.BUSY,
     "tenant_hog": State.BUSY,
+    "hopeless_target": State.BUSY,
     "saturated": State.BUSY,
 }
 ORDER: Final = tuple(State)
@@ -127,11 +133,15 @@ def of_instance(each: Instance, share: InstanceShare | None, now: float) -> Stat
     if share is not None and share.failed >= LEAST_FAILED and share.failed > FAILING * share.ended:
         sentence = f"{100 * share.failed / share.ended:.0f} % of what {name} answers fails"
         return StateCause("fails", name, sentence, f"The log of {name} says why.")
-    if each.profiled and each.speed.seen and each.speed.factor >= SLOW:
-        sentence = f"{name} takes {each.speed.factor:.1f} times as long as its profile says"
+    stale_s = 0.0 if each.sample_at is None else now - each.sample_at
+    slower = each.speed.factor if each.speed.seen else 1.0
+    if each.speed.pace >= PACE and stale_s <= STALE_S:
+        slower = max(slower, each.speed.pace)
+    if each.profiled and slower >= SLOW:
+        sentence = f"{name} takes {slower:.1f} times as long as its profile says"
         return StateCause("slow", name, sentence, "Look at its GPU, or profile it again.")
-    if each.sample_at is not None and now - each.sample_at > STALE_S:
-        sentence = f"the last report of {name} is {now - each.sample_at:.0f} s old"
+    if stale_s > STALE_S:
+        sentence = f"the last report of {name} is {stale_s:.0f} s old"
         return StateCause("stale_report", name, sentence, f"See why /metrics of {name} is not read.")
     return None
 
@@ -162,26 +172,44 @@ def of_clients(refused: int, ended: int) -> StateCause | None:
     return StateCause("client_errors", "", sentence, "Look in the request log which client sends them.")
 
 
-def of_tenants(waiting: Mapping[str, int]) -> StateCause | None:
-    """Return the cause of one tenant that has most of what waits, None if none has; `waiting` by tenant."""
+def of_tenants(waiting: Mapping[str, int], served: Set[str]) -> StateCause | None:
+    """Return the cause of one tenant that has most of what waits, None if none has.
+
+    `waiting` is by tenant; requests of `served` run: those that go before a hog's wait nowhere.
+    """
     total = sum(waiting.values())
-    if total < LEAST_WAITING or len(waiting) < 2:
-        return None
-    name, count = max(waiting.items(), key=lambda each: each[1])
-    if count < HOG * total:
+    name, count = max(waiting.items(), key=lambda each: each[1], default=("", 0))
+    if total < LEAST_WAITING or len(served | waiting.keys()) < 2 or count < HOG * total:
         return None
     sentence = f"tenant {name or 'without a name'} has {count} of {total} requests that wait"
     return StateCause("tenant_hog", name, sentence, "Others go first; limit its key, or add a server.")
 
 
-def of_wait(waiting: int, oldest_s: float, grows: bool, held: str = "") -> StateCause | None:
+def of_targets(demand: Demand, now: float) -> list[StateCause]:
+    """Return a cause for each class whose recent requests all missed their targets."""
+    return [
+        StateCause(
+            "hopeless_target",
+            "",
+            f"no answer of class {each.name or 'without a name'} has met its targets",
+            "No server is that fast: loosen the targets, or add a faster one.",
+        )
+        for each in demand.protected
+        if each.hopeless and now - each.newest_s <= RECENT_S
+    ]
+
+
+def of_wait(
+    waiting: int, oldest_s: float, held: str = "", hog: StateCause | None = None
+) -> StateCause | None:
     """Return the cause of requests that wait, None if none does; `held` lists servers out by hand."""
     if not waiting:
         return None
     wait = "1 request waits" if waiting == 1 else f"{waiting} requests wait"
-    if oldest_s >= LONG_WAIT_S or grows:
+    whose = "" if hog is None else f", most of them of tenant {hog.instance or 'without a name'}"
+    if oldest_s >= LONG_WAIT_S:
         back = f"set {held} ready again, " if held else ""
         advice = f"More comes than can be served: {back}add a server, or limit clients."
-        return StateCause("long_wait", "", f"{wait}, the oldest for {oldest_s:.0f} s", advice)
+        return StateCause("long_wait", "", f"{wait}, the oldest for {oldest_s:.0f} s{whose}", advice)
     advice = "All servers are in full use: another server would shorten that."
-    return StateCause("saturated", "", f"{wait}, the oldest for {oldest_s:.1f} s", advice)
+    return StateCause("saturated", "", f"{wait}, the oldest for {oldest_s:.1f} s{whose}", advice)

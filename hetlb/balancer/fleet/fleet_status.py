@@ -20,6 +20,7 @@ from hetlb.balancer.fleet.causes import (
     in_order,
     of_clients,
     of_instance,
+    of_targets,
     of_tenants,
     of_transfers,
     of_wait,
@@ -27,11 +28,8 @@ from hetlb.balancer.fleet.causes import (
 )
 from hetlb.balancer.telemetry.recent import BIN_S, InstanceShare, Recent
 
-#: Requests that ended within so many seconds count; a queue grows in the half of it.
+#: Requests that ended within these seconds count.
 WINDOW_S: Final = 30.0
-#: So many times the size of `WINDOW_S` before, and more than a few: a queue grows.
-GROWN: Final = 1.3
-LEAST_QUEUE: Final = 8
 #: From this load on a model is busy.
 BUSY: Final = 0.8
 #: Arrivals are counted over this long, in seconds, and at least over this long.
@@ -145,7 +143,12 @@ def _of_model(
     recent: Recent,
     now: float,
 ) -> ModelStatus:
-    entries = [entry for entry in scheduler.queue if entry.request.model == model]
+    # Background waits by its nature.
+    entries = [
+        entry
+        for entry in scheduler.queue
+        if entry.request.model == model and not entry.request.service.background
+    ]
     waiting = len(entries)
     oldest_s = max([now - entry.arrived_at for entry in entries], default=0.0)
     able = [each for each in instances if each.routable and each.health.state is Health.UP]
@@ -158,12 +161,12 @@ def _of_model(
         return ModelStatus(model, State.DOWN, 0.0, served, 0.0, "", 0.0, why, total, 0, (down,))
     found = [of_instance(each, shares.get(each.name), now) for each in instances]
     held = [each.name for each in instances if each.admin is not AdminState.READY]
-    found.append(
-        of_wait(waiting, oldest_s, _grows(recent, model, waiting, now), _listed(held) if held else "")
-    )
-    found.append(of_tenants(Counter(entry.request.tenant or "" for entry in entries)))
+    running = {lease.request.tenant or "" for each in able for lease in each.leases.values() if waiting}
+    hog = of_tenants(Counter(entry.request.tenant or "" for entry in entries), running)
+    found += [hog, of_wait(waiting, oldest_s, _listed(held) if held else "", hog)]
     refused, ended = recent.refused(WINDOW_S, now)
     found.append(of_clients(refused, ended))
+    found += of_targets(scheduler.placement.demands[model], now)
     splits = scheduler.placement.splits
     if splits is not None:
         found += of_transfers(splits.failing(now), able)
@@ -210,15 +213,6 @@ def _arrival_rate(scheduler: Scheduler, recent: Recent, model: str, now: float) 
             since = now - levels[3]
             return (demand.arrivals - levels[2].get(model, 0)) / since if since >= LEAST_S else None
     return None
-
-
-def _grows(recent: Recent, model: str, waiting: int, now: float) -> bool:
-    """Return True if the queue of a model has grown throughout: half a window ago, and since."""
-    first, last = math.ceil((now - WINDOW_S / 2) / BIN_S), math.floor((now - WINDOW_S / 6) / BIN_S)
-    shown = [recent.stretches[number] for number in range(first, last + 1) if number in recent.stretches]
-    half = [each.levels[0].get(model, 0) for each in shown if each.levels is not None]
-    grown = bool(half) and waiting >= GROWN * max(half) and half[-1] >= half[0]
-    return grown and waiting >= LEAST_QUEUE
 
 
 def _capacity(scheduler: Scheduler, model: str, able: Sequence[Instance]) -> float | None:

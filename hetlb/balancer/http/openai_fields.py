@@ -44,12 +44,6 @@ class RequestFields(msgspec.Struct):
     sampling_params: msgspec.Raw = msgspec.Raw(b"")
 
 
-class PromptTokensDetails(msgspec.Struct):
-    """Prompt tokens found in the prefix cache (`--enable-prompt-tokens-details`)."""
-
-    cached_tokens: int | None = None
-
-
 class Usage(msgspec.Struct):
     """Token counts of an engine, in the names of either API. Prompt tokens are of all prompts, each once."""
 
@@ -57,8 +51,8 @@ class Usage(msgspec.Struct):
     output_tokens: int | None = None
     prompt_tokens: int | None = None
     input_tokens: int | None = None
-    prompt_tokens_details: PromptTokensDetails | None = None
-    input_tokens_details: PromptTokensDetails | None = None
+    prompt_tokens_details: msgspec.Raw = msgspec.Raw(b"")
+    input_tokens_details: msgspec.Raw = msgspec.Raw(b"")
 
 
 class Holder(msgspec.Struct):

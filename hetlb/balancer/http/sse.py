@@ -25,8 +25,13 @@ _BOM: Final = b"\xef\xbb\xbf"
 #: JSON without a value, and lists without a choice.
 _NO_VALUE: Final = (b"", b"null")
 _NO_CHOICES: Final = (b"", b"null", b"[]")
+_NO_ERROR: Final = (*_NO_VALUE, b'""', b"false", b"{}", b"[]")
+#: Fields that hold a plain answer, of OpenAI, Anthropic and Cohere; first bytes of a list and an object.
+_ANSWERS: Final = ("choices", "output", "content", "message", "data", "results")
+_NESTED: Final = (b"[", b"{")
 #: Fields that say nothing where an event has no choice.
 _NAMES: Final = ("id", "object", "created", "model", "choices", "usage")
+_COMMENTS: Final = re.compile(rb"(?:[\r\n]|:[^\r\n]*[\r\n])+")
 _FINISH_REASON: Final = b'"finish_reason"'
 _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
 
@@ -36,6 +41,7 @@ _REFUSALS: Final = re.compile(
     r"|request_too_large|context_length_exceeded|content_policy_violation"
 )
 _NO_HOLDER: Final = Holder()
+_NONE: Final = msgspec.Raw(b"")
 
 _decoder = msgspec.json.Decoder(EventFields)
 _usage_decoder = msgspec.json.Decoder(Usage, strict=False)
@@ -73,9 +79,9 @@ class SseWatcher:
     """
 
     __slots__ = (
-        "_after_cr", "_begun", "_each", "_ending", "_first", "_hold", "_long", "_max_held", "_passing",
-        "_tail", "cached_tokens", "completion_tokens", "done", "events", "failed", "prompt_tokens",
-        "refused", "understood",
+        "_after_cr", "_begun", "_each", "_ending", "_first", "_hold", "_long", "_max_held", "_odd",
+        "_passing", "_tail", "cached_tokens", "completion_tokens", "done", "events", "failed",
+        "prompt_tokens", "refused", "understood",
     )  # fmt: skip
 
     def __init__(self, hold_usage: bool) -> None:
@@ -89,6 +95,7 @@ class SseWatcher:
         self._tail = bytearray()  # the unfinished event at the end of what was fed
         self._passing = 0  # how much of the tail was passed on already
         self._long = False  # the tail is what was kept of an event too long to be read
+        self._odd = False  # something came that is neither an event that is read nor a comment
         #: Event that ends a choice and waits for the next one, b"" for none.
         self._ending = b""
         #: Events that carry content: about one per token.
@@ -181,7 +188,12 @@ class SseWatcher:
     @property
     def whole(self) -> bool:
         """True if it ended as streams of tokens do, or is none that is understood."""
-        return self.done or self.failed or (self._begun and not self.understood)
+        return self.done or self.failed or ((self.events > 0 or self._odd) and not self.understood)
+
+    @property
+    def says_tokens(self) -> bool:
+        """True if an event had a JSON object that carries content."""
+        return self.understood and self.events > 0
 
     @property
     def part_is_out(self) -> bool:
@@ -222,6 +234,7 @@ class SseWatcher:
             del tail[:end]
         if len(tail) <= self._max_held and not self._passing:
             return comments
+        self._odd = True
         # Too long to wait for the end of a choice, which belongs before it.
         out = comments + self.release() + bytes(tail[self._passing :])
         if len(tail) > self._max_held + 1:
@@ -266,6 +279,7 @@ class SseWatcher:
         """Read one whole event and add to `kept` what goes on."""
         data = data_of(event)
         if not data:
+            self._odd = True
             kept.append(event + _END)  # it dispatches nothing
             return
         read = self._read(event, data)
@@ -307,7 +321,7 @@ class SseWatcher:
         except NOT_JSON:
             self.events += 1
             return event
-        if (error := _error_of(fields, data)) not in _NO_VALUE:
+        if (error := _error_of(fields, data)) not in _NO_ERROR:
             self.failed = True
             self.refused = _is_refusal(error)
             self._take_usage(_inner(bytes(fields.response)).usage)
@@ -334,9 +348,9 @@ class SseWatcher:
             return
         self.completion_tokens = _first(usage.completion_tokens, usage.output_tokens, self.completion_tokens)
         self.prompt_tokens = _first(usage.prompt_tokens, usage.input_tokens, self.prompt_tokens)
-        details = usage.prompt_tokens_details or usage.input_tokens_details
-        if details is not None:
-            self.cached_tokens = _first(details.cached_tokens, self.cached_tokens)
+        cached = _CACHED_TOKENS.search(bytes(usage.prompt_tokens_details or usage.input_tokens_details))
+        if cached is not None:
+            self.cached_tokens = int(cached[1])
 
     def _without_usage(self, event: bytes, data: bytes, only_usage: bool) -> bytes:
         """Return an event without its usage, b"" where nothing is left of it to pass on.
@@ -376,6 +390,11 @@ def _comments_end(lines: bytes | bytearray) -> int:
     return end
 
 
+def is_comment(lines: bytes) -> bool:
+    """Return True if these are whole comments and empty lines alone."""
+    return lines[:1] in (b":", b"\r", b"\n") and _COMMENTS.fullmatch(lines) is not None
+
+
 def _finishes(data: bytes) -> bool:
     """Return True if an event ends a choice."""
     if data.find(b"\\u00") < 0:
@@ -395,12 +414,9 @@ def _inner(raw: bytes) -> Holder:
 
 
 def _error_of(fields: EventFields, data: bytes) -> bytes:
-    """Return the error that an event says, in the form of any API, b"" or b"null" for none.
-
-    vLLM before 0.10 and the Responses API have its fields in the event itself.
-    """
+    """Return the error of an event (of vLLM before 0.10 and of Responses the event itself), b"" for none."""
     kind, error = bytes(fields.type), bytes(fields.error)
-    if error in _NO_VALUE and (kind == b'"error"' or bytes(fields.object) == b'"error"'):
+    if error in _NO_ERROR and (kind == b'"error"' or bytes(fields.object) == b'"error"'):
         return data
     if kind == b'"response.failed"':
         inner = bytes(_inner(bytes(fields.response)).error)
@@ -431,7 +447,7 @@ def _first(*values: int | None) -> int | None:
 #: Bytes of the end of a plain body that are kept: `usage` stands near it.
 TAIL_BYTES: Final = 16 << 10
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?([0-9]{1,10})[,}\s]')
-_CACHED_TOKENS = re.compile(rb'"cached_tokens":\s?([0-9]{1,10})[,}\s]')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*"?([0-9]{1,10})[",.}\s]')
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens":\s?([0-9]{1,10})[,}\s]')
 
 
@@ -461,3 +477,22 @@ def usage_in_tail(tail: bytes) -> tuple[int | None, int | None, int | None]:
         None if prompt is None else int(prompt[1]),
         None if cached is None else int(cached[1]),
     )
+
+
+def is_answer(tail: bytes) -> bool:
+    """Return True if a plain body that ends in `tail` answers a request for tokens, in the form of any API.
+
+    Of a longer body than `tail` holds only its end is looked at.
+    """
+    if tail[:1] == b"{" and tail[-1:] == b"}" and tail.find(b'"choices":[{') >= 0:
+        # As vLLM and OpenAI write it; in text the quotes would be escaped.
+        if tail.find(b'"usage":{') >= 0 and tail.find(b'"error"') < 0:
+            return True
+    elif len(tail) >= TAIL_BYTES:
+        return tail.rstrip()[-1:] == b"}"
+    try:
+        fields = _object.decode(tail)
+    except NOT_JSON:
+        return False
+    failed = bytes(fields.get("error", _NONE)) not in _NO_ERROR
+    return not failed and any(bytes(fields.get(name, _NONE))[:1] in _NESTED for name in _ANSWERS)

@@ -54,7 +54,8 @@ def sentence(
     off = max(able, key=lambda part: abs(part.work_share - part.speed_share))
     if abs(off.work_share - off.speed_share) <= NEAR + 1 / max(1, requests):
         worst = round(100 * abs(off.work_share - off.speed_share))
-        return True, f"Balanced: shares of work and speed agree within {worst} points{tail}."
+        begin = "Balanced" if worst <= 100 * NEAR else "Few requests ended"
+        return True, f"{begin}: shares of work and speed agree within {worst} points{tail}."
     less = min(able, key=lambda part: part.work_share - part.speed_share)
     more = max(able, key=lambda part: part.work_share - part.speed_share)
     state = "idle" if less.work_share < IDLE else "given less than its share"

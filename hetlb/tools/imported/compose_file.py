@@ -56,7 +56,9 @@ def _take_service(
         return
     key = flags.pop("api-key", "") or environment.get("VLLM_API_KEY", "")
     most = flags.pop("max-num-seqs", "") or flags.pop("max-running-requests", "")
-    instance = DraftInstance(f"http://{name}:{port}", name, api_key_env=draft.key_variable(key, name))
+    variable = draft.key_variable(key, name, asked=True)
+    host = "127.0.0.1" if service.get("network_mode") == "host" else name
+    instance = DraftInstance(f"http://{host}:{port}", name, api_key_env=variable)
     if most.isdigit() and int(most):
         instance.max_num_seqs = int(most)
     table = draft.model(names[0])
@@ -128,7 +130,9 @@ def _filled(text: str) -> str:
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[3]
-        if (found := os.environ.get(name)) is not None and "KEY" not in name and "TOKEN" not in name:
+        if "KEY" in name or "TOKEN" in name:
+            return f"${{{name}}}"
+        if (found := os.environ.get(name)) is not None:
             return found
         default = match[2] if match[1] and "-" in match[0] else None
         return match[0] if default is None else default

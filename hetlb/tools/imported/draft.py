@@ -15,7 +15,10 @@ from hetlb.errors import ConfigError
 #: A line on stderr shows no more of a directive.
 _MOST_SHOWN_CHARACTERS = 400
 #: Keys that stand for none.
-_NO_KEYS = {"", "none", "null", "empty", "dummy", "no-key", "sk-no-key", "token-abc123", "xxx", "na", "n/a"}
+_NO_KEYS = re.compile(
+    r"(?i)|(sk-)?(no|not|none|null|empty|dummy|fake|any|anything|local|placeholder|token-abc123|x+|n/?a|1234)"
+    r"([-_ ]?(key|needed|used|required|set))*"
+)
 _REFERENCE = re.compile(r"(?:os\.environ/|\$\{?)([A-Za-z_][A-Za-z0-9_]*)\}?")
 
 
@@ -88,10 +91,13 @@ class FleetDraft:
         model.instances.append(instance)
         return True
 
-    def key_variable(self, value: object, server: str) -> str | None:
-        """Return the variable that holds a key, a new one where the key stands in the file; None of none."""
+    def key_variable(self, value: object, server: str, *, asked: bool = False) -> str | None:
+        """Return the variable that holds a key, a new one where the key stands in the file; None of none.
+
+        `asked`: it is what the server asks for, whatever its text; a client may state one that says nothing.
+        """
         text = str(value or "").strip()
-        if text.lower() in _NO_KEYS:
+        if not text or (not asked and _NO_KEYS.fullmatch(text) is not None):
             return None
         if (reference := _REFERENCE.fullmatch(text)) is not None:
             return self._variable(reference[1])

@@ -66,8 +66,11 @@ def _take_deployment(draft: FleetDraft, where: str, entry: Any, public: dict[str
         draft.leave(where, f"{asked}: api_base {base}", "state the address itself")
         return
     if "*" in served or "*" in asked:
-        host = urlsplit(base).hostname or "server"
-        model = draft.model(host, "a pattern in LiteLLM; the servers' own names are learnt")
+        if "*" in served:
+            host = urlsplit(base).hostname or "server"
+            model = draft.model(host, "a pattern in LiteLLM; the servers' own names are learnt")
+        else:
+            model = draft.model(served)
         draft.leave(where, f"model_name {asked}", "clients ask for the servers' own names, without a prefix")
     else:
         model = draft.model(served)

@@ -23,6 +23,8 @@ _TIMES: Final = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZES: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _SECONDS: Final = {"proxy_connect_timeout": "connect_timeout_s", "proxy_read_timeout": "first_byte_timeout_s"}
 _MOST_INCLUDES: Final = 8
+#: Paths of locations that are not for the API.
+_ASIDE: Final = re.compile(r"/(health|healthz|metrics|ping|version|docs|status)\b")
 
 
 @dataclass(slots=True)
@@ -186,12 +188,13 @@ def _take_server(
     locations = [
         each for each in server.inside("location") if any(passed.used for passed in each.inside("proxy_pass"))
     ]
+    api = [each for each in locations if not _ASIDE.search(each.words[-1])]
     for location in locations:
         location.used = True
         if location.words[1:] != ["/"]:
             draft.leave(location.where, " ".join(location.words), "hetlb serves all paths of the API")
         for each in location.block or ():
-            if len(locations) == 1:  # else it is of some requests alone
+            if [location] == api:  # else it is of some requests alone
                 _take_settings(draft, each)
 
 

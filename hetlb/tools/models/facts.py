@@ -20,6 +20,7 @@ from hetlb.tools.models.degrees import ModelShape, accepted
 from hetlb.tools.models.families import ARCHITECTURES, FAMILIES, INNER_TABLES, WRAPPERS
 from hetlb.tools.models.family import Family
 from hetlb.tools.models.feed_forward import feed_forward
+from hetlb.tools.models.kv_groups import KvBytes, allocated
 from hetlb.tools.models.layer import Layer, Scope, Weights, linear, plain
 from hetlb.tools.models.quantization import PLAIN_BITS, Quantization, read_quantization
 
@@ -37,7 +38,8 @@ class ModelFacts:
 
     Of a mixture, each token takes `chosen` of `experts` in every sparse layer; `expert_bytes` are of all of
     them, `expert_parameters` too. `embedding_parameters`: an input table that is looked up, never read whole.
-    `kv_heads`: (KV heads, 0 of a latent; their share of the bytes of a token).
+    `kv_heads`: (KV heads, 0 of a latent; their share of the bytes of a token). `set_aside`: the cache that an
+    engine gives a sequence, None where that is what it needs.
     """
 
     name: str
@@ -59,6 +61,17 @@ class ModelFacts:
     embedding_parameters: int = 0
     kv_bytes_per_value: float = 2.0
     kv_heads: tuple[tuple[int, float], ...] = ()
+    set_aside: KvBytes | None = None
+
+    @property
+    def needed(self) -> KvBytes:
+        """Return the cache that a sequence fills."""
+        return KvBytes(self.kv_bytes_per_token, self.kv_windows, self.state_bytes)
+
+    @property
+    def allocated(self) -> KvBytes:
+        """Return the cache that an engine gives a sequence (see `kv_groups`)."""
+        return self.set_aside or self.needed
 
     @property
     def expert_parallel(self) -> bool:
@@ -67,13 +80,15 @@ class ModelFacts:
 
     @property
     def kv_need(self) -> KvNeed | None:
-        """Return what a sequence needs, in tokens of a KV cache; None where that is its tokens."""
-        return kv_need(self.kv_bytes_per_token, self.kv_windows, self.state_bytes)
+        """Return what a sequence is given, in tokens of a KV cache; None where that is its tokens."""
+        given = self.allocated
+        return kv_need(given.per_token, given.windows, given.state)
 
     @property
     def cached_token_bytes(self) -> float:
         """Return the bytes of a token of a KV cache: of the layers that keep all tokens, else of windows."""
-        return self.kv_bytes_per_token or math.fsum(size for _, size in self.kv_windows)
+        given = self.allocated
+        return given.per_token or math.fsum(size for _, size in given.windows)
 
     @property
     def passed_parameters(self) -> int:
@@ -101,9 +116,8 @@ class ModelFacts:
         )
 
     def kv_bytes(self, tokens: float) -> float:
-        """Return the bytes of cache of one sequence of so many tokens."""
-        windows = math.fsum(size * min(tokens, window) for window, size in self.kv_windows)
-        return self.kv_bytes_per_token * tokens + windows + self.state_bytes
+        """Return the bytes of cache that one sequence of so many tokens fills."""
+        return self.needed.of(tokens)
 
     def touched_experts(self, tokens: float) -> float:
         """Return the share of the experts that a batch of tokens reaches, each choosing by itself."""
@@ -129,6 +143,14 @@ class ModelFacts:
                 {"tokens": tokens, "bytes_per_token": _number(size)} for tokens, size in self.kv_windows
             ],
             "state_bytes": self.state_bytes,
+            "kv_allocated": {
+                "bytes_per_token": _number(self.allocated.per_token),
+                "windows": [
+                    {"tokens": tokens, "bytes_per_token": _number(size)}
+                    for tokens, size in self.allocated.windows
+                ],
+                "state_bytes": _number(self.allocated.state),
+            },
             "layers": dict(self.kinds),
             "tensor_parallel_sizes": None if self.shape is None else accepted(self.shape),
             "expert_parallel": None if self.shape is None else self.expert_parallel,
@@ -322,6 +344,7 @@ def _facts(
         embedding_parameters=0 if tied else keys.whole("vocab_size") * keys.whole("hidden_size"),
         kv_bytes_per_value=cache,
         kv_heads=tuple((heads, values / dense) for heads, values in kept.items() if values),
+        set_aside=allocated([layer.mixer for layer in layers], cache),
     )
 
 

@@ -33,10 +33,11 @@ def _name(raw: Mapping[str, Any], path: Path) -> str:
 
 
 def model_info(facts: ModelFacts, name: str | None = None) -> ModelInfo:
-    """Return the `model` of a profile."""
+    """Return the `model` of a profile, with the cache that engines give a sequence."""
+    given = facts.allocated
     return ModelInfo(
         name=name or facts.name,
-        kv_bytes_per_token=math.ceil(facts.kv_bytes_per_token) or None,
-        kv_windows=tuple(KvWindow(tokens=w, bytes_per_token=size) for w, size in facts.kv_windows) or None,
-        state_bytes=facts.state_bytes or None,
+        kv_bytes_per_token=math.ceil(given.per_token) or None,
+        kv_windows=tuple(KvWindow(tokens=w, bytes_per_token=size) for w, size in given.windows) or None,
+        state_bytes=math.ceil(given.state) or None,
     )

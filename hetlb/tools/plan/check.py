@@ -62,7 +62,7 @@ def _check_option(cluster: Cluster, machine: Machine, option: Option) -> None:
     room = degree * (usable - machine.reserved_bytes_per_gpu) - weights
     longest = cluster.limits.max_input_tokens + cluster.limits.max_output_tokens
     copies = Fraction(repr(model.known.replication(degree)))
-    need = Fraction(repr(model.known.kv_bytes(longest))) * copies
+    need = Fraction(repr(model.known.allocated.of(longest))) * copies
     tokens = max(0, room // (model.kv_bytes_per_token * copies))
     if option.memory.kv_cache_tokens != tokens:
         raise PlanError(f"{where}: expected {tokens} KV tokens, got {option.memory.kv_cache_tokens}")

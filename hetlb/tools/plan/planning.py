@@ -30,10 +30,14 @@ AGREED = 0.005
 
 @dataclass(frozen=True)
 class Table:
-    """All that a plan is made from; the last two, of which `longest_tokens` is of a request, need a trace."""
+    """All that a plan is made from; the last two, of which `longest_tokens` is of a request, need a trace.
+
+    `ties`: configurations left out of the problem, as simpler ones equal them.
+    """
 
     market: Market
     problem: Problem
+    ties: tuple[Configuration, ...] = ()
     clustering: Clustering | None = None
     longest_tokens: int | None = None
 
@@ -112,19 +116,20 @@ def make_table(
                     f"of {', '.join(sorted(known))}, got {name!r}"
                 )
         configurations.append(replace(candidate, throughput=rates))
-    if not market.file.configurations:
-        configurations = without_ties(configurations)
+    kept = configurations if market.file.configurations else without_ties(configurations)
+    names = {each.name for each in kept}
+    ties = tuple(each for each in configurations if each.name not in names)
     target = market.file.target
     problem = Problem(
         types,
-        tuple(configurations),
+        tuple(kept),
         market.available,
         market.prices,
         market.budget,
         None if target is None else target.request_rate,
     )
     longest_row = None if rows is None else max(prompt + output for prompt, output in rows)
-    return Table(market, problem, clustering, longest_row)
+    return Table(market, problem, ties, clustering, longest_row)
 
 
 # --- the plan -------------------------------------------------------------------------------------------
@@ -210,18 +215,24 @@ def correct_mixes(
 # --- baselines ------------------------------------------------------------------------------------------
 
 
-def baselines(planned: SolvedPlan, limits: SolveLimits) -> dict[str, dict[str, float]]:
-    """Return the same budget (or target) spent otherwise; what serves nothing is left out."""
+def baselines(
+    planned: SolvedPlan, limits: SolveLimits, ties: Sequence[Configuration] = ()
+) -> dict[str, dict[str, float]]:
+    """Return the same budget (or target) spent otherwise; what serves nothing is left out.
+
+    `ties` are those of the table: one degree for all takes them, too.
+    """
     problem, plan, every = planned.problem, planned.plan, planned.problem.configurations
+    tied = (*every, *ties)
     of_gpu = {
         gpu: replace(problem, configurations=tuple(c for c in every if set(c.gpus) == {gpu}))
         for gpu in sorted({gpu for c in every for gpu in c.gpus})
     }
     of_degree = {
         f"TP {degree}": replace(
-            problem, configurations=tuple(c for c in every if c.stages[0].tensor_parallel_size == degree)
+            problem, configurations=tuple(c for c in tied if c.stages[0].tensor_parallel_size == degree)
         )
-        for degree in sorted({c.stages[0].tensor_parallel_size for c in every})
+        for degree in sorted({c.stages[0].tensor_parallel_size for c in tied})
     }
     variants = {"homogeneous ({})": of_gpu}
     if problem.budget_per_hour < INFINITY or problem.request_rate:

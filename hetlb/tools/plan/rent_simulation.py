@@ -17,7 +17,7 @@ from functools import partial
 
 from hetlb.balancer.config.profile_file import Profile
 from hetlb.balancer.core.policies.base import PlannedType
-from hetlb.balancer.core.policies.worth import busy_s
+from hetlb.balancer.core.policies.worth import ALIKE_LENGTHS, busy_s, log_ratio
 from hetlb.tools.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
 from hetlb.tools.plan.highs import LinearProgram, SolveLimits
 from hetlb.tools.plan.planning import Table
@@ -75,32 +75,50 @@ def planned_types(plan: RentPlan, kinds: Sequence[RequestType]) -> tuple[Planned
 def worth_of(problem: Problem, plan: RentPlan) -> tuple[tuple[str, float], ...]:
     """Return what each instance adds to a plan, in requests per second: the price of its time.
 
-    By the times that the policy itself computes, so that its costs and these prices go together.
+    By the times that the policy itself computes, so that its costs and these prices go together; types whose
+    prompts are alike are one, as lengths of answers are predicted by prompts.
     """
     program = LinearProgram()
     rate = program.column(1.0)
-    serving: dict[str, list[tuple[int, float]]] = {each.name: [] for each in problem.workloads}
+    together = _told_apart(problem.workloads)
+    serving: list[list[tuple[int, float]]] = [[] for _ in together]
     rows: dict[str, int] = {}
     for name, engine in engines_of(problem, plan).items():
         limits, columns = engine.limits, []
         sizes = limits.kv_cache_tokens, limits.max_num_seqs, limits.max_num_batched_tokens
-        for kind in problem.workloads:
-            if (
-                kind.model == problem.by_name[name].model
-                and kind.longest_tokens <= limits.max_sequence_tokens
-            ):
-                lengths = kind.input_tokens, kind.output_tokens
-                seconds = busy_s(engine.latency, *sizes, *lengths, limits.need)
+        for kinds, served in zip(together, serving, strict=True):
+            fit = [kind for kind in kinds if kind.longest_tokens <= limits.max_sequence_tokens]
+            if fit and fit[0].model == problem.by_name[name].model:
+                busy = [
+                    kind.share
+                    * busy_s(engine.latency, *sizes, kind.input_tokens, kind.output_tokens, limits.need)
+                    for kind in fit
+                ]
+                whole = math.fsum(kind.share for kind in kinds) / math.fsum(kind.share for kind in fit)
                 columns.append(program.column())
-                serving[kind.name].append((columns[-1], 1.0 / seconds))
+                served.append((columns[-1], 1.0 / (whole * math.fsum(busy))))
         rows[name] = program.row([(column, 1.0) for column in columns], upper=float(plan.counts[name]))
-    for kind in problem.workloads:
-        program.row([(rate, -kind.share), *serving[kind.name]], lower=0.0)
+    for served in serving:  # so many times its share of each
+        program.row([(rate, -1.0), *served], lower=0.0)
     solution = program.solve(SolveLimits())
     if solution is None:
         return ()
     price = {name: abs(float(solution.duals[row])) for name, row in rows.items()}
     return tuple((own, price[name]) for name, names in instance_names(plan).items() for own in names)
+
+
+def _told_apart(kinds: Sequence[RequestType]) -> list[list[RequestType]]:
+    """Return the types in groups of one model with prompts that are alike."""
+    found: list[list[RequestType]] = []
+    for kind in kinds:
+        for group in found:
+            alike = log_ratio(group[0].input_tokens, kind.input_tokens) <= ALIKE_LENGTHS
+            if alike and group[0].model == kind.model:
+                group.append(kind)
+                break
+        else:
+            found.append([kind])
+    return found
 
 
 def engines_of(problem: Problem, plan: RentPlan) -> dict[str, EngineSpec]:

@@ -90,7 +90,7 @@ def memory(cluster: Cluster, machine: Machine, part: Part) -> Memory:
     weights = exact(model.parameters) * exact(model.bytes_per_parameter)
     room = kv_bytes([(usable, share) for share in _shares(cluster, part)], weights)
     copies, longest = exact(model.known.replication(part.tensor_parallel_size)), cluster.limits.tokens
-    need = exact(model.known.kv_bytes(longest))
+    need = exact(model.known.allocated.of(longest))
     tokens = math.floor(room / (model.kv_bytes_per_token * copies))
     return Memory(max(0, tokens), max(0, math.ceil(need * copies - room)))
 

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from typing import Any
 
 from hetlb.balancer.config.profile_file import EngineInfo, Hardware, ModelInfo, ProfileSource
+from hetlb.balancer.core.engine_defaults import batch_limits
 from hetlb.errors import ConfigError, ProfileError
 from hetlb.tools.models.facts import ModelFacts, read_facts
 from hetlb.tools.models.model_file import model_info
@@ -32,7 +33,8 @@ _LARGE_DECODE = (
 )
 #: The KV cache is what vLLM would leave with its own default share of memory.
 _MEMORY_SHARE = 0.9
-_MAX_NUM_BATCHED_TOKENS, _MAX_NUM_SEQS = 8192, 256
+#: Tokens of a pass of a long prompt.
+_PASS_TOKENS = 8192
 #: All-reduces below this say more of a machine's wiring than of its GPUs.
 _SLOW_ALL_REDUCE_BYTES_S = 8e9
 #: SMs of GPUs on which vLLM decodes with kernels that split all contexts over equally many blocks.
@@ -64,11 +66,19 @@ class Layout:
         }
 
 
-def query(model: str, system: str, layout: Layout, *, scale: float = 1.0) -> Measurements:
+def query(
+    model: str,
+    system: str,
+    layout: Layout,
+    *,
+    scale: float = 1.0,
+    max_num_batched_tokens: int | None = None,
+    max_num_seqs: int | None = None,
+) -> Measurements:
     """Ask for the grid, of one data-parallel rank while all are alike busy.
 
-    Raises `ProfileError` where there is no answer. `engine.kv_cache_tokens` is None where the model does not
-    fit.
+    Limits of a batch that are not given are vLLM's on this GPU; `engine.kv_cache_tokens` is None where the
+    model does not fit. Raises `ProfileError` where there is no answer.
     """
     from aiconfigurator_core.sdk import (  # type: ignore[import-not-found, unused-ignore]
         engine,
@@ -77,6 +87,9 @@ def query(model: str, system: str, layout: Layout, *, scale: float = 1.0) -> Mea
         utils,
     )
 
+    usual_tokens, usual_seqs = batch_limits(system, None)
+    batched = max_num_batched_tokens or max(usual_tokens, max_num_seqs or 0)
+    seqs = max_num_seqs or min(usual_seqs, batched)
     with _quiet():
         try:
             handle = engine.EngineHandle.compile(model, system, "vllm", **layout.arguments)
@@ -91,7 +104,7 @@ def query(model: str, system: str, layout: Layout, *, scale: float = 1.0) -> Mea
                 f"--model {model} --system {system} --tp {layout.tp} --data-parallel {layout.dp}"
                 f"{' --expert-parallel' if layout.expert_parallel else ''}: {first}"
             ) from error
-        cache = _kv_cache(memory, model, system, layout)
+        cache = _kv_cache(memory, model, system, layout, batched, seqs)
     facts, reason = _facts(model, config.get("raw_config", {}))
     note = "kernel tables measured on the GPU, composed; they hold no host time"
     return Measurements(
@@ -110,8 +123,8 @@ def query(model: str, system: str, layout: Layout, *, scale: float = 1.0) -> Mea
             data_parallel_size=layout.dp if layout.dp > 1 else None,
             enable_expert_parallel=True if layout.expert_parallel else None,
             kv_cache_tokens=None if facts is None else _kv_tokens(facts, cache, layout),
-            max_num_seqs=_MAX_NUM_SEQS,
-            max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=batched,
         ),
         hardware=Hardware(
             gpu=system,
@@ -194,8 +207,8 @@ def _points(handle: Any, scale: float) -> list[Point]:
 
 
 def _long_prefill(handle: Any, length: int, scale: float) -> Point:
-    """Return a prompt in passes of the token budget, as an engine reads it."""
-    step = _MAX_NUM_BATCHED_TOKENS
+    """Return a prompt in passes, as an engine reads it."""
+    step = _PASS_TOKENS
     starts = range(0, length, step)
     total_ms = sum(handle.predict_prefill_latency(1, start + step, prefix=start) for start in starts)
     return Point(StepKind.PREFILL, 1, length, scale * total_ms / 1e3, passes=len(starts))
@@ -209,7 +222,9 @@ def _all_reduce_bytes_s(handle: Any, hidden: int, tp: int) -> float | None:
     return 2.0 * hidden * tokens * 2.0 * (tp - 1) / tp / (ms / 1e3) if tp > 1 and ms > 0.0 else None
 
 
-def _kv_cache(memory: Any, model: str, system: str, layout: Layout) -> dict[str, Any]:
+def _kv_cache(
+    memory: Any, model: str, system: str, layout: Layout, batched: int, seqs: int
+) -> dict[str, Any]:
     """KV cache of a rank by the library; empty where the model does not fit."""
     try:
         found: dict[str, Any] = memory.estimate_kv_cache(
@@ -217,8 +232,8 @@ def _kv_cache(memory: Any, model: str, system: str, layout: Layout) -> dict[str,
             system,
             "vllm",
             "current",
-            max_num_tokens=_MAX_NUM_BATCHED_TOKENS,
-            max_batch_size=_MAX_NUM_SEQS,
+            max_num_tokens=batched,
+            max_batch_size=seqs,
             memory_fraction_kind="of_total",
             memory_fraction_value=_MEMORY_SHARE,
             **layout.arguments,

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -92,18 +92,25 @@ class Point:
     uncertainty: float = 0.0
 
 
-def middle(seconds: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of the middle half of samples, and its standard error as a share of it.
+#: Samples this many deviations from the median do not count.
+_FAR = 3.0
 
-    A median would choose one of two values where a clock counts in milliseconds. The error is that of a
-    median of normal samples: 1.25 deviations over the root of their number, a deviation being 1.48 times
-    the median distance from the median.
+
+def middle(seconds: Sequence[float], clock_s: float = 0.0) -> tuple[float, float]:
+    """Return the mean of samples near their median, and its standard error as a share of it.
+
+    `clock_s`: deviation that the clock alone gives a sample. A median would choose one of two values where a
+    clock counts in milliseconds, and three samples that agree by chance would pass for sure ones. Of a single
+    one the error is not known: 0.
     """
-    ordered, count = sorted(seconds), len(seconds)
-    cut = (count + 3) // 4 if count > 2 else 0
-    found, centre = fmean(ordered[cut : count - cut]), median(ordered)
-    distance = median(abs(each - centre) for each in ordered)
-    return found, 1.25 * 1.48 * distance / math.sqrt(count) / max(found, 1e-12)
+    if len(seconds) == 1:
+        return seconds[0], 0.0
+    centre = median(seconds)
+    spread = 1.48 * median(abs(each - centre) for each in seconds)
+    near = [each for each in seconds if abs(each - centre) <= _FAR * max(spread, clock_s)]
+    found = fmean(near)
+    deviation = max(stdev(near) if len(near) > 1 else 0.0, clock_s)
+    return found, deviation / math.sqrt(len(near)) / max(found, 1e-12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +129,19 @@ class FitResult:
     tile: int | None = None
 
 
-def merge_repeats(points: Iterable[Point]) -> list[Point]:
-    """Return one point for each phase and size, in sorted order: the middle of its repeats."""
+def merge_repeats(points: Iterable[Point], clock_s: float = 0.0) -> list[Point]:
+    """Return one point for each phase and size, in sorted order: the middle of its repeats.
+
+    `clock_s`: deviation that the clock gives a time, of which a decode step is a mean over many.
+    """
     repeats: dict[tuple[StepKind, int, int, int], list[Point]] = {}
     for point in points:
         key = (point.phase, point.batch, point.length, point.prefill_tokens)
         repeats.setdefault(key, []).append(point)
     merged = []
     for _, same in sorted(repeats.items()):
-        seconds, uncertainty = middle([point.seconds for point in same])
+        clock = 0.0 if same[0].phase is StepKind.DECODE else clock_s
+        seconds, uncertainty = middle([point.seconds for point in same], clock)
         known = same[0].uncertainty if len(same) == 1 else uncertainty
         merged.append(replace(same[0], seconds=seconds, uncertainty=known))
     return merged
@@ -561,8 +572,9 @@ def fit_table(points: Sequence[Point]) -> DecodeTable:
 LEAST_MIXED = 2
 #: Factor by which the attention of decodes takes longer beside a prompt: 1.3 to 3.4 were measured.
 MIXED_FACTOR = 2.0
-#: Start of the search for the constants that are assumed 0, in tokens of a decode step's attention.
-_SEQUENCE_TOKENS, _PAIR_TOKENS = 24.0, 0.036
+#: Start of the search for the constants that are assumed 0, in tokens of a decode step's attention; of a
+#: sequence at least, in seconds: a host's time for it does not shrink with the GPU's.
+_SEQUENCE_TOKENS, _PAIR_TOKENS, _SEQUENCE_S = 24.0, 0.036, 1e-6
 
 
 def assumed_mixed(latency: LatencyModel) -> MixedTerm:
@@ -581,7 +593,8 @@ def fit_mixed(latency: LatencyModel, points: Sequence[Point]) -> MixedTerm:
     """Return the mixed term, weighted by 1/seconds, near the assumed one where the points do not decide."""
     assumed = assumed_mixed(latency)
     token_s = assumed.token_s / MIXED_FACTOR
-    start = np.array([_SEQUENCE_TOKENS * token_s, _PAIR_TOKENS * token_s, assumed.token_s, assumed.context_s])
+    sequence_s = max(_SEQUENCE_TOKENS * token_s, _SEQUENCE_S)
+    start = np.array([sequence_s, _PAIR_TOKENS * token_s, assumed.token_s, assumed.context_s])
     start = np.maximum(start, 1e-15)
     seconds = np.array([p.seconds for p in points])
 

@@ -26,6 +26,8 @@ INPUT = (
         "inputids",
         "prompttokenids",
         "tokensprompt",
+        "genaiusageinputtokens",
+        "genaiusageprompttokens",
     ),
 )
 OUTPUT = (
@@ -33,6 +35,7 @@ OUTPUT = (
     *("completiontokens", "completionlength", "generatedtokens", "generationtokens", "responsetokens"),
     *("numoutputtokens", "numcompletiontokens", "numberoutputtokens", "numdecodetokens", "decodetokens"),
     *("tokensize", "responselength", "outputtokencount", "tokenscompletion"),
+    *("genaiusageoutputtokens", "genaiusagecompletiontokens"),
 )
 _HASH_IDS = ("hashids", "blockhashes", "blockids")
 _SESSION = ("sessionid", "conversationid")

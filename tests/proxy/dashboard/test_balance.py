@@ -97,3 +97,9 @@ async def test_weighted_terms_add_up_to_the_score(tmp_path: Path) -> None:
                 weights = candidate["weights"]
                 total = sum(value * weights.get(name, 1.0) for name, value in candidate["terms"].items())
                 assert total == pytest.approx(candidate["score"])
+
+
+def test_a_few_requests_say_little() -> None:
+    found = [part("a", 1, 0.5), part("b", 0, 0.5)]
+    text = "Few requests ended: shares of work and speed agree within 50 points."
+    assert sentence(found, 5, "hetlb", requests=1) == (True, text)

@@ -1,7 +1,7 @@
 """`hetlb`, the default policy: late binding to the instance where a request costs all requests least time.
 
 1. Filter: an instance has room if it has a free slot and its KV cache, as expected in use, holds the request;
-   for a background request, if it also leaves room for requests with targets.
+   where classes have targets, if it also leaves room for tighter ones.
 2. Score: the sum of `TERMS`, each in seconds times its weight: what the request takes there, by how much it
    delays those that run there (the externality), what missed targets cost, and once no more requests come by
    how much all is done later.
@@ -36,7 +36,7 @@ from hetlb.balancer.core.policies.sight import (
     SchedulingContext,
     Sight,
 )
-from hetlb.balancer.core.policies.targets import leaves_room, shares_of_targets
+from hetlb.balancer.core.policies.targets import keep_free
 from hetlb.balancer.core.throttle import BLOCKED, NORMAL
 from hetlb.balancer.core.types import Candidate
 
@@ -74,12 +74,12 @@ class Evaluation:
         self._look_ahead(hold)
         # Without room it is rated for people alone, later: but not where the terms may change until then.
         service, protected = ctx.request.service, ctx.demand.protected
-        at_once = service.background or protected.count > 0 or ctx.adapter_load_s > 0.0
+        at_once = service.background or bool(protected) or ctx.adapter_load_s > 0.0
         for each in self._sights:
             if each.state == ROOM or at_once:
                 self._rated(each)
-        if ctx.request.service.background:
-            self._keep_free()
+        if protected and keep_free(ctx, self._sights):
+            self._full = True
         if hold and self._full:
             self._hold()
 
@@ -131,14 +131,6 @@ class Evaluation:
             spread *= instance.kv_need.grows
         return NO_MEMORY if each.used_tokens + spread > each.load.kv_cache_tokens else ROOM
 
-    def _keep_free(self) -> None:
-        """Take the background nowhere where requests with targets would miss them beside it."""
-        ctx = self._ctx
-        shares = shares_of_targets(ctx.demand.protected, self.instances, self.fleet.costs)
-        for each, share in zip(self._sights, shares, strict=True):
-            if each.state == ROOM and not leaves_room(ctx, each, share):
-                each.state = KEPT_FREE
-
     def _hold(self) -> None:
         """Pass slower instances over where waiting for a faster one that is full costs all requests less.
 
@@ -157,7 +149,7 @@ class Evaluation:
                 each.limit = full + weight * self._todo / left if left > 0.0 else math.inf
                 if each.limit < each.score:
                     each.state = HELD
-            elif full == math.inf and each.state in (NO_SLOT, NO_MEMORY):
+            elif full == math.inf and each.state in (NO_SLOT, NO_MEMORY, KEPT_FREE):
                 full = self._rated(each).score
 
     def _faster(self) -> list[tuple[Sight, float]]:

@@ -1,14 +1,21 @@
-"""Cost of missed targets: the request's own, those of requests that run, and the room kept free for them."""
+"""Cost of missed targets: the request's own, those of requests that run, and room for tighter classes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
-from hetlb.balancer.core.demand import Costs, Protected
 from hetlb.balancer.core.forecast_errors import normal_quantile
-from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.policies.sight import SchedulingContext, Sight
+from hetlb.balancer.core.policies.sight import KEPT_FREE, ROOM, SchedulingContext, Sight
+from hetlb.balancer.core.protected import Protected
+
+#: Share of the target of its first token that a request with targets waits for room beside tighter classes.
+_PATIENCE: Final = 0.3
+#: First tokens of a tighter class that a prompt may make late, times the margin squared.
+_MOST_LATE: Final = 0.25
+#: Steps of the searches for a batch and for a utilization.
+_HALVINGS: Final = 6
 
 
 def probability_of_miss(ctx: SchedulingContext, each: Sight) -> float:
@@ -34,8 +41,7 @@ def stake_s(ctx: SchedulingContext, each: Sight) -> float:
 
 def lost_by_others_s(ctx: SchedulingContext, each: Sight) -> float:
     """Seconds lost by requests with targets that run there and miss them because of this one."""
-    protected = ctx.demand.protected
-    now_s = each.seen.now_s
+    protected, now_s = ctx.demand.protected[0], each.seen.now_s
     if protected.tpot_s == math.inf or now_s <= 0.0:
         return 0.0
     batch, output = each.load.batch, max(1.0, protected.output)
@@ -51,61 +57,116 @@ def lost_by_others_s(ctx: SchedulingContext, each: Sight) -> float:
     return each.instance.stated_sequences * missed * lost_s
 
 
-def shares_of_targets(
-    protected: Protected, instances: Sequence[Instance], costs: Sequence[Costs]
-) -> list[float]:
-    """Share of the requests with targets that come to each instance, by its speed among those in time."""
-    context = protected.prompt + protected.output / 2.0
-    speed = 0.0
-    for instance, cost in zip(instances, costs, strict=True):
-        latency = instance.latency
-        in_time = latency.prefill_s(max(1.0, protected.prompt)) <= protected.ttft_s
-        if in_time and latency.step_s(1.0, context) <= protected.tpot_s:
-            speed += cost.speed
-    return [cost.speed / speed if speed > 0.0 else 0.0 for cost in costs]
+def keep_free(ctx: SchedulingContext, sights: Sequence[Sight]) -> bool:
+    """Set the state of instances with room that the request would take from tighter classes; True if any.
 
-
-def leaves_room(ctx: SchedulingContext, each: Sight, share: float) -> bool:
-    """Return True if requests with targets still meet them there beside this one of the background.
-
-    A `share` of them comes, as many at once as all but a part of 1 - attainment of Poisson arrivals make.
-    Forecasts count at the quantile of their errors at that attainment.
+    The tightest class comes first. A request with targets leaves room only while it has time to wait.
     """
-    load, latency, seen = each.load, each.load.latency, each.seen
-    protected, now = ctx.demand.protected, ctx.now
-    rate = protected.rate(now)
-    # None is expected while this one runs.
-    if not each.instance.stated_sequences and rate * each.end_s < 1.0 - protected.attainment:
-        return True
-    slow = each.instance.errors.step.quantile(protected.attainment)
-    late = each.instance.errors.first_token.quantile(protected.attainment)
-    context = protected.prompt + protected.output / 2.0
-    idle_s = latency.joining_s(0.0, load.asynchronous) + latency.prefill_s(max(1.0, protected.prompt))
-    never = latency.step_s(1.0, context) * slow > protected.tpot_s or idle_s * late > protected.ttft_s
-    if never or share <= 0.0:
-        return True  # no request with targets is served here in time
-    rate *= share / load.engines
-    z = normal_quantile(protected.attainment)
+    service, kept, rate = ctx.request.service, False, 0.0
+    targets = min(service.ttft_s, service.e2e_s), service.tpot_s, service.e2e_s
+    for protected in ctx.demand.protected:
+        if not service.background and protected.tightness() >= targets:
+            break
+        if protected.hopeless or (not service.background and ctx.waited_s > _PATIENCE * targets[0]):
+            continue
+        rate += protected.rate(ctx.now)
+        if rate > 0.0:
+            kept = _keep_free(ctx, sights, protected, rate) or kept
+    return kept
 
-    def most(mean: float) -> float:
-        return mean + z * math.sqrt(mean)
 
-    step_s = protected.tpot_s / slow if protected.tpot_s < math.inf else each.step_s
-    to_come = max(0.0, most(rate * protected.output * step_s) - each.instance.stated_sequences / load.engines)
-    batch = load.batch + each.own + to_come
-    used = each.used_tokens + to_come * load.engines * each.instance.needed(context)
-    if batch > load.slots or used > load.kv_cache_tokens:
-        return False
-    prompt = float(ctx.request.prompt_tokens)
-    tokens = seen.context + each.own * (prompt + ctx.predicted_output / 2.0) + to_come * context
-    decoding = each.with_s / each.step_s  # the rest of its time goes to prompts to come
-    if latency.step_s(batch, tokens) / decoding * slow > protected.tpot_s:
-        return False
-    if protected.ttft_s == math.inf:
-        return True
-    pending = seen.pending + each.prompts * (prompt - each.cached)
-    pending += max(0.0, most(rate * protected.ttft_s) - 1.0) * protected.prompt
-    first_s = latency.joining_s(each.with_s, load.asynchronous) + latency.first_token_s(
-        protected.prompt, 0.0, pending, batch, tokens, load.budget
+def _keep_free(ctx: SchedulingContext, sights: Sequence[Sight], protected: Protected, rate: float) -> bool:
+    """Keep instances free for `rate` requests/s of a class; True if any.
+
+    What all of them together serve in time must be what comes and one deviation of what runs then, times the
+    class's margin. First tokens that a prompt makes late, expected, are at most a part of one.
+    """
+    answer_s = protected.output * protected.step_s
+    wanted = rate
+    if answer_s < math.inf:
+        wanted += max(0.0, normal_quantile(protected.attainment)) * math.sqrt(rate / answer_s)
+    wanted *= protected.margin
+    served = [
+        _served(each, protected, each.load.batch, each.seen.context, each.seen.kv_tokens) for each in sights
+    ]
+    total, kept = math.fsum(served), False
+    for each, per_s in zip(sights, served, strict=True):
+        # None comes while this one runs, or none is served here in time.
+        if (
+            each.state != ROOM
+            or rate * each.end_s < 1.0 - protected.attainment
+            or _served(each, protected, 0.0, 0.0, 0.0) <= 0.0
+        ):
+            continue
+        tokens = each.seen.context + each.own * (ctx.prompt + ctx.predicted_output / 2.0)
+        left = total - per_s
+        left += _served(each, protected, each.load.batch + each.own, tokens, each.used_tokens)
+        late_s = _first_token_beside_s(ctx, each, protected) - protected.ttft_s
+        late = rate * late_s * (per_s / total if total > 0.0 else 1.0)
+        if left < wanted or late * protected.margin * protected.margin > _MOST_LATE:
+            each.state, kept = KEPT_FREE, True
+    return kept
+
+
+def _first_token_beside_s(ctx: SchedulingContext, each: Sight, protected: Protected) -> float:
+    """Return the seconds until the first token of a request of a class that comes right after this one."""
+    load = each.load
+    pending = each.seen.unread + each.prompts * (ctx.prompt - each.cached)
+    tokens = each.seen.context + each.own * ctx.prompt
+    own_s = load.latency.first_token_s(
+        protected.prompt, 0.0, pending, load.batch + each.own, tokens, load.budget
     )
-    return first_s * late <= protected.ttft_s
+    late = each.instance.errors.first_token.quantile(protected.attainment)
+    return load.latency.joining_s(each.with_s, load.asynchronous) + own_s * late
+
+
+def _served(each: Sight, protected: Protected, batch: float, tokens: float, used: float) -> float:
+    """Return the requests/s of a class that an instance serves in time beside a batch of an engine.
+
+    Those with targets in the batch are of them. The batch holds `tokens`; `used` of the KV cache are taken.
+    """
+    load, latency = each.load, each.load.latency
+    context = protected.prompt + protected.output / 2.0
+    prefill_s = latency.prefill_s(max(1.0, protected.prompt))
+    if prefill_s > protected.ttft_s:
+        return 0.0
+    own = each.instance.stated_sequences / load.engines
+    own = own if own < batch else batch
+    base, held = batch - own, tokens - own * context
+    held = held if held > 0.0 else 0.0
+    most = load.slots - base
+    room = (load.kv_cache_tokens - used) / (load.engines * each.instance.needed(context)) + own
+    most = room if room < most else most
+    decoding = each.with_s / each.step_s if batch > 0.0 else 1.0  # the rest of its time goes to prompts
+    limit_s = protected.step_s * decoding / each.instance.errors.step.quantile(protected.attainment)
+    if most <= 0.0 or latency.step_s(base + 1.0, held + context) > limit_s:
+        return 0.0
+    low, high = 1.0, most
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2.0
+        if latency.step_s(base + middle, held + middle * context) <= limit_s:
+            low = middle
+        else:
+            high = middle
+    step_s = latency.step_s(base + low, held + low * context) / decoding
+    first_s = prefill_s + step_s
+    per_s = min(
+        low / (protected.output * step_s + prefill_s),
+        _utilization(protected.ttft_s / first_s - 1.0, 1.0 - protected.attainment) / first_s,
+    )
+    return load.engines * per_s
+
+
+def _utilization(slack: float, late: float) -> float:
+    """Return the utilization at which a share `late` waits longer than `slack` service times.
+
+    Of M/M/1 (Kleinrock, Queueing Systems 1, 1975): P(wait > t) = rho exp(-(1 - rho) t).
+    """
+    low, high = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2.0
+        if middle * math.exp((middle - 1.0) * slack) <= late:
+            low = middle
+        else:
+            high = middle
+    return low

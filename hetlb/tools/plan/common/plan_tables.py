@@ -133,11 +133,12 @@ def _with_facts(model: Model, table: PlanModelTable, found: ModelFacts, where: s
         if stated is not None and stated != own:
             raise ConfigError(f"{where}.{key}: expected {own} as its config.json has, got {stated}")
     scale = 1.0 if table.kv_bytes_per_value is None else table.kv_bytes_per_value / found.kv_bytes_per_value
-    facts = replace(
-        found,
-        kv_bytes_per_token=model.kv_bytes_per_token or found.kv_bytes_per_token * scale,
-        kv_windows=tuple((tokens, size * scale) for tokens, size in found.kv_windows),
-    )
+    needed, given = found.needed.times(scale), found.allocated.times(scale)
+    if model.kv_bytes_per_token:
+        more = given.per_token / needed.per_token if needed.per_token else 1.0
+        needed = replace(needed, per_token=model.kv_bytes_per_token)
+        given = replace(given, per_token=model.kv_bytes_per_token * more)
+    facts = replace(found, kv_bytes_per_token=needed.per_token, kv_windows=needed.windows, set_aside=given)
     each = table.bytes_per_parameter
     if model.parameters or each is not None:
         facts = facts.with_weights(model.parameters or found.parameters, each)

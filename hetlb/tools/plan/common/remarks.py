@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.profile_file import Profile
 from hetlb.errors import ConfigError
 from hetlb.tools.plan.common.plan_tables import Machine, Model
@@ -25,8 +26,11 @@ def other_model(model: Model, profile: Profile) -> bool:
         return False
     if not _same_name(own.name, model.name):
         return True
-    bytes_each, known = own.kv_bytes_per_token, model.known.kv_bytes_per_token
-    return bytes_each is not None and known > 0 and abs(bytes_each - known) > _MOST_OFF * known
+    bytes_each, facts = own.kv_bytes_per_token, model.known
+    return bytes_each is not None and all(
+        known > 0 and abs(bytes_each - known) > _MOST_OFF * known
+        for known in (facts.kv_bytes_per_token, facts.allocated.per_token)
+    )
 
 
 def remarks(model: Model, found: Iterable[Profile]) -> list[str]:
@@ -49,6 +53,17 @@ def remarks(model: Model, found: Iterable[Profile]) -> list[str]:
 def remarks_on_machines(model: Model, machines: Iterable[Machine]) -> list[str]:
     """Return the remarks on the profiles of machines."""
     return remarks(model, (profile for machine in machines for profile in machine.profiles.values()))
+
+
+def remarks_on_fleet(fleet: Fleet) -> list[str]:
+    """Return a line for each profile of another model than is served under a name of a hub."""
+    found = []
+    for instance in fleet.instances:
+        profile = fleet.profiles.get(instance.name)
+        model = None if profile is None else profile.model
+        if model is not None and "/" in instance.model and not _same_name(model.name, instance.model):
+            found.append(f"{instance.name}: a profile of {model.name}, not of {instance.model}")
+    return found + [line for each in fleet.profiles.values() if (line := each.other_discipline)]
 
 
 def check_memory(

@@ -204,7 +204,7 @@ def candidates(plans: Sequence[SplitPlan], count: int) -> list[SplitPlan]:
 def why_nothing(cluster: SplitCluster) -> str:
     """One line that says what is missing where no group holds the model."""
     room = sum(machine.gpus * max(0.0, machine.usable_bytes) for machine in cluster.machines)
-    need = cluster.model.weight_bytes + cluster.model.known.kv_bytes(cluster.workload.longest_tokens)
+    need = cluster.model.weight_bytes + cluster.model.known.allocated.of(cluster.workload.longest_tokens)
     words = (
         f"{need / 1e9:.4g} GB for {cluster.model.name} and one request of {cluster.workload.longest_tokens}"
     )

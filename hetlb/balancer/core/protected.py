@@ -1,0 +1,95 @@
+"""Protected: requests of one class with targets; background and looser classes leave room for them."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.core.types import Lease
+
+#: Means follow the newest requests, as many as this.
+_NEWEST: Final = 64.0
+#: Of the share of answers that may miss a target the control aims at this part.
+_AIMED_SHARE: Final = 0.5
+#: Bound of `margin`'s logarithm: twenty times what is expected to come.
+_MOST_PRESSURE: Final = 3.0
+#: A class of which as many answers have ended, and none met its targets, cannot be served in time.
+_LEAST_ENDED: Final = 8
+
+
+class Protected:
+    """Targets of a class, its mean prompt and answer, the gap between its requests, and the share missed.
+
+    Where requests state targets of their own, the tightest count.
+    """
+
+    __slots__ = (
+        "attainment", "count", "e2e_s", "ended", "ever_met", "gap_s", "name", "newest_s", "output",
+        "pressure", "prompt", "tpot_s", "ttft_s",
+    )  # fmt: skip
+
+    def __init__(self, service: ServiceClass) -> None:
+        self.name = service.name
+        self.attainment = service.attainment
+        self.ttft_s = min(service.ttft_s, service.e2e_s)
+        self.tpot_s = service.tpot_s
+        self.e2e_s = service.e2e_s
+        self.count = self.ended = 0
+        self.prompt = self.output = self.gap_s = self.newest_s = 0.0
+        #: Rises with each answer that misses a target, falls with each other one: an integral control.
+        self.pressure = 0.0
+        self.ever_met = False
+
+    def tightness(self) -> tuple[float, float, float]:
+        """Return a key by which the tightest class comes first."""
+        return self.ttft_s, self.tpot_s, self.e2e_s
+
+    @property
+    def hopeless(self) -> bool:
+        """True if no answer met its targets yet: no server can, whatever others leave over."""
+        return not self.ever_met and self.ended >= _LEAST_ENDED
+
+    @property
+    def margin(self) -> float:
+        """Factor of the room that is kept free, by the share of answers that missed a target."""
+        return math.exp(self.pressure)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that a further token may take."""
+        whole_s = self.e2e_s / self.output if self.output > 1.0 else math.inf
+        return whole_s if whole_s < self.tpot_s else self.tpot_s
+
+    def arrived(self, service: ServiceClass, prompt: float, output: float, now: float) -> None:
+        """Note that a request came."""
+        gap_s = now - self.newest_s
+        if self.count > 1 and gap_s > _NEWEST * self.gap_s:
+            self.count, self.gap_s = 0, 0.0  # a silence longer than all that is remembered: a new stream
+        self.count = count = self.count + 1
+        gain = 1.0 / count if count < _NEWEST else 1.0 / _NEWEST
+        if count > 1:
+            self.gap_s += (gap_s - self.gap_s) / min(count - 1.0, _NEWEST)
+        self.newest_s = now
+        self.prompt += gain * (prompt - self.prompt)
+        self.output += gain * (output - self.output)
+        self.attainment = max(self.attainment, service.attainment)
+        self.ttft_s = min(self.ttft_s, service.ttft_s, service.e2e_s)
+        self.tpot_s = min(self.tpot_s, service.tpot_s)
+        self.e2e_s = min(self.e2e_s, service.e2e_s)
+
+    def answered(self, lease: Lease, now: float) -> None:
+        """Note that an answer ended well."""
+        request, began_at = lease.request, lease.dispatched_at - lease.waited_s
+        first_s = now - began_at if lease.first_token_at is None else lease.first_token_at - began_at
+        met = request.service.met(first_s, now - began_at, lease.output_tokens // request.sequences)
+        self.ended += 1
+        self.ever_met = self.ever_met or met
+        aimed = _AIMED_SHARE * (1.0 - self.attainment)
+        rise = -1.0 if met else (1.0 / aimed - 1.0 if aimed > 0.0 else math.inf)
+        self.pressure = min(_MOST_PRESSURE, max(0.0, self.pressure + rise / _NEWEST))
+
+    def rate(self, now: float) -> float:
+        """Return requests per second; it fades while none comes."""
+        gap_s = max(self.gap_s, now - self.newest_s)
+        return 1.0 / gap_s if self.count > 1 and gap_s > 0.0 else 0.0
