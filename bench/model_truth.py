@@ -446,7 +446,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", type=Path, nargs="?", default=ROOT.parent / "shared" / "data")
     parser.add_argument("--write", action="store_true", help="put the tables into bench/FIDELITY.md")
-    parser.add_argument("--only", help="truth-logs, truth-iterations, truth-loops or truth-corrections")
+    names = ("truth-logs", "truth-iterations", "truth-loops", "truth-corrections")
+    parser.add_argument("--only", choices=names, help="one table alone")
     args = parser.parse_args()
     parts: dict[str, Callable[[], str]] = {
         "truth-logs": lambda: logs(args.data),
