@@ -68,6 +68,10 @@ class SpanMaker(Protocol):
 class SharedBookings(Protocol):
     """Bookings of this scheduler and of its peers (`shared_view`)."""
 
+    delay_s: float
+
+    @property
+    def peer_leases(self) -> int: ...
     def on_arrival(self, request: Request, now: float) -> list[Command]: ...
 
 
@@ -76,7 +80,10 @@ class SharedFleet(Protocol):
 
     @property
     def peers(self) -> int: ...
+    @property
+    def view(self) -> SharedBookings: ...
 
+    connected: bool
     sent: int
     received: int
     rejected: int

@@ -402,12 +402,12 @@ def test_gauges_say_what_the_scheduler_believes() -> None:
 
 def test_the_oldest_in_the_queue() -> None:
     about = source(1)
-    assert value(written(about), "hetlb_queue_oldest_seconds") == 0
+    assert value(written(about), "hetlb_oldest_wait_seconds") == 0
     assert about.scheduler.queue.has_room(request(1))
     for number, at in ((1, 4.0), (2, 9.0)):
         about.scheduler.queue.push(request(number, body_bytes=10), at)
     found = written(about)
-    assert value(found, "hetlb_queue_oldest_seconds") == 8.5
+    assert value(found, "hetlb_oldest_wait_seconds") == 8.5
     assert (value(found, "hetlb_queue_requests"), value(found, "hetlb_queue_bytes")) == (2, 20)
 
 

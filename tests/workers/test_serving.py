@@ -156,7 +156,7 @@ async def test_the_oldest_goes_first_in_whichever_worker_it_waits(serve: Serve, 
         fleet = (await proxy.admin("/v1/fleet")).json
         assert fleet["queue"]["requests"] == 8, (fleet, engine.order, proxy.errors)
         await proxy.metric_until('hetlb_queue_requests{model="m"}', 8)
-        assert await proxy.metric("hetlb_queue_oldest_seconds") > 0
+        assert await proxy.metric("hetlb_oldest_wait_seconds") > 0
         refused = [await proxy.ask(**PROMPT, user="late") for _ in range(6)]
         assert {reply.status for reply in refused} == {429}
         for served in range(1, 9):
