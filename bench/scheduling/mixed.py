@@ -23,7 +23,7 @@ from typing import Any
 from cases import FLEETS, MODEL, Lab
 from measure import compiled
 from show import MIXED as RESULT
-from show import mixed_rows
+from show import mixed_rows, write_page
 
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.types import Request
@@ -149,6 +149,7 @@ def main() -> int:
             "requests_per_instance": args.per_instance,
         }  # fmt: skip
         RESULT.write_text(json.dumps({"made": made, "rows": rows}, indent=1) + "\n")
+        write_page()
     return 0
 
 
