@@ -10,6 +10,8 @@ from hetlb.balancer.core.types import Lease
 
 #: Means follow the newest requests, as many as this.
 _NEWEST: Final = 64.0
+#: Requests of this long ago count 1/e in their rate, seconds.
+_RATE_S: Final = 15.0
 #: Of the share of answers that may miss a target the control aims at this part.
 _AIMED_SHARE: Final = 0.5
 #: Bound of `margin`'s logarithm: twenty times what is expected to come.
@@ -19,13 +21,13 @@ _LEAST_ENDED: Final = 8
 
 
 class Protected:
-    """Targets of a class, its mean prompt and answer, the gap between its requests, and the share missed.
+    """Targets of a class, its mean prompt and answer, and the pressure of misses.
 
     Where requests state targets of their own, the tightest count.
     """
 
     __slots__ = (
-        "attainment", "count", "e2e_s", "ended", "ever_met", "gap_s", "name", "newest_s", "output",
+        "_arriving", "attainment", "count", "e2e_s", "ended", "ever_met", "name", "newest_s", "output",
         "pressure", "prompt", "tpot_s", "ttft_s",
     )  # fmt: skip
 
@@ -36,7 +38,7 @@ class Protected:
         self.tpot_s = service.tpot_s
         self.e2e_s = service.e2e_s
         self.count = self.ended = 0
-        self.prompt = self.output = self.gap_s = self.newest_s = 0.0
+        self.prompt = self.output = self.newest_s = self._arriving = 0.0
         #: Rises with each answer that misses a target, falls with each other one: an integral control.
         self.pressure = 0.0
         self.ever_met = False
@@ -63,13 +65,9 @@ class Protected:
 
     def arrived(self, service: ServiceClass, prompt: float, output: float, now: float) -> None:
         """Note that a request came."""
-        gap_s = now - self.newest_s
-        if self.count > 1 and gap_s > _NEWEST * self.gap_s:
-            self.count, self.gap_s = 0, 0.0  # a silence longer than all that is remembered: a new stream
+        self._arriving = self.rate(now) + 1.0 / _RATE_S
         self.count = count = self.count + 1
         gain = 1.0 / count if count < _NEWEST else 1.0 / _NEWEST
-        if count > 1:
-            self.gap_s += (gap_s - self.gap_s) / min(count - 1.0, _NEWEST)
         self.newest_s = now
         self.prompt += gain * (prompt - self.prompt)
         self.output += gain * (output - self.output)
@@ -90,6 +88,6 @@ class Protected:
         self.pressure = min(_MOST_PRESSURE, max(0.0, self.pressure + rise / _NEWEST))
 
     def rate(self, now: float) -> float:
-        """Return requests per second; it fades while none comes."""
-        gap_s = max(self.gap_s, now - self.newest_s)
-        return 1.0 / gap_s if self.count > 1 and gap_s > 0.0 else 0.0
+        """Return the requests per second of about the last `_RATE_S`, newer ones weighing more."""
+        since_s = now - self.newest_s
+        return self._arriving * math.exp(-since_s / _RATE_S) if since_s > 0.0 else self._arriving
