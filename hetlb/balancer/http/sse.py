@@ -31,7 +31,7 @@ _ANSWERS: Final = ("choices", "output", "content", "message", "data", "results")
 _NESTED: Final = (b"[", b"{")
 #: Fields that say nothing where an event has no choice.
 _NAMES: Final = ("id", "object", "created", "model", "choices", "usage")
-_COMMENTS: Final = re.compile(rb"(?:[\r\n]|:[^\r\n]*[\r\n])+")
+_FIELD_BEGINS: Final = re.compile(rb"(?:\A|[\r\n])[^:\r\n]")
 _FINISH_REASON: Final = b'"finish_reason"'
 _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
 
@@ -392,7 +392,7 @@ def _comments_end(lines: bytes | bytearray) -> int:
 
 def is_comment(lines: bytes) -> bool:
     """Return True if these are whole comments and empty lines alone."""
-    return lines[:1] in (b":", b"\r", b"\n") and _COMMENTS.fullmatch(lines) is not None
+    return lines[-1:] in (b"\r", b"\n") and _FIELD_BEGINS.search(lines) is None
 
 
 def _finishes(data: bytes) -> bool:
