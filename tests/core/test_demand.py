@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -125,6 +126,14 @@ def test_requests_with_targets_fade_from_what_is_protected() -> None:
     for number in range(100):
         protected.arrived(quick, 400.0, 100.0, 9000.0 + number / 4)
     assert protected.rate(9025.0) == pytest.approx(4.0, rel=0.25), "it follows within half a minute"
+
+
+def test_targets_that_were_loosened_count_within_as_many_requests_as_are_remembered() -> None:
+    protected = Protected(ServiceClass("quick", ttft_s=1.0, tpot_s=0.05, attainment=0.99))
+    loose = ServiceClass("quick", ttft_s=3.0, attainment=0.9)
+    for number in range(130):
+        protected.arrived(loose, 400.0, 100.0, float(number))
+    assert (protected.ttft_s, protected.tpot_s, protected.attainment) == (3.0, math.inf, 0.9)
 
 
 def test_the_tightest_class_is_first() -> None:

@@ -23,7 +23,7 @@ _LEAST_ENDED: Final = 8
 class Protected:
     """Targets of a class, its mean prompt and answer, and the pressure of misses.
 
-    Where requests state targets of their own, the tightest count.
+    Where requests state targets of their own, the tightest of the newest count.
     """
 
     __slots__ = (
@@ -33,15 +33,26 @@ class Protected:
 
     def __init__(self, service: ServiceClass) -> None:
         self.name = service.name
-        self.attainment = service.attainment
-        self.ttft_s = min(service.ttft_s, service.e2e_s)
-        self.tpot_s = service.tpot_s
-        self.e2e_s = service.e2e_s
-        self.count = self.ended = 0
+        self.count = 0
         self.prompt = self.output = self.newest_s = self._arriving = 0.0
         #: Rises with each answer that misses a target, falls with each other one: an integral control.
         self.pressure = 0.0
-        self.ever_met = False
+        self.ended, self.ever_met = 0, False
+        self._begin(service)
+
+    def _begin(self, service: ServiceClass) -> None:
+        """Begin anew with the targets of a request: an operator may have changed them."""
+        self.attainment = 0.0
+        self.ttft_s = self.tpot_s = self.e2e_s = math.inf
+        self._tighten(service)
+        if self.ever_met:
+            self.ended, self.ever_met = 0, False
+
+    def _tighten(self, service: ServiceClass) -> None:
+        self.attainment = max(self.attainment, service.attainment)
+        self.ttft_s = min(self.ttft_s, service.ttft_s, service.e2e_s)
+        self.tpot_s = min(self.tpot_s, service.tpot_s)
+        self.e2e_s = min(self.e2e_s, service.e2e_s)
 
     def tightness(self) -> tuple[float, float, float]:
         """Return a key by which the tightest class comes first."""
@@ -49,7 +60,7 @@ class Protected:
 
     @property
     def hopeless(self) -> bool:
-        """True if no answer met its targets yet: no server can, whatever others leave over."""
+        """True if no answer met its targets lately: no server can, whatever others leave over."""
         return not self.ever_met and self.ended >= _LEAST_ENDED
 
     @property
@@ -71,10 +82,10 @@ class Protected:
         self.newest_s = now
         self.prompt += gain * (prompt - self.prompt)
         self.output += gain * (output - self.output)
-        self.attainment = max(self.attainment, service.attainment)
-        self.ttft_s = min(self.ttft_s, service.ttft_s, service.e2e_s)
-        self.tpot_s = min(self.tpot_s, service.tpot_s)
-        self.e2e_s = min(self.e2e_s, service.e2e_s)
+        if count % _NEWEST == 0.0:
+            self._begin(service)
+        else:
+            self._tighten(service)
 
     def answered(self, lease: Lease, now: float) -> None:
         """Note that an answer ended well."""

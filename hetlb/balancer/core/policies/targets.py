@@ -126,7 +126,7 @@ def _served(each: Sight, protected: Protected, batch: float, tokens: float, used
     Those with targets in the batch are of them. The batch holds `tokens`; `used` of the KV cache are taken.
     """
     load, latency = each.load, each.load.latency
-    context = protected.prompt + protected.output / 2.0
+    context = max(1.0, protected.prompt + protected.output / 2.0)
     prefill_s = latency.prefill_s(max(1.0, protected.prompt))
     if prefill_s > protected.ttft_s:
         return 0.0
