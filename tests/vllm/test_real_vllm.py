@@ -256,14 +256,18 @@ async def test_capacity_is_what_each_engine_says(
 
 
 async def test_both_instances_get_work(proxy: real.Proxy, client: openai.AsyncOpenAI) -> None:
-    seen = []
-    async with proxy.policy("rr"):
-        for number in range(4):
-            raw = await client.completions.with_raw_response.create(
-                model="tiny", prompt=tokens(8, number), max_tokens=2, extra_body=EXACT
-            )
-            seen.append(raw.headers["x-hetlb-instance"])
-    assert seen in ([FAST, SLOW] * 2, [SLOW, FAST] * 2)
+    async def answered_by(number: int) -> str:
+        raw = await client.completions.with_raw_response.create(
+            model="tiny", prompt=tokens(8, number), max_tokens=2, extra_body=EXACT
+        )
+        return raw.headers["x-hetlb-instance"]
+
+    async with proxy.policy("rr"), asyncio.timeout(60):
+        # After several mistakes of clients in a row an instance gets one request at a time until one is well.
+        while await answered_by(0) != FAST:
+            pass
+        seen = [await answered_by(number) for number in range(4)]
+    assert seen == [SLOW, FAST] * 2
 
 
 async def test_160_at_once_complete_with_exactly_their_tokens(
