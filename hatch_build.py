@@ -20,11 +20,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 #: What every request and every token touches, and every event of a simulated fleet: plans are made of many.
-#: Not among them: what reads annotations while it runs (`balancer/http/openai_fields.py`), what is called
-#: once in a while, and what gains less than 2 us a plain request and 0.5 us a streamed chunk. Thousands of
-#: instructions of a chunk and a plain request (`bench/proxies/instructions.py`, 2026-11-27): all that is
-#: listed 5.7, 128; without telemetry 6.2, 177; without `clients` 6.3, 189; with `core` and the simulator
-#: alone 20.8, 349. Options cost or gain nothing while they are off; each serves requests of its own.
+#: Not among them: what reads annotations while it runs (`balancer/http/openai_fields.py`), and what is called
+#: once in a while.
 COMPILED = (
     "balancer/core/*.py",
     "balancer/core/policies/*.py",
@@ -35,15 +32,16 @@ COMPILED = (
     *(
         f"balancer/exchange/{name}.py"
         for name in (
-            "attempt", "driver", "engine_answer", "engine_request", "exchange", "plain",
-            "scheduler_driver", "scheduler_side", "streamed_answer",
+            "attempt", "driver", "ends", "engine_answer", "engine_request", "exchange",
+            "exchange_states", "plain", "scheduler_driver", "scheduler_side", "streamed_answer",
         )
     ),
     *(f"balancer/engines/{name}.py" for name in ("engine_pools", "upstream")),
     *(
         f"balancer/http/{name}.py"
         for name in (
-            "forward_headers", "http1", "openai_body", "paced_reading", "request_reader", "sse", "text_shape",
+            "connection_states", "error_responses", "forward_headers", "http1", "multipart", "openai_body",
+            "paced_reading", "request_reader", "sse", "text_shape",
         )
     ),
     *(
