@@ -6,33 +6,13 @@ import math
 import random
 
 import pytest
-from helpers import request
+from helpers import dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.balancer.core.demand import Demand, size_of
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.protected import Protected
-from hetlb.balancer.core.types import Lease
-
-
-def ended_lease(service: ServiceClass, number: int, first_s: float) -> Lease:
-    lease = Lease(
-        number,
-        request(number, service=service),
-        "a",
-        0,
-        work_ns=0,
-        kv_tokens=0,
-        kv_prompt_tokens=0,
-        promised_tokens=0,
-        prompt_tokens=0,
-        unread_tokens=0,
-        predicted_output=1.0,
-        dispatched_at=float(number),
-    )
-    lease.first_token_at, lease.output_tokens = number + first_s, 1
-    return lease
 
 
 def test_a_prompt_token_weighs_less_than_an_output_token() -> None:
@@ -147,11 +127,24 @@ def test_the_tightest_class_is_first() -> None:
 @given(st.lists(st.booleans(), max_size=400), st.floats(0.5, 0.999))
 def test_the_margin_rises_with_misses_alone_and_is_bounded(met: list[bool], attainment: float) -> None:
     service = ServiceClass("quick", ttft_s=1.0, attainment=attainment)
+    asked = request(1, service=service, streamed=True)
+    lease = dispatched(make_scheduler([spec("a")]).on_arrival(asked, 0.0))
     protected = Protected(service)
-    for number, each in enumerate(met):
+    for each in met:
         before = protected.margin
-        lease = ended_lease(service, number, 0.5 if each else 2.0)
-        protected.answered(lease, number + 3.0)
+        lease.first_token_at = 0.5 if each else 2.0
+        protected.answered(lease, 3.0)
         assert protected.margin <= before if each else protected.margin >= before
         assert 1.0 <= protected.margin < 20.1
     assert protected.hopeless == (len(met) >= 8 and not any(met))
+
+
+def test_the_first_token_of_a_whole_answer_is_not_judged() -> None:
+    """As `hetlb_class_requests_total` has it: a late one is no miss, and stops no background."""
+    service = ServiceClass("quick", ttft_s=1.0)
+    lease = dispatched(make_scheduler([spec("a")]).on_arrival(request(1, service=service), 0.0))
+    lease.first_token_at = 20.0
+    protected = Protected(service)
+    for _ in range(20):
+        protected.answered(lease, 20.0)
+    assert (protected.margin, protected.hopeless) == (1.0, False)

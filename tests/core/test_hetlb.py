@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.balancer.core.latency import LatencyModel
-from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.core.policies.score_terms import TERMS
 from hetlb.balancer.core.predictor import OraclePredictor
 from hetlb.balancer.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome
@@ -279,3 +279,27 @@ def test_targets_that_an_idle_instance_misses_keep_nothing_free(
     night = ServiceClass("night", background=True)
     commands = scheduler.on_arrival(request(99, prompt=8000, service=night), 2.0)
     assert any(isinstance(command, Dispatch) for command in commands) == room
+
+
+@pytest.mark.parametrize(
+    ("service", "room"), [(ServiceClass("night", background=True), False), (UNSTATED, True)]
+)
+def test_only_background_and_looser_targets_leave_room(service: ServiceClass, room: bool) -> None:
+    """A request without a class is no background: it could wait for good."""
+    scheduler = make_scheduler([spec("a", kv=1_000_000)], "hetlb")
+    quick = ServiceClass("quick", ttft_s=0.4)
+    for number in range(20):
+        scheduler.on_arrival(request(number, prompt=1000, service=quick, streamed=True), 0.1 * number)
+    commands = scheduler.on_arrival(request(99, prompt=8000, service=service), 2.0)
+    assert any(isinstance(command, Dispatch) for command in commands) == room
+
+
+def test_requests_with_targets_that_nothing_is_known_of_hinder_no_request() -> None:
+    """They run for another model of the instance, or since before this process: none of them arrived here."""
+    scheduler = make_scheduler([spec("a")], "hetlb")
+    quick = ServiceClass("quick", ttft_s=1.0, tpot_s=0.05)
+    dispatched(scheduler.on_arrival(request(1, service=quick), 0.0))
+    [instance] = scheduler.instances
+    assert instance.stated_sequences == 1
+    scheduler.placement.demands.clear()
+    assert dispatched(scheduler.on_arrival(request(2), 0.1)).instance == "a"

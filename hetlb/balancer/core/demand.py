@@ -240,6 +240,14 @@ class Demand:
         self.protected.sort(key=Protected.tightness)
         return found
 
+    @property
+    def tightest(self) -> Protected | None:
+        """Return the tightest class whose targets can be met, None if there is none."""
+        for each in self.protected:
+            if not each.hopeless:
+                return each
+        return None
+
     def arrived(self, now: float, idle: bool) -> None:
         """Record an arrival. `idle`: no instance had a request, so those before are no part of a stream."""
         self.arrivals += 1

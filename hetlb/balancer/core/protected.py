@@ -6,12 +6,11 @@ import math
 from typing import Final
 
 from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.core.speed import RecentRate
 from hetlb.balancer.core.types import Lease
 
 #: Means follow the newest requests, as many as this.
 _NEWEST: Final = 64.0
-#: Requests of this long ago count 1/e in their rate, seconds.
-_RATE_S: Final = 15.0
 #: Of the share of answers that may miss a target the control aims at this part.
 _AIMED_SHARE: Final = 0.5
 #: Bound of `margin`'s logarithm: twenty times what is expected to come.
@@ -27,14 +26,15 @@ class Protected:
     """
 
     __slots__ = (
-        "_arriving", "attainment", "count", "e2e_s", "ended", "ever_met", "name", "newest_s", "output",
+        "_rate", "attainment", "count", "e2e_s", "ended", "ever_met", "name", "newest_s", "output",
         "pressure", "prompt", "tpot_s", "ttft_s",
     )  # fmt: skip
 
     def __init__(self, service: ServiceClass) -> None:
         self.name = service.name
         self.count = 0
-        self.prompt = self.output = self.newest_s = self._arriving = 0.0
+        self.prompt = self.output = self.newest_s = 0.0
+        self._rate = RecentRate(0.0)
         #: Rises with each answer that misses a target, falls with each other one: an integral control.
         self.pressure = 0.0
         self.ended, self.ever_met = 0, False
@@ -55,7 +55,7 @@ class Protected:
         self.e2e_s = min(self.e2e_s, service.e2e_s)
 
     def tightness(self) -> tuple[float, float, float]:
-        """Return a key by which the tightest class comes first."""
+        """Return its targets: least for the tightest class."""
         return self.ttft_s, self.tpot_s, self.e2e_s
 
     @property
@@ -76,7 +76,7 @@ class Protected:
 
     def arrived(self, service: ServiceClass, prompt: float, output: float, now: float) -> None:
         """Note that a request came."""
-        self._arriving = self.rate(now) + 1.0 / _RATE_S
+        self._rate = self._rate.plus(1.0, now)
         self.count = count = self.count + 1
         gain = 1.0 / count if count < _NEWEST else 1.0 / _NEWEST
         self.newest_s = now
@@ -88,9 +88,10 @@ class Protected:
             self._tighten(service)
 
     def answered(self, lease: Lease, now: float) -> None:
-        """Note that an answer ended well."""
-        request, began_at = lease.request, lease.dispatched_at - lease.waited_s
-        first_s = now - began_at if lease.first_token_at is None else lease.first_token_at - began_at
+        """Note that an answer ended well; the first token of a whole answer is unseen."""
+        request, began_at, first_s = lease.request, lease.dispatched_at - lease.waited_s, 0.0
+        if request.streamed and lease.first_token_at is not None:
+            first_s = lease.first_token_at - began_at
         met = request.service.met(first_s, now - began_at, lease.output_tokens // request.sequences)
         self.ended += 1
         self.ever_met = self.ever_met or met
@@ -99,6 +100,5 @@ class Protected:
         self.pressure = min(_MOST_PRESSURE, max(0.0, self.pressure + rise / _NEWEST))
 
     def rate(self, now: float) -> float:
-        """Return the requests per second of about the last `_RATE_S`, newer ones weighing more."""
-        since_s = now - self.newest_s
-        return self._arriving * math.exp(-since_s / _RATE_S) if since_s > 0.0 else self._arriving
+        """Return the requests per second of late."""
+        return self._rate.per_s(now)

@@ -166,7 +166,9 @@ def _of_model(
     found += [hog, of_wait(waiting, oldest_s, _listed(held) if held else "", hog)]
     refused, ended = recent.refused(WINDOW_S, now)
     found.append(of_clients(refused, ended))
-    found += of_targets(scheduler.placement.demands[model], now)
+    demand = scheduler.placement.demands.get(model)
+    if demand is not None:
+        found += of_targets(demand, now)
     splits = scheduler.placement.splits
     if splits is not None:
         found += of_transfers(splits.failing(now), able)

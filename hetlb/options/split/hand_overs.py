@@ -1,6 +1,6 @@
 """Requests in two legs as the scheduler sees them: decided, booked, handed over, held in between.
 
-One lease is of the prefill, and names that of the decode (`Lease.decode`); what the first keeps for the
+One lease is of the prefill, and names the lease of the decode (`Lease.decode`); what the first keeps for the
 second is a `Hold`, which counts in the ledger of its instance.
 """
 
@@ -45,7 +45,7 @@ class Parts:
     def fitting(
         self, request: Request, tried: Sequence[str] | None, now: float, ceiling: int | None
     ) -> list[Instance]:
-        """Return those that may get a part of a request; class `ceiling` and above are kept."""
+        """Return the instances that may get a part of a request; class `ceiling` and above are kept."""
         ready, tokens = self.ready, tokens_of(request)
         if tried is None and not ready.throttled and ceiling is None and tokens <= ready.limits[0]:
             return self.instances
@@ -133,13 +133,13 @@ class HandOvers:
     def _book(
         self, ctx: SchedulingContext, choice: SplitChoice, prefill: Choice, source: Instance, target: Instance
     ) -> Lease:
-        """Book both legs of a request; return the lease of the prefill, which names that of the decode."""
+        """Book both legs of a request; return the lease of the prefill, which names the other."""
         request, now, ledger = ctx.request, ctx.now, self._ledger
         lease = ledger.grant(request, source, 1.0, nearest(choice.work_s * 1e9), now)
         lease.expected_first_s = prefill.forecast.first_token_s / source.speed.factor
         decode_ns = nearest(choice.decode_work_s * 1e9)
         decode = ledger.grant(request, target, ctx.predicted_output, decode_ns, now)
-        decode.unread_tokens = 1
+        decode.unread_tokens, decode.waited_s = 1, ctx.waited_s
         decode.forecast_first_s, decode.forecast_end_s = choice.decode_first_s, choice.decode_end_s
         source.acquire(lease)
         target.acquire(decode)

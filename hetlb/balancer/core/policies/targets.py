@@ -41,8 +41,9 @@ def stake_s(ctx: SchedulingContext, each: Sight) -> float:
 
 def lost_by_others_s(ctx: SchedulingContext, each: Sight) -> float:
     """Seconds lost by requests with targets that run there and miss them because of this one."""
-    protected, now_s = ctx.demand.protected[0], each.seen.now_s
-    if protected.tpot_s == math.inf or now_s <= 0.0:
+    protected, now_s = ctx.demand.tightest, each.seen.now_s
+    # Requests with targets may run there for other models, or since before this process.
+    if protected is None or protected.tpot_s == math.inf or now_s <= 0.0:
         return 0.0
     batch, output = each.load.batch, max(1.0, protected.output)
     sequences = ctx.request.sequences / each.own * batch
@@ -60,9 +61,12 @@ def lost_by_others_s(ctx: SchedulingContext, each: Sight) -> float:
 def keep_free(ctx: SchedulingContext, sights: Sequence[Sight]) -> bool:
     """Set the state of instances with room that the request would take from tighter classes; True if any.
 
-    The tightest class comes first. A request with targets leaves room only while it has time to wait.
+    The tightest class comes first. A request with targets leaves room only while it has time to wait; one
+    without targets that is no background leaves none.
     """
     service, kept, rate = ctx.request.service, False, 0.0
+    if not service.background and not service.stated:
+        return False
     targets = min(service.ttft_s, service.e2e_s), service.tpot_s, service.e2e_s
     for protected in ctx.demand.protected:
         if not service.background and protected.tightness() >= targets:
