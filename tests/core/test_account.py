@@ -88,7 +88,7 @@ def test_what_all_refuse_alike_is_the_clients_own(fleet: str, policy: str, how: 
 
 
 def test_one_that_refuses_every_second_request_is_found() -> None:
-    """What it refuses is answered elsewhere, and it gets trials alone: three in a row never came."""
+    """Its refused requests are answered elsewhere, and it gets trials alone: three in a row never came."""
     scheduler = make_scheduler([spec("a"), spec("b")], "rr")
     lost = visits = 0
     for i in range(200):

@@ -1,4 +1,4 @@
-"""What sequences are given of a KV cache, and how many are admitted, against vLLM's own code."""
+"""Blocks that a sequence gets of a KV cache, and the number admitted, against vLLM's own code."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_parameters_and_caches_are_those_of_vllm() -> None:
     for name, theirs in built.items():
         found, grows = read_facts(public[name], name), theirs["per_token"]
         windows = {int(tokens): size for tokens, size in theirs["windows"].items()}
-        # A window of all positions is none; that of Cohere's is a token longer there.
+        # A window of all positions is none; Cohere's is a token longer there.
         positions = public[name].get("max_position_embeddings", math.inf)
         grows += sum(windows.pop(each) for each in [*windows] if each >= positions)
         alike = [

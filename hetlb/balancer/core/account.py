@@ -4,7 +4,7 @@ A lost answer is a refusal (4xx, 429, 503), a server error, an error event, a br
 left after a long wait without a byte. A 4xx is one where another instance answers the same request: that is
 tried once an instance has refused several in a row, with one request at a time, or surely a larger share of
 its requests than another one. The share of lost answers
-counts against that of the best other instance of the model: what hits all alike is the clients' doing.
+counts against that of the best other instance of the model: losses that hit all alike are the clients' doing.
 `excess` is the difference that is certain,
 
     excess = max(0, (lower(own) - best) / (1 - best)),

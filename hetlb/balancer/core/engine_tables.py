@@ -136,7 +136,7 @@ TRITON: Final = EngineTable(
     all_requests=(f'{_TRITON_REQUESTS}{{request_type="active"}}',),
     block_tokens=(f'{_TRITON_BLOCKS}{{kv_cache_block_type="tokens_per"}}',),
 )
-#: Engines that keep vLLM's names; what they lack is that of the least of them.
+#: Engines that keep vLLM's names. A feature that one of them lacks counts as lacking for all.
 LIKE_VLLM: Final = replace(
     VLLM, name="like-vllm", title="with vLLM's names (Aphrodite, NIM, ...)", prefix="*:", lacks=(_NO_IDS,)
 )

@@ -232,7 +232,7 @@ class Instance:
         return (promised + self._assumed_tokens) / self.kv_cache_tokens
 
     def needed(self, tokens: float) -> float:
-        """Return the tokens of its KV cache that a sequence of so many needs."""
+        """Return the tokens of its KV cache that a sequence of `tokens` needs."""
         need = self.kv_need
         return tokens if need is None else need.tokens(tokens)
 

@@ -25,15 +25,15 @@ class KvNeed(PickleByFields):
     state: float
 
     def beside(self, tokens: float) -> float:
-        """Return what a sequence of so many tokens needs beside those that grow."""
+        """Return the need of a sequence of `tokens` beside the share that grows."""
         return self.window * (tokens if tokens < self.window_tokens else self.window_tokens) + self.state
 
     def tokens(self, tokens: float) -> float:
-        """Return all that a sequence of so many tokens needs."""
+        """Return the whole need of a sequence of `tokens`."""
         return self.grows * tokens + self.beside(tokens)
 
     def longest(self, cache: float) -> float:
-        """Return the most tokens of a sequence that a KV cache of so many holds."""
+        """Return the most tokens of a sequence that a KV cache holds."""
         full = self.beside(self.window_tokens)
         if cache >= self.grows * self.window_tokens + full:
             return cache - full if self.grows > 0.0 else math.inf

@@ -61,7 +61,7 @@ class ReadyInstances:
             for instance in routable:
                 if instance.health.state is not Health.UP:
                     self.excluded[instance.name] = f"suspect: {instance.health.reason}"
-        #: Those that take requests, whatever their role.
+        #: Instances that take requests, in any role.
         self.up = up
         #: Those that get no whole request, and why: their role, while another one is there.
         self.roles = _kept_by_role(routable)

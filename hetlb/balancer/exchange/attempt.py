@@ -70,7 +70,7 @@ class Attempt(Carried):
         return True
 
     def token_at(self, heard_at: float) -> float:
-        """Return the time of its newest token; `heard_at` is that of the newest bytes."""
+        """Return the time of its newest token; `heard_at` is the time of the newest bytes."""
         return heard_at
 
     @property

@@ -175,7 +175,7 @@ def of_clients(refused: int, ended: int) -> StateCause | None:
 def of_tenants(waiting: Mapping[str, int], served: Set[str]) -> StateCause | None:
     """Return the cause of one tenant that has most of what waits, None if none has.
 
-    `waiting` is by tenant; requests of `served` run: those that go before a hog's wait nowhere.
+    `waiting` is by tenant; requests of `served` run: a tenant that goes before a hog has none waiting.
     """
     total = sum(waiting.values())
     name, count = max(waiting.items(), key=lambda each: each[1], default=("", 0))

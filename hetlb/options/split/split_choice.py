@@ -26,7 +26,7 @@ class SplitChoice:
     """Instances of the prefill and of the decode of a request that may be split, by index.
 
     They are the same where one instance gets all of it, and -1 where the request is not to be split. Works
-    are in seconds, `forecast` is that of the prefill leg, `decode_first_s` and `decode_end_s` from the
+    are in seconds, `forecast` is of the prefill leg, `decode_first_s` and `decode_end_s` from the
     dispatch of the decode leg to its first token and its end, without transfer. `candidates` are those of all
     instances, and of pairs behind them.
     """

@@ -19,7 +19,7 @@ from hetlb.options.split.fetch_checks import FetchChecks
 MEMORY_S: Final = 60.0
 #: Seconds of transfers as first estimated that stand against the first evidence.
 PRIOR_S: Final = 0.02
-#: A nominal time is corrected at most so many times, either way.
+#: Largest factor by which a nominal time is corrected, either way.
 MOST: Final = 64.0
 
 #: Incarnations are below this: a pair is one number, which is found faster than a tuple.

@@ -116,7 +116,7 @@ class ModelFacts:
         )
 
     def kv_bytes(self, tokens: float) -> float:
-        """Return the bytes of cache that one sequence of so many tokens fills."""
+        """Return the bytes of cache that one sequence of `tokens` fills."""
         return self.needed.of(tokens)
 
     def touched_experts(self, tokens: float) -> float:

@@ -20,7 +20,7 @@ from hetlb.tools.models.layer import Mixer, Scope
 #: Tokens of a block, as a kernel takes them; of latent attention beside states.
 _BLOCK_TOKENS: Final = 16
 _LATENT_BLOCK_TOKENS: Final = 128
-#: With fewer layers than so many times the rarest kind's, the commonest kind decides on the size of groups.
+#: With fewer layers than this many times the rarest kind's, the commonest kind decides on the size of groups.
 _ALIKE: Final = 1.5
 
 
@@ -33,7 +33,7 @@ class KvBytes:
     state: float = 0.0
 
     def of(self, tokens: float) -> float:
-        """Return the bytes of a sequence of so many tokens."""
+        """Return the bytes of a sequence of `tokens`."""
         windows = math.fsum(size * min(tokens, window) for window, size in self.windows)
         return self.per_token * tokens + windows + self.state
 
@@ -85,7 +85,7 @@ def _page(parts: Iterable[LayerCache]) -> Callable[[LayerCache], float]:
     attention = [part for part in parts if part.scope is not Scope.STATE]
     states = [part.size for part in parts if part.scope is Scope.STATE]
     tokens = float(_BLOCK_TOKENS)
-    if states:  # blocks of so many tokens that a state fits a page
+    if states:  # blocks have enough tokens that a state fits a page
         latent = any(part.scope is Scope.LATENT for part in attention)
         tokens = _LATENT_BLOCK_TOKENS if latent else _BLOCK_TOKENS
         tokens *= math.ceil(max(states) / (tokens * attention[0].size))

@@ -98,7 +98,7 @@ def worth_of(problem: Problem, plan: RentPlan) -> tuple[tuple[str, float], ...]:
                 columns.append(program.column())
                 served.append((columns[-1], 1.0 / (whole * math.fsum(busy))))
         rows[name] = program.row([(column, 1.0) for column in columns], upper=float(plan.counts[name]))
-    for served in serving:  # so many times its share of each
+    for served in serving:  # in units of its share of each
         program.row([(rate, -1.0), *served], lower=0.0)
     solution = program.solve(SolveLimits())
     if solution is None:

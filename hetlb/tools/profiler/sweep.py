@@ -23,7 +23,7 @@ from hetlb.tools.profiler.fit import Point, StepKind, merge_repeats, middle
 from hetlb.tools.profiler.grid import DECODE_ROOM, Size, token_budget
 from hetlb.tools.profiler.sample_file import Sample, SampleFile
 
-#: Repeats of a point. Points whose samples differ get up to so many times as many.
+#: Repeats of a point, and their factor at most where its samples differ.
 REPEATS, _MORE_REPEATS = 3, 15
 #: Deviation of the time between two events whose server's timers count milliseconds, as uvloop's do.
 _CLOCK_S = 4e-4

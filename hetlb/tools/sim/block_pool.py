@@ -71,7 +71,7 @@ class BlockPool:
         return self.grows * blocks + self.beside(blocks, self.window_blocks)
 
     def beside(self, blocks: int, window_blocks: int) -> int:
-        """Return what a holder of `blocks` blocks has beside those that grow."""
+        """Return what a holder of `blocks` blocks has beside the blocks that grow."""
         if not self.window and not self.fixed:
             return 0
         return self.window * min(blocks, window_blocks) + (self.fixed if blocks else 0)

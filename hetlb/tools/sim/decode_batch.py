@@ -101,7 +101,7 @@ class DecodeBatch:
         self.cycle += blocks
 
     def _per_block(self, cached: int) -> int:
-        """Return what the next block of a sequence with so many tokens takes."""
+        """Return the blocks of the pool that the next block of a sequence takes."""
         pool = self._pool
         inside = pool.window and cached < pool.window_blocks * self._size
         return pool.grows + pool.window if inside else pool.grows

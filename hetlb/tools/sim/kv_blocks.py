@@ -38,7 +38,7 @@ class KvBlocks:
     def __init__(self, limits: EngineLimits, *, shared: bool) -> None:
         self.pool = limits.pool()
         self.size = limits.block_size
-        # What keeps no token for good has nothing to be found again.
+        # A model that keeps no token for good has nothing to be found again.
         self.shared = shared and self.pool.grows > 0
         #: Tokens found in the cache since the start, and the most blocks in use at once.
         self.hit_tokens = 0

@@ -78,7 +78,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         return self.kv_bytes_per_token * self.known.replication(tensor_parallel_size)
 
     def needed(self, tokens: float) -> float:
-        """Return the tokens of a KV cache that a sequence of so many needs."""
+        """Return the tokens of a KV cache that a sequence of `tokens` needs."""
         need = self.known.kv_need
         return tokens if need is None else need.tokens(tokens)
 
