@@ -148,3 +148,18 @@ def test_the_first_token_of_a_whole_answer_is_not_judged() -> None:
     for _ in range(20):
         protected.answered(lease, 20.0)
     assert (protected.margin, protected.hopeless) == (1.0, False)
+
+
+def test_misses_fade_within_minutes() -> None:
+    service = ServiceClass("quick", ttft_s=1.0)
+    asked = request(1, service=service, streamed=True)
+    lease = dispatched(make_scheduler([spec("a")]).on_arrival(asked, 0.0))
+    protected = Protected(service)
+    lease.first_token_at = 2.0
+    for _ in range(20):
+        protected.answered(lease, 3.0)
+    before, lease.first_token_at = protected.margin, 0.5
+    protected.answered(lease, 4.0)
+    assert protected.margin > 0.9 * before
+    protected.answered(lease, 304.0)
+    assert protected.margin < 1.1

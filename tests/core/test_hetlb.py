@@ -294,6 +294,18 @@ def test_only_background_and_looser_targets_leave_room(service: ServiceClass, ro
     assert any(isinstance(command, Dispatch) for command in commands) == room
 
 
+def test_answers_of_one_token_and_lax_targets_leave_room() -> None:
+    """Prompts alone use the instance: at most one utilization of them is served."""
+    scheduler = make_scheduler([spec("a", kv=1_000_000)], "hetlb")
+    patient = ServiceClass("patient", ttft_s=1e6, attainment=0.9)
+    for number in range(20):
+        asked = request(number, prompt=1000, max_tokens=1, service=patient, streamed=True)
+        scheduler.on_arrival(asked, 10.0 * number)
+    night = ServiceClass("night", background=True)
+    commands = scheduler.on_arrival(request(99, prompt=8000, service=night), 200.0)
+    assert any(isinstance(command, Dispatch) for command in commands)
+
+
 def test_requests_with_targets_that_nothing_is_known_of_hinder_no_request() -> None:
     """They run for another model of the instance, or since before this process: none of them arrived here."""
     scheduler = make_scheduler([spec("a")], "hetlb")

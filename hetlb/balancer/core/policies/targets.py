@@ -14,7 +14,7 @@ from hetlb.balancer.core.protected import Protected
 _PATIENCE: Final = 0.3
 #: First tokens of a tighter class that a prompt may make late, times the margin squared.
 _MOST_LATE: Final = 0.25
-#: Steps of the searches for a batch and for a utilization.
+#: Steps of the search for a batch.
 _HALVINGS: Final = 6
 
 
@@ -128,6 +128,8 @@ def _served(each: Sight, protected: Protected, batch: float, tokens: float, used
     """Return the requests/s of a class that an instance serves in time beside a batch of an engine.
 
     Those with targets in the batch are of them. The batch holds `tokens`; `used` of the KV cache are taken.
+    First tokens wait for a step and for prompts: at a utilization rho by prompts of s seconds a share
+    rho exp(-2 (1 - rho) t / s) waits longer than t (heavy traffic, service times alike; Kingman 1961).
     """
     load, latency = each.load, each.load.latency
     context = max(1.0, protected.prompt + protected.output / 2.0)
@@ -143,34 +145,16 @@ def _served(each: Sight, protected: Protected, batch: float, tokens: float, used
     most = room if room < most else most
     decoding = each.with_s / each.step_s if batch > 0.0 else 1.0  # the rest of its time goes to prompts
     limit_s = protected.step_s * decoding / each.instance.errors.step.quantile(protected.attainment)
-    if most <= 0.0 or latency.step_s(base + 1.0, held + context) > limit_s:
-        return 0.0
-    low, high = 1.0, most
+    low, high, late = 0.0, max(0.0, most), 1.0 - protected.attainment
     for _ in range(_HALVINGS):
         middle = (low + high) / 2.0
-        if latency.step_s(base + middle, held + middle * context) <= limit_s:
+        step_s = latency.step_s(base + middle, held + middle * context)
+        rho = middle * prefill_s / (protected.output * step_s / decoding + prefill_s)
+        slack = (protected.ttft_s - step_s / decoding) / prefill_s - 1.0
+        first_in_time = rho < 1.0 and slack >= 0.0 and rho * math.exp(2.0 * (rho - 1.0) * slack) <= late
+        if first_in_time and step_s <= limit_s:
             low = middle
         else:
             high = middle
     step_s = latency.step_s(base + low, held + low * context) / decoding
-    first_s = prefill_s + step_s
-    per_s = min(
-        low / (protected.output * step_s + prefill_s),
-        _utilization(protected.ttft_s / first_s - 1.0, 1.0 - protected.attainment) / first_s,
-    )
-    return load.engines * per_s
-
-
-def _utilization(slack: float, late: float) -> float:
-    """Return the utilization at which a share `late` waits longer than `slack` service times.
-
-    Of M/M/1 (Kleinrock, Queueing Systems 1, 1975): P(wait > t) = rho exp(-(1 - rho) t).
-    """
-    low, high = 0.0, 1.0
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2.0
-        if middle * math.exp((middle - 1.0) * slack) <= late:
-            low = middle
-        else:
-            high = middle
-    return low
+    return load.engines * low / (protected.output * step_s + prefill_s)
