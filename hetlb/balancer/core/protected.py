@@ -17,7 +17,8 @@ _AIMED_SHARE: Final = 0.5
 _FORGET_S: Final = 60.0
 #: Bound of `margin`'s logarithm: twenty times what is expected to come.
 _MOST_PRESSURE: Final = 3.0
-#: A class of which as many answers have ended, and none met its targets, cannot be served in time.
+#: A class of which as many answers have ended beside no background, and none met its targets, cannot be
+#: served in time.
 _LEAST_ENDED: Final = 8
 
 
@@ -90,13 +91,16 @@ class Protected:
         else:
             self._tighten(service)
 
-    def answered(self, lease: Lease, now: float) -> None:
-        """Note that an answer ended well; the first token of a whole answer is unseen."""
+    def answered(self, lease: Lease, now: float, alone: bool) -> None:
+        """Note that an answer ended well; the first token of a whole answer is unseen.
+
+        `alone`: the instance runs requests with targets only. A miss beside others says what they cost.
+        """
         request, began_at, first_s = lease.request, lease.dispatched_at - lease.waited_s, 0.0
         if request.streamed and lease.first_token_at is not None:
             first_s = lease.first_token_at - began_at
         met = request.service.met(first_s, now - began_at, lease.output_tokens // request.sequences)
-        self.ended += 1
+        self.ended += alone
         self.ever_met = self.ever_met or met
         aimed = _AIMED_SHARE * (1.0 - self.attainment)
         rise = -1.0 if met else (1.0 / aimed - 1.0 if aimed > 0.0 else math.inf)

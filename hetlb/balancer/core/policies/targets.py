@@ -144,7 +144,9 @@ def _served(each: Sight, protected: Protected, batch: float, tokens: float, used
     room = (load.kv_cache_tokens - used) / (load.engines * each.instance.needed(context)) + own
     most = room if room < most else most
     decoding = each.with_s / each.step_s if batch > 0.0 else 1.0  # the rest of its time goes to prompts
-    limit_s = protected.step_s * decoding / each.instance.errors.step.quantile(protected.attainment)
+    limit_s = protected.step_s * decoding
+    if batch > 0.0:  # errors seen beside background say nothing of an idle instance
+        limit_s /= each.instance.errors.step.quantile(protected.attainment)
     low, high, late = 0.0, max(0.0, most), 1.0 - protected.attainment
     for _ in range(_HALVINGS):
         middle = (low + high) / 2.0
