@@ -321,6 +321,14 @@ def test_answers_of_one_token_and_lax_targets_leave_room() -> None:
     assert any(isinstance(command, Dispatch) for command in commands)
 
 
+def test_requests_without_an_answer_have_targets_that_hinder_no_other() -> None:
+    scheduler = make_scheduler([spec("a", kv=1_000_000)], "hetlb")
+    quick, night = ServiceClass("quick", ttft_s=1.0, tpot_s=0.05), ServiceClass("night", background=True)
+    for number in range(20):
+        scheduler.on_arrival(request(number, service=quick, generates=False), 0.1 * number)
+    assert dispatched(scheduler.on_arrival(request(99, service=night), 2.0)).instance == "a"
+
+
 def test_requests_with_targets_that_nothing_is_known_of_hinder_no_request() -> None:
     """They run for another model of the instance, or since before this process: none of them arrived here."""
     scheduler = make_scheduler([spec("a")], "hetlb")

@@ -87,7 +87,7 @@ def _keep_free(ctx: SchedulingContext, sights: Sequence[Sight], protected: Prote
     """
     answer_s = protected.output * protected.step_s
     wanted = rate
-    if answer_s < math.inf:
+    if 0.0 < answer_s < math.inf:
         wanted += max(0.0, normal_quantile(protected.attainment)) * math.sqrt(rate / answer_s)
     wanted *= protected.margin
     served = [
