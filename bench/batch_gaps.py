@@ -65,7 +65,7 @@ def main() -> int:
     kind = "simulated" if args.simulate else "emulated"
     with tempfile.TemporaryDirectory(prefix="hetlb-gaps-") as name:
         if args.simulate:
-            targets = [float(each) for each in ["120", "150", "200", "300", "1000"]]
+            targets = [float(each) for each in ["110", "120", "150", "200", "300", "1000"]]
             found = [simulated(Path(name), rates, args.seconds, args.jobs, each) for each in targets]
         else:
             with fleet(Path(name), float(args.ttft_ms)) as url:

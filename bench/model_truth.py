@@ -97,7 +97,7 @@ def logs(data: Path) -> str:
     """Errors of the mean of every log with the grid of its GPU."""
     found = []
     for folder in sorted(path.parent for path in data.glob("vllm-logs/*/iteration_time.csv")):
-        log = read_log(folder / "requests.csv", 16)
+        log = read_log(folder / "requests.csv")
         flags = KV_FLAGS.get(folder.name, [])
         engine = engine_of(made(f"csv:{folder / 'iteration_time.csv'}", *flags))
         engine = replace(engine, limits=replace(engine.limits, max_num_seqs=256, max_num_batched_tokens=2048))

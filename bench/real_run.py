@@ -247,7 +247,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     args = parser.parse_args()
     tables = Tables(args.folder, args.layers)
-    log = read_log(args.folder / "requests.csv", args.block_size)
+    log = read_log(args.folder / "requests.csv")
     limits = EngineLimits(
         args.kv_cache_tokens,
         args.block_size,

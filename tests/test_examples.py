@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SHORT = {
     "search": ["--estimate", "static"],
     "split": ["--time-limit", "5"],
-    "rent": ["--no-baselines", "--no-simulate", "--time-limit", "10"],
+    "rent": ["--no-simulate", "--time-limit", "10"],
     "place": ["--time-limit", "5"],
     "model": [],
 }

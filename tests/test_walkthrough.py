@@ -290,8 +290,8 @@ fi
     "renting.md": Page(
         "cp configs/markets/llama-8b.yaml market.yaml\nsed -i 's|../../|./|g' market.yaml\n"
         "head -200 bench/data/azure-conv-sample.csv > T.csv\npip install .\n"
-        "hetlb rent --config market.yaml --no-simulate --no-baselines --json > plan.json\n",
-        {"--replan plan.json": "--no-simulate --no-baselines --time-limit 20 --replan plan.json"},
+        "hetlb rent --config market.yaml --no-simulate --json > plan.json\n",
+        {"--replan plan.json": "--no-simulate --time-limit 20 --replan plan.json"},
     ),
     "scale-out.md": Page(_MADE + _FLEET + _ENGINES, addresses=_HOSTS),
     "search.md": Page(

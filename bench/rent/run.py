@@ -30,7 +30,7 @@ from hetlb.tools.plan.check import check_rent
 from hetlb.tools.plan.common.capacity import divide_layers
 from hetlb.tools.plan.configurations import capacity_of, compose, profile_on, speed_of
 from hetlb.tools.plan.highs import INFINITY, SolveLimits
-from hetlb.tools.plan.market import load_market
+from hetlb.tools.plan.market import MoveCost, load_market
 from hetlb.tools.plan.planning import (
     SolvedPlan,
     Table,
@@ -51,7 +51,7 @@ from hetlb.tools.plan.rent_program import (
     relaxation,
 )
 from hetlb.tools.plan.rent_simulation import simulate_plan
-from hetlb.tools.plan.replan import MoveCost, moves_between, replan
+from hetlb.tools.plan.replan import moves_between, replan
 from hetlb.tools.plan.throughput import Measured
 from hetlb.tools.plan.workloads import RequestType
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
 import os
@@ -12,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from hetlb.balancer.config.urls import check_base
-from hetlb.cli.flags import declare, secret
 from hetlb.errors import InputError
 
 #: Default address of `hetlb serve`'s admin listener.
@@ -32,25 +30,23 @@ class NoAnswerError(InputError):
         self.why = why
 
 
-def add_admin_arguments(parser: Any, tokens: argparse.ArgumentParser) -> None:
-    """Add the flags of the proxy's address (`--url` is the former name) and its token."""
-    address = f"admin address of the proxy (default {DEFAULT_URL})"
+def add_admin_argument(parser: Any) -> None:
+    """Add the flag of the proxy's address (`--url` is the former name)."""
+    address = f"admin address of the proxy (default {DEFAULT_URL}); its token: ${TOKEN_VARIABLE}"
     parser.add_argument("--admin", "--url", metavar="URL", help=address)
-    token = f"environment variable with the admin token (default {TOKEN_VARIABLE}, which may be unset)"
-    declare(tokens)("--token-env", token, "NAME")
 
 
 class AdminClient:
     """Admin listener of one proxy; its token is never printed and goes to that address alone."""
 
-    def __init__(self, text: str | None, variable: str | None) -> None:
-        """`text` and `variable` are the values of the flags. Raises `InputError`."""
+    def __init__(self, text: str | None) -> None:
+        """`text` is the value of `--admin`. Raises `InputError`."""
         self.url = check_base(text or DEFAULT_URL, "--admin", DEFAULT_URL)
-        stated = os.environ.get(TOKEN_VARIABLE, "").strip()
-        self._token = stated if variable is None else secret("--token-env", variable)
+        self._token = os.environ.get(TOKEN_VARIABLE, "").strip()
         if not self._token.isascii() or not self._token.isprintable():
-            name = variable or TOKEN_VARIABLE
-            raise InputError(f"{name}: expected an admin token of printable ASCII, got something else")
+            raise InputError(
+                f"{TOKEN_VARIABLE}: expected an admin token of printable ASCII, got something else"
+            )
 
     def document(self, path: str, *keys: str) -> dict[str, Any]:
         """JSON object at a path, with at least these keys. Raises `InputError`."""
@@ -90,9 +86,7 @@ class AdminClient:
         except urllib.error.HTTPError as error:
             told = f"status {error.code} {error.reason or ''}".rstrip()
             if error.code == 401:
-                told = (
-                    f"401 Unauthorized: expected the admin token in {TOKEN_VARIABLE} or that of --token-env"
-                )
+                told = f"401 Unauthorized: expected the admin token in {TOKEN_VARIABLE}"
             raise InputError(f"--admin: {self.url}: {told}") from error
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise self._no_answer(error) from error

@@ -40,6 +40,7 @@ from hetlb.tools.loadtest.results import (
 from hetlb.tools.loadtest.runs import LoadSpec, first_model
 from hetlb.tools.loadtest.screen import Screen
 from hetlb.tools.workload.arrivals import Load, Ramp, Rate
+from hetlb.tools.workload.content import block_tokens
 from hetlb.tools.workload.datasets import custom_rows, random_rows, sharegpt_rows
 from hetlb.tools.workload.rows import Row
 from hetlb.tools.workload.traces import read_trace
@@ -74,8 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add("--compare", "policies to compare on the same load; the first is the baseline", "A,B,C", policies, ())
     add("--rounds", "rounds of a comparison; from 2 on with intervals", "N", COUNT, 1)
-    add("--sweep", "with --goodput: search the highest rate that meets it", action="store_true")
-    add("--slo-attainment", "share of requests that must meet the limits (default 0.95)", "S", SHARE, 0.95)
+    highest = "search the highest rate at which this share of requests (default 0.95) meets --goodput"
+    add("--sweep", highest, "SHARE", SHARE, nargs="?", const=0.95)
     add("--goodput", "latency limits: ttft, tpot, e2el", "NAME:MS", default=(), nargs="+")
     names = "latencies in the table"
     add("--percentile-metrics", names, "A,B", options.read_metrics, "ttft,tpot,itl,e2el")
@@ -101,7 +102,6 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     add("--num-prompts", "requests (default: every row; random, sharegpt: 1000)", "N", COUNT)
     eos = "answers of exactly the planned length (default)"
     add("--ignore-eos", eos, default=True, action=argparse.BooleanOptionalAction)
-    add("--prompt-salt", "seed of the prompts (default: new ones, in no cache)", "TEXT")
     session = "header that names a conversation (default x-session-id)"
     add("--session-header", session, "NAME", default="x-session-id")
     add("--tenant-header", "header that names a tenant, besides `user`", "NAME", default="")
@@ -167,10 +167,10 @@ def _campaign(args: argparse.Namespace) -> tuple[Campaign, Fleet | None]:
         model=args.model or "",
         load=Load(rows, args.num_prompts, args.burstiness, waves=args.waves),
         seed=args.seed,
-        salt=secrets.token_hex(4) if args.prompt_salt is None else args.prompt_salt,
+        salt=secrets.token_hex(4),
         endpoint=args.endpoint,
         text=args.prompt_format == "text" or (args.prompt_format is None and texts),
-        hash_block_tokens=args.hash_block_size,
+        hash_block_tokens=block_tokens(rows),
         ignore_eos=args.ignore_eos,
         max_concurrency=args.max_concurrency,
         num_warmups=args.num_warmups,
@@ -188,7 +188,7 @@ def _campaign(args: argparse.Namespace) -> tuple[Campaign, Fleet | None]:
         admin_url=args.admin,
         policies=args.compare,
         rounds=args.rounds,
-        attainment=args.slo_attainment if args.sweep and slo_s else None,
+        attainment=args.sweep if slo_s else None,
     )
     return campaign, None if args.config is None else load_fleet(args.config)
 

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 
-from hetlb.cli.flags import COUNT, INTEGER, add_json, declare, print_document
+from hetlb.cli.flags import COUNT, add_json, declare, print_document
 from hetlb.cli.signals import run_until_signal
 from hetlb.errors import HetlbError
 from hetlb.tools.loadtest.bodies import RequestBodies
@@ -39,7 +39,6 @@ _PLAIN_WIDTH = 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = declare(parser)
     add("--num-prompts", "requests of each run (default: all 800 of the trace)", "N", COUNT)
-    add("--seed", "seed of the prompts (default 0)", "N", INTEGER, 0)
     add_json(parser)
 
 
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     # The processes outlast the event loop, so that nothing the loop does can keep them from being killed.
     with resources.as_file(resources.files("hetlb.tools.demo")) as data, helper_processes() as helpers:
-        result = run_until_signal(_Demo(data, helpers, args.num_prompts, args.seed).run())
+        result = run_until_signal(_Demo(data, helpers, args.num_prompts).run())
     result["elapsed_s"] = time.monotonic() - started
     print_document(args, result, lambda: _print(result))
     failed = sum(each["failed"] for each in (*result["standalone"]["instances"], *result["runs"]))
@@ -59,12 +58,11 @@ def run(args: argparse.Namespace) -> int:
 class _Demo:
     """One demo: the engines, each alone, the proxy, and the same load under each policy."""
 
-    def __init__(self, data: Path, helpers: Helpers, num_prompts: int | None, seed: int) -> None:
+    def __init__(self, data: Path, helpers: Helpers, num_prompts: int | None) -> None:
         self._profiles = {name: data / f"{name}.yaml" for name in ENGINES}
-        self._plan = make_plan(read_trace(data / "trace.csv"), num_prompts, math.inf, random.Random(seed))
+        self._plan = make_plan(read_trace(data / "trace.csv"), num_prompts, math.inf, random.Random(0))
         self._helpers = helpers
         self._screen = Screen()
-        self._seed = seed
         self._began_s = time.monotonic()
 
     def _say(self, text: str) -> None:
@@ -111,7 +109,7 @@ class _Demo:
         plan: list[PlannedRequest] = self._plan
         progress = LoadProgress()
         # Prompts of its own for every run: no engine may know them from the run before.
-        bodies = RequestBodies(MODEL, plan, f"{self._seed}/{label}", eos_max_tokens=MAX_TOKENS)
+        bodies = RequestBodies(MODEL, plan, f"0/{label}", eos_max_tokens=MAX_TOKENS)
         async with self._screen.bar(label, progress, len(plan)):
             result = await run_load(plan, bodies, url, progress=progress)
         self._helpers.check()
@@ -119,7 +117,7 @@ class _Demo:
             for record in result.records:
                 record.instance = names[0]
         figures = result.summary(instances=names)
-        summary = {"policy": label, "seed": self._seed, **figures, "request_rate": "inf"}
+        summary = {"policy": label, "seed": 0, **figures, "request_rate": "inf"}
         self._say(
             f"  {label}: {summary['total_token_throughput']:,.0f} tokens/s, {summary['duration']:.1f} s"
         )

@@ -335,25 +335,3 @@ def check_filled_in(fleet: Fleet) -> None:
     ]
     if found:
         raise ConfigErrors([ConfigError(fleet.where + each) for each in found])
-
-
-def check_connected(fleet: Fleet) -> list[str]:
-    """Probe every server; return one line per server that cannot serve now."""
-    servers = {each.name: each.url for each in fleet.instances}
-    facts = asyncio.run(ask_engines({url: {} for url in servers.values()}))
-    # Any response below 500 counts: keys and paths are not checked here.
-    answers = {
-        url: each.trouble or (f"status {each.health}{_stages_down(each)}" if each.health >= 500 else "")
-        for url, each in facts.items()
-    }
-    return [
-        f"{fleet.where}instance {name}: expected an answer from {url}/health, got {answers[url]}"
-        for name, url in servers.items()
-        if answers[url]
-    ]
-
-
-def _stages_down(facts: EngineFacts) -> str:
-    """Return `, stages down: a, b` for a coordinator of `hetlb stage`, "" for other servers."""
-    down = [name for name, up in facts.stages.items() if not up]
-    return f", stages down: {', '.join(down)}" if down else ""

@@ -39,7 +39,7 @@ def running_instances(fleet: Fleet) -> dict[str, str] | None:
     if not table.port:
         return None
     try:
-        client = AdminClient(f"http://{bracketed(host)}:{table.port}", None)
+        client = AdminClient(f"http://{bracketed(host)}:{table.port}")
         document = client.document("/v1/fleet", "policy", "models")
         every = [each for model in document["models"] for each in model["instances"]]
         return {each["name"]: each["health"] for each in every}

@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from hetlb.balancer.config.profile_file import load_profile
-from hetlb.balancer.core.latency import IterationRule
 from hetlb.cli.flags import COUNT, FINITE, PORT, declare, whole
 from hetlb.cli.signals import run_listener, stop_event
 from hetlb.tools.emulator import EmulatedEngine
@@ -32,10 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--enable-prefix-caching", prefixes, action="store_true")
     transfer = "transfer KV blocks as this connector of vLLM does (default: none)"
     add("--kv-transfer", transfer, choices=("nixl", "nixl-push", "mooncake"))
-    layers = "layers of which it holds KV blocks: engines that differ fetch nothing (default 32)"
-    add("--kv-layers", layers, "N", COUNT, 32)
-    rule = "time of a mixed iteration: weights read once (token, default), or both summed (sum)"
-    add("--iteration", rule, default=IterationRule.TOKEN, choices=tuple(IterationRule))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,7 +41,6 @@ def run(args: argparse.Namespace) -> int:
         served_model_names=args.served_model_name,
         max_model_len=args.max_model_len,
         time_scale=args.time_scale,
-        iteration=IterationRule(args.iteration),
         data_parallel_size=args.data_parallel_size,
         where=str(args.profile),
         kv=_kv_settings(args),
@@ -60,7 +54,7 @@ def _kv_settings(args: argparse.Namespace) -> KvSettings | None:
     """Return the connector of the flags; what it cannot fetch it computes, as in the commands of `split`."""
     if not args.kv_transfer:
         return None
-    return KvSettings(args.kv_transfer, policy="recompute", layers=args.kv_layers)
+    return KvSettings(args.kv_transfer, policy="recompute")
 
 
 async def _serve(engine: EmulatedEngine) -> None:

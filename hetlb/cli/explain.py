@@ -25,15 +25,15 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import HAND_OVER, Candidate, Dispatch, Health, Request
 from hetlb.balancer.fleet.decisions import decision_summary
-from hetlb.cli.adminclient import AdminClient, add_admin_arguments
-from hetlb.cli.flags import COUNT, FINITE, add_json, declare, event_log, number, print_document, real, whole
+from hetlb.cli.adminclient import AdminClient, add_admin_argument
+from hetlb.cli.flags import COUNT, add_json, declare, event_log, number, print_document, real, whole
 from hetlb.errors import ConfigError, InputError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     declare(source)("--config", "fleet file: explain a request on it", "FLEET.yaml", Path)
-    add_admin_arguments(source, parser)
+    add_admin_argument(source)
     log = "a recorded event log: the decisions about --request"
     declare(source)("--event-log", log, "FILE", Path)
     add = declare(parser)
@@ -45,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = real("a number of tokens from 0", lambda value: 0 <= value < math.inf)
     add("--output", "predicted output tokens (default 128)", "TOKENS", output, 128.0)
     add("--combine", "form of the workload formula", choices=tuple(COMBINE_FORMS))
-    add("--theta", "constant of the workload formula", "X", FINITE)
     used = "reserved fraction of an instance's KV cache (repeatable)"
     add("--kv-used", used, "NAME=FRACTION", default=[], action="append")
     work = "work already assigned to an instance (repeatable)"
@@ -83,7 +82,7 @@ def _explain_made_up(
     if not fleet.instances:
         raise ConfigError(f"{fleet.path}: models: expected at least one instance, got none")
     params = fleet.policy_params
-    params = replace(params, combine=args.combine or params.combine, theta=args.theta or params.theta)
+    params = replace(params, combine=args.combine or params.combine)
     scheduler = Scheduler(
         SchedulerSetup(
             fleet.instances,
@@ -136,7 +135,7 @@ def _assignments(flag: str, pairs: list[str], names: Collection[str]) -> Iterato
 
 def _explain_running(last: int, args: argparse.Namespace) -> int:
     query = f"last={last}" if args.request is None else f"request_id={quote(args.request, safe='')}"
-    client = AdminClient(args.admin, args.token_env)
+    client = AdminClient(args.admin)
     return _show(client.document(f"/v1/decisions?{query}", "decisions", "clock_s"), args)
 
 

@@ -56,7 +56,6 @@ def print_document(args: argparse.Namespace, document: object, show: Callable[[]
 def add_load(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a load, common to `bench` and `simulate`."""
     from hetlb.tools.loadtest.options import read_waves
-    from hetlb.tools.workload.content import HASH_BLOCK_TOKENS
 
     add = declare(parser)
     add("--trace", "requests: hetlb's CSV, or a public trace as it is", "T.csv", Path)
@@ -64,8 +63,6 @@ def add_load(parser: argparse.ArgumentParser) -> None:
     add("--request-rate", rates, "R", default="inf")
     add("--burstiness", "gamma shape of the gaps (default 1: Poisson; inf: constant)", "X", POSITIVE, 1.0)
     add("--waves", "seconds of traffic at the rate, seconds of pause", "ON:OFF", read_waves)
-    blocks = f"tokens of a block of hash_ids (default {HASH_BLOCK_TOKENS})"
-    add("--hash-block-size", blocks, "N", whole(1), HASH_BLOCK_TOKENS)
 
 
 @contextlib.contextmanager

@@ -78,7 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     profile_live.add_arguments(parser)
     add = declare(parser.add_argument_group("from a log"))
     add("--start", "profile to correct", "P.yaml", Path)
-    add("--hash-block-size", "tokens of a block of the log's hash_ids (default 512)", "N", COUNT, 512)
     _add_estimates(parser)
     add_json(parser)
 

@@ -23,7 +23,7 @@ def write_corrected(args: argparse.Namespace, path: Path) -> int:
     if args.start is None:
         raise InputError("--start: expected the profile that is to be corrected (--from log:), got none")
     start = load_profile(args.start)
-    log = read_log(path, args.hash_block_size)
+    log = read_log(path)
     instances = sorted({each.instance for each in log.requests})
     if len(instances) > 1:
         raise TraceError(f"{path}: expected the log of one server, got {', '.join(instances)}")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetlb.balancer.config.yaml_file import read_object
-from hetlb.cli.flags import FRACTION, INTEGER, add_json, declare, print_document, real, whole
+from hetlb.cli.flags import INTEGER, add_json, declare, print_document, real, whole
 from hetlb.errors import ConfigError, PlanError
 from hetlb.tools.plan import rent_report
 from hetlb.tools.plan.check import check_rent
@@ -16,40 +16,35 @@ from hetlb.tools.plan.highs import INFINITY, Interrupt, SolveLimits
 from hetlb.tools.plan.market import Market, load_market
 from hetlb.tools.plan.planning import SolvedPlan, Table, baselines, make_plan, make_table
 from hetlb.tools.plan.rent_servers import servers_of, write_fleet
-from hetlb.tools.plan.replan import MoveCost, Replanned, replan, require_known
+from hetlb.tools.plan.replan import Replanned, replan, require_known
 from hetlb.tools.plan.throughput import Measured, SloLimits, default_cache
 from hetlb.tools.plan.workloads import trace_rows
 from hetlb.tools.tables import bar
+
+#: Relative gap at which the solver stops.
+_GAP = 1e-4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = declare(parser)
     limit = real("a number from 0", lambda value: value >= 0)
-    horizon = real("a number from 1", lambda value: value >= 1)
     add("--config", "market file: offers and budget", "MARKET.yaml", Path, required=True)
     add("--trace", "requests, in place of the file's workloads", "T.csv", Path)
     add("--workloads", "types of request to find in the trace (default 9)", "N", whole(1, 1000), 9)
     add("--time-limit", "seconds for the solver (default 60)", "S", limit, 60.0)
-    add("--gap", "relative gap at which the solver stops (default 1e-4)", "G", FRACTION, 1e-4)
     add("--seed", "seed of types, solver and simulation", "S", INTEGER, 0)
     add_json(parser)
     add("--write-fleet", "fleet file of the plan", "FLEET.yaml", Path)
-    add("--no-simulate", "skip the simulation of the whole fleet", action="store_true")
-    add("--no-baselines", "skip the baselines", action="store_true")
-    add("--cache", "file of known throughputs (default: under ~/.cache)", "FILE", Path)
+    add("--no-simulate", "skip the simulation of the whole fleet, and the baselines", action="store_true")
     add("--no-cache", "simulate all throughputs again", action="store_true")
-    add = declare(parser.add_argument_group("replanning"))
-    add("--replan", "running plan (its --json)", "PLAN.json", Path)
-    add("--load-time", "seconds to load a model (default 300)", "S", limit, 300.0)
-    add("--horizon", "seconds until the next change (default 3600)", "S", horizon, 3600.0)
-    add("--keep", "share of a plan from scratch that must be reached (default 0.95)", "SHARE", FRACTION, 0.95)
+    add("--replan", "running plan (its --json), to change with few moves", "PLAN.json", Path)
 
 
 def run(args: argparse.Namespace) -> int:
     market = load_market(args.config)
     table, measured = read_table(args, market)
     interrupt = Interrupt()
-    limits = SolveLimits(args.gap, time.monotonic() + args.time_limit, args.seed, interrupt)
+    limits = SolveLimits(_GAP, time.monotonic() + args.time_limit, args.seed, interrupt)
     try:
         return plan_once(args, table, measured, limits, interrupt)
     except PlanError as error:
@@ -66,7 +61,7 @@ def read_table(args: argparse.Namespace, market: Market) -> tuple[Table, Measure
     if (slo := market.file.slo) is not None:
         ttft_ms, tpot_ms = slo.ttft_ms or INFINITY, slo.tpot_ms or INFINITY
         limits = SloLimits(ttft_ms / 1e3, tpot_ms / 1e3, slo.attainment)
-    measured = Measured(None if args.no_cache else args.cache or default_cache(), limits)
+    measured = Measured(None if args.no_cache else default_cache(), limits)
     with bar("throughputs of configurations") as show:
         table = make_table(
             market,
@@ -94,17 +89,15 @@ def plan_once(
             planned = make_plan(table, measured, limits, show)
         else:
             old = require_known(table.problem, read_counts(args.replan))
-            cost = MoveCost(args.load_time, args.horizon, args.keep)
-            replanned = replan(table.problem, old, cost, limits, show)
+            replanned = replan(table.problem, old, table.market.file.replanning, limits, show)
             check_rent(table.problem, replanned.plan)
             planned = SolvedPlan(table.problem, replanned.plan)
     solve_s = time.monotonic() - began
     stopped = interrupt.requested
     document = rent_report.document_of(table, planned, solve_s)
-    if not args.no_baselines and not stopped:
+    if not args.no_simulate and not stopped:
         quick = replace(limits, gap=max(limits.gap, 1e-3), deadline=time.monotonic() + args.time_limit)
         document["baselines"] = baselines(planned, quick, table.ties)
-    if not args.no_simulate and not stopped:
         document["simulated"] = rent_report.simulated_document(table, planned.plan, args.seed)
     if replanned is not None:
         document["replanning"] = rent_report.replanning_document(replanned)

@@ -53,14 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", "port to listen on (default 8080; 0 picks a free one)", "PORT", PORT)
     workers = "processes that share the port (default 1)"
     add("--workers", workers, "N", whole(1, MOST_WORKERS))
-    add("--connect", "with --check: ask every server whether it is there", action="store_true")
     add("--replace", "take over from the process that serves this address", action="store_true")
 
 
 def run(args: argparse.Namespace) -> int:
     fleet = fleet_of(args)
-    if args.connect and not args.check:
-        raise InputError("--connect: expected --check with it")
     require_urls(fleet)
     listen, admin = fleet.file.listen, fleet.file.admin
     if (
@@ -74,13 +71,10 @@ def run(args: argparse.Namespace) -> int:
     _check_alone(fleet)
     _warn_of_descriptors(fleet)
     if args.check:
-        from hetlb.cli.doctor import check_connected, check_filled_in
+        from hetlb.cli.doctor import check_filled_in
         from hetlb.cli.profile_doubts import all_is_well
 
         check_filled_in(fleet)
-        if args.connect and (absent := check_connected(fleet)):
-            print("\n".join(absent), file=sys.stderr)
-            return 1
         return all_is_well(fleet)
     prepare_process()
     if fleet.file.proxy.workers > 1:

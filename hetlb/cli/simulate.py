@@ -28,6 +28,7 @@ from hetlb.tools.sim.study import by_policy_and_rate, make_study, median_run, ru
 from hetlb.tools.sim.sweep_plot import rate_in_words, write_sweep_plot
 from hetlb.tools.tables import bar
 from hetlb.tools.workload.arrivals import Load
+from hetlb.tools.workload.content import block_tokens
 from hetlb.tools.workload.traces import read_trace
 
 #: Requests over all runs for which starting another process pays.
@@ -50,7 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prefix-cache", prefixes, action="store_true")
     add("--seed", "seed of arrivals and random choices (default 0)", "S", INTEGER, 0)
     add("--seeds", "number of seeds, from --seed on", "N", COUNT, 1)
-    add("--jobs", "processes (default: one per core)", "N", COUNT)
     add("--model", "model of the file (default: its first)")
     add("--plot", "picture of throughput, latencies, KV use and queues", "P.png", Path)
     add("--event-log", "replay a recorded event log", "FILE", Path)
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         raise TraceError(f"{args.trace}: arrival_s: expected a time in every row to replay")
     if args.prefix_cache and not any(row.hash_ids or row.session for row in rows):
         raise TraceError(f"{args.trace}: --prefix-cache: expected the column hash_ids or session_id")
-    hash_block = int(args.hash_block_size) if args.prefix_cache else None
+    hash_block = block_tokens(rows) if args.prefix_cache else None
     study = make_study(
         fleet,
         Load(rows, args.num_prompts, args.burstiness, hash_block, args.waves),
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"warning: {line}", file=sys.stderr)
     if args.tune is not None:
         return run_tune(args, fleet, study, next(iter(rates)), seeds)
-    ran = sweep(study, cells, args.jobs)
+    ran = sweep(study, cells)
     runs = [run_document(study, each, rates[each.cell.rate]) for each in ran]
     medians = [] if len(seeds) == 1 else [median_run(each) for each in by_policy_and_rate(runs).values()]
     if args.plot is not None:
@@ -129,7 +129,7 @@ def run_against(args: argparse.Namespace) -> int:
     )
     from hetlb.tools.workload.measured_logs import read_log
 
-    log = read_log(args.against, args.hash_block_size)
+    log = read_log(args.against)
     profile = load_profile(args.profile) if args.profile is not None else None
     try:
         comparison = compare(log, engines(args.against, log, profile))
@@ -141,11 +141,10 @@ def run_against(args: argparse.Namespace) -> int:
     return print_document(args, document, lambda: print_comparison(profile, comparison))
 
 
-def sweep(study: Study, cells: Sequence[StudyCell], jobs: int | None = None) -> list[Ran]:
-    """Run the cells with a progress bar on stderr."""
-    if jobs is None:
-        worth = 1 + len(cells) * study.load.count // _REQUESTS_WORTH_A_PROCESS
-        jobs = min(len(os.sched_getaffinity(0)), worth)
+def sweep(study: Study, cells: Sequence[StudyCell]) -> list[Ran]:
+    """Run the cells with a progress bar on stderr, on as many cores as this process may use."""
+    worth = 1 + len(cells) * study.load.count // _REQUESTS_WORTH_A_PROCESS
+    jobs = min(len(os.sched_getaffinity(0)), worth)
     with bar(f"simulating {len(cells)} run" + "s" * (len(cells) > 1)) as show:
         return run_sweep(
             study, cells, jobs=jobs, on_progress=lambda done, total: show(completed=done, total=total)

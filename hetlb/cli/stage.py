@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--coordinate", "be the OpenAI server in front of the workers of this file", "FILE", Path)
     add("--check", "with --coordinate: validate the file and exit", action="store_true")
     add("--event-log", "with --coordinate: record every network and path", "FILE", Path)
-    add("--api-key-file", "with --coordinate: key of clients; needed beyond loopback", "FILE", Path)
     add("--model", "folder with config.json and safetensors", "FOLDER", Path)
     add("--layers", "layers A to B-1, counted from 0", "A:B")
     add("--host", "address to listen on (default 127.0.0.1)", default="127.0.0.1")
@@ -50,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--block-size", "tokens of a KV block (default 16)", "TOKENS", COUNT, 16)
     add("--max-num-batched-tokens", "most tokens of a batch (default 2048)", "N", COUNT, 2048)
     add("--max-num-seqs", "most requests of a batch (default 256)", "N", COUNT, 256)
-    add("--threads", "CPU threads of torch", "N", COUNT)
-    add("--key-file", "file of the shared key; needed beyond loopback", "FILE", Path)
+    key = "file of the workers' shared key, or with --coordinate of the clients' key; needed beyond loopback"
+    add("--key-file", key, "FILE", Path)
     add("--ssl-certfile", "certificate; turns plain connections off", "FILE", Path)
     add("--ssl-keyfile", "key of the certificate", "FILE", Path)
     add("--ssl-ca-certs", "authorities of the other stages' certificates", "FILE", Path)
@@ -79,7 +78,7 @@ def _check(args: argparse.Namespace) -> tuple[int, int]:
     """Validate the flags of a worker and return its layers."""
     if args.model is None or args.layers is None:
         raise InputError("expected --model FOLDER and --layers A:B, or --coordinate FILE")
-    for flag in ("check", "event_log", "api_key_file"):
+    for flag in ("check", "event_log"):
         if getattr(args, flag):
             raise InputError(f"--{flag.replace('_', '-')}: expected --coordinate with it")
     found = re.fullmatch(r"(\d{1,5}):(\d{1,5})", args.layers, re.ASCII)
@@ -110,8 +109,6 @@ def _make_worker(args: argparse.Namespace, first: int, end: int) -> StageWorker:
         raise InputError(
             f"--layers: expected layers of 0:{config.layers} ({args.model}), got {args.layers!r}"
         )
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = config.dtype if args.dtype == "auto" else args.dtype
     if dtype not in DTYPES:
@@ -195,9 +192,9 @@ def _coordinate(args: argparse.Namespace) -> int:
             raise InputError(f"--{flag}: expected --coordinate FILE or a worker's flags, got both")
     group = load_stages(args.coordinate)
     check_filled_in(group)
-    if args.api_key_file is None and not is_loopback(args.host):
-        raise InputError(f"--api-key-file: expected the key of clients to listen on {args.host}, got none")
-    api_key = "" if args.api_key_file is None else _secret(args.api_key_file)
+    if args.key_file is None and not is_loopback(args.host):
+        raise InputError(f"--key-file: expected the key of clients to listen on {args.host}, got none")
+    api_key = "" if args.key_file is None else _secret(args.key_file)
     if args.check:
         print(f"{group.path}: {len(group.workers)} workers, all is well")
         return 0

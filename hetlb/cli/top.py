@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hetlb.cli.adminclient import AdminClient, NoAnswerError, add_admin_arguments
+from hetlb.cli.adminclient import AdminClient, NoAnswerError, add_admin_argument
 from hetlb.cli.flags import declare
 from hetlb.errors import InputError
 
@@ -36,14 +36,14 @@ _STATE_STYLES = {"well": "green", "busy": "yellow", "degraded": "red", "down": "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_admin_arguments(parser, parser)
+    add_admin_argument(parser)
     add = declare(parser)
     add("--once", "print one frame and exit", action="store_true")
     add("--json", "one snapshot as a JSON document on stdout, and exit", action="store_true")
 
 
 def run(args: argparse.Namespace) -> int:
-    client = AdminClient(args.admin, args.token_env)
+    client = AdminClient(args.admin)
     view, console = FleetScreen(client.url), Console()
     if args.json or args.once or not sys.stdout.isatty():
         view.snapshot = next(client.snapshots())

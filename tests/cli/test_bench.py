@@ -309,7 +309,7 @@ def test_the_search_goes_on_from_the_listed_rates(
     monkeypatch.setattr("hetlb.tools.loadtest.campaign.MAX_PROBES", 3)
     document = bench(
         capsys, "--url", fleet.engine, "--trace", trace, "--num-prompts", "1", "--request-rate", "64,128",
-        "--sweep", "--goodput", limit, "--slo-attainment", "0.5",
+        "--sweep", "0.5", "--goodput", limit,
     )  # fmt: skip
     (search,) = document["search"]
     assert (search["max_request_rate"] is not None, search["lowest_missed_rate"] is not None) == (met, missed)
@@ -493,7 +493,7 @@ WRONG = [
     (["--rounds", "2"], "--rounds: expected --compare to repeat, got 2"),
     (["--sweep"], "--sweep: expected several rates in --request-rate, or limits in --goodput"),
     (["--sweep", "--goodput", "ttft:1"], "--request-rate: expected rates to search from, got 'inf'"),
-    (["--slo-attainment", "0"], "--slo-attainment: expected a share above 0 up to 1"),
+    (["--sweep", "0"], "--sweep: expected a share above 0 up to 1"),
     (["--random-range-ratio", "2"], "--random-range-ratio: expected 0 to 1, got 2"),
     (["--plot", "/nowhere/x.png"], "--plot: expected a file in a folder that exists"),
     (["--html", "x.html"], "--html: went; use --plot PICTURE"),

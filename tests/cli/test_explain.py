@@ -126,7 +126,6 @@ def test_the_table_names_the_chosen_one(fleet: Path, capsys: pytest.CaptureFixtu
         (["--input", "0"], "--input: expected a whole number from 1, got 0"),
         (["--output", "nan"], "--output: expected a number of tokens"),
         (["--model", "x"], "--model: expected one of m, got 'x'"),
-        (["--theta", "-1"], "--theta: expected a number above 0"),
         (
             ["--input", "999999"],
             "--input: expected at most 689999 tokens, the most that an instance of m holds",

@@ -53,9 +53,9 @@ def test_the_token_goes_to_the_proxy_and_not_to_where_it_redirects(
         def log_message(self, *_: object) -> None:
             pass
 
-    monkeypatch.setenv("SOME_TOKEN", "secret")
+    monkeypatch.setenv("HETLB_ADMIN_TOKEN", "secret")
     with serving(Redirect) as url:
-        assert main(["explain", "--url", url, "--last", "1", "--token-env", "SOME_TOKEN"]) == 0
+        assert main(["explain", "--url", url, "--last", "1"]) == 0
     assert heard == [("/v1/decisions?last=1", "Bearer secret"), ("/elsewhere", None)]
 
 

@@ -130,14 +130,10 @@ def test_a_target_at_least_cost_within_an_slo(capsys: pytest.CaptureFixture[str]
     """One type, one GPU of either kind: every configuration is searched for its highest rate in the SLO."""
     document = small_market(target={"request_rate": 2.0}, workloads=market()["workloads"][1:])
     del document["budget_per_hour"]
-    free = rent(
-        capsys, "--config", write(tmp_path / "free.yaml", document), "--no-simulate", "--no-baselines"
-    )
+    free = rent(capsys, "--config", write(tmp_path / "free.yaml", document), "--no-simulate")
     assert free["throughput_req_s"] == pytest.approx(2.0)
     document["slo"] = {"ttft_ms": 2000, "tpot_ms": 30, "attainment": 0.9}
-    tight = rent(
-        capsys, "--config", write(tmp_path / "tight.yaml", document), "--no-simulate", "--no-baselines"
-    )
+    tight = rent(capsys, "--config", write(tmp_path / "tight.yaml", document), "--no-simulate")
     assert tight["cost_per_hour"] > free["cost_per_hour"]
 
 
@@ -148,7 +144,7 @@ def test_types_are_found_in_a_trace(capsys: pytest.CaptureFixture[str], tmp_path
     rows = [f",{800 + i},{20 + i % 3}\n,{200 + i},{190 + i}\n" for i in range(20)]
     trace.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(rows))
     config = write(tmp_path / "market.yaml", document)
-    flags = ["--config", config, "--trace", str(trace), "--workloads", "2", "--no-simulate", "--no-baselines"]
+    flags = ["--config", config, "--trace", str(trace), "--workloads", "2", "--no-simulate"]
     found = rent(capsys, *flags)
     assert [each["share"] for each in found["workloads"]] == [0.5, 0.5]
     assert found["clustering"]["explained"] > 0.95
@@ -238,15 +234,8 @@ def test_wrong_input_is_one_line(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--keep", "2"],
-        ["--gap", "x"],
-    ],
-)
-def test_wrong_flags_are_one_line(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
-    assert main(["rent", "--config", TOY, *flags]) == 2
+def test_a_wrong_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rent", "--config", TOY, "--time-limit", "x"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 

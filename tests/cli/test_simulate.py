@@ -36,7 +36,7 @@ def files(tmp_path: Path) -> tuple[str, str]:
 
 
 def simulate(capsys: pytest.CaptureFixture[str], files: tuple[str, str], *flags: str) -> str:
-    given = ["simulate", "--config", files[0], "--trace", files[1], "--json", "--jobs", "1", *flags]
+    given = ["simulate", "--config", files[0], "--trace", files[1], "--json", *flags]
     assert main(given) == 0
     return capsys.readouterr().out
 
@@ -273,10 +273,15 @@ def test_medians_are_over_seeds(capsys: pytest.CaptureFixture[str], files: tuple
 
 
 def test_the_number_of_processes_changes_no_byte(
-    capsys: pytest.CaptureFixture[str], files: tuple[str, str]
+    capsys: pytest.CaptureFixture[str], files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ("--policy", "random,paper", "--request-rate", "5,inf", "--seeds", "2")
-    assert simulate(capsys, files, *flags, "--jobs", "1") == simulate(capsys, files, *flags, "--jobs", "2")
+    outputs = []
+    for cores in ({0}, {0, 1}):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _pid, cores=cores: cores)
+        monkeypatch.setattr("hetlb.cli.simulate._REQUESTS_WORTH_A_PROCESS", 1)
+        outputs.append(simulate(capsys, files, *flags))
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("rate", ["inf", "5,9,inf", "trace", "5,trace,inf"])
@@ -341,8 +346,6 @@ def test_the_table_is_for_people(capsys: pytest.CaptureFixture[str], files: tupl
         (["--request-rate", "5,0"], "--request-rate: expected requests/s above 0, inf or trace"),
         (["--seed", "1,x"], "--seed: expected a whole number, got 1,x"),
         (["--seeds", "0"], "--seeds: expected a whole number from 1, got 0"),
-        (["--jobs", "0"], "--jobs: expected a whole number from 1, got 0"),
-        (["--hash-block-size", "0"], "--hash-block-size: expected a whole number from 1, got 0"),
     ],
 )
 def test_wrong_flags(

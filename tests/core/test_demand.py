@@ -133,7 +133,7 @@ def test_the_margin_rises_with_misses_alone_and_is_bounded(met: list[bool], atta
     for each in met:
         before = protected.margin
         lease.first_token_at = 0.5 if each else 2.0
-        protected.answered(lease, 3.0)
+        protected.answered(lease, 3.0, True)
         assert protected.margin <= before if each else protected.margin >= before
         assert 1.0 <= protected.margin < 20.1
     assert protected.hopeless == (len(met) >= 8 and not any(met))
@@ -146,5 +146,32 @@ def test_the_first_token_of_a_whole_answer_is_not_judged() -> None:
     lease.first_token_at = 20.0
     protected = Protected(service)
     for _ in range(20):
-        protected.answered(lease, 20.0)
+        protected.answered(lease, 20.0, True)
     assert (protected.margin, protected.hopeless) == (1.0, False)
+
+
+def test_misses_fade_within_minutes() -> None:
+    service = ServiceClass("quick", ttft_s=1.0)
+    asked = request(1, service=service, streamed=True)
+    lease = dispatched(make_scheduler([spec("a")]).on_arrival(asked, 0.0))
+    protected = Protected(service)
+    lease.first_token_at = 2.0
+    for _ in range(20):
+        protected.answered(lease, 3.0, True)
+    before, lease.first_token_at = protected.margin, 0.5
+    protected.answered(lease, 4.0, True)
+    assert protected.margin > 0.9 * before
+    protected.answered(lease, 304.0, True)
+    assert protected.margin < 1.1
+
+
+def test_misses_beside_background_do_not_say_that_targets_cannot_be_met() -> None:
+    service = ServiceClass("quick", ttft_s=1.0)
+    asked = request(1, service=service, streamed=True)
+    lease = dispatched(make_scheduler([spec("a")]).on_arrival(asked, 0.0))
+    lease.first_token_at = 2.0
+    for alone in (False, True):
+        protected = Protected(service)
+        for _ in range(20):
+            protected.answered(lease, 3.0, alone)
+        assert protected.hopeless == alone

@@ -294,6 +294,41 @@ def test_only_background_and_looser_targets_leave_room(service: ServiceClass, ro
     assert any(isinstance(command, Dispatch) for command in commands) == room
 
 
+def test_errors_seen_beside_background_leave_a_class_its_room() -> None:
+    """An idle instance meets the targets all the same, by its latency model."""
+    scheduler = make_scheduler([spec("a", kv=1_000_000)], "hetlb")
+    [instance] = scheduler.instances
+    for _ in range(100):
+        instance.errors.step.add(0.01, 1.0)
+    quick = ServiceClass("quick", ttft_s=10.0, tpot_s=0.2)
+    for number in range(20):
+        asked = request(number, prompt=1000, service=quick, streamed=True)
+        scheduler.on_arrival(asked, 0.1 * number)
+    night = ServiceClass("night", background=True)
+    commands = scheduler.on_arrival(request(99, prompt=8000, service=night), 2.0)
+    assert not any(isinstance(command, Dispatch) for command in commands)
+
+
+def test_answers_of_one_token_and_lax_targets_leave_room() -> None:
+    """Prompts alone use the instance: at most one utilization of them is served."""
+    scheduler = make_scheduler([spec("a", kv=1_000_000)], "hetlb")
+    patient = ServiceClass("patient", ttft_s=1e6, attainment=0.9)
+    for number in range(20):
+        asked = request(number, prompt=1000, max_tokens=1, service=patient, streamed=True)
+        scheduler.on_arrival(asked, 10.0 * number)
+    night = ServiceClass("night", background=True)
+    commands = scheduler.on_arrival(request(99, prompt=8000, service=night), 200.0)
+    assert any(isinstance(command, Dispatch) for command in commands)
+
+
+def test_requests_without_an_answer_have_targets_that_hinder_no_other() -> None:
+    scheduler = make_scheduler([spec("a", kv=1_000_000)], "hetlb")
+    quick, night = ServiceClass("quick", ttft_s=1.0, tpot_s=0.05), ServiceClass("night", background=True)
+    for number in range(20):
+        scheduler.on_arrival(request(number, service=quick, generates=False), 0.1 * number)
+    assert dispatched(scheduler.on_arrival(request(99, service=night), 2.0)).instance == "a"
+
+
 def test_requests_with_targets_that_nothing_is_known_of_hinder_no_request() -> None:
     """They run for another model of the instance, or since before this process: none of them arrived here."""
     scheduler = make_scheduler([spec("a")], "hetlb")

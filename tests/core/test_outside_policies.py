@@ -64,7 +64,9 @@ def fleet(tmp_path: Path) -> Path:
             for n, each in enumerate(("slow", "fast"), start=1)
         )
     )
-    (tmp_path / "trace.csv").write_text("arrival_s,input_tokens,output_tokens\n" + "0,300,40\n0,20,10\n" * 40)
+    (tmp_path / "trace.csv").write_text(
+        "arrival_s,input_tokens,output_tokens\n" + "0,300,40\n0,20,10\n" * 600
+    )
     return path
 
 
@@ -79,11 +81,11 @@ def test_the_policy_of_the_page_is_explained_and_simulated(site: Path, fleet: Pa
     assert fast["terms"]["first_token_s"] == fast["forecast"]["first_token_s"] < slow["score"]
     trace = str(fleet.parent / "trace.csv")
     command = ("simulate", "--config", str(fleet), "--trace", trace, "--json", "--policy", "short-first,rr")
-    simulated = hetlb(site, *command, "--jobs", "2", "--seeds", "2")
+    simulated = hetlb(site, *command, "--seeds", "2")
     assert simulated.returncode == 0, simulated.stderr
     runs = json.loads(simulated.stdout)["runs"]
     assert [each["policy"] for each in runs] == ["short-first"] * 2 + ["rr"] * 2
-    assert all(each["completed"] == 80 for each in runs)
+    assert all(each["completed"] == 1200 for each in runs)
 
 
 def test_an_unknown_name_lists_what_there_is(site: Path, fleet: Path, tmp_path: Path) -> None:

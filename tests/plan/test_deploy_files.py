@@ -55,7 +55,7 @@ def test_a_rented_fleet_is_checked_filled_in_and_asked(
 ) -> None:
     market, fleet = tmp_path / "market.yaml", tmp_path / "fleet.yaml"
     market.write_text(MARKET)
-    arguments = ["rent", "--config", str(market), "--no-cache", "--no-simulate", "--no-baselines", "--json"]
+    arguments = ["rent", "--config", str(market), "--no-cache", "--no-simulate", "--json"]
     assert main([*arguments, "--write-fleet", str(fleet)]) == 0
     document = json.loads(capsys.readouterr().out)
     # A plan for stated lengths is no limit on what clients send.
@@ -69,11 +69,7 @@ def test_a_rented_fleet_is_checked_filled_in_and_asked(
     filled["models"][0]["instances"] = instances
     filled.pop("policy")
     fleet.write_text(yaml.safe_dump(filled))
-    assert main(["serve", "--config", str(fleet), "--check", "--connect"]) == 0
-    instances[0]["url"] = "http://127.0.0.1:9"
-    fleet.write_text(yaml.safe_dump(filled))
-    assert main(["serve", "--config", str(fleet), "--check", "--connect"]) == 1
-    assert "expected an answer from http://127.0.0.1:9/health" in capsys.readouterr().err
+    assert main(["serve", "--config", str(fleet), "--check"]) == 0
 
 
 def test_stages_that_are_not_there_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

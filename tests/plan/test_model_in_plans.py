@@ -43,7 +43,7 @@ def market(tmp_path: Path, config: dict[str, Any] | None, stated: str = "") -> P
 
 
 def rented(path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    flags = ["--no-cache", "--no-baselines", "--no-simulate", "--json"]
+    flags = ["--no-cache", "--no-simulate", "--json"]
     assert main(["rent", "--config", str(path), *flags]) == 0
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
     return document

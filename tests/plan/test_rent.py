@@ -17,6 +17,7 @@ from hetlb.errors import PlanError
 from hetlb.tools.plan import decompose
 from hetlb.tools.plan.check import check_rent
 from hetlb.tools.plan.highs import INFINITY, Interrupt, SolveLimits
+from hetlb.tools.plan.market import MoveCost
 from hetlb.tools.plan.planning import SolvedPlan, baselines, proportional_rate, round_robin_rate
 from hetlb.tools.plan.rent_program import (
     Configuration,
@@ -28,7 +29,7 @@ from hetlb.tools.plan.rent_program import (
     solve,
 )
 from hetlb.tools.plan.rent_simulation import engines_of, worth_of
-from hetlb.tools.plan.replan import MoveCost, moves_between, replan
+from hetlb.tools.plan.replan import moves_between, replan
 from hetlb.tools.plan.workloads import RequestType
 
 LIMITS = SolveLimits(gap=1e-9)

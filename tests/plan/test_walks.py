@@ -154,19 +154,17 @@ def planned(walk: Walk, capsys: pytest.CaptureFixture[str], *arguments: str) -> 
 
 
 def served(walk: Walk, document: dict[str, Any], model: str = "m") -> dict[str, Any]:
-    """Start what the plan printed, check that all of it is there, and ask through the proxy."""
+    """Start what the plan printed, and ask through the proxy."""
     for command in document["commands"]:
         if not command.startswith("hetlb serve "):
             walk.start(command)
-    assert main(["serve", "--config", "fleet.yaml", "--check", "--connect"]) == 0
+    assert main(["serve", "--config", "fleet.yaml", "--check"]) == 0
     return walk.serve(model)
 
 
 def test_rent_to_serve(walk: Walk, capsys: pytest.CaptureFixture[str]) -> None:
     market = walk.write("market.yaml", MARKET)
-    document = planned(
-        walk, capsys, "rent", "--config", market, "--no-cache", "--no-baselines", "--no-simulate"
-    )
+    document = planned(walk, capsys, "rent", "--config", market, "--no-cache", "--no-simulate")
     assert len(document["commands"]) == 2
     assert served(walk, document)["usage"]["completion_tokens"] == 4
 
@@ -199,6 +197,6 @@ def test_place_to_stage_to_serve(walk: Walk, capsys: pytest.CaptureFixture[str])
 
 def test_stdout_is_the_document_alone(walk: Walk) -> None:
     """As a process: what the solver's library prints by itself is not caught in this one."""
-    command = "hetlb rent --config market.yaml --no-cache --no-baselines --no-simulate --json"
+    command = "hetlb rent --config market.yaml --no-cache --no-simulate --json"
     walk.write("market.yaml", MARKET)
     assert json.loads(walk.start(command))["throughput_req_s"] > 0.0

@@ -70,7 +70,7 @@ def test_wrong_keys_are_one_line(tmp_path: Path, stages: dict[str, Any], told: s
     [
         ((), "stages.yaml: folder: expected the model's config.json in it, got "),
         (("--model", "m"), "--model: expected --coordinate FILE or a worker's flags, got both"),
-        (("--host", "0.0.0.0"), "--api-key-file: expected the key of clients to listen on 0.0.0.0, got none"),
+        (("--host", "0.0.0.0"), "--key-file: expected the key of clients to listen on 0.0.0.0, got none"),
     ],
 )
 def test_a_coordinator_says_what_is_missing(

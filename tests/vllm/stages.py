@@ -74,7 +74,7 @@ class StageProcess:
     def __init__(self, folder: Path, layers: str, *flags: str, port: int = 0) -> None:
         self._command = [
             str(TORCH_PYTHON), "-m", "hetlb", "stage", "--model", str(folder), "--layers", layers,
-            "--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20), "--threads", "1",
+            "--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20),
             "--max-num-seqs", "64", *flags,
         ]  # fmt: skip
         self.url = ""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.balancer.core.prefix_cuts import FIRST_TOKENS, cuts
-from hetlb.tools.workload.content import UNSHARED, PromptContent, contents_of
+from hetlb.tools.workload.content import UNSHARED, PromptContent, block_tokens, contents_of
 from hetlb.tools.workload.rows import Row
 
 #: A prompt as the choices made on its way down a tree; the name of a span says which way it went.
@@ -67,3 +67,18 @@ def test_a_conversation_follows_what_its_blocks_name() -> None:
 
 def test_what_shares_nothing_is_unshared() -> None:
     assert contents_of([Row(None, 10, 10)])[0] is UNSHARED
+
+
+@given(st.sampled_from([16, 32, 256, 512, 1024]), st.lists(st.integers(1, 40_000), min_size=1), st.booleans())
+def test_the_size_of_a_block_is_read_from_the_lengths(size: int, lengths: list[int], whole: bool) -> None:
+    lengths = [*lengths, 40 * size + 1]
+    rows = [
+        Row(None, tokens, 1, hash_ids=tuple(map(str, range((tokens + (size - 1) * whole) // size))))
+        for tokens in lengths
+    ]
+    expected = size if whole else min(size, 512)
+    assert block_tokens(rows) == expected
+
+
+def test_the_size_of_a_block_without_blocks_is_that_of_mooncake() -> None:
+    assert block_tokens([Row(None, 5, 1), Row(None, 9, 1, hash_ids=("sys=3",))]) == 512

@@ -26,6 +26,7 @@ GONE_VALUES: Final[dict[tuple[str, object], str]] = {
     ("models[].kv_transfer", "shared-storage"): _CONNECTORS,
     ("models[].kv_transfer.connector", "shared-storage"): _CONNECTORS,
 }
+_BLOCKS: Final = "it is read from the lengths; NAME=TOKENS in hash_ids states any other"
 #: By command and flag, or flag and value.
 GONE_FLAGS: Final[dict[tuple[str, str], str]] = {
     ("rent", "--budgets"): "run it once for each `budget_per_hour`",
@@ -34,6 +35,27 @@ GONE_FLAGS: Final[dict[tuple[str, str], str]] = {
     ("bench", "--html"): "use --plot PICTURE, and --json or --csv for the figures",
     ("engine", "--kv-transfer shared-storage"): _CONNECTORS,
     ("engine", "--kv-folder"): "it was for `shared-storage`, which went",
+    ("engine", "--kv-layers"): "all emulated engines hold the same layers",
+    ("engine", "--iteration"): "engines read weights once per iteration; `hetlb simulate` has both rules",
+    ("serve", "--connect"): "`hetlb doctor --config FLEET.yaml` asks every server",
+    **{(command, "--token-env"): "set HETLB_ADMIN_TOKEN" for command in ("explain", "status", "top")},
+    ("explain", "--theta"): "set `policy.theta` in the fleet file",
+    ("demo", "--seed"): "every run sends the same trace",
+    ("rent", "--gap"): "the solver stops at 1e-4, or after --time-limit",
+    ("rent", "--cache"): "set XDG_CACHE_HOME to the folder of `hetlb/throughput.jsonl`",
+    ("rent", "--no-baselines"): "--no-simulate skips the baselines too",
+    ("rent", "--load-time"): "set `replanning.load_s` in the market file",
+    ("rent", "--horizon"): "set `replanning.horizon_s` in the market file",
+    ("rent", "--keep"): "set `replanning.keep` in the market file",
+    ("stage", "--threads"): "set OMP_NUM_THREADS",
+    ("stage", "--api-key-file"): "with --coordinate, --key-file names the clients' key",
+    **{(command, "--hash-block-size"): _BLOCKS for command in ("simulate", "bench", "profile")},
+    ("simulate", "--jobs"): "one process per core: `taskset --cpu-list 0-3 hetlb simulate` limits them",
+    ("bench", "--slo-attainment"): "use --sweep SHARE",
+    (
+        "bench",
+        "--prompt-salt",
+    ): "prompts are new in every command; `--dataset-name custom` sends texts of a file",
 }
 
 

@@ -13,9 +13,12 @@ from hetlb.balancer.core.types import Lease
 _NEWEST: Final = 64.0
 #: Of the share of answers that may miss a target the control aims at this part.
 _AIMED_SHARE: Final = 0.5
+#: A miss of this long ago counts 1/e in the control, seconds: the load may have been another one.
+_FORGET_S: Final = 60.0
 #: Bound of `margin`'s logarithm: twenty times what is expected to come.
 _MOST_PRESSURE: Final = 3.0
-#: A class of which as many answers have ended, and none met its targets, cannot be served in time.
+#: A class of which as many answers have ended beside no background, and none met its targets, cannot be
+#: served in time.
 _LEAST_ENDED: Final = 8
 
 
@@ -26,16 +29,17 @@ class Protected:
     """
 
     __slots__ = (
-        "_rate", "attainment", "count", "e2e_s", "ended", "ever_met", "name", "newest_s", "output",
-        "pressure", "prompt", "tpot_s", "ttft_s",
+        "_answered_s", "_rate", "attainment", "count", "e2e_s", "ended", "ever_met", "name", "newest_s",
+        "output", "pressure", "prompt", "tpot_s", "ttft_s",
     )  # fmt: skip
 
     def __init__(self, service: ServiceClass) -> None:
         self.name = service.name
         self.count = 0
-        self.prompt = self.output = self.newest_s = 0.0
+        self.prompt = self.output = self.newest_s = self._answered_s = 0.0
         self._rate = RecentRate(0.0)
-        #: Rises with each answer that misses a target, falls with each other one: an integral control.
+        #: Rises with each answer that misses a target, falls with each other one and with time: a leaky
+        #: integral control.
         self.pressure = 0.0
         self.ended, self.ever_met = 0, False
         self._begin(service)
@@ -87,16 +91,21 @@ class Protected:
         else:
             self._tighten(service)
 
-    def answered(self, lease: Lease, now: float) -> None:
-        """Note that an answer ended well; the first token of a whole answer is unseen."""
+    def answered(self, lease: Lease, now: float, alone: bool) -> None:
+        """Note that an answer ended well; the first token of a whole answer is unseen.
+
+        `alone`: the instance runs requests with targets only. A miss beside others says what they cost.
+        """
         request, began_at, first_s = lease.request, lease.dispatched_at - lease.waited_s, 0.0
         if request.streamed and lease.first_token_at is not None:
             first_s = lease.first_token_at - began_at
         met = request.service.met(first_s, now - began_at, lease.output_tokens // request.sequences)
-        self.ended += 1
+        self.ended += alone
         self.ever_met = self.ever_met or met
         aimed = _AIMED_SHARE * (1.0 - self.attainment)
         rise = -1.0 if met else (1.0 / aimed - 1.0 if aimed > 0.0 else math.inf)
+        self.pressure *= math.exp((self._answered_s - now) / _FORGET_S)
+        self._answered_s = now
         self.pressure = min(_MOST_PRESSURE, max(0.0, self.pressure + rise / _NEWEST))
 
     def rate(self, now: float) -> float:

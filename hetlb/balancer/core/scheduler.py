@@ -247,7 +247,10 @@ class Scheduler:
                     self.fleet.share_speed(instance.spec.model, instance.profiled)
                 instance.errors.learn(lease, now)
                 if request.service.stated:
-                    self.placement.demands[request.model].of_class(request.service).answered(lease, now)
+                    alone = instance.sequences == instance.stated_sequences
+                    self.placement.demands[request.model].of_class(request.service).answered(
+                        lease, now, alone
+                    )
                 if self.queue.held:
                     self.backlog.predict_again()
             if health.on_success(now):

@@ -82,6 +82,19 @@ class TargetTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     request_rate: Positive
 
 
+class MoveCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Seconds to load a model and until the next change, and the share of a plan from scratch to be kept."""
+
+    load_s: NonNegative = 300.0
+    horizon_s: Positive = 3600.0
+    keep: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.95
+
+    @property
+    def discount(self) -> float:
+        """Return the part of the horizon in which a started instance serves nothing."""
+        return min(1.0, self.load_s / self.horizon_s)
+
+
 class MarketFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """MARKET.yaml as written."""
 
@@ -95,6 +108,7 @@ class MarketFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     slo: SloTable | None = None
     requests: PositiveInt | None = None
     links: LinkRates = LinkRates()
+    replanning: MoveCost = MoveCost()
 
 
 class Market(msgspec.Struct, frozen=True, kw_only=True):

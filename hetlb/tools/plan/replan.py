@@ -14,25 +14,12 @@ from dataclasses import dataclass, replace
 from hetlb.errors import PlanError
 from hetlb.tools.plan import decompose
 from hetlb.tools.plan.highs import INFINITY, OnProgress, SolveLimits
+from hetlb.tools.plan.market import MoveCost
 from hetlb.tools.plan.rent_program import Formulation, Problem, RentPlan, assign, cost_of
 
 #: The gap of all programs: a better plan than this is not worth a move.
 _GAP = 1e-3
 _MOST_HOURS = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class MoveCost:
-    """Seconds to load a model and until the next change, and the share of a plan from scratch to be kept."""
-
-    load_s: float = 300.0
-    horizon_s: float = 3600.0
-    keep: float = 0.95
-
-    @property
-    def discount(self) -> float:
-        """The part of the horizon in which a started instance serves nothing."""
-        return min(1.0, self.load_s / self.horizon_s)
 
 
 @dataclass(frozen=True)

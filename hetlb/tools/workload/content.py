@@ -8,7 +8,7 @@ with its first pass.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
@@ -20,8 +20,9 @@ from hetlb.tools.workload.rows import Row, spans_of
 #: A span of a prompt: its name, and its length in tokens.
 Span: TypeAlias = tuple[Hashable, int]
 
-#: Tokens that one of the `hash_ids` stands for in Mooncake's traces.
+#: Tokens that one of the `hash_ids` stands for in Mooncake's traces; in those of others powers of two.
 HASH_BLOCK_TOKENS = 512
+_BLOCK_TOKENS = (HASH_BLOCK_TOKENS, *(1 << power for power in range(16)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,23 @@ class PromptContent:
 
 #: The content of a request that shares nothing.
 UNSHARED = PromptContent()
+
+
+def block_tokens(rows: Iterable[Row]) -> int:
+    """Return the tokens that one of the `hash_ids` stands for.
+
+    They are 512 where each then begins inside its prompt, else the power of two with which they name the
+    prompts whole, else the largest that fits.
+    """
+    named = [
+        (len(row.hash_ids), row.input_tokens)
+        for row in rows
+        if row.hash_ids and "=" not in "".join(row.hash_ids)
+    ]
+    most = min(((tokens - 1) // (ids - 1) for ids, tokens in named if ids > 1), default=HASH_BLOCK_TOKENS)
+    least = max((-(-tokens // ids) for ids, tokens in named), default=1)
+    whole = [size for size in _BLOCK_TOKENS if least <= size <= most]
+    return whole[0] if whole else min(HASH_BLOCK_TOKENS, 1 << max(1, most).bit_length() - 1)
 
 
 def contents_of(rows: Sequence[Row], hash_block_tokens: int = HASH_BLOCK_TOKENS) -> list[PromptContent]:

@@ -19,7 +19,7 @@ from hetlb.balancer.core.eventlog import decode_setup
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.errors import TraceError
 from hetlb.tools.workload.chats import asked_texts, estimate_tokens
-from hetlb.tools.workload.content import HASH_BLOCK_TOKENS, UNSHARED, PromptContent, contents_of
+from hetlb.tools.workload.content import UNSHARED, PromptContent, block_tokens, contents_of
 from hetlb.tools.workload.record_file import (
     UNITS_S,
     Record,
@@ -73,8 +73,8 @@ class Log:
     warm_ups: int = 0
 
 
-def read_log(path: Path, hash_block_tokens: int = HASH_BLOCK_TOKENS) -> Log:
-    """Read a log of any supported kind; one of its `hash_ids` names `hash_block_tokens`. Raises `TraceError`.
+def read_log(path: Path) -> Log:
+    """Read a log of any supported kind. Raises `TraceError`.
 
     What a file of another program was taken for goes to stderr.
     """
@@ -92,7 +92,7 @@ def read_log(path: Path, hash_block_tokens: int = HASH_BLOCK_TOKENS) -> Log:
     if found is None:
         raise TraceError(f"{path}: {_why_no_log(file)}")
     title, reader = found
-    log = reader(file, hash_block_tokens)
+    log = reader(file)
     usable = [each for each in log.requests if each.ttft_s > 0.0 and each.output_tokens > 0]
     if len(usable) < LEAST_REQUESTS:
         raise TraceError(
@@ -112,7 +112,7 @@ def read_log(path: Path, hash_block_tokens: int = HASH_BLOCK_TOKENS) -> Log:
     return replace(log, requests=shifted, failed=failed)
 
 
-_Reader: TypeAlias = Callable[[RecordFile, int], Log]
+_Reader: TypeAlias = Callable[[RecordFile], Log]
 
 
 def kind_of_log(file: RecordFile) -> tuple[str, _Reader] | None:
@@ -194,7 +194,7 @@ def _why_no_log(file: RecordFile) -> str:
     return f"expected measured requests, got {file.described}; {known}"
 
 
-def _read_bench(file: RecordFile, _: int) -> Log:
+def _read_bench(file: RecordFile) -> Log:
     path, records = file.path, file.records
     if len(records) > 1:
         raise TraceError(f"{path}: expected one run, got {len(records)} (a line each): keep one of them")
@@ -287,7 +287,7 @@ def _listed(record: Record, key: str, value: object) -> list[Any]:
     return value
 
 
-def _read_aiperf(file: RecordFile, _: int) -> Log:
+def _read_aiperf(file: RecordFile) -> Log:
     requests, failed, warm_ups = [], 0, 0
     for record in file.records:
         metrics = _table(record, "metrics", record.values.get("metrics"))
@@ -336,7 +336,7 @@ def _metric(record: Record, key: str, raw: object) -> float:
     return record.number(key, value, str(unit), 0.0, 1e12) * size
 
 
-def _read_guidellm(file: RecordFile, _: int) -> Log:
+def _read_guidellm(file: RecordFile) -> Log:
     requests, failed = [], 0
     document = file.records[0]
     for number, raw in enumerate(_listed(document, "benchmarks", document.values.get("benchmarks"))):
@@ -378,7 +378,7 @@ def _read_guidellm(file: RecordFile, _: int) -> Log:
     return Log("guidellm", tuple(requests), failed)
 
 
-def _read_genai_perf(file: RecordFile, _: int) -> Log:
+def _read_genai_perf(file: RecordFile) -> Log:
     """Read GenAI-Perf's export: times in ns, and texts, whose tokens are estimated where no usage came."""
     requests, failed = [], 0
     document = file.records[0]
@@ -463,7 +463,7 @@ def _less(end: object, start: object) -> object:
     return float(end) - float(start) if numbers else math.nan  # type: ignore[arg-type]
 
 
-def _read_inference_perf(file: RecordFile, _: int) -> Log:
+def _read_inference_perf(file: RecordFile) -> Log:
     requests, failed = [], 0
     for record in file.records:
         if record.values.get("error"):
@@ -524,7 +524,7 @@ def _named(file: RecordFile, begins: Iterable[str], *, plain: bool = False) -> s
     return file.name(*names, *(begins if plain else ()))
 
 
-def _read_named(file: RecordFile, _: int) -> Log:
+def _read_named(file: RecordFile) -> Log:
     start, ttft = _named(file, ARRIVALS, plain=True), _named(file, _TTFT) or file.name(*_FIRSTS)
     e2e, end = _named(file, _E2E), _named(file, _ENDS, plain=True)
     missing = [] if start else ["arrival_s"]
@@ -565,7 +565,7 @@ def _read_named(file: RecordFile, _: int) -> Log:
     return Log("records", tuple(requests), failed)
 
 
-def _read_own(file: RecordFile, hash_block_tokens: int) -> Log:
+def _read_own(file: RecordFile) -> Log:
     rows = own_rows(file)
     names = {
         name: file.name(squashed(name), squashed(f"measured_{name}"))
@@ -592,13 +592,13 @@ def _read_own(file: RecordFile, hash_block_tokens: int) -> Log:
         )
     # The prompt of a conversation depends on the turns before.
     order = sorted(range(len(rows)), key=lambda index: requests[index].arrival_s)
-    contents = contents_of([rows[index] for index in order], hash_block_tokens)
+    contents = contents_of([rows[index] for index in order], block_tokens(rows))
     for index, content in zip(order, contents, strict=True):
         requests[index] = replace(requests[index], content=content)
     return Log("csv", tuple(requests))
 
 
-def _read_events(file: RecordFile, _: int) -> Log:
+def _read_events(file: RecordFile) -> Log:
     path = file.path
     try:
         setup = decode_setup(file.text.partition("\n")[0])

@@ -86,7 +86,7 @@ def _recognised(
     timed = named is not None and named.arrival is not None
     if (log := kind_of_log(file)) is not None and (timed or log[0] != NAMED_RECORDS):
         title, reader = log
-        measured = reader(file, 1)
+        measured = reader(file)
         rows = [
             Row(each.arrival_s, max(1, each.input_tokens), each.output_tokens) for each in measured.requests
         ]

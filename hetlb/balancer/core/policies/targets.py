@@ -14,8 +14,16 @@ from hetlb.balancer.core.protected import Protected
 _PATIENCE: Final = 0.3
 #: First tokens of a tighter class that a prompt may make late, times the margin squared.
 _MOST_LATE: Final = 0.25
-#: Steps of the searches for a batch and for a utilization.
+#: Steps of the search for a batch.
 _HALVINGS: Final = 6
+
+
+def set_losses(ctx: SchedulingContext, sights: Sequence[Sight]) -> None:
+    """Set the expected loss by missed targets: the request's own, and of requests that run there."""
+    stated = ctx.request.service.stated
+    for each in sights:
+        lost_s = probability_of_miss(ctx, each) * stake_s(ctx, each) if stated else 0.0
+        each.loss_s = lost_s + lost_by_others_s(ctx, each) if each.instance.stated_sequences else lost_s
 
 
 def probability_of_miss(ctx: SchedulingContext, each: Sight) -> float:
@@ -48,7 +56,7 @@ def lost_by_others_s(ctx: SchedulingContext, each: Sight) -> float:
     batch, output = each.load.batch, max(1.0, protected.output)
     sequences = ctx.request.sequences / each.own * batch
     # Half-grown in the mean, they are delayed by its prompt and by longer steps for what is left.
-    prompt_s = (each.others_s - each.joining_s(ctx.predicted_output)) / sequences if sequences > 0.0 else 0.0
+    prompt_s = (each.others_s - each.slower_s) / sequences if sequences > 0.0 else 0.0
     left = min(ctx.predicted_output, output / 2.0)
     more_s = (max(0.0, prompt_s) + left * max(0.0, each.with_s - now_s)) / output
     step_s = now_s * each.step_s / each.with_s
@@ -87,7 +95,7 @@ def _keep_free(ctx: SchedulingContext, sights: Sequence[Sight], protected: Prote
     """
     answer_s = protected.output * protected.step_s
     wanted = rate
-    if answer_s < math.inf:
+    if 0.0 < answer_s < math.inf:
         wanted += max(0.0, normal_quantile(protected.attainment)) * math.sqrt(rate / answer_s)
     wanted *= protected.margin
     served = [
@@ -128,6 +136,8 @@ def _served(each: Sight, protected: Protected, batch: float, tokens: float, used
     """Return the requests/s of a class that an instance serves in time beside a batch of an engine.
 
     Those with targets in the batch are of them. The batch holds `tokens`; `used` of the KV cache are taken.
+    First tokens wait for a step and for prompts: at a utilization rho by prompts of s seconds a share
+    rho exp(-2 (1 - rho) t / s) waits longer than t (heavy traffic, service times alike; Kingman 1961).
     """
     load, latency = each.load, each.load.latency
     context = max(1.0, protected.prompt + protected.output / 2.0)
@@ -142,35 +152,19 @@ def _served(each: Sight, protected: Protected, batch: float, tokens: float, used
     room = (load.kv_cache_tokens - used) / (load.engines * each.instance.needed(context)) + own
     most = room if room < most else most
     decoding = each.with_s / each.step_s if batch > 0.0 else 1.0  # the rest of its time goes to prompts
-    limit_s = protected.step_s * decoding / each.instance.errors.step.quantile(protected.attainment)
-    if most <= 0.0 or latency.step_s(base + 1.0, held + context) > limit_s:
-        return 0.0
-    low, high = 1.0, most
+    limit_s = protected.step_s * decoding
+    if batch > 0.0:  # errors seen beside background say nothing of an idle instance
+        limit_s /= each.instance.errors.step.quantile(protected.attainment)
+    low, high, late = 0.0, max(0.0, most), 1.0 - protected.attainment
     for _ in range(_HALVINGS):
         middle = (low + high) / 2.0
-        if latency.step_s(base + middle, held + middle * context) <= limit_s:
+        step_s = latency.step_s(base + middle, held + middle * context)
+        rho = middle * prefill_s / (protected.output * step_s / decoding + prefill_s)
+        slack = (protected.ttft_s - step_s / decoding) / prefill_s - 1.0
+        first_in_time = rho < 1.0 and slack >= 0.0 and rho * math.exp(2.0 * (rho - 1.0) * slack) <= late
+        if first_in_time and step_s <= limit_s:
             low = middle
         else:
             high = middle
     step_s = latency.step_s(base + low, held + low * context) / decoding
-    first_s = prefill_s + step_s
-    per_s = min(
-        low / (protected.output * step_s + prefill_s),
-        _utilization(protected.ttft_s / first_s - 1.0, 1.0 - protected.attainment) / first_s,
-    )
-    return load.engines * per_s
-
-
-def _utilization(slack: float, late: float) -> float:
-    """Return the utilization at which a share `late` waits longer than `slack` service times.
-
-    Of M/M/1 (Kleinrock, Queueing Systems 1, 1975): P(wait > t) = rho exp(-(1 - rho) t).
-    """
-    low, high = 0.0, 1.0
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2.0
-        if middle * math.exp((middle - 1.0) * slack) <= late:
-            low = middle
-        else:
-            high = middle
-    return low
+    return load.engines * low / (protected.output * step_s + prefill_s)
