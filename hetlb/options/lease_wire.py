@@ -7,7 +7,6 @@ seconds: two processes need no common clock.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable
 from typing import Annotated, Final, TypeAlias
 
@@ -62,7 +61,10 @@ class RequestFacts(msgspec.Struct, array_like=True, gc=False, frozen=True):
         """Facts of a request; `blocks`: with the digests of its prompt's blocks."""
         service = request.service
         return cls(
-            *_simple(request), request.blocks if blocks else None, request.generated,
+            request.id, request.model, request.prompt_tokens, request.max_tokens, request.sequences,
+            request.longest_prompt_tokens, request.generates, request.body_bytes, request.prompt_exact,
+            request.prefix_keys, request.priority, request.tenant, request.samples,
+            request.blocks if blocks else None, request.generated,
             service.parts if service.name else None, request.streamed,
         )  # fmt: skip
 
@@ -70,12 +72,11 @@ class RequestFacts(msgspec.Struct, array_like=True, gc=False, frozen=True):
         """Return the request."""
         service = UNSTATED if self.service is None else ServiceClass(*self.service)
         return Request(
-            *_simple(self), self.blocks, streamed=self.streamed, generated=self.generated, service=service
-        )
-
-
-#: The fields before `blocks`, which begin a `Request` too.
-_simple: Final = operator.attrgetter(*RequestFacts.__struct_fields__[:13])
+            self.id, self.model, self.prompt_tokens, self.max_tokens, self.sequences,
+            self.longest_prompt_tokens, self.generates, self.body_bytes, self.prompt_exact,
+            self.prefix_keys, self.priority, self.tenant, self.samples, self.blocks,
+            streamed=self.streamed, generated=self.generated, service=service,
+        )  # fmt: skip
 
 
 class WireBooked(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
