@@ -7,19 +7,21 @@ policy is one stay, and so is its forecast: which modules they ask is a question
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from types import FrameType
 from typing import Any
 
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
+from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Outcome
 from hetlb.build import compiled
 
 MOST_STAYS = 17
-MOST_RETURNS = 5
+MOST_RETURNS = 4
 _POLICY = ("choose", "committed", "forecast")
 
 
@@ -64,3 +66,26 @@ def test_an_arrival_is_followed_straight_through(policy: str) -> None:
     returns = len(visited) - len(set(visited))
     assert len(visited) <= MOST_STAYS, visited
     assert returns <= MOST_RETURNS, visited
+
+
+@pytest.mark.skipif(compiled(), reason="compiled code has no frames")
+def test_a_decision_asks_for_each_figure_of_an_instance_once() -> None:
+    scheduler = make_scheduler([spec("a", kv=100_000), spec("b", slower=2.0)], "hetlb")
+    keys, quick = (("k", 80),), ServiceClass("quick", ttft_s=5.0, tpot_s=0.1)
+    for number in range(30):
+        asked = request(number, prompt=1000, prefix_keys=keys, service=quick)
+        scheduler.on_arrival(asked, 0.01 * number)
+    called: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            called[frame.f_code.co_name] += 1
+
+    sys.setprofile(note)
+    try:
+        commands = scheduler.on_arrival(request(30, prefix_keys=keys, service=quick), 0.4)
+    finally:
+        sys.setprofile(None)
+    dispatched(commands)
+    names = ("cached_tokens", "expected_kv_tokens", "_room", "foresee", "lost_by_others_s")
+    assert {name: called[name] for name in names} == dict.fromkeys(names, len(scheduler.instances))

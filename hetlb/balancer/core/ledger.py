@@ -6,11 +6,10 @@ from collections.abc import Iterable
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.balancer.core.forecast import Forecast
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.journal import Begun, Booked, Change, Ended, Journal, booked
 from hetlb.balancer.core.occupancy import Occupancy
-from hetlb.balancer.core.policies.sight import SchedulingContext
+from hetlb.balancer.core.policies.sight import SchedulingContext, Sight
 from hetlb.balancer.core.prefix_index import Shared
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.types import Lease, LeaseId, Outcome, Request
@@ -44,7 +43,7 @@ class Ledger:
         #: Readers of what is booked here and given back.
         self.journals: tuple[Journal, ...] = ()
 
-    def book(self, ctx: SchedulingContext, instance: Instance, work_s: float, forecast: Forecast) -> Lease:
+    def book(self, ctx: SchedulingContext, instance: Instance, work_s: float, forecast: Sight) -> Lease:
         """Lease of a whole request on an instance, for so many seconds of work."""
         predicted, work_ns = ctx.predicted_output, nearest(work_s * 1e9)
         lease = self.grant(ctx.request, instance, predicted, work_ns, ctx.now)

@@ -171,17 +171,14 @@ class _Pairs:
 
     def _prefill_score(self, each: Sight) -> float:
         """Return the part of a pair's score that is the source's."""
-        return self._first * (each.first_token_s + each.coming_s) + max(
-            0.0, each.others_s - each.joining_s(self._ctx.predicted_output)
-        )
+        return self._first * (each.first_token_s + each.coming_s) + max(0.0, each.others_s - each.slower_s)
 
     def _decode_score(self, each: Sight) -> float:
         """Return the part of a pair's score that is the target's, without what depends on the source."""
         decode_s = self.decode_s(each)
         first_s = self._first * JOINING_STEPS * each.with_s
-        joining_s = each.joining_s(self._ctx.predicted_output)
         finish = self._evaluation.weights[FINISH] * each.finish_s
-        return first_s + decode_s + joining_s + finish + self._delay_to_come_s(each, decode_s)
+        return first_s + decode_s + each.slower_s + finish + self._delay_to_come_s(each, decode_s)
 
     @staticmethod
     def decode_s(each: Sight) -> float:

@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hetlb.balancer.core.forecast import Forecast
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.base import MAX_WORKLOAD_S, Choice, Policy
 from hetlb.balancer.core.policies.hetlb import Hetlb
-from hetlb.balancer.core.policies.sight import SchedulingContext, foreseen
+from hetlb.balancer.core.policies.sight import SchedulingContext, Sight, foreseen
 from hetlb.balancer.core.types import Candidate, Role, pair_name
 from hetlb.options.split.transfers import TransferTimes
 
@@ -35,7 +34,7 @@ class SplitChoice:
     decode: int
     work_s: float
     candidates: Callable[[], list[Candidate]]
-    forecast: Forecast | None = None
+    forecast: Sight | None = None
     decode_work_s: float = 0.0
     decode_first_s: float = 0.0
     decode_end_s: float = 0.0

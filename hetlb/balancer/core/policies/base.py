@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.balancer.core.forecast import Forecast
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import ideal_batch, processing_s
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
-from hetlb.balancer.core.policies.sight import SchedulingContext, foreseen
+from hetlb.balancer.core.policies.sight import SchedulingContext, Sight, foreseen
 from hetlb.balancer.core.types import Candidate, Request
 
 if TYPE_CHECKING:
@@ -104,7 +103,8 @@ def paper_work(ctx: SchedulingContext, instance: Instance) -> tuple[int, float, 
     prompt = request.prompt_tokens
     engines = instance.engines
     cache, slots = instance.kv_cache_tokens // engines, instance.max_num_seqs // engines
-    batch = ideal_batch(cache, instance.needed(prompt + predicted), 0.0, slots)
+    needed = instance.needed(prompt + predicted)
+    batch = ideal_batch(cache, needed, 0.0, slots)
     t_s = processing_s(instance.latency, batch, prompt, predicted) / engines
     workload_s = t_s * request.sequences
     return batch * engines, t_s, workload_s if workload_s < MAX_WORKLOAD_S else MAX_WORKLOAD_S
@@ -117,7 +117,7 @@ class Choice:
     __slots__ = ("candidates", "forecast", "index", "work_s")
 
     def __init__(
-        self, index: int, work_s: float, candidates: Callable[[], list[Candidate]], forecast: Forecast
+        self, index: int, work_s: float, candidates: Callable[[], list[Candidate]], forecast: Sight
     ) -> None:
         self.index = index
         self.work_s = work_s

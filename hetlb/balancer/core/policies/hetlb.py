@@ -25,7 +25,7 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.core.demand import size_of
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.base import Choice, Policy, PolicyParams, paper_work
-from hetlb.balancer.core.policies.score_terms import TERMS, long_answer_s, own_s, rate, weights_of
+from hetlb.balancer.core.policies.score_terms import TERMS, set_scores, weights_of
 from hetlb.balancer.core.policies.sight import (
     HELD,
     KEPT_FREE,
@@ -36,7 +36,7 @@ from hetlb.balancer.core.policies.sight import (
     SchedulingContext,
     Sight,
 )
-from hetlb.balancer.core.policies.targets import keep_free
+from hetlb.balancer.core.policies.targets import keep_free, set_losses
 from hetlb.balancer.core.throttle import BLOCKED, NORMAL
 from hetlb.balancer.core.types import Candidate
 
@@ -46,48 +46,64 @@ PASSED_OVER: Final = "passed over"
 FULL: Final = "full"
 #: Share of the faster instances' speed that is left for what waits, at least, whatever keeps coming.
 _LEAST_LEFT: Final = 1.0 / 3.0
-#: Standard deviation of a running answer's tokens in the KV cache, as a share of a long answer's. Memory is
-#: left free for one deviation of all that run.
-_SPREAD: Final = 0.25
+#: States of an instance that another one may be better than to wait for.
+_FULL: Final = (NO_SLOT, NO_MEMORY, KEPT_FREE)
 
 
 @mypyc_attr(acyclic=True, free_list_len=1)
 class Evaluation:
     """The instances for one request, as they were at the time; `candidates` is for people."""
 
-    __slots__ = ("_ctx", "_full", "_sights", "_todo", "fleet", "instances", "weights")
+    __slots__ = ("_ctx", "_sights", "fleet", "instances", "weights")
 
     def __init__(
-        self, ctx: SchedulingContext, instances: Sequence[Instance], weights: tuple[float, ...], hold: bool
+        self, ctx: SchedulingContext, instances: Sequence[Instance], stated: tuple[float, ...], hold: bool
     ) -> None:
-        """Filter and rate `instances`. Without `hold` none is passed over."""
+        """Filter and rate `instances` by `stated` weights. Without `hold` none is passed over."""
         self._ctx = ctx
-        self.weights = weights
         self.fleet = fleet = ctx.demand.mix.fleet(instances)
-        self.instances = fleet.members
-        #: True if one has no room.
-        self._full = False
-        self._sights = [self._see(i) for i in range(len(fleet.members))]
+        self.instances = members = fleet.members
+        self._sights = sights = [Sight(ctx, members[i], fleet.costs[i], i) for i in range(len(members))]
+        protected, availabilities = ctx.demand.protected, ctx.availabilities
+        # The rest is rated for people alone, later: but not where the terms may change until then.
+        at_once = ctx.request.service.background or bool(protected) or ctx.adapter_load_s > 0.0
+        needed: list[Sight] = []
+        full, speed = False, 0.0
+        for i in fleet.order:
+            each = sights[i]
+            each.faster = speed
+            if availabilities is None or availabilities[i][0] == NORMAL:
+                speed += each.cost.speed
+            elif availabilities[i][0] == BLOCKED and each.state == ROOM:
+                each.state = RESTRAINED
+            if each.state == ROOM or at_once or not full:
+                each.foresee(ctx)
+                needed.append(each)
+            full = full or each.state in _FULL
         #: Size of all that waits, with the request.
-        self._todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
-        hold = hold and len(fleet.members) > 1
-        self._look_ahead(hold)
-        # Without room it is rated for people alone, later: but not where the terms may change until then.
-        service, protected = ctx.request.service, ctx.demand.protected
-        at_once = service.background or bool(protected) or ctx.adapter_load_s > 0.0
-        for each in self._sights:
-            if each.state == ROOM or at_once:
-                self._rated(each)
-        if protected and keep_free(ctx, self._sights):
-            self._full = True
-        if hold and self._full:
-            self._hold()
+        todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
+        fastest = sights[fleet.order[0]]
+        ctx.goes_on = ctx.demand.goes_on(fastest.own_s, ctx.now)
+        hold = hold and len(sights) > 1
+        if hold and not ctx.goes_on:
+            for each in sights:
+                each.done_s = fastest.long_s + todo / each.faster if each.faster > 0.0 else math.inf
+        if protected or ctx.request.service.stated:
+            set_losses(ctx, needed)
+            full = keep_free(ctx, sights) or full
+        self.weights = weights_of(ctx.request.service, stated)
+        set_scores(ctx, needed, self.weights)
+        if hold and full:
+            self._hold(todo)
 
     @property
     def ratings(self) -> list[Sight]:
         """Every instance with its forecast, terms and score."""
-        for each in self._sights:
-            self._rated(each)
+        left = [each for each in self._sights if not each.rated]
+        for each in left:
+            each.foresee(self._ctx)
+        set_losses(self._ctx, left)
+        set_scores(self._ctx, left, self.weights)
         return self._sights
 
     def best(self, among: Sequence[int] | None = None) -> Sight | None:
@@ -100,38 +116,7 @@ class Evaluation:
                 found = each
         return found
 
-    def _rated(self, each: Sight) -> Sight:
-        if not each.rated:
-            rate(self._ctx, each, self.weights)
-        return each
-
-    def _see(self, index: int) -> Sight:
-        """Return the sight of an instance, with its state: room for the request beside others, or none."""
-        ctx = self._ctx
-        each = Sight(ctx, self.fleet.members[index], self.fleet.costs[index])
-        each.index = index
-        if not each.seen.empty:
-            each.state = self._room(each)
-            if each.state != ROOM:
-                self._full = True
-        availabilities = ctx.availabilities
-        if availabilities is not None and availabilities[index][0] == BLOCKED and each.state == ROOM:
-            each.state = RESTRAINED
-        return each
-
-    def _room(self, each: Sight) -> int:
-        """Return the state of an instance that is not empty: it needs a slot and KV cache."""
-        seen, instance = each.seen, each.instance
-        if seen.running - each.ending >= each.load.all_slots:
-            return NO_SLOT
-        if not instance.explored and seen.running >= instance.explored_sequences(self._ctx.now):
-            return NO_SLOT
-        spread = _SPREAD * self._ctx.long_output * math.sqrt(seen.running + self._ctx.request.sequences)
-        if instance.kv_need is not None:
-            spread *= instance.kv_need.grows
-        return NO_MEMORY if each.used_tokens + spread > each.load.kv_cache_tokens else ROOM
-
-    def _hold(self) -> None:
+    def _hold(self, todo: float) -> None:
         """Pass slower instances over where waiting for a faster one that is full costs all requests less.
 
         What waits is done at the speed of the faster ones, less what keeps coming: until the queue is empty
@@ -140,37 +125,18 @@ class Evaluation:
         ctx, weight, full, coming = self._ctx, self.weights[0] + self.weights[1], math.inf, 0.0
         if ctx.goes_on:
             coming = ctx.demand.rate(ctx.now) * ctx.demand.mix.size
-        for each, speed in self._faster():
+        for i in self.fleet.order:
+            each = self._sights[i]
             if each.state == ROOM:
                 if full == math.inf:
                     continue
-                left = speed - coming
-                left = left if left > _LEAST_LEFT * speed else _LEAST_LEFT * speed
-                each.limit = full + weight * self._todo / left if left > 0.0 else math.inf
+                left = each.faster - coming
+                left = left if left > _LEAST_LEFT * each.faster else _LEAST_LEFT * each.faster
+                each.limit = full + weight * todo / left if left > 0.0 else math.inf
                 if each.limit < each.score:
                     each.state = HELD
-            elif full == math.inf and each.state in (NO_SLOT, NO_MEMORY, KEPT_FREE):
-                full = self._rated(each).score
-
-    def _faster(self) -> list[tuple[Sight, float]]:
-        """Return the instances, the fastest first, with the speed of all that are faster, together."""
-        ctx, speed, found = self._ctx, 0.0, []
-        for i in self.fleet.order:
-            each = self._sights[i]
-            found.append((each, speed))
-            if ctx.availabilities is None or ctx.availabilities[i][0] == NORMAL:
-                speed += each.cost.speed
-        return found
-
-    def _look_ahead(self, hold: bool) -> None:
-        """See whether more requests come; with `hold`, if none do, when the faster ones are done with all."""
-        ctx, fastest = self._ctx, self._sights[self.fleet.order[0]]
-        fastest.foresee(ctx)
-        ctx.goes_on = ctx.demand.goes_on(own_s(ctx, fastest), ctx.now)
-        if hold and not ctx.goes_on:
-            long_s = long_answer_s(ctx, fastest)
-            for each, speed in self._faster():
-                each.done_s = long_s + self._todo / speed if speed > 0.0 else math.inf
+            elif full == math.inf and each.state in _FULL:
+                full = each.score
 
     def __call__(self) -> list[Candidate]:
         """Return candidates for people. The instances may have changed meanwhile: only constants are read."""
@@ -223,9 +189,7 @@ class Hetlb(Policy):
 
     def evaluate(self, ctx: SchedulingContext, instances: Sequence[Instance], hold: bool) -> Evaluation:
         """Filter and rate instances for a request. Without `hold` none is passed over."""
-        service = ctx.request.service
-        weights = weights_of(service, self._stated)
-        return Evaluation(ctx, instances, weights, hold)
+        return Evaluation(ctx, instances, self._stated, hold)
 
     def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice | None:
         evaluation = self.evaluate(ctx, instances, True)

@@ -1,17 +1,15 @@
-"""Terms of the score of `hetlb`: a function each, in seconds; the score is their sum, each times its weight.
+"""Terms of the score of `hetlb`, in seconds; the score is their sum, each times its weight.
 
-A new term is a function here or in a file of its own, a field of `Sight`, a row of `TERMS` and a line of
-`rate`. It reads the sight and the context and changes nothing.
+A new term is a field of `Sight`, a row of `TERMS` and a line of `set_scores`.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.policies.sight import SchedulingContext, Sight
-from hetlb.balancer.core.policies.targets import lost_by_others_s, probability_of_miss, stake_s
 
 
 class Term(NamedTuple):
@@ -43,26 +41,31 @@ FINISH: Final = 6
 _MOST_BUSY: Final = 0.9
 
 
-def rate(ctx: SchedulingContext, each: Sight, weights: tuple[float, ...]) -> None:
-    """Set the forecast, the terms and the score of an instance."""
-    each.foresee(ctx)
-    each.own_s = own_s(ctx, each)
-    each.coming_s = coming_s(ctx, each)
-    each.loss_s = loss_s(ctx, each)
-    each.adapter_s = adapter_s(ctx, each)
-    each.finish_s = finish_s(ctx, each)
-    each.later_s = later_s(each)
-    each.score = (
-        weights[0] * each.first_token_s
-        + weights[1] * each.own_s
-        + weights[2] * each.others_s
-        + weights[3] * each.coming_s
-        + weights[4] * each.loss_s
-        + weights[5] * each.adapter_s
-        + weights[6] * each.finish_s
-        + weights[7] * each.later_s
-    )
-    each.rated = True
+def set_scores(ctx: SchedulingContext, sights: Sequence[Sight], weights: tuple[float, ...]) -> None:
+    """Set the terms and the score of instances that are foreseen; `targets` has set what targets cost."""
+    first, own, others, coming, loss, adapter, finish, later = weights
+    goes_on, loads = ctx.goes_on, ctx.adapter_load_s > 0.0
+    for each in sights:
+        if goes_on:
+            each.coming_s = coming_s(ctx, each)
+        if loads:
+            each.adapter_s = adapter_s(ctx, each)
+        if each.done_s < each.long_s:
+            each.finish_s = each.long_s - each.done_s
+        account = each.instance.account
+        if account.troubled:
+            each.later_s = account.later_s(each.end_s)
+        each.score = (
+            first * each.first_token_s
+            + own * each.own_s
+            + others * each.others_s
+            + coming * each.coming_s
+            + loss * each.loss_s
+            + adapter * each.adapter_s
+            + finish * each.finish_s
+            + later * each.later_s
+        )
+        each.rated = True
 
 
 def weights_of(service: ServiceClass, stated: tuple[float, ...]) -> tuple[float, ...]:
@@ -86,11 +89,6 @@ def weights_of(service: ServiceClass, stated: tuple[float, ...]) -> tuple[float,
     return (first, own, stated[2], coming, stated[4], adapter, stated[6], later)
 
 
-def own_s(ctx: SchedulingContext, each: Sight) -> float:
-    """Return the seconds until the whole answer, at the steps of the batch that it joins."""
-    return each.first_token_s + ctx.predicted_output * each.with_s
-
-
 def coming_s(ctx: SchedulingContext, each: Sight) -> float:
     """Return the seconds by which its prompt delays prompts that come there later, all together.
 
@@ -98,8 +96,6 @@ def coming_s(ctx: SchedulingContext, each: Sight) -> float:
     to come wait longer, by s r (W + s/2) / (1 - r m) in the mean, m being their mean time: what an admission
     costs an M/G/1 queue (Hyytia, Penttinen, Aalto, Size- and state-aware dispatching, EJOR 217, 2012).
     """
-    if not ctx.goes_on:
-        return 0.0
     new = each.prompts * (ctx.prompt - each.cached)
     read_s, per_s = each.reading_s, each.prompts_per_s
     pending_s = each.seen.unread * read_s / (new if new > 1.0 else 1.0)
@@ -107,38 +103,9 @@ def coming_s(ctx: SchedulingContext, each: Sight) -> float:
     return read_s * per_s * (pending_s + read_s / 2.0) / (1.0 - (busy if busy < _MOST_BUSY else _MOST_BUSY))
 
 
-def loss_s(ctx: SchedulingContext, each: Sight) -> float:
-    """Return the expected loss by missed targets: its own, and of requests with targets that run there."""
-    lost_s = 0.0
-    if ctx.request.service.stated:
-        lost_s = probability_of_miss(ctx, each) * stake_s(ctx, each)
-    return lost_s + lost_by_others_s(ctx, each) if each.instance.stated_sequences else lost_s
-
-
 def adapter_s(ctx: SchedulingContext, each: Sight) -> float:
     """Return the seconds until the request's LoRA adapter has a slot there."""
     adapters = each.instance.adapters
-    if adapters is None or ctx.adapter_load_s <= 0.0:
+    if adapters is None:
         return 0.0
     return adapters.cost_s(ctx.request.model, ctx.adapter_load_s, ctx.mean_output / 2.0 * each.seen.now_s)
-
-
-def finish_s(ctx: SchedulingContext, each: Sight) -> float:
-    """Return by how many seconds one long answer ends later than all that waits; 0 while requests come."""
-    if each.done_s == math.inf:
-        return 0.0
-    late_s = long_answer_s(ctx, each) - each.done_s
-    return late_s if late_s > 0.0 else 0.0
-
-
-def long_answer_s(ctx: SchedulingContext, each: Sight) -> float:
-    """Return the seconds that one long answer takes on an instance, at the steps of now."""
-    load, long = each.load, ctx.long_output
-    context = each.seen.context + ctx.prompt + long / 2.0
-    return each.first_token_s + long * (load.next_step_s + load.next_token_s * context)
-
-
-def later_s(each: Sight) -> float:
-    """Return the seconds by which an answer that ends well comes later than the forecast, by the account."""
-    account = each.instance.account
-    return account.later_s(each.end_s) if account.troubled else 0.0

@@ -1,6 +1,7 @@
 """Sight: what one decision knows of its request (`SchedulingContext`) and of an instance for it (`Sight`).
 
-Each figure is computed once for an instance, a request and a time.
+Each figure is computed once for an instance, a request and a time. Filter, terms, hold and booking read it.
+The forecast is a mean by the latency model; how far truth lies from it, `forecast_errors` knows.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Final
 from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.demand import Costs, Demand
-from hetlb.balancer.core.forecast import Forecast
+from hetlb.balancer.core.forecast_errors import ForecastErrors
 from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.occupancy import EngineLoad, Occupancy
 from hetlb.balancer.core.prefix_index import Held
 from hetlb.balancer.core.types import Request
 
@@ -24,6 +26,11 @@ NO_MEMORY: Final = 2
 HELD: Final = 3
 RESTRAINED: Final = 4
 KEPT_FREE: Final = 5
+#: Share of its time that an engine is taken to spend on prompts to come, at most.
+_MOST_PREFILL: Final = 0.9
+#: Standard deviation of a running answer's tokens in the KV cache, as a share of a long answer's. Memory is
+#: left free for one deviation of all that run.
+_SPREAD: Final = 0.25
 
 
 @mypyc_attr(acyclic=True, free_list_len=1)
@@ -85,69 +92,136 @@ class SchedulingContext:
 
 
 @mypyc_attr(acyclic=True)
-class Sight(Forecast):
-    """Forecast of the request on one instance, the room there, and the terms of the score in seconds.
+class Sight:
+    """Room for the request on one instance as it was `seen`, the forecast, and terms of the score.
 
-    With the request
-    `used_tokens` of the KV cache are in use, its answer half-grown; `ending` mean answers will have ended
-    when a prompt that is elsewhere still comes to decode. `prompts_per_s` mean prompts came to each engine
-    lately. `done_s`: until the faster instances are done with all that waits, infinite while requests come.
-    `limit`: the score above which it is passed over. The forecast
-    is there after `foresee`, terms and score once it is `rated`.
+    Times in seconds; tokens and sequences of the forecast are those of each engine. `cached` tokens of each
+    of its `prompts` are in the prefix cache; its `own` sequences join the batch. `state`: room, or the reason
+    why not. With the request `used_tokens` of the KV cache are in use, its answer half-grown.
+
+    After `foresee`: `first_token_s` until the first token, `step_s` per further one, `end_s` until the whole
+    answer; `own_s` the same at the steps of now, `long_s` of one long answer; `others_s` is what all that run
+    there lose together, of it `slower_s` by longer steps, prompts aside. `with_s` is a step with the request,
+    prompts to come aside; `reading_s` its prompts alone take beside what runs. `prompts_per_s` mean prompts
+    came to each engine lately.
+
+    `done_s`: until the faster instances are done with all that waits, infinite while requests come. `limit`:
+    the score above which it is passed over. The other terms and the `score` are there once it is `rated`.
     """
 
     __slots__ = (
-        "adapter_s", "coming_s", "cost", "done_s", "ending", "finish_s", "foreseen", "index",
-        "instance", "later_s", "limit", "loss_s", "own_s", "prompts_per_s", "rated", "score",
-        "state", "used_tokens",
+        "adapter_s", "cached", "coming_s", "cost", "done_s", "end_s", "faster", "finish_s", "first_token_s",
+        "index", "instance", "later_s", "limit", "load", "long_s", "loss_s", "others_s", "own", "own_s",
+        "prompts", "prompts_per_s", "rated", "reading_s", "score", "seen", "slower_s", "state", "step_s",
+        "used_tokens", "with_s",
     )  # fmt: skip
 
-    index: int
-    state: int
-    rated: bool
-    foreseen: bool
-    limit: float
-    done_s: float
-    ending: float
-    used_tokens: float
+    seen: Occupancy
+    load: EngineLoad
     prompts_per_s: float
-    score: float
+    own: float
+    prompts: float
+    with_s: float
+    reading_s: float
+    first_token_s: float
+    step_s: float
+    end_s: float
     own_s: float
-    loss_s: float
-    adapter_s: float
-    coming_s: float
-    finish_s: float
-    later_s: float
+    long_s: float
+    others_s: float
+    slower_s: float
+    score: float
 
-    def __init__(self, ctx: SchedulingContext, instance: Instance, cost: Costs) -> None:
+    def __init__(self, ctx: SchedulingContext, instance: Instance, cost: Costs, index: int = 0) -> None:
         """See the room; `cost` is that of the mean request there."""
-        seen = instance.occupancy
-        cached = 0.0 if ctx.held is None else float(ctx.cached_tokens(instance))
-        super().__init__(seen, cached)
+        self.seen = seen = instance.occupancy
+        self.load = seen.load
         self.instance = instance
         self.cost = cost
-        self.index, self.state = 0, ROOM
-        self.foreseen = self.rated = False
+        self.index = index
+        self.rated = False
+        #: Speed of all instances that are faster, together.
+        self.faster = 0.0
         self.limit = self.done_s = math.inf
+        self.coming_s = self.loss_s = self.adapter_s = self.finish_s = self.later_s = 0.0
+        self.cached = cached = 0.0 if ctx.held is None else float(ctx.cached_tokens(instance))
         need, booked = instance.kv_need, ctx.booked - ctx.prompts * cached
         if need is not None:
             booked = need.grows * booked + ctx.request.sequences * need.beside(ctx.prompt + ctx.half_output)
-        used = seen.expected_kv_tokens(ctx.now) + booked
-        self.ending = 0.0
+        used, running = seen.expected_kv_tokens(ctx.now) + booked, seen.running
         if seen.incoming > 0.0:
-            self.ending = ending = seen.ending(seen.now_s * ctx.mean_output, ctx.now)
+            # Answers that will have ended when a prompt that is elsewhere still comes to decode.
+            ending = seen.ending(seen.now_s * ctx.mean_output, ctx.now)
             used -= ending * (ctx.demand.mix.booked + ctx.mean_output / 2.0)
+            running -= ending
         self.used_tokens = used
+        self.state = ROOM if seen.empty else self._room(ctx, running)
+
+    def _room(self, ctx: SchedulingContext, running: float) -> int:
+        """Return the state of an instance that is not empty: it needs a slot and KV cache."""
+        seen, instance, load = self.seen, self.instance, self.load
+        few = not instance.explored and seen.running >= instance.explored_sequences(ctx.now)
+        if few or running >= load.all_slots:
+            return NO_SLOT
+        spread = _SPREAD * ctx.long_output * math.sqrt(seen.running + ctx.request.sequences)
+        if instance.kv_need is not None:
+            spread *= instance.kv_need.grows
+        return NO_MEMORY if self.used_tokens + spread > load.kv_cache_tokens else ROOM
 
     def foresee(self, ctx: SchedulingContext) -> None:
-        """Forecast the request there, once."""
-        if self.foreseen:
-            return
-        self.foreseen = True
-        seen = self.seen
-        lately = seen.prefilling.per_s(ctx.now) / (seen.load.engines * max(1.0, ctx.mean_prefill))
+        """Forecast the request there."""
+        seen, load, cost, request, cached = self.seen, self.load, self.cost, ctx.request, self.cached
+        sequences, output, prompt = float(request.sequences), ctx.predicted_output, ctx.prompt
+        batch, budget, context, now_s = load.batch, load.budget, seen.context, seen.now_s
+        latency, pending = load.latency, seen.unread
+        own, prompts, mean_context = 1.0, 1.0, prompt + ctx.half_output
+        if sequences <= load.engines:
+            with_s = load.next_step_s + load.next_token_s * (context + mean_context)
+        else:
+            own = prompts = load.own_batch(sequences)
+            if request.samples > 1 and self.instance.caches_prefixes:
+                prompts = load.own_batch(ctx.prompts)
+            with_s = latency.step_s(batch + own, context + own * mean_context)
+        self.own = own
+        self.prompts = prompts
+        self.with_s = with_s
+        lately = seen.prefilling.per_s(ctx.now) / (load.engines * max(1.0, ctx.mean_prefill))
         self.prompts_per_s = lately
-        self.take(ctx.request, ctx.predicted_output, self.cost, lately, self.instance.caches_prefixes)
+        prefill_s = latency.first_token_s(prompt, cached, pending, batch, context, budget, prompts)
+        self.first_token_s = first_s = seen.joining_s + prefill_s
+        delay_s = cost.delay_s + cost.delay_rise_s * (batch + own - 1.0)
+        share = lately * delay_s if delay_s > 0.0 else 0.0
+        self.step_s = step_s = with_s / (1.0 - (share if share < _MOST_PREFILL else _MOST_PREFILL))
+        self.end_s = first_s + (output - 1.0) * step_s if output > 1.0 else first_s
+        self.own_s = first_s + output * with_s
+        long = ctx.long_output
+        long_step_s = load.next_step_s + load.next_token_s * (context + prompt + long / 2.0)
+        self.long_s = first_s + long * long_step_s
+        if pending > 0.0:
+            prefill_s = latency.first_token_s(prompt, cached, 0.0, batch, context, budget, prompts)
+        self.reading_s = prefill_s
+        self.others_s = self.slower_s = 0.0
+        if batch > 0.0:
+            new = prompt - cached
+            part = budget - batch if budget - batch >= 1.0 else 1.0
+            # In the iterations that compute its prompt each of the others makes a step, too.
+            delay_s = prefill_s - math.ceil(prompts * (new if new > 1.0 else 1.0) / part) * now_s
+            if delay_s < 0.0:
+                delay_s = 0.0
+            if with_s > now_s:
+                delay_s += output * (with_s - now_s)
+                self.slower_s = batch * output * (with_s - now_s)
+            self.others_s = sequences / own * batch * delay_s
+
+    def document(self, errors: ForecastErrors) -> dict[str, float]:
+        """Return the times by name, corrected by the `errors` so far, and their 90 % bounds."""
+        return {
+            "first_token_s": self.first_token_s * errors.first_token.factor,
+            "step_s": self.step_s * errors.step.factor,
+            "end_s": self.end_s * errors.end.factor,
+            "first_token_s_90": self.first_token_s * errors.first_token.quantile(0.9),
+            "end_s_90": self.end_s * errors.end.quantile(0.9),
+        }
 
 
 def foreseen(ctx: SchedulingContext, instance: Instance) -> Sight:

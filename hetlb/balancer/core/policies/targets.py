@@ -18,6 +18,14 @@ _MOST_LATE: Final = 0.25
 _HALVINGS: Final = 6
 
 
+def set_losses(ctx: SchedulingContext, sights: Sequence[Sight]) -> None:
+    """Set the expected loss by missed targets: the request's own, and of requests that run there."""
+    stated = ctx.request.service.stated
+    for each in sights:
+        lost_s = probability_of_miss(ctx, each) * stake_s(ctx, each) if stated else 0.0
+        each.loss_s = lost_s + lost_by_others_s(ctx, each) if each.instance.stated_sequences else lost_s
+
+
 def probability_of_miss(ctx: SchedulingContext, each: Sight) -> float:
     """Probability that the request misses a target there."""
     service, waited_s, errors = ctx.request.service, ctx.waited_s, each.instance.errors
@@ -48,7 +56,7 @@ def lost_by_others_s(ctx: SchedulingContext, each: Sight) -> float:
     batch, output = each.load.batch, max(1.0, protected.output)
     sequences = ctx.request.sequences / each.own * batch
     # Half-grown in the mean, they are delayed by its prompt and by longer steps for what is left.
-    prompt_s = (each.others_s - each.joining_s(ctx.predicted_output)) / sequences if sequences > 0.0 else 0.0
+    prompt_s = (each.others_s - each.slower_s) / sequences if sequences > 0.0 else 0.0
     left = min(ctx.predicted_output, output / 2.0)
     more_s = (max(0.0, prompt_s) + left * max(0.0, each.with_s - now_s)) / output
     step_s = now_s * each.step_s / each.with_s
