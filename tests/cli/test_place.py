@@ -174,7 +174,7 @@ def test_a_fleet_of_stages_is_written_with_hosts_to_fill_in(
     assert stages["folder"] == "tiny"
     commands = document["commands"]
     assert isinstance(commands, list)
-    assert commands[1].startswith("hetlb stage --model /models/tiny --layers 0:1 --host 0.0.0.0 --port 9100")
+    assert commands[1].startswith("hetlb stage --model tiny --layers 0:1 --host 0.0.0.0 --port 9100")
     assert "--key-file stage.key" in commands[1]
     assert commands[-2].startswith(f"hetlb stage --coordinate {written} --port 9200")
     assert commands[-1] == f"hetlb serve --config {fleet}"
