@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hetlb.balancer.core.journal import Change
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Command, Request
+from hetlb.options.lease_wire import WireChange
 from hetlb.options.shared_view.shared_view import SharedView
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.fleet_simulation import FleetSimulation
@@ -88,7 +88,7 @@ class SharedSimulation(FleetSimulation):
         self._telling.add(scheduler)
         self._events.push(self._events.now, SHARED, (scheduler, None))
 
-    def _on_shared(self, payload: tuple[Scheduler, list[Change] | None]) -> None:
+    def _on_shared(self, payload: tuple[Scheduler, list[WireChange] | None]) -> None:
         scheduler, changes = payload
         if changes is not None:
             for peer in self.schedulers:

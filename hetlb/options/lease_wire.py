@@ -7,7 +7,7 @@ seconds: two processes need no common clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
@@ -54,6 +54,7 @@ class RequestFacts(msgspec.Struct, array_like=True, gc=False, frozen=True):
     blocks: tuple[int, tuple[int, ...]] | None = None
     generated: _Tokens = 0
     service: _Service | None = None
+    streamed: bool = False
 
     @classmethod
     def of(cls, request: Request, *, blocks: bool = True) -> RequestFacts:
@@ -63,17 +64,18 @@ class RequestFacts(msgspec.Struct, array_like=True, gc=False, frozen=True):
             request.id, request.model, request.prompt_tokens, request.max_tokens, request.sequences,
             request.longest_prompt_tokens, request.generates, request.body_bytes, request.prompt_exact,
             request.prefix_keys, request.priority, request.tenant, request.samples,
-            request.blocks if blocks else None, request.generated, service.parts if service.name else None,
+            request.blocks if blocks else None, request.generated,
+            service.parts if service.name else None, request.streamed,
         )  # fmt: skip
 
-    def request(self, model: str | None = None) -> Request:
-        """Return the request, with the model that was found for it."""
+    def request(self) -> Request:
+        """Return the request."""
+        service = UNSTATED if self.service is None else ServiceClass(*self.service)
         return Request(
-            self.id, self.model if model is None else model, self.prompt_tokens, self.max_tokens,
-            self.sequences, self.longest_prompt_tokens, self.generates, self.body_bytes, self.prompt_exact,
+            self.id, self.model, self.prompt_tokens, self.max_tokens, self.sequences,
+            self.longest_prompt_tokens, self.generates, self.body_bytes, self.prompt_exact,
             self.prefix_keys, self.priority, self.tenant, self.samples, self.blocks,
-            generated=self.generated,
-            service=UNSTATED if self.service is None else ServiceClass(*self.service),
+            streamed=self.streamed, generated=self.generated, service=service,
         )  # fmt: skip
 
 
@@ -103,20 +105,17 @@ class WireBooked(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
             change.begun,
         )  # fmt: skip
 
-    def change(self) -> journal.Booked:
+    def change(self, request: Request) -> journal.Booked:
+        """Return what to book, for a request that stands for its own."""
         return journal.Booked(
-            self.number, self.instance, self.request.request(), self.work_ns, self.predicted_output,
-            self.age_s, self.begun,
-        )  # fmt: skip
+            self.number, self.instance, request, self.work_ns, self.predicted_output, self.age_s, self.begun
+        )
 
 
 class WireBegun(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):
     """The answer of a lease began."""
 
     number: _Number
-
-    def change(self) -> journal.Begun:
-        return journal.Begun(self.number)
 
 
 class WireEnded(msgspec.Struct, array_like=True, tag=2, gc=False, frozen=True):
@@ -127,17 +126,11 @@ class WireEnded(msgspec.Struct, array_like=True, tag=2, gc=False, frozen=True):
     output_tokens: _Count
     cached_tokens: _Count | None
 
-    def change(self) -> journal.Ended:
-        return journal.Ended(self.number, self.outcome, self.output_tokens, self.cached_tokens)
-
 
 class WireWaiting(msgspec.Struct, array_like=True, tag=3, frozen=True):
     """Sizes of what waits, by model."""
 
     sizes: Annotated[dict[_Name, _Count], msgspec.Meta(max_length=4096)]
-
-    def change(self) -> journal.Waiting:
-        return journal.Waiting(self.sizes)
 
 
 WireChange: TypeAlias = WireBooked | WireBegun | WireEnded | WireWaiting
@@ -152,24 +145,18 @@ def _wire(change: Change) -> WireChange:
         return WireBooked.of(change)
     if isinstance(change, journal.Begun):
         return WireBegun(change.number)
-    if isinstance(change, journal.Ended):
-        return WireEnded(change.number, change.outcome, change.output_tokens, change.cached_tokens)
-    return WireWaiting(change.sizes)
+    return WireEnded(change.number, change.outcome, change.output_tokens, change.cached_tokens)
 
 
-def parts(changes: Iterable[Change]) -> list[list[msgspec.Raw]]:
+def parts(changes: Iterable[WireChange]) -> list[list[msgspec.Raw]]:
     """Encode changes in parts of `PART_CHANGES` and `PART_BYTES` at most: one at least."""
     found: list[list[msgspec.Raw]] = [[]]
     size = 0
     for each in changes:
-        encoded = msgspec.msgpack.encode(_wire(each))
+        encoded = msgspec.msgpack.encode(each)
         size += len(encoded)
         if found[-1] and (size > PART_BYTES or len(found[-1]) == PART_CHANGES):
             found.append([])
             size = len(encoded)
         found[-1].append(msgspec.Raw(encoded))
     return found
-
-
-def from_wire(changes: Sequence[WireChange]) -> list[Change]:
-    return [each.change() for each in changes]

@@ -12,7 +12,7 @@ import logging
 import socket
 from collections.abc import Callable
 from struct import Struct
-from typing import Any, Final, Generic, TypeVar, cast
+from typing import Final, Generic, TypeVar, cast
 
 import msgspec
 
@@ -31,6 +31,29 @@ _LENGTH = Struct("!I")
 _encode = msgspec.msgpack.Encoder().encode
 
 _In = TypeVar("_In")
+
+
+def framed(message: bytes) -> bytes:
+    """Return a message with its length before it."""
+    return _LENGTH.pack(len(message)) + message
+
+
+def each_frame(data: bytes, most: int, take: Callable[[memoryview], object]) -> int:
+    """Call `take` with the message in each whole frame; return where these end.
+
+    Raises `DecodeError` for a message of more than `most` bytes.
+    """
+    at, end = 0, len(data)
+    while end - at >= 4:
+        (length,) = _LENGTH.unpack_from(data, at)
+        if length > most:
+            raise msgspec.DecodeError(f"a frame of {length} bytes")
+        after = at + 4 + length
+        if after > end:
+            break
+        take(memoryview(data)[at + 4 : after])
+        at = after
+    return at
 
 
 class MessageChannel(asyncio.Protocol, Generic[_In]):
@@ -68,23 +91,17 @@ class MessageChannel(asyncio.Protocol, Generic[_In]):
     def data_received(self, data: bytes) -> None:
         if self._received:
             data = self._received + data
-        at, end = 0, len(data)
         try:
-            while end - at >= 4:
-                (length,) = _LENGTH.unpack_from(data, at)
-                if length > self._most_frame:
-                    raise msgspec.DecodeError(f"a frame of {length} bytes")
-                if end - at - 4 < length:
-                    break
-                messages = self._decode(memoryview(data)[at + 4 : at + 4 + length])
-                at += 4 + length
-                self._on_messages(messages)
+            at = each_frame(data, self._most_frame, self._frame)
         except msgspec.DecodeError as error:
             text = "a channel is closed, its other end does not keep to the protocol: %s"
             _broken.tell(logger, Event.WORKER_FAILED, text, error)
             self.close()
-            at = end
+            at = len(data)
         self._received = data[at:]
+
+    def _frame(self, data: memoryview) -> None:
+        self._on_messages(self._decode(data))
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message with the others of this turn; dropped where the other end is gone."""
@@ -110,8 +127,7 @@ class MessageChannel(asyncio.Protocol, Generic[_In]):
         transport = self._transport
         if not unsent or transport is None or transport.is_closing():
             return
-        data: Any = _encode(unsent)
-        transport.write(_LENGTH.pack(len(data)) + data)
+        transport.write(framed(_encode(unsent)))
         if transport.get_write_buffer_size() > MOST_UNREAD:
             transport.abort()
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Final
 
-from hetlb.balancer.core.journal import Begun, Booked, Change, Ended
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command, Lease, LeaseId, Outcome, Request
+from hetlb.options.lease_wire import RequestFacts, WireBegun, WireBooked, WireChange, WireEnded
 
 #: Ids of requests of other processes: below all of this one's.
 _FIRST: Final = -(1 << 40)
@@ -26,7 +25,7 @@ class RemoteLeases:
     def __len__(self) -> int:
         return sum([len(leases) for leases in self.of.values()])
 
-    def receive(self, process: str, changes: Iterable[Change], now: float) -> list[Command]:
+    def receive(self, process: str, changes: Iterable[WireChange], now: float) -> list[Command]:
         """Book what a process says, what began before what ended: its room has been given away there.
 
         The commands are for this scheduler's own requests.
@@ -34,18 +33,21 @@ class RemoteLeases:
         leases = self.of.setdefault(process, {})
         scheduler = self._scheduler
         commands: list[Command] = []
-        later: list[Begun | Ended] = []
+        later: list[WireBegun | WireEnded] = []
         for change in changes:
-            if isinstance(change, Booked):
+            if isinstance(change, WireBooked):
                 if change.number not in leases:
-                    self._book(leases, change, now)
-            elif isinstance(change, Begun | Ended):
+                    live = change.change(self.copy(change.request))
+                    lease = scheduler.restore(live, now, own=False, arrived=self._arrived)
+                    if lease is not None:
+                        leases[change.number] = lease
+            elif isinstance(change, WireBegun | WireEnded):
                 later.append(change)
         for each in later:
             lease = leases.get(each.number)
             if lease is None:
                 continue
-            if isinstance(each, Begun):
+            if isinstance(each, WireBegun):
                 commands += scheduler.on_first_token(lease, now)
             else:
                 del leases[each.number]
@@ -61,7 +63,7 @@ class RemoteLeases:
             commands += self._scheduler.on_lease_ended(lease, Outcome.CLIENT_GONE, now, retry=False)
         return commands
 
-    def copy(self, request: Request) -> Request:
+    def copy(self, request: Request | RequestFacts) -> Request:
         """Return a request under an id of its own: those of two processes are not told apart."""
         number, self._next_request = self._next_request, self._next_request - 1
         return Request(
@@ -75,10 +77,5 @@ class RemoteLeases:
             prefix_keys=request.prefix_keys,
             tenant=request.tenant,
             samples=request.samples,
+            streamed=request.streamed,
         )
-
-    def _book(self, leases: dict[LeaseId, Lease], change: Booked, now: float) -> None:
-        live = replace(change, request=self.copy(change.request))
-        lease = self._scheduler.restore(live, now, own=False, arrived=self._arrived)
-        if lease is not None:
-            leases[change.number] = lease

@@ -45,7 +45,6 @@ from hetlb.balancer.http import openai_body as bodies
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.errors import InputError
 from hetlb.options.kv_events.kv_events import PART_BLOCKS, read_batch
-from hetlb.options.lease_wire import from_wire
 from hetlb.options.remote_leases import RemoteLeases
 from hetlb.options.resume.continuation import Continuation
 from hetlb.options.resume.progress import Kept
@@ -506,7 +505,7 @@ def shared_view(data: bytes) -> None:
 def takeover(data: bytes) -> None:
     """Steps of the other process at the socket of `--replace`: read or refused, and bounded."""
     with contextlib.suppress(ValueError, msgspec.DecodeError):
-        changes = from_wire([each for each in TAKEOVER.decode(data) if not isinstance(each, Step)])
+        changes = [each for each in TAKEOVER.decode(data) if not isinstance(each, Step)]
         assert len(changes) <= len(data)
         remote = RemoteLeases(make_scheduler([spec("a")]), arrived=False)
         remote.receive("old", changes, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 import socket
 from pathlib import Path
@@ -14,6 +15,7 @@ from helpers import HANG_S
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.types import Outcome, Request
 from hetlb.options.lease_wire import RequestFacts, WireBooked, WireEnded
 from hetlb.options.message_channel import MessageChannel
@@ -31,7 +33,20 @@ from hetlb.options.relays.protocol import (
 from hetlb.options.relays.relay_driver import arrival_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "messages.md"
-REQUEST = Request(7 << 32, "m", 12, 5, 2, 30, True, 400, True, (("k", 64), ("s", None)), -1, "t", 2)
+REQUEST = Request(
+    7 << 32, "m", 12, 5, 2, 30, False, 400, True, (("k", 64), ("s", None)), -1, "t", 2, (16, (1, 2)),
+    streamed=True, generated=3, service=ServiceClass("fast", ttft_s=0.5),
+)  # fmt: skip
+#: Fields of what a relay has none of: legs of a split, a gateway's choice, a share of the instances.
+OF_ONE_PROCESS = {"splittable", "subset", "preferred", "preferred_within"}
+
+
+def test_a_request_of_these_tests_has_every_field() -> None:
+    """A field that stands at its default would come as it went though it is not sent."""
+    default = Request(0, "", 0)
+    for each in dataclasses.fields(Request):
+        same = getattr(REQUEST, each.name) == getattr(default, each.name)
+        assert same == (each.name in OF_ONE_PROCESS), each.name
 
 
 def test_a_request_comes_as_it_went() -> None:

@@ -1,10 +1,10 @@
 """Journal of leases: the one way in which a scheduler tells another process of its live leases, and is told.
 
 A scheduler appends to each of its journals that a lease began (`Booked`), that its answer began (`Begun`) and
-that it ended (`Ended`); what waits for an instance is said as a whole (`Waiting`). Peers of a shared view, a
-process that takes this one's place and a relay that meets another scheduler process all speak so; they
-differ in the transport (`options/lease_wire.py` is the encoding). A lease of another process is booked like
-an own one (`options/remote_leases.py`), and told to no other.
+that it ended (`Ended`). Peers of a shared view, a process that takes this one's place and a relay that meets
+another scheduler process all speak so; they differ in the transport (`options/lease_wire.py` is the
+encoding). A lease of another process is booked like an own one (`options/remote_leases.py`), and told to no
+other.
 """
 
 from __future__ import annotations
@@ -47,14 +47,7 @@ class Ended(PickleByFields):
     cached_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting(PickleByFields):
-    """Sizes of the requests that wait at a scheduler, added up, by model."""
-
-    sizes: dict[str, int]
-
-
-Change: TypeAlias = Booked | Begun | Ended | Waiting
+Change: TypeAlias = Booked | Begun | Ended
 
 
 def booked(lease: Lease, now: float) -> Booked:

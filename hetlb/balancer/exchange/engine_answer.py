@@ -30,7 +30,7 @@ class EngineAnswer:
     """
 
     __slots__ = (
-        "_transfers", "failure", "head", "kept", "kept_whole", "length", "stream", "tail",
+        "_counted", "_transfers", "failure", "head", "kept", "kept_whole", "length", "stream", "tail",
         "waits", "whole_only",
     )  # fmt: skip
 
@@ -40,6 +40,7 @@ class EngineAnswer:
         self.stream: StreamedAnswer | None = None
         self.waits = self.whole_only = False
         self.tail = b""
+        self._counted = False
         #: Empties fields about KV transfers, None before the first part.
         self._transfers: TransferFilter | None = None
 
@@ -120,16 +121,20 @@ class EngineAnswer:
         """(completion tokens, prompt tokens, cached prompt tokens) of the lease, as the engine counted."""
         stream = self.stream
         if stream is None:
-            return usage_in_tail(self.tail)
+            counts = usage_in_tail(self.tail)
+            self._counted = counts[0] is not None
+            return counts
         return stream.usage()
 
     def end(self, generates: bool) -> End:
-        """Return how a whole answer ended; `generates`: its request asks for tokens."""
+        """Return how a whole answer ended, `usage` read before; `generates`: its request asks for tokens."""
         stream, status = self.stream, self.head.status
         if stream is not None and stream.failed:
             return ends.REFUSED_IN_STREAM if stream.refused else ends.ERROR_EVENT
         if status < 400:
-            if not generates or (is_answer(self.tail) if stream is None else stream.says_tokens):
+            if not generates or (
+                is_answer(self.tail, self._counted) if stream is None else stream.says_tokens
+            ):
                 return ends.ANSWERED
             return ends.NO_ANSWER if self._is_legible else ends.ANSWERED
         if status == 429 or (status == 503 and self.busy_s is not None):

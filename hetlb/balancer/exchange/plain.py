@@ -281,8 +281,8 @@ class Plain(Attempt):
 
     def take_usage(self, answer: EngineAnswer) -> None:
         """Put exact counts in the place of estimates, where the engine gave them."""
-        exchange, (completion, prompt, cached) = self.exchange, answer.usage()
-        record = exchange.record
+        completion, prompt, cached = answer.usage()
+        exchange, record = self.exchange, self.exchange.record
         sensible = record.counted(completion, prompt, cached)
         if sensible and prompt is not None and not record.request.prompt_exact and not record.resumed_tokens:
             self.driver.learn_prompt(record.request.model, exchange.call, prompt)

@@ -479,14 +479,14 @@ def usage_in_tail(tail: bytes) -> tuple[int | None, int | None, int | None]:
     )
 
 
-def is_answer(tail: bytes) -> bool:
+def is_answer(tail: bytes, counted: bool) -> bool:
     """Return True if a plain body that ends in `tail` answers a request for tokens, in the form of any API.
 
-    Of a longer body than `tail` holds only its end is looked at.
+    `counted`: its usage is known. Of a longer body than `tail` holds only its end is looked at.
     """
     if tail[:1] == b"{" and tail[-1:] == b"}" and tail.find(b'"choices":[{') >= 0:
         # As vLLM and OpenAI write it; in text the quotes would be escaped.
-        if tail.find(b'"usage":{') >= 0 and tail.find(b'"error"') < 0:
+        if counted and tail.find(b'"error"') < 0:
             return True
     elif len(tail) >= TAIL_BYTES:
         return tail.rstrip()[-1:] == b"}"

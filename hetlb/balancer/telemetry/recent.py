@@ -23,6 +23,8 @@ LEVELS_KEPT: Final = 16
 LATE: Final = 5
 #: Latencies are counted in steps of 2^(1/16): 4.4 %, from some 0.1 ms on.
 _STEPS: Final = 16.0
+#: The same for each factor e.
+_STEPS_PER_E: Final = 16.0 / math.log(2.0)
 _LEAST_S: Final = 1e-4
 _OK: Final = Outcome.OK
 #: Requests that wait by model; those in flight, and the share of the KV cache reserved, by instance; those
@@ -82,7 +84,7 @@ class Stretch:
 
 
 def _count(counts: dict[int, int], seconds: float) -> None:
-    step = math.floor(_STEPS * math.log2(max(seconds, _LEAST_S)))
+    step = math.floor(_STEPS_PER_E * math.log(max(seconds, _LEAST_S)))
     counts[step] = counts.get(step, 0) + 1
 
 

@@ -247,7 +247,7 @@ class RelayHost(Carrier):
         if hello.generation != self.reload.generation:
             link.send(self.reload)
         for live in hello.leases:
-            booked = live.lease.change()
+            booked = live.lease.change(live.lease.request.request())
             lease = self.scheduler.restore(booked, now)
             if lease is not None:
                 limiter = self.scheduling.limiter(live.owner)

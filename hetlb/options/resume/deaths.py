@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from mypy_extensions import mypyc_attr
-
 from hetlb.balancer.core.types import Lease
 
 #: Maximum number of engines that die in an answer which goes on after it: the request may be what kills them.
@@ -22,7 +20,6 @@ _LATELY_S: Final = 60.0
 _REMEMBERED: Final = 256
 
 
-@mypyc_attr(acyclic=True)
 class Death:
     """One death of an engine. `answers` were in it and have not ended well since."""
 
@@ -34,7 +31,6 @@ class Death:
         self.answers = 0
 
 
-@mypyc_attr(acyclic=True)
 class Deaths:
     """The last deaths of engines that a process saw."""
 
@@ -56,5 +52,5 @@ class Deaths:
         """Return True if an answer with these deaths may be their cause: it is not risked once more."""
         if len(own) <= MOST_DEATHS:
             return False
-        cleared = sum([not each.answers and now - each.at <= _LATELY_S for each in self._deaths])
+        cleared = sum(not each.answers and now - each.at <= _LATELY_S for each in self._deaths)
         return cleared < len(own)

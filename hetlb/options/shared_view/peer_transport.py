@@ -11,9 +11,11 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from struct import Struct
 from typing import Final, Protocol, TypeAlias, cast
 
+import msgspec
+
+from hetlb.options.message_channel import each_frame, framed
 from hetlb.turns import Share
 
 #: Start of the URL of a hub: the path of its Unix socket follows.
@@ -26,7 +28,6 @@ _DEAF: Final = 2.0
 #: Bytes that may wait for a peer of a hub that does not read, and bytes of one message.
 _MOST_UNREAD: Final = 64 << 20
 _MOST_FRAME: Final = 1 << 20
-_LENGTH: Final = Struct("!I")
 
 Receive: TypeAlias = Callable[[bytes], None]
 
@@ -122,7 +123,7 @@ class RedisTransport:
 
 
 class _Frames(asyncio.Protocol):
-    """Frames of a connection: a length of four bytes (big-endian), then a message."""
+    """Messages of a connection, framed as those of a `MessageChannel`."""
 
     def __init__(self, closed: Callable[[_Frames], None]) -> None:
         self._closed = closed
@@ -139,21 +140,16 @@ class _Frames(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._rest:
             data = self._rest + data
-        at, end = 0, len(data)
-        while end - at >= 4:
-            (length,) = _LENGTH.unpack_from(data, at)
-            if length > _MOST_FRAME:
-                assert self.transport is not None
-                self.transport.abort()
-                return
-            if end - at - 4 < length:
-                break
-            self.frame(data[at + 4 : at + 4 + length])
-            at += 4 + length
-        self._rest = data[at:]
-        self.whole(data, at)
+        try:
+            end = each_frame(data, _MOST_FRAME, self.frame)
+        except msgspec.DecodeError:
+            assert self.transport is not None
+            self.transport.abort()
+            return
+        self._rest = data[end:]
+        self.whole(data, end)
 
-    def frame(self, message: bytes) -> None:
+    def frame(self, message: memoryview) -> None:
         """Take a message."""
 
     def whole(self, data: bytes, end: int) -> None:
@@ -194,8 +190,8 @@ class HubTransport(_Frames):
     def _lost_connection(self, _: _Frames) -> None:
         self._gone.set()
 
-    def frame(self, message: bytes) -> None:
-        self._receive(message)
+    def frame(self, message: memoryview) -> None:
+        self._receive(bytes(message))
 
     def send(self, message: bytes) -> None:
         if self.transport is None or self.transport.is_closing():
@@ -203,7 +199,7 @@ class HubTransport(_Frames):
             return
         if not self._unsent:
             self._loop.call_soon(self._flush)
-        self._unsent += (_LENGTH.pack(len(message)), message)
+        self._unsent.append(framed(message))
 
     def _flush(self) -> None:
         unsent, self._unsent = self._unsent, []

@@ -19,9 +19,10 @@ from dataclasses import replace
 from typing import Final
 
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.journal import Booked, Change, Journal, Waiting
+from hetlb.balancer.core.journal import Journal
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command, Outcome, Request
+from hetlb.options.lease_wire import WireBooked, WireChange, WireWaiting, to_wire
 from hetlb.options.remote_leases import RemoteLeases
 
 #: Seconds over which the rate of peers' bookings is a mean.
@@ -69,31 +70,32 @@ class SharedView:
 
     # --- of this scheduler ---
 
-    def take(self) -> list[Change]:
+    def take(self) -> list[WireChange]:
         """Return the changes since the last time, for the peers."""
-        waits = self._scheduler.queue.waiting_sizes()
+        changes, waits = to_wire(self.journal.take()), self._scheduler.queue.waiting_sizes()
         if waits != self._said:
             self._said = waits
-            return [*self.journal.take(), Waiting(waits)]
-        return self.journal.take()
+            changes.append(WireWaiting(waits))
+        return changes
 
-    def live(self, now: float) -> list[Change]:
+    def live(self, now: float) -> list[WireChange]:
         """All that a new peer must know: every live lease, and what waits."""
-        return [*self._scheduler.ledger.live(now), Waiting(self._scheduler.queue.waiting_sizes())]
+        scheduler = self._scheduler
+        return [*to_wire(scheduler.ledger.live(now)), WireWaiting(scheduler.queue.waiting_sizes())]
 
     # --- of peers ---
 
-    def receive(self, peer: str, changes: Sequence[Change], now: float) -> list[Command]:
+    def receive(self, peer: str, changes: Sequence[WireChange], now: float) -> list[Command]:
         """Take over what a peer says; the commands are what this scheduler's own requests get of it."""
         for change in changes:
-            if isinstance(change, Booked):
+            if isinstance(change, WireBooked):
                 self._heard(now)
-            elif isinstance(change, Waiting):
+            elif isinstance(change, WireWaiting):
                 self._waits[peer] = change.sizes
                 self._say_elsewhere(now)
         return self._remote.receive(peer, changes, now)
 
-    def replace(self, peer: str, changes: Sequence[Change], now: float) -> list[Command]:
+    def replace(self, peer: str, changes: Sequence[WireChange], now: float) -> list[Command]:
         """Forget what a peer said before: `changes` are all that holds of it."""
         return self.gone(peer, now) + self.receive(peer, changes, now)
 

@@ -17,11 +17,10 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from hetlb.balancer.config.fleet_tables import SharedTable
-from hetlb.balancer.core.journal import Change
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command
 from hetlb.balancer.telemetry.events import Event, Rarely, tell
-from hetlb.options.lease_wire import PART_BYTES, PART_CHANGES, WireChange, from_wire, parts
+from hetlb.options.lease_wire import PART_BYTES, PART_CHANGES, WireChange, parts
 from hetlb.options.shared_view.peer_transport import transport_of
 from hetlb.options.shared_view.shared_view import SharedView
 
@@ -132,7 +131,7 @@ class Sharing:
         if self._tasks and (changes := self.view.take()):
             self._send(_CHANGES, changes)
 
-    def _send(self, kind: int, changes: list[Change]) -> None:
+    def _send(self, kind: int, changes: list[WireChange]) -> None:
         """Send changes; where they are many, all that holds begins with its kind and the last ones end so."""
         some = parts(changes)
         at = 0 if kind == _STATE else len(some) - 1
@@ -203,17 +202,16 @@ class Sharing:
             if not isinstance(data, bytes) or len(data) > MOST_BYTES:
                 raise ValueError(f"expected a message of at most {MOST_BYTES >> 20} MiB")
             message = _decode(data)
-            changes = from_wire(message.changes)
             if message.name not in self._heard_at and len(self._heard_at) >= _MOST_PEERS:
                 raise ValueError(f"expected at most {_MOST_PEERS} peers")
-            if self.view.peer_leases + len(changes) > _MOST_LEASES:
+            if self.view.peer_leases + len(message.changes) > _MOST_LEASES:
                 raise ValueError(f"expected at most {_MOST_LEASES} leases of peers")
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
             self.rejected += 1
             reason = " ".join(str(error).split())[:200]
             self._rejections.tell(logger, Event.SHARED_MESSAGE, "shared state: a message is none: %s", reason)
             return
-        peer, kind, sequence = message.name, message.kind, message.sequence
+        peer, kind, sequence, changes = message.name, message.kind, message.sequence, message.changes
         self.received += 1
         self._heard_at[peer] = now
         whole = kind == _STATE or self._next.get(peer) == sequence

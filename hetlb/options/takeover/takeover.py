@@ -11,7 +11,6 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command
 from hetlb.balancer.fleet.systemd import Listeners
 from hetlb.errors import HetlbError
-from hetlb.options.lease_wire import from_wire
 from hetlb.options.message_channel import MessageChannel
 from hetlb.options.remote_leases import RemoteLeases
 from hetlb.options.takeover import offer
@@ -93,7 +92,7 @@ class Takeover:
 
         def receive(messages: list[Message]) -> None:
             changes = [each for each in messages if not isinstance(each, Step)]
-            carry_out(remote.receive(_OLD, from_wire(changes), loop.time()))
+            carry_out(remote.receive(_OLD, changes, loop.time()))
             if len(changes) < len(messages) and not told.done():
                 told.set_result(True)
 
