@@ -20,11 +20,12 @@ from __future__ import annotations
 import argparse
 import csv
 import gzip
+import json
 import random
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cache
@@ -70,16 +71,19 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 @cache
 def composed(model: str, system: str, tp: int, expert: bool = False, dp: int = 1) -> Profile:
     """The profile of `hetlb profile --from aiconfigurator`. Raises `HetlbError`."""
-    flags = ["--model", model, "--system", system, "--tp", str(tp), "--data-parallel", str(dp)]
-    return made("aiconfigurator", *flags, *(["--expert-parallel"] if expert else []))
+    engine = {"data_parallel_size": dp} if dp > 1 else {}
+    engine |= {"enable_expert_parallel": True} if expert else {}
+    return made("aiconfigurator", engine, "--model", model, "--system", system, "--tp", str(tp))
 
 
-def made(source: str, *flags: str) -> Profile:
+def made(source: str, engine: Mapping[str, object], *flags: str) -> Profile:
     """The profile that `hetlb profile --from` makes. Raises `HetlbError`."""
     told = StringIO()
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()), redirect_stderr(told):
         out = str(Path(folder) / "p.yaml")
-        if hetlb(["profile", "--from", source, "--out", out, *flags]):
+        facts = Path(folder) / "facts.yaml"
+        facts.write_text(json.dumps({"engine": engine}))
+        if hetlb(["profile", "--from", source, "--facts", str(facts), "--out", out, *flags]):
             raise HetlbError(told.getvalue().strip().splitlines()[-1])
         return load_profile(Path(out))
 
@@ -98,8 +102,7 @@ def logs(data: Path) -> str:
     found = []
     for folder in sorted(path.parent for path in data.glob("vllm-logs/*/iteration_time.csv")):
         log = read_log(folder / "requests.csv")
-        flags = KV_FLAGS.get(folder.name, [])
-        engine = engine_of(made(f"csv:{folder / 'iteration_time.csv'}", *flags))
+        engine = engine_of(made(f"csv:{folder / 'iteration_time.csv'}", KV_CACHES.get(folder.name, {})))
         engine = replace(engine, limits=replace(engine.limits, max_num_seqs=256, max_num_batched_tokens=2048))
         kinds = {"nothing assumed": bare(engine.latency), "assumed": engine.latency}
         if (found_probe := probe_of_log(log.requests, engine.latency, folder.name)) is not None:
@@ -146,7 +149,7 @@ NO_HOST_TIME = ("rtx4090-llama-3.1-8b",)
 
 
 #: What the READMEs say of the servers that wrote the logs.
-KV_FLAGS = {"rtx4090-llama-3.1-8b": ["--kv-cache-tokens", "41408", "--block-size", "16"]}
+KV_CACHES = {"rtx4090-llama-3.1-8b": {"kv_cache_tokens": 41408, "block_size": 16}}
 
 
 # --- single iterations ----------------------------------------------------------------------------------

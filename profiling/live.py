@@ -225,9 +225,11 @@ def run(kit: Path, out: Path, minutes: float, models: Sequence[str], arguments: 
                     budget_s = min(PROFILE_S, end - time.monotonic() - FINISH_S)
                     command = [str(python), "-m", "hetlb", "profile", "--url", url, "--system", gpu]
                     command += ["--tp", str(degree), "--budget", f"{max(20.0, budget_s):.0f}s"]
-                    command += ["--layers", str(config["num_hidden_layers"])]
-                    command += ["--heads", str(config["num_attention_heads"])]
-                    command += ["--memory-bytes", str(memory)] if memory else []
+                    facts = {"hardware": {"gpu": gpu, "memory_bytes": memory or None}, "model": {
+                        "name": name, "config": str((kit / "models" / name / "config.json").resolve())
+                    }}  # fmt: skip
+                    (out / "facts.yaml").write_text(json.dumps(facts))
+                    command += ["--facts", str(out / "facts.yaml")]
                     command += ["--out", str(out / f"{label}.yaml")]
                     subprocess.run(command, check=True, timeout=max(60.0, budget_s + 120.0))
                 entry["ok"] = True

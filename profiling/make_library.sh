@@ -5,16 +5,16 @@ cd "$(dirname "$0")"
 hetlb="${HETLB:-../.venv/bin/hetlb}"
 
 # One pair of limits for all, which the plans' commands state: vLLM's own differ by GPU.
-limits=(--max-num-batched-tokens 8192 --max-num-seqs 256)
+limits="engine: {max_num_batched_tokens: 8192, max_num_seqs: 256}"
+work="$(mktemp -d)"
+trap 'rm -rf "$work"' EXIT
 
 composed() { # SYSTEM MODEL NAME TP
-  "$hetlb" profile --from aiconfigurator --system "$1" --model "$2" --tp "$4" --name "$1-$3-tp$4" \
-    "${limits[@]}" --out "$1-$3-tp$4.yaml" > /dev/null
+  "$hetlb" profile --from aiconfigurator --system "$1" --model "$2" --tp "$4" \
+    --facts <(printf 'name: %s\n%s\n' "$1-$3-tp$4" "$limits") --out "$1-$3-tp$4.yaml" > /dev/null
 }
 
 # The extra does not know this model: its published configuration, in a folder of its name.
-work="$(mktemp -d)"
-trap 'rm -rf "$work"' EXIT
 mkdir "$work/Qwen3-14B"
 cat > "$work/Qwen3-14B/config.json" << 'CONFIG'
 {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 17408,
@@ -23,7 +23,7 @@ cat > "$work/Qwen3-14B/config.json" << 'CONFIG'
 CONFIG
 here="$PWD"
 (cd "$work" && hetlb="$here/$hetlb" && "$hetlb" profile --from aiconfigurator --system a100_sxm --model Qwen3-14B \
-  --tp 1 --name a100_sxm-qwen3-14b-tp1 "${limits[@]}" --out "$here/a100_sxm-qwen3-14b-tp1.yaml" > /dev/null)
+  --tp 1 --facts <(printf 'name: a100_sxm-qwen3-14b-tp1\n%s\n' "$limits") --out "$here/a100_sxm-qwen3-14b-tp1.yaml" > /dev/null)
 composed a100_sxm meta-llama/Meta-Llama-3.1-70B llama-3.1-70b 4
 composed b200_sxm meta-llama/Meta-Llama-3.1-8B llama-3.1-8b 1
 for tp in 1 2 4 8; do
@@ -33,7 +33,10 @@ for tp in 1 2 4 8; do
   done
   # The paper's machine: no measured tables are at hand, so peak figures of the V100 SXM2 data sheet
   # (125e12 FLOP/s fp16, 900e9 bytes/s) and two shares that are guesses, marked unmeasured in the file.
-  "$hetlb" profile --from roofline --system V100-SXM2-32GB --model Llama-3-8B --tp "$tp" \
-    --peak-flops 125e12 --bandwidth 900e9 --parameters 8.03e9 --kv-bytes-per-token 131072 \
-    --memory-bytes 34359738368 --overhead-ms "$((1 + tp))" --out "v100-llama-3-8b-tp$tp-roofline.yaml" > /dev/null
+  cat > "$work/v100.yaml" << FACTS
+hardware: {gpu: V100-SXM2-32GB, memory_bytes: 34359738368}
+model: {name: Llama-3-8B, parameters: 8.03e9, kv_bytes_per_token: 131072}
+roofline: {flops: 125e12, bandwidth_bytes_per_s: 900e9, overhead_ms: $((1 + tp))}
+FACTS
+  "$hetlb" profile --from roofline --facts "$work/v100.yaml" --tp "$tp" --out "v100-llama-3-8b-tp$tp-roofline.yaml" > /dev/null
 done

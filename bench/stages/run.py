@@ -108,9 +108,9 @@ def main() -> None:
     models = real.make_models()
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
-        times = str(real.write_times(where / "times.csv"))
         kinds = {"a": "fast", "b": "slow", "c": "fast", "d": "slow"}
-        flags = {name: ("--layer-times", times, "--gpu-type", kind) for name, kind in kinds.items()}
+        times = {kind: str(real.write_times(where / f"{kind}.csv", kind)) for kind in ("fast", "slow")}
+        flags = {name: ("--layer-times", times[kind]) for name, kind in kinds.items()}
         with real.rig(models / "llama", where, scheduler=args.scheduler, flags=flags, apart=True) as rig:
             measured = asyncio.run(load(rig.url, args.concurrency, args.seconds))
             rig.wait_idle()

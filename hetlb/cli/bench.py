@@ -113,9 +113,12 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
     add("--metadata", entries, "KEY=VALUE", options.read_entry, (), nargs="+")
     add("--save-result", "write the JSON document to a file", action="store_true")
     add("--result-dir", "folder of the result (default: the working directory)", "DIR", Path, Path())
-    add("--result-filename", "name of the result (default: RATEqps-MODEL-DATE.json)", "NAME")
+    add(
+        "--result-filename",
+        "name of the result (default: RATEqps-MODEL-DATE.json; .csv: a line per run)",
+        "NAME",
+    )
     add("--save-detailed", "add times and lengths of every request", action="store_true")
-    add("--csv", "CSV file, a line per run", "FILE", Path)
     add("--plot", "picture of latencies and of each instance's share", "P.png", Path)
     add_json(parser)
     add("--disable-tqdm", "no progress bar", action="store_true")
@@ -204,9 +207,8 @@ def _check_flags(args: argparse.Namespace) -> None:
             raise InputError(f"--{flag}-header: expected the name of a header, got {name!r}")
     if args.endpoint == CHAT and args.prompt_format == "ids":
         raise InputError(f"--prompt-format: expected text with {CHAT}, got 'ids'")
-    for flag, path in (("--csv", args.csv), ("--plot", args.plot)):
-        if path is not None:
-            check_writable(flag, path)
+    if args.plot is not None:
+        check_writable("--plot", args.plot)
     if args.save_result and not args.result_dir.is_dir():
         raise InputError(f"--result-dir: expected a folder that exists, got {args.result_dir}")
     if args.save_result and args.result_filename:
@@ -296,14 +298,13 @@ def _document(args: argparse.Namespace, campaign: Campaign, started: datetime) -
 
 def _write(args: argparse.Namespace, document: dict[str, Any], campaign: Campaign, started: datetime) -> None:
     """Write the requested result files."""
-    if args.csv is not None:
-        write_text(args.csv, csv_text(document["runs"]))
     if args.plot is not None:
         write_load_plot(args.plot, campaign.measured)
     if args.save_result:
         model = document["metadata"]["model_id"]
         name = args.result_filename or default_filename(model, args.request_rate, started)
-        write_text(args.result_dir / name, json_text(document) + "\n")
+        text = csv_text(document["runs"]) if name.endswith(".csv") else json_text(document) + "\n"
+        write_text(args.result_dir / name, text)
 
 
 def _show(args: argparse.Namespace, document: dict[str, Any]) -> None:

@@ -39,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--load", load, "offline|RATE", _read_load, math.inf)
     add("--time-limit", "seconds for everything (default 60)", "S", FINITE, 60.0)
     add("--seed", "seed of search and simulation (default 0)", "N", INTEGER, 0)
-    add("--model-folder", "folder of the model on the machines (default: its name)", "DIR")
     written = "fleet file, and beside it the file of its stages (FLEET-stages.yaml)"
     add("--write-fleet", written, "FLEET.yaml", Path)
     add_json(parser)
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             )
         except PlanError as error:
             raise ConfigError(f"{args.config}: links: {error}") from error
-    folder = args.model_folder or cluster.model.name.rpartition("/")[2]
+    folder = cluster.model.name.rpartition("/")[2]
     document = document_of(
         plan,
         scheduler=args.scheduler,

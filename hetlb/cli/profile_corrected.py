@@ -64,8 +64,8 @@ def write_corrected(args: argparse.Namespace, path: Path) -> int:
         for name, (was, now) in changes.items()
     ]
     profile = corrected(start, latency, ProfileSource(kind="log", name=path.name, note=note))
-    if args.name:
-        profile = msgspec.structs.replace(profile, name=args.name)
+    if name := args.facts.file.name:
+        profile = msgspec.structs.replace(profile, name=name)
     write_profile(args.out, profile)
     document = {
         "out": str(args.out),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import random
 import re
 import sys
@@ -20,7 +21,7 @@ from hetlb.balancer.config.profile_file import EngineInfo, Hardware, HostTime, M
 from hetlb.balancer.config.urls import check_url
 from hetlb.balancer.config.yaml_file import PositiveInt, load_yaml
 from hetlb.balancer.core.types import Capacity
-from hetlb.cli.flags import COUNT, declare, secret
+from hetlb.cli.flags import COUNT, declare
 from hetlb.errors import HetlbError, InputError, ProfileError
 from hetlb.tools.profiler.client import EngineClient, ServerFacts
 from hetlb.tools.profiler.fit import StepKind, too_few
@@ -50,18 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--budget", "time for the measurement (default 5m)", "TIME", parse_duration, 300.0)
     add("--grid", "YAML file of points: rows of [batch, length] per phase", "FILE", Path)
     add("--repeats", "samples of a point (default 3)", "N", COUNT, REPEATS)
-    add("--api-key-env", "environment variable with the server's API key", "VARIABLE")
     add("--force", "measure a server that has other load", action="store_true")
-    add("--fresh", "discard the samples of an interrupted sweep", action="store_true")
-    add("--max-num-batched-tokens", "token budget of an iteration (default: learnt)", "N", COUNT)
 
 
 def measure(args: argparse.Namespace, degree: int | None) -> tuple[Measurements, SampleFile]:
     """Run or resume the sweep; returns its measurements and the file of its samples."""
     args.url = check_url(args.url, "--url")
-    key = args.api_key_env and secret("--api-key-env", args.api_key_env)
     grid = DEFAULT_GRID if args.grid is None else read_grid(args.grid)
-    return asyncio.run(_measure(args, degree, key, grid))
+    return asyncio.run(_measure(args, degree, grid))
 
 
 def parse_duration(text: str) -> float:
@@ -86,12 +83,12 @@ def read_grid(path: Path) -> tuple[Size, ...]:
 
 
 async def _measure(
-    args: argparse.Namespace, degree: int | None, key: str | None, grid: tuple[Size, ...]
+    args: argparse.Namespace, degree: int | None, grid: tuple[Size, ...]
 ) -> tuple[Measurements, SampleFile]:
     started, budget_s = time.monotonic(), args.budget
     rng = random.Random()  # prompts that no earlier sweep left in a prefix cache
     console = Console(stderr=True)
-    async with EngineClient(args.url, key) as client:
+    async with EngineClient(args.url, os.environ.get("OPENAI_API_KEY")) as client:
         facts = await _facts(args, client, rng, console)
         capacity = facts.capacity
         identity = Identity(
@@ -101,7 +98,7 @@ async def _measure(
             capacity.max_model_len,
             capacity.max_num_seqs,
         )
-        file = SampleFile(args.out.with_name(args.out.name + ".samples"), identity, fresh=args.fresh)
+        file = SampleFile(args.out.with_name(args.out.name + ".samples"), identity)
         if file.samples:
             console.print(f"{file.path}: going on after {len(file.samples)} samples", highlight=False)
         with bar("warming up") as draw:
@@ -113,7 +110,7 @@ async def _measure(
                 budget_s=budget_s - (time.monotonic() - started) - min(_FINISH_S, 0.05 * budget_s),
                 repeats=args.repeats,
                 force=args.force,
-                max_num_batched_tokens=args.max_num_batched_tokens,
+                max_num_batched_tokens=args.facts.file.engine.max_num_batched_tokens,
                 rng=rng,
                 on_progress=draw,
             )
@@ -126,10 +123,10 @@ async def _measure(
         console.print(f"note: {note}", style="yellow", highlight=False)
     tokens = None if after is None or before is None else after.tokens_per_step(before)
     assumed: tuple[str, ...] = ()
-    if tokens is not None and args.tokens_per_step is None:
+    if tokens is not None and args.facts.file.engine.tokens_per_step is None:
         assumed = (
             f"engine.tokens_per_step: {tokens:.2f}, as with the made prompts of the sweep; "
-            "--tokens-per-step states that of your traffic",
+            "in --facts it states that of your traffic",
         )
     found = Measurements(
         points=tuple(
@@ -170,8 +167,10 @@ async def _facts(
         console.print(unseen, style="yellow")
     elif not args.force and not await settled(client, facts):
         raise BusyError("the server is busy with the work of others (--force measures all the same)")
-    flags = Capacity(kv_cache_tokens=args.kv_cache_tokens, max_num_seqs=args.max_num_seqs)
-    capacity = facts.capacity.updated(flags)
+    stated = args.facts.file.engine
+    capacity = facts.capacity.updated(
+        Capacity(kv_cache_tokens=stated.kv_cache_tokens, max_num_seqs=stated.max_num_seqs)
+    )
     if capacity.max_num_seqs is None:
         learnt = await learn_max_num_seqs(client, facts, rng)
         capacity = capacity.updated(Capacity(max_num_seqs=learnt))

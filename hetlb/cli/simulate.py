@@ -58,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--profile", "profile of the server (--against)", "P.yaml", Path)
     figures = "find policy.weights of hetlb for mean_ttft_ms, p99_e2el_ms, attainment, ..."
     add("--tune", figures, "FIGURE")
-    add("--write", "write the weights found, if they are a gain", "FILE", Path)
     add_json(parser)
 
 
@@ -83,8 +82,6 @@ def run(args: argparse.Namespace) -> int:
         check_tune(args, fleet)
         if len(rates) > 1 or args.policy not in (None, "hetlb"):
             raise InputError("--tune: expected one --request-rate, and no --policy but hetlb")
-    elif args.write is not None:
-        raise InputError("--write: expected it with --tune")
     cells = [StudyCell(policy, rate, seed) for rate in rates for policy in policies for seed in seeds]
     if args.plot is not None:
         cells = watch(cells)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.core.policies.score_terms import TERMS, UNSTATED
 from hetlb.cli.flags import print_document
 from hetlb.errors import InputError
-from hetlb.files import write_text
 from hetlb.tools.sim.simulation_sweep import Study
 from hetlb.tools.sim.tune import FIGURES, losses, search
 
@@ -17,19 +17,17 @@ _HELD_BACK = 6
 
 
 def check_tune(args: argparse.Namespace, fleet: Fleet) -> None:
-    """Raise `InputError` unless the figure exists and the output file does not."""
+    """Raise `InputError` unless the figure exists."""
     if args.tune not in FIGURES:
         raise InputError(f"--tune: expected one of {', '.join(FIGURES)}, got {args.tune!r}")
     if args.tune == "attainment" and not any(fleet.service_classes.values()):
         raise InputError("--tune: expected a fleet with models[].classes for attainment, got none")
-    if args.write is not None and args.write.exists():
-        raise InputError(f"--write: expected a file that is not there yet, got {args.write}")
 
 
 def run_tune(
     args: argparse.Namespace, fleet: Fleet, study: Study, rate: float | str, seeds: list[int]
 ) -> int:
-    """Search weights, print their gain, write them if it is significant."""
+    """Search weights; their gain goes to stderr, those of a significant gain to stdout, as YAML."""
     stated = dict(fleet.policy_params.weights)
     start = {
         term.name: stated.get(term.name, term.weight)
@@ -46,13 +44,10 @@ def run_tune(
         stated, start, args.tune, lambda weights, seed: losses(study, rate, weights, seed), seeds, held_back
     )
     lines = "".join(f"    {name}: {weight:g}\n" for name, weight in found.weights.items())
-    written = found.certain and args.write is not None
-    if written:
-        write_text(args.write, f"policy:\n  weights:\n{lines}")
     document = {
         "figure": args.tune, "start": start, "weights": found.weights if found.certain else start,
         "gain": found.gain, "others": found.others, "interval": [found.low, found.high],
-        "certain": found.certain, "runs": found.runs, "written": written,
+        "certain": found.certain, "runs": found.runs,
     }  # fmt: skip
     told = (
         f"{args.tune}: {found.gain:+.1%} better on {_HELD_BACK} seeds that the search did not see "
@@ -60,8 +55,8 @@ def run_tune(
     )
     costs = ", ".join(f"{name} {gain:+.1%}" for name, gain in found.others.items())
     told += f"Every other figure on the same seeds (below 0 is worse): {costs}\n"
-    if found.certain:
-        told += f"policy:\n  weights:\n{lines}"
-    else:
-        told += "The interval holds zero: the weights stay as they are, and nothing is written.\n"
-    return print_document(args, document, lambda: print(told, end=""))
+    if not found.certain:
+        told += "The interval holds zero: the weights stay as they are.\n"
+    print(told, end="", file=sys.stderr)
+    found_yaml = f"policy:\n  weights:\n{lines}" if found.certain else ""
+    return print_document(args, document, lambda: print(found_yaml, end=""))

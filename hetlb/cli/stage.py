@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from hetlb.addresses import is_loopback
 from hetlb.balancer.config.urls import bracketed
-from hetlb.cli.flags import COUNT, PORT, SHARE, declare
+from hetlb.cli.flags import COUNT, PORT, declare
 from hetlb.cli.signals import run_listener, stop_event
 from hetlb.errors import ConfigError, InputError
 from hetlb.files import read_text
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: KV cache on CPU where nothing is said.
 _CPU_KV_BYTES = 1 << 30
+#: Share of a GPU's memory for weights and KV cache there.
+_GPU_SHARE = 0.9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = ("auto", "bfloat16", "float16", "float32")
     dtype = "type of weights, KV cache and activations (auto: as in config.json)"
     add("--dtype", dtype, default="auto", choices=kinds)
-    add("--kv-cache-memory-bytes", "bytes of the KV cache (default 1 GiB on CPU)", "BYTES", COUNT)
-    memory = "share of the GPU's memory for weights and KV cache (default 0.9)"
-    add("--gpu-memory-utilization", memory, "SHARE", SHARE, 0.9)
+    add(
+        "--kv-cache-memory-bytes",
+        "bytes of the KV cache (default 1 GiB on CPU, 0.9 of a GPU less weights)",
+        "BYTES",
+        COUNT,
+    )
     add("--block-size", "tokens of a KV block (default 16)", "TOKENS", COUNT, 16)
     add("--max-num-batched-tokens", "most tokens of a batch (default 2048)", "N", COUNT, 2048)
     add("--max-num-seqs", "most requests of a batch (default 256)", "N", COUNT, 256)
@@ -54,9 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ssl-certfile", "certificate; turns plain connections off", "FILE", Path)
     add("--ssl-keyfile", "key of the certificate", "FILE", Path)
     add("--ssl-ca-certs", "authorities of the other stages' certificates", "FILE", Path)
-    times = "least times of batches, to rehearse other hardware (layer_times of PLACE.yaml)"
+    times = "least times of batches on one GPU, to rehearse it (layer_times of PLACE.yaml)"
     add("--layer-times", times, "CSV", Path)
-    add("--gpu-type", "GPU whose rows of --layer-times apply", "NAME")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,8 +90,6 @@ def _check(args: argparse.Namespace) -> tuple[int, int]:
         raise InputError(f"--layers: expected A:B with A below B, got {args.layers!r}")
     if args.key_file is None and not is_loopback(args.host):
         raise InputError(f"--key-file: expected a shared key to listen on {args.host}, got none")
-    if (args.layer_times is None) != (args.gpu_type is None):
-        raise InputError("--gpu-type: expected it together with --layer-times")
     return int(found[1]), int(found[2])
 
 
@@ -147,7 +149,7 @@ def _kv_blocks(args: argparse.Namespace, config: ModelConfig, loaded: TorchRunne
     """Blocks of one layer each that fit into the memory for the KV cache."""
     size = args.kv_cache_memory_bytes
     if size is None:
-        size = loaded.free_bytes(args.gpu_memory_utilization) if device != "cpu" else _CPU_KV_BYTES
+        size = loaded.free_bytes(_GPU_SHARE) if device != "cpu" else _CPU_KV_BYTES
     blocks = int(size // (config.kv_bytes(loaded.itemsize) * args.block_size))
     if blocks < 1:
         raise InputError(
@@ -163,9 +165,9 @@ def _paced(args: argparse.Namespace, loaded: Runner) -> Runner:
     from hetlb.tools.stage.runner import PacedRunner
 
     kinds = read_layer_times(args.layer_times)
-    if args.gpu_type not in kinds:
-        raise InputError(f"--gpu-type: expected one of {', '.join(kinds)}, got {args.gpu_type!r}")
-    return PacedRunner(loaded, *kinds[args.gpu_type])
+    if len(kinds) > 1:
+        raise InputError(f"--layer-times: expected rows of one gpu_type, got {', '.join(kinds)}")
+    return PacedRunner(loaded, *next(iter(kinds.values())))
 
 
 def _tls(args: argparse.Namespace) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:

@@ -223,7 +223,7 @@ def test_results_in_files(
 ) -> None:
     document = bench(
         capsys, "--url", fleet.proxy, "--trace", trace, "--save-result", "--save-detailed", "--result-dir",
-        tmp_path, "--csv", tmp_path / "runs.csv", "--metadata", "gpu=h100", "note=a=b", "--request-rate",
+        tmp_path, "--metadata", "gpu=h100", "note=a=b", "--request-rate",
         "300",
     )  # fmt: skip
     (saved,) = tmp_path.glob("300qps-m-*.json")
@@ -232,6 +232,13 @@ def test_results_in_files(
     (run,) = document["runs"]
     assert [len(itls) + 1 for itls in run["itls"]] == run["output_lens"]
     assert len(run["ttfts"]) == len(run["start_times"]) == COUNT
+
+
+def test_a_result_in_csv(
+    capsys: pytest.CaptureFixture[str], fleet: Fleet, trace: Path, tmp_path: Path
+) -> None:
+    flags = ("--save-result", "--result-dir", tmp_path, "--result-filename", "runs.csv")
+    (run,) = bench(capsys, "--url", fleet.proxy, "--trace", trace, *flags)["runs"]
     with (tmp_path / "runs.csv").open() as file:
         (line,) = csv.DictReader(file)
     assert float(line["p99_ttft_ms"]) == run["p99_ttft_ms"]
@@ -393,7 +400,8 @@ def test_interrupted_while_results_are_written_they_are_all_there(
 
     handler = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(hetlb.cli.bench, "csv_text", text)
-    document = bench(capsys, "--url", fleet.proxy, "--trace", trace, "--csv", tmp_path / "r.csv")
+    flags = ("--save-result", "--result-dir", tmp_path, "--result-filename", "r.csv")
+    document = bench(capsys, "--url", fleet.proxy, "--trace", trace, *flags)
     assert document["runs"][0]["completed"] == COUNT
     assert len((tmp_path / "r.csv").read_text().splitlines()) == 2
     assert signal.getsignal(signal.SIGINT) is handler
@@ -500,7 +508,7 @@ WRONG = [
     (["--timeout", "0"], "--timeout: expected a number above 0, got 0"),
     (["--dataset-name", "random"], "expected either --trace, or --dataset-name"),
     (["--session-header", "x y"], "--session-header: expected the name of a header, got 'x y'"),
-    (["--csv", "/nowhere/x.csv"], "--csv: expected a file in a folder that exists"),
+    (["--plot", "/nowhere/x.png"], "--plot: expected a file in a folder that exists"),
     (["--save-result", "--result-dir", "/nowhere"], "--result-dir: expected a folder that exists"),
     (["--save-result", "--result-filename", "a/b"], "--result-filename: expected a file in a folder that"),
     (["--endpoint", "/v1/chat/completions", "--prompt-format", "ids"], "--prompt-format: expected text"),

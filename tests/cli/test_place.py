@@ -161,7 +161,6 @@ def test_a_fleet_of_stages_is_written_with_hosts_to_fill_in(
     placement.write_text('{"n0": [0, 1], "n1": [1, 3], "n2": [3, 4], "n3": [3, 4]}')
     document = run_json(
         capsys, "--config", str(config), "--placement", str(placement), "--write-fleet", str(fleet),
-        "--model-folder", "/models/tiny",
     )  # fmt: skip
     (instance,) = yaml.safe_load(fleet.read_text())["models"][0]["instances"]
     assert instance == {"name": "stages", "url": "http://127.0.0.1:9200"}
@@ -172,10 +171,10 @@ def test_a_fleet_of_stages_is_written_with_hosts_to_fill_in(
     assert "workers: n0: url: expected the host in place of n0.invalid" in capsys.readouterr().err
     stages = yaml.safe_load(written.read_text())
     assert stages["workers"][0] == {"name": "n0", "url": "http://n0.invalid:9100"}
-    assert stages["folder"] == "/models/tiny"
+    assert stages["folder"] == "tiny"
     commands = document["commands"]
     assert isinstance(commands, list)
-    assert commands[1].startswith("hetlb stage --model /models/tiny --layers 0:1 --host 0.0.0.0 --port 9100")
+    assert commands[1].startswith("hetlb stage --model tiny --layers 0:1 --host 0.0.0.0 --port 9100")
     assert "--key-file stage.key" in commands[1]
     assert commands[-2].startswith(f"hetlb stage --coordinate {written} --port 9200")
     assert commands[-1] == f"hetlb serve --config {fleet}"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hetlb.balancer.config.profile_file import ProfileSource, load_profile
+from hetlb.balancer.config.profile_file import Hardware, ModelInfo, ProfileSource, load_profile
 from hetlb.balancer.config.profile_writer import write_profile
+from hetlb.balancer.config.yaml_file import yaml_text
 from hetlb.balancer.core.step_times import SplitKv
 from hetlb.cli.main import main
 from hetlb.errors import ProfileError
@@ -19,15 +21,23 @@ from hetlb.tools.profiler.sources import corrected
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "profiler" / "data" / "l40s-llama-3.1-8b.csv"
 HEADER = "system,backend,backend_version,model,tp,phase,batch,length,latency_ms\n"
-ROOFLINE = [
-    "--peak-flops", "125e12", "--bandwidth", "900e9", "--parameters", "8e9", "--kv-bytes-per-token", "131072",
-]  # fmt: skip
+ROOFLINE = {
+    "model": {"name": "m", "parameters": 8e9, "kv_bytes_per_token": 131072},
+    "roofline": {"flops": 125e12, "bandwidth_bytes_per_s": 900e9},
+}
+
+
+def stated(folder: Path, facts: dict[str, Any]) -> list[str]:
+    """Return the flag of a file with these facts."""
+    path = folder / "facts.yaml"
+    path.write_text(yaml_text(facts))
+    return ["--facts", str(path)]
 
 
 def test_a_csv_becomes_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "p.yaml"
-    flags = ["--from", f"csv:{DATA}", "--tp", "1", "--out", str(out), "--licence", "Apache-2.0", "--json"]
-    assert main(["profile", *flags]) == 0
+    flags = ["--from", f"csv:{DATA}", "--tp", "1", "--out", str(out), "--json"]
+    assert main(["profile", *flags, *stated(tmp_path, {"licence": "Apache-2.0"})]) == 0
     document = json.loads(capsys.readouterr().out)
     profile = load_profile(out)
     assert document["profile"]["name"] == profile.name == "l40s-llama-3.1-8b-tp1"
@@ -40,7 +50,7 @@ def test_a_csv_becomes_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert profile.fit is not None
     assert profile.fit.prefill is not None
     assert profile.fit.prefill.mean_error < 0.05
-    assert [p.name for p in tmp_path.iterdir()] == ["p.yaml"]
+    assert {p.name for p in tmp_path.iterdir()} == {"p.yaml", "facts.yaml"}
     assert main(["profile", "show", str(out)]) == 0
     assert "prefill" in capsys.readouterr().out
     assert main(["profile", "show", str(out), "--json"]) == 0
@@ -51,7 +61,9 @@ def test_a_csv_becomes_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_roofline_is_marked_unmeasured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "r.yaml")
-    assert main(["profile", "--from", "roofline", "--tp", "2", "--out", out, *ROOFLINE]) == 0
+    assert (
+        main(["profile", "--from", "roofline", "--tp", "2", "--out", out, *stated(tmp_path, ROOFLINE)]) == 0
+    )
     source = load_profile(Path(out)).source
     assert source is not None
     assert not source.measured
@@ -62,7 +74,7 @@ def test_a_roofline_is_marked_unmeasured(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_the_folder_of_the_profile_is_created(tmp_path: Path) -> None:
     out = tmp_path / "profiles" / "v100.yaml"
-    assert main(["profile", "--from", "roofline", *ROOFLINE, "--out", str(out)]) == 0
+    assert main(["profile", "--from", "roofline", *stated(tmp_path, ROOFLINE), "--out", str(out)]) == 0
     assert load_profile(out).decode.k8 > 0
 
 
@@ -71,7 +83,7 @@ def test_a_file_in_place_of_the_folder_is_one_line(
 ) -> None:
     (tmp_path / "profiles").write_text("")
     out = str(tmp_path / "profiles" / "v100.yaml")
-    assert main(["profile", "--from", "roofline", *ROOFLINE, "--out", out]) == 2
+    assert main(["profile", "--from", "roofline", *stated(tmp_path, ROOFLINE), "--out", out]) == 2
     error = capsys.readouterr().err
     assert error.startswith("hetlb profile: --out: expected a folder that can be written: ")
     assert error.count("\n") == 1
@@ -120,7 +132,7 @@ def test_mistakes_in_a_csv(
     [
         (["--out", "x.yaml"], "expected one of --url and --from"),
         (["--from", "guess", "--out", "x.yaml"], "aiconfigurator or roofline, got 'guess'"),
-        (["--from", "roofline", "--out", "x.yaml"], "--peak-flops: expected a value"),
+        (["--from", "roofline", "--out", "x.yaml"], "--facts: expected a file with `roofline:` and `model:`"),
         (["--from", f"csv:{DATA}", "--out", "x.yaml"], "--tp: expected one to be chosen out of 1, 8"),
         (["--from", f"csv:{DATA}", "--tp", "3", "--out", "x.yaml"], "--tp: expected one of 1, 8, got '3'"),
         (["--from", "csv:/nowhere.csv", "--out", "x.yaml"], "expected a readable file"),
@@ -133,6 +145,55 @@ def test_wrong_flags(capsys: pytest.CaptureFixture[str], flags: list[str], messa
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        (
+            {**ROOFLINE, "model": {"name": "m"}},
+            "model.parameters: expected a value or model.config, got neither",
+        ),
+        ({"engine": {"kv_tokens": 5}}, "engine.kv_tokens: "),
+        ({"roofline": {"flops": -1, "bandwidth_bytes_per_s": 1}}, "roofline.flops: expected"),
+    ],
+)
+def test_wrong_facts_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], facts: dict[str, Any], message: str
+) -> None:
+    flags = ["--from", "roofline", "--out", str(tmp_path / "p.yaml"), *stated(tmp_path, facts)]
+    assert main(["profile", *flags]) == 2
+    err = capsys.readouterr().err
+    assert f"{tmp_path / 'facts.yaml'}: {message}" in err
+    assert err.count("\n") == 1
+
+
+def test_facts_stand_before_what_a_source_knows(tmp_path: Path) -> None:
+    out = tmp_path / "p.yaml"
+    facts = {
+        "name": "mine",
+        "hardware": {"gpu": "L40S", "memory_bytes": 48_000_000_000},
+        "model": {"name": "x", "kv_bytes_per_token": 131072},
+        "engine": {
+            "kv_cache_tokens": 1000,
+            "block_size": 16,
+            "max_num_seqs": 64,
+            "max_num_batched_tokens": 512,
+        },
+    }
+    source = ["profile", "--from", f"csv:{DATA}", "--tp", "8", "--out", str(out)]
+    assert main([*source, *stated(tmp_path, facts)]) == 0
+    made = load_profile(out)
+    assert (made.hardware, made.model) == (
+        Hardware(gpu="L40S", gpus=8, memory_bytes=48_000_000_000),
+        ModelInfo(name="Llama-3.1-8B", kv_bytes_per_token=131072),
+    )
+    assert made.name == "mine"
+    assert (made.engine.kv_cache_tokens, made.engine.max_num_seqs, made.engine.tensor_parallel_size) == (
+        1000,
+        64,
+        8,
+    )
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "profiling").glob("*.yaml")), ids=lambda path: path.name)
@@ -193,9 +254,19 @@ def test_what_tables_do_not_hold_is_assumed_and_said(
     assert profile.mixed is not None
     assert profile.better_decode is not None
     assert profile.mixed.token_s == pytest.approx(2 * profile.better_decode.token_s)
-    assert main([*source, "--no-async-scheduling", "--out", str(tmp_path / "s.yaml")]) == 0
+    assert (
+        main(
+            [
+                *source,
+                *stated(tmp_path, {"engine": {"async_scheduling": False}}),
+                "--out",
+                str(tmp_path / "s.yaml"),
+            ]
+        )
+        == 0
+    )
     assert load_profile(tmp_path / "s.yaml").latency.host_s > profile.latency.host_s
-    assert main([*source, "--overhead-ms", "0", "--out", str(tmp_path / "b.yaml")]) == 0
+    assert main([*source, *stated(tmp_path, {"host": {}}), "--out", str(tmp_path / "b.yaml")]) == 0
     bare = load_profile(tmp_path / "b.yaml")
     assert bare.latency.host_s == bare.latency.host_sequence_s == 0.0
     assert not any(each.startswith("host") for each in bare.assumed)
@@ -204,7 +275,17 @@ def test_what_tables_do_not_hold_is_assumed_and_said(
 def test_speculative_decoding_divides_the_time_of_a_step(tmp_path: Path) -> None:
     source = ["profile", "--from", f"csv:{DATA}", "--tp", "1"]
     assert main([*source, "--out", str(tmp_path / "a.yaml")]) == 0
-    assert main([*source, "--tokens-per-step", "2.5", "--out", str(tmp_path / "b.yaml")]) == 0
+    assert (
+        main(
+            [
+                *source,
+                *stated(tmp_path, {"engine": {"tokens_per_step": 2.5}}),
+                "--out",
+                str(tmp_path / "b.yaml"),
+            ]
+        )
+        == 0
+    )
     plain, drafted = (load_profile(tmp_path / f"{name}.yaml").latency for name in "ab")
     for batch in (1, 16, 100):
         expected_s = plain.step_s(batch, batch * 800) / 2.5

@@ -18,9 +18,7 @@ from hetlb.cli.main import main
         (["--layers", "0:2", "--port", "70000"], "--port: expected a port from 0 to 65535, got 70000"),
         (["--layers", "0:2", "--block-size", "0"], "--block-size: expected a whole number from 1, got 0"),
         (["--layers", "0:2", "--host", "0.0.0.0"], "--key-file: expected a shared key to listen on 0.0.0.0"),
-        (["--layers", "0:2", "--gpu-memory-utilization", "2"], "--gpu-memory-utilization: expected a share"),
         (["--layers", "0:2", "--ssl-certfile", "c.pem"], "--ssl-keyfile: expected it together with"),
-        (["--layers", "0:2", "--gpu-type", "T4"], "--gpu-type: expected it together with --layer-times"),
     ],
 )
 def test_wrong_flags_are_one_line(

@@ -49,14 +49,14 @@ def reference(folders: Sequence[Path], prompts: list[list[int]], count: int) -> 
     return found
 
 
-def write_times(path: Path) -> Path:
-    """Layer times of two kinds of machine, `fast` and `slow`."""
+def write_times(path: Path, kind: str) -> Path:
+    """Write the layer times of a kind of machine, `fast` or `slow`."""
     rows = ["gpu_type,phase,batch_tokens,time_per_layer_ms"]
-    for kind, factor in (("fast", 1.0), ("slow", SLOW)):
-        for tokens, ms in ((0, 0.0), (64, 1.0), (256, 3.0), (2048, 24.0)):
-            rows.append(f"{kind},prompt,{tokens},{FAST_MS * factor * ms / 2}")
-        for requests, ms in ((0, 0.0), (1, 1.0), (64, 2.0)):
-            rows.append(f"{kind},decode,{requests},{FAST_MS * factor * ms}")
+    fast_ms = FAST_MS * (SLOW if kind == "slow" else 1.0)
+    rows += [
+        f"{kind},prompt,{n},{fast_ms * ms / 2}" for n, ms in ((0, 0.0), (64, 1.0), (256, 3.0), (2048, 24.0))
+    ]
+    rows += [f"{kind},decode,{n},{fast_ms * ms}" for n, ms in ((0, 0.0), (1, 1.0), (64, 2.0))]
     path.write_text("\n".join(rows) + "\n")
     return path
 

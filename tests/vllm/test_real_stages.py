@@ -38,8 +38,7 @@ def models() -> Path:
 def rig(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[real.Rig]:
     """Four stages, two of them slowed; random paths, so that all are used whatever the load."""
     where = tmp_path_factory.mktemp("stages")
-    times = str(real.write_times(where / "times.csv"))
-    slowed = ("--layer-times", times, "--gpu-type", "fast")
+    slowed = ("--layer-times", str(real.write_times(where / "times.csv", "fast")))
     flags = {"b": slowed, "d": slowed}
     with real.rig(models / "llama", where, scheduler="random", flags=flags) as running:
         yield running

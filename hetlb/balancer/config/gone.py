@@ -32,7 +32,7 @@ GONE_FLAGS: Final[dict[tuple[str, str], str]] = {
     ("rent", "--budgets"): "run it once for each `budget_per_hour`",
     ("rent", "--plot"): "it was of `--budgets`, which went",
     ("rent", "--hours"): "make a plan for each hour: `--replan PLAN.json` follows the one before",
-    ("bench", "--html"): "use --plot PICTURE, and --json or --csv for the figures",
+    ("bench", "--html"): "use --plot PICTURE, and --json for the figures",
     ("engine", "--kv-transfer shared-storage"): _CONNECTORS,
     ("engine", "--kv-folder"): "it was for `shared-storage`, which went",
     ("engine", "--kv-layers"): "all emulated engines hold the same layers",
@@ -51,6 +51,48 @@ GONE_FLAGS: Final[dict[tuple[str, str], str]] = {
     ("stage", "--api-key-file"): "with --coordinate, --key-file names the clients' key",
     **{(command, "--hash-block-size"): _BLOCKS for command in ("simulate", "bench", "profile")},
     ("simulate", "--jobs"): "one process per core: `taskset --cpu-list 0-3 hetlb simulate` limits them",
+    **{
+        ("profile", flag): f"write `{key}` into a file and name it with --facts FILE"
+        for flag, key in {
+            "--name": "name",
+            "--licence": "licence",
+            "--memory-bytes": "hardware: {gpu: NAME, memory_bytes: N}",
+            "--kv-bytes-per-token": "model: {name: NAME, kv_bytes_per_token: N}",
+            "--parameters": "model: {name: NAME, parameters: N}",
+            "--model-config": "model: {name: NAME, config: FILE}",
+            "--peak-flops": "roofline: {flops: N, bandwidth_bytes_per_s: N}",
+            "--bandwidth": "roofline: {flops: N, bandwidth_bytes_per_s: N}",
+            "--overhead-ms": "host: {iteration_s: N}` (of a roofline `overhead_ms",
+            "--data-parallel": "engine: {data_parallel_size: N}",
+            "--expert-parallel": "engine: {enable_expert_parallel: true}",
+            "--async-scheduling": "engine: {async_scheduling: true}",
+            "--no-async-scheduling": "engine: {async_scheduling: false}",
+        }.items()
+    },
+    **{
+        (
+            "profile",
+            f"--{key.replace('_', '-')}",
+        ): f"write `engine: {{{key}: N}}` into a file and name it with --facts FILE"
+        for key in (
+            "kv_cache_tokens",
+            "max_num_seqs",
+            "block_size",
+            "tokens_per_step",
+            "max_num_batched_tokens",
+        )
+    },
+    ("profile", "--form"): "the form with the least held-out error is taken",
+    ("profile", "--tile"): "it is read from the points",
+    ("profile", "--scale"): "scale the times of a CSV, and use --from csv:FILE",
+    ("profile", "--fresh"): "delete P.yaml.samples",
+    ("profile", "--api-key-env"): "set OPENAI_API_KEY, as for `hetlb bench`",
+    ("place", "--model-folder"): "fill the folder in where the printed commands and `folder:` name the model",
+    ("stage", "--gpu-memory-utilization"): "use --kv-cache-memory-bytes",
+    ("stage", "--gpu-type"): "--layer-times takes the rows of one gpu_type",
+    ("search", "--slo"): "use --goodput ttft:500 tpot:50, as of `hetlb bench`",
+    ("simulate", "--write"): "the weights are printed: `--tune FIGURE > weights.yaml`",
+    ("bench", "--csv"): "use --save-result --result-filename FILE.csv",
     ("bench", "--slo-attainment"): "use --sweep SHARE",
     (
         "bench",

@@ -146,72 +146,52 @@ class Placement:
         long: float | None = None,
         ceiling: int | None = None,
         waited_s: float = 0.0,
-        stays: bool = False,
         kept: frozenset[str] = frozenset(),
     ) -> Decision | None:
         """Filter, then let the policy choose; None if no instance would get the request now.
 
         `own_size` is what it counts for in the queue; `long` is the predictor's, where it was asked already;
         instances of class `ceiling` and above are kept for another; it came `waited_s` ago. An instance that
-        has been given notice gets only what ends in time, with `stays` nothing. None, too, if the policy
-        raised an error: the request is in `failed` then.
+        has been given notice gets only what ends in time. None, too, if the policy raised an error: the
+        request is in `failed` then.
         """
         try:
-            return self._choose(
-                request, ready, now, predicted, own_size, long, ceiling, waited_s, stays, kept
-            )
+            ctx: SchedulingContext | None = None
+            waiting = self.queue.waiting(request.model) - own_size if self.queue.held else 0
+            if self.elsewhere:
+                waiting += self.elsewhere.get(request.model, 0)
+            if self.splits is not None and request.splittable:
+                ctx = self.context(request, predicted, waiting, now, None, long, waited_s)
+                settled, decision = self.splits.choose(ctx, ready, ceiling)
+                if settled:
+                    return decision
+            choices, worth, stays = self.able(request, ready, now), self.policy.worth, False
+            while True:
+                left = choices
+                if ceiling is not None or stays:
+                    left = left.without(_kept_for_others(left, ready, ceiling, stays))
+                if kept and worth is not None:
+                    left = worth.without(left, kept)
+                if not left.instances:
+                    return None
+                if ctx is None:
+                    ctx = self.context(request, predicted, waiting, now, None, long, waited_s)
+                ctx.availabilities = left.availabilities
+                found = self.policy.choose(ctx, left.instances)
+                if found is None:
+                    return None
+                check_choice(found.index, found.work_s, len(left.instances))
+                instance = left.instances[found.index]
+                leaves_at, end_s = instance.leaves_at, found.forecast.end_s  # one without a forecast fails
+                if leaves_at is None or stays or now + end_s <= leaves_at - NOTICE_MARGIN_S:
+                    return Decision(ctx, ready, left, found, instance)
+                stays = True
         except Exception as error:
             if self.on_failed is None:
                 raise
             self.on_failed(request, error)
             self.failed.add(request.id)
             return None
-
-    def _choose(
-        self,
-        request: Request,
-        ready: ReadyInstances,
-        now: float,
-        predicted: float,
-        own_size: int,
-        long: float | None,
-        ceiling: int | None,
-        waited_s: float,
-        stays: bool,
-        kept: frozenset[str],
-    ) -> Decision | None:
-        queue, policy = self.queue, self.policy
-        if self.splits is not None and request.splittable:
-            settled, decision = self.splits.choose(
-                request, ready, now, predicted, own_size, long, ceiling, waited_s
-            )
-            if settled:
-                return decision
-        choices = self.able(request, ready, now)
-        if ceiling is not None or stays:
-            choices = choices.without(_kept_for_others(choices, ready, ceiling, stays))
-        if kept and policy.worth is not None:
-            choices = policy.worth.without(choices, kept)
-        able = choices.instances
-        if not able:
-            return None
-        waiting = queue.waiting(request.model) - own_size if queue.held else 0
-        if self.elsewhere:
-            waiting += self.elsewhere.get(request.model, 0)
-        ctx = self.context(request, predicted, waiting, now, choices.availabilities, long, waited_s)
-        found = policy.choose(ctx, able)
-        if found is None:
-            return None
-        check_choice(found.index, found.work_s, len(able))
-        instance = able[found.index]
-        leaves_at, end_s = instance.leaves_at, found.forecast.end_s  # a choice without a forecast fails here
-        if leaves_at is not None and not stays:
-            late = now + end_s > leaves_at - NOTICE_MARGIN_S
-            if late:
-                return self._choose(
-                    request, ready, now, predicted, own_size, long, ceiling, waited_s, True, kept
-                )
-        return Decision(ctx, ready, choices, found, instance)
 
     def take_failed(self, request_id: RequestId) -> bool:
         """Return True if the policy failed on a request, which is said once."""
@@ -247,7 +227,7 @@ class Placement:
         long: float | None = None,
         waited_s: float = 0.0,
     ) -> SchedulingContext:
-        """Context of a decision; `long` and `waited_s` as for `choose`."""
+        """Return the context of a decision; `long` and `waited_s` as for `choose`."""
         fleet = self.fleet
         if not request.generates:
             long = 0.0

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from hetlb.balancer.core.types import Command, EngineSample, Hold, Lease, Outcome, Request
+from hetlb.balancer.core.types import Command, EngineSample, Hold, Lease, Outcome
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.instance import Instance
     from hetlb.balancer.core.placement import Decision
+    from hetlb.balancer.core.policies.sight import SchedulingContext
     from hetlb.balancer.core.ready import ReadyInstances
 
 
@@ -19,15 +20,7 @@ class Splitting(Protocol):
     @property
     def held(self) -> int: ...
     def choose(
-        self,
-        request: Request,
-        ready: ReadyInstances,
-        now: float,
-        predicted: float,
-        own_size: int,
-        long: float | None,
-        ceiling: int | None,
-        waited_s: float,
+        self, ctx: SchedulingContext, ready: ReadyInstances, ceiling: int | None
     ) -> tuple[bool, Decision | None]: ...
     def first_token(self, lease: Lease, instance: Instance, now: float) -> None: ...
     def prefilled(self, lease: Lease, now: float) -> list[Command]: ...

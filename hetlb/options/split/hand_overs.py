@@ -94,18 +94,11 @@ class HandOvers:
         return found
 
     def choose(
-        self,
-        request: Request,
-        ready: ReadyInstances,
-        now: float,
-        predicted: float,
-        own_size: int,
-        long: float | None,
-        ceiling: int | None,
-        waited_s: float,
+        self, ctx: SchedulingContext, ready: ReadyInstances, ceiling: int | None
     ) -> tuple[bool, Decision | None]:
         """Return whether that settles a request, and the decision; arguments as of `Placement.choose`."""
-        placement, attempts = self._placement, self._retries.attempts.get(request.id)
+        request, now = ctx.request, ctx.now
+        attempts = self._retries.attempts.get(request.id)
         found = self.parts(request.model, ready)
         if not found.instances or (attempts is not None and attempts.whole):
             return False, None
@@ -113,10 +106,7 @@ class HandOvers:
         parts = [each for each in fitting if each.leaves_at is None]
         if not parts:
             return False, None
-        queue = placement.queue
-        waiting = queue.waiting(request.model) - own_size if queue.held else 0
-        ctx = placement.context(request, predicted, waiting, now, None, long, waited_s)
-        choice = choose_split(placement.policy, ctx, parts, self.transfers, found.mixed)
+        choice = choose_split(self._placement.policy, ctx, parts, self.transfers, found.mixed)
         if choice is None:
             return True, None
         if choice.forecast is None:

@@ -31,12 +31,13 @@ from hetlb.tools.plan.common.composition import (
     engine_stages,
     estimated,
     hidden_size,
+    roofline_of,
 )
 from hetlb.tools.plan.common.plan_tables import Model
 from hetlb.tools.plan.market import Market, OfferTable
 from hetlb.tools.plan.rent_program import Configuration, ConfigurationStage
 from hetlb.tools.profiler.fit import Point, fit
-from hetlb.tools.profiler.sources import Measurements, Roofline, make_profile
+from hetlb.tools.profiler.sources import Measurements, make_profile
 from hetlb.tools.sim.staged_engine import EngineStage
 
 #: Bytes/s inside a rented machine where the file does not say.
@@ -256,15 +257,7 @@ def roofline_profile(market: Market, model: Model, offer: OfferTable, degree: in
     """Return an estimated profile: peak figures of the GPU, and two all-reduces a layer."""
     assert offer.roofline is not None
     table = offer.roofline
-    roofline = Roofline(
-        peak_flops=table.flops,
-        bandwidth_bytes_s=table.bandwidth_bytes_per_s,
-        model=model.known,
-        tensor_parallel_size=degree,
-        flops_efficiency=table.flops_efficiency,
-        bandwidth_efficiency=table.bandwidth_efficiency,
-        step_overhead_s=table.overhead_ms / 1e3,
-    )
+    roofline = roofline_of(table, model, degree)
     per_token = 2.0 * (model.layers or 32) * 2.0 * (degree - 1) / degree
     per_token *= hidden_size(model) * ACTIVATION_BYTES / _inside(market, offer.gpu)
     points = tuple(

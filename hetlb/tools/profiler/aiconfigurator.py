@@ -71,7 +71,6 @@ def query(
     system: str,
     layout: Layout,
     *,
-    scale: float = 1.0,
     max_num_batched_tokens: int | None = None,
     max_num_seqs: int | None = None,
 ) -> Measurements:
@@ -93,7 +92,7 @@ def query(
     with _quiet():
         try:
             handle = engine.EngineHandle.compile(model, system, "vllm", **layout.arguments)
-            points = _points(handle, scale)
+            points = _points(handle)
             vllm_version = perf_database.resolve_query_version(system, "vllm", "current")
             config = utils.get_model_config_from_model_path(model)
             all_reduce_bytes_s = _all_reduce_bytes_s(handle, int(config["hidden_size"]), layout.tp)
@@ -101,8 +100,8 @@ def query(
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ProfileError(
                 f"--from aiconfigurator: expected a model, system and layout it has tables for, got "
-                f"--model {model} --system {system} --tp {layout.tp} --data-parallel {layout.dp}"
-                f"{' --expert-parallel' if layout.expert_parallel else ''}: {first}"
+                f"--model {model} --system {system} --tp {layout.tp}, engine.data_parallel_size {layout.dp}"
+                f"{', engine.enable_expert_parallel' if layout.expert_parallel else ''}: {first}"
             ) from error
         cache = _kv_cache(memory, model, system, layout, batched, seqs)
     facts, reason = _facts(model, config.get("raw_config", {}))
@@ -115,7 +114,7 @@ def query(
             system=system,
             licence="Apache-2.0",
             attribution="NVIDIA",
-            note=note if scale == 1.0 else f"{note}; times {scale:g}",
+            note=note,
         ),
         engine=EngineInfo(
             version=str(vllm_version) if vllm_version else None,
@@ -186,32 +185,30 @@ def _split_blocks(system: str, facts: ModelFacts, config: dict[str, Any], tp: in
     return _SMS_SPLIT_KV[system] / heads
 
 
-def _points(handle: Any, scale: float) -> list[Point]:
+def _points(handle: Any) -> list[Point]:
     """Return the default grid, and the corners beyond it for which the tables have data."""
 
     def decode(batch: int, length: int) -> Point:
-        seconds = scale * handle.predict_decode_latency(batch, length, osl=2) / 1e3
+        seconds = handle.predict_decode_latency(batch, length, osl=2) / 1e3
         return Point(StepKind.DECODE, batch, length, seconds)
 
-    found = [
-        Point(StepKind.PREFILL, b, n, scale * handle.predict_prefill_latency(b, n) / 1e3) for b, n in _PREFILL
-    ]
+    found = [Point(StepKind.PREFILL, b, n, handle.predict_prefill_latency(b, n) / 1e3) for b, n in _PREFILL]
     found += [decode(b, n) for b, n in _DECODE]
     for length in _LONG_PREFILL:
         with contextlib.suppress(Exception):
-            found.append(_long_prefill(handle, length, scale))
+            found.append(_long_prefill(handle, length))
     for batch, length in _LARGE_DECODE:
         with contextlib.suppress(Exception):
             found.append(decode(batch, length))
     return found
 
 
-def _long_prefill(handle: Any, length: int, scale: float) -> Point:
+def _long_prefill(handle: Any, length: int) -> Point:
     """Return a prompt in passes, as an engine reads it."""
     step = _PASS_TOKENS
     starts = range(0, length, step)
     total_ms = sum(handle.predict_prefill_latency(1, start + step, prefix=start) for start in starts)
-    return Point(StepKind.PREFILL, 1, length, scale * total_ms / 1e3, passes=len(starts))
+    return Point(StepKind.PREFILL, 1, length, total_ms / 1e3, passes=len(starts))
 
 
 def _all_reduce_bytes_s(handle: Any, hidden: int, tp: int) -> float | None:

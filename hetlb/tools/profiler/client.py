@@ -150,8 +150,7 @@ class EngineClient:
         status, body = await self._page("/v1/models")
         if status in (401, 403):
             raise InputError(
-                f"--url: expected an API key that {self._url} accepts "
-                f"(in the variable that --api-key-env names), got {status}"
+                f"--url: expected an API key that {self._url} accepts in OPENAI_API_KEY, got {status}"
             )
         entries = {entry["id"]: entry for entry in read_model_list(body)} if status == 200 else {}
         if not entries:

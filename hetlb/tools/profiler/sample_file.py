@@ -42,12 +42,12 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SampleFile:
     """The samples of one sweep, those read from the file and those added."""
 
-    def __init__(self, path: Path, identity: Identity, *, fresh: bool = False) -> None:
+    def __init__(self, path: Path, identity: Identity) -> None:
         """Open or make the file. Raises `ProfileError` where it is another sweep's."""
         self.path = path
         self.samples: list[Sample] = []
         try:
-            if fresh or not path.exists():
+            if not path.exists():
                 self._file: BinaryIO = path.open("wb")
                 self._write(identity)
             else:
@@ -88,13 +88,13 @@ class SampleFile:
             self.samples = [msgspec.json.decode(line, type=Sample) for line in lines[1:]]
         except (IndexError, msgspec.DecodeError) as error:
             raise ProfileError(
-                f"{self.path}: expected samples of an interrupted sweep (--fresh starts anew): {error}"
+                f"{self.path}: expected samples of an interrupted sweep (delete it to start anew): {error}"
             ) from error
         for key in Identity.__struct_fields__:
             old, new = getattr(found, key), getattr(identity, key)
             if old != new:
                 raise ProfileError(
                     f"{self.path}: {key}: expected the server that the sweep was begun on, with {old}, "
-                    f"got one with {new} (--fresh starts anew)"
+                    f"got one with {new} (delete it to start anew)"
                 )
         return sum(map(len, lines))

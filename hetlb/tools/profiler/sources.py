@@ -33,7 +33,6 @@ from hetlb.tools.profiler.fit import (
     MIXED_FACTOR,
     FitResult,
     Point,
-    PrefillForm,
     StepKind,
     assumed_mixed,
     fit,
@@ -97,7 +96,6 @@ def read_csv(
     system: str | None = None,
     model: str | None = None,
     tp: int | None = None,
-    licence: str | None = None,
 ) -> Measurements:
     """Return the points of one system, model and degree. Raises `ProfileError`, also for several."""
     rows = [(row.cells, _point(row)) for row in csv_rows(path, REQUIRED_COLUMNS, ProfileError)]
@@ -119,7 +117,7 @@ def read_csv(
     degree, gpu = int(identity["tp"] or tp or 0) or None, identity["system"]
     return Measurements(
         points=tuple(merge_repeats(point for _, point in rows)),
-        source=ProfileSource(kind="csv", name=path.name, system=gpu, licence=licence),
+        source=ProfileSource(kind="csv", name=path.name, system=gpu),
         engine=EngineInfo(
             name=identity["backend"] or "vllm",
             version=identity["backend_version"],
@@ -202,23 +200,18 @@ def profile_of(
     found: Measurements,
     *,
     name: str | None = None,
-    form: PrefillForm | None = None,
-    tile: int | None = None,
-    iteration_s: float | None = None,
+    stated_host: HostTime | None = None,
 ) -> tuple[Profile, FitResult]:
     """Fit the points, complete the fit by assumptions. Raises `ProfileError`.
 
-    Stated are the name, the form of prefill, the tokens of a tile and the host time of an iteration where the
-    points hold none.
+    `stated_host` is the host time where the points hold none.
     """
     asynchronous = found.engine.schedules_asynchronously(found.gpu)
     host = found.host
     if host is None:
-        host = assumed_host(asynchronous) if iteration_s is None else HostTime(iteration_s=iteration_s)
+        host = stated_host or assumed_host(asynchronous)
     try:
-        result = fit(
-            found.points, form=form, tile=tile, usual_tile=found.tile, launched=found.host is not None
-        )
+        result = fit(found.points, usual_tile=found.tile, launched=found.host is not None)
     except (ProfileError, RuntimeError, ValueError) as error:
         lead = "" if isinstance(error, ProfileError) else "expected points that a model can be fitted to: "
         where = f"{found.where}: " if found.where else ""

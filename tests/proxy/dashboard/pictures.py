@@ -48,7 +48,7 @@ NUMBER = """(nodes, number) => nodes.forEach((node) => {
 def terminal(admin: str, path: Path) -> None:
     """The picture of `top` in a terminal of 100 columns."""
     view = FleetScreen("http://127.0.0.1:8081")
-    view.snapshot = next(AdminClient(admin, None).snapshots())
+    view.snapshot = next(AdminClient(admin).snapshots())
     console = Console(
         record=True, width=100, file=io.StringIO(), force_terminal=True, color_system="truecolor"
     )

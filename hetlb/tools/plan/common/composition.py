@@ -36,6 +36,7 @@ from hetlb.balancer.core.step_times import (
 from hetlb.tools.models.degrees import refusal
 from hetlb.tools.models.model_file import model_info
 from hetlb.tools.plan.common.plan_tables import Model, RooflineTable
+from hetlb.tools.profiler.sources import Roofline
 from hetlb.tools.sim.staged_engine import EngineStage
 
 #: The most stages of an instance, and its most GPUs over machines.
@@ -69,6 +70,13 @@ def activation_link(model: Model, bytes_per_s: float, latency_s: float) -> LinkS
     return LinkSeconds(hidden_size(model) * ACTIVATION_BYTES / max(bytes_per_s, 1.0), latency_s)
 
 
+def roofline_of(table: RooflineTable, model: Model, degree: int) -> Roofline:
+    """Return the roofline of a table of a file, at a degree."""
+    peaks = table.flops, table.bandwidth_bytes_per_s
+    shares = table.flops_efficiency, table.bandwidth_efficiency
+    return Roofline(*peaks, model.known, degree, *shares, step_overhead_s=table.overhead_ms / 1e3)
+
+
 def estimated(
     model: Model, table: RooflineTable, gpu: str, degree: int, memory_bytes: int | None
 ) -> dict[str, Any]:
@@ -93,11 +101,11 @@ def estimated(
     }
 
 
-def needs_expert_parallel(model: Model, degree: int, stages: int = 1) -> bool:
+def needs_expert_parallel(model: Model, degree: int) -> bool:
     """Return True where vLLM takes a degree only if the experts stay whole."""
-    if model.shape is None or not refusal(model.shape, degree, stages):
+    if model.shape is None or not refusal(model.shape, degree):
         return False
-    return not refusal(model.shape, degree, stages, expert_parallel=True)
+    return not refusal(model.shape, degree, expert_parallel=True)
 
 
 class _Round:
