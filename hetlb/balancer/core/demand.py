@@ -6,7 +6,6 @@ together with many others, an output token takes a step of its own).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -14,14 +13,13 @@ from hetlb.balancer.core.instance import Instance, Parameters
 from hetlb.balancer.core.latency import ideal_batch
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.protected import Protected
+from hetlb.balancer.core.speed import RecentRate
 from hetlb.balancer.core.types import Request
 
 #: Weight of a prompt token against one output token.
 PROMPT_WEIGHT: Final = 0.15
 #: Arrivals within so many seconds count as one: a burst is no stream.
 _TICK_S: Final = 0.25
-#: Arrivals of this long ago count 1/e.
-MEMORY_S: Final = 15.0
 #: So many ticks with arrivals are a stream, which has ended after so many of their mean gaps without one.
 _STREAM: Final = 4
 _ENDED: Final = 5.0
@@ -74,13 +72,10 @@ class FleetCosts:
     """Facts about a sequence of instances under one mean request, until any of them changes.
 
     `costs` of each; `order`: their indices, a full batch done soonest first; `prefill_alike`: a prompt token
-    takes all the same time. The mean prompt takes `least_prefill_s` at least, a step `least_step_s`.
+    takes all the same time.
     """
 
-    __slots__ = (
-        "changes", "costs", "counter", "instances", "least_prefill_s", "least_step_s", "members", "order",
-        "prefill_alike",
-    )  # fmt: skip
+    __slots__ = ("changes", "costs", "counter", "instances", "members", "order", "prefill_alike")
 
     def __init__(self, instances: Sequence[Instance], costs: Sequence[Costs]) -> None:
         self.instances = instances
@@ -90,8 +85,6 @@ class FleetCosts:
         self.changes = self.counter.count
         self.costs = list(costs)
         self.order = sorted(range(len(costs)), key=lambda i: costs[i].batch_s)
-        self.least_prefill_s = min([each.prefill_s for each in costs])
-        self.least_step_s = min([each.latency.step_s(1.0, 1.0) for each in instances])
         self.prefill_alike = len({cost.token_prefill_s for cost in costs}) == 1
 
 
@@ -217,7 +210,7 @@ class Mix:
 class Demand:
     """Demand for one model: the mean request, and whether and how fast requests keep arriving."""
 
-    __slots__ = ("_arriving", "_newest_at", "_ticks", "arrivals", "mix", "protected")
+    __slots__ = ("_rate", "_ticks", "arrivals", "mix", "protected")
 
     def __init__(self) -> None:
         #: Times of the newest ticks with arrivals since the fleet was idle, seconds.
@@ -227,8 +220,7 @@ class Demand:
         self.mix = Mix()
         #: Classes with targets, the tightest first.
         self.protected: list[Protected] = []
-        #: Requests per second at the newest one, and when it came.
-        self._arriving = self._newest_at = 0.0
+        self._rate = RecentRate(0.0)
 
     def of_class(self, service: ServiceClass) -> Protected:
         """Return what is known of the requests of a class with targets."""
@@ -251,8 +243,7 @@ class Demand:
     def arrived(self, now: float, idle: bool) -> None:
         """Record an arrival. `idle`: no instance had a request, so those before are no part of a stream."""
         self.arrivals += 1
-        self._arriving = self.rate(now) + 1.0 / MEMORY_S
-        self._newest_at = now
+        self._rate = self._rate.plus(1.0, now)
         tick_s, ticks = int(now / _TICK_S) * _TICK_S, self._ticks
         if not ticks or tick_s > ticks[-1]:
             if idle:
@@ -262,9 +253,8 @@ class Demand:
                 del ticks[0]
 
     def rate(self, now: float) -> float:
-        """Return the requests per second of about the last `MEMORY_S`, newer ones weighing more."""
-        since_s = now - self._newest_at
-        return self._arriving * math.exp(-since_s / MEMORY_S) if since_s > 0.0 else self._arriving
+        """Return the requests per second of late, newer ones weighing more."""
+        return self._rate.per_s(now)
 
     def goes_on(self, horizon_s: float, now: float) -> bool:
         """Return True if another request is expected within `horizon_s`, by gaps since the fleet was idle.
