@@ -159,8 +159,8 @@ def _ask(
         for degree, layout in measured.items()
         for at_rate in [layout["at_rates"][str(rate)]]
     }
-    slo = f"ttft={ttft_s * 1e3:.3f}ms,tpot={tpot_s * 1e3:.3f}ms"
-    found = _search(folder, trace, "--request-rate", str(rate), "--slo", slo)
+    limits = f"ttft:{ttft_s * 1e3:.3f}", f"tpot:{tpot_s * 1e3:.3f}"
+    found = _search(folder, trace, "--request-rate", str(rate), "--goodput", *limits)
     layouts = found["machines"][0]["layouts"]
     named = layouts[0]["instances"][0]["tensor_parallel_size"]
     right = met[named] >= max(met.values()) - 0.02

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
-from hetlb.cli.flags import FINITE, add_json, declare, number, print_document, whole
+from hetlb.cli.flags import FINITE, add_json, declare, print_document, whole
 from hetlb.errors import InputError
+from hetlb.tools.loadtest.options import read_goodput
 from hetlb.tools.plan.check import check
 from hetlb.tools.plan.cluster import load_cluster
 from hetlb.tools.plan.cluster_layouts import lay_out, servers_of
@@ -25,7 +26,6 @@ from hetlb.tools.tables import bar
 
 #: The most rows of a trace that are estimated on.
 MAX_ROWS = 2000
-_SECONDS = {"ms": 1e-3, "s": 1.0, "": 1e-3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sample = f"rows to sample (default and most: {MAX_ROWS})"
     add("--num-prompts", sample, "N", whole(1, MAX_ROWS), MAX_ROWS)
     add("--request-rate", "requests/s of the whole fleet; ranks by goodput", "R", FINITE)
-    add("--slo", "latency limits: ttft=500ms,tpot=50ms", "TARGET")
+    add("--goodput", "latency limits at that rate: ttft, tpot", "NAME:MS", default=(), nargs="+")
     stages = "most stages of an instance (default: 1, more where GPUs would be left over)"
     add("--pipeline-parallel", stages, "N", whole(1, MOST_STAGES))
     add("--data-parallel", "put equal instances of a machine behind one URL", action="store_true")
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    target = read_target(args.request_rate, args.slo)
+    target = read_target(args.request_rate, args.goodput)
     cluster = load_cluster(args.config)
     sample = sample_rows(cluster, args.trace, args.num_prompts)
     kinds = {machine.kind: machine for machine in cluster.machines}
@@ -70,17 +70,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_target(rate: float | None, slo: str | None) -> LayoutTarget:
-    """`--request-rate` and `--slo`. Raises `InputError`."""
-    if rate is None:
-        if slo is not None:
-            raise InputError("--slo: expected --request-rate with it: latencies depend on the rate")
-        return LayoutTarget(math.inf, SloLimits())
-    limits: dict[str, float] = {}
-    for part in [] if slo is None else slo.split(","):
-        match = re.fullmatch(r"\s*(ttft|tpot)\s*[=:]\s*([0-9.]+)\s*(ms|s|)\s*", part)
-        seconds = number(match[2]) * _SECONDS[match[3]] if match else 0.0
-        if match is None or not seconds > 0 or match[1] in limits:
-            raise InputError(f"--slo: expected ttft=500ms,tpot=50ms or one of them, got {slo!r}")
-        limits[match[1]] = seconds
-    return LayoutTarget(rate, SloLimits(limits.get("ttft", math.inf), limits.get("tpot", math.inf)))
+def read_target(rate: float | None, goodput: Sequence[str]) -> LayoutTarget:
+    """Return the target of `--request-rate` and `--goodput`. Raises `InputError`."""
+    limits_s = read_goodput(goodput)
+    if rate is None and limits_s:
+        raise InputError("--goodput: expected --request-rate with it: latencies depend on the rate")
+    if "e2el" in limits_s:
+        raise InputError("--goodput: expected ttft, tpot or both, got e2el")
+    limits = SloLimits(limits_s.get("ttft", math.inf), limits_s.get("tpot", math.inf))
+    return LayoutTarget(math.inf if rate is None else rate, limits)

@@ -220,14 +220,14 @@ def test_unequal_layouts_and_what_vllm_refuses(
 
 
 def test_a_rate_and_targets(capsys: pytest.CaptureFixture[str], six: str, trace: str) -> None:
-    document = search_json(capsys, six, trace, "--request-rate", "2", "--slo", "ttft=2s,tpot=100ms")
+    document = search_json(capsys, six, trace, "--request-rate", "2", "--goodput", "ttft:2000", "tpot:100")
     best = document["machines"][0]["layouts"][0]
     assert best["simulated"]["slo_attainment"] > 0.99
     assert best["simulated"]["goodput_req_s"] == pytest.approx(2.0, rel=0.01)
     assert best["gpus"] == 2  # the cheapest that meets them
     assert document["request_rate"] == 2.0
     assert len(document["commands"]) == 1
-    unmet = search_json(capsys, six, trace, "--request-rate", "400", "--slo", "ttft=200ms")
+    unmet = search_json(capsys, six, trace, "--request-rate", "400", "--goodput", "ttft:200")
     assert unmet["machines"][0]["layouts"][0]["simulated"]["slo_attainment"] < 0.9
 
 
@@ -263,10 +263,10 @@ def test_pipelines_where_gpus_would_be_left_over(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--slo", "ttft=1s"), "--slo: expected --request-rate with it"),
+        (("--goodput", "ttft:1000"), "--goodput: expected --request-rate with it"),
         (("--request-rate", "inf"), "--request-rate: expected a number above 0, got inf"),
-        (("--request-rate", "2", "--slo", "ttft=fast"), "--slo: expected ttft=500ms,tpot=50ms"),
-        (("--request-rate", "2", "--slo", "ttft=1s,ttft=2s"), "--slo: expected ttft=500ms,tpot=50ms"),
+        (("--request-rate", "2", "--goodput", "ttft:fast"), "--goodput: expected NAME:MILLISECONDS"),
+        (("--request-rate", "2", "--goodput", "e2el:9"), "--goodput: expected ttft, tpot or both, got e2el"),
         (("--pipeline-parallel", "9"), "--pipeline-parallel: expected a whole number from 1 to 8, got 9"),
     ],
 )

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 import yaml
-from helpers import HANG_S, turns_until
+from helpers import HANG_S, make_scheduler, spec, turns_until
 from proxy.services import Engine, PatientService, document
 from proxy.upstreams import SSE_HEAD, Upstream, Visit, chunk, plain
 
@@ -25,7 +25,7 @@ from hetlb.balancer.fleet import systemd
 from hetlb.balancer.fleet.service import Service
 from hetlb.balancer.fleet.systemd import inherited
 from hetlb.errors import HetlbError
-from hetlb.options.takeover.offer import name_of
+from hetlb.options.takeover.offer import HELLO, Offer, local_socket, name_of
 from hetlb.options.takeover.takeover import Takeover
 
 BODY = b'{"model":"m","prompt":"hello","max_tokens":5}'
@@ -180,6 +180,51 @@ async def test_one_that_asks_during_a_takeover_is_answered_by_the_successor(tmp_
 async def test_a_process_of_another_user_is_not_believed(tmp_path: Path) -> None:
     """Whoever binds the abstract name of a process first gets nothing from one that is to replace it."""
     address = ("127.0.0.1", 2)
+    async with holder_of_the_name(address):
+        with pytest.raises(HetlbError, match="another user"):
+            await Takeover.ask(address)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="another user is needed")
+async def test_a_name_that_another_user_holds_is_said_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    address = ("127.0.0.1", 2)
+    offer = Offer(make_scheduler([spec("a")]), lambda: ((), ()), lambda: None)
+    async with holder_of_the_name(address):
+        offer.open(address)
+        await turns_until(lambda: "another user holds the name" in caplog.text)
+    await turns_until(lambda: _connects_once(address))  # it has the name once that is free
+    await offer.close()
+
+
+async def test_a_process_that_many_ask_is_not_taken_for_that_of_another_user() -> None:
+    address, loop = ("127.0.0.1", 2), asyncio.get_running_loop()
+    with local_socket() as running, contextlib.ExitStack() as others:
+        running.bind(name_of(address))
+        running.listen(0)
+        while _connects(end := others.enter_context(local_socket()), address):
+            pass
+        asking = asyncio.create_task(Takeover.ask(address))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        end, _ = await loop.sock_accept(running)
+        end.close()
+        end, _ = await asyncio.wait_for(loop.sock_accept(running), HANG_S)
+        with end:
+            assert await loop.sock_recv(end, len(HELLO)) == HELLO
+            socket.send_fds(end, [HELLO + bytes([0])], [])
+            takeover = await asking
+        assert takeover is not None
+        takeover.end.close()
+
+
+def _connects_once(address: tuple[str, int]) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
+        return _connects(end, address)
+
+
+@contextlib.asynccontextmanager
+async def holder_of_the_name(address: tuple[str, int]) -> AsyncIterator[None]:
+    """Run a process of another user that waits at the name of a listener's address."""
     script = (
         "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM); "
         f"s.bind({name_of(address)!r}); s.listen(1); print(flush=True); s.accept(); sys.stdin.read()"
@@ -190,8 +235,7 @@ async def test_a_process_of_another_user_is_not_believed(tmp_path: Path) -> None
     try:
         assert process.stdout is not None
         await process.stdout.readline()
-        with pytest.raises(HetlbError, match="another user"):
-            await Takeover.ask(address)
+        yield
     finally:
         process.kill()
         await process.wait()

@@ -59,6 +59,32 @@ async def test_requests_without_a_byte_leave_an_engine_that_hangs(serve: Serve, 
         hung.released.set()
 
 
+class Frozen(Engine):
+    """An engine that sends one token of a stream, then nothing until it is released."""
+
+    async def _route(self, visit: Visit) -> None:
+        if visit.head.split()[1] != b"/v1/completions":
+            await super()._route(visit)
+            return
+        visit.send(SSE_HEAD + chunk(TOKEN))
+        await self.released.wait()
+        visit.send(chunk(TOKEN + DONE) + LAST)
+
+
+async def test_an_engine_whose_streams_stand_still_is_named(serve: Serve, tmp_path: Path) -> None:
+    """A whole answer says nothing before its end: of a stream the scheduler process must know it is one."""
+    (tmp_path / "small.yaml").write_text(PROFILE)
+    async with Frozen() as frozen:
+        frozen.hold()
+        fleet = document(frozen)
+        fleet["models"][0]["instances"][0]["profile"] = "small.yaml"
+        proxy = await serve(fleet)
+        asking = asyncio.create_task(proxy.ask(**PROMPT, stream=True))
+        await proxy.said("i0 has stalled")
+        frozen.released.set()
+        assert (await asking).body.endswith(DONE)
+
+
 async def test_a_refusal_that_others_would_not_give_counts(serve: Serve) -> None:
     async with Engine(plain(b"{}", b"404 Not Found")) as refuses, Engine() as well:
         proxy = await serve(document(refuses, well))

@@ -90,6 +90,7 @@ GONE_FLAGS: Final[dict[tuple[str, str], str]] = {
     ("place", "--model-folder"): "fill the folder in where the printed commands and `folder:` name the model",
     ("stage", "--gpu-memory-utilization"): "use --kv-cache-memory-bytes",
     ("stage", "--gpu-type"): "--layer-times takes the rows of one gpu_type",
+    ("search", "--slo"): "use --goodput ttft:500 tpot:50, as of `hetlb bench`",
     ("simulate", "--write"): "the weights are printed: `--tune FIGURE > weights.yaml`",
     ("bench", "--csv"): "use --save-result --result-filename FILE.csv",
     ("bench", "--slo-attainment"): "use --sweep SHARE",

@@ -21,7 +21,7 @@ class Event(Enum):
     STOPPING = "stopping", _INFO, "SIGTERM or SIGINT came, or another process took over"
     STOPPED = "stopped", _INFO, "every request has ended"
     HANDOVER = "handover", _INFO, "the listeners went to the process that replaces this one, or came from it"
-    HANDOVER_REFUSED = "handover_refused", _WARNING, "a process that asked for the listeners did not get them"
+    HANDOVER_REFUSED = "handover_refused", _WARNING, "the listeners could not be, or were not, handed over"
     RELOADED = "reloaded", _INFO, "the fleet file was read again and is in force"
     RELOAD_REFUSED = "reload_refused", _ERROR, "it has a mistake; the last good configuration stays"
     CERTIFICATE = "certificate", _INFO, "a reload put another certificate in force"

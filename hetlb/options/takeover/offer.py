@@ -14,6 +14,7 @@ the old one goes on as if it had not been asked.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -74,6 +75,14 @@ def _bound(one: socket.socket, address: tuple[str, int]) -> bool:
     return True
 
 
+def _is_of_another(address: tuple[str, int]) -> bool:
+    """Return True if a process of another user waits at the name of a listener's address."""
+    with contextlib.suppress(OSError), local_socket() as end:
+        end.connect(name_of(address))
+        return not is_own(end)
+    return False
+
+
 def is_own(end: socket.socket) -> bool:
     """Return True if the process at the other end is of this one's user."""
     _, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -108,7 +117,10 @@ class Offer:
         loop = asyncio.get_running_loop()
         with local_socket() as waiting:
             # The process that this one replaces has the name for a little longer.
-            while not _bound(waiting, address):  # noqa: ASYNC110
+            while not _bound(waiting, address):
+                if _is_of_another(address):
+                    text = "a process of another user holds the name at which --replace looks for this one"
+                    self._refusals.tell(logger, Event.HANDOVER_REFUSED, text)
                 await asyncio.sleep(NAME_S)
             waiting.listen(1)
             share = Share()

@@ -37,17 +37,17 @@ class Takeover:
     @classmethod
     async def ask(cls, address: tuple[str, int]) -> Takeover | None:
         """Return the listeners of the process that serves an address, or None. Raises `HetlbError`."""
-        loop = asyncio.get_running_loop()
         replaced, looks = False, 0
         try:
             async with asyncio.timeout(offer.STEP_S):
                 while True:
                     end = offer.local_socket()
                     try:
-                        await loop.sock_connect(end, offer.name_of(address))
-                    except OSError:
+                        end.connect(offer.name_of(address))
+                    except OSError as error:
                         end.close()
                         looks += 1
+                        replaced = replaced or isinstance(error, BlockingIOError)  # others ask it too
                         if not replaced and looks > _NAMELESS:
                             return None
                         await asyncio.sleep(offer.NAME_S)

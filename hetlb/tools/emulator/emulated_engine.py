@@ -7,7 +7,6 @@ from typing import Final
 
 from hetlb.app_listener import AppListener
 from hetlb.balancer.config.profile_file import Profile
-from hetlb.balancer.core.latency import IterationRule
 from hetlb.errors import ConfigError, ProfileError
 from hetlb.tools.emulator.api import Api
 from hetlb.tools.emulator.generation import Reader
@@ -43,7 +42,6 @@ class EmulatedEngine(EngineGroup):
         served_model_names: Sequence[str] = (),
         max_model_len: int | None = None,
         time_scale: float = 1.0,
-        iteration: IterationRule = IterationRule.TOKEN,
         keep_alive_s: float = KEEP_ALIVE_S,
         data_parallel_size: int = 1,
         where: str | None = None,
@@ -68,7 +66,7 @@ class EmulatedEngine(EngineGroup):
         self.port = port
         self.max_model_len = holds if stated is None else stated
         self.models = tuple(
-            EngineModel(profile.latency, limits, iteration, prefix_cache=prefix_caching)
+            EngineModel(profile.latency, limits, prefix_cache=prefix_caching)
             for _ in range(data_parallel_size)
         )
         tokens_per_step = profile.engine.tokens_per_step or 1.0

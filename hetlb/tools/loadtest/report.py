@@ -122,14 +122,13 @@ def latency_table(runs: Sequence[Run], metrics: Sequence[str], percentiles: Sequ
     return found
 
 
-def instances_table(run: Run, latencies: Sequence[str] = ()) -> Table:
-    """One row per instance of one run; `latencies` are figures more."""
+def instances_table(run: Run) -> Table:
+    """Return a table of the instances of one run."""
     columns: list[Column] = [
         ("instance", lambda each: each["name"]),
         (">requests", lambda each: f"{each['completed']:,}"),
         (">output tokens", lambda each: f"{each['total_output_tokens']:,}"),
         (">share", lambda each: percent(_share(run, each))),
-        *_latency_columns(latencies),
         (">last end", lambda each: seconds(each["last_finish_s"])),
         (">preempted", lambda each: "-" if each["preemptions"] is None else f"{each['preemptions']:,}"),
         (">KV peak", lambda each: _share_text(each["kv_peak"])),

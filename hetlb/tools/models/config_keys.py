@@ -227,7 +227,7 @@ class ConfigKeys:
             raise ConfigError(f"{self.name_of(key)}: expected one of {list(allowed)!r}, got {value!r}"[:200])
         return value
 
-    def refuse_unread(self, where: str = "") -> None:
+    def refuse_unread(self) -> None:
         """Raise `ConfigError` for a key that may bear on sizes and that nothing read."""
         for key, value in self._config.items():
             if key in self._read or key in inert_keys() or key in _ALWAYS_KNOWN or _TOKENS.search(key):
@@ -238,4 +238,4 @@ class ConfigKeys:
                 or _BEARING.isdisjoint(_WORDS.findall(key.replace("_", " ")))
             ):
                 continue
-            raise ConfigError(f"{where}{key}: expected a key that hetlb understands, got {value!r}"[:200])
+            raise ConfigError(f"{key}: expected a key that hetlb understands, got {value!r}"[:200])

@@ -19,7 +19,6 @@ from hetlb.tools.plan.rent_program import Formulation, Problem, RentPlan, assign
 
 #: The gap of all programs: a better plan than this is not worth a move.
 _GAP = 1e-3
-_MOST_HOURS = 10_000
 
 
 @dataclass(frozen=True)

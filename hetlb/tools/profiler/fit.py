@@ -151,7 +151,6 @@ def fit(
     points: Iterable[Point],
     *,
     form: PrefillForm | None = None,
-    tile: int | None = None,
     usual_tile: int | None = None,
     launched: bool = False,
 ) -> FitResult:
@@ -159,19 +158,18 @@ def fit(
 
     With `launched` the points hold the time in which a host launches kernels, as those of tables do not.
 
-    `tile` fixes the tile; None takes what the points show, or the usual one. Mixed points are fitted where
-    there are at least `LEAST_MIXED`. Raises `ProfileError` where a phase has too few or unusable points.
+    The tile is that which the points show, or the usual one. Mixed points are fitted where there are at least
+    `LEAST_MIXED`. Raises `ProfileError` where a phase has too few or unusable points.
     """
     merged = merge_repeats(points)
     by_phase = {phase: [p for p in merged if p.phase is phase] for phase in StepKind}
     for phase, phase_points in by_phase.items():
         _check_enough(phase, phase_points)
     prefill, decode, mixed = by_phase[StepKind.PREFILL], by_phase[StepKind.DECODE], by_phase[StepKind.MIXED]
-    stated, forms = tile, tuple(each for each in PrefillForm if launched or each is not PrefillForm.LAUNCH)
-    if tile is None and form is not PrefillForm.PAPER:
-        tile = shown_tile(prefill)
+    forms = tuple(each for each in PrefillForm if launched or each is not PrefillForm.LAUNCH)
+    tile = None if form is PrefillForm.PAPER else shown_tile(prefill)
     tiles = dict.fromkeys(PrefillForm, tile or usual_tile or 1)
-    tiles[PrefillForm.LAUNCH] = stated or 1  # passes that launching holds up do not show one to the others
+    tiles[PrefillForm.LAUNCH] = 1  # passes that launching holds up do not show one to the others
     better, reports = _choose(prefill, forms, form, tiles)
     launch = None
     if isinstance(better, LaunchedPrefill):

@@ -101,11 +101,11 @@ def estimated(
     }
 
 
-def needs_expert_parallel(model: Model, degree: int, stages: int = 1) -> bool:
+def needs_expert_parallel(model: Model, degree: int) -> bool:
     """Return True where vLLM takes a degree only if the experts stay whole."""
-    if model.shape is None or not refusal(model.shape, degree, stages):
+    if model.shape is None or not refusal(model.shape, degree):
         return False
-    return not refusal(model.shape, degree, stages, expert_parallel=True)
+    return not refusal(model.shape, degree, expert_parallel=True)
 
 
 class _Round:

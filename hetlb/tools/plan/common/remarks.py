@@ -66,14 +66,12 @@ def remarks_on_fleet(fleet: Fleet) -> list[str]:
     return found + [line for each in fleet.profiles.values() if (line := each.other_discipline)]
 
 
-def check_memory(
-    where: str, model: Model, profile: Profile, gpus: int, memory_bytes: float | None, stages: int = 1
-) -> None:
+def check_memory(where: str, model: Model, profile: Profile, gpus: int, memory_bytes: float | None) -> None:
     """Raise `ConfigError` if weights and the KV cache of a profile are more than the GPUs have."""
     tokens = profile.engine.kv_cache_tokens
     if tokens is None or memory_bytes is None or not model.weight_bytes or other_model(model, profile):
         return
-    need, room = model.weight_bytes + tokens * model.kv_bytes_at(gpus // stages), gpus * memory_bytes
+    need, room = model.weight_bytes + tokens * model.kv_bytes_at(gpus), gpus * memory_bytes
     if need > room > model.weight_bytes:  # a model that does not fit is no mistake of its profile
         raise ConfigError(
             f"{where}: expected a profile whose weights and KV cache {gpus} GPUs of {memory_bytes:g} bytes "
