@@ -6,6 +6,7 @@ together with many others, an output token takes a step of its own).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -13,13 +14,14 @@ from hetlb.balancer.core.instance import Instance, Parameters
 from hetlb.balancer.core.latency import ideal_batch
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.protected import Protected
-from hetlb.balancer.core.speed import RecentRate
 from hetlb.balancer.core.types import Request
 
 #: Weight of a prompt token against one output token.
 PROMPT_WEIGHT: Final = 0.15
 #: Arrivals within so many seconds count as one: a burst is no stream.
 _TICK_S: Final = 0.25
+#: Arrivals of this long ago count 1/e.
+MEMORY_S: Final = 15.0
 #: So many ticks with arrivals are a stream, which has ended after so many of their mean gaps without one.
 _STREAM: Final = 4
 _ENDED: Final = 5.0
@@ -210,7 +212,7 @@ class Mix:
 class Demand:
     """Demand for one model: the mean request, and whether and how fast requests keep arriving."""
 
-    __slots__ = ("_rate", "_ticks", "arrivals", "mix", "protected")
+    __slots__ = ("_arriving", "_newest_at", "_ticks", "arrivals", "mix", "protected")
 
     def __init__(self) -> None:
         #: Times of the newest ticks with arrivals since the fleet was idle, seconds.
@@ -220,7 +222,8 @@ class Demand:
         self.mix = Mix()
         #: Classes with targets, the tightest first.
         self.protected: list[Protected] = []
-        self._rate = RecentRate(0.0)
+        #: Requests per second at the newest one, and when it came.
+        self._arriving = self._newest_at = 0.0
 
     def of_class(self, service: ServiceClass) -> Protected:
         """Return what is known of the requests of a class with targets."""
@@ -243,7 +246,8 @@ class Demand:
     def arrived(self, now: float, idle: bool) -> None:
         """Record an arrival. `idle`: no instance had a request, so those before are no part of a stream."""
         self.arrivals += 1
-        self._rate = self._rate.plus(1.0, now)
+        self._arriving = self.rate(now) + 1.0 / MEMORY_S
+        self._newest_at = now
         tick_s, ticks = int(now / _TICK_S) * _TICK_S, self._ticks
         if not ticks or tick_s > ticks[-1]:
             if idle:
@@ -253,8 +257,9 @@ class Demand:
                 del ticks[0]
 
     def rate(self, now: float) -> float:
-        """Return the requests per second of late, newer ones weighing more."""
-        return self._rate.per_s(now)
+        """Return the requests per second of about the last `MEMORY_S`, newer ones weighing more."""
+        since_s = now - self._newest_at
+        return self._arriving * math.exp(-since_s / MEMORY_S) if since_s > 0.0 else self._arriving
 
     def goes_on(self, horizon_s: float, now: float) -> bool:
         """Return True if another request is expected within `horizon_s`, by gaps since the fleet was idle.
