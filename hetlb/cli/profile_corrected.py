@@ -11,6 +11,7 @@ import msgspec
 from hetlb.balancer.config.profile_file import ProfileSource, load_profile
 from hetlb.balancer.config.profile_writer import write_profile
 from hetlb.cli.flags import print_document
+from hetlb.cli.profile_facts import FactsFile
 from hetlb.errors import InputError, TraceError
 from hetlb.tools.profiler.sources import corrected
 from hetlb.tools.sim.against import errors, fit_corrections, reach, replay, varies_enough
@@ -22,6 +23,8 @@ def write_corrected(args: argparse.Namespace, path: Path) -> int:
     """Correct the profile `--start` by a log and write it. Raises `TraceError` if the log cannot tell."""
     if args.start is None:
         raise InputError("--start: expected the profile that is to be corrected (--from log:), got none")
+    if args.facts.file != FactsFile(name=args.facts.file.name):
+        raise InputError("--facts: expected `name` alone with --from log:FILE, as --start has the rest")
     start = load_profile(args.start)
     log = read_log(path)
     instances = sorted({each.instance for each in log.requests})

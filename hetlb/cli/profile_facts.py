@@ -45,8 +45,15 @@ class Facts(msgspec.Struct, frozen=True):
         return None if self.file.hardware is None else self.file.hardware.gpu
 
     def completed(self, found: Measurements) -> Measurements:
-        """Return the measurements with what is stated in the place of what the source knows."""
+        """Return the measurements with what is stated in the place of what the source knows.
+
+        Raises `InputError` for facts of another source.
+        """
         file, model = self.file, found.model
+        if file.roofline is not None and found.source.kind != "roofline":
+            raise InputError(f"{self.path}: roofline: expected --from roofline with it")
+        if file.host is not None and found.host is not None:
+            raise InputError(f"{self.path}: host: expected none, as these points hold the host's time")
         launch = found.launch
         if self.model is not None:
             named = self.model.name if model is None else model.name

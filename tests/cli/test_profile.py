@@ -155,6 +155,7 @@ def test_wrong_flags(capsys: pytest.CaptureFixture[str], flags: list[str], messa
             "model.parameters: expected a value or model.config, got neither",
         ),
         ({"engine": {"kv_tokens": 5}}, "engine.kv_tokens: "),
+        ({**ROOFLINE, "host": {}}, "host: expected none"),
         ({"roofline": {"flops": -1, "bandwidth_bytes_per_s": 1}}, "roofline.flops: expected"),
     ],
 )
@@ -165,6 +166,17 @@ def test_wrong_facts_are_one_line(
     assert main(["profile", *flags]) == 2
     err = capsys.readouterr().err
     assert f"{tmp_path / 'facts.yaml'}: {message}" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("source", [f"csv:{DATA}", "log:nowhere.csv"])
+def test_facts_of_another_source_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str
+) -> None:
+    flags = ["--from", source, "--tp", "1", "--start", "s.yaml", "--out", str(tmp_path / "p.yaml")]
+    assert main(["profile", *flags, *stated(tmp_path, ROOFLINE)]) == 2
+    err = capsys.readouterr().err
+    assert "expected --from roofline with it" in err or "expected `name` alone with --from log:" in err
     assert err.count("\n") == 1
 
 

@@ -54,15 +54,14 @@ GONE_FLAGS: Final[dict[tuple[str, str], str]] = {
     **{
         ("profile", flag): f"write `{key}` into a file and name it with --facts FILE"
         for flag, key in {
-            "--name": "name",
-            "--licence": "licence",
+            "--name": "name: NAME",
+            "--licence": "licence: TEXT",
             "--memory-bytes": "hardware: {gpu: NAME, memory_bytes: N}",
             "--kv-bytes-per-token": "model: {name: NAME, kv_bytes_per_token: N}",
             "--parameters": "model: {name: NAME, parameters: N}",
             "--model-config": "model: {name: NAME, config: FILE}",
             "--peak-flops": "roofline: {flops: N, bandwidth_bytes_per_s: N}",
             "--bandwidth": "roofline: {flops: N, bandwidth_bytes_per_s: N}",
-            "--overhead-ms": "host: {iteration_s: N}` (of a roofline `overhead_ms",
             "--data-parallel": "engine: {data_parallel_size: N}",
             "--expert-parallel": "engine: {enable_expert_parallel: true}",
             "--async-scheduling": "engine: {async_scheduling: true}",
@@ -82,6 +81,11 @@ GONE_FLAGS: Final[dict[tuple[str, str], str]] = {
             "max_num_batched_tokens",
         )
     },
+    (
+        "profile",
+        "--overhead-ms",
+    ): "write `host: {iteration_s: SECONDS}`, or `overhead_ms` under `roofline:`, into"
+    " a file and name it with --facts FILE",
     ("profile", "--form"): "the form with the least held-out error is taken",
     ("profile", "--tile"): "it is read from the points",
     ("profile", "--scale"): "scale the times of a CSV, and use --from csv:FILE",
