@@ -133,7 +133,7 @@ def test_answers_as_fast_as_each_engine_is_leave_the_speed_alone(engines: int) -
         since = tracker.mark()
         took_s = 100 * FAST.step_s(running, tokens) + FAST.read_delay_s(500, 0.0, running, tokens, 2048)
         now += took_s
-        tracker.prefilled(engines, engines * 500, now)
+        tracker.prefilled(engines, engines * 500, now, FAST.step_s(1.0, 0.0))
         tracker.elapsed(running * engines, tokens * engines, now)
         assert not tracker.answered(FAST, since, took_s, 100, now, 2048)
     assert tracker.factor == 1.0

@@ -23,6 +23,8 @@ from hetlb.balancer.core.types import (
 
 MODEL = LatencyModel(1e-5, 1e-4, 0.0, 1e-3, 1e-8, 1e-4, 0.0, 1e-2)
 STEPS = 50
+#: Seconds of the shortest iteration of `MODEL`.
+LEAST_S = MODEL.step_s(1.0, 0.0)
 
 
 def answer(tracker: SpeedTracker, now: float, slower: float, running: int = 1, prompts: int = 0) -> float:
@@ -32,7 +34,7 @@ def answer(tracker: SpeedTracker, now: float, slower: float, running: int = 1, p
     took = STEPS * MODEL.step_s(running, tokens)
     took += prompts * (MODEL.k1 * 700 + MODEL.k2)
     end = now + slower * took
-    tracker.prefilled(prompts, prompts * 700, now)
+    tracker.prefilled(prompts, prompts * 700, now, LEAST_S)
     tracker.elapsed(running, tokens, end)
     tracker.answered(MODEL, since, end - now, STEPS, end, 2048)
     return end
@@ -182,8 +184,8 @@ def test_what_ran_adds_up_until_now() -> None:
     tracker.elapsed(3, 100.0, 12.0)
     tracker.elapsed(9, 900.0, 11.0)
     tracker.elapsed(1, 40.0, 12.5)
-    tracker.prefilled(2, 700, 12.5)
-    tracker.prefilled(1, 300, 12.5)
+    tracker.prefilled(2, 700, 12.5, LEAST_S)
+    tracker.prefilled(1, 300, 12.5, LEAST_S)
     end = tracker.mark()
     assert (end.sequence_s, end.token_s, end.prompt_tokens, end.prompts) == (6.5, 220.0, 1000, 3)
     assert (begin.sequence_s, tracker.last) == (0.0, 12.5)
@@ -192,11 +194,11 @@ def test_what_ran_adds_up_until_now() -> None:
 def test_the_rate_of_prefill_follows_within_the_memory() -> None:
     """1000 tokens count 1/e after the memory; asking changes nothing."""
     tracker = SpeedTracker(True, 0.0)
-    tracker.prefilled(1, 1000, 0.0)
+    tracker.prefilled(1, 1000, 0.0, LEAST_S)
     assert tracker.prefilling.per_s(0.0) == pytest.approx(1000.0 / MEMORY_S)
     for _ in range(2):
         assert tracker.prefilling.per_s(HALF_S) == pytest.approx(500.0 / MEMORY_S)
-    tracker.prefilled(1, 500, HALF_S)
+    tracker.prefilled(1, 500, HALF_S, LEAST_S)
     assert tracker.prefilling.per_s(HALF_S) == pytest.approx(1000.0 / MEMORY_S)
     assert tracker.prefilling.per_s(2 * HALF_S) == pytest.approx(500.0 / MEMORY_S)
 
@@ -276,7 +278,8 @@ def test_an_answer_is_expected_to_take_its_steps_and_the_reading_beside_it(engin
         tracker.elapsed(2, 50.0, 1.0)
         since = tracker.mark()
         tracker.elapsed(8, 3000.0, 5.0)
-        tracker.prefilled(prompts, prompts * 500, 5.0)
+        for i in range(prompts):
+            tracker.prefilled(1, 500, 1.0 + i * LEAST_S, LEAST_S)
         tracker.answered(MODEL, since, 4.0, 100.0, 5.0, 256)
         running, tokens = 8 / engines, 3000.0 / engines
         step_s = MODEL.step_s(running, tokens)
@@ -285,6 +288,20 @@ def test_an_answer_is_expected_to_take_its_steps_and_the_reading_beside_it(engin
         assert tracker.last_expected_s == pytest.approx(100.0 * step_s + delay_s)
         assert tracker.last_mixed is (delay_s > 0.1 * tracker.last_expected_s)
         assert tracker.last_mixed is mixed
+
+
+def test_prompts_that_are_done_together_were_computed_by_one_iteration() -> None:
+    """Each as an iteration of its own, a burst of short prompts made its server look twice too fast."""
+    tracker = SpeedTracker(True, 0.0)
+    since = tracker.mark()
+    tracker.elapsed(8, 3000.0, 4.0)
+    for turn_at in (1.0, 2.0):
+        for i in range(10):
+            tracker.prefilled(1, 100, turn_at + i * 0.01 * LEAST_S, LEAST_S)
+    tracker.answered(MODEL, since, 4.0, 100.0, 4.0, 2048)
+    step_s = MODEL.step_s(8.0, 3000.0)
+    read_s = MODEL.first_token_s(100.0, 0.0, 0.0, 8.0, 3000.0, 2048, 10.0)
+    assert tracker.last_expected_s == pytest.approx(98.0 * step_s + 2.0 * read_s)
 
 
 def test_an_answer_runs_at_least_itself() -> None:

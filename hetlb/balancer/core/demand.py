@@ -74,13 +74,10 @@ class FleetCosts:
     """Facts about a sequence of instances under one mean request, until any of them changes.
 
     `costs` of each; `order`: their indices, a full batch done soonest first; `prefill_alike`: a prompt token
-    takes all the same time. The mean prompt takes `least_prefill_s` at least, a step `least_step_s`.
+    takes all the same time.
     """
 
-    __slots__ = (
-        "changes", "costs", "counter", "instances", "least_prefill_s", "least_step_s", "members", "order",
-        "prefill_alike",
-    )  # fmt: skip
+    __slots__ = ("changes", "costs", "counter", "instances", "members", "order", "prefill_alike")
 
     def __init__(self, instances: Sequence[Instance], costs: Sequence[Costs]) -> None:
         self.instances = instances
@@ -90,8 +87,6 @@ class FleetCosts:
         self.changes = self.counter.count
         self.costs = list(costs)
         self.order = sorted(range(len(costs)), key=lambda i: costs[i].batch_s)
-        self.least_prefill_s = min([each.prefill_s for each in costs])
-        self.least_step_s = min([each.latency.step_s(1.0, 1.0) for each in instances])
         self.prefill_alike = len({cost.token_prefill_s for cost in costs}) == 1
 
 

@@ -92,7 +92,8 @@ class Instance:
         "longest_request_tokens", "max_num_seqs", "name", "nominal", "parameters",
         "parameters_version", "peak_ewma", "pending_prompt_tokens", "profiled", "promised_tokens",
         "prompt_tokens", "removed", "sample", "sample_at", "sequences", "served", "slots_learnt_at",
-        "slots_step", "spec", "speed", "stated_sequences", "throttle", "token_budget", "tree", "work_ns",
+        "slots_step", "spec", "speed", "stated_sequences", "throttle", "token_budget", "tree",
+        "unread_sequences", "work_ns",
     )  # fmt: skip
 
     def __init__(
@@ -179,6 +180,8 @@ class Instance:
         self.sequences = 0
         #: Those of requests with targets.
         self.stated_sequences = 0
+        #: Those of streams without a token yet.
+        self.unread_sequences = 0
         #: Leases of requests of several sequences. Of these, sequences that have ended by the engine's own
         #: count though their requests have not, and what they held of the KV cache.
         self.groups: dict[LeaseId, Lease] = {}
@@ -350,6 +353,8 @@ class Instance:
         self.sequences += lease.request.sequences
         if lease.request.service.stated:
             self.stated_sequences += lease.request.sequences
+        if lease.request.streamed:
+            self.unread_sequences += lease.request.sequences
         if lease.request.sequences > 1:
             self.groups[lease.id] = lease
         tree = self.tree
@@ -390,7 +395,7 @@ class Instance:
         speed = self.speed
         if now > speed.last:
             self._elapsed(now)
-        speed.prefilled(lease.request.sequences, lease.unread_tokens, now)
+        speed.prefilled(lease.request.sequences, lease.unread_tokens, now, self.latency.step_s(1.0, 0.0))
         if not self.explored:
             self._first_tokens += lease.request.sequences
             self.explored = self.explored_sequences(now) >= self.max_num_seqs
@@ -398,6 +403,8 @@ class Instance:
         lease.first_mark = speed.mark()
         self._occupancy = None
         self.pending_prompt_tokens -= lease.unread_tokens
+        if lease.request.streamed:
+            self.unread_sequences -= lease.request.sequences
 
     def release(self, lease: Lease, now: float) -> None:
         """Give back exactly what the lease booked, once."""
@@ -419,6 +426,8 @@ class Instance:
         self.prompt_tokens -= lease.prompt_tokens
         if lease.first_token_at is None:
             self.pending_prompt_tokens -= lease.unread_tokens
+            if lease.request.streamed:
+                self.unread_sequences -= lease.request.sequences
         self.in_flight -= 1
         self.sequences -= lease.request.sequences
         if lease.request.service.stated:
@@ -455,17 +464,19 @@ class Instance:
         tree.evict(self.kv_cache_tokens - self.kv_tokens)
 
     def _elapsed(self, now: float) -> None:
-        """Tell the speed tracker what ran until now, every answer half-grown."""
-        running, places = self.unfinished_sequences, self.max_num_seqs
+        """Tell the speed tracker what decoded until now, every answer half-grown.
+
+        Of answers that are no streams it is not known when they begin: they count as decoding.
+        """
+        running, unread = self.unfinished_sequences, self.unread_sequences
         tokens = (self.promised_tokens + self.prompt_tokens) / 2 - self.finished_kv_tokens
         if self.incoming:  # booked and not there yet
             for lease in self.incoming.values():
                 running -= lease.request.sequences
+                unread -= lease.request.sequences if lease.request.streamed else 0
                 tokens -= (lease.promised_tokens + lease.prompt_tokens) / 2
-        if running > places:
-            tokens *= places / running
-            running = places
-        self.speed.elapsed(running, tokens, now)
+        decoding = max(0, min(running - unread, self.max_num_seqs))
+        self.speed.elapsed(decoding, tokens * decoding / running if running else 0.0, now)
 
     def assume(self, *, work_s: float | None = None, kv_utilization: float | None = None) -> None:
         """Set a state without leases, for explanations only."""
@@ -524,13 +535,10 @@ class Instance:
         """Compare its own count of tokens with its profile; a plain answer hides when they begin."""
         if now > self.speed.last:
             self._elapsed(now)
-        waiting = 0
-        for lease in self.leases.values():
-            if not lease.request.streamed:
-                self.speed.pace = 0.0
-                return
-            waiting += 0 if lease.first_token_at is not None else lease.request.sequences
-        self.speed.counted(self.nominal, answered, waiting, now, self.token_budget)
+        if all(lease.request.streamed for lease in self.leases.values()):
+            self.speed.counted(self.nominal, answered, now, self.token_budget)
+        else:
+            self.speed.pace = 0.0
 
     def _learn_slots(self, sample: EngineSample, now: float) -> None:
         """Learn how many sequences it runs at once, unless it stands still."""

@@ -192,6 +192,8 @@ def check_instance(instance: Instance) -> None:
     assert instance.sequences == sum(lease.request.sequences for lease in leases), instance.name
     stated = sum(lease.request.sequences for lease in leases if lease.request.service.stated)
     assert instance.stated_sequences == stated, instance.name
+    streams = [lease.request for lease in leases if lease.first_token_at is None and lease.request.streamed]
+    assert instance.unread_sequences == sum(request.sequences for request in streams), instance.name
     groups = {lease.id: lease for lease in leases if lease.request.sequences > 1}
     assert instance.groups == groups, instance.name
     assert 0 <= instance.finished_sequences <= sum(each.request.sequences - 1 for each in groups.values())

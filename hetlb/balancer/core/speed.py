@@ -47,22 +47,31 @@ _MIXED_SHARE: Final = 0.1
 class Mark:
     """Work of an instance so far: sequence-seconds, token-seconds in the KV cache, prefilled prompts.
 
-    `stood_s`: seconds in which it stood still, which are no part of the others.
+    `turns`: iterations that some of these prompts were done in. `stood_s`: seconds in which it stood still,
+    which are no part of the others.
     """
 
     sequence_s: float
     token_s: float
     prompt_tokens: int
     prompts: int
+    turns: int
     stood_s: float
 
     def __init__(
-        self, sequence_s: float, token_s: float, prompt_tokens: int, prompts: int, stood_s: float = 0.0
+        self,
+        sequence_s: float,
+        token_s: float,
+        prompt_tokens: int,
+        prompts: int,
+        turns: int,
+        stood_s: float = 0.0,
     ) -> None:
         self.sequence_s = sequence_s
         self.token_s = token_s
         self.prompt_tokens = prompt_tokens
         self.prompts = prompts
+        self.turns = turns
         self.stood_s = stood_s
 
 
@@ -96,7 +105,8 @@ class SpeedTracker:
         self.last = now
         self._at = now
         self._sequence_s = self._token_s = 0.0
-        self._prompt_tokens = self._prompts = 0
+        self._prompt_tokens = self._prompts = self._turns = 0
+        self._turn_at = -math.inf
         #: Prompt tokens that were prefilled.
         self.prefilling = RecentRate(now)
         # The default model is a guess: the first answer may replace it.
@@ -121,8 +131,8 @@ class SpeedTracker:
         self._aged_at = now
         #: True if `age` changed the factor.
         self.changed = False
-        #: Its engine's counts of tokens in the last seconds: count, sequences without a token, time, work.
-        self._counts: list[tuple[int, int, float, Mark]] = []
+        #: Its engine's counts of tokens in the last seconds: count, time, work.
+        self._counts: list[tuple[int, float, Mark]] = []
         #: Times as long as by its model that these tokens took, by the last count and by the last two at
         #: least, 0.0 if it is not known: for people.
         self._newest_pace = self.pace = 0.0
@@ -138,7 +148,7 @@ class SpeedTracker:
         return self._observed_s / (self._observed_s + PRIOR_S)
 
     def elapsed(self, running: float, tokens: float, now: float) -> None:
-        """Add `running` sequences with `tokens` in the KV cache until now; call it before they change."""
+        """Add `running` sequences that decode, with `tokens` in the KV cache, until now; call it first."""
         since = now - self.last
         if since > 0.0:
             self._sequence_s += since * running
@@ -168,15 +178,20 @@ class SpeedTracker:
         self.factor = self.shown = self._good + (self.shown - self._good) * keep
         self._observed_s = self._expected_s * self.shown
 
-    def prefilled(self, prompts: int, tokens: int, now: float) -> None:
-        """Prompts of so many tokens together have been prefilled."""
+    def prefilled(self, prompts: int, tokens: int, now: float, least_step_s: float) -> None:
+        """Prompts of so many tokens have been prefilled. An iteration takes `least_step_s` at least."""
+        if now - self._turn_at >= 0.5 * least_step_s:
+            self._turns += 1
+            self._turn_at = now
         self._prompts += prompts
         self._prompt_tokens += tokens
         self.prefilling = self.prefilling.plus(tokens, now)
 
     def mark(self) -> Mark:
         """Return the work up to the last `elapsed`."""
-        return Mark(self._sequence_s, self._token_s, self._prompt_tokens, self._prompts, self.stood_s)
+        return Mark(
+            self._sequence_s, self._token_s, self._prompt_tokens, self._prompts, self._turns, self.stood_s
+        )
 
     def answered(
         self, model: LatencyModel, since: Mark, seconds: float, steps: float, now: float, budget: float
@@ -187,23 +202,22 @@ class SpeedTracker:
         self.last_expected_s = expected_s = self._expected(model, since, seconds, steps, budget)
         return self._observe(expected_s, seconds, now)
 
-    def counted(self, model: LatencyModel, tokens: int, waiting: int, now: float, budget: float) -> None:
+    def counted(self, model: LatencyModel, tokens: int, now: float, budget: float) -> None:
         """Compare its engine's own count of tokens with the model: answers show a speed only as they end.
 
-        Call it right after `elapsed`; `waiting` sequences have no token yet.
+        Call it right after `elapsed`.
         """
         counts = self._counts
         if counts and tokens < counts[-1][0]:
             counts.clear()  # another process
-        counts.append((tokens, waiting, now, self.mark()))
-        while len(counts) > 2 and now - counts[1][2] >= PACE_S:
+        counts.append((tokens, now, self.mark()))
+        while len(counts) > 2 and now - counts[1][1] >= PACE_S:
             del counts[0]
-        before, _, at, since = counts[0]
+        before, at, since = counts[0]
         seconds = now - at - (self.stood_s - since.stood_s)
         newest, self._newest_pace = self._newest_pace, 0.0
         if seconds >= PACE_S and tokens > before:
-            waited = math.fsum([each[1] for each in counts]) / len(counts)
-            running = (self._sequence_s - since.sequence_s) / seconds - waited
+            running = (self._sequence_s - since.sequence_s) / seconds
             if running >= 1.0:
                 steps = (tokens - before) / running
                 self._newest_pace = seconds / self._expected(model, since, seconds, steps, budget)
@@ -223,10 +237,12 @@ class SpeedTracker:
         prompts = self._prompts - since.prompts
         delay_s = 0.0
         if prompts > 0:
-            mean_prompt = (self._prompt_tokens - since.prompt_tokens) / prompts
-            read_s = model.first_token_s(mean_prompt, 0.0, 0.0, running, tokens, budget)
-            delay_s = delay_of_reading_s(read_s, max(1.0, mean_prompt), running, step_s, budget)
-            delay_s *= prompts / self.engines
+            mean_prompt = max(1.0, (self._prompt_tokens - since.prompt_tokens) / prompts)
+            turns = max(1.0, float(self._turns - since.turns))
+            beside = prompts / turns / self.engines if prompts > turns * self.engines else 1.0
+            read_s = model.first_token_s(mean_prompt, 0.0, 0.0, running, tokens, budget, beside)
+            delay_s = delay_of_reading_s(read_s, beside * mean_prompt, running, step_s, budget)
+            delay_s *= prompts / (beside * self.engines)
             expected_s += delay_s
         self.last_mixed = delay_s > _MIXED_SHARE * expected_s
         return expected_s
