@@ -15,6 +15,8 @@ COLOURS = (
     *("#0b7285", "#c2255c", "#5f3dc4", "#66a80f", "#868e96"),
 )
 _STYLES = ("-", "--", ":", "-.")
+#: Latencies whose distributions are drawn, and their axes' names.
+LATENCIES = {"ttft": "time to first token, s", "tpot": "time per output token, s", "e2el": "end to end, s"}
 
 
 def new_figure(width_in: float, height_in: float) -> Any:

@@ -52,35 +52,38 @@ class Costs:
     __slots__ = ("batch_s", "beside_s", "delay_rise_s", "delay_s", "prefill_s", "speed", "token_prefill_s")
 
     def __init__(
-        self,
-        speed: float,
-        batch_s: float,
-        prefill_s: float,
-        token_prefill_s: float,
-        beside_s: float,
-        delay_s: float,
-        delay_rise_s: float,
+        self, instance: Instance, prompt: float, output: float, booked: float, prefill: float
     ) -> None:
-        self.speed = speed
-        self.batch_s = batch_s
-        self.prefill_s = prefill_s
-        self.token_prefill_s = token_prefill_s
-        self.beside_s = beside_s
-        self.delay_s = delay_s
-        self.delay_rise_s = delay_rise_s
+        """Measure the mean request by the latency model; lengths are those of `Mix`."""
+        latency, engines, budget = instance.latency, instance.engines, instance.token_budget
+        cache, slots = instance.kv_cache_tokens // engines, instance.max_num_seqs // engines
+        batch = ideal_batch(cache, booked, output, slots)
+        computed = max(1.0, min(prefill, prompt))
+        cached, context = max(0.0, prompt - computed), prompt + output / 2.0
+        # One request's share of the time of a full batch, prompts in passes as full as they may be.
+        together = max(1.0, min(batch, budget / computed))
+        share_s = latency.prefill_s(max(1.0, prompt), together, cached) / together
+        share_s += output * latency.step_s(batch, batch * context) / batch
+        self.speed = engines * max(1.0, PROMPT_WEIGHT * prompt + output) / max(share_s, 1e-9)
+        self.batch_s = share_s * batch
+        self.prefill_s = prefill_s = latency.prefill_s(max(1.0, prompt), 1.0, cached)
+        self.token_prefill_s = prefill_s / computed
+        beside_s = latency.first_token_s(prompt, cached, 0.0, 1.0, context, budget)
+        self.beside_s = max(0.0, beside_s - prefill_s)
+        half = max(2.0, batch / 2.0)
+        self.delay_s = delay_s = latency.read_delay_s(prompt, cached, 1.0, context, budget)
+        delay_half_s = latency.read_delay_s(prompt, cached, half, half * context, budget)
+        self.delay_rise_s = (delay_half_s - delay_s) / (half - 1.0)
 
 
 class FleetCosts:
     """Facts about a sequence of instances under one mean request, until any of them changes.
 
     `costs` of each; `order`: their indices, a full batch done soonest first; `prefill_alike`: a prompt token
-    takes all the same time. The mean prompt takes `least_prefill_s` at least, a step `least_step_s`.
+    takes all the same time.
     """
 
-    __slots__ = (
-        "changes", "costs", "counter", "instances", "least_prefill_s", "least_step_s", "members", "order",
-        "prefill_alike",
-    )  # fmt: skip
+    __slots__ = ("changes", "costs", "counter", "instances", "members", "order", "prefill_alike")
 
     def __init__(self, instances: Sequence[Instance], costs: Sequence[Costs]) -> None:
         self.instances = instances
@@ -90,8 +93,6 @@ class FleetCosts:
         self.changes = self.counter.count
         self.costs = list(costs)
         self.order = sorted(range(len(costs)), key=lambda i: costs[i].batch_s)
-        self.least_prefill_s = min([each.prefill_s for each in costs])
-        self.least_step_s = min([each.latency.step_s(1.0, 1.0) for each in instances])
         self.prefill_alike = len({cost.token_prefill_s for cost in costs}) == 1
 
 
@@ -183,35 +184,11 @@ class Mix:
         if costs is None:
             if len(self._measured_at) >= _MOST_FLEETS:
                 self._measured_at.clear()
-            costs = self._measured_at[instance.parameters] = self._measure(instance)
+            prompt, output, booked, prefill = self._measured
+            costs = Costs(instance, prompt, output, booked, prefill)
+            self._measured_at[instance.parameters] = costs
         self._costs[instance.name] = instance.parameters_version, costs
         return costs
-
-    def _measure(self, instance: Instance) -> Costs:
-        prompt, output, booked, prefill = self._measured
-        latency, engines = instance.latency, instance.engines
-        cache, slots = instance.kv_cache_tokens // engines, instance.max_num_seqs // engines
-        batch = ideal_batch(cache, booked, output, slots)
-        computed = max(1.0, min(prefill, prompt))
-        cached, context = max(0.0, prompt - computed), prompt + output / 2.0
-        # One request's share of the time of a full batch, prompts in passes as full as they may be.
-        together = max(1.0, min(batch, instance.token_budget / computed))
-        share_s = latency.prefill_s(max(1.0, prompt), together, cached) / together
-        share_s += output * latency.step_s(batch, batch * context) / batch
-        prefill_s = latency.prefill_s(max(1.0, prompt), 1.0, cached)
-        beside_s = latency.first_token_s(prompt, cached, 0.0, 1.0, context, instance.token_budget)
-        half, budget = max(2.0, batch / 2.0), instance.token_budget
-        delay_s = latency.read_delay_s(prompt, cached, 1.0, context, budget)
-        delay_half_s = latency.read_delay_s(prompt, cached, half, half * context, budget)
-        return Costs(
-            speed=engines * max(1.0, PROMPT_WEIGHT * prompt + output) / max(share_s, 1e-9),
-            batch_s=share_s * batch,
-            prefill_s=prefill_s,
-            token_prefill_s=prefill_s / computed,
-            beside_s=max(0.0, beside_s - prefill_s),
-            delay_s=delay_s,
-            delay_rise_s=(delay_half_s - delay_s) / (half - 1.0),
-        )
 
 
 class Demand:

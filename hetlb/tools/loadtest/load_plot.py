@@ -11,15 +11,10 @@ from typing import Any
 
 from hetlb.tools.loadtest.load_result import LoadResult
 from hetlb.tools.loadtest.report import rate_text
-from hetlb.tools.plots import COLOURS, line_style, new_figure, plot_distribution, save_figure, tidy
+from hetlb.tools.plots import COLOURS, LATENCIES, line_style, new_figure, plot_distribution, save_figure, tidy
 from hetlb.tools.workload.records import latencies_s
 
 _WIDTH_IN, _LATENCY_IN, _BAR_IN = 11.0, 3.4, 0.28
-_LATENCIES = {
-    "ttft": "time to first token, s",
-    "tpot": "time per output token, s",
-    "e2el": "end to end, s",
-}
 
 
 def write_load_plot(path: Path, measured: Sequence[LoadResult]) -> None:
@@ -58,8 +53,8 @@ def _shares(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _draw_latencies(part: Any, groups: Mapping[str, Sequence[LoadResult]]) -> None:
-    axes = part.subplots(1, len(_LATENCIES), sharey=True)
-    for axis, (name, words) in zip(axes, _LATENCIES.items(), strict=True):
+    axes = part.subplots(1, len(LATENCIES), sharey=True)
+    for axis, (name, words) in zip(axes, LATENCIES.items(), strict=True):
         for index, (label, runs) in enumerate(groups.items()):
             done = [record for each in runs for record in each.records if record.ok]
             if values := list(latencies_s(done, name)):

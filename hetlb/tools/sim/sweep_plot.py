@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hetlb.tools.plots import line_style, new_figure, plot_distribution, save_figure, tidy
+from hetlb.tools.plots import LATENCIES, line_style, new_figure, plot_distribution, save_figure, tidy
 from hetlb.tools.sim.simulation_sweep import Ran
 
 _WIDTH_IN = 11.0
@@ -20,11 +20,6 @@ _THROUGHPUT_IN, _LATENCY_IN, _FLEET_IN = 3.2, 3.0, 3.6
 #: Policies beside each other before the next row begins.
 _COLUMNS = 4
 _DARK = "#24292f"
-_LATENCIES = {
-    "ttft": "time to first token, s",
-    "tpot": "time per output token, s",
-    "e2el": "end to end, s",
-}
 
 _Looks = Mapping[str, Mapping[str, Any]]
 
@@ -44,7 +39,7 @@ def write_sweep_plot(path: Path, runs: Sequence[Mapping[str, Any]], ran: Sequenc
     _draw_throughput(parts[0].subplots(), runs, looks)
     when = rate_in_words(watched[0].cell.rate)
     _title(parts[1], f"Latency, {when}")
-    _draw_latencies(parts[1].subplots(1, len(_LATENCIES), sharey=True), watched, looks)
+    _draw_latencies(parts[1].subplots(1, len(LATENCIES), sharey=True), watched, looks)
     for part, band in zip(parts[2:], bands, strict=True):
         _title(part, f"The fleet over time, {when}")
         _draw_fleet(part, band, min(_COLUMNS, len(watched)))
@@ -80,7 +75,7 @@ def _draw_throughput(axis: Any, runs: Sequence[Mapping[str, Any]], looks: _Looks
 
 
 def _draw_latencies(axes: Any, watched: Sequence[Ran], looks: _Looks) -> None:
-    for axis, (name, label) in zip(axes, _LATENCIES.items(), strict=True):
+    for axis, (name, label) in zip(axes, LATENCIES.items(), strict=True):
         for ran in watched:
             assert ran.watched is not None
             policy = ran.cell.policy

@@ -46,8 +46,6 @@ PASSED_OVER: Final = "passed over"
 FULL: Final = "full"
 #: Share of the faster instances' speed that is left for what waits, at least, whatever keeps coming.
 _LEAST_LEFT: Final = 1.0 / 3.0
-#: States of an instance that another one may be better than to wait for.
-_FULL: Final = (NO_SLOT, NO_MEMORY, KEPT_FREE)
 
 
 @mypyc_attr(acyclic=True, free_list_len=1)
@@ -79,7 +77,8 @@ class Evaluation:
             if each.state == ROOM or at_once or not full:
                 each.foresee(ctx)
                 needed.append(each)
-            full = full or each.state in _FULL
+            if each.state >= KEPT_FREE:
+                full = True
         #: Size of all that waits, with the request.
         todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
         fastest = sights[fleet.order[0]]
@@ -135,7 +134,7 @@ class Evaluation:
                 each.limit = full + weight * todo / left if left > 0.0 else math.inf
                 if each.limit < each.score:
                     each.state = HELD
-            elif full == math.inf and each.state in _FULL:
+            elif full == math.inf and each.state >= KEPT_FREE:
                 full = each.score
 
     def __call__(self) -> list[Candidate]:

@@ -30,7 +30,6 @@ class Planned(Hetlb):
     """
 
     name = "planned"
-    lookahead = 1
 
     def __init__(self, params: PolicyParams, rng: random.Random) -> None:
         super().__init__(params, rng)

@@ -19,13 +19,13 @@ from hetlb.balancer.core.occupancy import EngineLoad, Occupancy
 from hetlb.balancer.core.prefix_index import Held
 from hetlb.balancer.core.types import Request
 
-#: States of an instance: room, or the reason why not.
+#: States of an instance: room, or the reason why not. From `KEPT_FREE` on a slower one may wait for it.
 ROOM: Final = 0
-NO_SLOT: Final = 1
-NO_MEMORY: Final = 2
-HELD: Final = 3
-RESTRAINED: Final = 4
-KEPT_FREE: Final = 5
+HELD: Final = 1
+RESTRAINED: Final = 2
+KEPT_FREE: Final = 3
+NO_SLOT: Final = 4
+NO_MEMORY: Final = 5
 #: Share of its time that an engine is taken to spend on prompts to come, at most.
 _MOST_PREFILL: Final = 0.9
 #: Standard deviation of a running answer's tokens in the KV cache, as a share of a long answer's. Memory is
