@@ -37,7 +37,7 @@ requests = st.builds(
     st.just(0),
     st.text(max_size=5),
     numbers,
-    st.none() | numbers,
+    st.none() | st.integers(1, 1 << 31),
     st.integers(100, 1 << 31),
     numbers,
     st.booleans(),
