@@ -10,6 +10,7 @@ import random
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -104,6 +105,28 @@ async def test_the_time_before_the_engine_has_a_request_is_fitted(
     host = load_profile(tmp_path / "p.yaml").host
     assert host is not None
     assert host.request_s > 0.045
+
+
+async def test_a_prompt_ahead_outlasts_what_a_server_takes_to_answer_heads(
+    start: Start, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine had begun long before: of most prefills nothing was left after the head."""
+    engine = await start(time_scale=0.2, max_num_batched_tokens=2048)
+    send = EngineClient.send
+
+    async def head_late(self: EngineClient, prompts: list[list[int]], max_tokens: int) -> CompletionStream:
+        answer = await send(self, prompts, max_tokens)
+        answer.head_s += 0.025
+        return answer
+
+    monkeypatch.setattr(EngineClient, "send", head_late)
+    assert await profile("--url", engine.url, *flags) == 0
+    made, latency = load_profile(tmp_path / "p.yaml"), engine.models[0].latency
+    assert made.grid is not None
+    shares = [
+        seconds / (0.2 * latency.prefill_s(length, batch)) for batch, length, seconds in made.grid.prefill
+    ]
+    assert median(shares) > 0.6
 
 
 # Measures step times: on a busy machine a sample may be refused.

@@ -41,6 +41,8 @@ _READ_S, _READ_S_PER_TOKEN = 0.015, 2.5e-6
 #: Its lead, twice as long at every try: an engine reads in one iteration what has come when that begins.
 _LEAD_S = 0.004
 _PLUG_TOKENS = (64, 2048)
+#: A longer one where an iteration takes it whole, and tries until one outlasts the reading of a request.
+_LONGEST_PLUG_TOKENS, _PLUG_TRIES = 8192, 8
 _POLL_S, _SETTLE_TIMEOUT_S = 0.02, 10.0
 #: vLLM takes at most 1,024 prompts a request; an engine that runs them all has no limit that matters here.
 _MOST_SEQS = 1000
@@ -127,6 +129,9 @@ class Sweep:
         #: Tokens of a request at most.
         self._context = self.facts.capacity.max_model_len or 1 << 20
         self._deadline = self._token_s = self._first_step_s = 0.0
+        #: Factor of the plug's tokens: the server may take longer to read a request than is assumed.
+        self._longer, self._outlasts = 1.0, False
+        self._most_plug_tokens = min(_PLUG_TOKENS[1], self._context - 1)
         self._step_s: dict[Size, float] = {}
         decodes = [size for size in self.sizes if size.phase is not StepKind.PREFILL]
         most = max((size.batch for size in decodes), default=0)
@@ -213,10 +218,9 @@ class Sweep:
         return max((s for each, s in self._step_s.items() if each.batch <= batch), default=self._first_step_s)
 
     def _plug_tokens(self, size: Size, lead_s: float = _LEAD_S) -> int:
-        seconds = lead_s + _READ_S + _READ_S_PER_TOKEN * size.tokens
-        least, most = _PLUG_TOKENS
-        most = min(most, self._context - 1)
-        return max(1, min(most, max(least, round(seconds / max(self._token_s, 1e-9)))))
+        seconds = self._longer * (lead_s + _READ_S + _READ_S_PER_TOKEN * size.tokens)
+        tokens = max(_PLUG_TOKENS[0], round(seconds / max(self._token_s, 1e-9)))
+        return max(1, min(tokens, self._most_plug_tokens))
 
     def _steps(self, size: Size) -> int:
         step_s = self._step_s.get(size, self._first_step_s)
@@ -234,15 +238,39 @@ class Sweep:
             first_s = max(one.first_s for one in times)
             self._token_s = (first_s - started) / (2 * length)
             self._first_step_s = (max(one.last_s for one in times) - first_s) / 7
-        if not await settled(self.client, self.facts) and not self.force:
+        size = Size(StepKind.PREFILL, 1, length)
+        for _ in range(_PLUG_TRIES):
+            most = self._plug_tokens(size) == self._most_plug_tokens
+            await self._prefill(size, _LEAD_S)
+            await self._settled()
+            if self._outlasts or (most and not await self._takes_longer_plugs()):
+                break
+        if not await self._settled() and not self.force:
             raise BusyError("the server is busy with the work of others (--force measures all the same)")
+
+    async def _settled(self) -> bool:
+        return await settled(self.client, self.facts)
+
+    async def _takes_longer_plugs(self) -> bool:
+        """Let the plug be the longest one, if one iteration takes it whole. Return True if it does."""
+        longest = min(_LONGEST_PLUG_TOKENS, self._context - 1)
+        if longest <= self._most_plug_tokens:
+            return False
+        before = await self._counters()
+        await self.client.complete(distinct_prompts(self.rng, 1, longest), 1)
+        await self._settled()
+        after = await self._counters()
+        if before is None or after is None or _more(before.iterations, after.iterations) != 1:
+            return False
+        self._most_plug_tokens = longest
+        return True
 
     async def _undisturbed(self, size: Size) -> Sample:
         """One undisturbed sample, or the reason there is none. Raises `BusyError`."""
         whole, merged, impossible = True, False, ""
         for attempt in range(_TRIES):
             whole, merged, impossible = True, False, ""
-            if not await settled(self.client, self.facts) and not self.force:
+            if not await self._settled() and not self.force:
                 break
             before = await self._counters()
             if size.phase is StepKind.PREFILL:
@@ -251,7 +279,7 @@ class Sweep:
                 seconds, expected = await (self._decode if size.phase is StepKind.DECODE else self._mixed)(
                     size
                 )
-            await settled(self.client, self.facts)
+            await self._settled()
             after = await self._counters()
             iterations = None
             if before is not None and after is not None:
@@ -298,7 +326,11 @@ class Sweep:
             await asyncio.sleep(lead_s)
             answer = await self.client.send(prompts, 1)
             times, (plugged,) = await answer.read(), await read
-        # Where the plug was too short the engine began when the request had been read.
+        # The engine gets a request shortly after its head is answered. Idle until then, it says nothing.
+        self._outlasts = plugged.last_s >= answer.head_s + _LEAD_S
+        if not self._outlasts and plug < self._most_plug_tokens:
+            self._longer *= 2.0
+            return None, size.tokens + plug
         began = max(plugged.last_s, answer.head_s)
         seconds = max(one.first_s for one in times) - began
         if size.tokens >= _WARM_UP_TOKENS:
@@ -360,7 +392,7 @@ class Sweep:
         """Prompt tokens and seconds to the first token of requests that nothing else disturbs."""
         found = []
         for number in range(_LONE):
-            await settled(self.client, self.facts)
+            await self._settled()
             tokens = max(1, min(self._context - 2, 32 * (1 + number)))
             prompts = distinct_prompts(self.rng, 1, tokens)
             started = time.monotonic()
