@@ -179,7 +179,7 @@ class SpeedTracker:
         self._observed_s = self._expected_s * self.shown
 
     def prefilled(self, prompts: int, tokens: int, now: float, least_step_s: float) -> None:
-        """Note prompts that are prefilled, of `tokens` together. An iteration takes at least `least_step_s`."""
+        """Note prefilled prompts, of `tokens` together. An iteration takes at least `least_step_s`."""
         if now - self._turn_at >= 0.5 * least_step_s:
             self._turns += 1
             self._turn_at = now
