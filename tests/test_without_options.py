@@ -43,6 +43,9 @@ for name in sys.argv[2:]:
 ASKS = {
     "dns": {"discovery": {"dns": [{"name": "engines.invalid", "port": 1, "model": "m"}]}},
     "instance_files": {"discovery": {"files": ["others"]}},
+    "profiles": {
+        "models": [{"name": "m", "instances": [{"url": "http://127.0.0.1:1", "profile": "p.yaml"}]}]
+    },
     "resume": {"proxy": {"resume": "ids"}},
     "tracing": {"tracing": {"otlp_endpoint": "http://127.0.0.1:1"}},
 }
@@ -87,15 +90,21 @@ async def test_a_plain_serve_serves(option: str, tmp_path: Path) -> None:
                 assert reply.status == (404 if option == "dashboard" else 200)
 
 
-@pytest.mark.parametrize("option", ASKS)
+#: Flags that ask for one.
+FLAGS = {"event_log": ("--event-log", "decisions.jsonl")}
+
+
+@pytest.mark.parametrize("option", [*ASKS, *FLAGS])
 async def test_a_fleet_that_asks_for_it_is_told_in_one_line(option: str, tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.yaml"
     instances = [{"name": "a", "url": "http://127.0.0.1:1"}]
     fleet.write_text(
-        json.dumps({"version": 1, "models": [{"name": "m", "instances": instances}], **ASKS[option]})
+        json.dumps({"version": 1, "models": [{"name": "m", "instances": instances}], **ASKS.get(option, {})})
     )
     ports = ("--port", "0", "--admin-port", "0")
-    code, said = await run("-c", WITHOUT, option, "serve", "--config", str(fleet), *ports)
+    code, said = await run(
+        "-c", WITHOUT, option, "serve", "--config", str(fleet), *ports, *FLAGS.get(option, ())
+    )
     assert code == 2
     assert re.fullmatch(
         rf"hetlb serve: {option}: expected an installation with this option, but .*\n", said

@@ -1,7 +1,7 @@
 """Hooks: what each option gives to the balancer, and how it is found.
 
-An option is a folder of `hetlb/options`, whose package has one function `hook`. The balancer imports no
-option: it asks for one by name where the fleet file, a flag or a request needs it.
+An option is a folder of `hetlb/options`, whose package (or a module of it) has one function `hook`. The
+balancer imports no option: it asks for one by name where the fleet file, a flag or a request needs it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
     from hetlb.balancer.config.api_keys import LimitsTable
     from hetlb.balancer.config.fleet_tables import KvEventsTable
+    from hetlb.balancer.core.instance import Instance
+    from hetlb.balancer.core.latency import LatencyModel
     from hetlb.balancer.core.scheduler import Scheduler
-    from hetlb.balancer.core.types import Command, Request
+    from hetlb.balancer.core.setup import SchedulerSetup
+    from hetlb.balancer.core.types import Capacity, Command, Request
     from hetlb.balancer.fleet.systemd import Listeners
     from hetlb.balancer.telemetry.request_record import RequestRecord
 
@@ -90,6 +93,38 @@ class SharedFleet(Protocol):
 
     def start(self) -> None: ...
     async def close(self) -> None: ...
+
+
+class EngineProfile(Protocol):
+    """Facts of a latency profile (`profiles`)."""
+
+    @property
+    def latency(self) -> LatencyModel: ...
+    @property
+    def capacity(self) -> Capacity: ...
+    @property
+    def host_assumed(self) -> bool: ...
+    @property
+    def kv_bytes_per_token(self) -> int | None: ...
+    @property
+    def measured_on(self) -> tuple[str | None, str | None]:
+        """Model, and version of the engine, of the measurement."""
+
+
+class HostMeasurements(Protocol):
+    """Measurement of the host time of idle instances (`profiles.host_times`)."""
+
+    def wanted(self, instance: Instance) -> bool: ...
+    async def measure(self, instance: Instance) -> None: ...
+
+
+class SchedulerLog(Protocol):
+    """File of facts and decisions (`event_log`)."""
+
+    lost: int
+
+    def scheduler(self, setup: SchedulerSetup) -> Scheduler: ...
+    def close(self) -> None: ...
 
 
 class Predecessor(Protocol):

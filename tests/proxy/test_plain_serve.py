@@ -32,6 +32,7 @@ ROOMS = {
     "errors",
     "extras",
     "files",
+    "inputs",
     "served_models",
     "turns",
 }
@@ -42,14 +43,12 @@ OF_OPTIONS |= {"hetlb.options.takeover", "hetlb.options.takeover.offer"}
 #: Modules that only some fleets, requests or readers of a page need.
 ON_DEMAND = {
     "clients": ("model_names", "service_classes"),
-    "config": ("profile_file",),
-    "core": ("eventlog",),
     "core.policies": ("baselines", "worth"),
     "fleet": ("members", "source"),
     "http": ("multipart",),
 }
 #: Lines of all modules that a plain `serve` may import.
-MOST_LINES = 23_770
+MOST_LINES = 23_790
 
 
 async def a_plain_serve(folder: Path) -> set[str]:

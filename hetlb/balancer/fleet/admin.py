@@ -23,7 +23,6 @@ from aiohttp import web
 from hetlb.app_listener import AppListener
 from hetlb.balancer.clients.access import show_newest
 from hetlb.balancer.config.fleet_tables import Admin
-from hetlb.balancer.config.mistakes import short
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
@@ -35,6 +34,7 @@ from hetlb.balancer.hooks import StatePage, hook
 from hetlb.balancer.telemetry.prometheus import CONTENT_TYPE, MetricsPage, usage_document
 from hetlb.balancer.telemetry.recent import BIN_S
 from hetlb.errors import NOT_JSON, ConfigError, HetlbError, InputError
+from hetlb.inputs.mistakes import short
 
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService

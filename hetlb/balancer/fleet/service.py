@@ -24,7 +24,6 @@ from hetlb.balancer.clients.server import ProxyServer
 from hetlb.balancer.clients.token_estimator import TokenEstimator, load_tokenizers
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import KvEventsTable
-from hetlb.balancer.config.urls import bracketed
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Health
@@ -37,18 +36,25 @@ from hetlb.balancer.fleet.admin import AdminListener, make_app, named
 from hetlb.balancer.fleet.reload import SeenFiles, needs_restart, read_again
 from hetlb.balancer.fleet.roster import Roster
 from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
-from hetlb.balancer.hooks import CacheReports, Predecessor, SharedFleet, Successor, hook
+from hetlb.balancer.hooks import (
+    CacheReports,
+    HostMeasurements,
+    Predecessor,
+    SchedulerLog,
+    SharedFleet,
+    Successor,
+    hook,
+)
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, plain_line, tell
-from hetlb.balancer.telemetry.log_writer import EventLog
 from hetlb.balancer.telemetry.prometheus import WorkerState
 from hetlb.balancer.telemetry.recent import Recent
 from hetlb.build import version_line
 from hetlb.errors import ConfigError, InputError
 from hetlb.extras import check_extra, option
+from hetlb.inputs.urls import bracketed
 
 if TYPE_CHECKING:
-    from hetlb.balancer.engines.host_times import HostTimes
     from hetlb.balancer.fleet.source import Source, Sources
 
 logger = logging.getLogger("hetlb.proxy")
@@ -80,7 +86,7 @@ class FleetService(ABC):
         self._seen = SeenFiles(fleet.named_files)
         #: The file as it was at the start: what cannot be reloaded is compared with it.
         self._started = fleet.written
-        self._event_log = None if event_log is None else EventLog(event_log)
+        self._event_log: SchedulerLog | None = None if event_log is None else hook("event_log", event_log)
         #: Clock, seconds.
         self.now = asyncio.get_running_loop().time
         setup = SchedulerSetup(
@@ -105,7 +111,7 @@ class FleetService(ABC):
         self.watch = EngineWatch(fleet.file.scrape, scheduling, self._engines)
         self.roster = Roster(fleet, self.access, self._engines, scheduling, self.watch)
         scheduling.take_out = self.roster.change
-        self._host_times: HostTimes | None = None
+        self._host_times: HostMeasurements | None = None
         self.watch.on_idle = self._measure_host_time
         #: Reads engines' own KV events, None while none publishes any.
         self._kv_events: CacheReports | None = None
@@ -145,9 +151,7 @@ class FleetService(ABC):
         if instance is None or not instance.spec.host_assumed_in:
             return
         if self._host_times is None:
-            from hetlb.balancer.engines.host_times import HostTimes
-
-            self._host_times = HostTimes(self.watch, self.roster.change)
+            self._host_times = hook("profiles.host_times", self.watch, self.roster.change)
         if self._host_times.wanted(instance):
             self._do(self._host_times.measure(instance))
 
