@@ -34,7 +34,7 @@ FOLDERS = {
     "balancer/core": set(),
     "balancer/http": {"config", "core"},
     "balancer/config": {"core", "hooks"},
-    "balancer/telemetry": {"config", "core", "exchange", "fleet", "hooks", "http"},
+    "balancer/telemetry": {"config", "core", "exchange", "hooks", "http"},
     "tools/demo": set(),
     "tools/openai": set(),
     "tools/models": {"plan"},

@@ -40,9 +40,9 @@ from hetlb.balancer.http import (
 )
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event
-from hetlb.balancer.telemetry.prometheus import MetricsPage
 from hetlb.balancer.telemetry.recent import Recent
 from hetlb.cli.main import COMMANDS, build_parser
+from hetlb.options.admin.prometheus import MetricsPage
 from hetlb.options.pick import stream_states
 from hetlb.options.profiles.profile_file import Profile
 from hetlb.options.relays import protocol

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hetlb.balancer.core.latency import LatencyModel
     from hetlb.balancer.core.scheduler import Scheduler
     from hetlb.balancer.core.setup import SchedulerSetup
-    from hetlb.balancer.core.types import Capacity, Command, Request
+    from hetlb.balancer.core.types import Capacity, Command, Dispatch, Request
     from hetlb.balancer.fleet.systemd import Listeners
     from hetlb.balancer.telemetry.request_record import RequestRecord
 
@@ -151,6 +151,15 @@ class CacheReports(Protocol):
 
     def set(self, name: str, table: KvEventsTable | None) -> None: ...
     async def close(self) -> None: ...
+
+
+class StateDocuments(Protocol):
+    """Documents of the admin listener (`admin`)."""
+
+    def fleet(self) -> dict[str, Any]: ...
+    def status(self) -> dict[str, Any]: ...
+    def pools(self) -> dict[str, list[Instance]]: ...
+    def decision(self, dispatch: Dispatch) -> dict[str, Any]: ...
 
 
 class StatePage(Protocol):

@@ -13,10 +13,14 @@ import gc
 import logging
 import os
 import signal
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
 
 from hetlb.balancer.clients.access import Access, EngineAccess, load_access
 from hetlb.balancer.clients.front import Front, Listener
@@ -32,7 +36,7 @@ from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.exchange.scheduler_side import Carrier
 from hetlb.balancer.fleet import systemd
-from hetlb.balancer.fleet.admin import AdminListener, make_app, named
+from hetlb.balancer.fleet.admin_listener import AdminListener, named
 from hetlb.balancer.fleet.reload import SeenFiles, needs_restart, read_again
 from hetlb.balancer.fleet.roster import Roster
 from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
@@ -47,7 +51,6 @@ from hetlb.balancer.hooks import (
 )
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, plain_line, tell
-from hetlb.balancer.telemetry.prometheus import WorkerState
 from hetlb.balancer.telemetry.recent import Recent
 from hetlb.build import version_line
 from hetlb.errors import ConfigError, InputError
@@ -64,6 +67,17 @@ FIRST_ROUND_S = 1.0
 _GARBAGE = 20_000
 #: After SIGTERM readiness says no for this long before the listener closes, so that balancers notice.
 READINESS_LAG_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """One of several processes that serve: whether it does now, and how often it had to be started again."""
+
+    number: str
+    up: bool
+    restarts: int
+    #: Times it was killed because it no longer answered.
+    hangs: int = 0
 
 
 class FleetService(ABC):
@@ -293,6 +307,14 @@ class FleetService(ABC):
     def _configure(self, fleet: Fleet, access: Access) -> None:
         """Apply new limits, keys and certificates where clients are served."""
 
+    async def _open_admin(self, listeners: Sequence[socket.socket]) -> None:
+        """Open the admin listener; an installation without its pages answers 404 there."""
+        try:
+            app: web.Application = hook("admin", self)
+        except ConfigError:
+            app = web.Application()
+        await self.admin.listen(app, self.fleet.file.admin, listeners)
+
     # --- another process in this one's place ---
 
     @property
@@ -371,7 +393,7 @@ class Service(FleetService):
         listen = self.fleet.file.listen
         with named("listen", listen.host, listen.port):
             self.address = await self.server.start(listen.host, listen.port, listeners.main)
-        await self.admin.listen(make_app(self), self.fleet.file.admin, listeners.admin)
+        await self._open_admin(listeners.admin)
         if takeover is not None:
             await takeover.accepting()
             tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")
