@@ -17,7 +17,6 @@ from hetlb.balancer.config.fleet_tables import Listen
 from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.fleet.service import Service
-from hetlb.balancer.fleet.source import Source
 from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
 from hetlb.balancer.hooks import hook
 from hetlb.balancer.interfaces import Predecessor
@@ -84,7 +83,7 @@ class PickService(Service):
         if (address := _literal(spec.url)) is not None:
             self.server.state.set_address(spec.name, address)
 
-    def _discovery_sources(self) -> list[Source]:
+    def _discovery_sources(self) -> list[object]:
         fleet, table = self.fleet, self.fleet.file.discovery
         if table is None or all(each.resource != "inferencepools" for each in table.clusters):
             return super()._discovery_sources()
