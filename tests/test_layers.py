@@ -27,14 +27,14 @@ ROOMS = {
     "tools": {"balancer"},
     "cli": {"balancer", "options", "tools"},
 }
-#: Options that the tools import themselves: without latency profiles they have nothing to work with.
-OF_TOOLS = {"profiles"}
+#: Options that the tools import themselves: latency profiles, and the formula of a plan's prices.
+OF_TOOLS = {"plans", "profiles"}
 #: Folders of the same room that each folder may import.
 FOLDERS = {
     "balancer/core": set(),
     "balancer/http": {"config", "core"},
-    "balancer/config": {"core", "hooks"},
-    "balancer/telemetry": {"config", "core", "exchange", "hooks", "http"},
+    "balancer/config": {"core", "hooks", "interfaces"},
+    "balancer/telemetry": {"config", "core", "exchange", "hooks", "http", "interfaces"},
     "tools/demo": set(),
     "tools/openai": set(),
     "tools/models": {"plan"},

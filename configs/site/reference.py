@@ -33,7 +33,6 @@ from hetlb.balancer.http import (
     error_responses,
     forward_headers,
     http1,
-    multipart,
     openai_body,
     request_reader,
     sse,
@@ -43,6 +42,7 @@ from hetlb.balancer.telemetry.events import Event
 from hetlb.balancer.telemetry.recent import Recent
 from hetlb.cli.main import COMMANDS, build_parser
 from hetlb.options.admin.prometheus import MetricsPage
+from hetlb.options.forms import multipart
 from hetlb.options.pick import stream_states
 from hetlb.options.profiles.profile_file import Profile
 from hetlb.options.relays import protocol

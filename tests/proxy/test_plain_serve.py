@@ -44,13 +44,10 @@ OF_OPTIONS |= {"hetlb.options.admin", "hetlb.options.admin.fleet_status", "hetlb
 OF_OPTIONS |= {"hetlb.options.takeover", "hetlb.options.takeover.offer"}
 #: Modules that only some fleets, requests or readers of a page need.
 ON_DEMAND = {
-    "clients": ("model_names", "service_classes"),
-    "core.policies": ("baselines", "worth"),
     "fleet": ("members", "source"),
-    "http": ("multipart",),
 }
 #: Lines of all modules that a plain `serve` may import.
-MOST_LINES = 23_800
+MOST_LINES = 23_670
 
 
 async def a_plain_serve(folder: Path) -> set[str]:

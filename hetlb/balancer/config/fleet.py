@@ -41,7 +41,7 @@ from hetlb.inputs.urls import Origin, bracketed, check_base, check_publisher, ch
 from hetlb.inputs.yaml_file import load_yaml, with_lines
 
 if TYPE_CHECKING:
-    from hetlb.balancer.hooks import EngineProfile
+    from hetlb.balancer.interfaces import EngineProfile
 
 #: vLLM's own defaults: `VLLM_MOONCAKE_BOOTSTRAP_PORT`, `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`.
 MOONCAKE_BOOTSTRAP_PORT: Final = 8998

@@ -41,7 +41,7 @@ from hetlb.inputs.urls import bracketed
 from hetlb.served_models import longest_context, read_model_list, read_version
 
 if TYPE_CHECKING:
-    from hetlb.balancer.hooks import EngineProfile
+    from hetlb.balancer.interfaces import EngineProfile
 
 logger = logging.getLogger("hetlb.scrape")
 

@@ -35,7 +35,7 @@ from hetlb.turns import Share
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.members import Members
     from hetlb.balancer.fleet.source import Found
-    from hetlb.balancer.hooks import EngineProfile
+    from hetlb.balancer.interfaces import EngineProfile
 
 logger = logging.getLogger("hetlb.proxy")
 

@@ -40,15 +40,7 @@ from hetlb.balancer.fleet.admin_listener import AdminListener, named
 from hetlb.balancer.fleet.reload import SeenFiles, needs_restart, read_again
 from hetlb.balancer.fleet.roster import Roster
 from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
-from hetlb.balancer.hooks import (
-    CacheReports,
-    HostMeasurements,
-    Predecessor,
-    SchedulerLog,
-    SharedFleet,
-    Successor,
-    hook,
-)
+from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, plain_line, tell
 from hetlb.balancer.telemetry.recent import Recent
@@ -59,6 +51,14 @@ from hetlb.inputs.urls import bracketed
 
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.source import Source, Sources
+    from hetlb.balancer.interfaces import (
+        CacheReports,
+        HostMeasurements,
+        Predecessor,
+        SchedulerLog,
+        SharedFleet,
+        Successor,
+    )
 
 logger = logging.getLogger("hetlb.proxy")
 

@@ -22,7 +22,7 @@ from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import AdminState, AdminStateSet, Dispatch
 from hetlb.balancer.exchange.scheduler_driver import DECISIONS_KEPT
-from hetlb.balancer.hooks import StatePage, hook
+from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.recent import BIN_S
 from hetlb.errors import NOT_JSON, ConfigError, InputError
 from hetlb.inputs.mistakes import short
@@ -32,6 +32,7 @@ from hetlb.options.admin.prometheus import CONTENT_TYPE, MetricsPage, usage_docu
 
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService
+    from hetlb.balancer.interfaces import StatePage
 
 _MAX_BODY_BYTES = 64 << 10
 #: Files of the dashboard.
@@ -202,7 +203,7 @@ class _AdminApi:
     def _dashboard(self) -> StatePage:
         """The page; imported when one is asked for. Raises `HTTPNotFound` in an installation without it."""
         try:
-            return cast(StatePage, hook("dashboard", self._control, self))
+            return cast("StatePage", hook("dashboard", self._control, self))
         except ConfigError as error:
             raise web.HTTPNotFound(text=str(error)) from error
 

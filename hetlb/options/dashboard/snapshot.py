@@ -20,7 +20,7 @@ from hetlb.options.dashboard.page import EventStream, page_file
 
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService
-    from hetlb.balancer.hooks import StateDocuments
+    from hetlb.balancer.interfaces import StateDocuments
 
 #: Decisions listed on the page.
 DECISIONS_SHOWN: Final = 25

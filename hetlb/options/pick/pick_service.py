@@ -19,7 +19,8 @@ from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.fleet.service import Service
 from hetlb.balancer.fleet.source import Source
 from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
-from hetlb.balancer.hooks import Predecessor, hook
+from hetlb.balancer.hooks import hook
+from hetlb.balancer.interfaces import Predecessor
 from hetlb.inputs.urls import bracketed, origin
 from hetlb.options.pick.pick_driver import PickDriver
 from hetlb.options.pick.pick_server import PickServer, gateway_certificates

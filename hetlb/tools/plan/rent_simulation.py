@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hetlb.balancer.core.policies.base import PlannedType
-from hetlb.balancer.core.policies.worth import ALIKE_LENGTHS, busy_s, log_ratio
+from hetlb.options.plans.worth import ALIKE_LENGTHS, busy_s, log_ratio
 from hetlb.options.profiles.profile_file import Profile
 from hetlb.tools.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
 from hetlb.tools.plan.highs import LinearProgram, SolveLimits
