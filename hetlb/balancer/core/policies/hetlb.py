@@ -91,7 +91,7 @@ class Evaluation:
         if protected or ctx.request.service.stated:
             set_losses(ctx, needed)
             full = keep_free(ctx, sights) or full
-        self.weights = weights_of(ctx.request.service, stated)
+        self.weights = weights_of(ctx, stated)
         set_scores(ctx, needed, self.weights)
         if hold and full:
             self._hold(todo)
