@@ -9,7 +9,6 @@ import math
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from hetlb.balancer.core.account import LEAST_SILENCE_S, STANDS_S, UNKNOWN_SILENCE_S, Account
-from hetlb.balancer.core.adapters import DEFAULT_SLOTS, AdapterSlots
 from hetlb.balancer.core.forecast_errors import ForecastErrors
 from hetlb.balancer.core.health import HealthTracker
 from hetlb.balancer.core.latency import DEFAULT_LATENCY, LatencyModel
@@ -27,14 +26,19 @@ from hetlb.balancer.core.types import (
     LeaseId,
     Request,
 )
+from hetlb.errors import ConfigError
+from hetlb.extras import option
 
 if TYPE_CHECKING:
+    from hetlb.balancer.core.engine_adapters import EngineAdapters
     from hetlb.balancer.core.engine_blocks import EngineBlocks
 
 #: KV capacity of an engine that has not told its own, in tokens.
 DEFAULT_KV_CACHE_TOKENS: Final = 131_072
 #: vLLM's own default of `max_num_seqs`, which no metric tells.
 DEFAULT_MAX_NUM_SEQS: Final = 256
+#: vLLM's own default of `max_loras`.
+DEFAULT_MAX_LORAS: Final = 1
 #: The tokens that an engine works on in one iteration where it has not told: vLLM's default.
 DEFAULT_TOKEN_BUDGET: Final = 2048
 #: Seconds before an instance with a notice is gone by which nothing runs there any more.
@@ -115,7 +119,7 @@ class Instance:
         #: Content of its cache by its own KV events, None where it publishes none.
         self.blocks: EngineBlocks | None = None
         #: Its LoRA adapters, None where it lists none.
-        self.adapters: AdapterSlots | None = None
+        self.adapters: EngineAdapters | None = None
         self.account = Account(now)
         self.throttle = Throttle(self.account)
         self.admin = AdminState.READY
@@ -262,7 +266,7 @@ class Instance:
         known = [limit for limit in longest if limit is not None]
         self.longest_request_tokens = min(known) if known else None
         if self.adapters is not None:
-            self.adapters.slots = capacity.max_loras or DEFAULT_SLOTS
+            self.adapters.slots = capacity.max_loras or DEFAULT_MAX_LORAS
         engines = capacity.engines or 1
         if capacity.max_num_seqs is not None:
             self.max_num_seqs = capacity.max_num_seqs * engines
@@ -315,11 +319,15 @@ class Instance:
     def learn_models(self, models: tuple[str, ...], adapters: tuple[str, ...]) -> None:
         """Take over what it lists; requests of adapters that run are of its slots from then on."""
         self.served = models
+        self.adapters = None
         if not adapters:
-            self.adapters = None
             return
-        slots = self.adapters = AdapterSlots(frozenset(adapters))
-        slots.slots = self.capacity.max_loras or DEFAULT_SLOTS
+        try:
+            slots: EngineAdapters = option("adapters").hook(frozenset(adapters))
+        except ConfigError:  # an installation without it: they are served, and their loads not counted
+            return
+        self.adapters = slots
+        slots.slots = self.capacity.max_loras or DEFAULT_MAX_LORAS
         for lease in self.leases.values():
             slots.begin(lease.request.model)
 
