@@ -19,9 +19,6 @@ import aiohttp
 from hetlb.addresses import confined_socket
 from hetlb.balancer.clients.access import PLAIN_ACCESS, EngineAccess
 from hetlb.balancer.config.fleet_tables import ScrapeTable
-from hetlb.balancer.config.urls import bracketed
-from hetlb.balancer.core.engine_metrics import EnginePage
-from hetlb.balancer.core.engine_tables import PAGES
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import (
     AdminState,
@@ -36,12 +33,15 @@ from hetlb.balancer.core.types import (
 )
 from hetlb.balancer.engines.engine_pools import LOCAL_ERRNOS
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
+from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.access_log import escape
 from hetlb.balancer.telemetry.events import Event, tell
+from hetlb.errors import ConfigError
+from hetlb.inputs.urls import bracketed
 from hetlb.served_models import longest_context, read_model_list, read_version
 
 if TYPE_CHECKING:
-    from hetlb.balancer.config.profile_file import Profile
+    from hetlb.balancer.interfaces import EngineProfile, MetricsReader
 
 logger = logging.getLogger("hetlb.scrape")
 
@@ -96,7 +96,7 @@ class EngineWatch:
         #: Called with the name of an instance whose metrics say that nothing runs or waits.
         self.on_idle: Callable[[str], None] = _nothing
 
-    async def start(self, profiles: Mapping[str, Profile], most_s: float) -> None:
+    async def start(self, profiles: Mapping[str, EngineProfile], most_s: float) -> None:
         """Begin to watch all instances; returns once every one was probed, after `most_s` at the latest."""
         self._session = self._make_session()
         self._confined = self._make_session(socket_factory=confined_socket)
@@ -279,7 +279,7 @@ class EngineWatch:
         """Return a request of hetlb's own to an engine; its answer may take `most_s` seconds."""
         return self._asked(name, "POST", path, json=body, timeout=aiohttp.ClientTimeout(total=most_s))
 
-    async def _get(self, name: str, path: str, metrics: EnginePage | None = None) -> tuple[int, bytes]:
+    async def _get(self, name: str, path: str, metrics: MetricsReader | None = None) -> tuple[int, bytes]:
         """Return status and body of a page; with `metrics`, which are fed it, its first byte alone."""
         try:
             async with self._asked(name, "GET", path) as reply:
@@ -330,14 +330,18 @@ class EngineWatch:
         return ProbeResult.FAILED, f"/health answers {status}"
 
     async def read_metrics(self, name: str) -> EngineSample | None:
-        page = EnginePage()
         try:
-            path = self._pages.get(name, PAGES[0])
+            page: MetricsReader = hook("engine_pages")
+        except ConfigError:  # an installation without it
+            return None
+        paths = page.paths
+        try:
+            path = self._pages.get(name, paths[0])
             status, body = await self._get(name, path, page)
         except (_LocalTroubleError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
             return None
         if body[:1] == b"[" or status == 404:
-            self._pages[name] = PAGES[(PAGES.index(path) + 1) % len(PAGES)]
+            self._pages[name] = paths[(paths.index(path) + 1) % len(paths)]
             return None
         return page.sample() if status == 200 else None
 
@@ -408,14 +412,15 @@ def _log_models(name: str, model: str, before: tuple[str, ...] | None, now: tupl
 
 
 def _log_other_than_profiled(
-    name: str, profile: Profile, entries: Sequence[Mapping[str, Any]], version: str | None
+    name: str, profile: EngineProfile, entries: Sequence[Mapping[str, Any]], version: str | None
 ) -> None:
     """Warn where an engine is not what its profile was measured on; `entries` are of its `/v1/models`."""
     serves = {str(entry[key]) for entry in entries for key in ("id", "root") if entry.get(key)}
-    if profile.model is not None and serves and profile.model.name not in serves:
+    model, measured = profile.measured_on
+    if model is not None and serves and model not in serves:
         shown = ", ".join(sorted(map(escape, serves)))
         text = "%s: its profile is of the model %s, it serves %s"
-        tell(logger, Event.INSTANCE_PROFILE, text, name, profile.model.name, shown, instance=name)
-    if profile.engine.version is not None and version not in (None, profile.engine.version):
+        tell(logger, Event.INSTANCE_PROFILE, text, name, model, shown, instance=name)
+    if measured is not None and version not in (None, measured):
         shown, text = escape(str(version)), "%s: its profile is of vLLM %s, it runs %s"
-        tell(logger, Event.INSTANCE_PROFILE, text, name, profile.engine.version, shown, instance=name)
+        tell(logger, Event.INSTANCE_PROFILE, text, name, measured, shown, instance=name)

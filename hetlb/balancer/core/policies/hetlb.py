@@ -37,9 +37,9 @@ from hetlb.balancer.core.policies.sight import (
     SchedulingContext,
     Sight,
 )
-from hetlb.balancer.core.policies.targets import keep_free, set_losses
 from hetlb.balancer.core.throttle import BLOCKED, NORMAL
 from hetlb.balancer.core.types import Candidate
+from hetlb.extras import option
 
 #: Reason of an instance that has room and is left to wait for a faster one.
 PASSED_OVER: Final = "passed over"
@@ -91,9 +91,10 @@ class Evaluation:
             for each in sights:
                 each.done_s = fastest.long_s + todo / each.faster if each.faster > 0.0 else math.inf
         if protected or ctx.request.service.stated:
-            set_losses(ctx, needed)
-            full = keep_free(ctx, sights) or full
-        self.weights = weights_of(ctx.request.service, stated)
+            targets = option("classes.targets")
+            targets.set_losses(ctx, needed)
+            full = targets.keep_free(ctx, sights) or full
+        self.weights = weights_of(ctx, stated)
         set_scores(ctx, needed, self.weights)
         if hold and full:
             self._hold(todo)
@@ -106,7 +107,8 @@ class Evaluation:
         left = [each for each in self._sights if not each.rated]
         for each in left:
             each.foresee(self._ctx)
-        set_losses(self._ctx, left)
+        if left and (self._ctx.demand.protected or self._ctx.request.service.stated):
+            option("classes.targets").set_losses(self._ctx, left)
         set_scores(self._ctx, left, self.weights)
         return self._sights
 
@@ -210,9 +212,7 @@ class Hetlb(Policy):
         super().__init__(params, rng)
         stated = dict(params.weights)
         if params.worth:
-            from hetlb.balancer.core.policies.worth import Worth
-
-            self.worth = Worth(params.worth, params.types)
+            self.worth = option("plans").hook(params.worth, params.types)
         self._stated = tuple([stated.get(term.name, term.weight) for term in TERMS])
 
     def evaluate(self, ctx: SchedulingContext, instances: Sequence[Instance], hold: bool) -> Evaluation:

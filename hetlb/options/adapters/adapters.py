@@ -1,0 +1,130 @@
+"""LoRA adapters: those an engine is believed to have in its slots (vLLM's `max_loras`), the time to load one.
+
+A batch holds requests of at most so many adapters. One that is in no slot is loaded in place of the adapter
+that was used longest ago and runs nothing; where all slots have requests, it waits for one of them to end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
+
+from mypy_extensions import mypyc_attr
+
+from hetlb.balancer.core.instance import DEFAULT_MAX_LORAS
+from hetlb.balancer.core.types import LeaseId
+
+#: First tokens by which the time to load an adapter is known: the newest so many, and so many at least.
+_SEEN: Final = 31
+_ENOUGH: Final = 5
+#: The least time that is learnt: with none at all nothing would be learnt any more.
+_LEAST_S: Final = 1e-3
+
+
+@mypyc_attr(acyclic=True)
+class AdapterSlots:
+    """The adapters that one engine lists, and those that it is believed to have in its slots."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self.names = names
+        self.slots = DEFAULT_MAX_LORAS
+        #: Requests by adapter, of those that have some; adapters in slots, the one used last at the end.
+        self._running: dict[str, int] = {}
+        self._used: dict[str, None] = {}
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """Adapters in slots, the one used longest ago first."""
+        return tuple(self._used)
+
+    def begin(self, name: str) -> None:
+        """Note that a request goes to the engine; nothing where it is for no adapter."""
+        if name in self.names:
+            self._running[name] = self._running.get(name, 0) + 1
+            self._use(name)
+
+    def end(self, name: str) -> None:
+        """Note that a request has ended."""
+        count = self._running.get(name)
+        if count is not None:
+            if count > 1:
+                self._running[name] = count - 1
+            else:
+                del self._running[name]
+                self._trim()
+
+    def told(self, running: Iterable[str]) -> None:
+        """Take over which adapters the engine says that it runs."""
+        for name in running:
+            if name in self.names:
+                self._use(name)
+
+    def loads(self, name: str) -> bool | None:
+        """Return True if an adapter is to be loaded for its next request, False if it has a slot, or None."""
+        if name in self._used:
+            return False
+        return True if name in self.names and len(self._running) < self.slots else None
+
+    def cost_s(self, name: str, load_s: float, wait_s: float) -> float:
+        """Seconds that a request costs beyond one whose adapter is in a slot.
+
+        `load_s` also for the adapter that leaves; `wait_s` if all slots have requests.
+        """
+        if name not in self.names or name in self._used:
+            return 0.0
+        if len(self._used) < self.slots:
+            return load_s
+        return 2.0 * load_s + (wait_s if len(self._running) >= self.slots else 0.0)
+
+    def count(self) -> dict[str, int]:
+        """Return requests by adapter."""
+        return dict(self._running)
+
+    def _use(self, name: str) -> None:
+        self._used.pop(name, None)
+        self._used[name] = None
+        self._trim()
+
+    def _trim(self) -> None:
+        """Drop the least recently used that run nothing."""
+        over = len(self._used) - self.slots
+        if over > 0:
+            idle = [name for name in self._used if name not in self._running]
+            newest = next(reversed(self._used))
+            for name in idle[:over]:
+                if name != newest:
+                    del self._used[name]
+
+
+class AdapterLoadTime:
+    """Seconds in which engines load an adapter: stated at first, then as first tokens show.
+
+    By how much later than expected a first token is (at the median) where an adapter was loaded than where it
+    had a slot is the time to load it.
+    """
+
+    def __init__(self, stated_s: float) -> None:
+        self.seconds = stated_s
+        #: Leases of requests for adapters until their first token: seconds from the dispatch until it is
+        #: expected without a load, and whether the adapter is loaded.
+        self.expected: dict[LeaseId, tuple[float, bool]] = {}
+        self._loaded: deque[float] = deque(maxlen=_SEEN)
+        self._others: deque[float] = deque(maxlen=_SEEN)
+
+    def first_token(self, lease: LeaseId, took_s: float) -> None:
+        """Note that the first token of a lease came so long after its dispatch."""
+        if (expected := self.expected.pop(lease, None)) is not None:
+            self.observe(took_s - expected[0], expected[1])
+
+    def observe(self, late_s: float, loaded: bool) -> None:
+        """Note that the first token of a request for an adapter came `late_s` after it was expected."""
+        (self._loaded if loaded else self._others).append(late_s)
+        if len(self._loaded) >= _ENOUGH:
+            usual_s = _median(self._others) if len(self._others) >= _ENOUGH else 0.0
+            self.seconds = max(_LEAST_S, _median(self._loaded) - usual_s)
+
+
+def _median(values: deque[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]

@@ -1,0 +1,70 @@
+"""Client API keys: the file with their hashes and limits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hetlb.errors import ConfigError
+from hetlb.inputs.mistakes import short
+from hetlb.inputs.yaml_file import PositiveInt, convert, parse_yaml
+
+
+class LimitsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Limits of a key: requests and tokens in any 60 seconds, concurrent requests."""
+
+    requests_per_minute: PositiveInt | None = None
+    tokens_per_minute: PositiveInt | None = None
+    in_flight: PositiveInt | None = None
+
+
+class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One key of a client: `name` for the log, SHA-256 of the key in hex, its models, limits and classes.
+
+    Keys of one name share their limits. Without `models` or `classes` it may use all of them.
+    """
+
+    name: str
+    sha256: Any
+    models: tuple[str, ...] | None = None
+    limits: LimitsTable | None = None
+    classes: tuple[str, ...] | None = None
+
+    def may_use(self, model: str) -> bool:
+        """Return True if requests with this key may name a model."""
+        return self.models is None or model in self.models
+
+
+def load_api_keys(path: Path) -> tuple[Tenant, ...]:
+    """Read the client key file. Raises `ConfigError`, which never shows a value."""
+    raw = parse_yaml(path, ConfigError)
+    if not isinstance(raw, list) or not raw or not all(isinstance(entry, dict) for entry in raw):
+        raise ConfigError(f"{path}: the file: expected a list of {{name, sha256, models}}, at least one")
+    try:
+        keys = convert(raw, tuple[Tenant, ...])
+    except ConfigError as caught:
+        raise ConfigError(f"{path}: {caught}") from caught
+    seen: set[str] = set()
+    for index, key in enumerate(keys):
+        if wrong := _wrong(key, seen):
+            raise ConfigError(f"{path}: [{index}].{wrong}")
+        seen.add(key.sha256.lower())
+    return keys
+
+
+def _wrong(key: Tenant, seen: Collection[str]) -> str:
+    """Error of a key, given the hashes `seen` before it; "" if it is valid."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", key.name):
+        return f"name: expected letters, digits and . _ - (64 at most), got {short(key.name)}"
+    if not isinstance(key.sha256, str) or not re.fullmatch(r"[0-9A-Fa-f]{64}", key.sha256):
+        return "sha256: expected the 64 hex digits (in quotes) that `printf %s KEY | sha256sum` prints"
+    if key.sha256.lower() in seen:
+        return f"sha256: expected every key once, got that of {key.name} again"
+    for field, what in (("models", "model"), ("classes", "class")):
+        if getattr(key, field) == ():
+            return f"{field}: expected at least one {what}, or no such key for all"
+    return ""
