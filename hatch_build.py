@@ -62,6 +62,7 @@ COMPILED = (
     "options/event_log/eventlog.py",
     "options/kv_events/block_index.py",
     *(f"options/plans/{name}.py" for name in ("planned", "worth")),
+    "options/profiles/step_times.py",
     *(f"options/policies/{name}.py" for name in ("baselines", "views")),
     "options/message_channel.py",
     "options/remote_leases.py",
