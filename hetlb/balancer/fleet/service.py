@@ -43,7 +43,6 @@ from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
 from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
-from hetlb.balancer.telemetry.recent import Recent
 from hetlb.build import version_line
 from hetlb.errors import ConfigError, InputError
 from hetlb.extras import check_extra, option
@@ -53,6 +52,7 @@ from hetlb.logs import plain_line
 if TYPE_CHECKING:
     from hetlb.balancer.interfaces import (
         CacheReports,
+        EndedLately,
         FoundInstances,
         HostMeasurements,
         Predecessor,
@@ -219,7 +219,7 @@ class FleetService(ABC):
         """Counters of all processes."""
 
     @property
-    def recent(self) -> Recent:
+    def recent(self) -> EndedLately:
         return self.totals.recent
 
     @property
