@@ -419,7 +419,7 @@ _NAMED: Final[Mapping[str, str]] = {
 }
 _CAUSAL: Final = re.compile(r"(\w+?)(ForCausalLM|LMHeadModel)")
 #: Model types by what is left of their names in those of architectures.
-_SQUASHED: Final = {key.replace("_", "").removesuffix("text"): key for key in reversed(FAMILIES)}
+_SQUASHED: Final = {key.replace("_", "").removesuffix("text"): key for key in FAMILIES}
 
 
 def model_type_of(architecture: str) -> str | None:
