@@ -54,6 +54,8 @@ from hetlb.tools.plan.throughput import bubbles, slowed
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.study import engine_of
 
+#: Divisions of the layers over unlike machines: shares of proportion to speed, the rest to memory.
+_BLENDS = (1.0, 0.5, 0.0)
 #: Latency of a transfer inside a machine; `links.latency_s` is that between machines.
 _INSIDE_LATENCY_S = 5e-6
 #: Batches at which an estimated step of a mixture is stated.
@@ -147,7 +149,7 @@ class GroupTable:
     def _layouts(self, composition: Composition, role: Role) -> Iterator[tuple[GroupStage, ...]]:
         """Every degree of one stage, and the pipeline of the largest degree; stages in order of the machines.
 
-        Longer pipelines of smaller degrees have more bubbles. Layers are divided by speed.
+        Longer pipelines of smaller degrees have more bubbles.
         """
         cluster, cost = self.cluster, self._cost
         if sum(n for _, n in composition) > MOST_GPUS:
@@ -164,8 +166,14 @@ class GroupTable:
             ):
                 continue
             speeds = [1.0 / cost.layer_s(m, degree, role) for m in machines]
-            memory = [degree * max(0.0, cluster.machines[m].usable_bytes) for m in machines]
-            for weights in (speeds, memory) if len(set(machines)) > 1 and min(memory) else (speeds,):
+            memory = [cluster.machines[m].usable_bytes for m in machines]
+            if min(memory) <= 0.0:
+                return
+            for blend in _BLENDS if len(set(machines)) > 1 else (1.0,):
+                weights = [
+                    blend * s / sum(speeds) + (1.0 - blend) * b / sum(memory)
+                    for s, b in zip(speeds, memory, strict=True)
+                ]
                 layers = divide_layers(weights, cluster.model.layers)
                 yield tuple(
                     GroupStage(m, degree, int(share * cluster.model.layers))
