@@ -19,7 +19,6 @@ import msgspec
 import hetlb
 from hetlb.balancer.clients.client_response import ClientSide
 from hetlb.balancer.clients.prefix_keys import id_keys, session_key, text_keys, token_ids
-from hetlb.balancer.config.api_keys import Tenant
 from hetlb.balancer.config.fleet_tables import ProxyTable, Resume
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.core.prefix_index import PrefixKey
@@ -37,12 +36,11 @@ from hetlb.balancer.http.http1 import GateError, RequestHead
 from hetlb.balancer.http.openai_body import Call, read_json
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.errors import ConfigError
+from hetlb.extras import option
 
 if TYPE_CHECKING:
-    from hetlb.balancer.clients.model_names import ModelNames
-    from hetlb.balancer.clients.service_classes import ServiceClasses
-    from hetlb.balancer.core.block_index import PromptBlocks
-    from hetlb.balancer.hooks import SpanMaker
+    from hetlb.balancer.core.engine_blocks import PromptBlocks
+    from hetlb.balancer.interfaces import ClientKey, OtherNames, RequestClasses, SpanMaker
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
@@ -86,11 +84,11 @@ class Router:
         self._view = view
         self.configure(driver.table)
         #: Tenants by the SHA-256 of their keys; None lets every client in.
-        self.tenants: Mapping[bytes, Tenant] | None = None
+        self.tenants: Mapping[bytes, ClientKey] | None = None
         #: Aliases and fallbacks, None without any.
-        self.names: ModelNames | None = None
+        self.names: OtherNames | None = None
         #: Classes of the models' requests, None without any.
-        self.classes: ServiceClasses | None = None
+        self.classes: RequestClasses | None = None
         #: Ways of resuming answers by model and class; others as `proxy.resume` says.
         self.resume: Mapping[tuple[str, str], Resume] = {}
         #: Makes the attempts of requests that no option has to do with.
@@ -110,7 +108,7 @@ class Router:
         self._session_header = table.session_header.lower().encode()
         self._tenant_header = None if table.tenant_header is None else table.tenant_header.lower().encode()
 
-    def authenticate(self, head: RequestHead) -> Tenant | None:
+    def authenticate(self, head: RequestHead) -> ClientKey | None:
         """Return the tenant of a request by its key; None if none is needed. Raises `GateError` (401)."""
         tenants = self.tenants
         if tenants is None or (self._origins and head.method == b"OPTIONS"):
@@ -140,7 +138,7 @@ class Router:
         return path in ENDPOINTS or path in self._extra_paths
 
     def handle(
-        self, client: ClientSide, head: RequestHead, body: bytes, tenant: Tenant | None
+        self, client: ClientSide, head: RequestHead, body: bytes, tenant: ClientKey | None
     ) -> Exchange | bytes:
         """Return an exchange, not yet submitted, or the whole answer to it. Raises `GateError`."""
         if b"via" in head.fields and self._driver.forward_rules.came_back(head.headers):
@@ -166,9 +164,7 @@ class Router:
             raise _method_not_allowed((b"POST",))
         is_form = head.content_type.startswith(_MULTIPART)
         if is_form:
-            from hetlb.balancer.http.multipart import read_form
-
-            call = read_form(head.fields[b"content-type"], body)
+            call = self._read_form(head, body)
         elif kind is _AUDIO and head.content_type.startswith(_FORM):
             raise GateError(415, "This form is expected as multipart/form-data.")
         elif kind is _PLAIN and not body:
@@ -181,8 +177,17 @@ class Router:
                 call.body = self.names.rename(call, model)
         return self._exchange(client, head, kind, call, tenant)
 
+    @staticmethod
+    def _read_form(head: RequestHead, body: bytes) -> Call:
+        """Return the call in a form. Raises `GateError`."""
+        try:
+            read: Call = hook("forms", head.fields[b"content-type"], body)
+        except ConfigError as error:
+            raise GateError(415, "This installation reads no forms.") from error
+        return read
+
     def _session(
-        self, client: ClientSide, head: RequestHead, body: bytes, tenant: Tenant | None
+        self, client: ClientSide, head: RequestHead, body: bytes, tenant: ClientKey | None
     ) -> Exchange | bytes:
         """Return the session that an upgrade to WebSocket asks for. Raises `GateError`."""
         if head.method != b"GET":
@@ -203,7 +208,7 @@ class Router:
             exchange.outgoing.head = handshake.with_model(call.model)
         return exchange
 
-    def _resolve(self, names: ModelNames, call: Call, tenant: Tenant | None) -> str:
+    def _resolve(self, names: OtherNames, call: Call, tenant: ClientKey | None) -> str:
         """Set the model that serves a request in place of the one it asks for. Raises `GateError` (403)."""
         asked = call.asked = call.model or ""
         model = call.model = names.served(asked, self._driver.scheduling.available)
@@ -214,7 +219,7 @@ class Router:
         return model
 
     def _exchange(
-        self, client: ClientSide, head: RequestHead, kind: Kind, call: Call, tenant: Tenant | None
+        self, client: ClientSide, head: RequestHead, kind: Kind, call: Call, tenant: ClientKey | None
     ) -> Exchange:
         driver, scheduling = self._driver, self._driver.scheduling
         owner = None if tenant is None else tenant.name
@@ -299,8 +304,7 @@ class Router:
         keys = id_keys(ids, model, call.cache_salt, owner) if ids else text_keys(call, model, owner)
         blocks: PromptBlocks | None = None
         if ids and call.prompts == 1 and (block_tokens := self._driver.scheduling.block_tokens):
-            from hetlb.balancer.core.block_index import block_digests
-
+            block_digests = option("kv_events.block_index").block_digests
             salt = () if call.cache_salt is None else (call.cache_salt,)
             # The last token of a prompt is always computed.
             blocks = block_tokens, block_digests(ids[0][:-1], block_tokens, salt)
@@ -337,7 +341,7 @@ class Router:
     # --- answers of hetlb's own ---
 
     def refused(
-        self, head: RequestHead, tenant: Tenant | None, answer: Answer, since: float, peer: str
+        self, head: RequestHead, tenant: ClientKey | None, answer: Answer, since: float, peer: str
     ) -> str:
         """Count and log a request of `peer` that came in at `since` and did not pass. Its `x-request-id`."""
         driver = self._driver
@@ -352,7 +356,7 @@ class Router:
         driver.refused(answer.outcome, answer.status, record)
         return label
 
-    def _own(self, head: RequestHead, tenant: Tenant | None) -> bytes:
+    def _own(self, head: RequestHead, tenant: ClientKey | None) -> bytes:
         path, status, body = head.path, 200, b""
         methods = (*_READS, b"POST") if path == "/ping" else _READS
         if path in _OPEN_PATHS:
@@ -376,7 +380,7 @@ class Router:
             status, body, close=not head.keep_alive, head_only=head.method == b"HEAD"
         )
 
-    def _models(self, tenant: Tenant | None) -> list[dict[str, Any]]:
+    def _models(self, tenant: ClientKey | None) -> list[dict[str, Any]]:
         """Return the models that a client may use."""
         models = self._view.models()
         if self.names is not None:
@@ -387,14 +391,14 @@ class Router:
         return models if tenant is None else [entry for entry in models if tenant.may_use(entry["id"])]
 
     def _with_class(
-        self, classes: ServiceClasses, entry: dict[str, Any], allowed: Sequence[str] | None
+        self, classes: RequestClasses, entry: dict[str, Any], allowed: Sequence[str] | None
     ) -> dict[str, Any]:
         """Return the entry of a model with its background class, if it has one."""
         model = entry["id"] if self.names is None else self.names.aliases.get(entry["id"], entry["id"])
         name = classes.background(model, allowed)
         return entry if name is None else {**entry, "background_class": name}
 
-    def _model(self, name: str, tenant: Tenant | None) -> dict[str, Any]:
+    def _model(self, name: str, tenant: ClientKey | None) -> dict[str, Any]:
         for entry in self._models(tenant):
             if entry.get("id") == name:
                 return entry

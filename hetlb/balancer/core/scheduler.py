@@ -49,7 +49,7 @@ from hetlb.balancer.core.types import (
 from hetlb.extras import option
 
 if TYPE_CHECKING:
-    from hetlb.balancer.core.block_index import KvEventBatch
+    from hetlb.balancer.core.engine_blocks import BlockEvents
 
 #: Time between ticks while something waits for time to pass (queue limits, ejections).
 TICK_S: Final = 0.25
@@ -178,7 +178,8 @@ class Scheduler:
     def drop(self, lease: Lease, now: float) -> Instance:
         """Give back what a lease booked."""
         self._retries.leases.discard(lease.id)
-        self.placement.adapter_load.expected.pop(lease.id, None)
+        if self.placement.adapter_load is not None:
+            self.placement.adapter_load.expected.pop(lease.id, None)
         return self.ledger.drop(lease, now)
 
     def on_first_token(self, lease: Lease, now: float) -> list[Command]:
@@ -196,7 +197,7 @@ class Scheduler:
         if self.ledger.journals:
             self.ledger.begun(lease)
         adapter_load = self.placement.adapter_load
-        if adapter_load.expected:
+        if adapter_load is not None:
             adapter_load.first_token(lease.id, now - lease.dispatched_at)
         if instance.speed.stood_at < lease.dispatched_at:
             instance.peak_ewma.observe(now - lease.dispatched_at, now)
@@ -232,7 +233,7 @@ class Scheduler:
         request, retries, adapter_load = lease.request, self._retries, self.placement.adapter_load
         if retries.leases:
             retries.leases.discard(lease.id)
-        if adapter_load.expected:
+        if adapter_load is not None:
             adapter_load.expected.pop(lease.id, None)
         instance = self.ledger.drop(lease, now, outcome)
         lease.outcome, lease.ended_at = outcome, now
@@ -598,15 +599,13 @@ class Scheduler:
         woken = slept and not instance.asleep
         return self.backlog.flush(now) if woken or instance.finished_sequences > finished else []
 
-    def on_kv_events(self, name: str, batch: KvEventBatch, now: float) -> list[Command]:
+    def on_kv_events(self, name: str, batch: BlockEvents, now: float) -> list[Command]:
         """Take in an engine's report of what came into its prefix cache and what left it."""
         instance = self.fleet.instances.get(name)
         if instance is None:
             return []
         if instance.blocks is None:
-            from hetlb.balancer.core.block_index import BlockIndex
-
-            instance.blocks = BlockIndex()
+            instance.blocks = option("kv_events.block_index").BlockIndex()
             self.fleet.publishers.append(instance)
         blocks, tree = instance.blocks, instance.tree
         before = blocks.stored_tokens

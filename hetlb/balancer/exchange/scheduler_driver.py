@@ -46,9 +46,8 @@ from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.request_record import RequestRecord
 
 if TYPE_CHECKING:
-    from hetlb.balancer.config.api_keys import LimitsTable
-    from hetlb.balancer.core.block_index import KvEventBatch
-    from hetlb.balancer.hooks import KeyLimiter, KeyLimits, KeyTicket, SharedBookings
+    from hetlb.balancer.core.engine_blocks import BlockEvents
+    from hetlb.balancer.interfaces import KeyLimiter, KeyLimits, KeyTicket, SharedBookings
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -112,10 +111,10 @@ class SchedulerDriver(SchedulerSide):
 
     # --- limits of keys ---
 
-    def limit(self, limits: Mapping[str, LimitsTable]) -> None:
+    def limit(self, limits: Mapping[str, object]) -> None:
         """Limits of keys that hold from now on, by the name of the key."""
         if limits and self._limiters is None:
-            self._limiters = hook("key_limits")
+            self._limiters = hook("api_keys.limits")
         if self._limiters is not None:
             self._limiters.configure(limits)
 
@@ -244,7 +243,7 @@ class SchedulerDriver(SchedulerSide):
         if instance is not None and instance.asleep is not slept:
             self.carrier.view_changed()
 
-    def kv_events(self, name: str, batch: KvEventBatch) -> None:
+    def kv_events(self, name: str, batch: BlockEvents) -> None:
         known = self.block_tokens
         self.carry_out(self.scheduler.on_kv_events(name, batch, self.carrier.now()))
         if self.block_tokens != known:
