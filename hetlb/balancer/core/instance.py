@@ -6,6 +6,7 @@ The ledger holds integers only and is the sum over the live leases at every mome
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from hetlb.balancer.core.account import LEAST_SILENCE_S, STANDS_S, UNKNOWN_SILENCE_S, Account
@@ -69,6 +70,11 @@ def tokens_of(request: Request) -> int:
     return (request.longest_prompt_tokens or request.prompt_tokens) + output
 
 
+def _read_by(lease: Lease) -> float:
+    """Return the time at which the prompts of a whole answer are taken to have been read."""
+    return lease.dispatched_at + lease.forecast_first_s
+
+
 class ChangeCounter:
     """Number of changes to the parameters of a fleet's instances."""
 
@@ -84,16 +90,16 @@ class Instance:
     """One incarnation of one vLLM server."""
 
     __slots__ = (
-        "_assumed_ns", "_assumed_tokens", "_first_tokens", "_loads", "_occupancy", "_waiting_seen",
-        "account", "adapters", "admin", "asleep", "began", "blocks", "capacity", "changes", "engine",
-        "engines", "errors", "explored", "finished_kv_tokens", "finished_sequences", "groups",
-        "health", "held_tokens", "in_flight", "incarnation", "incoming", "kv_cache_tokens",
-        "kv_excess_tokens", "kv_need", "kv_prompt_tokens", "kv_tokens", "latency", "leases", "leaves_at",
-        "longest_request_tokens", "max_num_seqs", "name", "nominal", "parameters",
-        "parameters_version", "peak_ewma", "pending_prompt_tokens", "profiled", "promised_tokens",
-        "prompt_tokens", "removed", "sample", "sample_at", "sequences", "served", "slots_learnt_at",
-        "slots_step", "spec", "speed", "stated_sequences", "throttle", "token_budget", "tree",
-        "unread_sequences", "work_ns",
+        "_assumed_ns", "_assumed_tokens", "_first_tokens", "_loads", "_occupancy", "_reading",
+        "_waiting_seen", "account", "adapters", "admin", "asleep", "began", "blocks", "capacity",
+        "changes", "engine", "engines", "errors", "explored", "finished_kv_tokens",
+        "finished_sequences", "groups", "health", "held_tokens", "in_flight", "incarnation",
+        "incoming", "kv_cache_tokens", "kv_excess_tokens", "kv_need", "kv_prompt_tokens",
+        "kv_tokens", "latency", "leases", "leaves_at", "longest_request_tokens", "max_num_seqs",
+        "name", "nominal", "parameters", "parameters_version", "peak_ewma", "pending_prompt_tokens",
+        "profiled", "promised_tokens", "prompt_tokens", "removed", "sample", "sample_at",
+        "sequences", "served", "slots_learnt_at", "slots_step", "spec", "speed", "stated_sequences",
+        "throttle", "token_budget", "tree", "unread_sequences", "work_ns",
     )  # fmt: skip
 
     def __init__(
@@ -176,6 +182,8 @@ class Instance:
         self.promised_tokens = 0
         self.prompt_tokens = 0
         self.pending_prompt_tokens = 0
+        #: Leases of whole answers, the oldest first: no byte shows when their prompts have been read.
+        self._reading: deque[Lease] = deque()
         self.in_flight = 0
         self.sequences = 0
         #: Those of requests with targets.
@@ -227,6 +235,12 @@ class Instance:
         if occupancy is None:
             occupancy = self._occupancy = Occupancy(self)
         return occupancy
+
+    def seen(self, now: float) -> Occupancy:
+        """Return the ledger as scoring reads it at a time."""
+        if self._reading and _read_by(self._reading[0]) <= now:
+            self._elapsed(now)
+        return self.occupancy
 
     @property
     def kv_utilization(self) -> float:
@@ -355,6 +369,8 @@ class Instance:
             self.stated_sequences += lease.request.sequences
         if lease.request.streamed:
             self.unread_sequences += lease.request.sequences
+        elif lease.request.generates:
+            self._reading.append(lease)
         if lease.request.sequences > 1:
             self.groups[lease.id] = lease
         tree = self.tree
@@ -376,6 +392,8 @@ class Instance:
         del self.incoming[lease.id]
         lease.incoming = False
         lease.dispatched_at = now
+        if not lease.request.streamed:
+            self._reading.append(lease)
         if self.unfinished_sequences - len(self.incoming) <= self.max_num_seqs:
             lease.mark = self.speed.mark()
 
@@ -395,16 +413,23 @@ class Instance:
         speed = self.speed
         if now > speed.last:
             self._elapsed(now)
-        speed.prefilled(lease.request.sequences, lease.unread_tokens, now, self.latency.step_s(1.0, 0.0))
+        self._read(lease, now)
         if not self.explored:
             self._first_tokens += lease.request.sequences
             self.explored = self.explored_sequences(now) >= self.max_num_seqs
         lease.first_token_at = now
         lease.first_mark = speed.mark()
-        self._occupancy = None
-        self.pending_prompt_tokens -= lease.unread_tokens
         if lease.request.streamed:
             self.unread_sequences -= lease.request.sequences
+
+    def _read(self, lease: Lease, now: float) -> None:
+        """Note once that its prompts have been read."""
+        if lease.unread_tokens:
+            least_s = self.latency.step_s(1.0, 0.0)
+            self.speed.prefilled(lease.request.sequences, lease.unread_tokens, now, least_s)
+            self.pending_prompt_tokens -= lease.unread_tokens
+            lease.unread_tokens = 0
+        self._occupancy = None
 
     def release(self, lease: Lease, now: float) -> None:
         """Give back exactly what the lease booked, once."""
@@ -428,6 +453,9 @@ class Instance:
             self.pending_prompt_tokens -= lease.unread_tokens
             if lease.request.streamed:
                 self.unread_sequences -= lease.request.sequences
+        reading = self._reading
+        while reading and (reading[0].ended or reading[0].first_token_at is not None):
+            reading.popleft()
         self.in_flight -= 1
         self.sequences -= lease.request.sequences
         if lease.request.service.stated:
@@ -466,7 +494,8 @@ class Instance:
     def _elapsed(self, now: float) -> None:
         """Tell the speed tracker what decoded until now, every answer half-grown.
 
-        Of answers that are no streams it is not known when they begin: they count as decoding.
+        Of whole answers it is not known when they begin: they count as decoding, and their prompts are read
+        when their forecast says so.
         """
         running, unread = self.unfinished_sequences, self.unread_sequences
         tokens = (self.promised_tokens + self.prompt_tokens) / 2 - self.finished_kv_tokens
@@ -477,6 +506,11 @@ class Instance:
                 tokens -= (lease.promised_tokens + lease.prompt_tokens) / 2
         decoding = max(0, min(running - unread, self.max_num_seqs))
         self.speed.elapsed(decoding, tokens * decoding / running if running else 0.0, now)
+        reading = self._reading
+        while reading and _read_by(reading[0]) <= now:
+            lease = reading.popleft()
+            if not lease.ended and not lease.incoming and lease.first_token_at is None:
+                self._read(lease, now)
 
     def assume(self, *, work_s: float | None = None, kv_utilization: float | None = None) -> None:
         """Set a state without leases, for explanations only."""
