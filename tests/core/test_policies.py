@@ -8,12 +8,12 @@ from helpers import FAST, dispatched, make_scheduler, request, spec
 
 from hetlb.balancer.core.demand import Demand
 from hetlb.balancer.core.policies.base import COMBINE_FORMS, PlannedType, PolicyParams
-from hetlb.balancer.core.policies.baselines import PrefixMatch, kv_used_tokens
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.policies.sight import SchedulingContext
 from hetlb.balancer.core.predictor import OraclePredictor, make_predictor
 from hetlb.balancer.core.speed import PeakEwma
 from hetlb.balancer.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome, Request
+from hetlb.options.policies.baselines import PrefixMatch, kv_used_tokens
 
 COMBINE_BY_HAND = {
     "power": lambda t, u, theta: t * theta**u,

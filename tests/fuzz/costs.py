@@ -25,10 +25,7 @@ from proxy.memory import End, Proxy
 from yaml import YAMLError
 
 from hetlb import turns
-from hetlb.balancer.clients.model_names import ModelNames
 from hetlb.balancer.config.fleet_tables import SharedTable
-from hetlb.balancer.config.mistakes import mistakes_in
-from hetlb.balancer.config.yaml_file import _Builder
 from hetlb.balancer.core import engine_metrics
 from hetlb.balancer.core.health import HealthTracker
 from hetlb.balancer.core.throttle import Throttle
@@ -36,8 +33,11 @@ from hetlb.balancer.core.types import Health
 from hetlb.balancer.http import openai_body as bodies
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import GateError
+from hetlb.inputs.mistakes import mistakes_in
+from hetlb.inputs.yaml_file import _Builder
 from hetlb.options.instance_files.file_source import InstanceFile
 from hetlb.options.kv_events.kv_events import read_batch
+from hetlb.options.model_names.model_names import ModelNames
 from hetlb.options.shared_view.sharing import Sharing
 from hetlb.options.tunnel.websocket import accept_of
 from hetlb.tools.stage import stage_messages

@@ -36,15 +36,16 @@ from stage.toy import make_folder, make_worker
 
 from hetlb.balancer.config.api_keys import load_api_keys
 from hetlb.balancer.config.fleet import load_fleet
-from hetlb.balancer.config.profile_file import load_profile
 from hetlb.balancer.core import engine_metrics
-from hetlb.balancer.core.block_index import BlocksCleared, BlocksStored
 from hetlb.balancer.exchange.engine_request import EngineRequest
-from hetlb.balancer.http import http1, multipart, sse, text_shape, transfer_fields
+from hetlb.balancer.http import http1, sse, text_shape, transfer_fields
 from hetlb.balancer.http import openai_body as bodies
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.errors import InputError
+from hetlb.options.forms import multipart
+from hetlb.options.kv_events.block_index import BlocksCleared, BlocksStored
 from hetlb.options.kv_events.kv_events import PART_BLOCKS, read_batch
+from hetlb.options.profiles.profile_file import load_profile
 from hetlb.options.remote_leases import RemoteLeases
 from hetlb.options.resume.continuation import Continuation
 from hetlb.options.resume.progress import Kept

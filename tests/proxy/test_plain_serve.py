@@ -32,24 +32,22 @@ ROOMS = {
     "errors",
     "extras",
     "files",
+    "inputs",
     "served_models",
     "turns",
 }
 OF_CLI = {"hetlb.cli", "hetlb.cli.flags", "hetlb.cli.main", "hetlb.cli.serve"}
 #: Options that are still imported at the start: what a process needs while another takes its place.
 OF_OPTIONS = {"hetlb.options", "hetlb.options.lease_wire", "hetlb.options.message_channel"}
+OF_OPTIONS |= {f"hetlb.options.admin.{name}" for name in ("admin", "beliefs", "causes")}
+OF_OPTIONS |= {"hetlb.options.admin", "hetlb.options.admin.fleet_status", "hetlb.options.admin.prometheus"}
 OF_OPTIONS |= {"hetlb.options.takeover", "hetlb.options.takeover.offer"}
 #: Modules that only some fleets, requests or readers of a page need.
 ON_DEMAND = {
-    "clients": ("model_names", "service_classes"),
-    "config": ("profile_file",),
-    "core": ("eventlog",),
-    "core.policies": ("baselines", "worth"),
     "fleet": ("members", "source"),
-    "http": ("multipart",),
 }
 #: Lines of all modules that a plain `serve` may import.
-MOST_LINES = 23_770
+MOST_LINES = 23_670
 
 
 async def a_plain_serve(folder: Path) -> set[str]:

@@ -14,13 +14,13 @@ from urllib.parse import urlsplit
 import msgspec
 
 from hetlb.balancer.config.fleet_tables import InstanceTable
-from hetlb.balancer.config.urls import Origin, origin
-from hetlb.balancer.config.yaml_file import convert
 from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.fleet.roster import AT_ONCE, REGISTRATION, Roster
 from hetlb.balancer.fleet.source import Found
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import ConfigError, InputError
+from hetlb.inputs.urls import Origin, origin
+from hetlb.inputs.yaml_file import convert
 from hetlb.turns import turns
 
 logger = logging.getLogger("hetlb.discovery")

@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 from hetlb.addresses import allowed_address, is_special
 from hetlb.balancer.clients.access import Access, EngineAccess
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.config.urls import Origin, origin
 from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
@@ -30,12 +29,13 @@ from hetlb.balancer.engines.scrape import EngineWatch
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import ConfigError
+from hetlb.inputs.urls import Origin, origin
 from hetlb.turns import Share
 
 if TYPE_CHECKING:
-    from hetlb.balancer.config.profile_file import Profile
     from hetlb.balancer.fleet.members import Members
     from hetlb.balancer.fleet.source import Found
+    from hetlb.balancer.interfaces import EngineProfile
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -70,7 +70,7 @@ class Roster:
         self.registered: dict[str, str | None] = {}
         #: Source of each instance that stands in no file; "" until one gives it that an earlier process had.
         self.source_of: dict[str, str] = {}
-        self._profiles: dict[Path, Profile] = {}
+        self._profiles: dict[Path, EngineProfile] = {}
         #: Names of the instances by their addresses.
         self._at: dict[Origin, str] = {origin(spec.url): spec.name for spec in fleet.instances if spec.url}
         #: Called before the scheduler knows a new instance, and before it forgets one.

@@ -8,7 +8,6 @@ import pytest
 from helpers import make_scheduler, request, spec
 from msgspec.structs import replace
 
-from hetlb.balancer.config.urls import Origin, origin
 from hetlb.balancer.core import fleet_state
 from hetlb.balancer.core.ready import ReadyInstances
 from hetlb.balancer.core.types import (
@@ -22,6 +21,7 @@ from hetlb.balancer.core.types import (
 )
 from hetlb.balancer.fleet.members import AT_ONCE, LEAVES_AT, Members
 from hetlb.balancer.fleet.source import Found
+from hetlb.inputs.urls import Origin, origin
 
 
 class CountingRoster:
