@@ -42,6 +42,8 @@ for name in sys.argv[2:]:
 MODEL = {"name": "m", "instances": [{"name": "a", "url": "http://127.0.0.1:1"}]}
 #: A table of the fleet file that asks for an option.
 ASKS = {
+    "api_keys": {"proxy": {"api_keys_file": "keys"}},
+    "certificates": {"listen": {"tls": {"cert": "cert.pem", "key": "key.pem"}}},
     "classes": {"models": [{**MODEL, "classes": {"a": {}}}]},
     "dns": {"discovery": {"dns": [{"name": "engines.invalid", "port": 1, "model": "m"}]}},
     "instance_files": {"discovery": {"files": ["others"]}},

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from hetlb.balancer.config.api_keys import LimitsTable
 from hetlb.balancer.config.fleet_tables import KvEventsTable
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import LatencyModel
@@ -22,8 +21,22 @@ from hetlb.balancer.http.openai_body import Call
 from hetlb.balancer.telemetry.request_record import RequestRecord
 
 
+class ClientKey(Protocol):
+    """One key of a client, with its models and classes, None for all (`api_keys`)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def models(self) -> tuple[str, ...] | None: ...
+    @property
+    def classes(self) -> tuple[str, ...] | None: ...
+    @property
+    def limits(self) -> object | None: ...
+    def may_use(self, model: str) -> bool: ...
+
+
 class KeyTicket(Protocol):
-    """Reservation of a request against the limits of its key (`key_limits`)."""
+    """Reservation of a request against the limits of its key (`api_keys.limits`)."""
 
     def used(self, prompt_tokens: int, output_tokens: int, now: float) -> None: ...
     def ended(self, prompt_tokens: int, output_tokens: int, now: float) -> None: ...
@@ -31,16 +44,16 @@ class KeyTicket(Protocol):
 
 
 class KeyLimiter(Protocol):
-    """Limits of one key (`key_limits`)."""
+    """Limits of one key (`api_keys.limits`)."""
 
     def admit(self, prompt_tokens: int, max_tokens: int, now: float) -> KeyTicket: ...
     def adopt(self, now: float) -> KeyTicket: ...
 
 
 class KeyLimits(Protocol):
-    """Limits of all keys, by name (`key_limits`)."""
+    """Limits of all keys, by name (`api_keys.limits`)."""
 
-    def configure(self, limits: Mapping[str, LimitsTable]) -> None: ...
+    def configure(self, limits: Mapping[str, object]) -> None: ...
     def of(self, name: str) -> KeyLimiter | None: ...
 
 
@@ -131,6 +144,24 @@ class SchedulerLog(Protocol):
     lost: int
 
     def scheduler(self, setup: SchedulerSetup) -> Scheduler: ...
+    def close(self) -> None: ...
+
+
+class FoundInstances(Protocol):
+    """Sources of instances that stand in no file, while they run (`source`)."""
+
+    async def start(self, most_s: float) -> None: ...
+    async def close(self) -> None: ...
+
+
+class FleetMembers(Protocol):
+    """Instances of the roster that stand in no file, by their sources (`members`)."""
+
+    def found(self, source: str, servers: Sequence[Any]) -> None: ...
+    async def register(self, table: Mapping[str, Any]) -> bool: ...
+    async def settled(self) -> None: ...
+    def refresh(self) -> None: ...
+    def gone(self, name: str) -> None: ...
     def close(self) -> None: ...
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urljoin, urlsplit
 
 from rich.console import Console
@@ -21,13 +21,13 @@ from hetlb.balancer.config.fleet import Fleet, fleet_from_urls, load_fleet
 from hetlb.balancer.core.engine_tables import VLLM
 from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.fleet.service import require_urls
-from hetlb.balancer.fleet.source import Found, Source, configured
 from hetlb.cli.doctor_local import ANY_HOSTS, closed_ports, is_own_address, running_instances
 from hetlb.cli.engine_facts import EngineFacts, ask_engines
 from hetlb.cli.flags import add_json, declare, print_document
 from hetlb.cli.profile_doubts import other_gpu, other_model, short_name
 from hetlb.errors import ConfigError, ConfigErrors, InputError, reason_of
 from hetlb.options.profiles.profile_file import Profile, profiles_of
+from hetlb.options.source import Found, Source, configured
 
 #: Older vLLM has other metrics and flags; its answers pass, its figures may not.
 OLDEST: Final = (0, 8)
@@ -128,7 +128,8 @@ async def _of_source(source: Source, fleet: Fleet) -> tuple[Check, list[Instance
     """Return the check of a source of instances, and those that it knows."""
     first: asyncio.Future[Sequence[Found]] = asyncio.get_running_loop().create_future()
     task = asyncio.ensure_future(source.run(lambda found: None if first.done() else first.set_result(found)))
-    await asyncio.wait([first, task], timeout=_SOURCE_S, return_when=asyncio.FIRST_COMPLETED)
+    both: list[asyncio.Future[Any]] = [first, task]
+    await asyncio.wait(both, timeout=_SOURCE_S, return_when=asyncio.FIRST_COMPLETED)
     told = first.result() if first.done() else ()
     trouble = "" if told else "no servers"
     if not first.done():

@@ -485,3 +485,17 @@ def test_planned_leaves_what_is_not_planned_to_hetlb() -> None:
     for policy in ("planned", "hetlb"):
         scheduler = make_scheduler(fleet, policy, params=PLAN)
         assert dispatched(scheduler.on_arrival(request(1), 0.0)).instance == "x"
+
+
+def test_the_end_of_a_burst_weighs_by_its_requests() -> None:
+    scheduler = make_scheduler([spec("fast", kv=100_000), spec("slow", kv=100_000, slower=4.0)], "hetlb")
+
+    def weight() -> float:
+        return (scheduler.placement.explain(request(99), 50.0, 0.0)[0][0].weights or {})["finish_s"]
+
+    assert weight() == pytest.approx(0.2)
+    leases = [dispatched(scheduler.on_arrival(request(i), 0.0)) for i in range(9)]
+    assert weight() == pytest.approx(2.0)
+    for lease in leases:
+        scheduler.on_lease_ended(lease, Outcome.OK, 1.0)
+    assert weight() == pytest.approx(0.2)

@@ -36,7 +36,7 @@ def stays(scheduler: Scheduler, number: int, now: float) -> list[str]:
             inside.pop()
         if event != "call" or inside or not name.startswith("hetlb."):
             return
-        if name.startswith("hetlb.balancer.core.policies.") and frame.f_code.co_name in _POLICY:
+        if name.startswith(("hetlb.balancer.core.policies.", "hetlb.options.")) and frame.f_code.co_name in _POLICY:
             inside.append(frame)
         if not visited or visited[-1] != name:
             visited.append(name)

@@ -35,7 +35,6 @@ from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.types import Capacity, Connector, InstanceSpec, KvLink, Role
 from hetlb.balancer.hooks import hook
 from hetlb.errors import ConfigError
-from hetlb.inputs.gone import RESUME_BY_TEXT, gone_value
 from hetlb.inputs.mistakes import Mistakes, did_you_mean, listed, one_of, short
 from hetlb.inputs.urls import Origin, bracketed, check_base, check_publisher, check_url, origin
 from hetlb.inputs.yaml_file import load_yaml, with_lines
@@ -221,6 +220,8 @@ def _resume_mistakes(model: ModelTable, key: str) -> Iterator[str]:
     stated |= {f"{key}.classes.{name}.resume": each.resume for name, each in model.classes.items()}
     for where, how in stated.items():
         if how is True:
+            from hetlb.inputs.gone import RESUME_BY_TEXT
+
             yield f"{where}: {RESUME_BY_TEXT}"
 
 
@@ -280,6 +281,8 @@ def _role_mistakes(model: ModelTable, key: str) -> Iterator[str]:
 def check_policy(table: PolicyTable, where: str) -> None:
     """Raise `ConfigError` unless policy, combine form and predictor are names that exist."""
     if table.name not in POLICIES:
+        from hetlb.inputs.gone import gone_value
+
         went = gone_value("policy.name", table.name)
         raise ConfigError(where + (went or f"policy.name: {one_of(table.name, tuple(POLICIES))}"))
     try:
@@ -377,6 +380,8 @@ def _mistakes_across(file: FleetFile, base: Path) -> Iterator[str]:
                 f"message, got {short(header)}"
             )
     if file.proxy.resume is True:
+        from hetlb.inputs.gone import RESUME_BY_TEXT
+
         yield f"proxy.resume: {RESUME_BY_TEXT}"
     if not file.models and file.discovery is None:
         yield "models: expected at least one model, got none"

@@ -10,11 +10,12 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+from hetlb.balancer.core.class_targets import ProtectedClass
 from hetlb.balancer.core.instance import Instance, Parameters
 from hetlb.balancer.core.latency import ideal_batch
 from hetlb.balancer.core.objective import ServiceClass
-from hetlb.balancer.core.protected import Protected
 from hetlb.balancer.core.types import Request
+from hetlb.extras import option
 
 #: Weight of a prompt token against one output token.
 PROMPT_WEIGHT: Final = 0.15
@@ -194,31 +195,33 @@ class Mix:
 class Demand:
     """Demand for one model: the mean request, and whether and how fast requests keep arriving."""
 
-    __slots__ = ("_arriving", "_newest_at", "_ticks", "arrivals", "mix", "protected")
+    __slots__ = ("_arriving", "_newest_at", "_ticks", "arrivals", "burst", "mix", "protected")
 
     def __init__(self) -> None:
         #: Times of the newest ticks with arrivals since the fleet was idle, seconds.
         self._ticks: list[float] = []
         #: Requests that came so far.
         self.arrivals = 0
+        #: Requests that came since the fleet was idle.
+        self.burst = 0
         self.mix = Mix()
         #: Classes with targets, the tightest first.
-        self.protected: list[Protected] = []
+        self.protected: list[ProtectedClass] = []
         #: Requests per second at the newest one, and when it came.
         self._arriving = self._newest_at = 0.0
 
-    def of_class(self, service: ServiceClass) -> Protected:
+    def of_class(self, service: ServiceClass) -> ProtectedClass:
         """Return what is known of the requests of a class with targets."""
         for each in self.protected:
             if each.name == service.name:
                 return each
-        found = Protected(service)
+        found: ProtectedClass = option("classes.protected").Protected(service)
         self.protected.append(found)
-        self.protected.sort(key=Protected.tightness)
+        self.protected.sort(key=lambda each: each.tightness())
         return found
 
     @property
-    def tightest(self) -> Protected | None:
+    def tightest(self) -> ProtectedClass | None:
         """Return the tightest class whose targets can be met, None if there is none."""
         for each in self.protected:
             if not each.hopeless:
@@ -228,6 +231,7 @@ class Demand:
     def arrived(self, now: float, idle: bool) -> None:
         """Record an arrival. `idle`: no instance had a request, so those before are no part of a stream."""
         self.arrivals += 1
+        self.burst = 1 if idle else self.burst + 1
         self._arriving = self.rate(now) + 1.0 / MEMORY_S
         self._newest_at = now
         tick_s, ticks = int(now / _TICK_S) * _TICK_S, self._ticks

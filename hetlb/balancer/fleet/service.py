@@ -50,9 +50,9 @@ from hetlb.extras import check_extra, option
 from hetlb.inputs.urls import bracketed
 
 if TYPE_CHECKING:
-    from hetlb.balancer.fleet.source import Source, Sources
     from hetlb.balancer.interfaces import (
         CacheReports,
+        FoundInstances,
         HostMeasurements,
         Predecessor,
         SchedulerLog,
@@ -130,7 +130,7 @@ class FleetService(ABC):
         #: Reads engines' own KV events, None while none publishes any.
         self._kv_events: CacheReports | None = None
         self.roster.on_gone = lambda name: self._follow(name, None)
-        self._sources: Sources | None = None
+        self._sources: FoundInstances | None = None
         self._reloading = asyncio.Lock()
         #: Reason for which the fleet file was not taken over when it was read last, "" if it was.
         self.reload_refused = ""
@@ -152,10 +152,8 @@ class FleetService(ABC):
         if self.fleet.file.watch and self.fleet.path is not None:
             self._do(self._watch_files())
         if sources := self._discovery_sources():
-            from hetlb.balancer.fleet.source import Sources
-
-            self._sources = Sources(sources, self.roster.members.found)
-            await self._sources.start(most_s)
+            self._sources = found = hook("source", sources, self.roster.members.found)
+            await found.start(most_s)
             await self.roster.members.settled()
         await self.watch.start(self.fleet.profiles, most_s)
 
@@ -169,14 +167,13 @@ class FleetService(ABC):
         if self._host_times.wanted(instance):
             self._do(self._host_times.measure(instance))
 
-    def _discovery_sources(self) -> list[Source]:
+    def _discovery_sources(self) -> list[object]:
         """Return sources of instances that stand in no file of the fleet. Raises `ConfigError`."""
         fleet, table = self.fleet, self.fleet.file.discovery
         if table is None:
             return []
-        from hetlb.balancer.fleet.source import configured
-
-        return configured(fleet, table)
+        found: list[object] = option("source").configured(fleet, table)
+        return found
 
     async def _watch_files(self) -> None:
         table = self.fleet.file.discovery

@@ -354,7 +354,7 @@ class _AdminApi:
 
     async def _register(self, request: web.Request) -> web.Response:
         self._check_registration()
-        new = await self._control.roster.register(await _body(request))
+        new = await self._control.roster.members.register(await _body(request))
         await self._control.settled()
         return _reply(self.fleet(), 201 if new else 200)
 

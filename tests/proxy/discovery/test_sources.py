@@ -17,9 +17,9 @@ from proxy.upstreams import plain
 
 from hetlb.balancer.config.discovery import parse_selector, select_profile
 from hetlb.balancer.config.fleet import fleet_from_urls
-from hetlb.balancer.fleet.source import Found
 from hetlb.errors import ConfigError
 from hetlb.options.instance_files import file_source as files
+from hetlb.options.source import Found
 
 PROFILE: dict[str, Any] = {
     "version": 1,

@@ -36,7 +36,6 @@ from hetlb.balancer.core.policies.sight import (
     SchedulingContext,
     Sight,
 )
-from hetlb.balancer.core.policies.targets import keep_free, set_losses
 from hetlb.balancer.core.throttle import BLOCKED, NORMAL
 from hetlb.balancer.core.types import Candidate
 from hetlb.extras import option
@@ -89,9 +88,10 @@ class Evaluation:
             for each in sights:
                 each.done_s = fastest.long_s + todo / each.faster if each.faster > 0.0 else math.inf
         if protected or ctx.request.service.stated:
-            set_losses(ctx, needed)
-            full = keep_free(ctx, sights) or full
-        self.weights = weights_of(ctx.request.service, stated)
+            targets = option("classes.targets")
+            targets.set_losses(ctx, needed)
+            full = targets.keep_free(ctx, sights) or full
+        self.weights = weights_of(ctx, stated)
         set_scores(ctx, needed, self.weights)
         if hold and full:
             self._hold(todo)
@@ -102,7 +102,8 @@ class Evaluation:
         left = [each for each in self._sights if not each.rated]
         for each in left:
             each.foresee(self._ctx)
-        set_losses(self._ctx, left)
+        if left and (self._ctx.demand.protected or self._ctx.request.service.stated):
+            option("classes.targets").set_losses(self._ctx, left)
         set_scores(self._ctx, left, self.weights)
         return self._sights
 
