@@ -58,6 +58,7 @@ COMPILED = (
     *(f"options/resume/{name}.py" for name in ("continuation", "progress", "resumed")),
     "options/adapters/adapters.py",
     *(f"options/classes/{name}.py" for name in ("protected", "targets")),
+    *(f"options/engine_pages/{name}.py" for name in ("engine_metrics", "engine_tables", "series_reader")),
     "options/event_log/eventlog.py",
     "options/kv_events/block_index.py",
     *(f"options/plans/{name}.py" for name in ("planned", "worth")),

@@ -14,7 +14,7 @@ from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
-from hetlb.balancer.core.types import Capacity, Command, Dispatch, Request
+from hetlb.balancer.core.types import Capacity, Command, Dispatch, EngineSample, Request
 from hetlb.balancer.fleet.systemd import Listeners
 from hetlb.balancer.http.http1 import RequestHead
 from hetlb.balancer.http.openai_body import Call
@@ -145,6 +145,15 @@ class SchedulerLog(Protocol):
 
     def scheduler(self, setup: SchedulerSetup) -> Scheduler: ...
     def close(self) -> None: ...
+
+
+class MetricsReader(Protocol):
+    """Reader of one metrics page of an engine, at one of `paths` (`engine_pages`)."""
+
+    @property
+    def paths(self) -> tuple[str, ...]: ...
+    def feed(self, data: bytes) -> None: ...
+    def sample(self) -> EngineSample: ...
 
 
 class FoundInstances(Protocol):

@@ -18,7 +18,6 @@ from rich.console import Console
 
 from hetlb.addresses import is_loopback
 from hetlb.balancer.config.fleet import Fleet, fleet_from_urls, load_fleet
-from hetlb.balancer.core.engine_tables import VLLM
 from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.fleet.service import require_urls
 from hetlb.cli.doctor_local import ANY_HOSTS, closed_ports, is_own_address, running_instances
@@ -26,6 +25,7 @@ from hetlb.cli.engine_facts import EngineFacts, ask_engines
 from hetlb.cli.flags import add_json, declare, print_document
 from hetlb.cli.profile_doubts import other_gpu, other_model, short_name
 from hetlb.errors import ConfigError, ConfigErrors, InputError, reason_of
+from hetlb.options.engine_pages.engine_tables import VLLM
 from hetlb.options.profiles.profile_file import Profile, profiles_of
 from hetlb.options.source import Found, Source, configured
 

@@ -26,7 +26,6 @@ from yaml import YAMLError
 
 from hetlb import turns
 from hetlb.balancer.config.fleet_tables import SharedTable
-from hetlb.balancer.core import engine_metrics
 from hetlb.balancer.core.health import HealthTracker
 from hetlb.balancer.core.throttle import Throttle
 from hetlb.balancer.core.types import Health
@@ -35,6 +34,7 @@ from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import GateError
 from hetlb.inputs.mistakes import mistakes_in
 from hetlb.inputs.yaml_file import _Builder
+from hetlb.options.engine_pages import engine_metrics
 from hetlb.options.instance_files.file_source import InstanceFile
 from hetlb.options.kv_events.kv_events import read_batch
 from hetlb.options.model_names.model_names import ModelNames

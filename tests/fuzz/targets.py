@@ -35,13 +35,13 @@ from proxy.stream_spellings import data_of
 from stage.toy import make_folder, make_worker
 
 from hetlb.balancer.config.fleet import load_fleet
-from hetlb.balancer.core import engine_metrics
 from hetlb.balancer.exchange.engine_request import EngineRequest
 from hetlb.balancer.http import http1, sse, text_shape, transfer_fields
 from hetlb.balancer.http import openai_body as bodies
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.errors import InputError
 from hetlb.options.api_keys.api_keys import load_api_keys
+from hetlb.options.engine_pages import engine_metrics
 from hetlb.options.forms import multipart
 from hetlb.options.kv_events.block_index import BlocksCleared, BlocksStored
 from hetlb.options.kv_events.kv_events import PART_BLOCKS, read_batch
