@@ -17,6 +17,7 @@ LEAVES = {
     "extras",
     "files",
     "inputs",
+    "logs",
     "served_models",
     "turns",
 }

@@ -52,6 +52,7 @@ ASKS = {
     "policies": {"policy": {"name": "rr"}},
     "profiles": {"models": [{**MODEL, "instances": [{"url": "http://127.0.0.1:1", "profile": "p.yaml"}]}]},
     "resume": {"proxy": {"resume": "ids"}},
+    "split": {"models": [{**MODEL, "kv_transfer": "nixl"}]},
     "tracing": {"tracing": {"otlp_endpoint": "http://127.0.0.1:1"}},
 }
 

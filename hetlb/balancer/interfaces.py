@@ -147,6 +147,13 @@ class SchedulerLog(Protocol):
     def close(self) -> None: ...
 
 
+class EndedLately(Protocol):
+    """Requests that ended lately, for pages (`recent`)."""
+
+    def finished(self, record: RequestRecord) -> None: ...
+    def sample(self, scheduler: Scheduler, now: float) -> None: ...
+
+
 class MetricsReader(Protocol):
     """Reader of one metrics page of an engine, at one of `paths` (`engine_pages`)."""
 

@@ -20,8 +20,8 @@ from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, Upstream, chunk, plain
 
 from hetlb.balancer.config.fleet_tables import TracingTable
 from hetlb.balancer.telemetry.access_log import json_line, keyvalue_line
-from hetlb.balancer.telemetry.recent import Recent
 from hetlb.balancer.telemetry.request_record import RequestRecord
+from hetlb.options.recent import Recent
 from hetlb.options.tracing.tracing import Tracing
 
 Start = Callable[..., Any]
