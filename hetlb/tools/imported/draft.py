@@ -20,7 +20,7 @@ _NO_KEYS = re.compile(
     r"([-_ ]?(key|needed|used|required|set))*"
 )
 _REFERENCE = re.compile(r"(?:os\.environ/|\$\{?)([A-Za-z_][A-Za-z0-9_]*)\}?")
-#: What says a secret, and the secret: a name of one, or the user of a URL.
+#: A secret behind its name, or the user of a URL.
 _SECRET: Final = re.compile(
     r"""(://(?=[^/\s]*@)|(?:password|secret|token|passwd|master_key|api_key)['"]?(?:\s*[:=]\s*|\s+)['"]?)[^\s'"@,}]+""",
     re.IGNORECASE,
