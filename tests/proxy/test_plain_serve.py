@@ -35,7 +35,9 @@ ROOMS = {
     "inputs",
     "logs",
     "served_models",
+    "systemd",
     "turns",
+    "watched_files",
 }
 OF_CLI = {"hetlb.cli", "hetlb.cli.flags", "hetlb.cli.main", "hetlb.cli.serve"}
 #: Options that are imported: what a process needs while another takes its place, and pages.

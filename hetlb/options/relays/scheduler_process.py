@@ -24,7 +24,6 @@ from hetlb.balancer.core.types import AdminState, AdminStateSet
 from hetlb.balancer.engines.scrape import models_learned
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.fleet.service import FIRST_ROUND_S, FleetService, tune_gc
-from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
 from hetlb.balancer.interfaces import Predecessor
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
@@ -40,6 +39,7 @@ from hetlb.options.relays.protocol import (
     ViewMessage,
 )
 from hetlb.options.relays.relay_host import RelayHost, RelayLink
+from hetlb.systemd import NO_LISTENERS, Listeners
 
 logger = logging.getLogger("hetlb.workers")
 
