@@ -24,7 +24,8 @@ from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Dispatch, Health, Lease, Outcome
 from hetlb.errors import ConfigError, TraceError
 from hetlb.options.event_log.eventlog import RecordingScheduler, encode_setup
-from hetlb.options.profiles.step_times import DecodeTable, MixedTerm, PnormPrefill, scaled
+from hetlb.balancer.core.latency import scaled
+from hetlb.options.profiles.step_times import DecodeTable, MixedTerm, PnormPrefill
 from hetlb.tools.sim.against import (
     Comparison,
     Corrections,
