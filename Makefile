@@ -34,8 +34,9 @@ SPREAD := -n $(JOBS) --dist worksteal
 # Folders of which `make test-slow` runs the tests; all of them.
 SLOW ?=
 # Tests of what is compiled. The rest runs interpreted in either build: dashboard, sources of instances, logs.
-COMPILED_TESTS := tests/core tests/proxy tests/workers tests/pick tests/faults tests/test_parity.py tests/cli/test_explain.py \
-  tests/sim tests/emulator tests/fuzz/test_growth.py --ignore=tests/proxy/dashboard --ignore=tests/proxy/discovery \
+INTERPRETED_OPTIONS := dashboard dns instance_files kubernetes
+COMPILED_TESTS := tests/core tests/proxy tests/options tests/faults tests/test_parity.py tests/cli/test_explain.py \
+  tests/sim tests/emulator tests/fuzz/test_growth.py $(INTERPRETED_OPTIONS:%=--ignore=tests/options/%) \
   --ignore=tests/sim/test_against.py
 # More options of `make bench-head-to-head`, as `--minutes 30`. It goes on with its record; without that it begins.
 HEAD_TO_HEAD ?=
@@ -131,7 +132,7 @@ man: .venv/.dev
 	  --project-name hetlb --manual-section 1 --manual-title 'User Commands' --output build/hetlb.1
 
 pictures: .venv/.dev
-	PYTHONPATH=tests:. $(BIN)/python tests/proxy/dashboard/pictures.py docs/pictures
+	PYTHONPATH=tests:. $(BIN)/python tests/options/dashboard/pictures.py docs/pictures
 	$(BIN)/python configs/site/diagrams.py docs/pictures
 	$(BIN)/python bench/in_flight.py
 

@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 from collections.abc import Generator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,23 @@ settings.register_profile("hetlb", settings.get_profile("search"), derandomize=T
 settings.load_profile("hetlb")
 
 
+def missing(option: str) -> bool:
+    """True if hetlb is here without the folder of this option."""
+    return find_spec(f"hetlb.options.{option}") is None
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave the tests against real vLLM alone where none of them is asked for: they import a lot."""
     asked_for = collection_path.name != "vllm" or "not vllm" not in config.getoption("markexpr")
     return None if asked_for else True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that need an option whose folder is missing."""
+    for item in items:
+        for mark in item.iter_markers("option"):
+            if gone := [name for name in mark.args if missing(name)]:
+                item.add_marker(pytest.mark.skip(reason=f"needs the option {gone[0]}"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,8 +13,12 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from fuzz.corpora import corpora  # noqa: E402 -- the tests are no package
+
 #: Each has a folder of inputs.
-TARGETS = sorted(path.name for path in (HERE / "corpus").iterdir())
+TARGETS = sorted(corpora())
 AT_ONCE = max(2, os.cpu_count() or 1)
 #: Seconds that a target takes at least.
 LEAST_S = {"cost": 60}
