@@ -56,6 +56,10 @@ COMPILED = (
     *(f"options/pick/{name}.py" for name in ("pick_driver", "stream")),
     *(f"options/relays/{name}.py" for name in ("relay_driver", "relay_host")),
     *(f"options/resume/{name}.py" for name in ("continuation", "progress", "resumed")),
+    "options/event_log/eventlog.py",
+    "options/kv_events/block_index.py",
+    *(f"options/plans/{name}.py" for name in ("planned", "worth")),
+    *(f"options/policies/{name}.py" for name in ("baselines", "views")),
     "options/message_channel.py",
     "options/remote_leases.py",
     *(

@@ -34,7 +34,7 @@ from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, EngineSample, Health, InstanceSpec, Outcome, Request
 from hetlb.balancer.fleet.service import FleetService
 from hetlb.balancer.telemetry.counters import Totals
-from hetlb.balancer.telemetry.prometheus import MetricsPage
+from hetlb.options.admin.prometheus import MetricsPage
 
 FLEETS = (20, 200, 1000)
 JUDGED = 200

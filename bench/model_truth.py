@@ -36,12 +36,12 @@ from statistics import fmean, median
 
 from contexts import longest_contexts
 
-from hetlb.balancer.config.profile_file import Profile, load_profile
-from hetlb.balancer.core.host_probe import with_host_time
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.step_times import MixedTerm, scaled
 from hetlb.cli.main import main as hetlb
 from hetlb.errors import HetlbError
+from hetlb.options.profiles.host_probe import with_host_time
+from hetlb.options.profiles.profile_file import Profile, load_profile
 from hetlb.tools.profiler.sources import assumed_host
 from hetlb.tools.sim.against import errors, fit_corrections, reach, replay
 from hetlb.tools.sim.engine_limits import EngineLimits

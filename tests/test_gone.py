@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from hetlb.balancer.config.fleet import load_fleet
-from hetlb.balancer.config.gone import GONE_FLAGS, GONE_KEYS, GONE_VALUES
-from hetlb.balancer.config.yaml_file import yaml_text
 from hetlb.cli.main import main
 from hetlb.errors import ConfigError
+from hetlb.inputs.gone import GONE_FLAGS, GONE_KEYS, GONE_VALUES
+from hetlb.inputs.yaml_file import yaml_text
 
 
 def fleet_with(path: str, value: object) -> dict[str, Any]:

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.balancer.config.yaml_file import parse_yaml
 from hetlb.cli.main import main
 from hetlb.cli.schema import KINDS, json_schema
 from hetlb.errors import ConfigError
+from hetlb.inputs.yaml_file import parse_yaml
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"

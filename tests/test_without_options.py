@@ -39,10 +39,16 @@ for name in sys.argv[2:]:
             if missing_extra(error) is None:
                 print(name, error)
 """
+MODEL = {"name": "m", "instances": [{"name": "a", "url": "http://127.0.0.1:1"}]}
 #: A table of the fleet file that asks for an option.
 ASKS = {
+    "classes": {"models": [{**MODEL, "classes": {"a": {}}}]},
     "dns": {"discovery": {"dns": [{"name": "engines.invalid", "port": 1, "model": "m"}]}},
     "instance_files": {"discovery": {"files": ["others"]}},
+    "model_names": {"models": [{**MODEL, "aliases": ["b"]}]},
+    "plans": {"policy": {"name": "planned"}},
+    "policies": {"policy": {"name": "rr"}},
+    "profiles": {"models": [{**MODEL, "instances": [{"url": "http://127.0.0.1:1", "profile": "p.yaml"}]}]},
     "resume": {"proxy": {"resume": "ids"}},
     "tracing": {"tracing": {"otlp_endpoint": "http://127.0.0.1:1"}},
 }
@@ -82,21 +88,35 @@ async def test_a_plain_serve_serves(option: str, tmp_path: Path) -> None:
                 assert b"tok" in await reply.read()
             for path in ("/metrics", "/readyz", "/v1/fleet", "/v1/status", "/v1/decisions"):
                 async with session.get(admin + path) as reply:
-                    assert reply.status == 200
+                    assert reply.status == (404 if option == "admin" else 200)
             async with session.get(admin + "/") as reply:
-                assert reply.status == (404 if option == "dashboard" else 200)
+                assert reply.status == (404 if option in ("admin", "dashboard") else 200)
 
 
-@pytest.mark.parametrize("option", ASKS)
+#: Flags that ask for one.
+FLAGS = {"event_log": ("--event-log", "decisions.jsonl")}
+
+
+@pytest.mark.parametrize("option", [*ASKS, *FLAGS])
 async def test_a_fleet_that_asks_for_it_is_told_in_one_line(option: str, tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.yaml"
-    instances = [{"name": "a", "url": "http://127.0.0.1:1"}]
-    fleet.write_text(
-        json.dumps({"version": 1, "models": [{"name": "m", "instances": instances}], **ASKS[option]})
-    )
+    fleet.write_text(json.dumps({"version": 1, "models": [MODEL], **ASKS.get(option, {})}))
     ports = ("--port", "0", "--admin-port", "0")
-    code, said = await run("-c", WITHOUT, option, "serve", "--config", str(fleet), *ports)
+    code, said = await run(
+        "-c", WITHOUT, option, "serve", "--config", str(fleet), *ports, *FLAGS.get(option, ())
+    )
     assert code == 2
-    assert re.fullmatch(
-        rf"hetlb serve: {option}: expected an installation with this option, but .*\n", said
-    ), said
+    line = rf"{option}: expected an installation with this option, but .*"
+    assert re.fullmatch(rf"hetlb serve: (\S+: policy\.name: )?{line}\n", said), said
+
+
+async def test_a_form_is_refused_without_its_reader(tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text(json.dumps({"version": 1, "models": [MODEL]}))
+    ports = ("--port", "0", "--admin-port", "0")
+    command = ("-c", WITHOUT, "forms", "serve", "--config", str(fleet), *ports)
+    async with serve_process(*command) as (main, _), aiohttp.ClientSession() as session:
+        form = aiohttp.FormData({"model": "m"}, default_to_multipart=True)
+        async with session.post(f"{main}/v1/audio/transcriptions", data=form) as reply:
+            assert reply.status == 415
+            assert "reads no forms" in await reply.text()

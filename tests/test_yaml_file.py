@@ -12,10 +12,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.balancer.config import yaml_file
-from hetlb.balancer.config.mistakes import mistakes_in, short
-from hetlb.balancer.config.yaml_file import NonNegative, Positive, convert, load_yaml, parse_yaml, yaml_text
 from hetlb.errors import ConfigError, InputError
+from hetlb.inputs import yaml_file
+from hetlb.inputs.mistakes import mistakes_in, short
+from hetlb.inputs.yaml_file import NonNegative, Positive, convert, load_yaml, parse_yaml, yaml_text
 
 
 class Inner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

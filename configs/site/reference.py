@@ -21,7 +21,6 @@ import yaml
 from hetlb.balancer.clients import connection
 from hetlb.balancer.config.api_keys import Tenant
 from hetlb.balancer.config.fleet_tables import FleetFile
-from hetlb.balancer.config.profile_file import Profile
 from hetlb.balancer.core import health
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.series_reader import MOST_SERIES
@@ -34,17 +33,18 @@ from hetlb.balancer.http import (
     error_responses,
     forward_headers,
     http1,
-    multipart,
     openai_body,
     request_reader,
     sse,
 )
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event
-from hetlb.balancer.telemetry.prometheus import MetricsPage
 from hetlb.balancer.telemetry.recent import Recent
 from hetlb.cli.main import COMMANDS, build_parser
+from hetlb.options.admin.prometheus import MetricsPage
+from hetlb.options.forms import multipart
 from hetlb.options.pick import stream_states
+from hetlb.options.profiles.profile_file import Profile
 from hetlb.options.relays import protocol
 from hetlb.tools.plan.cluster import ClusterFile
 from hetlb.tools.stage.stages_file import StagesFile

@@ -1,126 +1,16 @@
-"""Hooks: what each option gives to the balancer, and how it is found.
+"""Hooks: how an option is found; `interfaces.py` says what each gives to the balancer.
 
-An option is a folder of `hetlb/options`, whose package has one function `hook`. The balancer imports no
-option: it asks for one by name where the fleet file, a flag or a request needs it.
+An option is a folder of `hetlb/options`, whose package (or a module of it) has one function `hook`. The
+balancer imports no option: it asks for one by name where the fleet file, a flag or a request needs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from hetlb.extras import option
-
-if TYPE_CHECKING:
-    import socket
-
-    from aiohttp import web
-
-    from hetlb.balancer.config.api_keys import LimitsTable
-    from hetlb.balancer.config.fleet_tables import KvEventsTable
-    from hetlb.balancer.core.scheduler import Scheduler
-    from hetlb.balancer.core.types import Command, Request
-    from hetlb.balancer.fleet.systemd import Listeners
-    from hetlb.balancer.telemetry.request_record import RequestRecord
 
 
 def hook(name: str, *args: Any, **named: Any) -> Any:
     """Call the hook of an option; return what it gives. Raises `ConfigError` where its folder is missing."""
     return option(name).hook(*args, **named)
-
-
-class KeyTicket(Protocol):
-    """Reservation of a request against the limits of its key (`key_limits`)."""
-
-    def used(self, prompt_tokens: int, output_tokens: int, now: float) -> None: ...
-    def ended(self, prompt_tokens: int, output_tokens: int, now: float) -> None: ...
-    def headers(self, now: float) -> bytes: ...
-
-
-class KeyLimiter(Protocol):
-    """Limits of one key (`key_limits`)."""
-
-    def admit(self, prompt_tokens: int, max_tokens: int, now: float) -> KeyTicket: ...
-    def adopt(self, now: float) -> KeyTicket: ...
-
-
-class KeyLimits(Protocol):
-    """Limits of all keys, by name (`key_limits`)."""
-
-    def configure(self, limits: Mapping[str, LimitsTable]) -> None: ...
-    def of(self, name: str) -> KeyLimiter | None: ...
-
-
-class RequestSpans(Protocol):
-    """Ids of the spans of one request (`tracing`), which writes them to the head for the engine."""
-
-    def onto(self, lines: bytes) -> bytes: ...
-
-
-class SpanMaker(Protocol):
-    """Maker and sender of spans (`tracing`)."""
-
-    def begin(self, traceparent: bytes | None) -> RequestSpans: ...
-    def finished(self, record: RequestRecord, now_s: float) -> None: ...
-    def close(self) -> None: ...
-
-
-class SharedBookings(Protocol):
-    """Bookings of this scheduler and of its peers (`shared_view`)."""
-
-    delay_s: float
-
-    @property
-    def peer_leases(self) -> int: ...
-    def on_arrival(self, request: Request, now: float) -> list[Command]: ...
-
-
-class SharedFleet(Protocol):
-    """Exchange of bookings with other schedulers of the fleet (`shared_view`)."""
-
-    @property
-    def peers(self) -> int: ...
-    @property
-    def view(self) -> SharedBookings: ...
-
-    connected: bool
-    sent: int
-    received: int
-    rejected: int
-
-    def start(self) -> None: ...
-    async def close(self) -> None: ...
-
-
-class Predecessor(Protocol):
-    """Listeners and leases of the process that this one replaces (`takeover`)."""
-
-    #: Socket to the process that is replaced.
-    end: socket.socket
-    listeners: Listeners
-
-    async def begin(self, scheduler: Scheduler, carry_out: Callable[[list[Command]], None]) -> None: ...
-    async def accepting(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class Successor(Protocol):
-    """Wait for a process that replaces this one (`takeover`)."""
-
-    def open(self, address: tuple[str, int]) -> None: ...
-    async def close(self) -> None: ...
-
-
-class CacheReports(Protocol):
-    """Reader of the KV events of engines (`kv_events`)."""
-
-    def set(self, name: str, table: KvEventsTable | None) -> None: ...
-    async def close(self) -> None: ...
-
-
-class StatePage(Protocol):
-    """The page of the admin listener, and its stream of events (`dashboard`)."""
-
-    def file(self, path: str) -> web.Response: ...
-    async def serve(self, request: web.Request) -> web.StreamResponse: ...
-    def close(self) -> None: ...

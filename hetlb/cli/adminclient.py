@@ -10,8 +10,8 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
-from hetlb.balancer.config.urls import check_base
 from hetlb.errors import InputError
+from hetlb.inputs.urls import check_base
 
 #: Default address of `hetlb serve`'s admin listener.
 DEFAULT_URL = "http://127.0.0.1:8081"

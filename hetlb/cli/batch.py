@@ -9,10 +9,10 @@ import time
 from functools import partial
 from pathlib import Path
 
-from hetlb.balancer.config.urls import check_url
 from hetlb.cli.flags import COUNT, FINITE, add_json, declare, print_document
 from hetlb.cli.signals import run_until_signal
 from hetlb.errors import HetlbError, InputError
+from hetlb.inputs.urls import check_url
 from hetlb.tools.loadtest.batch_files import BatchJournal, read_jobs
 from hetlb.tools.loadtest.batch_run import BACKGROUND_LANES, LANES, BatchRun
 from hetlb.tools.loadtest.generator import allow_open_files

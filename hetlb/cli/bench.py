@@ -18,13 +18,13 @@ from typing import Any
 from rich.console import Console
 
 from hetlb.balancer.config.fleet import Fleet, load_fleet
-from hetlb.balancer.config.urls import check_base, check_url
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.cli.flags import COUNT, FINITE, FRACTION, INTEGER, SHARE, add_json, add_load, declare, whole
 from hetlb.cli.signals import stoppable
 from hetlb.errors import HetlbError, InputError, TraceError
 from hetlb.extras import require
 from hetlb.files import write_text
+from hetlb.inputs.urls import check_base, check_url
 from hetlb.tools.loadtest import options, report
 from hetlb.tools.loadtest.bodies import CHAT, COMPLETIONS
 from hetlb.tools.loadtest.campaign import Campaign

@@ -17,7 +17,6 @@ from urllib.parse import urljoin, urlsplit
 from rich.console import Console
 
 from hetlb.balancer.config.fleet import Fleet, fleet_from_urls, load_fleet
-from hetlb.balancer.config.profile_file import Profile
 from hetlb.balancer.core.engine_tables import VLLM
 from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.fleet.service import require_urls
@@ -26,6 +25,7 @@ from hetlb.cli.engine_facts import EngineFacts, ask_engines
 from hetlb.cli.flags import add_json, declare, print_document
 from hetlb.cli.profile_doubts import other_gpu, other_model, short_name
 from hetlb.errors import ConfigError, ConfigErrors, InputError
+from hetlb.options.profiles.profile_file import Profile, profiles_of
 
 #: Older vLLM has other metrics and flags; its answers pass, its figures may not.
 OLDEST: Final = (0, 8)
@@ -88,8 +88,9 @@ async def examine(fleet: Fleet) -> list[Check]:
         key = access.engines[spec.name].authorization
         headers[spec.url] = {} if key is None else {"Authorization": key.decode("ascii")}
     facts = await ask_engines(headers, {each.url: access.engines[each.name].tls for each in fleet.instances})
+    profiles = profiles_of(fleet)
     servers = [
-        Seen(spec, facts[spec.url], is_own_address(fleet, spec.url), fleet.profiles.get(spec.name))
+        Seen(spec, facts[spec.url], is_own_address(fleet, spec.url), profiles.get(spec.name))
         for spec in fleet.instances
     ]
     answering = [seen for seen in servers if not seen.facts.trouble]

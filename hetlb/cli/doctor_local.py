@@ -11,9 +11,9 @@ from typing import Final
 from hetlb.addresses import is_loopback
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import Admin, Listen
-from hetlb.balancer.config.urls import bracketed, origin
 from hetlb.cli.adminclient import AdminClient
 from hetlb.errors import InputError
+from hetlb.inputs.urls import bracketed, origin
 
 _ANY_HOSTS: Final = ("0.0.0.0", "::", "")
 

@@ -17,17 +17,17 @@ from rich.table import Table
 from rich.text import Text
 
 from hetlb.balancer.config.fleet import Fleet, load_fleet
-from hetlb.balancer.core.eventlog import Replay
 from hetlb.balancer.core.policies.base import COMBINE_FORMS
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.ready import least_tokens
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import HAND_OVER, Candidate, Dispatch, Health, Request
-from hetlb.balancer.fleet.decisions import decision_summary
 from hetlb.cli.adminclient import AdminClient, add_admin_argument
 from hetlb.cli.flags import COUNT, add_json, declare, event_log, number, print_document, real, whole
 from hetlb.errors import ConfigError, InputError
+from hetlb.options.admin.decisions import decision_summary
+from hetlb.options.event_log.eventlog import Replay
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -164,7 +164,7 @@ def _parsed(arguments: Sequence[str], command: str) -> argparse.Namespace:
             raise missing
         return parser.parse_args(arguments) if unknown else known
     except InputError:
-        from hetlb.balancer.config.gone import gone_flag
+        from hetlb.inputs.gone import gone_flag
 
         if (gone := gone_flag(command, arguments)) is not None:
             raise InputError(gone) from None

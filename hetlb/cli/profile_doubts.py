@@ -6,7 +6,7 @@ import re
 import sys
 
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.config.profile_file import Profile
+from hetlb.options.profiles.profile_file import Profile, profiles_of
 
 
 def all_is_well(fleet: Fleet) -> int:
@@ -21,10 +21,10 @@ def all_is_well(fleet: Fleet) -> int:
 
 def profile_doubts(fleet: Fleet) -> list[str]:
     """Return why profiles of the fleet may be wrong, a line each."""
-    lines = []
+    lines, known = [], profiles_of(fleet)
     for model in fleet.file.models:
-        specs = [spec for spec in fleet.instances if spec.model == model.name and spec.name in fleet.profiles]
-        profiles = {spec.name: fleet.profiles[spec.name] for spec in specs}
+        specs = [spec for spec in fleet.instances if spec.model == model.name and spec.name in known]
+        profiles = {spec.name: known[spec.name] for spec in specs}
         lines += [f"{name}: profile: {why}" for name, profile in profiles.items() for why in profile.warnings]
         for spec in specs:
             profile = profiles[spec.name]

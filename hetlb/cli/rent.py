@@ -7,9 +7,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from hetlb.balancer.config.yaml_file import read_object
 from hetlb.cli.flags import INTEGER, add_json, declare, print_document, real, whole
 from hetlb.errors import ConfigError, PlanError
+from hetlb.inputs.yaml_file import read_object
 from hetlb.tools.plan import rent_report
 from hetlb.tools.plan.check import check_rent
 from hetlb.tools.plan.highs import INFINITY, Interrupt, SolveLimits

@@ -13,7 +13,7 @@ import msgspec
 #: Tables that a kind of file is read as.
 KINDS = {
     "fleet": "balancer.config.fleet_tables:FleetFile",
-    "profile": "balancer.config.profile_file:Profile",
+    "profile": "options.profiles.profile_file:Profile",
     "market": "tools.plan.market:MarketFile",
     "cluster": "tools.plan.cluster:ClusterFile",
     "place": "tools.plan.placement.place_file:PlaceFile",

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetlb.addresses import is_loopback
-from hetlb.balancer.config.urls import bracketed
 from hetlb.cli.flags import COUNT, PORT, declare
 from hetlb.cli.signals import run_listener, stop_event
 from hetlb.errors import ConfigError, InputError
 from hetlb.files import read_text
+from hetlb.inputs.urls import bracketed
 
 if TYPE_CHECKING:
     from hetlb.tools.stage.checkpoint import ModelConfig

@@ -10,7 +10,6 @@ from helpers import MODEL, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.balancer.core.eventlog import RecordingScheduler, Replay, encode_setup
 from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.policies.base import PolicyParams
@@ -33,6 +32,7 @@ from hetlb.balancer.core.types import (
     Probed,
     ProbeResult,
 )
+from hetlb.options.event_log.eventlog import RecordingScheduler, Replay, encode_setup
 
 
 def record(policy: str, predictor: str, seed: int, steps: int = 120) -> list[str]:

@@ -13,7 +13,6 @@ from helpers import FAST, dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.balancer.core.block_index import BlocksStored, KvEventBatch, block_digests
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.ledger import Ledger, check_instance
 from hetlb.balancer.core.queue import Queue, QueueLimits
@@ -31,6 +30,7 @@ from hetlb.balancer.core.types import (
     Request,
     Role,
 )
+from hetlb.options.kv_events.block_index import BlocksStored, KvEventBatch, block_digests
 
 PLACES, CACHE = 8, 5000
 #: Figures of a ledger that count something of each live lease.

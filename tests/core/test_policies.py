@@ -8,12 +8,12 @@ from helpers import FAST, dispatched, make_scheduler, request, spec
 
 from hetlb.balancer.core.demand import Demand
 from hetlb.balancer.core.policies.base import COMBINE_FORMS, PlannedType, PolicyParams
-from hetlb.balancer.core.policies.baselines import PrefixMatch, kv_used_tokens
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.policies.sight import SchedulingContext
 from hetlb.balancer.core.predictor import OraclePredictor, make_predictor
 from hetlb.balancer.core.speed import PeakEwma
 from hetlb.balancer.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome, Request
+from hetlb.options.policies.baselines import PrefixMatch, kv_used_tokens
 
 COMBINE_BY_HAND = {
     "power": lambda t, u, theta: t * theta**u,
@@ -485,3 +485,17 @@ def test_planned_leaves_what_is_not_planned_to_hetlb() -> None:
     for policy in ("planned", "hetlb"):
         scheduler = make_scheduler(fleet, policy, params=PLAN)
         assert dispatched(scheduler.on_arrival(request(1), 0.0)).instance == "x"
+
+
+def test_the_end_of_a_burst_weighs_by_its_requests() -> None:
+    scheduler = make_scheduler([spec("fast", kv=100_000), spec("slow", kv=100_000, slower=4.0)], "hetlb")
+
+    def weight() -> float:
+        return (scheduler.placement.explain(request(99), 50.0, 0.0)[0][0].weights or {})["finish_s"]
+
+    assert weight() == pytest.approx(0.2)
+    leases = [dispatched(scheduler.on_arrival(request(i), 0.0)) for i in range(9)]
+    assert weight() == pytest.approx(2.0)
+    for lease in leases:
+        scheduler.on_lease_ended(lease, Outcome.OK, 1.0)
+    assert weight() == pytest.approx(0.2)

@@ -7,10 +7,10 @@ from array import array
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
-from hetlb.balancer.core.block_index import BlocksRemoved, BlocksStored, KvEventBatch, block_digests
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.prefix_index import LEAST_SHARE, PrefixIndex, PrefixKey, Shared, Tree
 from hetlb.balancer.core.types import Capacity, CapacityLearned, Outcome
+from hetlb.options.kv_events.block_index import BlocksRemoved, BlocksStored, KvEventBatch, block_digests
 
 KEYS: tuple[PrefixKey, ...] = (("a", 500), ("b", 1000))
 

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hetlb.balancer.config.profile_file import (
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.step_times import LaunchTime
+from hetlb.balancer.core.types import Capacity
+from hetlb.options.profiles.profile_file import (
     EngineInfo,
     HostTime,
     Profile,
@@ -16,9 +19,6 @@ from hetlb.balancer.config.profile_file import (
     load_profile,
     sections,
 )
-from hetlb.balancer.core.latency import LatencyModel
-from hetlb.balancer.core.step_times import LaunchTime
-from hetlb.balancer.core.types import Capacity
 from hetlb.tools.profiler.fit import Point, StepKind
 from hetlb.tools.profiler.grid import DEFAULT_GRID, Size, clip
 from hetlb.tools.profiler.sources import Measurements, profile_of

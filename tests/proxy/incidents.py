@@ -20,9 +20,8 @@ from hetlb.balancer.core.types import (
     Probed,
     ProbeResult,
 )
-from hetlb.balancer.fleet.admin import pools
-from hetlb.balancer.fleet.fleet_status import status
 from hetlb.balancer.telemetry.recent import Recent
+from hetlb.options.admin.fleet_status import pools, status
 
 SLOTS = 8
 

@@ -234,7 +234,7 @@ async def test_a_registered_name_is_resolved_once_and_the_address_is_kept(
                 resolved.append(url)
                 return ["127.0.0.1"]
 
-            monkeypatch.setattr("hetlb.balancer.fleet.members.addresses", resolve)
+            monkeypatch.setattr("hetlb.options.members.addresses", resolve)
             body = {"url": f"http://engine.example:{port}", "model": "m", "name": "new"}
             assert (await running.admin("POST", "/v1/fleet/instances", body)).status == 201
             await running.up("new")

@@ -18,7 +18,7 @@ from proxy.services import PLAIN_BODY, Engine, document, said, serving
 from proxy.upstreams import Upstream, plain
 
 from hetlb import app_listener
-from hetlb.balancer.fleet import admin as admin_module
+from hetlb.balancer.fleet import admin_listener
 
 # --- what is seen ---
 
@@ -544,7 +544,7 @@ async def test_an_engine_that_is_gone_leaves_the_admin_listener_alone(tmp_path: 
 
 
 async def test_half_heads_hold_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admin_module, "MOST_CONNECTIONS", 20)
+    monkeypatch.setattr(admin_listener, "MOST_CONNECTIONS", 20)
     monkeypatch.setattr(app_listener, "_SWEEP_S", 0.01)
     async with Engine() as engine, serving(tmp_path, document(engine)) as running:
         address = running.service.admin.address

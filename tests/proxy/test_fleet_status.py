@@ -19,8 +19,8 @@ from hetlb.balancer.core.types import (
     EngineSample,
     Outcome,
 )
-from hetlb.balancer.fleet.beliefs import BeliefSource, believed, slots_source, speed_source
-from hetlb.balancer.fleet.fleet_status import pools, status
+from hetlb.options.admin.beliefs import BeliefSource, believed, slots_source, speed_source
+from hetlb.options.admin.fleet_status import pools, status
 
 
 def test_without_traffic_it_is_well() -> None:

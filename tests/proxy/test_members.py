@@ -8,7 +8,6 @@ import pytest
 from helpers import make_scheduler, request, spec
 from msgspec.structs import replace
 
-from hetlb.balancer.config.urls import Origin, origin
 from hetlb.balancer.core import fleet_state
 from hetlb.balancer.core.ready import ReadyInstances
 from hetlb.balancer.core.types import (
@@ -20,8 +19,9 @@ from hetlb.balancer.core.types import (
     Probed,
     ProbeResult,
 )
-from hetlb.balancer.fleet.members import AT_ONCE, LEAVES_AT, Members
-from hetlb.balancer.fleet.source import Found
+from hetlb.inputs.urls import Origin, origin
+from hetlb.options.members import AT_ONCE, LEAVES_AT, Members
+from hetlb.options.source import Found
 
 
 class CountingRoster:
@@ -45,9 +45,9 @@ class CountingRoster:
         self.looks += 1
         return self.at.get(place)
 
-    def spec_of(self, found: Found) -> InstanceSpec:
+    def resolve(self, found: Found, model: str) -> InstanceSpec:
         self.looks += 1
-        return InstanceSpec(found.name, found.model, found.url, weight=found.weight)
+        return InstanceSpec(found.name, model, found.url, weight=found.weight)
 
     def join(self, specs: Sequence[InstanceSpec]) -> None:
         self.joined.append(len(specs))

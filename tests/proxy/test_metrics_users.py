@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from hetlb.balancer.core.types import CAUSES, AdminState, Health, Outcome
-from hetlb.balancer.fleet.causes import SEVERITIES, State
+from hetlb.options.admin.causes import SEVERITIES, State
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "configs" / "grafana" / "hetlb.json"

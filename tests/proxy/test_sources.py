@@ -15,8 +15,8 @@ from proxy.services import METRICS, Engine, Running, document, said, serving
 from proxy.upstreams import plain
 
 from hetlb.balancer.config.discovery import parse_selector, select_profile
-from hetlb.balancer.fleet.source import Found
 from hetlb.errors import ConfigError
+from hetlb.options.source import Found
 
 PROFILE: dict[str, Any] = {
     "version": 1,

@@ -17,7 +17,6 @@ from helpers import examples, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.balancer.core.eventlog import RecordingScheduler, encode_setup
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
@@ -25,6 +24,7 @@ from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.step_times import DecodeTable, MixedTerm, PnormPrefill, scaled
 from hetlb.balancer.core.types import Dispatch, Health, Lease, Outcome
 from hetlb.errors import ConfigError, TraceError
+from hetlb.options.event_log.eventlog import RecordingScheduler, encode_setup
 from hetlb.tools.sim.against import (
     Comparison,
     Corrections,

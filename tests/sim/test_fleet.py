@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.balancer.config.profile_file import load_profile
 from hetlb.balancer.core.latency import IterationRule, LatencyModel
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
@@ -18,6 +17,7 @@ from hetlb.balancer.core.predictor import PREDICTORS, LengthDistribution
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, Health, InstanceSpec, Outcome
+from hetlb.options.profiles.profile_file import load_profile
 from hetlb.tools.sim.alone import run_alone
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec

@@ -7,17 +7,20 @@ import socket
 import sys
 import time
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from hetlb.balancer.clients.access import Access
 from hetlb.balancer.clients.router import Router
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.exchange.driver import Driver
-from hetlb.balancer.hooks import SpanMaker, hook
+from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.access_log import FORMATS
 from hetlb.balancer.telemetry.log_writer import LogWriter
 from hetlb.balancer.telemetry.request_record import RequestRecord
+
+if TYPE_CHECKING:
+    from hetlb.balancer.interfaces import SpanMaker
 
 
 class Listener(Protocol):
@@ -75,13 +78,9 @@ class Front:
         router = self.server.router
         router.names = router.classes = None
         if any(each.aliases or each.fallback for each in fleet.written.models):
-            from hetlb.balancer.clients.model_names import ModelNames
-
-            router.names = ModelNames.of(fleet.written)
+            router.names = hook("model_names", fleet.written)
         if any(each.classes for each in fleet.file.models):
-            from hetlb.balancer.clients.service_classes import ServiceClasses
-
-            router.classes = ServiceClasses(fleet.service_classes)
+            router.classes = hook("classes", fleet.service_classes)
         router.resume = fleet.resume
 
     def _requests_ended(self, ended: Sequence[RequestRecord]) -> None:

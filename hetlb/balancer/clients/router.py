@@ -37,12 +37,11 @@ from hetlb.balancer.http.http1 import GateError, RequestHead
 from hetlb.balancer.http.openai_body import Call, read_json
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.errors import ConfigError
+from hetlb.extras import option
 
 if TYPE_CHECKING:
-    from hetlb.balancer.clients.model_names import ModelNames
-    from hetlb.balancer.clients.service_classes import ServiceClasses
-    from hetlb.balancer.core.block_index import PromptBlocks
-    from hetlb.balancer.hooks import SpanMaker
+    from hetlb.balancer.core.engine_blocks import PromptBlocks
+    from hetlb.balancer.interfaces import OtherNames, RequestClasses, SpanMaker
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
@@ -88,9 +87,9 @@ class Router:
         #: Tenants by the SHA-256 of their keys; None lets every client in.
         self.tenants: Mapping[bytes, Tenant] | None = None
         #: Aliases and fallbacks, None without any.
-        self.names: ModelNames | None = None
+        self.names: OtherNames | None = None
         #: Classes of the models' requests, None without any.
-        self.classes: ServiceClasses | None = None
+        self.classes: RequestClasses | None = None
         #: Ways of resuming answers by model and class; others as `proxy.resume` says.
         self.resume: Mapping[tuple[str, str], Resume] = {}
         #: Makes the attempts of requests that no option has to do with.
@@ -166,9 +165,7 @@ class Router:
             raise _method_not_allowed((b"POST",))
         is_form = head.content_type.startswith(_MULTIPART)
         if is_form:
-            from hetlb.balancer.http.multipart import read_form
-
-            call = read_form(head.fields[b"content-type"], body)
+            call = self._read_form(head, body)
         elif kind is _AUDIO and head.content_type.startswith(_FORM):
             raise GateError(415, "This form is expected as multipart/form-data.")
         elif kind is _PLAIN and not body:
@@ -180,6 +177,15 @@ class Router:
             if call.renamed:
                 call.body = self.names.rename(call, model)
         return self._exchange(client, head, kind, call, tenant)
+
+    @staticmethod
+    def _read_form(head: RequestHead, body: bytes) -> Call:
+        """Return the call in a form. Raises `GateError`."""
+        try:
+            read: Call = hook("forms", head.fields[b"content-type"], body)
+        except ConfigError as error:
+            raise GateError(415, "This installation reads no forms.") from error
+        return read
 
     def _session(
         self, client: ClientSide, head: RequestHead, body: bytes, tenant: Tenant | None
@@ -203,7 +209,7 @@ class Router:
             exchange.outgoing.head = handshake.with_model(call.model)
         return exchange
 
-    def _resolve(self, names: ModelNames, call: Call, tenant: Tenant | None) -> str:
+    def _resolve(self, names: OtherNames, call: Call, tenant: Tenant | None) -> str:
         """Set the model that serves a request in place of the one it asks for. Raises `GateError` (403)."""
         asked = call.asked = call.model or ""
         model = call.model = names.served(asked, self._driver.scheduling.available)
@@ -299,8 +305,7 @@ class Router:
         keys = id_keys(ids, model, call.cache_salt, owner) if ids else text_keys(call, model, owner)
         blocks: PromptBlocks | None = None
         if ids and call.prompts == 1 and (block_tokens := self._driver.scheduling.block_tokens):
-            from hetlb.balancer.core.block_index import block_digests
-
+            block_digests = option("kv_events.block_index").block_digests
             salt = () if call.cache_salt is None else (call.cache_salt,)
             # The last token of a prompt is always computed.
             blocks = block_tokens, block_digests(ids[0][:-1], block_tokens, salt)
@@ -387,7 +392,7 @@ class Router:
         return models if tenant is None else [entry for entry in models if tenant.may_use(entry["id"])]
 
     def _with_class(
-        self, classes: ServiceClasses, entry: dict[str, Any], allowed: Sequence[str] | None
+        self, classes: RequestClasses, entry: dict[str, Any], allowed: Sequence[str] | None
     ) -> dict[str, Any]:
         """Return the entry of a model with its background class, if it has one."""
         model = entry["id"] if self.names is None else self.names.aliases.get(entry["id"], entry["id"])

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from hetlb.balancer.config.mistakes import short
-from hetlb.balancer.config.yaml_file import PositiveInt, convert, parse_yaml
 from hetlb.errors import ConfigError
+from hetlb.inputs.mistakes import short
+from hetlb.inputs.yaml_file import PositiveInt, convert, parse_yaml
 
 
 class LimitsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

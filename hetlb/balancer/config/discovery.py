@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from hetlb.balancer.config.yaml_file import NonNegative, Port, Positive
 from hetlb.errors import ConfigError
+from hetlb.inputs.yaml_file import NonNegative, Port, Positive
 
 
 class DnsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

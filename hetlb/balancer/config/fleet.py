@@ -26,10 +26,6 @@ from hetlb.balancer.config.fleet_tables import (
     PolicyTable,
     Resume,
 )
-from hetlb.balancer.config.gone import RESUME_BY_TEXT, gone_value
-from hetlb.balancer.config.mistakes import Mistakes, did_you_mean, listed, one_of, short
-from hetlb.balancer.config.urls import Origin, bracketed, check_base, check_publisher, check_url, origin
-from hetlb.balancer.config.yaml_file import load_yaml, with_lines
 from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.policies.base import COMBINE_FORMS, PlannedType, PolicyParams
@@ -37,10 +33,15 @@ from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.predictor import PREDICTORS, LengthDistribution
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.types import Capacity, Connector, InstanceSpec, KvLink, Role
+from hetlb.balancer.hooks import hook
 from hetlb.errors import ConfigError
+from hetlb.inputs.gone import RESUME_BY_TEXT, gone_value
+from hetlb.inputs.mistakes import Mistakes, did_you_mean, listed, one_of, short
+from hetlb.inputs.urls import Origin, bracketed, check_base, check_publisher, check_url, origin
+from hetlb.inputs.yaml_file import load_yaml, with_lines
 
 if TYPE_CHECKING:
-    from hetlb.balancer.config.profile_file import Profile
+    from hetlb.balancer.interfaces import EngineProfile
 
 #: vLLM's own defaults: `VLLM_MOONCAKE_BOOTSTRAP_PORT`, `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`.
 MOONCAKE_BOOTSTRAP_PORT: Final = 8998
@@ -71,7 +72,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     file: FleetFile
     written: FleetFile
     instances: tuple[InstanceSpec, ...]
-    profiles: dict[str, Profile] = {}
+    profiles: dict[str, EngineProfile] = {}
     tokenizers: dict[str, Path] = {}
     listed: dict[str, Listed] = {}
     #: Output lengths of `policy.trace` where it was read: only a start needs them.
@@ -85,7 +86,9 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         """Copy of the fleet with the output lengths that its predictor begins with."""
         return msgspec.structs.replace(self, lengths=LengthDistribution(tokens))
 
-    def resolve_found(self, table: InstanceTable, model: str, cache: dict[Path, Profile]) -> InstanceSpec:
+    def resolve_found(
+        self, table: InstanceTable, model: str, cache: dict[Path, EngineProfile]
+    ) -> InstanceSpec:
         """Resolve a discovered instance, with the profile its labels select. Raises `InputError`."""
         return resolve_instance(table, model, "", self.base, cache, self.file.profiles)[0]
 
@@ -247,16 +250,16 @@ def _checked(instance: InstanceTable, url: str, key: str) -> InstanceTable:
     return msgspec.structs.replace(instance, kv_bootstrap=bootstrap)
 
 
-def _kv_link(stated: str | KvTransferTable | None, profile: Profile | None) -> KvLink | None:
+def _kv_link(stated: str | KvTransferTable | None, profile: EngineProfile | None) -> KvLink | None:
     """KV connector of an instance; the bytes per token default to the profile's."""
     if stated is None:
         return None
     table = KvTransferTable(connector=stated) if isinstance(stated, str) else stated  # type: ignore[arg-type]
     connector = Connector(table.connector)
-    model = None if profile is None else profile.model
+    known = None if profile is None else profile.kv_bytes_per_token
     figures = {
         "lease_s": table.lease_s or (MOONCAKE_LEASE_S if connector is Connector.MOONCAKE else None),
-        "bytes_per_token": table.bytes_per_token or (model.kv_bytes_per_token if model else None),
+        "bytes_per_token": table.bytes_per_token or known,
         "bandwidth_bytes_per_s": table.bandwidth_bytes_per_s,
         "latency_s": table.latency_s,
     }
@@ -296,9 +299,9 @@ def resolve_instance(
     model: str,
     key: str,
     base: Path,
-    cache: dict[Path, Profile],
+    cache: dict[Path, EngineProfile],
     profiles: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[InstanceSpec, Profile | None]:
+) -> tuple[InstanceSpec, EngineProfile | None]:
     """Check one instance and read its profile, cached by path. Raises `ConfigError` or `ProfileError`.
 
     `key` is the prefix of its keys in errors, such as `models[0].instances[1].`. `profiles` maps selectors to
@@ -310,15 +313,13 @@ def resolve_instance(
         raise ConfigError(f"{key}name: expected a name, but neither name nor url is given")
     if not re.fullmatch(r"[A-Za-z0-9._:\[\]-]{1,128}", name):
         raise ConfigError(f"{key}name: expected letters, digits and . _ : - (128 at most), got {short(name)}")
-    profile: Profile | None = None
+    profile: EngineProfile | None = None
     labels = instance.labels if instance.gpu is None else {**instance.labels, "gpu": instance.gpu}
     named = instance.profile or select_profile(labels, profiles)
     if named is not None:
         path = base / named
         if path not in cache:
-            from hetlb.balancer.config.profile_file import load_named
-
-            cache[path] = load_named(base, named, f"{key}profile")
+            cache[path] = hook("profiles", base, named, f"{key}profile")
         profile = cache[path]
     capacity = profile.capacity if profile else Capacity()
     assumed = profile is not None and profile.host_assumed
@@ -421,7 +422,7 @@ class _Resolved:
         self._mistakes = mistakes
         #: Names of the instances at each address.
         self._origins: dict[Origin, str] = {}
-        self._cache: dict[Path, Profile] = {}
+        self._cache: dict[Path, EngineProfile] = {}
         self.specs: list[InstanceSpec] = []
 
     def add_model(self, model: ModelTable, key: str) -> None:

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from hetlb.balancer.config.discovery import DiscoveryTable
-from hetlb.balancer.config.yaml_file import NonNegative, Port, Positive, PositiveInt, Share
 from hetlb.balancer.core.objective import LEAST_TARGET_MS, MOST_TARGET_MS
+from hetlb.inputs.yaml_file import NonNegative, Port, Positive, PositiveInt, Share
 
 
 class TlsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -194,13 +194,15 @@ class Mix:
 class Demand:
     """Demand for one model: the mean request, and whether and how fast requests keep arriving."""
 
-    __slots__ = ("_arriving", "_newest_at", "_ticks", "arrivals", "mix", "protected")
+    __slots__ = ("_arriving", "_newest_at", "_ticks", "arrivals", "burst", "mix", "protected")
 
     def __init__(self) -> None:
         #: Times of the newest ticks with arrivals since the fleet was idle, seconds.
         self._ticks: list[float] = []
         #: Requests that came so far.
         self.arrivals = 0
+        #: Requests that came since the fleet was idle.
+        self.burst = 0
         self.mix = Mix()
         #: Classes with targets, the tightest first.
         self.protected: list[Protected] = []
@@ -228,6 +230,7 @@ class Demand:
     def arrived(self, now: float, idle: bool) -> None:
         """Record an arrival. `idle`: no instance had a request, so those before are no part of a stream."""
         self.arrivals += 1
+        self.burst = 1 if idle else self.burst + 1
         self._arriving = self.rate(now) + 1.0 / MEMORY_S
         self._newest_at = now
         tick_s, ticks = int(now / _TICK_S) * _TICK_S, self._ticks

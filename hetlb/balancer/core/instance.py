@@ -29,7 +29,7 @@ from hetlb.balancer.core.types import (
 )
 
 if TYPE_CHECKING:
-    from hetlb.balancer.core.block_index import BlockIndex
+    from hetlb.balancer.core.engine_blocks import EngineBlocks
 
 #: KV capacity of an engine that has not told its own, in tokens.
 DEFAULT_KV_CACHE_TOKENS: Final = 131_072
@@ -113,7 +113,7 @@ class Instance:
         #: Its prefix cache; another tree as soon as the cache is gone.
         self.tree = Tree(PrefixIndex() if prefixes is None else prefixes, incarnation)
         #: Content of its cache by its own KV events, None where it publishes none.
-        self.blocks: BlockIndex | None = None
+        self.blocks: EngineBlocks | None = None
         #: Its LoRA adapters, None where it lists none.
         self.adapters: AdapterSlots | None = None
         self.account = Account(now)

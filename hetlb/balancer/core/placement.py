@@ -305,6 +305,7 @@ class Placement:
         choices = self.able(request, ready, now)
         waiting = self.queue.waiting(request.model)
         ctx = self.context(request, predicted, waiting, now, choices.availabilities)
+        ctx.burst = 1 if ready.idle else ctx.burst + 1
         scored = self.policy.score(ctx, choices.instances) if choices.instances else []
         candidates = with_excluded(scored, ready.instances, choices.excluded)
         for instance, candidate in zip(ready.instances, candidates, strict=True):

@@ -49,7 +49,7 @@ from hetlb.balancer.core.types import (
 from hetlb.extras import option
 
 if TYPE_CHECKING:
-    from hetlb.balancer.core.block_index import KvEventBatch
+    from hetlb.balancer.core.engine_blocks import BlockEvents
 
 #: Time between ticks while something waits for time to pass (queue limits, ejections).
 TICK_S: Final = 0.25
@@ -598,15 +598,13 @@ class Scheduler:
         woken = slept and not instance.asleep
         return self.backlog.flush(now) if woken or instance.finished_sequences > finished else []
 
-    def on_kv_events(self, name: str, batch: KvEventBatch, now: float) -> list[Command]:
+    def on_kv_events(self, name: str, batch: BlockEvents, now: float) -> list[Command]:
         """Take in an engine's report of what came into its prefix cache and what left it."""
         instance = self.fleet.instances.get(name)
         if instance is None:
             return []
         if instance.blocks is None:
-            from hetlb.balancer.core.block_index import BlockIndex
-
-            instance.blocks = BlockIndex()
+            instance.blocks = option("kv_events.block_index").BlockIndex()
             self.fleet.publishers.append(instance)
         blocks, tree = instance.blocks, instance.tree
         before = blocks.stored_tokens

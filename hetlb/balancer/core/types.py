@@ -21,7 +21,7 @@ from hetlb.balancer.core.prefix_index import PrefixKey, Shared
 from hetlb.balancer.core.speed import Mark
 
 if TYPE_CHECKING:
-    from hetlb.balancer.core.block_index import PromptBlocks
+    from hetlb.balancer.core.engine_blocks import PromptBlocks
 
 RequestId: TypeAlias = int
 LeaseId: TypeAlias = int

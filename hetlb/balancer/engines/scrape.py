@@ -19,7 +19,6 @@ import aiohttp
 from hetlb.addresses import confined_socket
 from hetlb.balancer.clients.access import PLAIN_ACCESS, EngineAccess
 from hetlb.balancer.config.fleet_tables import ScrapeTable
-from hetlb.balancer.config.urls import bracketed
 from hetlb.balancer.core.engine_metrics import EnginePage
 from hetlb.balancer.core.engine_tables import PAGES
 from hetlb.balancer.core.instance import Instance
@@ -38,10 +37,11 @@ from hetlb.balancer.engines.engine_pools import LOCAL_ERRNOS
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.telemetry.access_log import escape
 from hetlb.balancer.telemetry.events import Event, tell
+from hetlb.inputs.urls import bracketed
 from hetlb.served_models import longest_context, read_model_list, read_version
 
 if TYPE_CHECKING:
-    from hetlb.balancer.config.profile_file import Profile
+    from hetlb.balancer.interfaces import EngineProfile
 
 logger = logging.getLogger("hetlb.scrape")
 
@@ -96,7 +96,7 @@ class EngineWatch:
         #: Called with the name of an instance whose metrics say that nothing runs or waits.
         self.on_idle: Callable[[str], None] = _nothing
 
-    async def start(self, profiles: Mapping[str, Profile], most_s: float) -> None:
+    async def start(self, profiles: Mapping[str, EngineProfile], most_s: float) -> None:
         """Begin to watch all instances; returns once every one was probed, after `most_s` at the latest."""
         self._session = self._make_session()
         self._confined = self._make_session(socket_factory=confined_socket)
@@ -408,14 +408,15 @@ def _log_models(name: str, model: str, before: tuple[str, ...] | None, now: tupl
 
 
 def _log_other_than_profiled(
-    name: str, profile: Profile, entries: Sequence[Mapping[str, Any]], version: str | None
+    name: str, profile: EngineProfile, entries: Sequence[Mapping[str, Any]], version: str | None
 ) -> None:
     """Warn where an engine is not what its profile was measured on; `entries` are of its `/v1/models`."""
     serves = {str(entry[key]) for entry in entries for key in ("id", "root") if entry.get(key)}
-    if profile.model is not None and serves and profile.model.name not in serves:
+    model, measured = profile.measured_on
+    if model is not None and serves and model not in serves:
         shown = ", ".join(sorted(map(escape, serves)))
         text = "%s: its profile is of the model %s, it serves %s"
-        tell(logger, Event.INSTANCE_PROFILE, text, name, profile.model.name, shown, instance=name)
-    if profile.engine.version is not None and version not in (None, profile.engine.version):
+        tell(logger, Event.INSTANCE_PROFILE, text, name, model, shown, instance=name)
+    if measured is not None and version not in (None, measured):
         shown, text = escape(str(version)), "%s: its profile is of vLLM %s, it runs %s"
-        tell(logger, Event.INSTANCE_PROFILE, text, name, profile.engine.version, shown, instance=name)
+        tell(logger, Event.INSTANCE_PROFILE, text, name, measured, shown, instance=name)

@@ -47,8 +47,8 @@ from hetlb.balancer.telemetry.request_record import RequestRecord
 
 if TYPE_CHECKING:
     from hetlb.balancer.config.api_keys import LimitsTable
-    from hetlb.balancer.core.block_index import KvEventBatch
-    from hetlb.balancer.hooks import KeyLimiter, KeyLimits, KeyTicket, SharedBookings
+    from hetlb.balancer.core.engine_blocks import BlockEvents
+    from hetlb.balancer.interfaces import KeyLimiter, KeyLimits, KeyTicket, SharedBookings
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -244,7 +244,7 @@ class SchedulerDriver(SchedulerSide):
         if instance is not None and instance.asleep is not slept:
             self.carrier.view_changed()
 
-    def kv_events(self, name: str, batch: KvEventBatch) -> None:
+    def kv_events(self, name: str, batch: BlockEvents) -> None:
         known = self.block_tokens
         self.carry_out(self.scheduler.on_kv_events(name, batch, self.carrier.now()))
         if self.block_tokens != known:

@@ -10,13 +10,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Final
 
-from hetlb.addresses import allowed_address, is_special
+from hetlb.addresses import Network
 from hetlb.balancer.clients.access import Access, EngineAccess
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.config.urls import Origin, origin
+from hetlb.balancer.config.fleet_tables import InstanceTable
 from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
@@ -28,14 +27,13 @@ from hetlb.balancer.core.types import (
 )
 from hetlb.balancer.engines.scrape import EngineWatch
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
+from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.events import Event, tell
-from hetlb.errors import ConfigError
+from hetlb.inputs.urls import Origin, origin
 from hetlb.turns import Share
 
 if TYPE_CHECKING:
-    from hetlb.balancer.config.profile_file import Profile
-    from hetlb.balancer.fleet.members import Members
-    from hetlb.balancer.fleet.source import Found
+    from hetlb.balancer.interfaces import EngineProfile, FleetMembers
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -70,7 +68,7 @@ class Roster:
         self.registered: dict[str, str | None] = {}
         #: Source of each instance that stands in no file; "" until one gives it that an earlier process had.
         self.source_of: dict[str, str] = {}
-        self._profiles: dict[Path, Profile] = {}
+        self._profiles: dict[Path, EngineProfile] = {}
         #: Names of the instances by their addresses.
         self._at: dict[Origin, str] = {origin(spec.url): spec.name for spec in fleet.instances if spec.url}
         #: Called before the scheduler knows a new instance, and before it forgets one.
@@ -80,11 +78,10 @@ class Roster:
         self.on_edited: Callable[[], None] = _nothing
 
     @cached_property
-    def members(self) -> Members:
+    def members(self) -> FleetMembers:
         """Instances that stand in no file, and where they are from."""
-        from hetlb.balancer.fleet.members import Members
-
-        return Members(self)
+        found: FleetMembers = hook("members", self)
+        return found
 
     def specs(self) -> Mapping[str, InstanceSpec]:
         return {each.name: each.spec for each in self._scheduler.instances}
@@ -98,12 +95,20 @@ class Roster:
 
     # --- sources ---
 
-    def spec_of(self, found: Found) -> InstanceSpec:
-        """Return the scheduler's view of a server that was found. Raises `InputError`."""
-        spec = self._fleet.resolve_found(found, found.model, self._profiles)
-        if is_special(host := urlsplit(spec.url).hostname or ""):
-            raise ConfigError(f"url: expected the address of a server, got {host}")
-        return spec
+    @property
+    def networks(self) -> tuple[Network, ...]:
+        """Networks in which instances may be registered."""
+        return self._access.networks
+
+    @property
+    def lifetime_s(self) -> float:
+        """Seconds that a registration holds where it does not say so, 0 for ever."""
+        discovery = self._fleet.file.discovery
+        return 0.0 if discovery is None else discovery.ttl_s
+
+    def resolve(self, table: InstanceTable, model: str) -> InstanceSpec:
+        """Return the scheduler's view of an instance that stands in no file. Raises `InputError`."""
+        return self._fleet.resolve_found(table, model, self._profiles)
 
     def join(self, specs: Sequence[InstanceSpec], address: str | None = None) -> None:
         """Instances that stand in no file came; their names resolve to `address`, or themselves."""
@@ -138,38 +143,13 @@ class Roster:
         """Note that an instance is gone after some seconds; None takes that back."""
         self.change(AdminStateSet(name, self._scheduler.fleet.instances[name].admin, deadline_s))
 
-    async def register(self, table: Mapping[str, Any]) -> bool:
-        """Add an instance, or say again that it is there. True where it is new. Raises `InputError`."""
-        from hetlb.balancer.fleet.members import addresses, read_registration
-
-        instance, discovery = read_registration(table), self._fleet.file.discovery
-        ttl_s = instance.ttl_s
-        if ttl_s is None:
-            ttl_s = 0.0 if discovery is None else discovery.ttl_s
-        spec = self._fleet.resolve_found(instance, instance.model, self._profiles)
-        known = self.spec(spec.name)
-        ours = self.source_of.get(spec.name) in (REGISTRATION, "")
-        if known is not None and ours and _same_place(known, spec):
-            self.members.registered(spec.name, ttl_s)
-            if known != spec:
-                self.update(spec)
-            return False
-        address = allowed_address(await addresses(spec.url), self._access.networks)
-        if self.spec(spec.name) is not None:
-            raise ConfigError(f"name: expected a name used once in the fleet, got {spec.name!r} again")
-        if taken := self.name_at(origin(spec.url)):
-            raise ConfigError(f"url: expected an address used once in the fleet, got that of {taken} again")
-        self.members.registered(spec.name, ttl_s)
-        self.join([spec], address)
-        return True
-
     # --- the fleet file ---
 
     async def replace(self, fleet: Fleet, access: Access) -> str:
         """Take the instances of another fleet file; what is the same keeps its load. Says what changed."""
         old, new = self.specs(), {spec.name: spec for spec in fleet.instances}
         found = {name for name in old if self.source_of.get(name) not in (None, REGISTRATION)}
-        same = {name for name in old if name in new and _same_place(old[name], new[name])}
+        same = {name for name in old if name in new and same_place(old[name], new[name])}
         updated = [new[name] for name in old if name in same and old[name] != new[name]]
         gone = [name for name in old if name not in same and (name in new or name not in found)]
         come = [spec for name, spec in new.items() if name not in same]
@@ -244,6 +224,6 @@ class Roster:
             tell(logger, Event.INSTANCE_REMOVED, "%s went", name, instance=name)
 
 
-def _same_place(one: InstanceSpec, other: InstanceSpec) -> bool:
+def same_place(one: InstanceSpec, other: InstanceSpec) -> bool:
     """Return True if two specs are of one server: only its profile, capacity or weight may differ."""
     return (one.url, one.model) == (other.url, other.model)

@@ -13,10 +13,14 @@ import gc
 import logging
 import os
 import signal
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
 
 from hetlb.balancer.clients.access import Access, EngineAccess, load_access
 from hetlb.balancer.clients.front import Front, Listener
@@ -24,7 +28,6 @@ from hetlb.balancer.clients.server import ProxyServer
 from hetlb.balancer.clients.token_estimator import TokenEstimator, load_tokenizers
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import KvEventsTable
-from hetlb.balancer.config.urls import bracketed
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Health
@@ -33,23 +36,29 @@ from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.exchange.scheduler_side import Carrier
 from hetlb.balancer.fleet import systemd
-from hetlb.balancer.fleet.admin import AdminListener, make_app, named
+from hetlb.balancer.fleet.admin_listener import AdminListener, named
 from hetlb.balancer.fleet.reload import SeenFiles, needs_restart, read_again
 from hetlb.balancer.fleet.roster import Roster
 from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
-from hetlb.balancer.hooks import CacheReports, Predecessor, SharedFleet, Successor, hook
+from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, plain_line, tell
-from hetlb.balancer.telemetry.log_writer import EventLog
-from hetlb.balancer.telemetry.prometheus import WorkerState
 from hetlb.balancer.telemetry.recent import Recent
 from hetlb.build import version_line
 from hetlb.errors import ConfigError, InputError
 from hetlb.extras import check_extra, option
+from hetlb.inputs.urls import bracketed
 
 if TYPE_CHECKING:
-    from hetlb.balancer.engines.host_times import HostTimes
-    from hetlb.balancer.fleet.source import Source, Sources
+    from hetlb.balancer.interfaces import (
+        CacheReports,
+        FoundInstances,
+        HostMeasurements,
+        Predecessor,
+        SchedulerLog,
+        SharedFleet,
+        Successor,
+    )
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -58,6 +67,17 @@ FIRST_ROUND_S = 1.0
 _GARBAGE = 20_000
 #: After SIGTERM readiness says no for this long before the listener closes, so that balancers notice.
 READINESS_LAG_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """One of several processes that serve: whether it does now, and how often it had to be started again."""
+
+    number: str
+    up: bool
+    restarts: int
+    #: Times it was killed because it no longer answered.
+    hangs: int = 0
 
 
 class FleetService(ABC):
@@ -80,7 +100,7 @@ class FleetService(ABC):
         self._seen = SeenFiles(fleet.named_files)
         #: The file as it was at the start: what cannot be reloaded is compared with it.
         self._started = fleet.written
-        self._event_log = None if event_log is None else EventLog(event_log)
+        self._event_log: SchedulerLog | None = None if event_log is None else hook("event_log", event_log)
         #: Clock, seconds.
         self.now = asyncio.get_running_loop().time
         setup = SchedulerSetup(
@@ -105,12 +125,12 @@ class FleetService(ABC):
         self.watch = EngineWatch(fleet.file.scrape, scheduling, self._engines)
         self.roster = Roster(fleet, self.access, self._engines, scheduling, self.watch)
         scheduling.take_out = self.roster.change
-        self._host_times: HostTimes | None = None
+        self._host_times: HostMeasurements | None = None
         self.watch.on_idle = self._measure_host_time
         #: Reads engines' own KV events, None while none publishes any.
         self._kv_events: CacheReports | None = None
         self.roster.on_gone = lambda name: self._follow(name, None)
-        self._sources: Sources | None = None
+        self._sources: FoundInstances | None = None
         self._reloading = asyncio.Lock()
         #: Reason for which the fleet file was not taken over when it was read last, "" if it was.
         self.reload_refused = ""
@@ -132,10 +152,8 @@ class FleetService(ABC):
         if self.fleet.file.watch and self.fleet.path is not None:
             self._do(self._watch_files())
         if sources := self._discovery_sources():
-            from hetlb.balancer.fleet.source import Sources
-
-            self._sources = Sources(sources, self.roster.members.found)
-            await self._sources.start(most_s)
+            self._sources = found = hook("source", sources, self.roster.members.found)
+            await found.start(most_s)
             await self.roster.members.settled()
         await self.watch.start(self.fleet.profiles, most_s)
 
@@ -145,20 +163,17 @@ class FleetService(ABC):
         if instance is None or not instance.spec.host_assumed_in:
             return
         if self._host_times is None:
-            from hetlb.balancer.engines.host_times import HostTimes
-
-            self._host_times = HostTimes(self.watch, self.roster.change)
+            self._host_times = hook("profiles.host_times", self.watch, self.roster.change)
         if self._host_times.wanted(instance):
             self._do(self._host_times.measure(instance))
 
-    def _discovery_sources(self) -> list[Source]:
+    def _discovery_sources(self) -> list[object]:
         """Return sources of instances that stand in no file of the fleet. Raises `ConfigError`."""
         fleet, table = self.fleet, self.fleet.file.discovery
         if table is None:
             return []
-        from hetlb.balancer.fleet.source import configured
-
-        return configured(fleet, table)
+        found: list[object] = option("source").configured(fleet, table)
+        return found
 
     async def _watch_files(self) -> None:
         table = self.fleet.file.discovery
@@ -289,6 +304,14 @@ class FleetService(ABC):
     def _configure(self, fleet: Fleet, access: Access) -> None:
         """Apply new limits, keys and certificates where clients are served."""
 
+    async def _open_admin(self, listeners: Sequence[socket.socket]) -> None:
+        """Open the admin listener; an installation without its pages answers 404 there."""
+        try:
+            app: web.Application = hook("admin", self)
+        except ConfigError:
+            app = web.Application()
+        await self.admin.listen(app, self.fleet.file.admin, listeners)
+
     # --- another process in this one's place ---
 
     @property
@@ -367,7 +390,7 @@ class Service(FleetService):
         listen = self.fleet.file.listen
         with named("listen", listen.host, listen.port):
             self.address = await self.server.start(listen.host, listen.port, listeners.main)
-        await self.admin.listen(make_app(self), self.fleet.file.admin, listeners.admin)
+        await self._open_admin(listeners.admin)
         if takeover is not None:
             await takeover.accepting()
             tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")

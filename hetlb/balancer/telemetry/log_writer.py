@@ -8,21 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import queue
 import threading
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hetlb.balancer.telemetry.events import FORMATTERS
-from hetlb.errors import InputError
-
-if TYPE_CHECKING:
-    from hetlb.balancer.core.eventlog import RecordingScheduler
-    from hetlb.balancer.core.setup import SchedulerSetup
 
 _FLUSH_S = 0.2
 #: Batches that may wait for a slow reader.
@@ -92,36 +84,6 @@ class LogWriter:
         start = len(batch) - left
         end = batch.rfind(b"\n", start, start + self._at_once)
         return left if end < 0 else end + 1 - start
-
-
-class EventLog(LogWriter):
-    """A file that is written from its beginning. Raises `InputError` where it cannot be."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            # A pipe that has no reader would keep the start waiting for one.
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o644)
-            os.set_blocking(descriptor, True)
-        except OSError as error:
-            why = "nothing reads this pipe" if error.errno == errno.ENXIO else error.strerror
-            raise InputError(
-                f"--event-log: expected a file that can be written, got {str(path)!r}: {why}"
-            ) from error
-        super().__init__(descriptor, "event log")
-        self._descriptor = descriptor
-
-    def scheduler(self, setup: SchedulerSetup) -> RecordingScheduler:
-        from hetlb.balancer.core.eventlog import RecordingScheduler, encode_setup
-
-        self.write(encode_setup(setup))
-        return RecordingScheduler(setup, write=self.write)
-
-    def close(self, timeout_s: float = 2.0) -> None:
-        """Write what is left and close the file; harmless if it is closed."""
-        if self._descriptor >= 0:
-            super().close(timeout_s)
-            os.close(self._descriptor)
-            self._descriptor = -1
 
 
 _STDERR = 2

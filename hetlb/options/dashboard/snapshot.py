@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,8 +13,6 @@ from aiohttp import web
 import hetlb
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.types import Outcome
-from hetlb.balancer.fleet.decisions import decision_summary
-from hetlb.balancer.fleet.fleet_status import pools, status
 from hetlb.balancer.telemetry.histograms import weighted_percentile
 from hetlb.balancer.telemetry.recent import BIN_S, BINS, POINTS, Recent, Stretch, latencies
 from hetlb.options.dashboard import balance
@@ -23,17 +20,18 @@ from hetlb.options.dashboard.page import EventStream, page_file
 
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService
+    from hetlb.balancer.interfaces import StateDocuments
 
 #: Decisions listed on the page.
 DECISIONS_SHOWN: Final = 25
 
 
 class Snapshots:
-    """The page over `source` and its events; `fleet` gives the body of `GET /v1/fleet`."""
+    """The page over `source` and its events, which hold `documents` of the admin listener."""
 
-    def __init__(self, source: FleetService, fleet: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, source: FleetService, documents: StateDocuments) -> None:
         self._source = source
-        self._fleet = fleet
+        self._documents = documents
         self._events = EventStream(lambda: msgspec.json.encode(self.event()))
 
     def file(self, path: str) -> web.Response:
@@ -48,9 +46,9 @@ class Snapshots:
         self._events.close()
 
     def event(self) -> dict[str, Any]:
-        source = self._source
+        source, documents = self._source, self._documents
         scheduler, now, totals = source.scheduler, source.now(), source.totals
-        fleet = self._fleet()
+        fleet = documents.fleet()
         for model in fleet["models"]:
             for instance in model["instances"]:
                 counted = totals.instances.get(instance["name"])
@@ -66,11 +64,11 @@ class Snapshots:
             "registration": source.fleet.file.admin.registration,
             "decisions": {
                 "total": totals.decisions,
-                "last": [decision_summary(each, source.driver.tokens_so_far) for each in last],
+                "last": [documents.decision(each) for each in last],
             },
             "fleet": fleet,
-            "status": status(scheduler, pools(scheduler), totals.recent, now, source.reload_refused),
-            "balance": balance.documents(scheduler, totals.recent, pools(scheduler), now),
+            "status": documents.status(),
+            "balance": balance.documents(scheduler, totals.recent, documents.pools(), now),
             "series": {**series(totals.recent, now), **levels(totals.recent, now)},
             "accuracy": accuracy(totals.recent),
         }

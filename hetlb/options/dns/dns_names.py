@@ -12,8 +12,8 @@ from dns.exception import DNSException
 from dns.resolver import NXDOMAIN, Resolver
 
 from hetlb.balancer.config.discovery import DnsTable
-from hetlb.balancer.config.urls import bracketed
-from hetlb.balancer.fleet.source import Found, Publish, SourceFailedError
+from hetlb.inputs.urls import bracketed
+from hetlb.options.source import Found, Publish, SourceFailedError
 
 #: Seconds that an answer may take.
 _TIMEOUT_S = 2.0

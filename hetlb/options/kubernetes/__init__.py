@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 
 from hetlb.balancer.config.discovery import DiscoveryTable
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.fleet.source import Source
 from hetlb.options.kubernetes.inference_pool import InferencePoolSource, ObjectiveSource
 from hetlb.options.kubernetes.kubernetes import KubernetesSource
+from hetlb.options.source import Source
 
 
 def hook(

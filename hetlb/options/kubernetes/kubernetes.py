@@ -25,9 +25,9 @@ from lightkube.operators import Operator
 from lightkube.types import OnErrorAction, OnErrorResult
 
 from hetlb.balancer.config.discovery import GPU_LABELS, ClusterTable, KubernetesTable
-from hetlb.balancer.config.urls import bracketed
-from hetlb.balancer.fleet.source import Found, Publish, SourceFailedError
 from hetlb.errors import ConfigError
+from hetlb.inputs.urls import bracketed
+from hetlb.options.source import Found, Publish, SourceFailedError
 
 #: Folder of a pod's own token, authority and namespace.
 ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")

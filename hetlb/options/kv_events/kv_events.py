@@ -16,7 +16,8 @@ from typing import Annotated, Any, Final, TypeAlias
 import msgspec
 
 from hetlb.balancer.config.fleet_tables import KvEventsTable
-from hetlb.balancer.core.block_index import (
+from hetlb.balancer.telemetry.events import Event, Rarely
+from hetlb.options.kv_events.block_index import (
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
@@ -24,7 +25,6 @@ from hetlb.balancer.core.block_index import (
     KvEventBatch,
     block_digests,
 )
-from hetlb.balancer.telemetry.events import Event, Rarely
 from hetlb.options.kv_events.zmtp import ZmtpConnection, ZmtpError
 from hetlb.turns import Share
 

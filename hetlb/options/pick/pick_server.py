@@ -21,11 +21,11 @@ from hetlb.balancer.clients.access import Access, server_context
 from hetlb.balancer.clients.router import FleetView, Router
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import ProxyTable
-from hetlb.balancer.config.urls import bracketed
 from hetlb.balancer.exchange.scheduler_side import SWEEP_S
 from hetlb.balancer.fleet.reload import Stamp, stamp
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import ConfigError
+from hetlb.inputs.urls import bracketed
 from hetlb.options.pick import messages
 from hetlb.options.pick.calls import MAX_BESIDE_BODY, ProcessCall
 from hetlb.options.pick.pick_driver import PickDriver

@@ -14,13 +14,13 @@ from hetlb.balancer.clients.access import shared_url
 from hetlb.balancer.clients.token_estimator import TokenEstimator, load_tokenizers
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import Listen
-from hetlb.balancer.config.urls import bracketed, origin
 from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.fleet.service import Service
-from hetlb.balancer.fleet.source import Source
 from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
-from hetlb.balancer.hooks import Predecessor, hook
+from hetlb.balancer.hooks import hook
+from hetlb.balancer.interfaces import Predecessor
+from hetlb.inputs.urls import bracketed, origin
 from hetlb.options.pick.pick_driver import PickDriver
 from hetlb.options.pick.pick_server import PickServer, gateway_certificates
 
@@ -83,7 +83,7 @@ class PickService(Service):
         if (address := _literal(spec.url)) is not None:
             self.server.state.set_address(spec.name, address)
 
-    def _discovery_sources(self) -> list[Source]:
+    def _discovery_sources(self) -> list[object]:
         fleet, table = self.fleet, self.fleet.file.discovery
         if table is None or all(each.resource != "inferencepools" for each in table.clusters):
             return super()._discovery_sources()

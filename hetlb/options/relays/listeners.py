@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.fleet.admin import named
+from hetlb.balancer.fleet.admin_listener import named
 from hetlb.balancer.fleet.systemd import Listeners
 
 

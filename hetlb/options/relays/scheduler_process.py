@@ -23,10 +23,9 @@ from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.core.types import AdminState, AdminStateSet
 from hetlb.balancer.engines.scrape import models_learned
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
-from hetlb.balancer.fleet.admin import make_app
 from hetlb.balancer.fleet.service import FIRST_ROUND_S, FleetService, tune_gc
 from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
-from hetlb.balancer.hooks import Predecessor
+from hetlb.balancer.interfaces import Predecessor
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.recent import Recent
@@ -113,7 +112,7 @@ class SchedulerProcess(FleetService):
             for link, end in self._waiting:
                 await self._connect(link, end)
             self._waiting.clear()
-            await self.admin.listen(make_app(self), self.fleet.file.admin, listeners.admin)
+            await self._open_admin(listeners.admin)
             self._control.send("ready")
             if self._life > 1:
                 self._serving()

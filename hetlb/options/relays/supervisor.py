@@ -26,13 +26,12 @@ import uvloop
 
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.fleet import systemd
-from hetlb.balancer.fleet.service import READINESS_LAG_S, announce, ready_line
+from hetlb.balancer.fleet.service import READINESS_LAG_S, WorkerState, announce, ready_line
 from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
-from hetlb.balancer.hooks import Predecessor
 from hetlb.balancer.http.forward_headers import ForwardRules
+from hetlb.balancer.interfaces import Predecessor
 from hetlb.balancer.telemetry.events import FORMATTERS, Event, tell
 from hetlb.balancer.telemetry.log_writer import logging_to_stderr
-from hetlb.balancer.telemetry.prometheus import WorkerState
 from hetlb.errors import HetlbError
 from hetlb.options.relays.control import ChildControl, ChildState, content_of
 from hetlb.options.relays.listeners import bind_listeners, share_of

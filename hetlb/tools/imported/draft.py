@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from hetlb.balancer.config.urls import bracketed, check_url
 from hetlb.errors import ConfigError
+from hetlb.inputs.urls import bracketed, check_url
 
 #: A line on stderr shows no more of a directive.
 _MOST_SHOWN_CHARACTERS = 400

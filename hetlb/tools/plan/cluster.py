@@ -9,8 +9,8 @@ from typing import Literal
 
 import msgspec
 
-from hetlb.balancer.config.yaml_file import Positive, PositiveInt, load_yaml
 from hetlb.errors import ConfigError
+from hetlb.inputs.yaml_file import Positive, PositiveInt, load_yaml
 from hetlb.tools.plan.common.plan_tables import (
     LinkTable,
     Machine,

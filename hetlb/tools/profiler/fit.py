@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import OptimizeWarning, curve_fit, least_squares, nnls
 
-from hetlb.balancer.config.profile_file import PhaseReport, fit_warnings
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.step_times import DecodeTable, MixedTerm, PnormPrefill, PrefillGrid, in_tiles
 from hetlb.errors import ProfileError
+from hetlb.options.profiles.profile_file import PhaseReport, fit_warnings
 from hetlb.tools.profiler.launched import LaunchedPrefill, fit_launched
 
 _Array = NDArray[np.float64]

@@ -6,8 +6,8 @@ import random
 import time
 from collections.abc import Callable
 
-from hetlb.balancer.core.host_probe import PROMPT_TOKENS, HostProbe
 from hetlb.balancer.core.latency import LatencyModel
+from hetlb.options.profiles.host_probe import PROMPT_TOKENS, HostProbe
 from hetlb.tools.profiler.client import EngineClient, ServerFacts, distinct_prompts
 from hetlb.tools.profiler.sweep import BusyError, settled
 

@@ -9,7 +9,10 @@ from statistics import median
 
 import msgspec
 
-from hetlb.balancer.config.profile_file import (
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.step_times import LaunchTime, SplitKv
+from hetlb.errors import ProfileError
+from hetlb.options.profiles.profile_file import (
     EngineInfo,
     FitReport,
     Hardware,
@@ -21,9 +24,6 @@ from hetlb.balancer.config.profile_file import (
     sections,
     with_latency,
 )
-from hetlb.balancer.core.latency import LatencyModel
-from hetlb.balancer.core.step_times import LaunchTime, SplitKv
-from hetlb.errors import ProfileError
 from hetlb.tools.csv_rows import CsvRow, csv_rows
 from hetlb.tools.models.facts import ModelFacts
 from hetlb.tools.models.model_file import model_info

@@ -9,13 +9,13 @@ from statistics import median
 from typing import Any
 
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.config.profile_file import Profile
 from hetlb.balancer.core.latency import IterationRule
 from hetlb.balancer.core.predictor import LengthDistribution
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Health
 from hetlb.errors import ConfigError, ProfileError
+from hetlb.options.profiles.profile_file import Profile, profiles_of
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.simulation_sweep import Ran, Study, StudyCell
@@ -66,7 +66,7 @@ def engine_of(profile: Profile, where: str = "", **more: Any) -> EngineSpec:
 
 def _engine(fleet: Fleet, name: str, prefix_cache: bool) -> EngineSpec:
     """Return the simulated engine of an instance. Raises `InputError` naming what its profile lacks."""
-    profile = fleet.profiles.get(name)
+    profile = profiles_of(fleet).get(name)
     if profile is None:
         raise ConfigError(f"{fleet.path}: {name}: profile: expected a latency profile to simulate, got none")
     return engine_of(

@@ -16,9 +16,9 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from hetlb.balancer.config.mistakes import one_of
-from hetlb.balancer.config.yaml_file import Positive, convert, read_object
 from hetlb.errors import ConfigError
+from hetlb.inputs.mistakes import one_of
+from hetlb.inputs.yaml_file import Positive, convert, read_object
 
 _Size: TypeAlias = Annotated[int, Meta(ge=1, lt=1 << 31)]
 _ROPES: Final = ("default", "linear", "llama3")

@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from hetlb.balancer.config.mistakes import one_of, short
-from hetlb.balancer.config.urls import check_stage_url
-from hetlb.balancer.config.yaml_file import NonNegative, Positive, PositiveInt, Share, load_yaml
 from hetlb.errors import ConfigError, ConfigErrors
+from hetlb.inputs.mistakes import one_of, short
+from hetlb.inputs.urls import check_stage_url
+from hetlb.inputs.yaml_file import NonNegative, Positive, PositiveInt, Share, load_yaml
 from hetlb.tools.paths.path_scheduler import PATH_POLICIES
 from hetlb.tools.paths.stages import SINK, SOURCE, Edge, LinkSpec
 from hetlb.tools.plan.placement.place_files import read_flows, read_links

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hetlb.balancer.config.yaml_file import read_object
 from hetlb.errors import ConfigError
 from hetlb.extras import check_extra
+from hetlb.inputs.yaml_file import read_object
 from hetlb.tools.stage.stage_messages import Token
 
 #: Defaults of vLLM that a model's generation_config.json may change.

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from hetlb.balancer.core.eventlog import decode_setup
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.errors import TraceError
+from hetlb.extras import option
 from hetlb.tools.workload.chats import asked_texts, estimate_tokens
 from hetlb.tools.workload.content import UNSHARED, PromptContent, block_tokens, contents_of
 from hetlb.tools.workload.record_file import (
@@ -601,7 +601,7 @@ def _read_own(file: RecordFile) -> Log:
 def _read_events(file: RecordFile) -> Log:
     path = file.path
     try:
-        setup = decode_setup(file.text.partition("\n")[0])
+        setup = option("event_log.eventlog").decode_setup(file.text.partition("\n")[0])
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as caught:
         raise TraceError(f"{path}: line 1: expected the set-up of an event log: {caught}") from caught
     arrivals: dict[int, dict[str, Any]] = {}

@@ -7,8 +7,8 @@ import contextlib
 from fuzz.costs import Make, Reader, many
 from yaml import YAMLError
 
-from hetlb.balancer.config.mistakes import mistakes_in
-from hetlb.balancer.config.yaml_file import _Builder
+from hetlb.inputs.mistakes import mistakes_in
+from hetlb.inputs.yaml_file import _Builder
 from hetlb.options.instance_files.file_source import InstanceFile
 
 

@@ -13,9 +13,9 @@ from options.kubernetes.conftest import Cluster, serving
 from options.kubernetes.test_kubernetes import Seen, pod
 
 from hetlb.balancer.config.discovery import KubernetesTable
-from hetlb.balancer.fleet.source import Sources
 from hetlb.errors import ConfigError
 from hetlb.options.kubernetes.inference_pool import InferencePoolSource, ObjectiveSource
+from hetlb.options.source import Sources
 
 
 def pool(name: str, labels: dict[str, str], *ports: int) -> dict[str, Any]:

@@ -24,7 +24,9 @@ from proxy.services import Engine, Running, document, serving
 
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.config.fleet_tables import KvEventsTable
-from hetlb.balancer.core.block_index import (
+from hetlb.errors import ConfigError
+from hetlb.options.kv_events import kv_events
+from hetlb.options.kv_events.block_index import (
     BlockIndex,
     BlocksCleared,
     BlocksRemoved,
@@ -32,8 +34,6 @@ from hetlb.balancer.core.block_index import (
     KvEventBatch,
     block_digests,
 )
-from hetlb.errors import ConfigError
-from hetlb.options.kv_events import kv_events
 from hetlb.options.kv_events.kv_events import MOST_PUBLISHER_BYTES, PART_BLOCKS, read_batch
 from hetlb.options.kv_events.zmtp import MOST_BYTES, ZmtpConnection, ZmtpError
 

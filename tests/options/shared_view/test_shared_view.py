@@ -9,12 +9,12 @@ from helpers import MODEL, dispatched, make_scheduler, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.balancer.core.eventlog import RecordingScheduler, Replay, encode_setup
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Command, Dispatch, Health, Lease, Outcome
+from hetlb.options.event_log.eventlog import RecordingScheduler, Replay, encode_setup
 from hetlb.options.shared_view.shared_view import SharedView
 
 

@@ -1,1 +1,1 @@
-"""Policies: which instance serves a request. `hetlb` is the default, `baselines` the others."""
+"""Policies: which instance serves a request. `hetlb` is the default; options have the others."""

@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
 from mypy_extensions import mypyc_attr
 
@@ -21,7 +21,8 @@ from hetlb.balancer.core.policies.sight import SchedulingContext, Sight, foresee
 from hetlb.balancer.core.types import Candidate, Request
 
 if TYPE_CHECKING:
-    from hetlb.balancer.core.policies.worth import Worth
+    from hetlb.balancer.core.queue import Queued
+    from hetlb.balancer.core.ready import Choices
 
 #: The forms of the paper's eq. 7, which joins processing time T, KV utilisation u and a constant. No copy at
 #: hand prints the formula, so none of them is called the paper's own.
@@ -110,6 +111,21 @@ def paper_work(ctx: SchedulingContext, instance: Instance) -> tuple[int, float, 
     return batch * engines, t_s, workload_s if workload_s < MAX_WORKLOAD_S else MAX_WORKLOAD_S
 
 
+class KeptForOthers(Protocol):
+    """Heads of a line, and the instances that are kept from each for others that they suit (`plans`)."""
+
+    def kept_from(self, entry: Queued) -> frozenset[str]: ...
+    def passed(self, entry: Queued) -> None: ...
+
+
+class PlannedWorth(Protocol):
+    """Worth of the time of instances in a plan, which says what suits a request (`plans`)."""
+
+    def kind(self, model: str, prompt: float, predicted: float) -> int: ...
+    def without(self, choices: Choices, kept: frozenset[str]) -> Choices: ...
+    def suits(self, heads: Sequence[Queued], able: Sequence[Instance]) -> KeptForOthers: ...
+
+
 @mypyc_attr(acyclic=True, free_list_len=1)
 class Choice:
     """Index of the instance, seconds of work to book, forecast; `candidates` are made on demand."""
@@ -134,7 +150,7 @@ class Policy:
     #: about the instances that stand best.
     holds_back: ClassVar[bool] = False
     #: Worth of the time of each instance in a plan, None without one.
-    worth: Worth | None = None
+    worth: PlannedWorth | None = None
 
     def __init__(self, params: PolicyParams, rng: random.Random) -> None:
         self.params = params

@@ -39,6 +39,7 @@ from hetlb.balancer.core.policies.sight import (
 from hetlb.balancer.core.policies.targets import keep_free, set_losses
 from hetlb.balancer.core.throttle import BLOCKED, NORMAL
 from hetlb.balancer.core.types import Candidate
+from hetlb.extras import option
 
 #: Reason of an instance that has room and is left to wait for a faster one.
 PASSED_OVER: Final = "passed over"
@@ -90,7 +91,7 @@ class Evaluation:
         if protected or ctx.request.service.stated:
             set_losses(ctx, needed)
             full = keep_free(ctx, sights) or full
-        self.weights = weights_of(ctx.request.service, stated)
+        self.weights = weights_of(ctx, stated)
         set_scores(ctx, needed, self.weights)
         if hold and full:
             self._hold(todo)
@@ -181,9 +182,7 @@ class Hetlb(Policy):
         super().__init__(params, rng)
         stated = dict(params.weights)
         if params.worth:
-            from hetlb.balancer.core.policies.worth import Worth
-
-            self.worth = Worth(params.worth, params.types)
+            self.worth = option("plans").hook(params.worth, params.types)
         self._stated = tuple([stated.get(term.name, term.weight) for term in TERMS])
 
     def evaluate(self, ctx: SchedulingContext, instances: Sequence[Instance], hold: bool) -> Evaluation:

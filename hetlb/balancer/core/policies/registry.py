@@ -9,28 +9,29 @@ from typing import Final
 
 from hetlb.balancer.core.policies.base import Policy, PolicyParams
 from hetlb.errors import ConfigError
+from hetlb.extras import option
 
 #: Group of entry points by which other packages add policies.
 GROUP: Final = "hetlb.policies"
 
-#: Policies of hetlb by name, as entry points are written, in this package.
+#: Policies of hetlb by name, as entry points are written, below its package.
 _OWN: Final = {
-    "rr": "baselines:RoundRobin",
-    "wrr": "baselines:SmoothWeightedRoundRobin",
-    "random": "baselines:Random",
-    "least-requests": "baselines:LeastRequests",
-    "p2c": "baselines:PowerOfTwoChoices",
-    "least-kv": "baselines:LeastKv",
-    "peak-ewma": "baselines:PeakEwmaChoice",
-    "single": "baselines:Single",
-    "prefix": "baselines:PrefixMatch",
-    "session": "baselines:SessionAffinity",
-    "paper": "baselines:Paper",
-    "paper-memory": "baselines:PaperMemory",
-    "lmetric": "baselines:LMetric",
-    "lmetric-speed": "baselines:LMetricBySpeed",
-    "hetlb": "hetlb:Hetlb",
-    "planned": "planned:Planned",
+    "rr": "options.policies.baselines:RoundRobin",
+    "wrr": "options.policies.baselines:SmoothWeightedRoundRobin",
+    "random": "options.policies.baselines:Random",
+    "least-requests": "options.policies.baselines:LeastRequests",
+    "p2c": "options.policies.baselines:PowerOfTwoChoices",
+    "least-kv": "options.policies.baselines:LeastKv",
+    "peak-ewma": "options.policies.baselines:PeakEwmaChoice",
+    "single": "options.policies.baselines:Single",
+    "prefix": "options.policies.baselines:PrefixMatch",
+    "session": "options.policies.baselines:SessionAffinity",
+    "paper": "options.policies.baselines:Paper",
+    "paper-memory": "options.policies.baselines:PaperMemory",
+    "lmetric": "options.policies.baselines:LMetric",
+    "lmetric-speed": "options.policies.baselines:LMetricBySpeed",
+    "hetlb": "balancer.core.policies.hetlb:Hetlb",
+    "planned": "options.plans.planned:Planned",
 }
 
 
@@ -64,7 +65,9 @@ class PolicyRegistry:
             if own is None:
                 entry = self._others()[name]
             else:
-                entry = EntryPoint(name, f"hetlb.balancer.core.policies.{own}", GROUP)
+                if own.startswith("options."):
+                    option(own.split(".")[1])
+                entry = EntryPoint(name, f"hetlb.{own}", GROUP)
             found = self._known[name] = _load(entry)
         return found
 
@@ -81,7 +84,7 @@ def _load(entry: EntryPoint) -> type[Policy]:
         raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Policy)):
         raise ConfigError(
-            f"{where}: expected a subclass of ViewPolicy (hetlb.balancer.core.policies.views), got {found!r}"
+            f"{where}: expected a subclass of ViewPolicy (hetlb.options.policies.views), got {found!r}"
         )
     if getattr(found, "name", None) != entry.name:
         raise ConfigError(f"{where}: name: expected {entry.name!r}, got {getattr(found, 'name', None)!r}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.policies.sight import SchedulingContext, Sight
 
 
@@ -32,7 +31,7 @@ TERMS: Final = (
     Term("coming_s", UNSTATED, "by which its prompt delays first tokens of prompts that come there later"),
     Term("loss_s", 1.0, "lost by targets that are missed, its own and those of requests that run there"),
     Term("adapter_s", UNSTATED, "until its LoRA adapter has a slot"),
-    Term("finish_s", 80.0, "by which all that waits is done later, once no more requests come"),
+    Term("finish_s", 0.2, "by which all that waits is done later, for each request of a burst"),
     Term("later_s", UNSTATED, "by which an answer that ends well is later: tries are lost, tokens overdue"),
 )
 #: Index of `finish_s`, for pairs.
@@ -68,13 +67,14 @@ def set_scores(ctx: SchedulingContext, sights: Sequence[Sight], weights: tuple[f
         each.rated = True
 
 
-def weights_of(service: ServiceClass, stated: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the weights for a request of a class.
+def weights_of(ctx: SchedulingContext, stated: tuple[float, ...]) -> tuple[float, ...]:
+    """Return the weights for a request.
 
     With targets its first token has none: they take its place. A class may state it. What is not stated is
     a second by which first token and answer are both later; of adapters and lost tries also where targets
-    take the place of the first token.
+    take the place of the first token. The end of a burst weighs as much as its requests.
     """
+    service = ctx.request.service
     first, own = stated[0], stated[1]
     if service.stated or service.background:
         first = 0.0
@@ -86,7 +86,7 @@ def weights_of(service: ServiceClass, stated: tuple[float, ...]) -> tuple[float,
     coming = both if stated[3] == UNSTATED else stated[3]
     adapter = least if stated[5] == UNSTATED else stated[5]
     later = least if stated[7] == UNSTATED else stated[7]
-    return (first, own, stated[2], coming, stated[4], adapter, stated[6], later)
+    return (first, own, stated[2], coming, stated[4], adapter, stated[6] * ctx.burst, later)
 
 
 def coming_s(ctx: SchedulingContext, each: Sight) -> float:

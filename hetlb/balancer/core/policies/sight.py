@@ -44,7 +44,7 @@ class SchedulingContext:
     """
 
     __slots__ = (
-        "adapter_load_s", "availabilities", "booked", "demand", "goes_on", "half_output", "held",
+        "adapter_load_s", "availabilities", "booked", "burst", "demand", "goes_on", "half_output", "held",
         "long_output", "mean_output", "mean_prefill", "now", "predicted_output", "prompt", "prompts",
         "request", "waited_s", "waiting",
     )  # fmt: skip
@@ -75,6 +75,8 @@ class SchedulingContext:
         self.adapter_load_s = 0.0
         #: Seconds since the request came.
         self.waited_s = 0.0
+        #: Requests that came since the fleet was idle, this one included.
+        self.burst = demand.burst
         #: True unless it is known that no more requests come.
         self.goes_on = True
         self.prompt = prompt = float(request.prompt_tokens)

@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 
-from hetlb.balancer.config.profile_file import EngineInfo, Hardware, Profile, ProfileSource, with_latency
 from hetlb.balancer.core.engine_defaults import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
@@ -33,6 +32,7 @@ from hetlb.balancer.core.step_times import (
     PrefillGrid,
     SplitKv,
 )
+from hetlb.options.profiles.profile_file import EngineInfo, Hardware, Profile, ProfileSource, with_latency
 from hetlb.tools.models.degrees import refusal
 from hetlb.tools.models.model_file import model_info
 from hetlb.tools.plan.common.plan_tables import Model, RooflineTable

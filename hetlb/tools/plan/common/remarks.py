@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.config.profile_file import Profile
 from hetlb.errors import ConfigError
+from hetlb.options.profiles.profile_file import Profile, profiles_of
 from hetlb.tools.plan.common.plan_tables import Machine, Model
 
 #: A profile's own model differs if its cache of a token is off by more than this.
@@ -57,13 +57,13 @@ def remarks_on_machines(model: Model, machines: Iterable[Machine]) -> list[str]:
 
 def remarks_on_fleet(fleet: Fleet) -> list[str]:
     """Return a line for each profile of another model than is served under a name of a hub."""
-    found = []
+    found, profiles = [], profiles_of(fleet)
     for instance in fleet.instances:
-        profile = fleet.profiles.get(instance.name)
+        profile = profiles.get(instance.name)
         model = None if profile is None else profile.model
         if model is not None and "/" in instance.model and not _same_name(model.name, instance.model):
             found.append(f"{instance.name}: a profile of {model.name}, not of {instance.model}")
-    return found + [line for each in fleet.profiles.values() if (line := each.other_discipline)]
+    return found + [line for each in profiles.values() if (line := each.other_discipline)]
 
 
 def check_memory(where: str, model: Model, profile: Profile, gpus: int, memory_bytes: float | None) -> None:

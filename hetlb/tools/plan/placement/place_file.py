@@ -9,9 +9,9 @@ from typing import Literal
 
 import msgspec
 
-from hetlb.balancer.config.mistakes import short
-from hetlb.balancer.config.yaml_file import Positive, load_yaml
 from hetlb.errors import ConfigError
+from hetlb.inputs.mistakes import short
+from hetlb.inputs.yaml_file import Positive, load_yaml
 from hetlb.tools.paths.stages import SINK, SOURCE, Edge, LinkSpec
 from hetlb.tools.plan.common.plan_tables import (
     LinkTable,

@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from hetlb.balancer.config.yaml_file import read_object
 from hetlb.errors import ConfigError
+from hetlb.inputs.yaml_file import read_object
 from hetlb.tools.csv_rows import MOST_COUNT, csv_rows
 from hetlb.tools.paths.stages import SINK, SOURCE, BatchLimits, Curve, Edge, LinkSpec
 from hetlb.tools.plan.placement.place_cluster import (

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import yaml
 
-from hetlb.balancer.config.profile_file import HostTime, Profile, load_profile, with_latency
-from hetlb.balancer.config.yaml_file import yaml_text
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.errors import ProfileError
 from hetlb.files import read_text, write_text
+from hetlb.inputs.yaml_file import yaml_text
+from hetlb.options.profiles.profile_file import HostTime, Profile, load_profile, with_latency
 
 
 def profile_text(profile: Profile) -> str:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, is_dataclass, replace
 from enum import Enum
 from typing import Any, Final, get_args
 
-from hetlb.balancer.core.block_index import BlocksCleared, BlocksRemoved, BlocksStored, KvEventBatch
+from hetlb.balancer.core.engine_blocks import BlockEvents
 from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.latency import LatencyModel
@@ -52,6 +52,7 @@ from hetlb.balancer.core.types import (
     RequestId,
     Role,
 )
+from hetlb.extras import option
 
 FORMAT_VERSION: Final = 5
 
@@ -144,7 +145,7 @@ class RecordingScheduler(Scheduler):
         commands = super().on_scrape(name, sample, now)
         return self._record("scrape", now, commands, name=name, sample=sample)
 
-    def on_kv_events(self, name: str, batch: KvEventBatch, now: float) -> list[Command]:
+    def on_kv_events(self, name: str, batch: BlockEvents, now: float) -> list[Command]:
         commands = super().on_kv_events(name, batch, now)
         events = [{"kind": type(event).__name__, **asdict(event)} for event in batch.events]
         told = {"begins": batch.begins, "lost": batch.lost, "events": events}
@@ -213,9 +214,10 @@ def read_value(kind: type[Any], raw: Any) -> Any:
     )
 
 
-def _read_kv_events(raw: dict[str, Any]) -> KvEventBatch:
-    events = [read_value(_KV_EVENTS[each.pop("kind")], each) for each in raw.pop("events")]
-    return KvEventBatch(tuple(events), **raw)
+def _read_kv_events(raw: dict[str, Any]) -> BlockEvents:
+    blocks = option("kv_events.block_index")
+    events = [read_value(blocks.KINDS[each.pop("kind")], each) for each in raw.pop("events")]
+    return blocks.KvEventBatch(tuple(events), **raw)
 
 
 def encode_command(command: Command) -> list[Any]:
@@ -264,7 +266,6 @@ def _object(line: str) -> dict[str, Any]:
 
 
 _CHANGES: Final = {each.__name__: each for each in get_args(InstanceChange)}
-_KV_EVENTS: Final = {each.__name__: each for each in (BlocksStored, BlocksRemoved, BlocksCleared)}
 
 
 @dataclass(frozen=True, slots=True)

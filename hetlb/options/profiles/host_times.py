@@ -1,6 +1,6 @@
 """Host times of instances whose profiles assume one: measured unasked, while an instance is idle.
 
-A few lone requests to the engine tell (`core.host_probe`). A client's request that comes meanwhile ends them;
+A few lone requests to the engine tell (`host_probe.py`). A client's request that comes meanwhile ends them;
 the next idle moment is another try.
 """
 
@@ -16,8 +16,6 @@ from typing import Any, Final
 
 import aiohttp
 
-from hetlb.balancer.config.profile_writer import write_host
-from hetlb.balancer.core.host_probe import BUDGET_S, PROMPT_TOKENS, HostProbe
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.types import AdminState, Health, InstanceChange, InstanceUpdated
@@ -25,6 +23,8 @@ from hetlb.balancer.engines.scrape import EngineWatch
 from hetlb.balancer.http.sse import SseWatcher
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import reason_of
+from hetlb.options.profiles.host_probe import BUDGET_S, PROMPT_TOKENS, HostProbe
+from hetlb.options.profiles.profile_writer import write_host
 
 logger = logging.getLogger("hetlb.scrape")
 
@@ -142,3 +142,6 @@ class HostTimes:
 
 def _key(instance: Instance) -> tuple[str, str, int]:
     return instance.name, instance.spec.host_assumed_in, instance.incarnation
+
+
+hook = HostTimes

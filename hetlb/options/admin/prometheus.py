@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -18,10 +17,12 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 
 import hetlb
 from hetlb.balancer.core.types import CAUSES, AdminState, Health
-from hetlb.balancer.fleet.beliefs import BeliefSource, slots_source
+from hetlb.balancer.fleet.service import WorkerState
 from hetlb.balancer.telemetry.counters import ACCOUNT_COUNTS, Totals
 from hetlb.balancer.telemetry.histograms import GapHistogram, Histogram
 from hetlb.build import compiled
+from hetlb.options.admin.beliefs import BeliefSource, slots_source
+from hetlb.options.admin.fleet_status import pools, status
 
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService
@@ -31,17 +32,6 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 SLICE_S = 0.001
 #: Lines written at once.
 _LINES: Final = 256
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerState:
-    """One of several processes that serve: whether it does now, and how often it had to be started again."""
-
-    number: str
-    up: bool
-    restarts: int
-    #: Times it was killed because it no longer answered.
-    hangs: int = 0
 
 
 Series: TypeAlias = Iterable[tuple[str, float | Histogram | GapHistogram | None]]
@@ -172,8 +162,6 @@ def _totals(source: FleetService, now: float) -> Iterator[Family]:
 
 def _states(source: FleetService, now: float) -> Iterator[Family]:
     """Yield the state of the fleet as `GET /v1/status` has it; figures that are not known are left out."""
-    from hetlb.balancer.fleet.fleet_status import pools, status
-
     found = status(source.scheduler, pools(source.scheduler), source.recent, now, source.reload_refused)
     yield (
         "hetlb_state",

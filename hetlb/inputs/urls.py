@@ -6,8 +6,8 @@ import re
 from typing import TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
-from hetlb.balancer.config.mistakes import short
 from hetlb.errors import ConfigError
+from hetlb.inputs.mistakes import short
 
 #: Scheme, host and port, with the scheme's default port.
 Origin: TypeAlias = tuple[str, str, int]

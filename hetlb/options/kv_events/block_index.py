@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final, TypeAlias
 
+from hetlb.balancer.core.engine_blocks import PromptBlocks
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 
 #: More blocks than this are not followed.
 MOST_BLOCKS: Final = 1 << 20
 _MASK: Final = (1 << 62) - 1
-
-#: Block size in tokens, and the digest of every full block of a prompt but for its last token.
-PromptBlocks: TypeAlias = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +48,8 @@ class BlocksCleared(PickleByFields):
 
 
 KvEvent: TypeAlias = BlocksStored | BlocksRemoved | BlocksCleared
+#: Events by name, as the event log has them.
+KINDS: Final = {each.__name__: each for each in (BlocksStored, BlocksRemoved, BlocksCleared)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,15 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from hetlb.addresses import allowed_address, is_special
 from hetlb.balancer.config.fleet_tables import InstanceTable
-from hetlb.balancer.config.urls import Origin, origin
-from hetlb.balancer.config.yaml_file import convert
 from hetlb.balancer.core.types import InstanceSpec
-from hetlb.balancer.fleet.roster import AT_ONCE, REGISTRATION, Roster
-from hetlb.balancer.fleet.source import Found
+from hetlb.balancer.fleet.roster import AT_ONCE, REGISTRATION, Roster, same_place
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import ConfigError, InputError
+from hetlb.inputs.urls import Origin, origin
+from hetlb.inputs.yaml_file import convert
+from hetlb.options.source import Found
 from hetlb.turns import turns
 
 logger = logging.getLogger("hetlb.discovery")
@@ -74,8 +75,29 @@ class Members:
         while self._changed:
             await turns().next()
 
-    def registered(self, name: str, ttl_s: float) -> None:
-        """Register an instance for some seconds; 0 is for ever."""
+    async def register(self, table: Mapping[str, Any]) -> bool:
+        """Add an instance, or say again that it is there. True where it is new. Raises `InputError`."""
+        roster, instance = self._roster, read_registration(table)
+        ttl_s = roster.lifetime_s if instance.ttl_s is None else instance.ttl_s
+        spec = roster.resolve(instance, instance.model)
+        known = roster.spec(spec.name)
+        ours = roster.source_of.get(spec.name) in (REGISTRATION, "")
+        if known is not None and ours and same_place(known, spec):
+            self._registered(spec.name, ttl_s)
+            if known != spec:
+                roster.update(spec)
+            return False
+        address = allowed_address(await addresses(spec.url), roster.networks)
+        if roster.spec(spec.name) is not None:
+            raise ConfigError(f"name: expected a name used once in the fleet, got {spec.name!r} again")
+        if taken := roster.name_at(origin(spec.url)):
+            raise ConfigError(f"url: expected an address used once in the fleet, got that of {taken} again")
+        self._registered(spec.name, ttl_s)
+        roster.join([spec], address)
+        return True
+
+    def _registered(self, name: str, ttl_s: float) -> None:
+        """Note that an instance is registered for some seconds; 0 is for ever."""
         self._roster.source_of[name] = REGISTRATION
         if timer := self._expiries.pop(name, None):
             timer.cancel()
@@ -188,7 +210,9 @@ class Members:
         """Return the spec of a server that may be in the roster beside all others, and its companions."""
         roster, name = self._roster, found.name
         try:
-            spec = roster.spec_of(found)
+            spec = roster.resolve(found, found.model)
+            if is_special(host := urlsplit(spec.url).hostname or ""):
+                raise ConfigError(f"url: expected the address of a server, got {host}")
         except InputError as error:
             self._tell_once(source, name, Event.DISCOVERY_FAILED, f"{name}: {error}")
             return None
@@ -234,3 +258,6 @@ async def addresses(url: str) -> list[str]:
     except (OSError, TimeoutError, UnicodeError) as error:
         raise ConfigError(f"url: expected a host with an address, got {host!r}, which has none") from error
     return [str(sockaddr[0]) for *_, sockaddr in found]
+
+
+hook = Members

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 
-from hetlb.balancer.config.mistakes import short
-from hetlb.balancer.config.yaml_file import NonNegative, Positive, PositiveInt, load_yaml
+from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.core.engine_defaults import batch_limits
 from hetlb.balancer.core.kv_need import KvNeed, kv_need
 from hetlb.balancer.core.latency import LatencyModel
@@ -25,6 +25,8 @@ from hetlb.balancer.core.step_times import (
 )
 from hetlb.balancer.core.types import Capacity
 from hetlb.errors import ConfigError, ProfileError
+from hetlb.inputs.mistakes import short
+from hetlb.inputs.yaml_file import NonNegative, Positive, PositiveInt, load_yaml
 
 
 class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -401,6 +403,16 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return tuple(found)
 
     @property
+    def kv_bytes_per_token(self) -> int | None:
+        """Bytes of KV cache that each token of a sequence takes, None where not stated."""
+        return None if self.model is None else self.model.kv_bytes_per_token
+
+    @property
+    def measured_on(self) -> tuple[str | None, str | None]:
+        """Model, and version of the engine, that it was measured on; None where not stated."""
+        return None if self.model is None else self.model.name, self.engine.version
+
+    @property
     def capacity(self) -> Capacity:
         """Limits of the engine; None where not stated."""
         e = self.engine
@@ -472,6 +484,11 @@ def load_named(base: Path, named: str, where: str) -> Profile:
             f"{where}: expected the path of a latency profile, got {short(named)}: no such file"
         )
     return load_profile(base / named)
+
+
+def profiles_of(fleet: Fleet) -> Mapping[str, Profile]:
+    """Return the profiles of a fleet by instance, with all that their files say."""
+    return cast(Mapping[str, Profile], fleet.profiles)
 
 
 def load_profile(path: Path) -> Profile:

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 import yaml
 
-from hetlb.balancer.config.mistakes import mistakes_in, short
 from hetlb.errors import ConfigError, ConfigErrors, InputError
 from hetlb.files import read_text
+from hetlb.inputs.mistakes import mistakes_in, short
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]

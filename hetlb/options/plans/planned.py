@@ -12,8 +12,8 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.base import Choice, PlannedType, Policy, PolicyParams
 from hetlb.balancer.core.policies.hetlb import FULL, PASSED_OVER, Hetlb
 from hetlb.balancer.core.policies.sight import SchedulingContext
-from hetlb.balancer.core.policies.worth import ALIKE_LENGTHS, log_ratio
 from hetlb.balancer.core.types import Candidate
+from hetlb.options.plans.worth import ALIKE_LENGTHS, log_ratio
 
 #: A reason of `planned`, and the requests of a type after which what was given counts half.
 NO_SHARE: Final = "no share of this type in the plan"

@@ -11,9 +11,9 @@ from typing import Protocol, TypeAlias
 from hetlb.balancer.config.discovery import DiscoveryTable
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import InstanceTable
-from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import HetlbError
+from hetlb.extras import option
 
 logger = logging.getLogger("hetlb.discovery")
 
@@ -110,9 +110,12 @@ class Sources:
 def configured(fleet: Fleet, table: DiscoveryTable) -> list[Source]:
     """Return all sources of `discovery:`. Raises `ConfigError`."""
     sources: list[Source] = []
-    for option, listed in (
+    for name, listed in (
         ("instance_files", table.files), ("dns", table.names), ("kubernetes", table.clusters),
     ):  # fmt: skip
         if listed:
-            sources += hook(option, fleet, table)
+            sources += option(name).hook(fleet, table)
     return sources
+
+
+hook = Sources

@@ -1,4 +1,4 @@
-"""The admin listener: what the fleet is doing, and the switches. aiohttp, apart from the hot path.
+"""Handlers of the admin listener: the state of the fleet, and the switches. aiohttp, apart from the hot path.
 
 With a token, everything but `/healthz`, `/readyz` and the dashboard's files needs it; without one, a page in
 a browser on this machine cannot use the listener.
@@ -7,49 +7,38 @@ a browser on this machine cannot use the listener.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import ipaddress
 import re
-import socket
-import ssl
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from aiohttp import web
 
-from hetlb.app_listener import AppListener
-from hetlb.balancer.clients.access import show_newest
-from hetlb.balancer.config.fleet_tables import Admin
-from hetlb.balancer.config.mistakes import short
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import AdminState, AdminStateSet
+from hetlb.balancer.core.types import AdminState, AdminStateSet, Dispatch
 from hetlb.balancer.exchange.scheduler_driver import DECISIONS_KEPT
-from hetlb.balancer.fleet.beliefs import believed
-from hetlb.balancer.fleet.fleet_status import pools, status
-from hetlb.balancer.hooks import StatePage, hook
-from hetlb.balancer.telemetry.prometheus import CONTENT_TYPE, MetricsPage, usage_document
+from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.recent import BIN_S
-from hetlb.errors import NOT_JSON, ConfigError, HetlbError, InputError
+from hetlb.errors import NOT_JSON, ConfigError, InputError
+from hetlb.inputs.mistakes import short
+from hetlb.options.admin.beliefs import believed
+from hetlb.options.admin.fleet_status import pools, status
+from hetlb.options.admin.prometheus import CONTENT_TYPE, MetricsPage, usage_document
 
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService
+    from hetlb.balancer.interfaces import StatePage
 
 _MAX_BODY_BYTES = 64 << 10
 #: Files of the dashboard.
 _PAGE_FILES = r"/{file:(?:|(?:dashboard|theme)\.css|(?:charts|dashboard|dom)\.js)}"
 #: An instance that leaves later than this has not been given notice yet.
 _MOST_NOTICE_S = 86_400
-#: Connections without a request at most, and seconds that one may take for a head. (Prometheus asks
-#: at most every minute or so, and connects again.)
-MOST_CONNECTIONS: Final = 256
-IDLE_S: Final = 20.0
-#: Seconds that a body may take.
-_BODY_S: Final = 10.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -214,7 +203,7 @@ class _AdminApi:
     def _dashboard(self) -> StatePage:
         """The page; imported when one is asked for. Raises `HTTPNotFound` in an installation without it."""
         try:
-            return cast(StatePage, hook("dashboard", self._control, self._fleet))
+            return cast("StatePage", hook("dashboard", self._control, self))
         except ConfigError as error:
             raise web.HTTPNotFound(text=str(error)) from error
 
@@ -232,8 +221,23 @@ class _AdminApi:
             return _refuse(403, "without a token this listener is asked by its address, and not by web pages")
         return await handler(request)
 
-    def _fleet(self) -> dict[str, Any]:
+    # --- documents, for the handlers and the dashboard ---
+
+    def fleet(self) -> dict[str, Any]:
         return fleet_document(self._control.scheduler, self._control.now())
+
+    def status(self) -> dict[str, Any]:
+        control = self._control
+        scheduler, now = control.scheduler, control.now()
+        return status(scheduler, self.pools(), control.recent, now, control.reload_refused)
+
+    def pools(self) -> dict[str, list[Instance]]:
+        return pools(self._control.scheduler)
+
+    def decision(self, dispatch: Dispatch) -> dict[str, Any]:
+        from hetlb.options.admin.decisions import decision_summary
+
+        return decision_summary(dispatch, self._control.driver.tokens_so_far)
 
     def _instance(self, request: web.Request) -> str:
         """Name of the instance in the path. Raises `HTTPNotFound`."""
@@ -263,14 +267,14 @@ class _AdminApi:
         return self._dashboard.file(request.path)
 
     async def _get_fleet(self, _: web.Request) -> web.Response:
-        return _reply(self._fleet())
+        return _reply(self.fleet())
 
     async def _usage(self, _: web.Request) -> web.Response:
         await self._control.refresh()
         return _reply({"usage": usage_document(self._control.totals)})
 
     async def _decisions(self, request: web.Request) -> web.Response:
-        from hetlb.balancer.fleet.decisions import Wanted, decision_document
+        from hetlb.options.admin.decisions import Wanted, decision_document
 
         control, query = self._control, request.query
         text = query.get("last", "10")
@@ -298,7 +302,7 @@ class _AdminApi:
         return _reply({"decisions": documents, "clock_s": control.now()})
 
     async def _get_decision(self, request: web.Request) -> web.Response:
-        from hetlb.balancer.fleet.decisions import decision_document
+        from hetlb.options.admin.decisions import decision_document
 
         number, decisions = int(request.match_info["lease"]), self._control.scheduling.decisions
         dispatch = next((each for each in reversed(decisions) if each.lease.id == number), None)
@@ -307,9 +311,7 @@ class _AdminApi:
         return _reply(decision_document(dispatch, self._control.driver.tokens_so_far))
 
     async def _get_status(self, _: web.Request) -> web.Response:
-        control = self._control
-        scheduler, now = control.scheduler, control.now()
-        return _reply(status(scheduler, pools(scheduler), control.recent, now, control.reload_refused))
+        return _reply(self.status())
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         return await self._dashboard.serve(request)
@@ -352,9 +354,9 @@ class _AdminApi:
 
     async def _register(self, request: web.Request) -> web.Response:
         self._check_registration()
-        new = await self._control.roster.register(await _body(request))
+        new = await self._control.roster.members.register(await _body(request))
         await self._control.settled()
-        return _reply(self._fleet(), 201 if new else 200)
+        return _reply(self.fleet(), 201 if new else 200)
 
     async def _unregister(self, request: web.Request) -> web.Response:
         self._check_registration()
@@ -369,29 +371,3 @@ class _AdminApi:
 
 def make_app(control: FleetService) -> web.Application:
     return _AdminApi(control).app()
-
-
-class AdminListener(AppListener):
-    """Listener of the admin application. `tls` may be replaced: who connects then is shown the new one."""
-
-    def __init__(self, tls: ssl.SSLContext | None) -> None:
-        super().__init__(tls, most_idle=MOST_CONNECTIONS, idle_s=IDLE_S, body_s=_BODY_S)
-
-    async def listen(
-        self, app: web.Application, table: Admin, listeners: Sequence[socket.socket] = ()
-    ) -> None:
-        """Listen, on sockets that are bound already if there are any. Raises `HetlbError`."""
-        if self.tls is not None:
-            show_newest(self.tls, lambda: self.tls)
-        with named("admin", table.host, table.port):
-            await self.open(app, table.host, table.port, listeners)
-
-
-@contextlib.contextmanager
-def named(what: str, host: str, port: int) -> Iterator[None]:
-    """Turn a failed bind into one line that names the address."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise HetlbError(f"{what}: {host}:{port} cannot be listened on: {reason}") from error

@@ -15,8 +15,8 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_
 
 import msgspec
 
-from hetlb.balancer.config.gone import gone_key, gone_value
 from hetlb.errors import InputError
+from hetlb.inputs.gone import gone_key, gone_value
 
 #: Most names listed in an error, and most errors reported of a file.
 _LISTED = 20

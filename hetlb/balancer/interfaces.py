@@ -1,0 +1,195 @@
+"""Interfaces of what options give to the balancer; types alone, imported by nothing that runs."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from hetlb.balancer.config.api_keys import LimitsTable
+from hetlb.balancer.config.fleet_tables import KvEventsTable
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import Capacity, Command, Dispatch, Request
+from hetlb.balancer.fleet.systemd import Listeners
+from hetlb.balancer.http.http1 import RequestHead
+from hetlb.balancer.http.openai_body import Call
+from hetlb.balancer.telemetry.request_record import RequestRecord
+
+
+class KeyTicket(Protocol):
+    """Reservation of a request against the limits of its key (`key_limits`)."""
+
+    def used(self, prompt_tokens: int, output_tokens: int, now: float) -> None: ...
+    def ended(self, prompt_tokens: int, output_tokens: int, now: float) -> None: ...
+    def headers(self, now: float) -> bytes: ...
+
+
+class KeyLimiter(Protocol):
+    """Limits of one key (`key_limits`)."""
+
+    def admit(self, prompt_tokens: int, max_tokens: int, now: float) -> KeyTicket: ...
+    def adopt(self, now: float) -> KeyTicket: ...
+
+
+class KeyLimits(Protocol):
+    """Limits of all keys, by name (`key_limits`)."""
+
+    def configure(self, limits: Mapping[str, LimitsTable]) -> None: ...
+    def of(self, name: str) -> KeyLimiter | None: ...
+
+
+class RequestSpans(Protocol):
+    """Ids of the spans of one request (`tracing`), which writes them to the head for the engine."""
+
+    def onto(self, lines: bytes) -> bytes: ...
+
+
+class SpanMaker(Protocol):
+    """Maker and sender of spans (`tracing`)."""
+
+    def begin(self, traceparent: bytes | None) -> RequestSpans: ...
+    def finished(self, record: RequestRecord, now_s: float) -> None: ...
+    def close(self) -> None: ...
+
+
+class SharedBookings(Protocol):
+    """Bookings of this scheduler and of its peers (`shared_view`)."""
+
+    delay_s: float
+
+    @property
+    def peer_leases(self) -> int: ...
+    def on_arrival(self, request: Request, now: float) -> list[Command]: ...
+
+
+class SharedFleet(Protocol):
+    """Exchange of bookings with other schedulers of the fleet (`shared_view`)."""
+
+    @property
+    def peers(self) -> int: ...
+    @property
+    def view(self) -> SharedBookings: ...
+
+    connected: bool
+    sent: int
+    received: int
+    rejected: int
+
+    def start(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+class OtherNames(Protocol):
+    """Names that clients may use besides those of the engines (`model_names`)."""
+
+    @property
+    def aliases(self) -> Mapping[str, str]: ...
+    def served(self, asked: str, available: Callable[[str], bool]) -> str: ...
+    def entries(self, models: list[dict[str, Any]]) -> list[dict[str, Any]]: ...
+    def rename(self, call: Call, model: str) -> bytes: ...
+
+
+class RequestClasses(Protocol):
+    """Service classes of requests, by model (`classes`)."""
+
+    def background(self, model: str, allowed: Sequence[str] | None) -> str | None: ...
+    def of(self, model: str, head: RequestHead, allowed: Sequence[str] | None) -> ServiceClass: ...
+
+
+class EngineProfile(Protocol):
+    """Facts of a latency profile (`profiles`)."""
+
+    @property
+    def latency(self) -> LatencyModel: ...
+    @property
+    def capacity(self) -> Capacity: ...
+    @property
+    def host_assumed(self) -> bool: ...
+    @property
+    def kv_bytes_per_token(self) -> int | None: ...
+    @property
+    def measured_on(self) -> tuple[str | None, str | None]:
+        """Model, and version of the engine, of the measurement."""
+
+
+class HostMeasurements(Protocol):
+    """Measurement of the host time of idle instances (`profiles.host_times`)."""
+
+    def wanted(self, instance: Instance) -> bool: ...
+    async def measure(self, instance: Instance) -> None: ...
+
+
+class SchedulerLog(Protocol):
+    """File of facts and decisions (`event_log`)."""
+
+    lost: int
+
+    def scheduler(self, setup: SchedulerSetup) -> Scheduler: ...
+    def close(self) -> None: ...
+
+
+class FoundInstances(Protocol):
+    """Sources of instances that stand in no file, while they run (`source`)."""
+
+    async def start(self, most_s: float) -> None: ...
+    async def close(self) -> None: ...
+
+
+class FleetMembers(Protocol):
+    """Instances of the roster that stand in no file, by their sources (`members`)."""
+
+    def found(self, source: str, servers: Sequence[Any]) -> None: ...
+    async def register(self, table: Mapping[str, Any]) -> bool: ...
+    async def settled(self) -> None: ...
+    def refresh(self) -> None: ...
+    def gone(self, name: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Predecessor(Protocol):
+    """Listeners and leases of the process that this one replaces (`takeover`)."""
+
+    #: Socket to the process that is replaced.
+    end: socket.socket
+    listeners: Listeners
+
+    async def begin(self, scheduler: Scheduler, carry_out: Callable[[list[Command]], None]) -> None: ...
+    async def accepting(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Successor(Protocol):
+    """Wait for a process that replaces this one (`takeover`)."""
+
+    def open(self, address: tuple[str, int]) -> None: ...
+    async def close(self) -> None: ...
+
+
+class CacheReports(Protocol):
+    """Reader of the KV events of engines (`kv_events`)."""
+
+    def set(self, name: str, table: KvEventsTable | None) -> None: ...
+    async def close(self) -> None: ...
+
+
+class StateDocuments(Protocol):
+    """Documents of the admin listener (`admin`)."""
+
+    def fleet(self) -> dict[str, Any]: ...
+    def status(self) -> dict[str, Any]: ...
+    def pools(self) -> dict[str, list[Instance]]: ...
+    def decision(self, dispatch: Dispatch) -> dict[str, Any]: ...
+
+
+class StatePage(Protocol):
+    """The page of the admin listener, and its stream of events (`dashboard`)."""
+
+    def file(self, path: str) -> web.Response: ...
+    async def serve(self, request: web.Request) -> web.StreamResponse: ...
+    def close(self) -> None: ...

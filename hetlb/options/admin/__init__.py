@@ -1,0 +1,5 @@
+"""The admin listener's pages: state of the fleet, metrics, decisions, and what an operator changes."""
+
+from hetlb.options.admin.admin import make_app as hook
+
+__all__ = ["hook"]

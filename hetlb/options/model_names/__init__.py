@@ -1,0 +1,7 @@
+"""Names of models beside those of the engines: aliases and fallbacks."""
+
+from hetlb.options.model_names.model_names import ModelNames
+
+hook = ModelNames.of
+
+__all__ = ["hook"]
