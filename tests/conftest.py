@@ -7,12 +7,17 @@ A run draws the same examples every time, so that a test that fails has been bro
 import gc
 import os
 import signal
-from collections.abc import Generator
-from importlib.util import find_spec
+import sys
+from collections.abc import Generator, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+import hetlb.options
 
 # A shell's job in the background ignores Ctrl-C, and what it starts does too: tests press it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -28,7 +33,16 @@ settings.load_profile("hetlb")
 
 def missing(option: str) -> bool:
     """True if hetlb is here without the folder of this option."""
-    return find_spec(f"hetlb.options.{option}") is None
+    return PathFinder.find_spec(f"hetlb.options.{option}", hetlb.options.__path__) is None
+
+
+class OptionFinder(MetaPathFinder):
+    """While tests are found: skips a module that imports an option, or its tests, whose folder is missing."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        room, _, option = name.rpartition(".")
+        if room in ("hetlb.options", "options") and PathFinder.find_spec(name, path) is None:
+            pytest.skip(f"needs the option {option}", allow_module_level=True)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -47,9 +61,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep garbage collections off what was found: hundreds of thousands of objects that stay to the end."""
+    """Find the tests without garbage collections: what is found, hundreds of thousands of objects, stays."""
     gc.disable()
+    sys.meta_path.insert(0, finder := OptionFinder())
     result = yield
+    sys.meta_path.remove(finder)
     gc.freeze()
     gc.enable()
     return result
