@@ -167,17 +167,22 @@ for _option in of_options():
 def test_calls_per_byte_are_few_and_flat_over_three_doublings(name: str) -> None:
     """Counted, not timed: the same in every run, but for what begins a turn of the event loop.
 
-    The lesser of two counts: the loop now and then drops its cancelled timers, those of earlier tests too.
+    Counted again where they are too many: the loop now and then drops its cancelled timers, those of earlier
+    tests too.
     """
     reader, make, size = CASES[name]
     inputs = [make(size // 4 << doubling) for doubling in range(4)]
     reader(inputs[0])
-    counts = [min(costs.calls(reader, data) for _ in range(2)) for data in inputs]
-    # The third doubling adds 4/3 of what two add before it: over two, what a turn adds by chance weighs less.
-    before, last = counts[2] - counts[0], counts[3] - counts[2]
-    assert last <= 4 / 3 * 1.15 * max(0, before) + TURNS, f"{name}: {counts} calls for twice as much each"
-    most = allowed(name)[0] * len(inputs[3])
-    assert counts[3] <= most + TURNS, f"{name}: {counts[3] / len(inputs[3]):.2f} calls a byte"
+    most = allowed(name)[0] * len(inputs[3]) + TURNS
+    for _ in range(2):
+        counts = [costs.calls(reader, data) for data in inputs]
+        # The third doubling adds 4/3 of what two add before it: over two, what chance adds weighs less.
+        before, last = counts[2] - counts[0], counts[3] - counts[2]
+        flat = last <= 4 / 3 * 1.15 * max(0, before) + TURNS
+        if flat and counts[3] <= most:
+            break
+    assert flat, f"{name}: {counts} calls for twice as much each"
+    assert counts[3] <= most, f"{name}: {counts[3] / len(inputs[3]):.2f} calls a byte"
 
 
 @pytest.mark.parametrize("name", CASES)
