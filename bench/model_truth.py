@@ -37,11 +37,11 @@ from statistics import fmean, median
 from contexts import longest_contexts
 
 from hetlb.balancer.core.latency import LatencyModel
-from hetlb.balancer.core.step_times import MixedTerm, scaled
 from hetlb.cli.main import main as hetlb
 from hetlb.errors import HetlbError
 from hetlb.options.profiles.host_probe import with_host_time
 from hetlb.options.profiles.profile_file import Profile, load_profile
+from hetlb.options.profiles.step_times import MixedTerm, scaled
 from hetlb.tools.profiler.sources import assumed_host
 from hetlb.tools.sim.against import errors, fit_corrections, reach, replay
 from hetlb.tools.sim.engine_limits import EngineLimits

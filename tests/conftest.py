@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Generator, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -23,6 +22,7 @@ import hetlb.options
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+OPTIONS = Path(hetlb.options.__file__).parent
 #: Checks of how examples are drawn, by the clock or by what was drawn: no result of a test.
 DRAWING = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
 
@@ -33,18 +33,16 @@ settings.register_profile("again", settings.get_profile("hetlb"), max_examples=1
 settings.load_profile("hetlb")
 
 
-def missing(option: str) -> bool:
-    """True if hetlb is here without the folder of this option."""
-    return PathFinder.find_spec(f"hetlb.options.{option}", hetlb.options.__path__) is None
+#: Option whose folder was taken away (`without_options.py`).
+GONE = os.environ.get("HETLB_WITHOUT", "")
 
 
 class OptionFinder(MetaPathFinder):
-    """While tests are found: skips a module that imports an option, or its tests, whose folder is missing."""
+    """While tests are found: skips a module that imports the option which was taken away, or its tests."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        room, _, option = name.rpartition(".")
-        if room in ("hetlb.options", "options") and PathFinder.find_spec(name, path) is None:
-            pytest.skip(f"needs the option {option}", allow_module_level=True)
+        if GONE and name in (f"hetlb.options.{GONE}", f"options.{GONE}"):
+            pytest.skip(f"needs the option {GONE}", allow_module_level=True)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -54,11 +52,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need an option whose folder is missing."""
+    """Skip tests that need the option which was taken away."""
     for item in items:
-        for mark in item.iter_markers("option"):
-            if gone := [name for name in mark.args if missing(name)]:
-                item.add_marker(pytest.mark.skip(reason=f"needs the option {gone[0]}"))
+        for name in [name for mark in item.iter_markers("option") for name in mark.args]:
+            if name == GONE:
+                item.add_marker(pytest.mark.skip(reason=f"needs the option {name}"))
+            elif not (OPTIONS / name / "__init__.py").exists():
+                raise pytest.UsageError(f"{item.nodeid}: expected an option of hetlb, got {name}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,6 +17,7 @@ LEAVES = {
     "extras",
     "files",
     "inputs",
+    "logs",
     "served_models",
     "turns",
 }
@@ -27,8 +28,8 @@ ROOMS = {
     "tools": {"balancer"},
     "cli": {"balancer", "options", "tools"},
 }
-#: Options that the tools import themselves: latency profiles, and the formula of a plan's prices.
-OF_TOOLS = {"plans", "profiles"}
+#: Options that the tools import themselves: profiles, metrics pages, prices of a plan.
+OF_TOOLS = {"engine_pages", "plans", "profiles"}
 #: Folders of the same room that each folder may import.
 FOLDERS = {
     "balancer/core": set(),

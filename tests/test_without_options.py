@@ -43,6 +43,8 @@ for name in sys.argv[2:]:
 MODEL = {"name": "m", "instances": [{"name": "a", "url": "http://127.0.0.1:1"}]}
 #: A table of the fleet file that asks for an option.
 ASKS = {
+    "api_keys": {"proxy": {"api_keys_file": "keys"}},
+    "certificates": {"listen": {"tls": {"cert": "cert.pem", "key": "key.pem"}}},
     "classes": {"models": [{**MODEL, "classes": {"a": {}}}]},
     "dns": {"discovery": {"dns": [{"name": "engines.invalid", "port": 1, "model": "m"}]}},
     "instance_files": {"discovery": {"files": ["others"]}},
@@ -51,6 +53,7 @@ ASKS = {
     "policies": {"policy": {"name": "rr"}},
     "profiles": {"models": [{**MODEL, "instances": [{"url": "http://127.0.0.1:1", "profile": "p.yaml"}]}]},
     "resume": {"proxy": {"resume": "ids"}},
+    "split": {"models": [{**MODEL, "kv_transfer": "nixl"}]},
     "tracing": {"tracing": {"otlp_endpoint": "http://127.0.0.1:1"}},
 }
 

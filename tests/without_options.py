@@ -45,7 +45,12 @@ def main() -> int:
             root = copy_without(option, Path(folder))
             more = ["--collect-only", "-qq"] if arguments.collect else arguments.pytest.split()
             command = [sys.executable, "-m", "pytest", *more]
-            done = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=False)
+            done = subprocess.run(
+                command,
+                cwd=root,
+                env={**os.environ, "PYTHONPATH": str(root), "HETLB_WITHOUT": option},
+                check=False,
+            )
         print(f"without {option}: {'passed' if done.returncode == 0 else 'FAILED'}", flush=True)
         failed += [option] if done.returncode else []
     return 1 if failed else 0

@@ -19,11 +19,9 @@ import msgspec
 import yaml
 
 from hetlb.balancer.clients import connection
-from hetlb.balancer.config.api_keys import Tenant
 from hetlb.balancer.config.fleet_tables import FleetFile
 from hetlb.balancer.core import health
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.series_reader import MOST_SERIES
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import CAUSES, InstanceSpec, Outcome
@@ -42,6 +40,8 @@ from hetlb.balancer.telemetry.events import Event
 from hetlb.balancer.telemetry.recent import Recent
 from hetlb.cli.main import COMMANDS, build_parser
 from hetlb.options.admin.prometheus import MetricsPage
+from hetlb.options.api_keys.api_keys import Tenant
+from hetlb.options.engine_pages.series_reader import MOST_SERIES
 from hetlb.options.forms import multipart
 from hetlb.options.pick import stream_states
 from hetlb.options.profiles.profile_file import Profile

@@ -8,22 +8,35 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from hetlb.balancer.config.api_keys import LimitsTable
 from hetlb.balancer.config.fleet_tables import KvEventsTable
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
-from hetlb.balancer.core.types import Capacity, Command, Dispatch, Request
+from hetlb.balancer.core.types import Capacity, Command, Dispatch, EngineSample, Request
 from hetlb.balancer.fleet.systemd import Listeners
 from hetlb.balancer.http.http1 import RequestHead
 from hetlb.balancer.http.openai_body import Call
 from hetlb.balancer.telemetry.request_record import RequestRecord
 
 
+class ClientKey(Protocol):
+    """One key of a client, with its models and classes, None for all (`api_keys`)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def models(self) -> tuple[str, ...] | None: ...
+    @property
+    def classes(self) -> tuple[str, ...] | None: ...
+    @property
+    def limits(self) -> object | None: ...
+    def may_use(self, model: str) -> bool: ...
+
+
 class KeyTicket(Protocol):
-    """Reservation of a request against the limits of its key (`key_limits`)."""
+    """Reservation of a request against the limits of its key (`api_keys.limits`)."""
 
     def used(self, prompt_tokens: int, output_tokens: int, now: float) -> None: ...
     def ended(self, prompt_tokens: int, output_tokens: int, now: float) -> None: ...
@@ -31,16 +44,16 @@ class KeyTicket(Protocol):
 
 
 class KeyLimiter(Protocol):
-    """Limits of one key (`key_limits`)."""
+    """Limits of one key (`api_keys.limits`)."""
 
     def admit(self, prompt_tokens: int, max_tokens: int, now: float) -> KeyTicket: ...
     def adopt(self, now: float) -> KeyTicket: ...
 
 
 class KeyLimits(Protocol):
-    """Limits of all keys, by name (`key_limits`)."""
+    """Limits of all keys, by name (`api_keys.limits`)."""
 
-    def configure(self, limits: Mapping[str, LimitsTable]) -> None: ...
+    def configure(self, limits: Mapping[str, object]) -> None: ...
     def of(self, name: str) -> KeyLimiter | None: ...
 
 
@@ -132,6 +145,15 @@ class SchedulerLog(Protocol):
 
     def scheduler(self, setup: SchedulerSetup) -> Scheduler: ...
     def close(self) -> None: ...
+
+
+class MetricsReader(Protocol):
+    """Reader of one metrics page of an engine, at one of `paths` (`engine_pages`)."""
+
+    @property
+    def paths(self) -> tuple[str, ...]: ...
+    def feed(self, data: bytes) -> None: ...
+    def sample(self) -> EngineSample: ...
 
 
 class FoundInstances(Protocol):

@@ -17,7 +17,6 @@ from urllib.parse import urljoin, urlsplit
 from rich.console import Console
 
 from hetlb.balancer.config.fleet import Fleet, fleet_from_urls, load_fleet
-from hetlb.balancer.core.engine_tables import VLLM
 from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.fleet.service import require_urls
 from hetlb.cli.doctor_local import is_own_address, ports_in_use, running_instances
@@ -25,6 +24,7 @@ from hetlb.cli.engine_facts import EngineFacts, ask_engines
 from hetlb.cli.flags import add_json, declare, print_document
 from hetlb.cli.profile_doubts import other_gpu, other_model, short_name
 from hetlb.errors import ConfigError, ConfigErrors, InputError
+from hetlb.options.engine_pages.engine_tables import VLLM
 from hetlb.options.profiles.profile_file import Profile, profiles_of
 
 #: Older vLLM has other metrics and flags; its answers pass, its figures may not.

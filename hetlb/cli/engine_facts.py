@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from hetlb.balancer.core.engine_metrics import page_of
-from hetlb.balancer.core.engine_tables import PAGES, VLLM, EngineTable
 from hetlb.balancer.core.types import EngineSample
 from hetlb.errors import reason_of
+from hetlb.options.engine_pages.engine_metrics import page_of
+from hetlb.options.engine_pages.engine_tables import PAGES, VLLM, EngineTable
 from hetlb.served_models import longest_context, read_model_list, read_version
 
 _TIMEOUT_S = 5.0

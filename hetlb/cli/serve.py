@@ -21,10 +21,9 @@ from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.fleet import systemd
 from hetlb.balancer.fleet.service import Service, announce, require_urls, tune_gc
 from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
-from hetlb.balancer.telemetry.events import plain_line
-from hetlb.balancer.telemetry.log_writer import logging_to_stderr
 from hetlb.cli.flags import PORT, changed, declare, whole
 from hetlb.errors import InputError
+from hetlb.logs import logging_to_stderr, plain_line
 
 if TYPE_CHECKING:
     from hetlb.options.takeover.takeover import Takeover

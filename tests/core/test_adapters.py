@@ -9,8 +9,6 @@ from helpers import make_scheduler, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.balancer.core.adapters import AdapterLoadTime, AdapterSlots
-from hetlb.balancer.core.engine_metrics import parse
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (
     Capacity,
@@ -21,6 +19,8 @@ from hetlb.balancer.core.types import (
     Outcome,
     Request,
 )
+from hetlb.options.adapters.adapters import AdapterLoadTime, AdapterSlots
+from hetlb.options.engine_pages.engine_metrics import parse
 
 NAMES = tuple(f"lora-{n}" for n in range(8))
 

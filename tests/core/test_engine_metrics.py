@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.balancer.core.engine_metrics import parse
 from hetlb.balancer.core.types import Capacity, EngineSample
+from hetlb.options.engine_pages.engine_metrics import parse
 
 RECORDED = Path(__file__).parents[1] / "vllm" / "data"
 

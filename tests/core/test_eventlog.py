@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from helpers import MODEL, request, spec
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.journal import Booked
+from hetlb.balancer.core.latency import DEFAULT_LATENCY
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.predictor import LengthDistribution
@@ -26,13 +28,22 @@ from hetlb.balancer.core.types import (
     EngineSample,
     InstanceAdded,
     InstanceRemoved,
+    InstanceSpec,
     Lease,
     ModelsLearned,
     Outcome,
     Probed,
     ProbeResult,
 )
-from hetlb.options.event_log.eventlog import RecordingScheduler, Replay, encode_setup
+from hetlb.options.event_log.eventlog import RecordingScheduler, Replay, decode_setup, encode_setup
+from hetlb.options.profiles.step_times import (
+    DecodeTable,
+    LaunchTime,
+    MixedTerm,
+    PnormPrefill,
+    PrefillGrid,
+    SplitKv,
+)
 
 
 def record(policy: str, predictor: str, seed: int, steps: int = 120) -> list[str]:
@@ -142,3 +153,16 @@ def test_a_broken_log_names_its_line(line: str, message: str) -> None:
 def test_a_log_without_its_set_up_is_refused(first: str) -> None:
     with pytest.raises(ValueError, match=r"set-up|JSON"):
         Replay([first])
+
+
+def test_a_set_up_has_each_form_of_a_profile() -> None:
+    latency = replace(
+        DEFAULT_LATENCY,
+        better_prefill=PnormPrefill(1e-2, 1e-5, 1e-9, 4.0, PrefillGrid((1, 2), (8, 16), ((0.1, 0.2),) * 2)),
+        better_decode=DecodeTable(1e-8, 1e-7, (1, 8), (0.01, 0.02)),
+        mixed=MixedTerm(1e-6, 1e-9, 1e-8, 1e-8),
+        split_kv=SplitKv(10.0, 1e-6),
+        launch=LaunchTime(512.0, 1e-3, 2e-3),
+    )
+    setup = SchedulerSetup(specs=(InstanceSpec("a", MODEL, "", latency=latency),), policy="hetlb")
+    assert decode_setup(encode_setup(setup)) == setup

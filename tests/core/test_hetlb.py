@@ -211,6 +211,38 @@ def placed(commands: list[Any]) -> list[Lease]:
     return [command.lease for command in commands if isinstance(command, Dispatch)]
 
 
+def test_a_turn_waits_for_a_slot_where_its_conversation_is_held() -> None:
+    """The other one would read 3,000 tokens again, which all that run there would wait for."""
+    scheduler = make_scheduler([spec(name, capacity=capacity(16)) for name in "ab"], "hetlb")
+    talk = (("talk", 3000),)
+    prompts = [request(0, prompt=50), request(1, prompt=3000, prefix_keys=talk)]
+    prompts += [request(i, prompt=50) for i in range(2, 32)]
+    leases: list[Lease] = []
+    for each in prompts:
+        leases += placed(scheduler.on_arrival(each, 0.0))
+        scheduler.on_first_token(leases[-1], 0.0)
+    a, b = ([each for each in leases if each.instance == name] for name in "ab")
+    assert len(a) == len(b) == 16
+    assert leases[1].instance == "b"
+    scheduler.on_lease_ended(a[0], Outcome.OK, 2.0)
+    assert not placed(scheduler.on_arrival(request(50, prompt=3100, prefix_keys=talk), 2.0))
+    [turn] = placed(scheduler.on_lease_ended(b[1], Outcome.OK, 2.1))
+    assert (turn.request.id, turn.instance) == (request(50).id, "b")
+    assert dispatched(scheduler.on_arrival(request(51, prompt=3100), 2.1)).instance == "a"
+
+
+def test_turns_at_once_join_their_conversation_though_more_is_to_be_read_there() -> None:
+    """As many again as wait to be read would wait for what the other one reads twice."""
+    scheduler = make_scheduler([spec(name, capacity=capacity(64)) for name in "ab"], "hetlb")
+    talk = (("talk", 3000),)
+    first = dispatched(scheduler.on_arrival(request(0, prompt=3000, prefix_keys=talk), 0.0))
+    for i in range(1, 20):
+        scheduler.on_arrival(request(i, prompt=500), 0.0)
+    turns = [request(i, prompt=3400, prefix_keys=talk) for i in range(20, 48)]
+    found = [dispatched(scheduler.on_arrival(each, 0.0)).instance for each in turns]
+    assert found == [first.instance] * 28
+
+
 @pytest.mark.parametrize("shows", ["a first token", "an answer", "time"])
 def test_without_a_profile_each_first_token_lets_two_more_requests_run(shows: str) -> None:
     unknown = InstanceSpec("a", MODEL, capacity=capacity(64))

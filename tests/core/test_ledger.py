@@ -58,6 +58,8 @@ class Entry:
     prompt: int
     promised: int
     unread: int
+    #: Tokens of each sequence of its answer.
+    grown: float = 0.0
 
 
 class Account:
@@ -76,10 +78,18 @@ class Account:
         """Sequence-seconds and token-seconds until now, of what has been running."""
         instance, since = self.instance, self.now - self.last
         here = [entry for entry in self.entries if not entry.lease.incoming]
-        running = sum(entry.lease.request.sequences for entry in here) - instance.finished_sequences
-        tokens = sum(entry.promised + entry.prompt for entry in here) / 2 - instance.finished_kv_tokens
-        self.sequence_s += since * min(running, PLACES)
-        self.token_s += since * tokens * min(1.0, PLACES / max(1, running))
+        all_running = sum(entry.lease.request.sequences for entry in here)
+        running = all_running - instance.finished_sequences
+        if running:
+            decoding = min(running, PLACES)
+            grown = sum(entry.lease.request.sequences * entry.grown for entry in here) / all_running
+            tokens = sum(entry.prompt for entry in here) * decoding / running + decoding * grown
+            batch = min(instance.unfinished_sequences, PLACES)
+            step_s = FAST.step_s(batch, tokens)
+            self.sequence_s += since * decoding
+            self.token_s += since * (tokens + decoding * since / step_s / 2.0)
+            for entry in here:
+                entry.grown += since / step_s
         self.last = self.now
 
     def grant(self, prompt: int, sequences: int, samples: int, predicted: int, elsewhere: bool) -> None:
@@ -88,7 +98,7 @@ class Account:
         asked = request(self.granted, prompt=prompt, sequences=sequences, samples=samples)
         lease = self.ledger.grant(asked, self.instance, predicted, 1000 * prompt, self.now)
         if elsewhere:
-            lease.unread_tokens = 1
+            lease.unread_tokens, lease.incoming = 1, True
         self.granted += 1
         assert (lease.id, lease.instance, lease.incarnation) == (self.granted, "a", self.instance.incarnation)
         assert (lease.predicted_output, lease.dispatched_at) == (predicted, self.now)
@@ -106,10 +116,10 @@ class Account:
         self.instance.acquire(lease)
         if elsewhere:
             self.instance.incoming[lease.id] = lease
-            lease.incoming, lease.mark = True, None
         self.entries.append(entry)
         sequences_now = sum(each.lease.request.sequences for each in self.entries)
-        at_once = sequences_now - self.instance.finished_sequences <= PLACES
+        incoming = len(self.instance.incoming)
+        at_once = sequences_now - self.instance.finished_sequences - incoming <= PLACES
         assert (lease.mark == self.instance.speed.mark()) == (at_once and not elsewhere)
         assert (lease.mark is None) == (elsewhere or not at_once)
 
@@ -214,13 +224,14 @@ def test_both_accounts_agree_after_every_step_and_end_at_nothing(
 
 
 def test_more_sequences_than_places_run_in_turns() -> None:
-    """12 sequences in 8 places for 2 s, each of a prompt of 100 tokens and half of an answer of 20."""
+    """12 sequences in 8 places for 2 s, each of a prompt of 100 tokens, at the pace of 8."""
     account = Account()
     account.grant(100, 12, 12, 20, False)
     account.now = 2.0
     account.end(0)
     mark = account.instance.speed.mark()
-    assert (mark.sequence_s, mark.token_s) == (16.0, 2.0 * 8 * 110)
+    grown = 2.0 / FAST.step_s(8, 8 * 100) / 2.0
+    assert (mark.sequence_s, mark.token_s) == (16.0, pytest.approx(2.0 * 8 * (100 + grown)))
 
 
 def test_a_prompt_that_is_elsewhere_does_not_run_here() -> None:
@@ -230,11 +241,14 @@ def test_a_prompt_that_is_elsewhere_does_not_run_here() -> None:
     account.now = 2.0
     account.begin(0)
     mark = account.instance.speed.mark()
-    assert (mark.sequence_s, mark.token_s) == (2.0, 90.0)
+    tokens = 2.0 / FAST.step_s(2, 40)
+    assert (mark.sequence_s, mark.token_s) == (2.0, pytest.approx(2.0 * (40 + tokens / 2)))
     account.now = 3.0
     account.end(0)
+    more = 1.0 / FAST.step_s(2, 140 + tokens)
     mark = account.instance.speed.mark()
-    assert (mark.sequence_s, mark.token_s) == (4.0, 90.0 + 110.0 + 45.0)
+    assert mark.sequence_s == 4.0
+    assert mark.token_s == pytest.approx(2.0 * (40 + tokens / 2) + 140 + tokens + more)
 
 
 def test_a_lease_books_the_work_of_its_score_in_whole_nanoseconds() -> None:

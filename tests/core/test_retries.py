@@ -350,8 +350,8 @@ def test_the_time_to_load_an_adapter_is_seen_at_first_tokens() -> None:
     seen = []
     for number in range(5):
         scheduler = adapters()
-        load = scheduler.placement.adapter_load
         lease = arrived(scheduler, number, 100.0, model="x")
+        load = scheduler.placement.adapter_load
         assert load.expected.keys() == {lease.id}
         first_s, loads = load.expected[lease.id]
         assert loads

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import deque
+from dataclasses import replace
 
 import pytest
-from helpers import dispatched, make_scheduler, request, spec
+from helpers import FAST, dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.balancer.core.latency import LatencyModel, delay_of_reading_s
+from hetlb.balancer.core.predictor import LengthDistribution, SamplePredictor
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.speed import MEMORY_S, MOST_PROFILED, MOST_UNPROFILED, PRIOR_S, TRUST, SpeedTracker
 from hetlb.balancer.core.types import (
@@ -18,6 +21,7 @@ from hetlb.balancer.core.types import (
     Health,
     InstanceAdded,
     InstanceUpdated,
+    Lease,
     Outcome,
 )
 
@@ -101,6 +105,29 @@ def test_streams_and_whole_answers_both_tell_the_speed(streamed: bool) -> None:
     instance = scheduler.instances[0]
     serve(scheduler, 2.0, streamed, count=400)
     assert instance.latency.k8 == pytest.approx(2.0 * instance.nominal.k8, rel=0.1)
+
+
+def test_answers_longer_than_predicted_say_nothing_against_a_profile() -> None:
+    """16 answers of 1,600 tokens at a time, the contexts of which are most of a step."""
+    model, now, steps = replace(FAST, k5=2e-6), 0.0, 0
+    predictor = SamplePredictor(LengthDistribution([100]), capped=False)
+    scheduler = make_scheduler([spec("a", latency=model, kv=10**6)], predictor=predictor)
+    [instance] = scheduler.instances
+    running: deque[tuple[Lease, int]] = deque()
+    for number in range(160):
+        if len(running) == 16:
+            lease, begun = running.popleft()
+            lease.output_tokens = steps - begun
+            scheduler.on_lease_ended(lease, Outcome.OK, now)
+        lease = dispatched(scheduler.on_arrival(request(number, max_tokens=None, streamed=True), now))
+        now += model.prefill_s(100)
+        scheduler.on_first_token(lease, now)
+        running.append((lease, steps))
+        for _ in range(100):
+            steps += 1
+            now += model.step_s(len(running), sum(100 + steps - begun for _, begun in running))
+    assert instance.speed.seen
+    assert instance.speed.factor == 1.0
 
 
 def test_until_an_instance_answers_it_is_as_far_off_as_those_that_have() -> None:

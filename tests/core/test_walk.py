@@ -23,6 +23,7 @@ from hetlb.build import compiled
 MOST_STAYS = 17
 MOST_RETURNS = 4
 _POLICY = ("choose", "committed", "forecast")
+_POLICIES = ("hetlb.balancer.core.policies.", "hetlb.options.policies.", "hetlb.options.plans.")
 
 
 def stays(scheduler: Scheduler, number: int, now: float) -> list[str]:
@@ -36,7 +37,7 @@ def stays(scheduler: Scheduler, number: int, now: float) -> list[str]:
             inside.pop()
         if event != "call" or inside or not name.startswith("hetlb."):
             return
-        if name.startswith("hetlb.balancer.core.policies.") and frame.f_code.co_name in _POLICY:
+        if name.startswith(_POLICIES) and frame.f_code.co_name in _POLICY:
             inside.append(frame)
         if not visited or visited[-1] != name:
             visited.append(name)

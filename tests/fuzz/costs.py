@@ -20,7 +20,6 @@ from itertools import pairwise
 from proxy.memory import End, Proxy
 
 from hetlb import turns
-from hetlb.balancer.core import engine_metrics
 from hetlb.balancer.core.health import HealthTracker
 from hetlb.balancer.core.throttle import Throttle
 from hetlb.balancer.core.types import Health
@@ -163,19 +162,6 @@ def stage(data: bytes) -> None:
             stage_messages.decode(frame)
 
 
-def metrics_in_pieces(data: bytes) -> None:
-    """A metrics page as it comes from a socket."""
-    page = engine_metrics.EnginePage()
-    for piece in pieces(data, 1000):
-        page.feed(piece)
-    page.sample()
-
-
-def metrics(data: bytes) -> None:
-    """A metrics page."""
-    engine_metrics.parse(data.decode("utf-8", "replace"))
-
-
 # --- measuring ---
 
 
@@ -270,7 +256,6 @@ PREFIXES: tuple[tuple[Reader, bytes], ...] = (
     (json(Kind.COMPLETION), b'{"model":"m","prompt":['),
     (json(Kind.CHAT), b'{"messages":"'),
     (json(Kind.RESPONSES), b""),
-    (metrics, b""),
 )
 #: Of an input given many times over: its sizes, and the passes that a byte may cost. Coverage slows down what
 #: it covers, and a whole request in a few bytes is work of its own.

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import json
 import logging
-import math
 import os
 import shutil
 import tempfile
@@ -31,13 +29,12 @@ from fuzz.corpora import corpora, of_options
 from proxy.stream_spellings import data_of
 from stage.toy import make_folder, make_worker
 
-from hetlb.balancer.config.api_keys import load_api_keys
 from hetlb.balancer.config.fleet import load_fleet
-from hetlb.balancer.core import engine_metrics
 from hetlb.balancer.http import http1, sse, text_shape, transfer_fields
 from hetlb.balancer.http import openai_body as bodies
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.errors import InputError
+from hetlb.options.api_keys.api_keys import load_api_keys
 from hetlb.options.forms import multipart
 from hetlb.options.profiles.profile_file import load_profile
 from hetlb.tools.plan.cluster import load_cluster
@@ -241,23 +238,6 @@ def _pass_events(data: bytes) -> None:
     assert facts == (count, False, False, None, None)
 
 
-def metrics(data: bytes) -> None:
-    """Metrics pages of engines."""
-    text = data.decode("utf-8", "replace")
-    sample = engine_metrics.parse(text)
-    for number in (sample.running, sample.waiting):
-        assert number is None or (isinstance(number, int) and number >= 0)
-    assert sample.kv_usage is None or 0 <= sample.kv_usage <= 1
-    capacity = sample.capacity
-    for number in (capacity.kv_cache_tokens, capacity.block_size, capacity.kv_tokens_per_request):
-        assert number is None or number > 0
-    counters = engine_metrics.parse_counters(text)
-    for name in (each.name for each in dataclasses.fields(counters)):
-        value = getattr(counters, name)
-        assert value is None or (value >= 0 and math.isfinite(value))
-    engine_metrics.has_prefix_cache(text)
-
-
 _folder = Path(tempfile.mkdtemp(prefix="hetlb-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
 
 
@@ -414,7 +394,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "gate": gate,
     "body": body,
     "sse": sse_watcher,
-    "metrics": metrics,
     "config": config_file,
 }
 for _option in of_options():

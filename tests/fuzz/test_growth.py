@@ -150,13 +150,6 @@ CASES: dict[str, tuple[Reader, Make, int]] = {
     "frames of too many passes": (
         costs.stage, many(framed(encode(Passes([Pass(1, 0, 0, 1, True)] * 9 * MOST_PASSES)))), 256 << 10,
     ),
-    "a metrics page": (costs.metrics, many(b'vllm:num_requests_running{engine="0"} 1.0\n'), 64 << 10),
-    "a metrics page in pieces": (
-        costs.metrics_in_pieces, many(b'vllm:num_requests_running{engine="0"} 1.0\n'), 64 << 10,
-    ),
-    "a metrics page without a line end": (costs.metrics_in_pieces, many(b"vllm:"), 512 << 10),
-    "a metrics page of other names": (costs.metrics, many(b"vllm:num_requests_run 1\n"), 512 << 10),
-    "comments of a metrics page": (costs.metrics, many(b"# HELP vllm:num_requests_running x\n"), 256 << 10),
 }  # fmt: skip
 for _option in of_options():
     CASES.update(getattr(_option, "GROWTH", {}))

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from hetlb.balancer.core.latency import LatencyModel
-from hetlb.balancer.core.step_times import LaunchTime
 from hetlb.balancer.core.types import Capacity
 from hetlb.options.profiles.profile_file import (
     EngineInfo,
@@ -19,6 +18,7 @@ from hetlb.options.profiles.profile_file import (
     load_profile,
     sections,
 )
+from hetlb.options.profiles.step_times import LaunchTime
 from hetlb.tools.profiler.fit import Point, StepKind
 from hetlb.tools.profiler.grid import DEFAULT_GRID, Size, clip
 from hetlb.tools.profiler.sources import Measurements, profile_of

@@ -11,8 +11,8 @@ from proxy.memory import End, Proxy
 from proxy.test_hostile import Engines
 
 from hetlb.balancer.clients.prefix_keys import session_key, text_keys
-from hetlb.balancer.config.api_keys import Tenant
 from hetlb.balancer.http.openai_body import Call
+from hetlb.options.api_keys.api_keys import Tenant
 
 KEYS = {name: f"key-of-{name}" for name in ("ann", "bob")}
 

@@ -18,9 +18,10 @@ from proxy.test_access import problem
 from proxy.test_proxying import ASK_STREAM, Client, post
 from proxy.upstreams import DONE, STREAM, TOKEN
 
-from hetlb.balancer.clients.access import load_access, server_context
+from hetlb.balancer.clients.access import load_access
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.core.types import Health
+from hetlb.options.certificates.certificates import server_context
 
 
 class Authority:

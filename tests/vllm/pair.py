@@ -35,8 +35,8 @@ from engines import (
     vllm_servers,
 )
 
-from hetlb.balancer.core.engine_metrics import parse
 from hetlb.balancer.core.types import EngineSample
+from hetlb.options.engine_pages.engine_metrics import parse
 from hetlb.tools.loadtest.bodies import RequestBodies
 from hetlb.tools.loadtest.generator import run_load
 from hetlb.tools.loadtest.load_result import LoadResult

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from engines import SERVED_MODEL_NAME, Server, ServerSpec, vllm_servers
 
-from hetlb.balancer.core.engine_metrics import EngineCounters, parse_counters
+from hetlb.options.engine_pages.engine_metrics import EngineCounters, parse_counters
 from hetlb.tools.loadtest.processes import helper_processes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]

@@ -10,15 +10,18 @@ import ipaddress
 import os
 import re
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hetlb.addresses import Network, is_loopback
-from hetlb.balancer.config.api_keys import LimitsTable, Tenant, load_api_keys
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.config.fleet_tables import SharedTable, TlsTable
+from hetlb.balancer.hooks import hook
 from hetlb.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hetlb.balancer.interfaces import ClientKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class Access:
     engines: Mapping[str, EngineAccess]
     model_keys: Mapping[str, bytes] = field(repr=False)
     admin_token: bytes | None = field(repr=False)
-    tenants: Mapping[bytes, Tenant] | None = field(repr=False)
+    tenants: Mapping[bytes, ClientKey] | None = field(repr=False)
     tls: ssl.SSLContext | None
     admin_tls: ssl.SSLContext | None
     networks: tuple[Network, ...]
@@ -59,12 +62,12 @@ class Access:
 
     def unlisted(self, url: str, model: str, address: str | None) -> EngineAccess:
         """Access to an instance that is in no file: the system's authorities, the key of its model."""
-        tls = _engine_context(None, "instance", self.contexts) if url.startswith("https:") else None
+        tls = _engine_tls(url, None, "instance", self.contexts)
         key = _bearer(self.model_keys.get(model))
         return EngineAccess(key, self.passthrough, tls, address, confined=address is None)
 
     @property
-    def limits(self) -> dict[str, LimitsTable]:
+    def limits(self) -> dict[str, object]:
         """The limits of keys that have some, by the name of the key."""
         return {each.name: each.limits for each in (self.tenants or {}).values() if each.limits is not None}
 
@@ -101,7 +104,8 @@ def load_access(fleet: Fleet) -> Access:
         )
     tenants = None
     if proxy.api_keys_file is not None:
-        tenants = {bytes.fromhex(each.sha256): each for each in load_api_keys(base / proxy.api_keys_file)}
+        keys = hook("api_keys", base / proxy.api_keys_file)
+        tenants = {bytes.fromhex(each.sha256): each for each in keys}
     contexts: dict[Path | None, ssl.SSLContext] = {}
     engines = {}
     for spec in fleet.instances:
@@ -111,7 +115,7 @@ def load_access(fleet: Fleet) -> Access:
         engines[spec.name] = EngineAccess(
             authorization=_bearer(model_keys.get(spec.model) if key is None else key),
             passthrough=proxy.passthrough_authorization,
-            tls=_engine_context(authorities, named, contexts) if spec.url.startswith("https:") else None,
+            tls=_engine_tls(spec.url, authorities, named, contexts),
             kv_bootstrap=table.kv_bootstrap,
         )
     listen = fleet.file.listen.tls
@@ -120,8 +124,8 @@ def load_access(fleet: Fleet) -> Access:
         model_keys=model_keys,
         admin_token=token,
         tenants=tenants,
-        tls=None if listen is None else server_context(listen, f"{where}listen.tls", base),
-        admin_tls=None if admin.tls is None else server_context(admin.tls, f"{where}admin.tls", base),
+        tls=None if listen is None else hook("certificates", listen, f"{where}listen.tls", base),
+        admin_tls=None if admin.tls is None else hook("certificates", admin.tls, f"{where}admin.tls", base),
         networks=networks,
         passthrough=proxy.passthrough_authorization,
         contexts=contexts,
@@ -160,73 +164,18 @@ def read_secret(file: str | None, env: str | None, key: str, base: Path) -> byte
     return data
 
 
-def _bearer(key: bytes | None) -> bytes | None:
-    return None if key is None else b"Bearer " + key
-
-
-# --- certificates ------------------------------------------------------------------------------------
-
-
-def server_context(table: TlsTable, key: str, base: Path) -> ssl.SSLContext:
-    """TLS context of a listener, 1.2 or newer. Raises `ConfigError` naming `key`."""
-    cert_path, key_path = base / table.cert, base / table.key
-    for name, path, label in (("cert", cert_path, b"CERTIFICATE"), ("key", key_path, b"PRIVATE KEY")):
-        if label + b"-----" not in _pem(path, f"{key}.{name}"):
-            raise ConfigError(f"{key}.{name}: expected a PEM {label.decode().lower()}, got {str(path)!r}")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    # A client could make this process compute handshakes on one connection for ever.
-    context.options |= ssl.OP_NO_RENEGOTIATION
-    context.set_alpn_protocols(["http/1.1"])
-    try:
-        # Without a password at hand OpenSSL would ask for one on the terminal.
-        context.load_cert_chain(cert_path, key_path, password=lambda: b"")
-    except (ssl.SSLError, OSError) as caught:
-        reason = getattr(caught, "reason", None) or "it cannot be read, or is encrypted"
-        raise ConfigError(
-            f"{key}.key: expected the unencrypted private key of {str(cert_path)!r}, "
-            f"got {str(key_path)!r}: {reason}"
-        ) from caught
+def _engine_tls(
+    url: str, authorities: Path | None, key: str, known: dict[Path | None, ssl.SSLContext]
+) -> ssl.SSLContext | None:
+    """Return the TLS context for an engine's URL, None where it needs none. Raises `ConfigError`."""
+    if not url.startswith("https:"):
+        return None
+    context: ssl.SSLContext = hook("certificates.engines", authorities, key, known)
     return context
 
 
-def show_newest(context: ssl.SSLContext, newest: Callable[[], ssl.SSLContext | None]) -> None:
-    """Show the newest certificate at every handshake of a listener that began with `context`."""
-
-    def choose(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
-        current = newest()
-        assert current is not None, "expected a listener with TLS"
-        connection.context = current
-
-    context.sni_callback = choose
-
-
-def _engine_context(path: Path | None, key: str, known: dict[Path | None, ssl.SSLContext]) -> ssl.SSLContext:
-    """TLS context for connections to an engine: its certificate is verified. Raises `ConfigError`.
-
-    `known` has one for each file of authorities, None for the system's, which takes a while to read.
-    """
-    if path not in known:
-        if path is not None:
-            _pem(path, f"{key}.ca_file")
-        try:
-            context = ssl.create_default_context(cafile=path)
-        except (ssl.SSLError, OSError) as caught:
-            raise ConfigError(
-                f"{key}.ca_file: expected PEM certificates of authorities, got {str(path)!r}"
-            ) from caught
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        known[path] = context
-    return known[path]
-
-
-def _pem(path: Path, key: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as caught:
-        raise ConfigError(
-            f"{key}: expected a readable file, got {str(path)!r}: {os.strerror(caught.errno or 0)}"
-        ) from caught
+def _bearer(key: bytes | None) -> bytes | None:
+    return None if key is None else b"Bearer " + key
 
 
 # --- networks ----------------------------------------------------------------------------------------
@@ -237,19 +186,3 @@ def _network(text: str, where: str) -> Network:
         return ipaddress.ip_network(text)
     except ValueError as caught:
         raise ConfigError(f"{where}: expected networks like 10.0.0.0/8, got {text!r}") from caught
-
-
-def shared_url(table: SharedTable, key: str) -> str:
-    """Return the address of the server. Raises `ConfigError` that names `key`."""
-    url = table.url
-    if table.url_env is not None:
-        if url is not None:
-            raise ConfigError(f"{key}.url: expected either url or url_env, got both")
-        url = os.environ.get(table.url_env)
-        if url is None:
-            raise ConfigError(f"{key}.url_env: expected the name of a variable that is set")
-    if url is None:
-        raise ConfigError(f"{key}.url: expected an address, but the key is missing")
-    if not url.startswith(("redis://", "rediss://", "unix://", "hub:")):
-        raise ConfigError(f"{key}.url: expected redis://, rediss://, unix:// or hub: at its beginning")
-    return url

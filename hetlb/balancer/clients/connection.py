@@ -12,7 +12,6 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, cast
 
-from hetlb.balancer.config.api_keys import Tenant
 from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.http import connection_states as states
@@ -25,6 +24,7 @@ from hetlb.balancer.http.request_reader import RequestReader
 
 if TYPE_CHECKING:
     from hetlb.balancer.clients.server import ProxyServer
+    from hetlb.balancer.interfaces import ClientKey
 
 #: Bytes of a next request that may wait behind the one being answered.
 _MAX_PIPELINED: Final = 64 << 10
@@ -75,7 +75,7 @@ class ClientConnection(PacedReader):
         self.cors = b""
         self.state = _IDLE
         self._head: RequestHead | None = None
-        self._tenant: Tenant | None = None
+        self._tenant: ClientKey | None = None
         #: Bytes of the body that are counted among those of all connections.
         self._held = 0
         self._exchange: Exchange | None = None

@@ -19,7 +19,6 @@ import msgspec
 import hetlb
 from hetlb.balancer.clients.client_response import ClientSide
 from hetlb.balancer.clients.prefix_keys import id_keys, session_key, text_keys, token_ids
-from hetlb.balancer.config.api_keys import Tenant
 from hetlb.balancer.config.fleet_tables import ProxyTable, Resume
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.core.prefix_index import PrefixKey
@@ -41,7 +40,7 @@ from hetlb.extras import option
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.engine_blocks import PromptBlocks
-    from hetlb.balancer.interfaces import OtherNames, RequestClasses, SpanMaker
+    from hetlb.balancer.interfaces import ClientKey, OtherNames, RequestClasses, SpanMaker
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
@@ -85,7 +84,7 @@ class Router:
         self._view = view
         self.configure(driver.table)
         #: Tenants by the SHA-256 of their keys; None lets every client in.
-        self.tenants: Mapping[bytes, Tenant] | None = None
+        self.tenants: Mapping[bytes, ClientKey] | None = None
         #: Aliases and fallbacks, None without any.
         self.names: OtherNames | None = None
         #: Classes of the models' requests, None without any.
@@ -109,7 +108,7 @@ class Router:
         self._session_header = table.session_header.lower().encode()
         self._tenant_header = None if table.tenant_header is None else table.tenant_header.lower().encode()
 
-    def authenticate(self, head: RequestHead) -> Tenant | None:
+    def authenticate(self, head: RequestHead) -> ClientKey | None:
         """Return the tenant of a request by its key; None if none is needed. Raises `GateError` (401)."""
         tenants = self.tenants
         if tenants is None or (self._origins and head.method == b"OPTIONS"):
@@ -139,7 +138,7 @@ class Router:
         return path in ENDPOINTS or path in self._extra_paths
 
     def handle(
-        self, client: ClientSide, head: RequestHead, body: bytes, tenant: Tenant | None
+        self, client: ClientSide, head: RequestHead, body: bytes, tenant: ClientKey | None
     ) -> Exchange | bytes:
         """Return an exchange, not yet submitted, or the whole answer to it. Raises `GateError`."""
         if b"via" in head.fields and self._driver.forward_rules.came_back(head.headers):
@@ -188,7 +187,7 @@ class Router:
         return read
 
     def _session(
-        self, client: ClientSide, head: RequestHead, body: bytes, tenant: Tenant | None
+        self, client: ClientSide, head: RequestHead, body: bytes, tenant: ClientKey | None
     ) -> Exchange | bytes:
         """Return the session that an upgrade to WebSocket asks for. Raises `GateError`."""
         if head.method != b"GET":
@@ -209,7 +208,7 @@ class Router:
             exchange.outgoing.head = handshake.with_model(call.model)
         return exchange
 
-    def _resolve(self, names: OtherNames, call: Call, tenant: Tenant | None) -> str:
+    def _resolve(self, names: OtherNames, call: Call, tenant: ClientKey | None) -> str:
         """Set the model that serves a request in place of the one it asks for. Raises `GateError` (403)."""
         asked = call.asked = call.model or ""
         model = call.model = names.served(asked, self._driver.scheduling.available)
@@ -220,7 +219,7 @@ class Router:
         return model
 
     def _exchange(
-        self, client: ClientSide, head: RequestHead, kind: Kind, call: Call, tenant: Tenant | None
+        self, client: ClientSide, head: RequestHead, kind: Kind, call: Call, tenant: ClientKey | None
     ) -> Exchange:
         driver, scheduling = self._driver, self._driver.scheduling
         owner = None if tenant is None else tenant.name
@@ -342,7 +341,7 @@ class Router:
     # --- answers of hetlb's own ---
 
     def refused(
-        self, head: RequestHead, tenant: Tenant | None, answer: Answer, since: float, peer: str
+        self, head: RequestHead, tenant: ClientKey | None, answer: Answer, since: float, peer: str
     ) -> str:
         """Count and log a request of `peer` that came in at `since` and did not pass. Its `x-request-id`."""
         driver = self._driver
@@ -357,7 +356,7 @@ class Router:
         driver.refused(answer.outcome, answer.status, record)
         return label
 
-    def _own(self, head: RequestHead, tenant: Tenant | None) -> bytes:
+    def _own(self, head: RequestHead, tenant: ClientKey | None) -> bytes:
         path, status, body = head.path, 200, b""
         methods = (*_READS, b"POST") if path == "/ping" else _READS
         if path in _OPEN_PATHS:
@@ -381,7 +380,7 @@ class Router:
             status, body, close=not head.keep_alive, head_only=head.method == b"HEAD"
         )
 
-    def _models(self, tenant: Tenant | None) -> list[dict[str, Any]]:
+    def _models(self, tenant: ClientKey | None) -> list[dict[str, Any]]:
         """Return the models that a client may use."""
         models = self._view.models()
         if self.names is not None:
@@ -399,7 +398,7 @@ class Router:
         name = classes.background(model, allowed)
         return entry if name is None else {**entry, "background_class": name}
 
-    def _model(self, name: str, tenant: Tenant | None) -> dict[str, Any]:
+    def _model(self, name: str, tenant: ClientKey | None) -> dict[str, Any]:
         for entry in self._models(tenant):
             if entry.get("id") == name:
                 return entry

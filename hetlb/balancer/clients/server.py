@@ -10,12 +10,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
-from hetlb.balancer.clients.access import Access, show_newest
+from hetlb.balancer.clients.access import Access
 from hetlb.balancer.clients.connection import LINGER_S, ClientConnection
 from hetlb.balancer.clients.router import FleetView, Router
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.http.http1 import KnownHeads, parse_request_head
+from hetlb.extras import option
 from hetlb.turns import turns
 
 #: Seconds in which clients of WebSocket sessions close their side when the process ends.
@@ -102,7 +103,7 @@ class ProxyServer:
         loop = self.driver.loop
         tls: dict[str, Any] = {}
         if self.tls is not None:
-            show_newest(self.tls, lambda: self.tls)
+            option("certificates.certificates").show_newest(self.tls, lambda: self.tls)
             tls = {
                 "ssl": self.tls,
                 "ssl_handshake_timeout": self.table.head_timeout_s,

@@ -10,11 +10,12 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
+from hetlb.balancer.core.class_targets import ProtectedClass
 from hetlb.balancer.core.instance import Instance, Parameters
 from hetlb.balancer.core.latency import ideal_batch
 from hetlb.balancer.core.objective import ServiceClass
-from hetlb.balancer.core.protected import Protected
 from hetlb.balancer.core.types import Request
+from hetlb.extras import option
 
 #: Weight of a prompt token against one output token.
 PROMPT_WEIGHT: Final = 0.15
@@ -205,22 +206,22 @@ class Demand:
         self.burst = 0
         self.mix = Mix()
         #: Classes with targets, the tightest first.
-        self.protected: list[Protected] = []
+        self.protected: list[ProtectedClass] = []
         #: Requests per second at the newest one, and when it came.
         self._arriving = self._newest_at = 0.0
 
-    def of_class(self, service: ServiceClass) -> Protected:
+    def of_class(self, service: ServiceClass) -> ProtectedClass:
         """Return what is known of the requests of a class with targets."""
         for each in self.protected:
             if each.name == service.name:
                 return each
-        found = Protected(service)
+        found: ProtectedClass = option("classes.protected").Protected(service)
         self.protected.append(found)
-        self.protected.sort(key=Protected.tightness)
+        self.protected.sort(key=lambda each: each.tightness())
         return found
 
     @property
-    def tightest(self) -> Protected | None:
+    def tightest(self) -> ProtectedClass | None:
         """Return the tightest class whose targets can be met, None if there is none."""
         for each in self.protected:
             if not each.hopeless:

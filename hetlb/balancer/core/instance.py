@@ -9,7 +9,6 @@ import math
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from hetlb.balancer.core.account import LEAST_SILENCE_S, STANDS_S, UNKNOWN_SILENCE_S, Account
-from hetlb.balancer.core.adapters import DEFAULT_SLOTS, AdapterSlots
 from hetlb.balancer.core.forecast_errors import ForecastErrors
 from hetlb.balancer.core.health import HealthTracker
 from hetlb.balancer.core.latency import DEFAULT_LATENCY, LatencyModel
@@ -27,14 +26,19 @@ from hetlb.balancer.core.types import (
     LeaseId,
     Request,
 )
+from hetlb.errors import ConfigError
+from hetlb.extras import option
 
 if TYPE_CHECKING:
+    from hetlb.balancer.core.engine_adapters import EngineAdapters
     from hetlb.balancer.core.engine_blocks import EngineBlocks
 
 #: KV capacity of an engine that has not told its own, in tokens.
 DEFAULT_KV_CACHE_TOKENS: Final = 131_072
 #: vLLM's own default of `max_num_seqs`, which no metric tells.
 DEFAULT_MAX_NUM_SEQS: Final = 256
+#: vLLM's own default of `max_loras`.
+DEFAULT_MAX_LORAS: Final = 1
 #: The tokens that an engine works on in one iteration where it has not told: vLLM's default.
 DEFAULT_TOKEN_BUDGET: Final = 2048
 #: Seconds before an instance with a notice is gone by which nothing runs there any more.
@@ -57,6 +61,8 @@ _SLOTS_AGE_S: Final = 5.0
 _ITERATIONS: Final = 2.0
 #: Shorter answers say nothing about speed.
 _LEAST_STEPS: Final = 4.0
+#: No decode step is shorter, in seconds.
+LEAST_STEP_S: Final = 1e-5
 #: A first byte this late in an answer, as a share of its time, came with the whole of it: not a stream.
 _WHOLE: Final = 0.99
 #: Of a stream's time, what must have passed in decoding for it to tell how fast.
@@ -84,7 +90,8 @@ class Instance:
     """One incarnation of one vLLM server."""
 
     __slots__ = (
-        "_assumed_ns", "_assumed_tokens", "_first_tokens", "_loads", "_occupancy", "_waiting_seen",
+        "_assumed_ns", "_assumed_tokens", "_begun_sequences", "_begun_steps", "_first_tokens", "_loads",
+        "_occupancy", "_steps", "_steps_per_s", "_waiting_seen",
         "account", "adapters", "admin", "asleep", "began", "blocks", "capacity", "changes", "engine",
         "engines", "errors", "explored", "finished_kv_tokens", "finished_sequences", "groups",
         "health", "held_tokens", "in_flight", "incarnation", "incoming", "kv_cache_tokens",
@@ -115,7 +122,7 @@ class Instance:
         #: Content of its cache by its own KV events, None where it publishes none.
         self.blocks: EngineBlocks | None = None
         #: Its LoRA adapters, None where it lists none.
-        self.adapters: AdapterSlots | None = None
+        self.adapters: EngineAdapters | None = None
         self.account = Account(now)
         self.throttle = Throttle(self.account)
         self.admin = AdminState.READY
@@ -142,6 +149,10 @@ class Instance:
         #: Number of changes of the parameters.
         self.parameters_version = 0
         self.speed = SpeedTracker(self.profiled, now)
+        #: Decode steps of each engine so far, by the latency model; sequences that decode, and the steps at
+        #: which each of them began, in all.
+        self._steps = self._begun_steps = self._steps_per_s = 0.0
+        self._begun_sequences = 0
         self.errors = ForecastErrors()
         self.capacity = Capacity()
         #: Kind of its engine, "" while unknown.
@@ -208,6 +219,16 @@ class Instance:
         return self.sequences - self.finished_sequences
 
     @property
+    def grown_tokens(self) -> float:
+        """Tokens of the answers that have begun, by the latency model: its steps since then."""
+        return self._begun_sequences * self._steps - self._begun_steps
+
+    def age(self, lease: Lease) -> float:
+        """Return the tokens of each sequence of a lease so far."""
+        begun = lease.begun_steps
+        return 0.0 if begun is None else self._steps - begun
+
+    @property
     def load(self) -> EngineLoad:
         """Load of each of its engines now."""
         running, loads = self.unfinished_sequences, self._loads
@@ -262,7 +283,7 @@ class Instance:
         known = [limit for limit in longest if limit is not None]
         self.longest_request_tokens = min(known) if known else None
         if self.adapters is not None:
-            self.adapters.slots = capacity.max_loras or DEFAULT_SLOTS
+            self.adapters.slots = capacity.max_loras or DEFAULT_MAX_LORAS
         engines = capacity.engines or 1
         if capacity.max_num_seqs is not None:
             self.max_num_seqs = capacity.max_num_seqs * engines
@@ -315,11 +336,15 @@ class Instance:
     def learn_models(self, models: tuple[str, ...], adapters: tuple[str, ...]) -> None:
         """Take over what it lists; requests of adapters that run are of its slots from then on."""
         self.served = models
+        self.adapters = None
         if not adapters:
-            self.adapters = None
             return
-        slots = self.adapters = AdapterSlots(frozenset(adapters))
-        slots.slots = self.capacity.max_loras or DEFAULT_SLOTS
+        try:
+            slots: EngineAdapters = option("adapters").hook(frozenset(adapters))
+        except ConfigError:  # an installation without it: they are served, and their loads not counted
+            return
+        self.adapters = slots
+        slots.slots = self.capacity.max_loras or DEFAULT_MAX_LORAS
         for lease in self.leases.values():
             slots.begin(lease.request.model)
 
@@ -355,6 +380,8 @@ class Instance:
             self.stated_sequences += lease.request.sequences
         if lease.request.streamed:
             self.unread_sequences += lease.request.sequences
+        if not lease.incoming:
+            self._may_begin(lease)
         if lease.request.sequences > 1:
             self.groups[lease.id] = lease
         tree = self.tree
@@ -364,9 +391,6 @@ class Instance:
             self.adapters.begin(lease.request.model)
         if self.blocks is not None and lease.request.blocks is not None:
             self.blocks.begin(lease.id, lease.request.model, lease.request.blocks)
-        # Of a whole answer (not a stream) it is not known when it began: only if it could at once.
-        if self.sequences - self.finished_sequences <= self.max_num_seqs:
-            lease.mark = speed.mark()
 
     def begin(self, lease: Lease, now: float) -> None:
         """Note that the decode leg of a lease is dispatched."""
@@ -376,8 +400,17 @@ class Instance:
         del self.incoming[lease.id]
         lease.incoming = False
         lease.dispatched_at = now
+        self._may_begin(lease)
+
+    def _may_begin(self, lease: Lease) -> None:
+        """Mark the work of now for a lease that was sent: it may begin.
+
+        Of a whole answer (not a stream) it is not known when it began: at once if it could, for its speed.
+        """
         if self.unfinished_sequences - len(self.incoming) <= self.max_num_seqs:
             lease.mark = self.speed.mark()
+        if not lease.request.streamed:
+            self._count_from_now(lease)
 
     def keep(self, tokens: int) -> None:
         """Keep so many more tokens of prompts for other instances; less if below 0."""
@@ -401,10 +434,18 @@ class Instance:
             self.explored = self.explored_sequences(now) >= self.max_num_seqs
         lease.first_token_at = now
         lease.first_mark = speed.mark()
+        if lease.begun_steps is None:
+            self._count_from_now(lease)
         self._occupancy = None
         self.pending_prompt_tokens -= lease.unread_tokens
         if lease.request.streamed:
             self.unread_sequences -= lease.request.sequences
+
+    def _count_from_now(self, lease: Lease) -> None:
+        """Count the steps of an answer from those of now: it begins."""
+        lease.begun_steps = self._steps
+        self._begun_steps += lease.request.sequences * self._steps
+        self._begun_sequences += lease.request.sequences
 
     def release(self, lease: Lease, now: float) -> None:
         """Give back exactly what the lease booked, once."""
@@ -430,6 +471,11 @@ class Instance:
                 self.unread_sequences -= lease.request.sequences
         self.in_flight -= 1
         self.sequences -= lease.request.sequences
+        if lease.begun_steps is not None:
+            self._begun_steps -= lease.request.sequences * lease.begun_steps
+            self._begun_sequences -= lease.request.sequences
+            if not self._begun_sequences:
+                self._begun_steps = self._steps = 0.0
         if lease.request.service.stated:
             self.stated_sequences -= lease.request.sequences
         if lease.request.sequences > 1:
@@ -464,19 +510,39 @@ class Instance:
         tree.evict(self.kv_cache_tokens - self.kv_tokens)
 
     def _elapsed(self, now: float) -> None:
-        """Tell the speed tracker what decoded until now, every answer half-grown.
+        """Count the steps until now, and tell the speed tracker what decoded, with the tokens so far.
 
-        Of answers that are no streams it is not known when they begin: they count as decoding.
+        Of answers that are no streams it is not known when they begin: they count as decoding. The prompts of
+        streams without a token take their part of the iterations.
         """
         running, unread = self.unfinished_sequences, self.unread_sequences
-        tokens = (self.promised_tokens + self.prompt_tokens) / 2 - self.finished_kv_tokens
+        prompts = float(self.prompt_tokens)
         if self.incoming:  # booked and not there yet
             for lease in self.incoming.values():
                 running -= lease.request.sequences
                 unread -= lease.request.sequences if lease.request.streamed else 0
-                tokens -= (lease.promised_tokens + lease.prompt_tokens) / 2
+                prompts -= lease.prompt_tokens
         decoding = max(0, min(running - unread, self.max_num_seqs))
-        self.speed.elapsed(decoding, tokens * decoding / running if running else 0.0, now)
+        tokens = 0.0
+        if decoding:
+            grown = self.grown_tokens / max(self._begun_sequences, decoding)
+            tokens = decoding * (prompts / running + grown)
+            load = self.load
+            step_s = load.step_s + load.token_s * tokens / load.engines
+            if unread > 0:
+                pending, room = self.pending_prompt_tokens / load.engines, load.budget - load.batch
+                step_s += load.prompt_token_s * (pending if pending < room else max(0.0, room))
+            self._occupancy = None
+            self._steps_per_s = 1.0 / max(step_s, LEAST_STEP_S)
+            steps = max(0.0, now - self.speed.last) * self._steps_per_s
+            self._steps += steps
+            tokens += decoding * steps / 2.0
+        self.speed.elapsed(decoding, tokens, now)
+
+    def _stood(self, since: float, now: float) -> None:
+        """Take over that it stood still since then."""
+        self._elapsed(now)
+        self._steps -= self.speed.stood(since, now) * self._steps_per_s
 
     def assume(self, *, work_s: float | None = None, kv_utilization: float | None = None) -> None:
         """Set a state without leases, for explanations only."""
@@ -573,8 +639,7 @@ class Instance:
         account = self.account
         since = account.silent_since
         if since is not None:
-            self._elapsed(now)
-            self.speed.stood(since, now)
+            self._stood(since, now)
             account.silent_since = None
         return account.token(now)
 
@@ -605,8 +670,7 @@ class Instance:
                 break
         changed = account.watch(since, need_s, late_s, stands_s, least_s, now) or changed
         if account.silent_since is not None:
-            self._elapsed(now)
-            self.speed.stood(account.silent_since, now)
+            self._stood(account.silent_since, now)
         else:
             self.speed.age(now)
             self._age_slots(now)

@@ -13,20 +13,13 @@ Times are seconds, lengths tokens.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final, TypeVar
+
+from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
-from hetlb.balancer.core.step_times import (
-    DecodeTable,
-    LaunchTime,
-    MixedTerm,
-    PnormPrefill,
-    SplitKv,
-    check_numbers,
-    scaled,
-)
 
 
 class IterationRule(StrEnum):
@@ -44,6 +37,108 @@ class IterationRule(StrEnum):
 MIXED_DECODE_ATTENTION_FACTOR: Final = 1.5
 #: Up to so many parts of a prompt are summed one by one; of more the mean part is taken.
 _EXACT_PARTS: Final = 8.0
+
+
+Form = TypeVar("Form", bound=PickleByFields)
+
+
+def scaled(form: Form, factor: float) -> Form:
+    """Return the same form, every duration multiplied by `factor`."""
+    own: Any = form
+    times: dict[str, Any] = {}
+    for each in fields(own):
+        value = getattr(form, each.name)
+        if each.name == "seconds":
+            times[each.name] = tuple([seconds * factor for seconds in value])
+        elif each.name.endswith("_s"):
+            times[each.name] = value * factor
+    found: Form = replace(own, **times)
+    return found
+
+
+def check_numbers(form: object, least: float, *names: str) -> None:
+    """Raise `ValueError` unless these fields are finite numbers from `least` on."""
+    for name in names:
+        value = getattr(form, name)
+        if not (math.isfinite(value) and value >= least):
+            raise ValueError(f"{name}: expected a number from {least:g}, got {value}")
+
+
+@mypyc_attr(acyclic=True)
+class PassForm(PickleByFields):
+    """Form of a pass over prompt tokens (`options/profiles/step_times.py` has the measured ones)."""
+
+    __slots__ = ()
+
+    @property
+    def least_token_s(self) -> float:
+        """Seconds that each prompt token takes in a pass at least."""
+        raise NotImplementedError
+
+    def pass_s(
+        self,
+        tokens: float,
+        prompts: float,
+        attended: float,
+        decodes: float = 0.0,
+        floor_s: float = 0.0,
+        decodes_s: float = 0.0,
+        least_s: float = 0.0,
+    ) -> float:
+        """Seconds of a pass over `tokens` of `prompts` prompts, beside `decodes` single tokens."""
+        raise NotImplementedError
+
+
+@mypyc_attr(acyclic=True)
+class StepForm(PickleByFields):
+    """Measured form of a decode step."""
+
+    __slots__ = ()
+
+    def step_line(self, batch: float) -> tuple[float, float]:
+        """Seconds of one step of `batch` sequences, and seconds more per token that they hold together."""
+        raise NotImplementedError
+
+    def growth_s(self, batch: float) -> float:
+        """Seconds by which a step gets longer when each of its sequences has one more token."""
+        raise NotImplementedError
+
+
+@mypyc_attr(acyclic=True)
+class MixedForm(PickleByFields):
+    """Measured form of what decodes add to a pass over prompt tokens."""
+
+    __slots__ = ()
+
+    def seconds(self, tokens: float, batch: float, kv_tokens: float) -> float:
+        """Seconds for `batch` decodes over `kv_tokens` beside `tokens` prompt tokens."""
+        raise NotImplementedError
+
+    def chain_s(self, tokens: float) -> float:
+        """Seconds in which one block of threads runs through a context."""
+        raise NotImplementedError
+
+
+@mypyc_attr(acyclic=True)
+class SplitForm(PickleByFields):
+    """Measured form of attention that splits contexts over blocks of threads."""
+
+    __slots__ = ()
+
+    def seconds(self, batch: float, longest: float) -> float:
+        """Least seconds of attention in a step of `batch` sequences, the longest of `longest` tokens."""
+        raise NotImplementedError
+
+
+@mypyc_attr(acyclic=True)
+class LaunchForm(PickleByFields):
+    """Measured form of launching the kernels of a pass that prefills."""
+
+    __slots__ = ()
+
+    def pass_s(self, computing_s: float, tokens: float) -> float:
+        """Seconds of a pass over `tokens` tokens whose kernels take `computing_s`."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +160,14 @@ class LatencyModel(PickleByFields):
     k6: float
     k7: float
     k8: float
-    better_prefill: PnormPrefill | None = None
-    better_decode: DecodeTable | None = None
-    mixed: MixedTerm | None = None
+    better_prefill: PassForm | None = None
+    better_decode: StepForm | None = None
+    mixed: MixedForm | None = None
     host_s: float = 0.0
     host_sequence_s: float = 0.0
     request_s: float = 0.0
-    split_kv: SplitKv | None = None
-    launch: LaunchTime | None = None
+    split_kv: SplitForm | None = None
+    launch: LaunchForm | None = None
 
     def __post_init__(self) -> None:
         for index in range(1, 9):
@@ -138,7 +233,7 @@ class LatencyModel(PickleByFields):
         """Seconds by which a step gets longer when each of its sequences has one more token in the cache."""
         better = self.better_decode
         if better is not None:
-            return better.token_s * batch + better.context_s
+            return better.growth_s(batch)
         return self.k5 * batch + self.k7
 
     def mixed_step_s(
@@ -163,7 +258,7 @@ class LatencyModel(PickleByFields):
         better, mixed, launch = self.better_prefill, self.mixed, self.launch
         host_s = self.host_of_s(prompts + batch)
         # One block of threads runs through a context alone, however few tokens attend to it.
-        chain_s = mixed.context_s * (attended / prefill_tokens + longest) / 2.0 if mixed is not None else 0.0
+        chain_s = mixed.chain_s((attended / prefill_tokens + longest) / 2.0) if mixed is not None else 0.0
         if batch <= 0.0:
             if better is not None:
                 seconds = better.pass_s(prefill_tokens, prompts, attended, 0.0, 0.0, 0.0, chain_s)
@@ -197,15 +292,6 @@ class LatencyModel(PickleByFields):
     def _paper_pass_s(self, tokens: float, prompts: float, longest: float) -> float:
         """Seconds that prompt tokens add to a pass, by k1..k3."""
         return self.k1 * tokens + self.k2 * prompts + self.k3 * longest
-
-    @property
-    def mixed_term(self) -> MixedTerm:
-        """The mixed term, or the rule of `mixed_step_s` for a profile without mixed steps, as a term."""
-        if self.mixed is not None:
-            return self.mixed
-        factor = MIXED_DECODE_ATTENTION_FACTOR
-        sequence_s = self.k6 if self.better_prefill is None else 0.0
-        return MixedTerm(max(0.0, sequence_s), 0.0, max(0.0, factor * self.k5), max(0.0, factor * self.k7))
 
     def iteration_s(
         self,
@@ -325,9 +411,11 @@ class LatencyModel(PickleByFields):
         """Return the same engine, every duration multiplied by `factor`."""
         host_s, request_s = self.host_s * factor, self.request_s * factor
         sequence_s = self.host_sequence_s * factor
-        return replace(self._with(factor, factor, factor, host_s, request_s), host_sequence_s=sequence_s)
+        return replace(
+            self.with_factors(factor, factor, factor, host_s, request_s), host_sequence_s=sequence_s
+        )
 
-    def _with(
+    def with_factors(
         self, prefill: float, mixed: float, decode: float, host_s: float, request_s: float
     ) -> LatencyModel:
         """Return the model with factors on its parts."""
@@ -351,30 +439,6 @@ class LatencyModel(PickleByFields):
             split_kv=None if split is None else scaled(split, decode),
             launch=None if launch is None else scaled(launch, mixed),
         )
-
-
-def corrected(
-    k: LatencyModel,
-    prefill: float = 1.0,
-    mixed: float = 1.0,
-    decode: float = 1.0,
-    host_s: float = 0.0,
-    request_s: float = 0.0,
-) -> LatencyModel:
-    """Return the model with factors on its parts, and seconds more of the host per iteration and request."""
-    host_s += k.host_s
-    if mixed != 1.0:
-        k = replace(k, mixed=k.mixed_term)
-    found = k._with(prefill, mixed, decode, max(0.0, host_s), max(0.0, k.request_s + request_s))
-    table = found.better_decode
-    if host_s < 0.0:
-        # If the host takes less than the profile says, the steps' own times hold it.
-        found = replace(found, k8=max(0.1 * found.k8, found.k8 + host_s))
-    if table is not None and host_s < 0.0:
-        least_s = 0.1 * table.seconds[0]
-        seconds = tuple([max(least_s, each + host_s) for each in table.seconds])
-        found = replace(found, better_decode=replace(table, seconds=seconds))
-    return found
 
 
 def delay_of_reading_s(read_s: float, tokens: float, batch: float, step_s: float, budget: float) -> float:

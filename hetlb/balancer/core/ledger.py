@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from mypy_extensions import mypyc_attr
@@ -198,6 +199,8 @@ def check_instance(instance: Instance) -> None:
     assert instance.groups == groups, instance.name
     assert 0 <= instance.finished_sequences <= sum(each.request.sequences - 1 for each in groups.values())
     assert all(not lease.ended for lease in leases), instance.name
+    grown = sum(lease.request.sequences * instance.age(lease) for lease in leases)
+    assert math.isclose(instance.grown_tokens, grown, abs_tol=1e-3), instance.name
     assert instance._occupancy is None or instance._occupancy.same_as(Occupancy(instance)), instance.name
     if instance.adapters is not None:
         names = [lease.request.model for lease in leases if lease.request.model in instance.adapters.names]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.balancer.core.adapters import AdapterLoadTime
 from hetlb.balancer.core.demand import Demand, Mix
+from hetlb.balancer.core.engine_adapters import LoadTimes
 from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import NOTICE_MARGIN_S, Instance
 from hetlb.balancer.core.ledger import Ledger, exact_held
@@ -22,6 +22,7 @@ from hetlb.balancer.core.ready import Choices, ReadyInstances, with_excluded
 from hetlb.balancer.core.retries import Retries
 from hetlb.balancer.core.splitting import Splitting
 from hetlb.balancer.core.types import Candidate, Dispatch, Lease, Request, RequestId
+from hetlb.extras import option
 
 #: Mean request by which capacity is measured before the first one: prompt and output tokens.
 _USUAL_REQUEST = (512.0, 256.0)
@@ -74,7 +75,8 @@ class Placement:
         self.elsewhere: dict[str, int] = {}
         #: Splits requests, None where no instance has a `kv_transfer`.
         self.splits: Splitting | None = None
-        self.adapter_load = AdapterLoadTime(policy.params.adapter_load_s)
+        #: Times in which adapters are loaded, None before the first request for one.
+        self.adapter_load: LoadTimes | None = None
         #: Longest target of a first token by model.
         self._patience_s: dict[str, float] = {}
         self._usual = Mix()
@@ -245,6 +247,9 @@ class Placement:
         ctx = SchedulingContext(request, predicted, long, waiting, demand, now, held, availabilities)
         ctx.waited_s = waited_s
         if fleet.adapters and request.model in fleet.adapters:
+            if self.adapter_load is None:
+                times = option("adapters.adapters").AdapterLoadTime
+                self.adapter_load = times(self.policy.params.adapter_load_s)
             ctx.adapter_load_s = self.adapter_load.seconds
         return ctx
 
@@ -268,7 +273,7 @@ class Placement:
             slots = instance.adapters if ctx.adapter_load_s > 0.0 else None
             loads = None if slots is None else slots.loads(request.model)
             lease = self.ledger.book(ctx, instance, choice.work_s, choice.forecast)
-            if loads is not None:
+            if loads is not None and self.adapter_load is not None:
                 self.adapter_load.expected[lease.id] = lease.forecast_first_s, loads
         if ctx.availabilities is not None:
             instance.account.dispatched(lease.id, now)

@@ -178,7 +178,8 @@ class Scheduler:
     def drop(self, lease: Lease, now: float) -> Instance:
         """Give back what a lease booked."""
         self._retries.leases.discard(lease.id)
-        self.placement.adapter_load.expected.pop(lease.id, None)
+        if self.placement.adapter_load is not None:
+            self.placement.adapter_load.expected.pop(lease.id, None)
         return self.ledger.drop(lease, now)
 
     def on_first_token(self, lease: Lease, now: float) -> list[Command]:
@@ -196,7 +197,7 @@ class Scheduler:
         if self.ledger.journals:
             self.ledger.begun(lease)
         adapter_load = self.placement.adapter_load
-        if adapter_load.expected:
+        if adapter_load is not None:
             adapter_load.first_token(lease.id, now - lease.dispatched_at)
         if instance.speed.stood_at < lease.dispatched_at:
             instance.peak_ewma.observe(now - lease.dispatched_at, now)
@@ -232,7 +233,7 @@ class Scheduler:
         request, retries, adapter_load = lease.request, self._retries, self.placement.adapter_load
         if retries.leases:
             retries.leases.discard(lease.id)
-        if adapter_load.expected:
+        if adapter_load is not None:
             adapter_load.expected.pop(lease.id, None)
         instance = self.ledger.drop(lease, now, outcome)
         lease.outcome, lease.ended_at = outcome, now

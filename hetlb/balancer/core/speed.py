@@ -156,17 +156,18 @@ class SpeedTracker:
             self.last = now
             self._running, self._tokens = running, tokens
 
-    def stood(self, since: float, now: float) -> None:
-        """Take the seconds since `since` or the last call out of the evidence: it stood still.
+    def stood(self, since: float, now: float) -> float:
+        """Take the seconds since `since` or the last call out of the evidence: it stood still. Return them.
 
         Call it right after `elapsed`.
         """
-        seconds = now - max(since, self.stood_at)
+        seconds = max(0.0, now - max(since, self.stood_at))
         if seconds > 0.0:
             self.stood_s += seconds
             self._sequence_s -= seconds * self._running
             self._token_s -= seconds * self._tokens
         self.stood_at = now
+        return seconds
 
     def age(self, now: float) -> None:
         """Let a factor that is worse than before return to that while no answer confirms it."""

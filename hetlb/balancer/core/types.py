@@ -311,12 +311,12 @@ class Lease:
     prompt, None if the engine did not say) before it reports the end."""
 
     __slots__ = (
-        "beside", "decode", "dispatched_at", "ended", "ended_at", "expected_first_s", "expected_s",
-        "first_mark", "first_token_at", "forecast_end_s", "forecast_first_s", "forecast_step_s",
-        "hold", "id", "incarnation", "incoming", "instance", "judged", "key", "kv_prompt_tokens", "kv_tokens",
-        "mark", "mixed", "outcome", "output_tokens", "own", "predicted_output", "promised_tokens",
-        "prompt_tokens", "reported_cached_tokens", "request", "seen_s", "shared", "unread_tokens",
-        "waited_s", "work_ns",
+        "begun_steps", "beside", "decode", "dispatched_at", "ended", "ended_at", "expected_first_s",
+        "expected_s", "first_mark", "first_token_at", "forecast_end_s", "forecast_first_s",
+        "forecast_step_s", "hold", "id", "incarnation", "incoming", "instance", "judged", "key",
+        "kv_prompt_tokens", "kv_tokens", "mark", "mixed", "outcome", "output_tokens", "own",
+        "predicted_output", "promised_tokens", "prompt_tokens", "reported_cached_tokens", "request",
+        "seen_s", "shared", "unread_tokens", "waited_s", "work_ns",
     )  # fmt: skip
 
     def __init__(
@@ -354,6 +354,8 @@ class Lease:
         #: Seconds that its request had waited at the dispatch.
         self.waited_s = 0.0
         self.first_token_at: float | None = None
+        #: Steps of its instance when its answer began, None before.
+        self.begun_steps: float | None = None
         #: Forecast at the dispatch, seconds: until the first token, per further token, until the end (of a
         #: decode leg without the transfer).
         self.forecast_first_s = self.forecast_step_s = self.forecast_end_s = 0.0

@@ -19,8 +19,6 @@ import aiohttp
 from hetlb.addresses import confined_socket
 from hetlb.balancer.clients.access import PLAIN_ACCESS, EngineAccess
 from hetlb.balancer.config.fleet_tables import ScrapeTable
-from hetlb.balancer.core.engine_metrics import EnginePage
-from hetlb.balancer.core.engine_tables import PAGES
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import (
     AdminState,
@@ -35,13 +33,15 @@ from hetlb.balancer.core.types import (
 )
 from hetlb.balancer.engines.engine_pools import LOCAL_ERRNOS
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
+from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.access_log import escape
 from hetlb.balancer.telemetry.events import Event, tell
+from hetlb.errors import ConfigError
 from hetlb.inputs.urls import bracketed
 from hetlb.served_models import longest_context, read_model_list, read_version
 
 if TYPE_CHECKING:
-    from hetlb.balancer.interfaces import EngineProfile
+    from hetlb.balancer.interfaces import EngineProfile, MetricsReader
 
 logger = logging.getLogger("hetlb.scrape")
 
@@ -279,7 +279,7 @@ class EngineWatch:
         """Return a request of hetlb's own to an engine; its answer may take `most_s` seconds."""
         return self._asked(name, "POST", path, json=body, timeout=aiohttp.ClientTimeout(total=most_s))
 
-    async def _get(self, name: str, path: str, metrics: EnginePage | None = None) -> tuple[int, bytes]:
+    async def _get(self, name: str, path: str, metrics: MetricsReader | None = None) -> tuple[int, bytes]:
         """Return status and body of a page; with `metrics`, which are fed it, its first byte alone."""
         try:
             async with self._asked(name, "GET", path) as reply:
@@ -330,14 +330,18 @@ class EngineWatch:
         return ProbeResult.FAILED, f"/health answers {status}"
 
     async def read_metrics(self, name: str) -> EngineSample | None:
-        page = EnginePage()
         try:
-            path = self._pages.get(name, PAGES[0])
+            page: MetricsReader = hook("engine_pages")
+        except ConfigError:  # an installation without it
+            return None
+        paths = page.paths
+        try:
+            path = self._pages.get(name, paths[0])
             status, body = await self._get(name, path, page)
         except (_LocalTroubleError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
             return None
         if body[:1] == b"[" or status == 404:
-            self._pages[name] = PAGES[(PAGES.index(path) + 1) % len(PAGES)]
+            self._pages[name] = paths[(paths.index(path) + 1) % len(paths)]
             return None
         return page.sample() if status == 200 else None
 

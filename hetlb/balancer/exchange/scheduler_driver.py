@@ -46,7 +46,6 @@ from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.request_record import RequestRecord
 
 if TYPE_CHECKING:
-    from hetlb.balancer.config.api_keys import LimitsTable
     from hetlb.balancer.core.engine_blocks import BlockEvents
     from hetlb.balancer.interfaces import KeyLimiter, KeyLimits, KeyTicket, SharedBookings
 
@@ -112,10 +111,10 @@ class SchedulerDriver(SchedulerSide):
 
     # --- limits of keys ---
 
-    def limit(self, limits: Mapping[str, LimitsTable]) -> None:
+    def limit(self, limits: Mapping[str, object]) -> None:
         """Limits of keys that hold from now on, by the name of the key."""
         if limits and self._limiters is None:
-            self._limiters = hook("key_limits")
+            self._limiters = hook("api_keys.limits")
         if self._limiters is not None:
             self._limiters.configure(limits)
 

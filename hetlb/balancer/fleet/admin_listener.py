@@ -11,9 +11,9 @@ from typing import Final
 from aiohttp import web
 
 from hetlb.app_listener import AppListener
-from hetlb.balancer.clients.access import show_newest
 from hetlb.balancer.config.fleet_tables import Admin
 from hetlb.errors import HetlbError
+from hetlb.extras import option
 
 #: Connections without a request at most, and seconds that one may take for a head. (Prometheus asks
 #: at most every minute or so, and connects again.)
@@ -34,7 +34,7 @@ class AdminListener(AppListener):
     ) -> None:
         """Listen, on sockets that are bound already if there are any. Raises `HetlbError`."""
         if self.tls is not None:
-            show_newest(self.tls, lambda: self.tls)
+            option("certificates.certificates").show_newest(self.tls, lambda: self.tls)
         with named("admin", table.host, table.port):
             await self.open(app, table.host, table.port, listeners)
 

@@ -42,12 +42,13 @@ from hetlb.balancer.fleet.roster import Roster
 from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
 from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.counters import Totals
-from hetlb.balancer.telemetry.events import Event, plain_line, tell
+from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.recent import Recent
 from hetlb.build import version_line
 from hetlb.errors import ConfigError, InputError
 from hetlb.extras import check_extra, option
 from hetlb.inputs.urls import bracketed
+from hetlb.logs import plain_line
 
 if TYPE_CHECKING:
     from hetlb.balancer.interfaces import (

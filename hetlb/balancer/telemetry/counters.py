@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from typing import Any, Final
+from collections.abc import Set
+from typing import Final
 
 from hetlb.balancer.core.types import Lease, Outcome
 from hetlb.balancer.telemetry.histograms import GapHistogram, Histogram
-from hetlb.balancer.telemetry.recent import Recent, add_counts
+from hetlb.balancer.telemetry.recent import Recent
 from hetlb.balancer.telemetry.request_record import RequestRecord
 
 #: vLLM's own bounds (0.32), so that its figures and ours can be laid over each other; ITL and E2E have a
@@ -167,25 +167,6 @@ class Totals:
         #: The requests that ended lately.
         self.recent = Recent()
 
-    def add(self, other: Totals) -> None:
-        """Count what another process has counted, but for what ended lately."""
-        _add(self, other, ("decisions", "retries"))
-        for counts in ("requests", "classes", "reloads", "kv_transfers", "resumptions"):
-            add_counts(getattr(self, counts), getattr(other, counts))
-        for histogram in ("arrival", "end", "lag"):
-            getattr(self, histogram).add(getattr(other, histogram))
-        for name, model in other.models.items():
-            for histogram in MODEL_HISTOGRAMS:
-                getattr(self.model(name), histogram).add(getattr(model, histogram))
-        for key, account in other.accounts.items():
-            _add(self.account(*key), account, ACCOUNT_COUNTS)
-        for name, instance in other.instances.items():
-            found = self.instance(name)
-            add_counts(found.requests, instance.requests)
-            add_counts(found.model_expected_s, instance.model_expected_s)
-            add_counts(found.model_seen_s, instance.model_seen_s)
-            _add(found, instance, INSTANCE_COUNTS)
-
     def model(self, name: str) -> ModelTotals:
         """Return the counters of a name that the fleet serves."""
         totals = self.models.get(name)
@@ -299,11 +280,6 @@ class Totals:
             instance.expected_s += record.expected_s
             instance.served_s += served_s
             model.time_ratio.observe(record.expected_s / max(served_s, CLOCK_S))
-
-
-def _add(whole: Any, part: Any, names: Sequence[str]) -> None:
-    for name in names:
-        setattr(whole, name, getattr(whole, name) + getattr(part, name))
 
 
 def _met(record: RequestRecord) -> bool:

@@ -111,7 +111,7 @@ class Recent:
         outcome, ended_at, lease = record.outcome, record.ended_at, record.lease
         assert outcome is not None, "expected a request that has ended"
         assert ended_at is not None, "expected a request that has ended"
-        stretch = self._stretch(math.floor(ended_at / BIN_S))
+        stretch = self.stretch(math.floor(ended_at / BIN_S))
         name: str = outcome._value_  # `value` is a function in Python
         stretch.outcomes[name] = stretch.outcomes.get(name, 0) + 1
         if outcome is _OK:
@@ -150,12 +150,7 @@ class Recent:
         last = max([number for number in sampled if number < index], default=index - 1)
         begin = last + 1 if index - last <= LATE else index
         for number in range(begin, index + 1):
-            self._stretch(number).levels = levels
-
-    def add(self, other: Recent) -> None:
-        for number, stretch in other.stretches.items():
-            self._stretch(number).add(stretch)
-        self.points = sorted(self.points + other.points)[-POINTS:]
+            self.stretch(number).levels = levels
 
     def refused(self, window_s: float, now: float) -> tuple[int, int]:
         """Return the clients' mistakes among what ended in the last `window_s`, and all that ended."""
@@ -167,7 +162,7 @@ class Recent:
                     refused += count if outcome in _MISTAKES else 0
         return refused, ended
 
-    def _stretch(self, number: int) -> Stretch:
+    def stretch(self, number: int) -> Stretch:
         """Return the stretch of a number; the oldest ones are forgotten with it."""
         stretch = self.stretches.get(number)
         if stretch is None:

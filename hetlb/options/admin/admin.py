@@ -18,14 +18,12 @@ import msgspec
 from aiohttp import web
 
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import AdminState, AdminStateSet, Dispatch
+from hetlb.balancer.core.types import Dispatch
 from hetlb.balancer.exchange.scheduler_driver import DECISIONS_KEPT
 from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.recent import BIN_S
-from hetlb.errors import NOT_JSON, ConfigError, InputError
-from hetlb.inputs.mistakes import short
+from hetlb.errors import ConfigError, InputError
 from hetlb.options.admin.beliefs import believed
 from hetlb.options.admin.fleet_status import pools, status
 from hetlb.options.admin.prometheus import CONTENT_TYPE, MetricsPage, usage_document
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
 _MAX_BODY_BYTES = 64 << 10
 #: Files of the dashboard.
 _PAGE_FILES = r"/{file:(?:|(?:dashboard|theme)\.css|(?:charts|dashboard|dom)\.js)}"
-#: An instance that leaves later than this has not been given notice yet.
-_MOST_NOTICE_S = 86_400
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -94,25 +90,12 @@ def _instance_document(instance: Instance, tokens_per_s: float, now: float) -> d
     }
 
 
-def _reply(document: object, status: int = 200) -> web.Response:
+def reply(document: object, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(document), status=status, content_type="application/json")
 
 
 def _refuse(status: int, message: str) -> web.Response:
-    return _reply({"error": {"message": message, "type": "invalid_request_error", "code": status}}, status)
-
-
-async def _body(request: web.Request, only: str | None = None) -> dict[str, Any]:
-    try:
-        raw = msgspec.json.decode(await request.read())
-    except NOT_JSON as error:
-        raise web.HTTPBadRequest(text="expected a JSON object") from error
-    if not isinstance(raw, dict):
-        raise web.HTTPBadRequest(text="expected a JSON object")
-    for key in raw:
-        if only is not None and key != only:
-            raise web.HTTPBadRequest(text=f"{key[:80]!r}: unknown key, expected {only}")
-    return raw
+    return reply({"error": {"message": message, "type": "invalid_request_error", "code": status}}, status)
 
 
 def _has_token(request: web.Request, token: bytes) -> bool:
@@ -150,11 +133,11 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return reply
 
 
-class _AdminApi:
+class AdminApi:
     """Handlers of the admin listener: state to read, and what an operator changes."""
 
     def __init__(self, control: FleetService) -> None:
-        self._control = control
+        self.control = control
         self._page = MetricsPage(control)
         self._sampler: asyncio.TimerHandle | None = None
 
@@ -168,13 +151,13 @@ class _AdminApi:
                 web.get("/v1/fleet", self._get_fleet),
                 web.get("/v1/usage", self._usage),
                 web.get("/v1/decisions", self._decisions),
-                web.put("/v1/policy", self._set_policy),
-                web.post("/v1/reload", self._reload),
-                web.post("/v1/fleet/instances", self._register),
-                web.delete("/v1/fleet/instances/{name}", self._unregister),
-                web.put("/v1/fleet/instances/{name}/state", self._set_state),
-                web.put("/v1/fleet/instances/{name}/notice", self._set_notice),
-                web.delete("/v1/fleet/instances/{name}/notice", self._take_notice_back),
+                web.put("/v1/policy", self._change("set_policy")),
+                web.post("/v1/reload", self._change("reload")),
+                web.post("/v1/fleet/instances", self._change("register")),
+                web.delete("/v1/fleet/instances/{name}", self._change("unregister")),
+                web.put("/v1/fleet/instances/{name}/state", self._change("set_state")),
+                web.put("/v1/fleet/instances/{name}/notice", self._change("set_notice")),
+                web.delete("/v1/fleet/instances/{name}/notice", self._change("take_notice_back")),
                 web.get("/v1/status", self._get_status),
                 web.get("/v1/events", self._events, allow_head=False),
                 web.get(r"/v1/decisions/{lease:\d{1,18}}", self._get_decision),
@@ -197,13 +180,13 @@ class _AdminApi:
 
     def _sample(self) -> None:
         self._sampler = asyncio.get_running_loop().call_later(BIN_S, self._sample)
-        self._control.recent.sample(self._control.scheduler, self._control.now())
+        self.control.recent.sample(self.control.scheduler, self.control.now())
 
     @cached_property
     def _dashboard(self) -> StatePage:
         """The page; imported when one is asked for. Raises `HTTPNotFound` in an installation without it."""
         try:
-            return cast("StatePage", hook("dashboard", self._control, self))
+            return cast("StatePage", hook("dashboard", self.control, self))
         except ConfigError as error:
             raise web.HTTPNotFound(text=str(error)) from error
 
@@ -212,7 +195,7 @@ class _AdminApi:
         # By what the request was routed to, not by how its path is spelt.
         if request.match_info.handler in (self._healthz, self._readyz, self._page_file):
             return await handler(request)
-        token = self._control.access.admin_token
+        token = self.control.access.admin_token
         if token is not None and not _has_token(request, token):
             reply = _refuse(401, "this needs the admin token: Authorization: Bearer TOKEN")
             reply.headers["WWW-Authenticate"] = "Bearer"
@@ -224,31 +207,31 @@ class _AdminApi:
     # --- documents, for the handlers and the dashboard ---
 
     def fleet(self) -> dict[str, Any]:
-        return fleet_document(self._control.scheduler, self._control.now())
+        return fleet_document(self.control.scheduler, self.control.now())
 
     def status(self) -> dict[str, Any]:
-        control = self._control
+        control = self.control
         scheduler, now = control.scheduler, control.now()
         return status(scheduler, self.pools(), control.recent, now, control.reload_refused)
 
     def pools(self) -> dict[str, list[Instance]]:
-        return pools(self._control.scheduler)
+        return pools(self.control.scheduler)
 
     def decision(self, dispatch: Dispatch) -> dict[str, Any]:
         from hetlb.options.admin.decisions import decision_summary
 
-        return decision_summary(dispatch, self._control.driver.tokens_so_far)
+        return decision_summary(dispatch, self.control.driver.tokens_so_far)
 
-    def _instance(self, request: web.Request) -> str:
-        """Name of the instance in the path. Raises `HTTPNotFound`."""
-        name = request.match_info["name"]
-        if not any(each.name == name for each in self._control.scheduler.instances):
-            raise web.HTTPNotFound(text=f"there is no instance {name[:80]!r}")
-        return name
+    def _change(self, name: str) -> Handler:
+        """Return the handler of a change, by its name in `changes.py`, imported for the first one."""
 
-    def _check_registration(self) -> None:
-        if not self._control.fleet.file.admin.registration:
-            raise web.HTTPForbidden(text="admin.registration is false")
+        async def handler(request: web.Request) -> web.StreamResponse:
+            from hetlb.options.admin import changes
+
+            changed: web.Response = await getattr(changes, name)(self, request)
+            return changed
+
+        return handler
 
     # --- state ---
 
@@ -256,27 +239,27 @@ class _AdminApi:
         return web.Response(text="ok\n")
 
     async def _readyz(self, _: web.Request) -> web.Response:
-        readiness = self._control.readiness
+        readiness = self.control.readiness
         return web.Response(text=f"{readiness}\n", status=200 if readiness == "ready" else 503)
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        await self._control.refresh()
+        await self.control.refresh()
         return web.Response(body=await self._page.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _page_file(self, request: web.Request) -> web.Response:
         return self._dashboard.file(request.path)
 
     async def _get_fleet(self, _: web.Request) -> web.Response:
-        return _reply(self.fleet())
+        return reply(self.fleet())
 
     async def _usage(self, _: web.Request) -> web.Response:
-        await self._control.refresh()
-        return _reply({"usage": usage_document(self._control.totals)})
+        await self.control.refresh()
+        return reply({"usage": usage_document(self.control.totals)})
 
     async def _decisions(self, request: web.Request) -> web.Response:
         from hetlb.options.admin.decisions import Wanted, decision_document
 
-        control, query = self._control, request.query
+        control, query = self.control, request.query
         text = query.get("last", "10")
         if not re.fullmatch("[0-9]{1,4}", text) or not 0 < int(text) <= 1000:
             raise InputError(f"last: expected a number from 1 to 1000, got {text[:40]!r}")
@@ -299,75 +282,23 @@ class _AdminApi:
             document = decision_document(each, control.driver.tokens_so_far)
             documents.append(msgspec.Raw(msgspec.json.encode(document)))
             await asyncio.sleep(0)
-        return _reply({"decisions": documents, "clock_s": control.now()})
+        return reply({"decisions": documents, "clock_s": control.now()})
 
     async def _get_decision(self, request: web.Request) -> web.Response:
         from hetlb.options.admin.decisions import decision_document
 
-        number, decisions = int(request.match_info["lease"]), self._control.scheduling.decisions
+        number, decisions = int(request.match_info["lease"]), self.control.scheduling.decisions
         dispatch = next((each for each in reversed(decisions) if each.lease.id == number), None)
         if dispatch is None:
             raise web.HTTPNotFound(text="this decision is not kept any more")
-        return _reply(decision_document(dispatch, self._control.driver.tokens_so_far))
+        return reply(decision_document(dispatch, self.control.driver.tokens_so_far))
 
     async def _get_status(self, _: web.Request) -> web.Response:
-        return _reply(self.status())
+        return reply(self.status())
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         return await self._dashboard.serve(request)
 
-    # --- changes ---
-
-    async def _set_policy(self, request: web.Request) -> web.Response:
-        name = (await _body(request, "name")).get("name")
-        if not isinstance(name, str) or name not in POLICIES:
-            raise InputError(f"name: expected one of {', '.join(POLICIES)}, got {short(name)}")
-        self._control.set_policy(name)
-        await self._control.settled()
-        return _reply({"policy": name})
-
-    async def _set_state(self, request: web.Request) -> web.Response:
-        name = self._instance(request)
-        state = (await _body(request, "state")).get("state")
-        if state not in tuple(AdminState):
-            raise InputError(f"state: expected ready, drain or maint, got {short(state)}")
-        self._control.roster.change(AdminStateSet(name, AdminState(state)))
-        await self._control.settled()
-        return _reply({"name": name, "state": state})
-
-    async def _set_notice(self, request: web.Request) -> web.Response:
-        name = self._instance(request)
-        deadline_s = (await _body(request, "deadline_s")).get("deadline_s")
-        number = type(deadline_s) in (int, float)
-        if deadline_s is not None and not (number and 0 <= deadline_s <= _MOST_NOTICE_S):
-            expected = f"expected seconds from 0 to {_MOST_NOTICE_S}, or null"
-            raise InputError(f"deadline_s: {expected}, got {short(deadline_s)}")
-        return await self._noticed(name, deadline_s)
-
-    async def _take_notice_back(self, request: web.Request) -> web.Response:
-        return await self._noticed(self._instance(request), None)
-
-    async def _noticed(self, name: str, deadline_s: float | None) -> web.Response:
-        self._control.roster.notice(name, deadline_s)
-        await self._control.settled()
-        return _reply({"name": name, "deadline_s": deadline_s})
-
-    async def _register(self, request: web.Request) -> web.Response:
-        self._check_registration()
-        new = await self._control.roster.members.register(await _body(request))
-        await self._control.settled()
-        return _reply(self.fleet(), 201 if new else 200)
-
-    async def _unregister(self, request: web.Request) -> web.Response:
-        self._check_registration()
-        name = self._instance(request)
-        self._control.roster.leave([name])
-        await self._control.settled()
-        return _reply({"name": name})
-
-    async def _reload(self, _: web.Request) -> web.Response:
-        return _reply({"reloaded": await self._control.reload()})
-
 
 def make_app(control: FleetService) -> web.Application:
-    return _AdminApi(control).app()
+    return AdminApi(control).app()

@@ -16,7 +16,7 @@ from typing import Any, Final, get_args
 from hetlb.balancer.core.engine_blocks import BlockEvents
 from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.journal import Booked
-from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.latency import LatencyModel, PassForm
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.policies.base import PlannedType, PolicyParams
@@ -24,7 +24,6 @@ from hetlb.balancer.core.predictor import LengthDistribution
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
-from hetlb.balancer.core.step_times import DecodeTable, MixedTerm, PnormPrefill, PrefillGrid
 from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
@@ -182,8 +181,6 @@ _FIELDS: Final[dict[type[Any], dict[str, type[Any]]]] = {
     PolicyParams: {"types": PlannedType},
     InstanceSpec: {"latency": LatencyModel, "capacity": Capacity, "role": Role, "kv_transfer": KvLink},
     KvLink: {"connector": Connector},
-    LatencyModel: {"better_prefill": PnormPrefill, "better_decode": DecodeTable, "mixed": MixedTerm},
-    PnormPrefill: {"grid": PrefillGrid},
     Request: {"service": ServiceClass},
     Booked: {"request": Request},
     EngineSample: {"capacity": Capacity},
@@ -206,6 +203,8 @@ def read_value(kind: type[Any], raw: Any) -> Any:
     if not isinstance(raw, dict):
         raise TypeError(f"expected a {kind.__name__}")
     fields = _FIELDS.get(kind, {})
+    if not fields and (kind is LatencyModel or issubclass(kind, PassForm)):
+        fields = option("profiles.step_times").FORMS.get(kind, {})
     return kind(
         **{
             name: read_value(fields[name], value) if name in fields else _frozen(value)

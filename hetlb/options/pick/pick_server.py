@@ -17,12 +17,13 @@ from google.protobuf.message import DecodeError
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from hetlb.addresses import is_loopback
-from hetlb.balancer.clients.access import Access, server_context
+from hetlb.balancer.clients.access import Access
 from hetlb.balancer.clients.router import FleetView, Router
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.exchange.scheduler_side import SWEEP_S
 from hetlb.balancer.fleet.reload import Stamp, stamp
+from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import ConfigError
 from hetlb.inputs.urls import bracketed
@@ -247,7 +248,7 @@ def gateway_certificates(fleet: Fleet) -> GatewayCertificates | None:
         if pick.client_ca_file is not None:
             raise ConfigError(f"{where}pick.client_ca_file: expected pick.tls beside it, got none")
         return None
-    context = server_context(pick.tls, f"{where}pick.tls", base)
+    context: ssl.SSLContext = hook("certificates", pick.tls, f"{where}pick.tls", base)
     authorities = None
     if pick.client_ca_file is not None:
         path = base / pick.client_ca_file

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 from hetlb.addresses import is_special
-from hetlb.balancer.clients.access import shared_url
 from hetlb.balancer.clients.token_estimator import TokenEstimator, load_tokenizers
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import Listen
@@ -20,6 +19,7 @@ from hetlb.balancer.fleet.service import Service
 from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
 from hetlb.balancer.hooks import hook
 from hetlb.balancer.interfaces import Predecessor
+from hetlb.extras import option
 from hetlb.inputs.urls import bracketed, origin
 from hetlb.options.pick.pick_driver import PickDriver
 from hetlb.options.pick.pick_server import PickServer, gateway_certificates
@@ -115,7 +115,7 @@ def check_pick(fleet: Fleet) -> None:
     """Raise `ConfigError` unless all that the section `pick` names is there."""
     gateway_certificates(fleet)
     if fleet.file.shared is not None:
-        shared_url(fleet.file.shared, f"{fleet.where}shared")
+        option("shared_view").shared_url(fleet.file.shared, f"{fleet.where}shared")
 
 
 def _literal(url: str) -> str | None:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from statistics import median
 from typing import Final
 
-from hetlb.balancer.core.latency import LatencyModel, corrected
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.options.profiles.step_times import corrected
 
 #: Prompt tokens of every request, output tokens of one whose steps are timed.
 PROMPT_TOKENS: Final = 32

@@ -12,21 +12,22 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.core.engine_defaults import batch_limits
 from hetlb.balancer.core.kv_need import KvNeed, kv_need
 from hetlb.balancer.core.latency import LatencyModel
-from hetlb.balancer.core.step_times import (
+from hetlb.balancer.core.types import Capacity
+from hetlb.errors import ConfigError, ProfileError
+from hetlb.inputs.mistakes import short
+from hetlb.inputs.yaml_file import NonNegative, Positive, PositiveInt, load_yaml
+from hetlb.options.profiles.engine_defaults import batch_limits
+from hetlb.options.profiles.step_times import (
     DecodeTable,
     LaunchTime,
     MixedTerm,
     PnormPrefill,
     PrefillGrid,
     SplitKv,
+    forms_of,
 )
-from hetlb.balancer.core.types import Capacity
-from hetlb.errors import ConfigError, ProfileError
-from hetlb.inputs.mistakes import short
-from hetlb.inputs.yaml_file import NonNegative, Positive, PositiveInt, load_yaml
 
 
 class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -443,7 +444,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 def sections(latency: LatencyModel) -> dict[str, Any]:
     """Profile sections with the constants of a latency model; the inverse of `Profile.latency`."""
-    better = latency.better_prefill
+    better = forms_of(latency).prefill
     prefill = None
     if better is not None:
         table = _section(PrefillGridTable, better.grid)

@@ -28,6 +28,7 @@ from hetlb.balancer.telemetry.recent import Recent
 from hetlb.options.lease_wire import WireBegun
 from hetlb.options.message_channel import MessageChannel
 from hetlb.options.relays import protocol
+from hetlb.options.relays.merged_totals import add_recent, add_totals
 from hetlb.options.relays.protocol import (
     Arrival,
     Ask,
@@ -173,7 +174,7 @@ class RelayHost(Carrier):
         self._awaited.discard(link.life)
         self._early = [early for early in self._early if early[0] is not link]
         if (totals := link.totals) is not None:
-            self._gone.add(totals)
+            add_totals(self._gone, totals)
             self._gone_lost += link.report.lost_lines
         self._heard()
         for open_request in [each for each in self._open.values() if each.link is link]:
@@ -345,7 +346,7 @@ class RelayHost(Carrier):
                 if other is not link:
                     other.send(Learnt(model, text_bytes, tokens))
         if report.recent:
-            self.recent.add(pickle.loads(report.recent))
+            add_recent(self.recent, pickle.loads(report.recent))
         self._heard()
 
     def _heard(self) -> None:
@@ -364,7 +365,7 @@ class RelayHost(Carrier):
         whole = Totals()
         for part in (self.counted, self._gone, *[link.totals for link in self.links]):
             if part is not None:
-                whole.add(part)
+                add_totals(whole, part)
         whole.recent = self.recent
         return whole
 

@@ -132,9 +132,9 @@ class HandOvers:
         decode.unread_tokens, decode.waited_s = 1, ctx.waited_s
         decode.forecast_first_s, decode.forecast_end_s = choice.decode_first_s, choice.decode_end_s
         source.acquire(lease)
+        decode.incoming = True  # until its prompt has been prefilled elsewhere
         target.acquire(decode)
-        target.incoming[decode.id] = decode  # until its prompt has been prefilled elsewhere
-        decode.incoming, decode.mark = True, None
+        target.incoming[decode.id] = decode
         lease.decode = decode
         if ledger.journals:
             ledger.tell(booked(lease, now))

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import aiohttp
 import msgspec
 
-from hetlb.balancer.core.engine_metrics import EngineCounters, has_prefix_cache, parse, parse_counters
 from hetlb.balancer.core.types import Capacity, EngineSample
 from hetlb.errors import HetlbError, InputError, reason_of
+from hetlb.options.engine_pages.engine_metrics import EngineCounters, has_prefix_cache, parse, parse_counters
 from hetlb.served_models import longest_context, read_model_list, read_version
 from hetlb.tools.openai.answer_events import AnswerError, AnswerEvent, EventReader
 

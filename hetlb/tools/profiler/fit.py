@@ -19,9 +19,16 @@ from numpy.typing import NDArray
 from scipy.optimize import OptimizeWarning, curve_fit, least_squares, nnls
 
 from hetlb.balancer.core.latency import LatencyModel
-from hetlb.balancer.core.step_times import DecodeTable, MixedTerm, PnormPrefill, PrefillGrid, in_tiles
 from hetlb.errors import ProfileError
 from hetlb.options.profiles.profile_file import PhaseReport, fit_warnings
+from hetlb.options.profiles.step_times import (
+    DecodeTable,
+    MixedTerm,
+    PnormPrefill,
+    PrefillGrid,
+    forms_of,
+    in_tiles,
+)
 from hetlb.tools.profiler.launched import LaunchedPrefill, fit_launched
 
 _Array = NDArray[np.float64]
@@ -577,7 +584,7 @@ _SEQUENCE_TOKENS, _PAIR_TOKENS, _SEQUENCE_S = 24.0, 0.036, 1e-6
 
 def assumed_mixed(latency: LatencyModel) -> MixedTerm:
     """Return the mixed term of a model without mixed points: `MIXED_FACTOR` x its decode attention."""
-    table = latency.better_decode
+    table = forms_of(latency).decode
     token_s, context_s = (table.token_s, table.context_s) if table else (latency.k5, latency.k7)
     return MixedTerm(0.0, 0.0, MIXED_FACTOR * token_s, MIXED_FACTOR * (token_s + context_s))
 

@@ -10,7 +10,6 @@ from statistics import median
 import msgspec
 
 from hetlb.balancer.core.latency import LatencyModel
-from hetlb.balancer.core.step_times import LaunchTime, SplitKv
 from hetlb.errors import ProfileError
 from hetlb.options.profiles.profile_file import (
     EngineInfo,
@@ -24,6 +23,7 @@ from hetlb.options.profiles.profile_file import (
     sections,
     with_latency,
 )
+from hetlb.options.profiles.step_times import LaunchTime, SplitKv, forms_of
 from hetlb.tools.csv_rows import CsvRow, csv_rows
 from hetlb.tools.models.facts import ModelFacts
 from hetlb.tools.models.model_file import model_info
@@ -312,7 +312,7 @@ def complete(
     `split_blocks` are those of a kernel that splits contexts (`SplitKv`).
     """
     latency, assumed = result.latency, []
-    better = latency.better_prefill
+    better, table = forms_of(latency)[:2]
     if better is not None and result.tile is None:
         assumed.append(
             f"tile: {better.tile} tokens (every prefill point holds whole tiles of 128 or few tokens); "
@@ -324,8 +324,8 @@ def complete(
             f"mixed: {MIXED_FACTOR:g} times the attention of a decode step (1.3 to 3.4 were found); "
             "2 or more mixed points measure it, as a live sweep does, and a log corrects it"
         )
-    if split_blocks is not None and latency.better_decode is not None:
-        context_s = SPLIT_SHARE * split_blocks * latency.better_decode.token_s
+    if split_blocks is not None and table is not None:
+        context_s = SPLIT_SHARE * split_blocks * table.token_s
         latency = replace(latency, split_kv=SplitKv(split_blocks, context_s))
         assumed.append(
             f"split_kv: a decode step lasts until its longest context is through {split_blocks:g} // "

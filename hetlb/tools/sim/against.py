@@ -19,9 +19,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from scipy.optimize import least_squares, minimize_scalar
 
-from hetlb.balancer.core.latency import IterationRule, LatencyModel, corrected
-from hetlb.balancer.core.step_times import MixedTerm
+from hetlb.balancer.core.latency import IterationRule, LatencyModel
 from hetlb.errors import TraceError
+from hetlb.options.profiles.step_times import MixedTerm, corrected, mixed_term
 from hetlb.tools.sim.engine_model import EngineModel
 from hetlb.tools.sim.engine_sequence import EngineSequence, SequenceState
 from hetlb.tools.sim.event_queue import EventQueue
@@ -382,7 +382,7 @@ def reach(requests: Sequence[LoggedRequest], engine: EngineSpec, found: Correcti
 def _other_forms(k: LatencyModel, requests: Sequence[LoggedRequest]) -> list[LatencyModel]:
     """Return the model with mixed steps that grow with decodes, or with pairs of these and prompt tokens."""
     context = fmean(each.input_tokens + each.output_tokens / 2.0 for each in requests)
-    seconds = k.mixed_term.seconds(_PART, 1.0, context)
+    seconds = mixed_term(k).seconds(_PART, 1.0, context)
     terms = (MixedTerm(seconds, 0.0, 0.0, 0.0), MixedTerm(0.0, seconds / _PART, 0.0, 0.0))
     return [replace(k, mixed=term) for term in terms]
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetlb.balancer.core.adapters import DEFAULT_SLOTS
-from hetlb.balancer.core.engine_defaults import (
+from hetlb.balancer.core.instance import DEFAULT_MAX_LORAS
+from hetlb.balancer.core.kv_need import KvNeed
+from hetlb.balancer.core.pickle_by_fields import PickleByFields
+from hetlb.balancer.core.types import Capacity
+from hetlb.options.profiles.engine_defaults import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
 )
-from hetlb.balancer.core.kv_need import KvNeed
-from hetlb.balancer.core.pickle_by_fields import PickleByFields
-from hetlb.balancer.core.types import Capacity
 from hetlb.tools.sim.block_pool import BlockPool
 
 
@@ -31,7 +31,7 @@ class EngineLimits(PickleByFields):
     max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
     enable_prefix_caching: bool = True
     async_scheduling: bool = False
-    max_loras: int = DEFAULT_SLOTS
+    max_loras: int = DEFAULT_MAX_LORAS
     need: KvNeed | None = None
 
     def __post_init__(self) -> None:
@@ -112,6 +112,6 @@ class EngineLimits(PickleByFields):
             max_num_batched_tokens=batched,
             enable_prefix_caching=capacity.enable_prefix_caching is not False,
             async_scheduling=capacity.async_scheduling is True,
-            max_loras=capacity.max_loras or DEFAULT_SLOTS,
+            max_loras=capacity.max_loras or DEFAULT_MAX_LORAS,
             need=need,
         )

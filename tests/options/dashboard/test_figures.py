@@ -13,6 +13,7 @@ from proxy.rows import ended
 from hetlb.balancer.core.types import Outcome
 from hetlb.balancer.telemetry.recent import BIN_S, BINS, POINTS, Recent
 from hetlb.options.dashboard.snapshot import accuracy, levels, series
+from hetlb.options.relays.merged_totals import add_recent
 
 #: Latencies are counted in steps of 4.4 %.
 NEAR = 0.045
@@ -65,7 +66,7 @@ def test_the_last_five_minutes_stay_however_many_end_and_wherever() -> None:
     whole = Recent()
     for part in parts:
         assert len(part.stretches) <= BINS + 1
-        whole.add(pickle.loads(pickle.dumps(part)))
+        add_recent(whole, pickle.loads(pickle.dumps(part)))
     document = series(whole, 900.0)
     expected = [0.0] * BINS
     for at in times:

@@ -150,9 +150,10 @@ class Policy:
     #: about the instances that stand best.
     holds_back: ClassVar[bool] = False
     #: Worth of the time of each instance in a plan, None without one.
-    worth: PlannedWorth | None = None
+    worth: PlannedWorth | None
 
     def __init__(self, params: PolicyParams, rng: random.Random) -> None:
+        self.worth = None  # a default of the class is lost where the compiler knows no class of this name
         self.params = params
         self._rng = rng
 

@@ -7,7 +7,8 @@
    how much all is done later.
 3. Hold: a slower instance is passed over where the score of a faster one that is full is better, the wait
    until the faster ones are done with all that waits included: a slow-server threshold (Lin, Kumar, Optimal
-   control of a queueing system with two heterogeneous servers, 1984).
+   control of a queueing system with two heterogeneous servers, 1984). So is one that would read again what a
+   full one holds, where the wait for the next slot there costs less.
 4. Pick: the least score of those with room, the first in file order of equals.
 
 Scoring reads and changes nothing.
@@ -36,7 +37,6 @@ from hetlb.balancer.core.policies.sight import (
     SchedulingContext,
     Sight,
 )
-from hetlb.balancer.core.policies.targets import keep_free, set_losses
 from hetlb.balancer.core.throttle import BLOCKED, NORMAL
 from hetlb.balancer.core.types import Candidate
 from hetlb.extras import option
@@ -75,7 +75,9 @@ class Evaluation:
                 speed += each.cost.speed
             elif availabilities[i][0] == BLOCKED and each.state == ROOM:
                 each.state = RESTRAINED
-            if each.state == ROOM or at_once or not full:
+            if each.cached > ctx.most_cached:
+                ctx.most_cached = each.cached
+            if each.state == ROOM or at_once or not full or each.cached > 0.0:
                 each.foresee(ctx)
                 needed.append(each)
             if each.state >= KEPT_FREE:
@@ -89,12 +91,15 @@ class Evaluation:
             for each in sights:
                 each.done_s = fastest.long_s + todo / each.faster if each.faster > 0.0 else math.inf
         if protected or ctx.request.service.stated:
-            set_losses(ctx, needed)
-            full = keep_free(ctx, sights) or full
+            targets = option("classes.targets")
+            targets.set_losses(ctx, needed)
+            full = targets.keep_free(ctx, sights) or full
         self.weights = weights_of(ctx, stated)
         set_scores(ctx, needed, self.weights)
         if hold and full:
             self._hold(todo)
+            if ctx.most_cached > 0.0:
+                self._keep_together()
 
     @property
     def ratings(self) -> list[Sight]:
@@ -102,7 +107,8 @@ class Evaluation:
         left = [each for each in self._sights if not each.rated]
         for each in left:
             each.foresee(self._ctx)
-        set_losses(self._ctx, left)
+        if left and (self._ctx.demand.protected or self._ctx.request.service.stated):
+            option("classes.targets").set_losses(self._ctx, left)
         set_scores(self._ctx, left, self.weights)
         return self._sights
 
@@ -138,6 +144,30 @@ class Evaluation:
             elif full == math.inf and each.state >= KEPT_FREE:
                 full = each.score
 
+    def _keep_together(self) -> None:
+        """Pass instances over that would read again what a full one holds, where waiting for that costs less.
+
+        Until its next slot is free those wait, too, that there is room for now: half of the gap in the mean.
+        """
+        ctx, mix, room = self._ctx, self._ctx.demand.mix, 1.0
+        size, need = max(1.0, mix.size), max(1.0, mix.booked + mix.output / 2.0)
+        there: Sight | None = None
+        for each in self._sights:
+            if each.state == ROOM:
+                left = 1.0 + (each.load.kv_cache_tokens - each.used_tokens) / need
+                room += min(left, each.load.all_slots - each.seen.running)
+            elif each.state < KEPT_FREE or each.cached < ctx.most_cached:
+                continue
+            elif there is None or each.score < there.score:
+                there = each
+        if there is None:
+            return
+        delay_s = size / there.cost.speed * min(room, 1.0 + ctx.waiting / size) / 2.0
+        limit = there.score + (self.weights[0] + self.weights[1]) * delay_s
+        for each in self._sights:
+            if each.state == ROOM and each.cached < there.cached and limit < each.score:
+                each.limit, each.state = limit, HELD
+
     def __call__(self) -> list[Candidate]:
         """Return candidates for people. The instances may have changed meanwhile: only constants are read."""
         return [self._candidate(each) for each in self.ratings]
@@ -168,7 +198,7 @@ class Evaluation:
         if state == KEPT_FREE:
             return "kept free: requests with targets would miss them beside it"
         if state == HELD:
-            return f"{PASSED_OVER}: a faster one that is full scores {each.limit:.3g}, the wait included"
+            return f"{PASSED_OVER}: a better one that is full scores {each.limit:.3g}, the wait included"
         return "" if availabilities is None else availabilities[each.index][1]
 
 

@@ -45,8 +45,8 @@ class SchedulingContext:
 
     __slots__ = (
         "adapter_load_s", "availabilities", "booked", "burst", "demand", "goes_on", "half_output", "held",
-        "long_output", "mean_output", "mean_prefill", "now", "predicted_output", "prompt", "prompts",
-        "request", "waited_s", "waiting",
+        "long_output", "mean_output", "mean_prefill", "most_cached", "now", "predicted_output", "prompt",
+        "prompts", "request", "waited_s", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +71,8 @@ class SchedulingContext:
         self.now = now
         self.held = held
         self.availabilities = availabilities
+        #: Tokens of the prompt that one instance holds at most.
+        self.most_cached = 0.0
         #: Seconds to load the adapter that the request is for, 0 where it is for none.
         self.adapter_load_s = 0.0
         #: Seconds since the request came.

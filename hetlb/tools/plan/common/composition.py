@@ -18,21 +18,23 @@ from typing import Any
 
 import msgspec
 
-from hetlb.balancer.core.engine_defaults import (
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.options.profiles.engine_defaults import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
     batch_limits,
 )
-from hetlb.balancer.core.latency import LatencyModel
-from hetlb.balancer.core.step_times import (
+from hetlb.options.profiles.profile_file import EngineInfo, Hardware, Profile, ProfileSource, with_latency
+from hetlb.options.profiles.step_times import (
     DecodeTable,
     LaunchTime,
     MixedTerm,
     PnormPrefill,
     PrefillGrid,
     SplitKv,
+    forms_of,
+    mixed_term,
 )
-from hetlb.options.profiles.profile_file import EngineInfo, Hardware, Profile, ProfileSource, with_latency
 from hetlb.tools.models.degrees import refusal
 from hetlb.tools.models.model_file import model_info
 from hetlb.tools.plan.common.plan_tables import Model, RooflineTable
@@ -137,6 +139,7 @@ def compose_latency(
     def values(key: str) -> list[float]:
         return [getattr(each, key) for each in latencies]
 
+    forms = [forms_of(each) for each in latencies]
     return LatencyModel(
         k1=turn.part(values("k1"), token_s),
         k2=turn.part(values("k2")),
@@ -146,15 +149,15 @@ def compose_latency(
         k6=turn.part(values("k6"), token_s),
         k7=turn.of(values("k7")),
         k8=turn.of(values("k8"), batch_s),
-        better_prefill=_prefill(turn, [each.better_prefill for each in latencies]),
-        better_decode=_decode(turn, [each.better_decode for each in latencies]),
+        better_prefill=_prefill(turn, [each.prefill for each in forms]),
+        better_decode=_decode(turn, [each.decode for each in forms]),
         mixed=_mixed(turn, latencies),
         # One scheduler for all stages, which works once for every batch.
         host_s=max(each.host_s for each in latencies),
         host_sequence_s=max(each.host_sequence_s for each in latencies) / turn.stages,
         request_s=max(each.request_s for each in latencies),
-        split_kv=_split_kv(turn, [each.split_kv for each in latencies]),
-        launch=_launch(turn, [each.launch for each in latencies]),
+        split_kv=_split_kv(turn, [each.split_kv for each in forms]),
+        launch=_launch(turn, [each.launch for each in forms]),
     )
 
 
@@ -196,7 +199,7 @@ def _mixed(turn: _Round, latencies: Sequence[LatencyModel]) -> MixedTerm | None:
     """Return the cost of decodes beside prompts; None where no stage knows it."""
     if all(each.mixed is None for each in latencies):
         return None
-    known = [each.mixed_term for each in latencies]
+    known = [mixed_term(each) for each in latencies]
 
     def values(key: str) -> list[float]:
         return [getattr(each, key) for each in known]

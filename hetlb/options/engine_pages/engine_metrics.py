@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from hetlb.balancer.core.engine_tables import TABLES, VLLM, EngineTable, spelled, table_by
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
-from hetlb.balancer.core.series_reader import MOST_SERIES as MOST_SERIES
-from hetlb.balancer.core.series_reader import Series, SeriesReader
 from hetlb.balancer.core.types import Capacity, EngineSample
+from hetlb.options.engine_pages.engine_tables import PAGES, TABLES, VLLM, EngineTable, spelled, table_by
+from hetlb.options.engine_pages.series_reader import MOST_SERIES as MOST_SERIES
+from hetlb.options.engine_pages.series_reader import Series, SeriesReader
 
 RUNNING, WAITING, KV_USAGE = VLLM.running, VLLM.waiting, VLLM.kv_usage
 CACHE_CONFIG = ("vllm:cache_config_info",)
@@ -94,6 +94,8 @@ def _known(name: bytes) -> tuple[str, str]:
 
 class EnginePage:
     """Metrics page of one server, fed in pieces of any size."""
+
+    paths: Final = PAGES
 
     def __init__(self) -> None:
         self._page = SeriesReader(_known)

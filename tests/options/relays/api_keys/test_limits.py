@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 from helpers import HANG_S
-from options.key_limits.test_limits import keys
+from options.api_keys.test_limits import keys
 from options.relays.processes import PROMPT, Serve, Serving, at_rest, worker_of
 from proxy.services import Engine, document
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, cast
 
 from hetlb.balancer.core.forecast_errors import normal_quantile
 from hetlb.balancer.core.policies.sight import KEPT_FREE, ROOM, SchedulingContext, Sight
-from hetlb.balancer.core.protected import Protected
+from hetlb.options.classes.protected import Protected
 
 #: Share of the target of its first token that a request with targets waits for room beside tighter classes.
 _PATIENCE: Final = 0.3
@@ -49,7 +49,7 @@ def stake_s(ctx: SchedulingContext, each: Sight) -> float:
 
 def lost_by_others_s(ctx: SchedulingContext, each: Sight) -> float:
     """Seconds lost by requests with targets that run there and miss them because of this one."""
-    protected, now_s = ctx.demand.tightest, each.seen.now_s
+    protected, now_s = cast("Protected | None", ctx.demand.tightest), each.seen.now_s
     # Requests with targets may run there for other models, or since before this process.
     if protected is None or protected.tpot_s == math.inf or now_s <= 0.0:
         return 0.0
@@ -76,7 +76,7 @@ def keep_free(ctx: SchedulingContext, sights: Sequence[Sight]) -> bool:
     if not service.background and not service.stated:
         return False
     targets = min(service.ttft_s, service.e2e_s), service.tpot_s, service.e2e_s
-    for protected in ctx.demand.protected:
+    for protected in cast("list[Protected]", ctx.demand.protected):
         if not service.background and protected.tightness() >= targets:
             break
         if protected.hopeless or (not service.background and ctx.waited_s > _PATIENCE * targets[0]):

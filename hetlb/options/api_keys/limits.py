@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Final
 
-from hetlb.balancer.config.api_keys import LimitsTable
 from hetlb.balancer.http.error_responses import RATE_LIMITED, Refusal
+from hetlb.options.api_keys.api_keys import LimitsTable
 
 WINDOW_S: Final = 60.0
 #: Seconds within which requests count as one entry: a window holds at most 600 of them.
@@ -195,3 +195,6 @@ def duration(seconds: float) -> bytes:
         return b"%dms" % round(seconds * 1000)
     minutes, rest = divmod(round(seconds, 1), 60)
     return (b"%dm" % minutes if minutes else b"") + f"{rest:g}s".encode()
+
+
+hook = Limiters

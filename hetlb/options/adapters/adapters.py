@@ -12,10 +12,9 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
+from hetlb.balancer.core.instance import DEFAULT_MAX_LORAS
 from hetlb.balancer.core.types import LeaseId
 
-#: vLLM's own default of `max_loras`.
-DEFAULT_SLOTS: Final = 1
 #: First tokens by which the time to load an adapter is known: the newest so many, and so many at least.
 _SEEN: Final = 31
 _ENOUGH: Final = 5
@@ -29,7 +28,7 @@ class AdapterSlots:
 
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names
-        self.slots = DEFAULT_SLOTS
+        self.slots = DEFAULT_MAX_LORAS
         #: Requests by adapter, of those that have some; adapters in slots, the one used last at the end.
         self._running: dict[str, int] = {}
         self._used: dict[str, None] = {}

@@ -6,41 +6,26 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, cast
 
 from mypy_extensions import mypyc_attr
 
+from hetlb.balancer.core.latency import (
+    MIXED_DECODE_ATTENTION_FACTOR,
+    LatencyModel,
+    LaunchForm,
+    MixedForm,
+    PassForm,
+    SplitForm,
+    StepForm,
+    check_numbers,
+)
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 
 #: Batches up to this one are found without a search.
 _MOST_PIECES: Final = 1024
-
-
-Form = TypeVar("Form", bound=PickleByFields)
-
-
-def scaled(form: Form, factor: float) -> Form:
-    """Return the same form, every duration multiplied by `factor`."""
-    own: Any = form
-    times: dict[str, Any] = {}
-    for each in fields(own):
-        value = getattr(form, each.name)
-        if each.name == "seconds":
-            times[each.name] = tuple([seconds * factor for seconds in value])
-        elif each.name.endswith("_s"):
-            times[each.name] = value * factor
-    found: Form = replace(own, **times)
-    return found
-
-
-def check_numbers(form: object, least: float, *names: str) -> None:
-    """Raise `ValueError` unless these fields are finite numbers from `least` on."""
-    for name in names:
-        value = getattr(form, name)
-        if not (math.isfinite(value) and value >= least):
-            raise ValueError(f"{name}: expected a number from {least:g}, got {value}")
 
 
 @mypyc_attr(acyclic=True)
@@ -138,7 +123,7 @@ def in_tiles(tokens: float, tile: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class PnormPrefill(PickleByFields):
+class PnormPrefill(PassForm):
     """Prefill as `(floor^p + (a*N*L)^p)^(1/p) + b*N*L^2`, times a measured correction if there is a grid.
 
     A pass takes the time to read the weights (`floor_s`) or to compute its tokens (`token_s` = a each),
@@ -220,7 +205,7 @@ LAUNCH_EXPONENT: Final = 2.4
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchTime(PickleByFields):
+class LaunchTime(LaunchForm):
     """Seconds in which the host launches the kernels of a pass that prefills.
 
     Up to `graph_tokens` tokens vLLM replays CUDA graphs of all but attention: `graph_s`. Beyond, each kernel
@@ -260,7 +245,7 @@ class _Piece:
         self.above = above
 
 
-class _Pieces(PickleByFields):
+class _Pieces(StepForm):
     """Lines of a table: for each whole number up to `_end` the first whose `high` is not below it."""
 
     __slots__ = ("_end", "_pieces")
@@ -321,6 +306,10 @@ class DecodeTable(_Pieces):
         own_s = piece.seconds + (batch - piece.low) * piece.rise_s / piece.width
         return own_s, self.token_s + self.context_s / batch
 
+    def growth_s(self, batch: float) -> float:
+        """Seconds by which a step gets longer when each of its sequences has one more token."""
+        return self.token_s * batch + self.context_s
+
     def step_s(self, batch: float, kv_tokens: float) -> float:
         """Seconds of one step of `batch` sequences that hold `kv_tokens` together."""
         own_s, token_s = self.step_line(batch)
@@ -328,7 +317,7 @@ class DecodeTable(_Pieces):
 
 
 @dataclass(frozen=True, slots=True)
-class MixedTerm(PickleByFields):
+class MixedTerm(MixedForm):
     """Seconds that decodes add to a pass over prompt tokens, beyond the dense work of their tokens.
 
     `sequence_s * D + pair_s * D * P + max(token_s * C, context_s * C / D)`: D decodes over C cached tokens
@@ -354,9 +343,13 @@ class MixedTerm(PickleByFields):
             shared_s if shared_s > alone_s else alone_s
         )
 
+    def chain_s(self, tokens: float) -> float:
+        """Seconds in which one block of threads runs through a context."""
+        return self.context_s * tokens
+
 
 @dataclass(frozen=True, slots=True)
-class SplitKv(PickleByFields):
+class SplitKv(SplitForm):
     """Attention of a decode step by a kernel that splits every context over equally many blocks of threads.
 
     `blocks` is how many sequences fill the GPU with one block each (SMs / KV heads of a GPU). A batch, padded
@@ -378,3 +371,63 @@ class SplitKv(PickleByFields):
         padded = math.ceil(batch / 8.0) * 8.0 if batch > 4.0 else math.ceil(batch)
         splits = math.floor(self.blocks / padded)
         return self.context_s * longest / (splits if splits > 1.0 else 1.0)
+
+
+class MeasuredForms(NamedTuple):
+    """Forms of a latency model as profiles have them."""
+
+    prefill: PnormPrefill | None
+    decode: DecodeTable | None
+    split_kv: SplitKv | None
+    launch: LaunchTime | None
+
+
+def forms_of(k: LatencyModel) -> MeasuredForms:
+    """Return the forms of a latency model, with their constants."""
+    return MeasuredForms(*cast(Any, (k.better_prefill, k.better_decode, k.split_kv, k.launch)))
+
+
+def mixed_term(k: LatencyModel) -> MixedTerm:
+    """Return the mixed term, or the rule of `mixed_step_s` for a profile without mixed steps, as a term."""
+    if k.mixed is not None:
+        return cast(MixedTerm, k.mixed)
+    factor = MIXED_DECODE_ATTENTION_FACTOR
+    sequence_s = k.k6 if k.better_prefill is None else 0.0
+    return MixedTerm(max(0.0, sequence_s), 0.0, max(0.0, factor * k.k5), max(0.0, factor * k.k7))
+
+
+def corrected(
+    k: LatencyModel,
+    prefill: float = 1.0,
+    mixed: float = 1.0,
+    decode: float = 1.0,
+    host_s: float = 0.0,
+    request_s: float = 0.0,
+) -> LatencyModel:
+    """Return the model with factors on its parts, and seconds more of the host per iteration and request."""
+    host_s += k.host_s
+    if mixed != 1.0:
+        k = replace(k, mixed=mixed_term(k))
+    found = k.with_factors(prefill, mixed, decode, max(0.0, host_s), max(0.0, k.request_s + request_s))
+    table = cast("DecodeTable | None", found.better_decode)
+    if host_s < 0.0:
+        # If the host takes less than the profile says, the steps' own times hold it.
+        found = replace(found, k8=max(0.1 * found.k8, found.k8 + host_s))
+    if table is not None and host_s < 0.0:
+        least_s = 0.1 * table.seconds[0]
+        seconds = tuple([max(least_s, each + host_s) for each in table.seconds])
+        found = replace(found, better_decode=replace(table, seconds=seconds))
+    return found
+
+
+#: Forms by field, of a latency model and of a form.
+FORMS: Final[dict[type, dict[str, type]]] = {
+    LatencyModel: {
+        "better_prefill": PnormPrefill,
+        "better_decode": DecodeTable,
+        "mixed": MixedTerm,
+        "split_kv": SplitKv,
+        "launch": LaunchTime,
+    },
+    PnormPrefill: {"grid": PrefillGrid},
+}
