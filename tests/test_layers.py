@@ -19,7 +19,9 @@ LEAVES = {
     "inputs",
     "logs",
     "served_models",
+    "systemd",
     "turns",
+    "watched_files",
 }
 #: The rooms, and what each may import of the others.
 ROOMS = {

@@ -20,8 +20,8 @@ from hetlb.balancer.core.types import (
     Probed,
     ProbeResult,
 )
-from hetlb.balancer.telemetry.recent import Recent
 from hetlb.options.admin.fleet_status import pools, status
+from hetlb.options.recent import Recent
 
 SLOTS = 8
 

@@ -28,9 +28,9 @@ from hetlb.balancer.exchange.scheduler_side import SWEEP_S
 from hetlb.balancer.fleet.service import FleetService
 from hetlb.balancer.telemetry.counters import ITL_S, MODELS_MAX, Totals
 from hetlb.balancer.telemetry.histograms import FINE_MS, GapHistogram, Histogram
-from hetlb.balancer.telemetry.recent import Recent
 from hetlb.options.admin import prometheus
 from hetlb.options.admin.prometheus import MetricsPage
+from hetlb.options.recent import Recent
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 STREAM = SSE_HEAD + chunk(TOKEN) + chunk(TOKEN) + chunk(USAGE) + chunk(DONE) + LAST

@@ -14,7 +14,7 @@ from hetlb.balancer.core.demand import PROMPT_WEIGHT
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import AdminState, Health
-from hetlb.balancer.telemetry.recent import InstanceShare, Recent
+from hetlb.options.recent import InstanceShare, Recent
 
 #: Requests that ended within so many seconds count.
 WINDOW_S: Final = 60.0

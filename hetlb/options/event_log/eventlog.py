@@ -16,6 +16,7 @@ from typing import Any, Final, get_args
 from hetlb.balancer.core.engine_blocks import BlockEvents
 from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.journal import Booked
+from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.balancer.core.latency import LatencyModel, PassForm
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
@@ -181,6 +182,7 @@ _FIELDS: Final[dict[type[Any], dict[str, type[Any]]]] = {
     PolicyParams: {"types": PlannedType},
     InstanceSpec: {"latency": LatencyModel, "capacity": Capacity, "role": Role, "kv_transfer": KvLink},
     KvLink: {"connector": Connector},
+    Capacity: {"kv_need": KvNeed},
     Request: {"service": ServiceClass},
     Booked: {"request": Request},
     EngineSample: {"capacity": Capacity},

@@ -11,8 +11,8 @@ from helpers import make_scheduler, spec
 from proxy.rows import ended
 
 from hetlb.balancer.core.types import Outcome
-from hetlb.balancer.telemetry.recent import BIN_S, BINS, POINTS, Recent
 from hetlb.options.dashboard.snapshot import accuracy, levels, series
+from hetlb.options.recent import BIN_S, BINS, POINTS, Recent
 from hetlb.options.relays.merged_totals import add_recent
 
 #: Latencies are counted in steps of 4.4 %.

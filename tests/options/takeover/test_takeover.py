@@ -20,13 +20,13 @@ from helpers import HANG_S, make_scheduler, spec, turns_until
 from proxy.services import Engine, PatientService, document
 from proxy.upstreams import SSE_HEAD, Upstream, Visit, chunk, plain
 
+from hetlb import systemd
 from hetlb.balancer.config.fleet import load_fleet
-from hetlb.balancer.fleet import systemd
 from hetlb.balancer.fleet.service import Service
-from hetlb.balancer.fleet.systemd import inherited
 from hetlb.errors import HetlbError
 from hetlb.options.takeover.offer import HELLO, Offer, local_socket, name_of
 from hetlb.options.takeover.takeover import Takeover
+from hetlb.systemd import inherited
 
 BODY = b'{"model":"m","prompt":"hello","max_tokens":5}'
 

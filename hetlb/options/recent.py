@@ -178,3 +178,6 @@ class Recent:
             if number in self.stretches:
                 whole.add(self.stretches[number])
         return whole.shares
+
+
+hook = Recent
