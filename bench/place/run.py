@@ -32,9 +32,10 @@ from hetlb.tools.plan.placement.flow import PlacementFlows, max_flow
 from hetlb.tools.plan.placement.flow_bounds import compute_bound, flow_bound
 from hetlb.tools.plan.placement.heuristics import separate_pipelines, swarm
 from hetlb.tools.plan.placement.place_cluster import PlaceCluster, Placement
-from hetlb.tools.plan.placement.place_files import load_cluster, load_lengths, load_placement
+from hetlb.tools.plan.placement.place_files import load_cluster, load_placement
 from hetlb.tools.plan.placement.place_plan import PlacementSimulator
 from hetlb.tools.plan.placement.place_search import PlacementCandidate, PlacementSearch
+from hetlb.tools.plan.workloads import trace_rows
 from hetlb.tools.sim.pipelines import OfflineLoad, PipelineResult, PipelineSimulation
 from hetlb.tools.workload.arrivals import gaps_s
 
@@ -57,7 +58,7 @@ class Data:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.lengths = load_lengths(folder / "request_lengths.csv")
+        self.lengths = trace_rows(folder / "request_lengths.csv")
 
     def cluster(self, name: str, *, pruned: bool = False) -> PlaceCluster:
         folder = self.folder / name

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 from proxy.services import Engine, document, serving
 
-from hetlb.options.dashboard.balance import BalancePart, parts, sentence
+from hetlb.options.dashboard.balance import BalancePart, documents, parts, sentence
 
 
 def part(name: str, work: float, speed: float, busy: float = 1.0, out: str = "") -> BalancePart:
@@ -19,7 +20,7 @@ def part(name: str, work: float, speed: float, busy: float = 1.0, out: str = "")
     [
         ([], 0, "hetlb", False, "No instance takes requests."),
         ([part("a", 0, 0, out="ejected")], 0, "hetlb", False, "No instance takes requests (a is ejected)."),
-        ([part("a", 0, 0.5), part("b", 0, 0.5)], 0, "hetlb", True, "No request ended in the last minute."),
+        ([part("a", 0, 0.5), part("b", 0, 0.5)], 0, "hetlb", True, "No request in the last minute."),
         ([part("a", 1, 1)], 0, "hetlb", True, "a is the only one that takes requests."),
         (
             [part("a", 1, 1), part("b", 0, 0, out="draining")], 0, "hetlb", True,
@@ -67,6 +68,23 @@ async def test_the_shares_are_those_of_the_requests(tmp_path: Path) -> None:
         assert [each.speed_share for each in found] == [0.5, 0.5]
 
 
+async def test_an_instance_whose_requests_still_run_is_not_idle(tmp_path: Path) -> None:
+    async with Engine() as one, Engine() as two, serving(tmp_path, document(one, two)) as running:
+        one.hold()
+        two.hold()
+        asked = [asyncio.create_task(running.ask()) for _ in range(2)]
+        for engine in (one, two):
+            async with engine.arrived:
+                await engine.arrived.wait_for(lambda engine=engine: bool(engine.asked))
+        scheduler = running.scheduler
+        [found] = documents(scheduler, running.service.totals.recent, {"m": scheduler.instances}, 0.0)
+        assert [each["work_share"] for each in found["instances"]] == [0.5, 0.5]
+        assert found["balanced"]
+        one.released.set()
+        two.released.set()
+        await asyncio.gather(*asked)
+
+
 async def test_a_decision_is_found_by_the_id_of_its_request(tmp_path: Path) -> None:
     async with Engine() as one, Engine() as two, serving(tmp_path, document(one, two)) as running:
         ids = [(await running.ask()).headers["x-request-id"] for _ in range(6)]
@@ -101,5 +119,5 @@ async def test_weighted_terms_add_up_to_the_score(tmp_path: Path) -> None:
 
 def test_a_few_requests_say_little() -> None:
     found = [part("a", 1, 0.5), part("b", 0, 0.5)]
-    text = "Few requests ended: shares of work and speed agree within 50 points."
+    text = "Few requests: shares of work and speed agree within 50 points."
     assert sentence(found, 5, "hetlb", requests=1) == (True, text)
