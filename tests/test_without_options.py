@@ -48,6 +48,7 @@ ASKS = {
     "classes": {"models": [{**MODEL, "classes": {"a": {}}}]},
     "dns": {"discovery": {"dns": [{"name": "engines.invalid", "port": 1, "model": "m"}]}},
     "instance_files": {"discovery": {"files": ["others"]}},
+    "length_samples": {"policy": {"predictor": "mean"}},
     "model_names": {"models": [{**MODEL, "aliases": ["b"]}]},
     "plans": {"policy": {"name": "planned"}},
     "policies": {"policy": {"name": "rr"}},

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetlb.balancer.core.latency import LatencyModel
-from hetlb.balancer.core.predictor import LengthDistribution
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, Connector, Health, InstanceSpec, KvLink, Outcome, Role
+from hetlb.options.length_samples.samples import LengthDistribution
 from hetlb.options.profiles.profile_file import load_profile
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec
