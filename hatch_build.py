@@ -61,6 +61,7 @@ COMPILED = (
     *(f"options/engine_pages/{name}.py" for name in ("engine_metrics", "engine_tables", "series_reader")),
     "options/event_log/eventlog.py",
     "options/kv_events/block_index.py",
+    "options/length_samples/samples.py",
     *(f"options/plans/{name}.py" for name in ("planned", "worth")),
     "options/profiles/step_times.py",
     *(f"options/policies/{name}.py" for name in ("baselines", "views")),
