@@ -17,7 +17,6 @@ from hetlb.balancer.core.kv_need import kv_need
 from hetlb.balancer.core.latency import DEFAULT_LATENCY
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
-from hetlb.balancer.core.predictor import LengthDistribution
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import (
@@ -37,6 +36,7 @@ from hetlb.balancer.core.types import (
     ProbeResult,
 )
 from hetlb.options.event_log.eventlog import RecordingScheduler, Replay, decode_setup, encode_setup
+from hetlb.options.length_samples.samples import LengthDistribution
 from hetlb.options.profiles.step_times import (
     DecodeTable,
     LaunchTime,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.core.policies.score_terms import TERMS
-from hetlb.balancer.core.predictor import OraclePredictor
 from hetlb.balancer.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome
+from hetlb.options.length_samples.samples import OraclePredictor
 
 #: As fast as `FAST` in decoding, fifty times as slow at reading.
 SLOW_READER = LatencyModel(5e-3, 5e-2, 0.0, 1e-2, FAST.k5, FAST.k6, 0.0, FAST.k8)
@@ -241,6 +241,17 @@ def test_turns_at_once_join_their_conversation_though_more_is_to_be_read_there()
     turns = [request(i, prompt=3400, prefix_keys=talk) for i in range(20, 48)]
     found = [dispatched(scheduler.on_arrival(each, 0.0)).instance for each in turns]
     assert found == [first.instance] * 28
+
+
+def test_in_a_burst_long_prompts_go_to_the_fast_one_and_short_ones_beside_it() -> None:
+    """As many again as wait are delayed by each prompt that is read: more by a long one on the slow one."""
+    fleet = [spec("a", capacity=capacity(256)), spec("b", slower=2.0, capacity=capacity(256))]
+    scheduler = make_scheduler(fleet, "hetlb")
+    prompts = [request(i, prompt=4000 if i % 4 == 0 else 200) for i in range(160)]
+    leases = [dispatched(scheduler.on_arrival(each, 0.0)) for each in prompts]
+    slow = [lease.request.prompt_tokens for lease in leases if lease.instance == "b"]
+    assert slow.count(200) > 160 / 4
+    assert slow.count(4000) < slow.count(200) / 6
 
 
 @pytest.mark.parametrize("shows", ["a first token", "an answer", "time"])

@@ -10,9 +10,10 @@ from hetlb.balancer.core.demand import Demand
 from hetlb.balancer.core.policies.base import COMBINE_FORMS, PlannedType, PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.policies.sight import SchedulingContext
-from hetlb.balancer.core.predictor import OraclePredictor, make_predictor
+from hetlb.balancer.core.predictor import make_predictor
 from hetlb.balancer.core.speed import PeakEwma
 from hetlb.balancer.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome, Request
+from hetlb.options.length_samples.samples import OraclePredictor
 from hetlb.options.policies.baselines import PrefixMatch, kv_used_tokens
 
 COMBINE_BY_HAND = {

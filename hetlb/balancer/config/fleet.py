@@ -27,7 +27,7 @@ from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.policies.base import COMBINE_FORMS, PlannedType, PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
-from hetlb.balancer.core.predictor import PREDICTORS, LengthDistribution
+from hetlb.balancer.core.predictor import PREDICTORS, LengthSample
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.types import Capacity, InstanceSpec, Role
 from hetlb.balancer.hooks import hook
@@ -72,7 +72,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     tokenizers: dict[str, Path] = {}
     listed: dict[str, Listed] = {}
     #: Output lengths of `policy.trace` where it was read: only a start needs them.
-    lengths: LengthDistribution | None = None
+    lengths: LengthSample | None = None
 
     def with_tables(self, **tables: Any) -> Fleet:
         """Copy of the fleet with other tables in force, by their keys in the file."""
@@ -80,7 +80,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
     def with_lengths(self, tokens: Iterable[int]) -> Fleet:
         """Copy of the fleet with the output lengths that its predictor begins with."""
-        return msgspec.structs.replace(self, lengths=LengthDistribution(tokens))
+        return msgspec.structs.replace(self, lengths=hook("length_samples", tokens))
 
     def resolve_found(
         self, table: InstanceTable, model: str, cache: dict[Path, EngineProfile]

@@ -21,7 +21,6 @@ from hetlb.balancer.core.latency import LatencyModel, PassForm
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.policies.base import PlannedType, PolicyParams
-from hetlb.balancer.core.predictor import LengthDistribution
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
@@ -250,7 +249,7 @@ def decode_setup(line: str) -> SchedulerSetup:
     try:
         fields = {name: value for name, value in raw.items() if name not in ("version", "kind", "lengths")}
         setup: SchedulerSetup = read_value(SchedulerSetup, fields)
-        lengths = LengthDistribution(raw["lengths"]) if raw["lengths"] else None
+        lengths = option("length_samples").hook(raw["lengths"]) if raw["lengths"] else None
     except (KeyError, TypeError) as caught:
         raise ValueError(f"the set-up line lacks or has too much: {caught}") from caught
     return replace(setup, lengths=lengths)
