@@ -90,8 +90,8 @@ class Instance:
     """One incarnation of one vLLM server."""
 
     __slots__ = (
-        "_assumed_ns", "_assumed_tokens", "_begun_sequences", "_begun_steps", "_first_tokens", "_loads",
-        "_occupancy", "_steps", "_steps_per_s", "_waiting_seen",
+        "_assumed_ns", "_assumed_tokens", "_begun_at", "_begun_sequences", "_begun_steps", "_begun_tokens",
+        "_first_tokens", "_loads", "_occupancy", "_steps", "_steps_per_s", "_waiting_seen",
         "account", "adapters", "admin", "asleep", "began", "blocks", "capacity", "changes", "engine",
         "engines", "errors", "explored", "finished_kv_tokens", "finished_sequences", "groups",
         "health", "held_tokens", "in_flight", "incarnation", "incoming", "kv_cache_tokens",
@@ -137,6 +137,8 @@ class Instance:
         #: True once it may run as many sequences as it has slots; until then, first tokens so far.
         self.explored = self.profiled
         self._first_tokens = 0
+        #: When it was sent its first request while idle, and the prompt tokens that it had read by then.
+        self._begun_at, self._begun_tokens = now, 0
         #: As profiled or, without a profile, the default; and as corrected by what its answers showed.
         self.nominal: LatencyModel = spec.latency or DEFAULT_LATENCY
         self.latency = self.nominal
@@ -363,6 +365,8 @@ class Instance:
         if now > speed.last:
             self._elapsed(now)
         self._occupancy = None
+        if not self.leases:
+            self._begun_at, self._begun_tokens = now, speed.prompt_tokens
         self.leases[lease.key] = lease
         self.work_ns += lease.work_ns
         self.kv_tokens += lease.kv_tokens
@@ -719,6 +723,11 @@ class Instance:
 
     def learn_prefill(self, lease: Lease, now: float) -> bool:
         """Correct the speed by the first token of an answer. True if that changed the latency model."""
+        if self.profiled:
+            changed = self._confirm(now)
+            if changed:
+                self.take_speed()
+            return changed
         seconds = now - lease.dispatched_at
         if self.speed.stood_at >= lease.dispatched_at:
             if lease.mark is None:
@@ -728,6 +737,20 @@ class Instance:
         if changed:
             self.take_speed()
         return changed
+
+    def _confirm(self, now: float) -> bool:
+        """Compare the reading of the first prompts since it was idle with the profile.
+
+        Each iteration read as many prompts as were there. True if that changed the factor.
+        """
+        budget = float(self.token_budget)
+        done, pending = self.speed.prompt_tokens - self._begun_tokens, self.pending_prompt_tokens
+        read = min(float(done + pending), math.ceil(done / self.engines / budget) * budget * self.engines)
+        prompts = max(1.0, read * self.in_flight / max(1.0, float(done + pending)))
+        mean, each = read / prompts, max(1.0, prompts / self.engines)
+        expected_s = self.nominal.joining_s(0.0, self.capacity.async_scheduling is True)
+        expected_s += self.nominal.first_token_s(mean, 0.0, 0.0, 0.0, 0.0, budget, each)
+        return self.speed.begin(expected_s, now - self._begun_at, now)
 
     def learn_speed(self, lease: Lease, now: float) -> bool:
         """Correct the speed by one answer that ended well. True if that changed the latency model."""

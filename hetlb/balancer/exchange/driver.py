@@ -61,6 +61,7 @@ class Driver(Host):
     """Exchanges, connections to engines and counters of one process; `scheduling` is set by its maker."""
 
     scheduling: SchedulerSide
+    takes_back = True
 
     def __init__(
         self,

@@ -206,6 +206,9 @@ class StallWatch:
 class Carrier(ABC):
     """Base of what carries out a scheduler's commands: the clock, counters and sweeps of its process."""
 
+    #: True if it can take requests from engines that work: they wait again, or go elsewhere.
+    takes_back = False
+
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.now = loop.time
