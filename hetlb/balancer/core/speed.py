@@ -265,6 +265,7 @@ class SpeedTracker:
         ratio = max(1.0 / self._most, min(self._most, seconds / expected_s))
         confirmed = 1.0 / _CLEAR < ratio < _CLEAR
         self._observed_s, self._expected_s = (PRIOR_S, PRIOR_S) if confirmed else (ratio * _FIRST_S, _FIRST_S)
+        self._at = now
         return self._observe(0.0, 0.0, now)
 
     def assume(self, factor: float) -> bool:
