@@ -137,7 +137,7 @@ class Instance:
         #: True once it may run as many sequences as it has slots; until then, first tokens so far.
         self.explored = self.profiled
         self._first_tokens = 0
-        #: When it was sent its first request while idle, and the prompt tokens that it had read by then.
+        #: Time of its first request since it was idle, and the prompt tokens that it had read by then.
         self._begun_at, self._begun_tokens = now, 0
         #: As profiled or, without a profile, the default; and as corrected by what its answers showed.
         self.nominal: LatencyModel = spec.latency or DEFAULT_LATENCY
