@@ -51,7 +51,7 @@ COMPILED = (
     ),
     *(
         f"balancer/telemetry/{name}.py"
-        for name in ("access_log", "counters", "histograms", "recent", "request_record")
+        for name in ("access_log", "counters", "histograms", "request_record")
     ),
     *(f"options/pick/{name}.py" for name in ("pick_driver", "stream")),
     *(f"options/relays/{name}.py" for name in ("relay_driver", "relay_host")),
@@ -61,10 +61,12 @@ COMPILED = (
     *(f"options/engine_pages/{name}.py" for name in ("engine_metrics", "engine_tables", "series_reader")),
     "options/event_log/eventlog.py",
     "options/kv_events/block_index.py",
+    "options/length_samples/samples.py",
     *(f"options/plans/{name}.py" for name in ("planned", "worth")),
     "options/profiles/step_times.py",
     *(f"options/policies/{name}.py" for name in ("baselines", "views")),
     "options/message_channel.py",
+    "options/recent.py",
     "options/remote_leases.py",
     *(
         f"options/split/{name}.py"

@@ -91,7 +91,7 @@ def simulated(folder: Path, rates: list[float], seconds: float, jobs: int, ttft_
     interactive = read_trace(folder / "trace.csv")
     prompt, answer = JOB
     later = [
-        Row(number / 16.0, length(prompt, rng), length(answer, rng), service="later")
+        Row(number / 16.0, length(prompt, rng), length(answer, rng), service="later", streamed=False)
         for number in range(jobs)
     ]
 

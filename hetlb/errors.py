@@ -75,11 +75,14 @@ class PlanError(HetlbError):
 
 
 def reason_of(error: BaseException) -> str:
-    """Short text of a request's error; of the system's those of the socket, such as `Connection refused`."""
+    """Short text of a request's error: that of a certificate, else of the socket (`Connection refused`)."""
     if isinstance(error, TimeoutError):
         return "timeout"
     text = str(error)
-    if isinstance(of_socket := getattr(error, "os_error", error), OSError):
+    of_socket = getattr(error, "certificate_error", None) or getattr(error, "os_error", error)
+    if found := getattr(of_socket, "verify_message", None) or getattr(of_socket, "reason", None):
+        return str(found)  # errors of TLS, whose numbers are not the system's
+    if isinstance(of_socket, OSError):
         number = of_socket.errno or 0  # negative for a name without an address
         text = os.strerror(number) if number > 0 else of_socket.strerror or str(of_socket)
     return text or type(error).__name__

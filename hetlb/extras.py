@@ -44,7 +44,8 @@ def option(name: str) -> ModuleType:
     try:
         return import_module(f"hetlb.options.{name}")
     except ModuleNotFoundError as error:
-        if error.name not in (f"hetlb.options.{folder}", "hetlb.options"):
+        there = sys.modules.get(f"hetlb.options.{folder}") is not None
+        if there or not (error.name or "").startswith("hetlb.options"):
             raise
         raise ConfigError(
             f"{folder}: expected an installation with this option, but hetlb/options/{folder} is missing"

@@ -7,22 +7,42 @@ A run draws the same examples every time, so that a test that fails has been bro
 import gc
 import os
 import signal
-from collections.abc import Generator
+import sys
+from collections.abc import Generator, Sequence
+from importlib.abc import MetaPathFinder
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+import hetlb.options
 
 # A shell's job in the background ignores Ctrl-C, and what it starts does too: tests press it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+OPTIONS = Path(hetlb.options.__file__).parent
 #: Checks of how examples are drawn, by the clock or by what was drawn: no result of a test.
 DRAWING = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
 
 settings.register_profile("search", deadline=None, suppress_health_check=DRAWING, print_blob=True)
 settings.register_profile("hetlb", settings.get_profile("search"), derandomize=True, max_examples=40)
+#: For code that `make test` has tried on more: compiled, or on another Python.
+settings.register_profile("again", settings.get_profile("hetlb"), max_examples=10)
 settings.load_profile("hetlb")
+
+
+#: Option whose folder was taken away (`without_options.py`).
+GONE = os.environ.get("HETLB_WITHOUT", "")
+
+
+class OptionFinder(MetaPathFinder):
+    """While tests are found: skips a module that imports the option which was taken away, or its tests."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if GONE and name in (f"hetlb.options.{GONE}", f"options.{GONE}"):
+            pytest.skip(f"needs the option {GONE}", allow_module_level=True)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -31,11 +51,23 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if asked_for else True
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that need the option which was taken away."""
+    for item in items:
+        for name in [name for mark in item.iter_markers("option") for name in mark.args]:
+            if name == GONE:
+                item.add_marker(pytest.mark.skip(reason=f"needs the option {name}"))
+            elif not (OPTIONS / name / "__init__.py").exists():
+                raise pytest.UsageError(f"{item.nodeid}: expected an option of hetlb, got {name}")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep garbage collections off what was found: hundreds of thousands of objects that stay to the end."""
+    """Find the tests without garbage collections: what is found, hundreds of thousands of objects, stays."""
     gc.disable()
+    sys.meta_path.insert(0, finder := OptionFinder())
     result = yield
+    sys.meta_path.remove(finder)
     gc.freeze()
     gc.enable()
     return result

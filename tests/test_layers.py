@@ -17,8 +17,11 @@ LEAVES = {
     "extras",
     "files",
     "inputs",
+    "logs",
     "served_models",
+    "systemd",
     "turns",
+    "watched_files",
 }
 #: The rooms, and what each may import of the others.
 ROOMS = {
@@ -28,7 +31,7 @@ ROOMS = {
     "cli": {"balancer", "options", "tools"},
 }
 #: Options that the tools import themselves: profiles, metrics pages, prices of a plan.
-OF_TOOLS = {"engine_pages", "plans", "profiles"}
+OF_TOOLS = {"engine_pages", "length_samples", "plans", "profiles"}
 #: Folders of the same room that each folder may import.
 FOLDERS = {
     "balancer/core": set(),

@@ -22,7 +22,7 @@ from typing import Any
 
 from clusters import by_kind, generated, made_up, many, regional, seven_kinds, thirty_b
 
-from hetlb.balancer.core.predictor import LengthDistribution, SamplePredictor
+from hetlb.options.length_samples.samples import LengthDistribution, SamplePredictor
 from hetlb.tools.paths.path_scheduler import PathScheduler
 from hetlb.tools.paths.stages import SINK, Edge
 from hetlb.tools.plan.check import check_path, check_placement
@@ -32,9 +32,10 @@ from hetlb.tools.plan.placement.flow import PlacementFlows, max_flow
 from hetlb.tools.plan.placement.flow_bounds import compute_bound, flow_bound
 from hetlb.tools.plan.placement.heuristics import separate_pipelines, swarm
 from hetlb.tools.plan.placement.place_cluster import PlaceCluster, Placement
-from hetlb.tools.plan.placement.place_files import load_cluster, load_lengths, load_placement
+from hetlb.tools.plan.placement.place_files import load_cluster, load_placement
 from hetlb.tools.plan.placement.place_plan import PlacementSimulator
 from hetlb.tools.plan.placement.place_search import PlacementCandidate, PlacementSearch
+from hetlb.tools.plan.workloads import trace_rows
 from hetlb.tools.sim.pipelines import OfflineLoad, PipelineResult, PipelineSimulation
 from hetlb.tools.workload.arrivals import gaps_s
 
@@ -57,7 +58,7 @@ class Data:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.lengths = load_lengths(folder / "request_lengths.csv")
+        self.lengths = trace_rows(folder / "request_lengths.csv")
 
     def cluster(self, name: str, *, pruned: bool = False) -> PlaceCluster:
         folder = self.folder / name

@@ -24,9 +24,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hetlb.balancer.core.predictor import LengthDistribution
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Connector, Health, InstanceSpec, KvLink, Role
+from hetlb.options.length_samples.samples import LengthDistribution
 from hetlb.options.profiles.profile_file import (
     DecodeCoefficients,
     EngineInfo,

@@ -20,11 +20,11 @@ import clusters
 
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.tools.plan.check import check_split
+from hetlb.tools.plan.disaggregation import split_search
 from hetlb.tools.plan.disaggregation.cost import CostModel, GroupTable, PaperCost, ProfileCost
 from hetlb.tools.plan.disaggregation.exhaustive import Exhaustive
-from hetlb.tools.plan.disaggregation.partition import assign_roles, group_count, partition
 from hetlb.tools.plan.disaggregation.split_cluster import Role, Slo, SplitCluster, SplitPlan
-from hetlb.tools.plan.disaggregation.split_search import SplitSearch, SplitsFound
+from hetlb.tools.plan.disaggregation.split_search import SplitsFound
 from hetlb.tools.plan.disaggregation.split_simulation import LOAD, simulate_plan
 from hetlb.tools.plan.highs import SolveLimits
 from hetlb.tools.sim.engine_model import EngineModel
@@ -41,7 +41,7 @@ def search(of: SplitCluster, cost: CostModel, seconds: float, **options: Any) ->
     """One search from nothing, its plans checked, and its CPU seconds."""
     began = time.process_time()
     limits = SolveLimits(deadline=began + seconds, clock=time.process_time)
-    found = SplitSearch(GroupTable(of, cost), **options).run(limits)
+    found = split_search.search(GroupTable(of, cost), limits, **options)
     elapsed = time.process_time() - began
     for plan in found.plans:
         check_split(of, plan, cost.capacity)
@@ -78,11 +78,11 @@ def exhaustive(number: int, cost_model: type[ProfileCost] | type[PaperCost]) -> 
 
 
 def against(name: str, seconds: float) -> Any:
-    """A setting: 4 s against a longer search with another seed."""
+    """A setting: 4 s against a longer search."""
     of = clusters.setting(name, "online")
     cost = ProfileCost(of)
     short, elapsed = search(of, cost, 4.0)
-    long, _ = search(of, cost, seconds, seed=1)
+    long, _ = search(of, cost, seconds)
     return {
         "setting": name,
         "gpus": of.gpus,
@@ -174,34 +174,6 @@ def distserve(workload: str, model: str) -> Any:
 MODELS = {"70b": clusters.LLAMA_70B, "30b": clusters.OPT_30B}
 
 
-class Partitioned(SplitSearch):
-    """The search as HexGen-2 has it: from its partition alone, with swaps that the flow guides."""
-
-    def _starts(self, limits: SolveLimits) -> list[Any]:
-        of = self._table.cluster
-        groups = partition(of, group_count(of), self._rng)
-        return [self._state(list(zip(groups, assign_roles(of, groups, self._rng), strict=True)))]
-
-
-class Unguided(Partitioned):
-    """The same with swaps at random."""
-
-    @staticmethod
-    def _unequal(state: Any) -> tuple[Role | None, Role | None]:
-        return None, None
-
-
-def swaps(workload: str, seed: int) -> Any:
-    """Requests/s after 4 s: the search, from a partition with guided swaps, and with random ones."""
-    of = clusters.setting("het1", workload)
-    row: dict[str, Any] = {"workload": workload, "seed": seed}
-    for kind in (SplitSearch, Partitioned, Unguided):
-        limits = SolveLimits(deadline=time.process_time() + 4.0, clock=time.process_time)
-        found = kind(GroupTable(of, ProfileCost(of)), roles=SPLIT_ROLES, seed=seed).run(limits)
-        row[kind.__name__] = best(found)
-    return row
-
-
 #: Tokens of a pass with chunked prefill in vLLM 0.6, and without; rounds of the KV cache that are served.
 CHUNK, WHOLE, CHUNK_ROUNDS = 512, 16384, 40
 
@@ -247,19 +219,18 @@ def prompts_first_s(latency: LatencyModel, slots: int, count: int, prompt: int, 
     return seconds
 
 
-#: Plans whose order is compared with that in simulation, out of all that a search comes across.
+#: Plans whose order is compared with that in simulation, out of those that a search comes across.
 RANKED = 5
-EVERY_PLAN: dict[str, Any] = {"kept": 100_000, "kept_share": 0.5}
 
 
 def simulated(name: str, workload: str) -> Any:
     """Plans in simulation: planned and served, their order, and the best plan without splitting."""
     of = clusters.setting(name, workload)
     cost = ProfileCost(of)
-    found, _ = search(of, cost, 12.0, **EVERY_PLAN)
+    found, _ = search(of, cost, 12.0)
     splits = [plan for plan in found.plans if plan.splits]
     if len(apart(splits, RANKED)) < RANKED:  # few of them where not splitting is better
-        splits += search(of, cost, 12.0, roles=SPLIT_ROLES, **EVERY_PLAN)[0].plans
+        splits += search(of, cost, 12.0, roles=SPLIT_ROLES)[0].plans
         splits.sort(key=lambda plan: -plan.throughput)
     ranked = apart(splits, RANKED)
     served = [simulate_plan(of, plan, cost).request_throughput for plan in ranked]
@@ -349,7 +320,6 @@ PARTS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "paper": (paper, [(w, name) for w in clusters.WORKLOADS for name in ("homogeneous", "het1", "het5")]),
     "latency": (latency, [(w,) for w in clusters.WORKLOADS]),
     "distserve": (distserve, [(w, model) for model in MODELS for w in clusters.WORKLOADS]),
-    "swaps": (swaps, [(w, seed) for w in ("HPLD", "HPHD", "LPHD", "LPLD") for seed in (0, 1)]),
     "chunked": (chunked, [(w,) for w in clusters.WORKLOADS]),
     "four": (four, [(w,) for w in clusters.WORKLOADS]),
     "simulated": (

@@ -37,7 +37,6 @@ from hetlb.balancer.http import (
 )
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event
-from hetlb.balancer.telemetry.recent import Recent
 from hetlb.cli.main import COMMANDS, build_parser
 from hetlb.options.admin.prometheus import MetricsPage
 from hetlb.options.api_keys.api_keys import Tenant
@@ -45,6 +44,7 @@ from hetlb.options.engine_pages.series_reader import MOST_SERIES
 from hetlb.options.forms import multipart
 from hetlb.options.pick import stream_states
 from hetlb.options.profiles.profile_file import Profile
+from hetlb.options.recent import Recent
 from hetlb.options.relays import protocol
 from hetlb.tools.plan.cluster import ClusterFile
 from hetlb.tools.stage.stages_file import StagesFile

@@ -15,10 +15,10 @@ from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, Command, Dispatch, EngineSample, Request
-from hetlb.balancer.fleet.systemd import Listeners
 from hetlb.balancer.http.http1 import RequestHead
 from hetlb.balancer.http.openai_body import Call
 from hetlb.balancer.telemetry.request_record import RequestRecord
+from hetlb.systemd import Listeners
 
 
 class ClientKey(Protocol):
@@ -145,6 +145,13 @@ class SchedulerLog(Protocol):
 
     def scheduler(self, setup: SchedulerSetup) -> Scheduler: ...
     def close(self) -> None: ...
+
+
+class EndedLately(Protocol):
+    """Requests that ended lately, for pages (`recent`)."""
+
+    def finished(self, record: RequestRecord) -> None: ...
+    def sample(self, scheduler: Scheduler, now: float) -> None: ...
 
 
 class MetricsReader(Protocol):

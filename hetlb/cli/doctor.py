@@ -11,21 +11,23 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urljoin, urlsplit
 
 from rich.console import Console
 
+from hetlb.addresses import is_loopback
 from hetlb.balancer.config.fleet import Fleet, fleet_from_urls, load_fleet
 from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.fleet.service import require_urls
-from hetlb.cli.doctor_local import is_own_address, ports_in_use, running_instances
+from hetlb.cli.doctor_local import ANY_HOSTS, closed_ports, is_own_address, running_instances
 from hetlb.cli.engine_facts import EngineFacts, ask_engines
 from hetlb.cli.flags import add_json, declare, print_document
 from hetlb.cli.profile_doubts import other_gpu, other_model, short_name
-from hetlb.errors import ConfigError, ConfigErrors, InputError
+from hetlb.errors import ConfigError, ConfigErrors, InputError, reason_of
 from hetlb.options.engine_pages.engine_tables import VLLM
 from hetlb.options.profiles.profile_file import Profile, profiles_of
+from hetlb.options.source import Found, Source, configured
 
 #: Older vLLM has other metrics and flags; its answers pass, its figures may not.
 OLDEST: Final = (0, 8)
@@ -36,6 +38,21 @@ _FULL_KV: Final = 0.8
 #: A profile with this many times the KV tokens of the server, or the reverse, is of another GPU or degree.
 _OTHER_KV: Final = 2
 _DEFAULT_FILE: Final = Path("fleet.yaml")
+#: Next steps where a server does not answer, by a word of what happened; the last one for all else.
+_NEXT_STEPS: Final = (
+    ("expired", "renew its certificate"),
+    ("is not valid for", "use a name that stands in the certificate"),
+    ("certificate", "set ca_file of the instance to the authority that signed it"),
+    ("name", "correct the host: this machine finds no such name"),
+    ("address associated", "correct the host: this machine finds no such name"),
+    ("domain", "correct the host: this machine finds no such name"),
+    ("timeout", "look for a firewall, or for a server that hangs"),
+    ("not HTTP", "correct the port, it is of another program: `vllm serve` prints its own when it starts"),
+    ("closes", "correct the port; or it asks for a client's certificate, and hetlb has none"),
+    ("", "start it, or correct host and port: `vllm serve` prints its own when it starts"),
+)
+#: Seconds in which a source of instances has told those that it knows.
+_SOURCE_S: Final = 5.0
 #: Domain of placeholder hosts in generated plans.
 _PLACEHOLDER: Final = ".invalid"
 
@@ -82,19 +99,46 @@ def run(args: argparse.Namespace) -> int:
 
 async def examine(fleet: Fleet) -> list[Check]:
     """Run all checks on a fleet and its servers."""
-    access = require_urls(fleet)
-    headers: dict[str, dict[str, str]] = {}
-    for spec in fleet.instances:
-        key = access.engines[spec.name].authorization
-        headers[spec.url] = {} if key is None else {"Authorization": key.decode("ascii")}
-    facts = await ask_engines(headers, {each.url: access.engines[each.name].tls for each in fleet.instances})
+    access, specs = require_urls(fleet), {each.url: each for each in fleet.instances}
+    engines = {spec.url: access.engines[spec.name] for spec in fleet.instances}
+    found: list[Check] = []
+    table = fleet.file.discovery
+    for source in [] if table is None else configured(fleet, table):
+        check, more = await _of_source(source, fleet)
+        found.append(check)
+        for spec in more:
+            specs.setdefault(spec.url, spec)
+            engines.setdefault(spec.url, access.unlisted(spec.url, spec.model, None))
+    headers = {
+        url: {} if engine.authorization is None else {"Authorization": engine.authorization.decode("ascii")}
+        for url, engine in engines.items()
+    }
+    facts = await ask_engines(headers, {url: engine.tls for url, engine in engines.items()})
     profiles = profiles_of(fleet)
     servers = [
-        Seen(spec, facts[spec.url], is_own_address(fleet, spec.url), profiles.get(spec.name))
-        for spec in fleet.instances
+        Seen(spec, facts[url], is_own_address(fleet, url), profiles.get(spec.name))
+        for url, spec in specs.items()
     ]
     answering = [seen for seen in servers if not seen.facts.trouble]
-    return [*_of_this_machine(fleet), *chain.from_iterable(map(_of_server, servers)), *_of_all(answering)]
+    found += chain.from_iterable(map(_of_server, servers))
+    return [*_of_this_machine(fleet), *found, *_of_all(answering)]
+
+
+async def _of_source(source: Source, fleet: Fleet) -> tuple[Check, list[InstanceSpec]]:
+    """Return the check of a source of instances, and those that it knows."""
+    first: asyncio.Future[Sequence[Found]] = asyncio.get_running_loop().create_future()
+    task = asyncio.ensure_future(source.run(lambda found: None if first.done() else first.set_result(found)))
+    both: list[asyncio.Future[Any]] = [first, task]
+    await asyncio.wait(both, timeout=_SOURCE_S, return_when=asyncio.FIRST_COMPLETED)
+    told = first.result() if first.done() else ()
+    trouble = "" if told else "no servers"
+    if not first.done():
+        trouble = reason_of(task.exception() or TimeoutError()) if task.done() else "no answer"
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    advice = "correct its name, labels or address under `discovery`, or wait until its servers are there"
+    check = _check(f"source {source.name}", not trouble, trouble or f"{len(told)} servers", advice)
+    return check, [fleet.resolve_found(each, each.model, {}) for each in told]
 
 
 def _check(name: str, ok: bool, found: str, advice: str) -> Check:
@@ -129,6 +173,9 @@ def _of_server(seen: Seen) -> Iterator[Check]:
         return
     health = f"{spec.url}: /health answers {facts.health}"
     yield check("address", facts.health == 200, health, "look at its log")
+    if facts.sample is not None and facts.sample.asleep:
+        advice = f"wake it: curl -X POST {spec.url}/wake_up"
+        yield check("sleep", False, "its engine sleeps and gets no requests", advice)
     if slots := _wrong_slots(seen):
         usual = "256, on H100 and larger ones 1024"
         advice = f"state the `--max-num-seqs` of its `vllm serve` (without it: {usual}) as max_num_seqs"
@@ -141,7 +188,11 @@ def _of_server(seen: Seen) -> Iterator[Check]:
     wanted = spec.model
     serves = bool(facts.entries) and (not wanted or wanted in facts.names)
     advice = f"expected {wanted}: correct the model's name, or start it with --served-model-name {wanted}"
-    yield check("model", serves, f"serves {', '.join(facts.names) or 'nothing'}", advice)
+    served = f"serves {', '.join(facts.names) or 'nothing'}"
+    if facts.models_status != 200:
+        served = f"/v1/models: status {facts.models_status or 'none'}"
+        advice = "look at its log; hetlb needs OpenAI's API (`vllm serve`)"
+    yield check("model", serves, served, advice)
     if facts.coordinates:
         down = [name for name, up in facts.stages.items() if not up]
         found = f"down: {', '.join(down)}" if down else f"{len(facts.stages)} up"
@@ -152,6 +203,8 @@ def _of_server(seen: Seen) -> Iterator[Check]:
         advice = f"name the profile of its model and GPU, or measure it: hetlb profile --url {spec.url}"
         yield check("profile", not wrong_profile, found, advice)
     advice = "without them hetlb goes by its own ledger alone: start it without --disable-log-stats"
+    if facts.metrics_status in (401, 403):
+        advice = "hetlb asks with the key of the instance: correct it, or let /metrics through without one"
     yield check("metrics", facts.table is not None and not facts.reads_nothing, _metrics(facts), advice)
     is_vllm = not facts.coordinates and (facts.table is None or facts.table is VLLM)
     old = is_vllm and (facts.old_names or (facts.version is not None and _version(facts.version) < OLDEST))
@@ -177,19 +230,17 @@ def _wrong_address(seen: Seen) -> tuple[str, str] | None:
         to = urlsplit(urljoin(f"{seen.spec.url}/", facts.moved))
         found = f"{facts.health}, it redirects to {to.geturl()}"
         return found, f"write the engine's own address, or url: {to.scheme}://{to.netloc}"
-    if facts.health == facts.models_status == 404:
+    if facts.is_no_engine:
         return "an HTTP server, but no engine", "give the address that `vllm serve` prints, without a path"
     if not facts.trouble:
         return None
     if facts.other_url and "certificate" not in facts.trouble:
         return f"{facts.trouble}, but it answers at {facts.other_url}", f"write url: {facts.other_url}"
-    if "certificate" in facts.trouble:
-        return facts.trouble, "set ca_file of the instance, and use a name that stands in the certificate"
-    if any(word in facts.trouble for word in ("name", "address associated", "domain")):
-        return facts.trouble, "correct the host: this machine finds no such name"
-    if "timeout" in facts.trouble:
-        return facts.trouble, "look for a firewall, or for a server that hangs"
-    return facts.trouble, "start it, or correct host and port: `vllm serve` prints its own when it starts"
+    advice = next(step for word, step in _NEXT_STEPS if word in facts.trouble)
+    host = urlsplit(seen.spec.url).hostname or ""
+    if "refused" in facts.trouble and (is_loopback(host) or host in ANY_HOSTS):
+        advice += f"; in a container or on another machine {host} leads elsewhere"
+    return facts.trouble, advice
 
 
 def _wrong_slots(seen: Seen) -> str:
@@ -230,10 +281,17 @@ def _of_running(fleet: Fleet) -> Iterator[Check]:
         yield _check("running hetlb", False, "one runs, and asks for a token", str(error).partition(": ")[2])
         return
     if instances is None:
-        taken = [f"{name}.port {port}" for name, port in ports_in_use(fleet)]
+        closed = dict(closed_ports(fleet))
+        taken = [name for name, reason in closed.items() if not reason]
         found = f"taken by another program: {', '.join(taken)}" if taken else "free"
         advice = "stop it (`ss -ltnp` names it), or choose another number"
         yield _check("free ports", not taken, found, advice)
+        for name, reason in closed.items():
+            if reason:
+                advice = (
+                    "give an address of this machine, or 0.0.0.0 for all; below 1024 it needs the right to"
+                )
+                yield _check(name, False, reason, advice)
         return
     here = {each.name for each in fleet.instances}
     missing, more = sorted(here - instances.keys()), sorted(instances.keys() - here)

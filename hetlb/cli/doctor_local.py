@@ -10,12 +10,11 @@ from typing import Final
 
 from hetlb.addresses import is_loopback
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.config.fleet_tables import Admin, Listen
 from hetlb.cli.adminclient import AdminClient
-from hetlb.errors import InputError
+from hetlb.errors import InputError, reason_of
 from hetlb.inputs.urls import bracketed, origin
 
-_ANY_HOSTS: Final = ("0.0.0.0", "::", "")
+ANY_HOSTS: Final = ("0.0.0.0", "::", "")
 
 
 def is_own_address(fleet: Fleet, url: str) -> str:
@@ -23,7 +22,7 @@ def is_own_address(fleet: Fleet, url: str) -> str:
     _, host, port = origin(url)
     for name, table in (("listen", fleet.file.listen), ("admin", fleet.file.admin)):
         here = is_loopback(host) or host in (table.host, socket.gethostname(), socket.getfqdn())
-        listens_here = table.host in _ANY_HOSTS or is_loopback(table.host) or host == table.host
+        listens_here = table.host in ANY_HOSTS or is_loopback(table.host) or host == table.host
         if table.port == port and here and listens_here:
             return name
     return ""
@@ -35,7 +34,7 @@ def running_instances(fleet: Fleet) -> dict[str, str] | None:
     None where none answers. Raises `InputError` where one asks for a token.
     """
     table = fleet.file.admin
-    host = "127.0.0.1" if table.host in _ANY_HOSTS else table.host
+    host = "127.0.0.1" if table.host in ANY_HOSTS else table.host
     if not table.port:
         return None
     try:
@@ -51,19 +50,14 @@ def running_instances(fleet: Fleet) -> dict[str, str] | None:
         return None
 
 
-def ports_in_use(fleet: Fleet) -> Iterator[tuple[str, int]]:
-    """Yield the listeners whose port another process of this machine holds."""
+def closed_ports(fleet: Fleet) -> Iterator[tuple[str, str]]:
+    """Yield the listeners that cannot listen, and why: "" where another process holds the port."""
     for name, table in (("listen", fleet.file.listen), ("admin", fleet.file.admin)):
-        if table.port and _in_use(table):
-            yield name, table.port
-
-
-def _in_use(table: Listen | Admin) -> bool:
-    family = socket.AF_INET6 if ":" in table.host else socket.AF_INET
-    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            tried.bind((table.host, table.port))
-        except OSError as error:
-            return error.errno == errno.EADDRINUSE
-    return False
+        family = socket.AF_INET6 if ":" in table.host else socket.AF_INET
+        with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind((table.host, table.port))
+            except OSError as error:
+                taken = error.errno == errno.EADDRINUSE
+                yield f"{name}.port {table.port}", "" if taken else f"{table.host}: {reason_of(error)}"

@@ -76,6 +76,12 @@ class EngineFacts:
         return sample.running is None and sample.waiting is None and sample.kv_usage is None
 
     @property
+    def is_no_engine(self) -> bool:
+        """Return whether it answers as no engine does: no figures, no models, no version."""
+        asks = self.models_status in (401, 403) or self.models_status >= 500
+        return not (self.trouble or asks or self.entries or self.table or self.version or not self.health)
+
+    @property
     def coordinates(self) -> bool:
         """Return whether it is the coordinator of stages."""
         return (self.version or "").startswith("hetlb-") and bool(self.stages)
@@ -201,9 +207,13 @@ async def _foreign(page: Callable[[str], Awaitable[_Page]]) -> str:
 def _trouble(error: BaseException) -> str:
     """Return why there was no answer, in words of the network."""
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        return f"its certificate is not trusted: {reason_of(error.certificate_error)}".splitlines()[0]
+        return f"its certificate is not trusted: {reason_of(error)}".splitlines()[0]
     if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ssl.SSLError):
         return "it does not speak TLS"
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "it closes the connection without an answer"
+    if isinstance(error, aiohttp.ClientResponseError):
+        return "what answers there is not HTTP"
     return reason_of(error).lower().splitlines()[0]
 
 

@@ -7,9 +7,9 @@ import argparse
 import uvloop
 
 from hetlb.balancer.fleet.service import require_urls
-from hetlb.balancer.telemetry.log_writer import logging_to_stderr
 from hetlb.cli.flags import PORT, changed, declare
 from hetlb.cli.serve import add_fleet_arguments, fleet_of, prepare_process, run_service
+from hetlb.logs import logging_to_stderr
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

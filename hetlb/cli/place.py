@@ -17,10 +17,11 @@ from hetlb.tools.paths.path_scheduler import PATH_POLICIES
 from hetlb.tools.plan.highs import Interrupt, SolveLimits
 from hetlb.tools.plan.placement.place_deploy import write_stages
 from hetlb.tools.plan.placement.place_file import load_place
-from hetlb.tools.plan.placement.place_files import load_lengths, load_placement
+from hetlb.tools.plan.placement.place_files import load_placement
 from hetlb.tools.plan.placement.place_plan import PlacementSimulator, plan_placement
 from hetlb.tools.plan.placement.place_report import document_of, print_placement
 from hetlb.tools.plan.placement.place_search import PlacementCandidate
+from hetlb.tools.plan.workloads import trace_rows
 
 #: Without a file of lengths every request has those that Helix plans for: prompt and output tokens.
 _USUAL_LENGTHS = [(750, 240)]
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--partial-inference", partial, default="off", choices=("on", "off"))
     add("--simulate", "seconds of the simulations that choose the plan", "SECONDS", FINITE)
     add("--scheduler", "path policy (default hetlb)", default="hetlb", choices=tuple(PATH_POLICIES))
-    add("--lengths", "requests: input_tokens,output_tokens (default 750 and 240)", "L.csv", Path)
+    add("--lengths", "requests, as --trace of others (default 750 and 240 tokens)", "L.csv", Path)
     load = "as much as fits, or requests/s (default offline)"
     add("--load", load, "offline|RATE", _read_load, math.inf)
     add("--time-limit", "seconds for everything (default 60)", "S", FINITE, 60.0)
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     cluster = replace(load_place(args.config), partial_inference=args.partial_inference == "on")
-    lengths = load_lengths(args.lengths) if args.lengths else _USUAL_LENGTHS
+    lengths = trace_rows(args.lengths) if args.lengths else _USUAL_LENGTHS
     room = sum(cluster.most_layers(node) for node in cluster.nodes)
     if room < cluster.model.layers:
         raise ConfigError(

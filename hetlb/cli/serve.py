@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from hetlb import systemd
 from hetlb.balancer.config.fleet import Fleet, check_policy, fleet_from_urls, load_fleet
 from hetlb.balancer.config.fleet_tables import MOST_WORKERS
 from hetlb.balancer.core.policies.registry import POLICIES
-from hetlb.balancer.fleet import systemd
 from hetlb.balancer.fleet.service import Service, announce, require_urls, tune_gc
-from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
-from hetlb.balancer.telemetry.events import plain_line
-from hetlb.balancer.telemetry.log_writer import logging_to_stderr
 from hetlb.cli.flags import PORT, changed, declare, whole
 from hetlb.errors import InputError
+from hetlb.logs import logging_to_stderr, plain_line
+from hetlb.systemd import NO_LISTENERS, Listeners
 
 if TYPE_CHECKING:
     from hetlb.options.takeover.takeover import Takeover

@@ -16,7 +16,7 @@ from hetlb.tools.plan.disaggregation.cost import CostModel, GroupTable, PaperCos
 from hetlb.tools.plan.disaggregation.exhaustive import SEARCH_S, find_exhaustively
 from hetlb.tools.plan.disaggregation.split_cluster import SplitCluster
 from hetlb.tools.plan.disaggregation.split_report import document_of, gain_of, print_plan
-from hetlb.tools.plan.disaggregation.split_search import SplitSearch
+from hetlb.tools.plan.disaggregation.split_search import search
 from hetlb.tools.plan.disaggregation.split_servers import servers_of
 from hetlb.tools.plan.disaggregation.split_simulation import choose, why_nothing
 from hetlb.tools.plan.highs import Interrupt, SolveLimits
@@ -25,8 +25,8 @@ from hetlb.tools.tables import bar
 
 #: GPUs of a cluster that is searched exhaustively.
 _MOST_EXHAUSTIVE = 8
-#: Seconds for the search where none are given: SEARCH_S up to so many GPUs, per GPU beyond, and at most.
-_SMALL_GPUS, _GPU_S, _MOST_S = 24, 0.75, 240.0
+#: Seconds for the search where none are given: per GPU, and at most; SEARCH_S at least.
+_GPU_S, _MOST_S = 0.75, 240.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     models = "latency profiles (default), or HexGen-2's appendix A"
     add("--cost-model", models, default="profiles", choices=("profiles", "paper"))
     add("--exhaustive", f"try every plan (up to {_MOST_EXHAUSTIVE} GPUs)", action="store_true")
-    add("--time-limit", "seconds for the search (default: 4 up to 24 GPUs, then more)", "S", FINITE)
+    add("--time-limit", "most seconds for the search (default: 20 to 240, by GPUs)", "S", FINITE)
     add("--simulate", "plans that are simulated (default 4; 0: none)", "N", whole(0), 4)
     add("--seed", "seed of search and simulation (default 0)", "N", INTEGER, 0)
     add("--write-fleet", "fleet file of the plan", "FLEET.yaml", Path)
@@ -51,25 +51,17 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--exhaustive: expected at most {_MOST_EXHAUSTIVE} GPUs, got {cluster.gpus}")
     began = time.monotonic()
     interrupt = Interrupt()
-    seconds = _time_limit(args, cluster)
     table = GroupTable(cluster, cost)
     with interrupt.catching(), bar("planning") as change:
 
         def show(best: float, bound: float) -> None:
-            words = f"planning: best {best:.5g} requests/s"
-            change(description=words + (f", bound {bound:.5g}" if bound < math.inf else ""))
+            change(description=f"planning: best {best:.5g} requests/s, bound {bound:.5g}")
 
-        while True:
-            deadline = time.monotonic() + seconds
-            limits = SolveLimits(deadline=deadline, seed=args.seed, interrupt=interrupt)
-            if args.exhaustive:
-                found = find_exhaustively(table, limits)
-            else:
-                found = SplitSearch(table, seed=args.seed, progress=show).run(limits)
-            late = time.monotonic() >= deadline and args.time_limit is None and seconds < _MOST_S
-            if found.plans or interrupt.requested or not late:
-                break
-            seconds *= 4.0  # a busy machine came to no plan
+        limits = SolveLimits(deadline=began + _time_limit(args, cluster), seed=args.seed, interrupt=interrupt)
+        if args.exhaustive:
+            found = find_exhaustively(table, limits)
+        else:
+            found = search(table, limits, on_progress=show)
     if not found.plans and interrupt.requested:
         raise KeyboardInterrupt
     if not found.plans:
@@ -108,4 +100,4 @@ def _time_limit(args: argparse.Namespace, cluster: SplitCluster) -> float:
         return float(args.time_limit)
     if args.exhaustive:
         return math.inf
-    return SEARCH_S if cluster.gpus <= _SMALL_GPUS else min(_MOST_S, _GPU_S * cluster.gpus)
+    return min(_MOST_S, max(SEARCH_S, _GPU_S * cluster.gpus))

@@ -89,6 +89,7 @@ class WireBooked(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
     predicted_output: _Amount
     age_s: _Amount
     begun: bool
+    first_s: _Amount = 0.0
 
     def __post_init__(self) -> None:
         """Refuse a lease whose request is like no own one. Raises `ValueError`, in decoding `DecodeError`."""
@@ -102,14 +103,15 @@ class WireBooked(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
         request, age_s = RequestFacts.of(change.request, blocks=False), max(0.0, change.age_s)
         return cls(
             change.number, change.instance, request, change.work_ns, change.predicted_output, age_s,
-            change.begun,
+            change.begun, change.first_s,
         )  # fmt: skip
 
     def change(self, request: Request) -> journal.Booked:
         """Return what to book, for a request that stands for its own."""
         return journal.Booked(
-            self.number, self.instance, request, self.work_ns, self.predicted_output, self.age_s, self.begun
-        )
+            self.number, self.instance, request, self.work_ns, self.predicted_output, self.age_s, self.begun,
+            self.first_s,
+        )  # fmt: skip
 
 
 class WireBegun(msgspec.Struct, array_like=True, tag=1, gc=False, frozen=True):

@@ -11,6 +11,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,8 @@ STAGES = (
     ("/version", '{"version": "hetlb-1"}'),
 )
 NO_FIGURES = "sglang:cache_hit_rate 0.5\nsglang:gen_throughput 12\n"
+ASLEEP = METRICS.format(usage="kv_cache_usage_perc", caches=True, running=0, waiting=0, began=5)
+ASLEEP += 'vllm:engine_sleep_state{engine="0",sleep_state="awake"} 0.0\n'
 MODELS = json.dumps({"object": "list", "data": [{"id": "m", "object": "model", "root": "org/m"}]})
 #: Further mistakes: the server, its check, what is found, and the next step.
 NEXT_STEPS = {
@@ -145,6 +148,10 @@ NEXT_STEPS = {
         ("metrics of s1", "names of vLLM, but none of those that are read", "--disable-log-stats"),
     ),
     "stages down": (STAGES, ("stages of s1", "down: b", "start them (`hetlb stage`)")),
+    "asleep": (
+        (("/health", ""), ("/metrics", ASLEEP)),
+        ("sleep of s1", "its engine sleeps", "/wake_up"),
+    ),
 }
 MISTAKES = {
     "wrong model": (replace(GOOD, model="other"), "model of s1"),
@@ -243,11 +250,77 @@ async def test_two_listeners_at_one_port_are_found(tmp_path: Path) -> None:
     assert found["name"] == "ports"
 
 
-def certificate(folder: Path) -> tuple[ssl.SSLContext, Path]:
+@pytest.mark.parametrize(
+    ("answer", "found", "advice"),
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "not HTTP", "it is of another program"),
+        (bytes.fromhex("000018040000000000") + bytes(24), "not HTTP", "it is of another program"),
+        (b"", "closes the connection", "correct the port"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n<html/>", "no engine", "`vllm serve` prints"),
+    ],
+)
+async def test_the_port_of_another_program_is_found(
+    tmp_path: Path, answer: bytes, found: str, advice: str
+) -> None:
+    async def speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(answer)
+                if not answer.startswith(b"HTTP"):
+                    break
+        writer.close()
+
+    async with await asyncio.start_server(speak, "127.0.0.1", 0) as other:
+        [bad] = await wrong(tmp_path, [f"http://127.0.0.1:{other.sockets[0].getsockname()[1]}"], 1)
+    assert (bad["name"], found in bad["found"], advice in bad["advice"]) == ("address of s0", True, True)
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "no-such-host.invalid"])
+async def test_a_listener_that_cannot_listen_is_found(tmp_path: Path, host: str) -> None:
+    async with server(GOOD) as one:
+        [found] = await wrong(tmp_path, [one], 1, listen={"host": host, "port": 8099})
+    assert found["name"] == "listen.port 8099"
+    assert "give an address of this machine" in found["advice"]
+
+
+async def test_instances_that_stand_in_no_fleet_file_are_examined(tmp_path: Path) -> None:
+    more = tmp_path / "more.yaml"
+    discovery = {"files": [str(more)]}
+    async with server(GOOD) as one, server(replace(GOOD, model="z")) as two:
+        instance = {"name": "found", "url": two}
+        more.write_text(yaml.safe_dump({"models": [{"name": "m", "instances": [instance]}]}))
+        [bad] = await wrong(tmp_path, [one], 1, discovery=discovery)
+        assert (bad["name"], bad["found"]) == ("model of found", "serves z")
+        more.unlink()
+        [bad] = await wrong(tmp_path, [one], 1, discovery=discovery)
+    assert (bad["name"], bad["found"]) == (f"source files {more}", "no servers")
+
+
+@pytest.mark.parametrize(
+    ("host", "until", "found", "advice"),
+    [
+        ("127.0.0.1", 2020, "certificate has expired", "renew"),
+        ("engine.example", None, "is not valid for '127.0.0.1'", "a name that stands in the certificate"),
+    ],
+)
+async def test_what_is_wrong_with_a_certificate_is_told(
+    tmp_path: Path, host: str, until: int | None, found: str, advice: str
+) -> None:
+    context, ca_file = certificate(tmp_path, host, until)
+    async with server(GOOD, context) as one:
+        [bad] = await wrong(tmp_path, [one], 1, {"ca_file": str(ca_file)})
+    assert (found in bad["found"], advice in bad["advice"]) == (True, True), bad
+
+
+def certificate(
+    folder: Path, host: str = "127.0.0.1", until: int | None = None
+) -> tuple[ssl.SSLContext, Path]:
     """Return the TLS context of a server, and the file of the authority that signed for it."""
     authority = trustme.CA()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert("127.0.0.1").configure_cert(context)
+    ends = None if until is None else datetime(until, 1, 1, tzinfo=UTC)
+    begins = None if until is None else datetime(until - 9, 1, 1, tzinfo=UTC)
+    authority.issue_cert(host, not_before=begins, not_after=ends).configure_cert(context)
     authority.cert_pem.write_to_path(str(folder / "ca.pem"))
     return context, folder / "ca.pem"
 

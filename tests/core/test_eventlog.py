@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.journal import Booked
+from hetlb.balancer.core.kv_need import kv_need
 from hetlb.balancer.core.latency import DEFAULT_LATENCY
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
-from hetlb.balancer.core.predictor import LengthDistribution
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import (
@@ -36,6 +36,7 @@ from hetlb.balancer.core.types import (
     ProbeResult,
 )
 from hetlb.options.event_log.eventlog import RecordingScheduler, Replay, decode_setup, encode_setup
+from hetlb.options.length_samples.samples import LengthDistribution
 from hetlb.options.profiles.step_times import (
     DecodeTable,
     LaunchTime,
@@ -155,7 +156,7 @@ def test_a_log_without_its_set_up_is_refused(first: str) -> None:
         Replay([first])
 
 
-def test_a_set_up_has_each_form_of_a_profile() -> None:
+def test_a_set_up_has_all_of_a_profile() -> None:
     latency = replace(
         DEFAULT_LATENCY,
         better_prefill=PnormPrefill(1e-2, 1e-5, 1e-9, 4.0, PrefillGrid((1, 2), (8, 16), ((0.1, 0.2),) * 2)),
@@ -164,5 +165,7 @@ def test_a_set_up_has_each_form_of_a_profile() -> None:
         split_kv=SplitKv(10.0, 1e-6),
         launch=LaunchTime(512.0, 1e-3, 2e-3),
     )
-    setup = SchedulerSetup(specs=(InstanceSpec("a", MODEL, "", latency=latency),), policy="hetlb")
+    capacity = Capacity(kv_cache_tokens=100_000, kv_need=kv_need(1000.0, [(512, 2000.0)], 0.0))
+    specs = (InstanceSpec("a", MODEL, "", latency=latency, capacity=capacity),)
+    setup = SchedulerSetup(specs=specs, policy="hetlb")
     assert decode_setup(encode_setup(setup)) == setup

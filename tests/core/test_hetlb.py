@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.core.policies.score_terms import TERMS
-from hetlb.balancer.core.predictor import OraclePredictor
 from hetlb.balancer.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome
+from hetlb.options.length_samples.samples import OraclePredictor
 
 #: As fast as `FAST` in decoding, fifty times as slow at reading.
 SLOW_READER = LatencyModel(5e-3, 5e-2, 0.0, 1e-2, FAST.k5, FAST.k6, 0.0, FAST.k8)

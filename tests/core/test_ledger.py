@@ -90,6 +90,8 @@ class Account:
             self.token_s += since * (tokens + decoding * since / step_s / 2.0)
             for entry in here:
                 entry.grown += since / step_s
+        for entry in here if since else ():  # whole answers, whose forecast is 0
+            entry.unread = 0
         self.last = self.now
 
     def grant(self, prompt: int, sequences: int, samples: int, predicted: int, elsewhere: bool) -> None:
@@ -509,6 +511,7 @@ def attempts_of_none(scheduler: Scheduler, lease: Lease, decode: Lease) -> None:
         (attempts_of_none, "^retry notes outlived their request"),
     ],
 )
+@pytest.mark.option("split")
 def test_books_that_do_not_add_up_are_noticed(
     breaks: Callable[[Scheduler, Lease, Lease], None], says: str | None
 ) -> None:
@@ -518,3 +521,21 @@ def test_books_that_do_not_add_up_are_noticed(
     breaks(scheduler, lease, decode)
     with pytest.raises(AssertionError, match=says):
         scheduler.check_integrity()
+
+
+def test_prompts_of_whole_answers_are_read_when_their_forecast_says_so() -> None:
+    """What comes later is forecast the same beside whole answers as beside streams."""
+    forecasts = []
+    for streamed in (True, False):
+        scheduler, instance = single()
+        for number in range(4):
+            lease = instance_lease(scheduler, request(number, prompt=400, streamed=streamed))
+            read_at = lease.forecast_first_s
+        assert instance.seen(0.9 * read_at).unread > 0.0
+        if streamed:
+            for lease in list(instance.leases.values()):
+                scheduler.on_first_token(lease, read_at)
+        assert instance.seen(read_at).unread == 0.0
+        forecasts.append(dispatched(scheduler.on_arrival(request(9), 2 * read_at)).forecast_first_s)
+        scheduler.check_integrity()
+    assert forecasts[0] == forecasts[1]

@@ -15,12 +15,12 @@ from hetlb.balancer.core.predictor import (
     PREDICTORS,
     PRIOR_OUTPUT_TOKENS,
     TENANT_WEIGHT,
-    LengthDistribution,
     OnlinePredictor,
     _bucket,
     make_predictor,
 )
 from hetlb.balancer.core.types import Request
+from hetlb.options.length_samples.samples import LengthDistribution
 
 LENGTHS = st.lists(st.integers(1, 3000), min_size=1, max_size=200)
 

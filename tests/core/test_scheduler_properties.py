@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hetlb.balancer.core.journal import booked
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
-from hetlb.balancer.core.predictor import LengthDistribution, make_predictor
+from hetlb.balancer.core.predictor import make_predictor
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (
@@ -39,6 +39,7 @@ from hetlb.balancer.core.types import (
     Reject,
     Role,
 )
+from hetlb.options.length_samples.samples import LengthDistribution
 
 NAMES = ("a", "b", "c")
 ENDS = (
@@ -389,6 +390,7 @@ def test_invariants_hold_under_every_policy(policy: str) -> None:
     ids=lambda roles: "-".join(roles),
 )
 @pytest.mark.parametrize(("policy", "connector"), [("hetlb", "nixl"), ("rr", "mooncake"), ("paper", "nixl")])
+@pytest.mark.option("split")
 def test_invariants_hold_where_requests_are_split(
     policy: str, connector: str, roles: tuple[Role, ...]
 ) -> None:

@@ -236,3 +236,50 @@ def test_patterns_of_names_are_refused(
     path.write_text(f"version: 1\nmodels: [{{{names}, instances: [{{url: 'http://h:1'}}]}}]\n")
     assert main(["serve", "--check", "--config", str(path)]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("text", "urls", "left"),
+    [
+        (
+            "http { upstream a { server gpu:1; }\n"
+            " server { location /x { content_by_lua_block { ngx.say('}') }"
+            " }\n location / { proxy_pass http://a; } } }\n",
+            ["http://gpu:1"],
+            "2: location /x { content_by_lua_block",
+        ),
+        (
+            "frontend f\n bind :80\n use_backend %[req.hdr(x-model)]\nbackend a\n server s gpu:1\n",
+            ["http://gpu:1"],
+            "3: use_backend %[req.hdr(x-model)]",
+        ),
+        (
+            "userlist u\n user me password hush\nbackend a\n server s gpu:1\n",
+            ["http://gpu:1"],
+            "user me password ***",
+        ),
+        (
+            "model_list: [{model_name: a, litellm_params: {model: org/b, custom_llm_provider: openai, "
+            'api_base: "http://gpu:1"}}]\ngeneral_settings: {database_url: "postgresql://me:hush@db/x"}\n',
+            ["http://gpu:1"],
+            "database_url: postgresql://***@db/x",
+        ),
+    ],
+)
+def test_further_forms_are_read_and_no_secret_is_shown(
+    tmp_path: Path, text: str, urls: list[str], left: str
+) -> None:
+    path = tmp_path / "file"
+    path.write_text(text)
+    draft = read_foreign(path)
+    assert [each.url for model in draft.models.values() for each in model.instances] == urls
+    lines = "\n".join(draft.left_out)
+    assert left in lines
+    assert "hush" not in lines
+
+
+def test_broken_yaml_is_said_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "compose.yaml"
+    path.write_text("services:\n  a: {image: ${X}}\n")
+    with pytest.raises(ConfigError, match="line 2: expected valid YAML"):
+        read_foreign(path)

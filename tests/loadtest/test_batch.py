@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -24,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.cli.main import main
-from hetlb.errors import HetlbError, TraceError
+from hetlb.errors import HetlbError, InputError, TraceError
 from hetlb.tools.loadtest.batch_files import BatchJob, BatchJournal, read_jobs
 from hetlb.tools.loadtest.batch_run import BatchRun
 
@@ -247,6 +248,28 @@ async def test_hetlbs_background_class_is_taken_where_it_is_stated(tmp_path: Pat
         await run(server.url, source, out)
     classes = {each.get("x-hetlb-class") for each in server.headers}
     assert classes == ({"later"} if status == 200 else {None})
+
+
+def test_a_full_disk_hinders_no_new_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A half line goes without another file; to leave out results in the middle takes one: one line."""
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("hetlb.tools.loadtest.batch_files.whole_file", full)
+    out = tmp_path / "out.jsonl"
+    lines = [
+        json.dumps({"custom_id": f"r{number}", "response": {"status_code": status}}) + "\n"
+        for number, status in enumerate((200, 503, 200))
+    ]
+    out.write_text(lines[0] + lines[2][:9])
+    journal = BatchJournal(out, {"r0", "r1", "r2"})
+    journal.close()
+    assert (journal.ended, out.read_text()) == ({"r0"}, lines[0])
+    out.write_text("".join(lines))
+    with pytest.raises(InputError, match="expected a file that can be written anew: No space left"):
+        BatchJournal(out, {"r0", "r1", "r2"})
+    assert out.read_text() == "".join(lines)
 
 
 @given(st.integers(0, 10_000))

@@ -18,7 +18,7 @@ from hetlb.errors import ConfigError
 from hetlb.tools.models.config_keys import ALIASES, class_defaults
 from hetlb.tools.models.degrees import refusal
 from hetlb.tools.models.facts import ModelFacts, read_facts
-from hetlb.tools.models.families import ARCHITECTURES, FAMILIES
+from hetlb.tools.models.families import FAMILIES, model_type_of
 
 DATA = Path(__file__).parent / "data"
 CACHES: Mapping[str, Any] = json.loads((DATA / "caches.json").read_text())
@@ -224,7 +224,10 @@ def test_experts_stay_whole_with_expert_parallelism() -> None:
 
 
 def test_tables_hold_together() -> None:
-    assert set(ARCHITECTURES.values()) <= set(FAMILIES)
+    named = ("Qwen3_5MoeForCausalLM", "GPT2LMHeadModel", "RWForCausalLM", "StableLmForCausalLM", "BloomModel")
+    found = ["qwen3_5_moe_text", "gpt2", "falcon", "stablelm", "bloom"]
+    assert [model_type_of(each) for each in named] == found
+    assert model_type_of("MambaByteForCausalLM") is model_type_of("LlamaForSequenceClassification") is None
     assert set(class_defaults()) <= set(FAMILIES)
     names = [name for spellings in ALIASES.values() for name in spellings]
     assert len(names) == len(set(names))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from helpers import make_scheduler, request, spec
-from proxy.dashboard.rows import ended
+from proxy.rows import ended
 
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (
@@ -20,8 +20,8 @@ from hetlb.balancer.core.types import (
     Probed,
     ProbeResult,
 )
-from hetlb.balancer.telemetry.recent import Recent
 from hetlb.options.admin.fleet_status import pools, status
+from hetlb.options.recent import Recent
 
 SLOTS = 8
 

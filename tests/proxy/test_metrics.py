@@ -28,9 +28,9 @@ from hetlb.balancer.exchange.scheduler_side import SWEEP_S
 from hetlb.balancer.fleet.service import FleetService
 from hetlb.balancer.telemetry.counters import ITL_S, MODELS_MAX, Totals
 from hetlb.balancer.telemetry.histograms import FINE_MS, GapHistogram, Histogram
-from hetlb.balancer.telemetry.recent import Recent
 from hetlb.options.admin import prometheus
 from hetlb.options.admin.prometheus import MetricsPage
+from hetlb.options.recent import Recent
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 STREAM = SSE_HEAD + chunk(TOKEN) + chunk(TOKEN) + chunk(USAGE) + chunk(DONE) + LAST
@@ -288,6 +288,7 @@ async def test_what_is_refused_counts_and_leaves_no_label(tmp_path: Path) -> Non
     assert value(parsed(reply.body.decode()), "hetlb_requests_total", outcome="bad_request") == 1
 
 
+@pytest.mark.option("api_keys")
 async def test_a_client_a_limit_and_an_engine_are_told_apart(tmp_path: Path) -> None:
     key = {"name": "t", "sha256": hashlib.sha256(b"key").hexdigest(), "limits": {"requests_per_minute": 3}}
     (tmp_path / "keys.yaml").write_text(yaml.safe_dump([key]))

@@ -33,19 +33,27 @@ ROOMS = {
     "extras",
     "files",
     "inputs",
+    "logs",
     "served_models",
+    "systemd",
     "turns",
+    "watched_files",
 }
 OF_CLI = {"hetlb.cli", "hetlb.cli.flags", "hetlb.cli.main", "hetlb.cli.serve"}
 #: Options that are imported: what a process needs while another takes its place, and pages.
-OF_OPTIONS = {"hetlb.options", "hetlb.options.lease_wire", "hetlb.options.message_channel"}
+OF_OPTIONS = {
+    "hetlb.options",
+    "hetlb.options.lease_wire",
+    "hetlb.options.message_channel",
+    "hetlb.options.recent",
+}
 OF_OPTIONS |= {f"hetlb.options.admin.{name}" for name in ("admin", "beliefs", "causes")}
 OF_OPTIONS |= {"hetlb.options.admin", "hetlb.options.admin.fleet_status", "hetlb.options.admin.prometheus"}
 OF_OPTIONS |= {f"hetlb.options.engine_pages.engine_{name}" for name in ("metrics", "tables")}
 OF_OPTIONS |= {"hetlb.options.engine_pages", "hetlb.options.engine_pages.series_reader"}
 OF_OPTIONS |= {"hetlb.options.takeover", "hetlb.options.takeover.offer"}
 #: Lines of all modules that a plain `serve` may import.
-MOST_LINES = 22_600
+MOST_LINES = 22_610
 
 
 async def a_plain_serve(folder: Path) -> set[str]:

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from engines import VENV_PYTHON
 
-from hetlb.balancer.core.engine_defaults import batch_limits
+from hetlb.options.profiles.engine_defaults import batch_limits
 
 pytestmark = pytest.mark.vllm
 

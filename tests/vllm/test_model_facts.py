@@ -17,7 +17,7 @@ from engines import VENV_PYTHON
 
 from hetlb.tools.models.config_keys import ALIASES
 from hetlb.tools.models.facts import read_facts
-from hetlb.tools.models.families import ARCHITECTURES, FAMILIES
+from hetlb.tools.models.families import FAMILIES, model_type_of
 
 pytestmark = pytest.mark.vllm
 
@@ -68,7 +68,7 @@ def test_parameters_and_caches_are_those_of_vllm() -> None:
     for file in ("published.json", "parameters.json"):
         for name, known in json.loads((DATA / file).read_text()).items():
             config = {key: each for key, each in known["config"].items() if key != "quantization_config"}
-            if config.get("architectures", [""])[0] in ARCHITECTURES:
+            if model_type_of(config.get("architectures", [""])[0]):
                 public[name] = config
     lines = [json.loads(line) for line in asked("build_models.py", public).splitlines() if line[:1] == "{"]
     built = {each["name"]: each for each in lines if "error" not in each}

@@ -16,8 +16,8 @@ from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.access_log import FORMATS
-from hetlb.balancer.telemetry.log_writer import LogWriter
 from hetlb.balancer.telemetry.request_record import RequestRecord
+from hetlb.logs import LogWriter
 
 if TYPE_CHECKING:
     from hetlb.balancer.interfaces import SpanMaker

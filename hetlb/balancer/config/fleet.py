@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -16,11 +15,9 @@ import msgspec
 from hetlb.balancer.config.discovery import gpu_of, parse_selector, select_profile
 from hetlb.balancer.config.fleet_tables import (
     OWN_HEADERS,
-    ClassTable,
     FleetFile,
     InstanceTable,
     KvEventsTable,
-    KvTransferTable,
     ModelTable,
     PickTable,
     PolicyTable,
@@ -30,11 +27,12 @@ from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.policies.base import COMBINE_FORMS, PlannedType, PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
-from hetlb.balancer.core.predictor import PREDICTORS, LengthDistribution
+from hetlb.balancer.core.predictor import PREDICTORS, LengthSample
 from hetlb.balancer.core.queue import QueueLimits
-from hetlb.balancer.core.types import Capacity, Connector, InstanceSpec, KvLink, Role
+from hetlb.balancer.core.types import Capacity, InstanceSpec, Role
 from hetlb.balancer.hooks import hook
 from hetlb.errors import ConfigError
+from hetlb.extras import option
 from hetlb.inputs.mistakes import Mistakes, did_you_mean, listed, one_of, short
 from hetlb.inputs.urls import Origin, bracketed, check_base, check_publisher, check_url, origin
 from hetlb.inputs.yaml_file import load_yaml, with_lines
@@ -42,9 +40,8 @@ from hetlb.inputs.yaml_file import load_yaml, with_lines
 if TYPE_CHECKING:
     from hetlb.balancer.interfaces import EngineProfile
 
-#: vLLM's own defaults: `VLLM_MOONCAKE_BOOTSTRAP_PORT`, `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`.
+#: vLLM's own default: `VLLM_MOONCAKE_BOOTSTRAP_PORT`.
 MOONCAKE_BOOTSTRAP_PORT: Final = 8998
-MOONCAKE_LEASE_S: Final = 480.0
 
 
 class Listed(msgspec.Struct, frozen=True):
@@ -75,7 +72,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     tokenizers: dict[str, Path] = {}
     listed: dict[str, Listed] = {}
     #: Output lengths of `policy.trace` where it was read: only a start needs them.
-    lengths: LengthDistribution | None = None
+    lengths: LengthSample | None = None
 
     def with_tables(self, **tables: Any) -> Fleet:
         """Copy of the fleet with other tables in force, by their keys in the file."""
@@ -83,7 +80,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
     def with_lengths(self, tokens: Iterable[int]) -> Fleet:
         """Copy of the fleet with the output lengths that its predictor begins with."""
-        return msgspec.structs.replace(self, lengths=LengthDistribution(tokens))
+        return msgspec.structs.replace(self, lengths=hook("length_samples", tokens))
 
     def resolve_found(
         self, table: InstanceTable, model: str, cache: dict[Path, EngineProfile]
@@ -134,7 +131,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     def service_classes(self) -> dict[str, dict[str, ServiceClass]]:
         """Service classes by model and name, the default first."""
         return {
-            model.name: {name: _service_class(name, table) for name, table in model.classes.items()}
+            model.name: {} if not model.classes else hook("classes.class_tables", model.classes)
             for model in self.file.models
         }
 
@@ -169,21 +166,6 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         return HealthParams(**msgspec.structs.asdict(self.file.health))
 
 
-def _service_class(name: str, table: ClassTable) -> ServiceClass:
-    targets_ms = (table.ttft_ms, table.tpot_ms, table.e2e_ms)
-    ttft_s, tpot_s, e2e_s = (math.inf if target is None else target / 1e3 for target in targets_ms)
-    return ServiceClass(
-        name,
-        ttft_s,
-        tpot_s,
-        e2e_s,
-        attainment=table.attainment,
-        background=table.background,
-        first_token_weight=table.first_token_weight,
-        refuse_hopeless=table.refuse_hopeless,
-    )
-
-
 #: Keys whose value is the path of a file, beside those that end with `_file`.
 _FILE_KEYS = frozenset({"profile", "tokenizer", "cert", "key"})
 
@@ -198,20 +180,6 @@ def _file_names(tables: Any, key: str = "") -> Iterator[str]:
             yield from _file_names(each, key)
     elif isinstance(tables, str) and (key in _FILE_KEYS or key.endswith("_file")):
         yield tables
-
-
-def _class_mistakes(classes: dict[str, ClassTable], key: str) -> Iterator[str]:
-    """Names that are no header values, and classes that contradict themselves."""
-    for name, table in classes.items():
-        stated = any(ms is not None for ms in (table.ttft_ms, table.tpot_ms, table.e2e_ms))
-        if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
-            yield f"{key}: expected names of letters, digits and . _ - (64 at most), got {short(name)}"
-        if stated and table.background:
-            yield f"{key}.{name}.background: expected either targets or background, got both"
-        if stated and table.first_token_weight is not None:
-            yield f"{key}.{name}.first_token_weight: expected either targets or a weight, got both"
-        if table.refuse_hopeless and not stated:
-            yield f"{key}.{name}.refuse_hopeless: expected a target beside it, got none"
 
 
 def _resume_mistakes(model: ModelTable, key: str) -> Iterator[str]:
@@ -249,22 +217,6 @@ def _checked(instance: InstanceTable, url: str, key: str) -> InstanceTable:
         if events.replay is not None:
             check_publisher(events.replay, f"{key}.kv_events.replay")
     return msgspec.structs.replace(instance, kv_bootstrap=bootstrap)
-
-
-def _kv_link(stated: str | KvTransferTable | None, profile: EngineProfile | None) -> KvLink | None:
-    """KV connector of an instance; the bytes per token default to the profile's."""
-    if stated is None:
-        return None
-    table = KvTransferTable(connector=stated) if isinstance(stated, str) else stated  # type: ignore[arg-type]
-    connector = Connector(table.connector)
-    known = None if profile is None else profile.kv_bytes_per_token
-    figures = {
-        "lease_s": table.lease_s or (MOONCAKE_LEASE_S if connector is Connector.MOONCAKE else None),
-        "bytes_per_token": table.bytes_per_token or known,
-        "bandwidth_bytes_per_s": table.bandwidth_bytes_per_s,
-        "latency_s": table.latency_s,
-    }
-    return KvLink(connector, **{key: float(value) for key, value in figures.items() if value is not None})
 
 
 def _role_mistakes(model: ModelTable, key: str) -> Iterator[str]:
@@ -399,7 +351,8 @@ def _mistakes_across(file: FleetFile, base: Path) -> Iterator[str]:
             yield f"{key}.instances: expected at least one instance, got none"
         yield from _role_mistakes(model, key)
         yield from _resume_mistakes(model, key)
-        yield from _class_mistakes(model.classes, f"{key}.classes")
+        if model.classes:
+            yield from option("classes.class_tables").class_mistakes(model.classes, f"{key}.classes")
         for alias in model.aliases:
             if alias in seen:
                 yield f"{key}.aliases: expected names used once, got {alias!r} again"
@@ -446,7 +399,10 @@ class _Resolved:
         spec, profile = resolve_instance(
             instance, model.name, f"{key}.", fleet.base, self._cache, fleet.file.profiles
         )
-        link = _kv_link(model.kv_transfer, profile)
+        link = None
+        if model.kv_transfer is not None:
+            known = None if profile is None else profile.kv_bytes_per_token
+            link = hook("split.kv_tables", model.kv_transfer, known)
         spec = replace(spec, role=Role(instance.role), kv_transfer=link)
         self._add(spec, _checked(instance, spec.url, key), key)
         if profile is not None:

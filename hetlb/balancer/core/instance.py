@@ -6,6 +6,7 @@ The ledger holds integers only and is the sum over the live leases at every mome
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from hetlb.balancer.core.account import LEAST_SILENCE_S, STANDS_S, UNKNOWN_SILENCE_S, Account
@@ -75,6 +76,11 @@ def tokens_of(request: Request) -> int:
     return (request.longest_prompt_tokens or request.prompt_tokens) + output
 
 
+def _read_by(lease: Lease) -> float:
+    """Return the time at which the prompts of a whole answer are taken to have been read."""
+    return lease.dispatched_at + lease.forecast_first_s
+
+
 class ChangeCounter:
     """Number of changes to the parameters of a fleet's instances."""
 
@@ -91,7 +97,7 @@ class Instance:
 
     __slots__ = (
         "_assumed_ns", "_assumed_tokens", "_begun_at", "_begun_sequences", "_begun_steps", "_begun_tokens",
-        "_first_tokens", "_loads", "_occupancy", "_steps", "_steps_per_s", "_waiting_seen",
+        "_first_tokens", "_loads", "_occupancy", "_reading", "_steps", "_steps_per_s", "_waiting_seen",
         "account", "adapters", "admin", "asleep", "began", "blocks", "capacity", "changes", "engine",
         "engines", "errors", "explored", "finished_kv_tokens", "finished_sequences", "groups",
         "health", "held_tokens", "in_flight", "incarnation", "incoming", "kv_cache_tokens",
@@ -189,6 +195,8 @@ class Instance:
         self.promised_tokens = 0
         self.prompt_tokens = 0
         self.pending_prompt_tokens = 0
+        #: Leases of whole answers, the oldest first: no byte shows when their prompts have been read.
+        self._reading: deque[Lease] = deque()
         self.in_flight = 0
         self.sequences = 0
         #: Those of requests with targets.
@@ -250,6 +258,12 @@ class Instance:
         if occupancy is None:
             occupancy = self._occupancy = Occupancy(self)
         return occupancy
+
+    def seen(self, now: float) -> Occupancy:
+        """Return the ledger as scoring reads it at a time."""
+        if self._reading and _read_by(self._reading[0]) <= now:
+            self._elapsed(now)
+        return self.occupancy
 
     @property
     def kv_utilization(self) -> float:
@@ -384,6 +398,8 @@ class Instance:
             self.stated_sequences += lease.request.sequences
         if lease.request.streamed:
             self.unread_sequences += lease.request.sequences
+        elif lease.request.generates:
+            self._reading.append(lease)
         if not lease.incoming:
             self._may_begin(lease)
         if lease.request.sequences > 1:
@@ -404,6 +420,8 @@ class Instance:
         del self.incoming[lease.id]
         lease.incoming = False
         lease.dispatched_at = now
+        if not lease.request.streamed:
+            self._reading.append(lease)
         self._may_begin(lease)
 
     def _may_begin(self, lease: Lease) -> None:
@@ -432,7 +450,7 @@ class Instance:
         speed = self.speed
         if now > speed.last:
             self._elapsed(now)
-        speed.prefilled(lease.request.sequences, lease.unread_tokens, now, self.latency.step_s(1.0, 0.0))
+        self._read(lease, now)
         if not self.explored:
             self._first_tokens += lease.request.sequences
             self.explored = self.explored_sequences(now) >= self.max_num_seqs
@@ -440,10 +458,17 @@ class Instance:
         lease.first_mark = speed.mark()
         if lease.begun_steps is None:
             self._count_from_now(lease)
-        self._occupancy = None
-        self.pending_prompt_tokens -= lease.unread_tokens
         if lease.request.streamed:
             self.unread_sequences -= lease.request.sequences
+
+    def _read(self, lease: Lease, now: float) -> None:
+        """Note once that its prompts have been read."""
+        if lease.unread_tokens:
+            least_s = self.latency.step_s(1.0, 0.0)
+            self.speed.prefilled(lease.request.sequences, lease.unread_tokens, now, least_s)
+            self.pending_prompt_tokens -= lease.unread_tokens
+            lease.unread_tokens = 0
+        self._occupancy = None
 
     def _count_from_now(self, lease: Lease) -> None:
         """Count the steps of an answer from those of now: it begins."""
@@ -473,6 +498,9 @@ class Instance:
             self.pending_prompt_tokens -= lease.unread_tokens
             if lease.request.streamed:
                 self.unread_sequences -= lease.request.sequences
+        reading = self._reading
+        while reading and (reading[0].ended or reading[0].first_token_at is not None):
+            reading.popleft()
         self.in_flight -= 1
         self.sequences -= lease.request.sequences
         if lease.begun_steps is not None:
@@ -516,8 +544,8 @@ class Instance:
     def _elapsed(self, now: float) -> None:
         """Count the steps until now, and tell the speed tracker what decoded, with the tokens so far.
 
-        Of answers that are no streams it is not known when they begin: they count as decoding. The prompts of
-        streams without a token take their part of the iterations.
+        Of whole answers it is not known when they begin: they count as decoding, and their prompts are read
+        when their forecast says so. The prompts of streams without a token take their part of the iterations.
         """
         running, unread = self.unfinished_sequences, self.unread_sequences
         prompts = float(self.prompt_tokens)
@@ -542,6 +570,11 @@ class Instance:
             self._steps += steps
             tokens += decoding * steps / 2.0
         self.speed.elapsed(decoding, tokens, now)
+        reading = self._reading
+        while reading and _read_by(reading[0]) <= now:
+            lease = reading.popleft()
+            if not lease.ended and not lease.incoming and lease.first_token_at is None:
+                self._read(lease, now)
 
     def _stood(self, since: float, now: float) -> None:
         """Take over that it stood still since then."""
@@ -743,6 +776,10 @@ class Instance:
 
         Each iteration read as many prompts as were there. True if that changed the factor.
         """
+        if (
+            self.speed.stood_at >= self._begun_at or self.adapters is not None
+        ):  # it stood, or loaded an adapter
+            return False
         budget = float(self.token_budget)
         done, pending = self.speed.prompt_tokens - self._begun_tokens, self.pending_prompt_tokens
         read = min(float(done + pending), math.ceil(done / self.engines / budget) * budget * self.engines)

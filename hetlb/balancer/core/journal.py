@@ -19,7 +19,10 @@ from hetlb.balancer.core.types import Lease, LeaseId, Outcome, Request
 
 @dataclass(frozen=True, slots=True)
 class Booked(PickleByFields):
-    """A lease began, `age_s` ago. `number` is its scheduler's; `begun`: its answer has begun."""
+    """A lease began, `age_s` ago. `number` is its scheduler's; `begun`: its answer has begun.
+
+    `first_s`: the forecast of its first token, in seconds.
+    """
 
     number: LeaseId
     instance: str
@@ -28,6 +31,7 @@ class Booked(PickleByFields):
     predicted_output: float
     age_s: float = 0.0
     begun: bool = False
+    first_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ def booked(lease: Lease, now: float) -> Booked:
         lease.predicted_output,
         now - lease.dispatched_at,
         lease.first_token_at is not None,
+        lease.forecast_first_s,
     )
 
 

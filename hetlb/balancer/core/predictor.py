@@ -1,19 +1,19 @@
 """Predictors of output lengths: at least one token, and never above the client's own `max_tokens`.
 
-No predictor but `OraclePredictor` ever sees a true length before the request has ended.
+No predictor but `oracle` ever sees a true length before the request has ended.
 """
 
 from __future__ import annotations
 
 import bisect
-import math
 import random
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
-from typing import Any, Final
+from typing import Final, Protocol
 
 from hetlb.balancer.core.types import Request, RequestId
+from hetlb.extras import option
 
 PREDICTORS = ("normal", "mean", "empirical", "online", "oracle")
 
@@ -28,35 +28,11 @@ PRIOR_WEIGHT: Final = 8.0
 LONG_SHARE: Final = 0.98
 
 
-class LengthDistribution:
-    """A fixed sample of output lengths. Raises `ValueError` on an empty one."""
-
-    def __init__(self, lengths: Iterable[int]) -> None:
-        self._lengths = sorted(max(1, length) for length in lengths)
-        if not self._lengths:
-            raise ValueError("expected at least one length")
-        self._prefix = [0, *accumulate(self._lengths)]
-        n = len(self._lengths)
-        self.mean = self._prefix[-1] / n
-        self.std = math.sqrt(sum((length - self.mean) ** 2 for length in self._lengths) / n)
-        #: The length that `LONG_SHARE` of the sample stay within.
-        self.long = float(self._lengths[min(n - 1, int(LONG_SHARE * n))])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return LengthDistribution, (self._lengths,)
+class LengthSample(Protocol):
+    """Sample of output lengths (`options/length_samples`)."""
 
     @property
-    def lengths(self) -> list[int]:
-        """The sample, ascending."""
-        return list(self._lengths)
-
-    def mean_capped(self, cap: int | None) -> float:
-        """E[min(O, cap)] in tokens: what a request with this `max_tokens` is expected to produce."""
-        if cap is None or cap >= self._lengths[-1]:
-            return self.mean
-        below = bisect.bisect_right(self._lengths, cap)
-        n = len(self._lengths)
-        return (self._prefix[below] + cap * (n - below)) / n
+    def lengths(self) -> list[int]: ...
 
 
 class Predictor:
@@ -78,49 +54,10 @@ class Predictor:
         """Note that a request ended well with this many output tokens per sequence."""
 
 
-def _cap(request: Request, tokens: float) -> float:
+def capped(request: Request, tokens: float) -> float:
     if request.max_tokens is not None and tokens > request.max_tokens:
         tokens = float(request.max_tokens)
     return tokens if tokens > 1.0 else 1.0
-
-
-class SamplePredictor(Predictor):
-    """Mean of a data set; `capped`: under the request's own cap, E[min(O, max_tokens)]."""
-
-    def __init__(self, lengths: LengthDistribution, *, capped: bool) -> None:
-        self._lengths = lengths
-        self._capped = capped
-
-    def predict(self, request: Request) -> float:
-        sample = self._lengths
-        return _cap(request, sample.mean_capped(request.max_tokens) if self._capped else sample.mean)
-
-    def long(self, request: Request) -> float:
-        return _cap(request, self._lengths.long)
-
-
-class NormalPredictor(Predictor):
-    """The paper's: a draw from a normal with the data set's mean and deviation."""
-
-    def __init__(self, lengths: LengthDistribution, rng: random.Random) -> None:
-        self._lengths = lengths
-        self._rng = rng
-
-    def predict(self, request: Request) -> float:
-        return _cap(request, self._rng.gauss(self._lengths.mean, self._lengths.std))
-
-    def long(self, request: Request) -> float:
-        return _cap(request, self._lengths.mean + 2.0 * self._lengths.std)
-
-
-class OraclePredictor(Predictor):
-    """The true lengths, for simulations only."""
-
-    def __init__(self, output_tokens: Mapping[RequestId, int]) -> None:
-        self._output_tokens = output_tokens
-
-    def predict(self, request: Request) -> float:
-        return float(max(1, self._output_tokens[request.id]))
 
 
 #: Histogram buckets: exact up to 16 tokens, then eight per doubling (a width of at most 12.5 %).
@@ -278,7 +215,7 @@ class OnlinePredictor(Predictor):
                 share = own.share(cap, share)
             predicted += share * (cap - predicted)
             long = float(cap) if long > cap else long + share * (cap - long)
-        return _cap(request, predicted), long if long > 1.0 else 1.0
+        return capped(request, predicted), long if long > 1.0 else 1.0
 
     def _mean(self, histogram: _Histogram | None, own: _Histogram | None, cap: int | None) -> float:
         prior = PRIOR_OUTPUT_TOKENS if cap is None or cap > PRIOR_OUTPUT_TOKENS else float(cap)
@@ -332,20 +269,13 @@ def make_predictor(
     name: str,
     *,
     rng: random.Random,
-    lengths: LengthDistribution | None = None,
+    lengths: LengthSample | None = None,
     oracle: Mapping[RequestId, int] | None = None,
 ) -> Predictor:
     """Return the predictor called `name`. Raises `ValueError` if what it needs is not given."""
     if name == "online":
         return OnlinePredictor()
-    if name == "oracle":
-        if oracle is None:
-            raise ValueError("the predictor 'oracle' exists only where true lengths are known")
-        return OraclePredictor(oracle)
-    if lengths is None:
-        raise ValueError(f"the predictor {name!r} needs a sample of output lengths")
-    if name == "normal":
-        return NormalPredictor(lengths, rng)
-    if name in ("mean", "empirical"):
-        return SamplePredictor(lengths, capped=name == "empirical")
-    raise ValueError(f"expected one of {', '.join(PREDICTORS)}, got {name!r}")
+    if name not in PREDICTORS:
+        raise ValueError(f"expected one of {', '.join(PREDICTORS)}, got {name!r}")
+    found: Predictor = option("length_samples.samples").make(name, rng, lengths, oracle)
+    return found

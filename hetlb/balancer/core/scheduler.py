@@ -549,6 +549,7 @@ class Scheduler:
             ready = self.fleet.ready.get(request.model)
             self.placement.demands[request.model].arrived(now, ready is not None and ready.idle)
         lease = self.ledger.grant(request, instance, live.predicted_output, live.work_ns, dispatched_at)
+        lease.forecast_first_s = live.first_s
         instance.acquire(lease)
         if live.begun:
             instance.first_token(lease, now)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.policies.base import PolicyParams
-from hetlb.balancer.core.predictor import LengthDistribution, Predictor, make_predictor
+from hetlb.balancer.core.predictor import LengthSample, Predictor, make_predictor
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.types import Health, InstanceSpec, RequestId
 
@@ -24,7 +24,7 @@ class SchedulerSetup(PickleByFields):
     limits: QueueLimits = field(default_factory=QueueLimits)
     predictor: str = "online"
     seed: int = 0
-    lengths: LengthDistribution | None = None
+    lengths: LengthSample | None = None
     initial_health: Health = Health.SUSPECT
     health: HealthParams = field(default_factory=HealthParams)
     now: float = 0.0

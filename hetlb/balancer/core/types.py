@@ -305,10 +305,11 @@ class Lease:
     """One dispatch of one request to one incarnation of one instance, and what it took from the ledger.
 
     Tokens of all sequences: `promised_tokens` (prompts and predicted answers), `prompt_tokens`,
-    `unread_tokens` (of prompts, that the engine must compute), `kv_tokens` and of them `kv_prompt_tokens`
-    (of the KV cache, for itself), `shared` (used together with others). All are fixed at dispatch and given
-    back once. The driver sets `output_tokens` (all sequences together) and `reported_cached_tokens` (of one
-    prompt, None if the engine did not say) before it reports the end."""
+    `unread_tokens` (of prompts, that the engine must still compute), `kv_tokens` and of them
+    `kv_prompt_tokens` (of the KV cache, for itself), `shared` (used together with others). All are fixed at
+    dispatch, but for the unread ones, and given back once. The driver sets `output_tokens` (all sequences
+    together) and `reported_cached_tokens` (of one prompt, None if the engine did not say) before it reports
+    the end."""
 
     __slots__ = (
         "begun_steps", "beside", "decode", "dispatched_at", "ended", "ended_at", "expected_first_s",

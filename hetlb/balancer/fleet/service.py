@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from hetlb import systemd
 from hetlb.balancer.clients.access import Access, EngineAccess, load_access
 from hetlb.balancer.clients.front import Front, Listener
 from hetlb.balancer.clients.server import ProxyServer
@@ -35,23 +36,24 @@ from hetlb.balancer.engines.scrape import EngineWatch
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.exchange.scheduler_side import Carrier
-from hetlb.balancer.fleet import systemd
 from hetlb.balancer.fleet.admin_listener import AdminListener, named
-from hetlb.balancer.fleet.reload import SeenFiles, needs_restart, read_again
+from hetlb.balancer.fleet.reload import needs_restart, read_again
 from hetlb.balancer.fleet.roster import Roster
-from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
 from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.counters import Totals
-from hetlb.balancer.telemetry.events import Event, plain_line, tell
-from hetlb.balancer.telemetry.recent import Recent
+from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.build import version_line
 from hetlb.errors import ConfigError, InputError
 from hetlb.extras import check_extra, option
 from hetlb.inputs.urls import bracketed
+from hetlb.logs import plain_line
+from hetlb.systemd import NO_LISTENERS, Listeners
+from hetlb.watched_files import SeenFiles
 
 if TYPE_CHECKING:
     from hetlb.balancer.interfaces import (
         CacheReports,
+        EndedLately,
         FoundInstances,
         HostMeasurements,
         Predecessor,
@@ -218,7 +220,7 @@ class FleetService(ABC):
         """Counters of all processes."""
 
     @property
-    def recent(self) -> Recent:
+    def recent(self) -> EndedLately:
         return self.totals.recent
 
     @property

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core.types import Lease, Outcome
+from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.histograms import GapHistogram, Histogram
-from hetlb.balancer.telemetry.recent import Recent
 from hetlb.balancer.telemetry.request_record import RequestRecord
+
+if TYPE_CHECKING:
+    from hetlb.balancer.interfaces import EndedLately
 
 #: vLLM's own bounds (0.32), so that its figures and ours can be laid over each other; ITL and E2E have a
 #: finer first one.
@@ -165,7 +168,7 @@ class Totals:
         self.end = Histogram(DECISION_S)
         self.lag = Histogram(LAG_S)
         #: The requests that ended lately.
-        self.recent = Recent()
+        self.recent: EndedLately = hook("recent")
 
     def model(self, name: str) -> ModelTotals:
         """Return the counters of a name that the fleet serves."""

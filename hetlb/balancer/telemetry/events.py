@@ -5,11 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from datetime import UTC, datetime
 from enum import Enum
-from typing import Any, Final
-
-import msgspec
+from typing import Any
 
 _INFO, _WARNING, _ERROR = logging.INFO, logging.WARNING, logging.ERROR
 
@@ -98,59 +95,3 @@ class Rarely:
             message, args = message + " (and %d more like it)", (*args, self._left_out)
         self._told_at, self._left_out = now, 0
         tell(logger, event, message, *args, **fields)
-
-
-def _time(created: float) -> str:
-    return datetime.fromtimestamp(created, UTC).isoformat(timespec="milliseconds")
-
-
-class KeyValueFormatter(logging.Formatter):
-    """`time=… level=… event=… message="…"`, then the fields."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """One line, and a traceback below it where there is one."""
-        parts = [
-            f"time={_time(record.created)} level={record.levelname.lower()}",
-            f"event={getattr(record, 'event', 'log')} message={_quoted(record.getMessage())}",
-            *(f"{name}={_word(value)}" for name, value in getattr(record, "fields", {}).items()),
-        ]
-        line = " ".join(parts)
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
-
-
-class JsonFormatter(logging.Formatter):
-    """An object per line: `time`, `level`, `event`, `message`, the fields, `traceback` where there is one."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        document: dict[str, Any] = {
-            "time": _time(record.created),
-            "level": record.levelname.lower(),
-            "event": getattr(record, "event", "log"),
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
-        }
-        if record.exc_info:
-            document["traceback"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(document, enc_hook=str).decode("utf-8", "replace")
-
-
-#: Writers of events, by the value of `proxy.request_log_format`.
-FORMATTERS: Final[dict[str, type[logging.Formatter]]] = {"keyvalue": KeyValueFormatter, "json": JsonFormatter}
-
-
-def plain_line(message: str, style: str, event: str = "log", level: int = _INFO) -> str:
-    """Return a line printed and not logged: the words alone, or as `style` json has them an object."""
-    if style != "json":
-        return message
-    fields = {"msg": message, "levelno": level, "levelname": logging.getLevelName(level), "event": event}
-    return JsonFormatter().format(logging.makeLogRecord(fields))
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(each if each.isprintable() else "?" for each in escaped) + '"'
-
-
-def _word(value: object) -> str:
-    text = "-" if value is None else str(value)
-    return text if text.isprintable() and text and not set(text) & set(' "=\\') else _quoted(text)

@@ -22,11 +22,11 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Dispatch
 from hetlb.balancer.exchange.scheduler_driver import DECISIONS_KEPT
 from hetlb.balancer.hooks import hook
-from hetlb.balancer.telemetry.recent import BIN_S
 from hetlb.errors import ConfigError, InputError
 from hetlb.options.admin.beliefs import believed
 from hetlb.options.admin.fleet_status import pools, status
 from hetlb.options.admin.prometheus import CONTENT_TYPE, MetricsPage, usage_document
+from hetlb.options.recent import BIN_S, Recent
 
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService
@@ -212,7 +212,7 @@ class AdminApi:
     def status(self) -> dict[str, Any]:
         control = self.control
         scheduler, now = control.scheduler, control.now()
-        return status(scheduler, self.pools(), control.recent, now, control.reload_refused)
+        return status(scheduler, self.pools(), cast(Recent, control.recent), now, control.reload_refused)
 
     def pools(self) -> dict[str, list[Instance]]:
         return pools(self.control.scheduler)

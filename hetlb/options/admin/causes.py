@@ -14,7 +14,7 @@ from typing import Final
 from hetlb.balancer.core.demand import Demand
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import AdminState, Health
-from hetlb.balancer.telemetry.recent import InstanceShare
+from hetlb.options.recent import InstanceShare
 
 #: An instance that takes this many times as long as its profile says is slow.
 SLOW: Final = 1.5

@@ -12,7 +12,6 @@ from hetlb.balancer.core.demand import PROMPT_WEIGHT
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import AdminState, Health
-from hetlb.balancer.telemetry.recent import BIN_S, InstanceShare, Recent
 from hetlb.options.admin.beliefs import BeliefSource, slots_source, speed_source
 from hetlb.options.admin.causes import (
     ORDER,
@@ -27,6 +26,7 @@ from hetlb.options.admin.causes import (
     of_wait,
     worst,
 )
+from hetlb.options.recent import BIN_S, InstanceShare, Recent
 
 #: Requests that ended within these seconds count.
 WINDOW_S: Final = 30.0

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
@@ -23,6 +23,7 @@ from hetlb.balancer.telemetry.histograms import GapHistogram, Histogram
 from hetlb.build import compiled
 from hetlb.options.admin.beliefs import BeliefSource, slots_source
 from hetlb.options.admin.fleet_status import pools, status
+from hetlb.options.recent import Recent
 
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService
@@ -162,7 +163,9 @@ def _totals(source: FleetService, now: float) -> Iterator[Family]:
 
 def _states(source: FleetService, now: float) -> Iterator[Family]:
     """Yield the state of the fleet as `GET /v1/status` has it; figures that are not known are left out."""
-    found = status(source.scheduler, pools(source.scheduler), source.recent, now, source.reload_refused)
+    found = status(
+        source.scheduler, pools(source.scheduler), cast(Recent, source.recent), now, source.reload_refused
+    )
     yield (
         "hetlb_state",
         [

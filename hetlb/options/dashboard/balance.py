@@ -14,9 +14,9 @@ from hetlb.balancer.core.demand import PROMPT_WEIGHT
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import AdminState, Health
-from hetlb.balancer.telemetry.recent import InstanceShare, Recent
+from hetlb.options.recent import InstanceShare, Recent
 
-#: Requests that ended within so many seconds count.
+#: Requests that ended within so many seconds count, and those that run, as far as they are.
 WINDOW_S: Final = 60.0
 #: Shares that differ by no more than this are alike.
 NEAR: Final = 0.1
@@ -48,13 +48,13 @@ def sentence(
     if not able:
         return False, f"No instance takes requests{tail}."
     if not any(part.work_share for part in parts):
-        return True, f"No request ended in the last minute{tail}."
+        return True, f"No request in the last minute{tail}."
     if len(able) == 1:
         return True, f"{able[0].name} is the only one that takes requests{tail}."
     off = max(able, key=lambda part: abs(part.work_share - part.speed_share))
     if abs(off.work_share - off.speed_share) <= NEAR + 1 / max(1, requests):
         worst = round(100 * abs(off.work_share - off.speed_share))
-        begin = "Balanced" if worst <= 100 * NEAR else "Few requests ended"
+        begin = "Balanced" if worst <= 100 * NEAR else "Few requests"
         return True, f"{begin}: shares of work and speed agree within {worst} points{tail}."
     less = min(able, key=lambda part: part.work_share - part.speed_share)
     more = max(able, key=lambda part: part.work_share - part.speed_share)
@@ -77,8 +77,11 @@ def parts(
     instances: Sequence[Instance], shares: Mapping[str, InstanceShare], speed: Mapping[str, float]
 ) -> list[BalancePart]:
     """Return the figures of the instances of one model, from what they did in `WINDOW_S` seconds."""
-    own = [shares.get(each.name) or InstanceShare() for each in instances]
-    work = [PROMPT_WEIGHT * each.prompt_tokens + each.output_tokens for each in own]
+    work = []
+    for each in instances:
+        own = shares.get(each.name) or InstanceShare()
+        tokens = own.output_tokens + each.grown_tokens
+        work.append(PROMPT_WEIGHT * (own.prompt_tokens + each.prompt_tokens) + tokens)
     whole = sum(work)
     fast = sum(speed.get(each.name, 0.0) for each in instances if each.routable)
     return [
@@ -113,6 +116,7 @@ def documents(
         speed = scheduler.placement.speeds(model, instances)
         each = parts(instances, shares, speed)
         requests = sum(shares[one.name].ended for one in instances if one.name in shares)
+        requests += sum(one.in_flight for one in instances)
         balanced, text = sentence(each, waiting.get(model, 0), scheduler.placement.policy_name, requests)
         named = [
             {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 from aiohttp import web
@@ -14,9 +14,9 @@ import hetlb
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.types import Outcome
 from hetlb.balancer.telemetry.histograms import weighted_percentile
-from hetlb.balancer.telemetry.recent import BIN_S, BINS, POINTS, Recent, Stretch, latencies
 from hetlb.options.dashboard import balance
 from hetlb.options.dashboard.page import EventStream, page_file
+from hetlb.options.recent import BIN_S, BINS, POINTS, Recent, Stretch, latencies
 
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService
@@ -48,6 +48,7 @@ class Snapshots:
     def event(self) -> dict[str, Any]:
         source, documents = self._source, self._documents
         scheduler, now, totals = source.scheduler, source.now(), source.totals
+        recent = cast(Recent, totals.recent)
         fleet = documents.fleet()
         for model in fleet["models"]:
             for instance in model["instances"]:
@@ -68,9 +69,9 @@ class Snapshots:
             },
             "fleet": fleet,
             "status": documents.status(),
-            "balance": balance.documents(scheduler, totals.recent, documents.pools(), now),
-            "series": {**series(totals.recent, now), **levels(totals.recent, now)},
-            "accuracy": accuracy(totals.recent),
+            "balance": balance.documents(scheduler, recent, documents.pools(), now),
+            "series": {**series(recent, now), **levels(recent, now)},
+            "accuracy": accuracy(recent),
         }
 
 

@@ -16,11 +16,11 @@ from typing import Any, Final, get_args
 from hetlb.balancer.core.engine_blocks import BlockEvents
 from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.journal import Booked
+from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.balancer.core.latency import LatencyModel, PassForm
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.policies.base import PlannedType, PolicyParams
-from hetlb.balancer.core.predictor import LengthDistribution
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
@@ -181,6 +181,7 @@ _FIELDS: Final[dict[type[Any], dict[str, type[Any]]]] = {
     PolicyParams: {"types": PlannedType},
     InstanceSpec: {"latency": LatencyModel, "capacity": Capacity, "role": Role, "kv_transfer": KvLink},
     KvLink: {"connector": Connector},
+    Capacity: {"kv_need": KvNeed},
     Request: {"service": ServiceClass},
     Booked: {"request": Request},
     EngineSample: {"capacity": Capacity},
@@ -248,7 +249,7 @@ def decode_setup(line: str) -> SchedulerSetup:
     try:
         fields = {name: value for name, value in raw.items() if name not in ("version", "kind", "lengths")}
         setup: SchedulerSetup = read_value(SchedulerSetup, fields)
-        lengths = LengthDistribution(raw["lengths"]) if raw["lengths"] else None
+        lengths = option("length_samples").hook(raw["lengths"]) if raw["lengths"] else None
     except (KeyError, TypeError) as caught:
         raise ValueError(f"the set-up line lacks or has too much: {caught}") from caught
     return replace(setup, lengths=lengths)

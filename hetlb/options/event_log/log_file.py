@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 from hetlb.balancer.core.setup import SchedulerSetup
-from hetlb.balancer.telemetry.log_writer import LogWriter
 from hetlb.errors import InputError
+from hetlb.logs import LogWriter
 from hetlb.options.event_log.eventlog import RecordingScheduler, encode_setup
 
 

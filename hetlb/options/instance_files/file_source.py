@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 
 from hetlb.balancer.config.fleet_tables import ModelTable
-from hetlb.balancer.fleet.reload import changes, files_of
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import ConfigError, InputError
 from hetlb.inputs.urls import check_url
 from hetlb.inputs.yaml_file import load_yaml
 from hetlb.options.source import Found, Publish, logger
+from hetlb.watched_files import changes, files_of
 
 
 class InstanceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -22,7 +22,6 @@ from hetlb.balancer.clients.router import FleetView, Router
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.exchange.scheduler_side import SWEEP_S
-from hetlb.balancer.fleet.reload import Stamp, stamp
 from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import ConfigError
@@ -32,6 +31,7 @@ from hetlb.options.pick.calls import MAX_BESIDE_BODY, ProcessCall
 from hetlb.options.pick.pick_driver import PickDriver
 from hetlb.options.pick.stream import PickerState
 from hetlb.options.pick.tenant_names import FAIRNESS
+from hetlb.watched_files import Stamp, stamp
 
 logger = logging.getLogger("hetlb.pick")
 

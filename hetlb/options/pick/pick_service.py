@@ -16,13 +16,13 @@ from hetlb.balancer.config.fleet_tables import Listen
 from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.fleet.service import Service
-from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
 from hetlb.balancer.hooks import hook
 from hetlb.balancer.interfaces import Predecessor
 from hetlb.extras import option
 from hetlb.inputs.urls import bracketed, origin
 from hetlb.options.pick.pick_driver import PickDriver
 from hetlb.options.pick.pick_server import PickServer, gateway_certificates
+from hetlb.systemd import NO_LISTENERS, Listeners
 
 #: Names of instances are resolved again this often.
 _RESOLVE_S: Final = 5.0

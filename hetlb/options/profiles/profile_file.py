@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.core.engine_defaults import batch_limits
 from hetlb.balancer.core.kv_need import KvNeed, kv_need
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.types import Capacity
 from hetlb.errors import ConfigError, ProfileError
 from hetlb.inputs.mistakes import short
 from hetlb.inputs.yaml_file import NonNegative, Positive, PositiveInt, load_yaml
+from hetlb.options.profiles.engine_defaults import batch_limits
 from hetlb.options.profiles.step_times import (
     DecodeTable,
     LaunchTime,

@@ -11,7 +11,7 @@ from typing import Any
 
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.fleet.admin_listener import named
-from hetlb.balancer.fleet.systemd import Listeners
+from hetlb.systemd import Listeners
 
 
 def bind_listeners(fleet: Fleet, relays: int, given: Listeners) -> Listeners:

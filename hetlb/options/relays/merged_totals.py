@@ -13,7 +13,7 @@ from hetlb.balancer.telemetry.counters import (
     Totals,
 )
 from hetlb.balancer.telemetry.histograms import GapHistogram, Histogram
-from hetlb.balancer.telemetry.recent import POINTS, Recent, add_counts
+from hetlb.options.recent import POINTS, Recent, add_counts
 
 
 def add_totals(whole: Totals, part: Totals) -> None:

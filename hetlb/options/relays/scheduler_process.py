@@ -24,13 +24,12 @@ from hetlb.balancer.core.types import AdminState, AdminStateSet
 from hetlb.balancer.engines.scrape import models_learned
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.fleet.service import FIRST_ROUND_S, FleetService, tune_gc
-from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
 from hetlb.balancer.interfaces import Predecessor
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
-from hetlb.balancer.telemetry.recent import Recent
 from hetlb.errors import InputError
 from hetlb.options.message_channel import MessageChannel
+from hetlb.options.recent import Recent
 from hetlb.options.relays.control import ChildControl, ChildState, Packet
 from hetlb.options.relays.protocol import (
     FROM_RELAY,
@@ -40,6 +39,7 @@ from hetlb.options.relays.protocol import (
     ViewMessage,
 )
 from hetlb.options.relays.relay_host import RelayHost, RelayLink
+from hetlb.systemd import NO_LISTENERS, Listeners
 
 logger = logging.getLogger("hetlb.workers")
 

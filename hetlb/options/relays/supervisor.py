@@ -24,19 +24,19 @@ from typing import Any, Final, NoReturn
 
 import uvloop
 
+from hetlb import systemd
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.fleet import systemd
 from hetlb.balancer.fleet.service import READINESS_LAG_S, WorkerState, announce, ready_line
-from hetlb.balancer.fleet.systemd import NO_LISTENERS, Listeners
 from hetlb.balancer.http.forward_headers import ForwardRules
 from hetlb.balancer.interfaces import Predecessor
-from hetlb.balancer.telemetry.events import FORMATTERS, Event, tell
-from hetlb.balancer.telemetry.log_writer import logging_to_stderr
+from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import HetlbError
+from hetlb.logs import FORMATTERS, logging_to_stderr
 from hetlb.options.relays.control import ChildControl, ChildState, content_of
 from hetlb.options.relays.listeners import bind_listeners, share_of
 from hetlb.options.relays.relay import Relay
 from hetlb.options.relays.scheduler_process import SchedulerProcess
+from hetlb.systemd import NO_LISTENERS, Listeners
 
 logger = logging.getLogger("hetlb.workers")
 

@@ -9,12 +9,12 @@ from typing import Final
 
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command
-from hetlb.balancer.fleet.systemd import Listeners
 from hetlb.errors import HetlbError
 from hetlb.options.message_channel import MessageChannel
 from hetlb.options.remote_leases import RemoteLeases
 from hetlb.options.takeover import offer
 from hetlb.options.takeover.offer import DECODER, HELLO, MOST_LISTENERS, Message, Step
+from hetlb.systemd import Listeners
 
 #: Name of the old process among those whose leases are booked, and the first id of its requests: peers of a
 #: shared view have those above it.

@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from hetlb.errors import ConfigError
@@ -20,6 +20,11 @@ _NO_KEYS = re.compile(
     r"([-_ ]?(key|needed|used|required|set))*"
 )
 _REFERENCE = re.compile(r"(?:os\.environ/|\$\{?)([A-Za-z_][A-Za-z0-9_]*)\}?")
+#: A secret behind its name, or the user of a URL.
+_SECRET: Final = re.compile(
+    r"""(://(?=[^/\s]*@)|(?:password|secret|token|passwd|master_key|api_key)['"]?(?:\s*[:=]\s*|\s+)['"]?)[^\s'"@,}]+""",
+    re.IGNORECASE,
+)
 
 
 @dataclass(slots=True)
@@ -59,9 +64,8 @@ class FleetDraft:
 
     def leave(self, where: object, what: str, why: str = "") -> None:
         """Note that something was left out, once."""
-        line = f"{self.path.name}:{where}: {' '.join(what.split())[:_MOST_SHOWN_CHARACTERS]}" + (
-            f" ({why})" if why else ""
-        )
+        what = _SECRET.sub(r"\1***", " ".join(what.split()))[:_MOST_SHOWN_CHARACTERS]
+        line = f"{self.path.name}:{where}: {what}" + (f" ({why})" if why else "")
         if line not in self.left_out:
             self.left_out.append(line)
 

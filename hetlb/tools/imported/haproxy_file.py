@@ -187,7 +187,7 @@ def _take_front(draft: FleetDraft, entry: _Entry, *, key_taken: bool = False) ->
             if left:
                 draft.leave(entry.where, f"bind {words[1]}: {' '.join(left)}")
             return
-    if words[0] in ("default_backend", "use_backend") and len(words) == 2:
+    if words[0] in ("default_backend", "use_backend") and len(words) == 2 and "%[" not in words[1]:
         return  # each backend is a model
     if key_taken and words[2:3] and words[2].lower() == "authorization":
         return

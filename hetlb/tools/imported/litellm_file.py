@@ -57,6 +57,8 @@ def _take_deployment(draft: FleetDraft, where: str, entry: Any, public: dict[str
     asked, full = str(entry.get("model_name") or ""), str(given.get("model") or "")
     base = str(given.get("api_base") or given.get("base_url") or "")
     provider, slash, served = full.partition("/")
+    if stated := given.get("custom_llm_provider"):
+        provider, slash, served = str(stated), "/", full.removeprefix(f"{stated}/")
     if not base or (slash and provider not in _PROVIDERS):
         why = "no api_base" if provider in _PROVIDERS or not slash else f"provider {provider}"
         draft.leave(where, f"{asked}: {full}", why)

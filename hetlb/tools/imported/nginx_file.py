@@ -19,6 +19,11 @@ from hetlb.tools.imported.draft import DraftInstance, FleetDraft, seconds, serve
 _TOKEN = re.compile(
     r"""\s+|\#[^\n]*|(?P<quoted>"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(?P<mark>[{};])|(?P<word>(?:\\.|\$\{[^}\s]*\}|[^\s{};"'\\])(?:\\.|\$\{[^}\s]*\}|[^\s{};\\])*)"""
 )
+#: A piece of a block in Lua: comments and text, whose braces do not count, then one brace or another sign.
+_LUA: Final = re.compile(
+    r"""--\[(=*)\[.*?\]\1\]|--[^\n]*|\[(=*)\[.*?\]\2\]|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|(?P<brace>[{}])|.""",
+    re.DOTALL,
+)
 _TIMES: Final = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZES: Final = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _SECONDS: Final = {"proxy_connect_timeout": "connect_timeout_s", "proxy_read_timeout": "first_byte_timeout_s"}
@@ -81,7 +86,10 @@ class _Reader:
                     found.pop()
                 else:
                     found[-1] += self._directive(str(began), words, opens=mark == "{")
-                    if mark == "{":
+                    if mark == "{" and words[0].endswith("_by_lua_block"):
+                        end = _end_of_lua(text, at)
+                        line, at = line + text.count("\n", at, end), end
+                    elif mark == "{":
                         found.append(found[-1][-1].block or [])
                         found[-2][-1].block = found[-1]
                 words = []
@@ -99,6 +107,16 @@ class _Reader:
         if not files:
             return [Directive(where, words)]
         return [each for file in files for each in _Reader(Path(file), self.depth + 1).read()]
+
+
+def _end_of_lua(text: str, at: int) -> int:
+    """Return where a block in Lua ends that was opened right before; the end of the text if nowhere."""
+    depth = 1
+    for match in _LUA.finditer(text, at):
+        depth += {"{": 1, "}": -1}.get(match["brace"] or "", 0)
+        if not depth:
+            return match.end()
+    return len(text)
 
 
 def read_nginx(path: Path) -> FleetDraft:

@@ -19,6 +19,8 @@ _HAPROXY = re.compile(
     r"^(global|defaults|frontend|backend|listen)([ \t]+[^\s{;]+)*[ \t]*(#.*)?\r?$", re.MULTILINE
 )
 _NGINX = re.compile(r"^\s*((http|server|stream|events)\s*\{|upstream\s+\S+?\s*\{)", re.MULTILINE)
+#: A line of Compose or LiteLLM.
+_YAML = re.compile(r"^(services|model_list)\s*:", re.MULTILINE)
 
 
 def read_foreign(path: Path) -> FleetDraft:
@@ -39,8 +41,11 @@ def _read(path: Path, text: str) -> FleetDraft:
         return read_haproxy(path)
     try:
         document = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError):
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         document = None
+        mark = getattr(error, "problem_mark", None)
+        if mark is not None and _YAML.search(text) and not _NGINX.search(text):
+            raise ConfigError(f"{path}: line {mark.line + 1}: expected valid YAML") from error
     if isinstance(document, dict):
         if "model_list" in document:
             return read_litellm(path, document)

@@ -75,13 +75,18 @@ class BatchJournal:
         try:
             data = path.read_bytes()
             kept = b"".join([line + b"\n" for line in data.split(b"\n")[:-1] if self._keeps(line, known)])
-            if kept != data:  # also a line that was half written
+            if data.startswith(kept):  # a line that was half written goes, on a full disk, too
+                os.ftruncate(self._file, len(kept))
+            else:
                 with whole_file(path) as scratch:
                     scratch.write_bytes(kept)
                 self.close()
                 self._file = self._opened()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError):
+                problem = f"{path}: expected a file that can be written anew: {error.strerror}"
+                raise InputError(problem) from error
             raise
 
     def _opened(self) -> int:

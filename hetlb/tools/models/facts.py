@@ -17,7 +17,7 @@ from hetlb.errors import ConfigError
 from hetlb.tools.models.attention import grouped
 from hetlb.tools.models.config_keys import ALIASES, ConfigKeys, class_defaults
 from hetlb.tools.models.degrees import ModelShape, accepted
-from hetlb.tools.models.families import ARCHITECTURES, FAMILIES, INNER_TABLES, WRAPPERS
+from hetlb.tools.models.families import FAMILIES, INNER_TABLES, WRAPPERS, model_type_of
 from hetlb.tools.models.family import Family
 from hetlb.tools.models.feed_forward import feed_forward
 from hetlb.tools.models.kv_groups import KvBytes, allocated
@@ -244,9 +244,9 @@ def _family(
 ) -> tuple[str, Family]:
     model_type = str(config.get("model_type"))
     if architecture is not None:
-        if architecture not in ARCHITECTURES:
+        listed = model_type_of(architecture)
+        if listed is None:
             raise ConfigError(f"architectures: expected a model that hetlb understands, got {architecture!r}")
-        listed = ARCHITECTURES[architecture]
         if model_type not in FAMILIES:
             return listed, FAMILIES[listed]
         alike = FAMILIES[listed] is FAMILIES[model_type]

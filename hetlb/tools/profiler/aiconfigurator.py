@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from hetlb.balancer.core.engine_defaults import batch_limits
 from hetlb.errors import ConfigError, ProfileError
+from hetlb.options.profiles.engine_defaults import batch_limits
 from hetlb.options.profiles.profile_file import EngineInfo, Hardware, ModelInfo, ProfileSource
 from hetlb.tools.models.facts import ModelFacts, read_facts
 from hetlb.tools.models.model_file import model_info

@@ -197,7 +197,7 @@ class FleetSimulation:
             prefix_keys=planned.content.keys(planned.index, planned.prompt_tokens) if keyed else (),
             tenant=planned.row.tenant or None,
             splittable=planned.generates and planned.sequences == 1,
-            streamed=True,
+            streamed=planned.row.streamed,
             service=self._classes.get(planned.row.service, self._default_class),
         )
 
@@ -292,7 +292,8 @@ class FleetSimulation:
                 continue  # its token is not shown: the decode engine computes it too
             if flight.record.first_token_s is None:
                 flight.record.first_token_s = now
-                self._answered(flight)
+                if flight.planned.row.streamed:
+                    self._answered(flight)
         for sequence in ended.finished:
             assert isinstance(sequence, EngineRun)
             flight = sequence.flight
@@ -366,7 +367,7 @@ class FleetSimulation:
 
     def _completed(self, flight: Flight) -> None:
         """End a request whose last sequence has ended."""
-        if not flight.planned.generates:
+        if not flight.planned.generates or not flight.planned.row.streamed:
             self._answered(flight)
         flight.leased[1].output_tokens = flight.record.output_tokens
         flight.record.last_token_s = self._events.now

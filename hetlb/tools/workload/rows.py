@@ -33,7 +33,8 @@ class Row:
     conversation and `turn` its place there: a prompt holds the conversation so far. `hash_ids` name what the
     prompt begins with, in order: `NAME` is one block of tokens (of a size that the reader knows),
     `NAME=TOKENS` a span of a stated length. `adapter` is the LoRA adapter that it asks for, `service` the
-    name of its class, `text` the prompt where the source has one.
+    name of its class, `text` the prompt where the source has one. `streamed`: a simulated answer shows its
+    first token when it comes, not with its end.
     """
 
     arrival_s: float | None
@@ -49,6 +50,7 @@ class Row:
     endpoint: str = "completions"
     adapter: str = ""
     service: str = ""
+    streamed: bool = True
     extra: dict[str, str] = field(default_factory=dict, compare=False)
 
 

@@ -138,7 +138,7 @@ class Sight:
 
     def __init__(self, ctx: SchedulingContext, instance: Instance, cost: Costs, index: int = 0) -> None:
         """See the room; `cost` is that of the mean request there."""
-        self.seen = seen = instance.occupancy
+        self.seen = seen = instance.seen(ctx.now)
         self.load = seen.load
         self.instance = instance
         self.cost = cost

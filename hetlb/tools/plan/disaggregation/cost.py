@@ -8,8 +8,7 @@ paper has 12 H^2 weights a layer and one KV head per query head (true for OPT, n
 grouped-query attention: Llama-2-70B has an eighth of that KV cache). bench/PLANNING.md lists every
 difference.
 
-Every tensor-parallel degree that divides the group's GPUs in each of its machines is tried, with several
-divisions of the layers over the stages. Groups that look alike are computed once.
+Every tensor-parallel degree is tried, and the shortest pipeline. Groups that look alike are computed once.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ from hetlb.tools.plan.throughput import bubbles, slowed
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.study import engine_of
 
-#: Divisions of the layers: shares of proportion to speed, the rest to memory.
-_BLENDS = (1.0, 0.75, 0.5, 0.25, 0.0)
+#: Divisions of the layers over unlike machines: shares of proportion to speed, the rest to memory.
+_BLENDS = (1.0, 0.5, 0.0)
 #: Latency of a transfer inside a machine; `links.latency_s` is that between machines.
 _INSIDE_LATENCY_S = 5e-6
 #: Batches at which an estimated step of a mixture is stated.
@@ -81,8 +80,7 @@ def capacity_of(cluster: SplitCluster, stages: Sequence[GroupStage]) -> int:
 class GroupTable:
     """The best group of every composition and role, computed when it is asked for.
 
-    `promised` and `most` are before the bubbles of pipelines, whose simulation takes nearly all the time: a
-    search asks for `group` and `capacity` where these would be good enough.
+    `promised` is before the bubbles of pipelines, whose simulation takes nearly all the time.
     """
 
     def __init__(self, cluster: SplitCluster, cost: CostModel) -> None:
@@ -97,19 +95,9 @@ class GroupTable:
     def group(self, composition: Composition, role: Role) -> ServerGroup | None:
         return self._moved(self._find(composition, role), composition)
 
-    def capacity(self, composition: Composition, role: Role) -> float:
-        """Requests/s of the best group, 0 without one."""
-        group = self._find(composition, role)
-        return 0.0 if group is None else group.capacity
-
     def promised(self, composition: Composition, role: Role) -> ServerGroup | None:
         """Return a group that no group of these GPUs serves more than; it may serve less itself."""
         return self._moved(next(iter(self._promising(composition, role)), None), composition)
-
-    def most(self, composition: Composition, role: Role) -> float:
-        """Requests/s that no group of these GPUs exceeds."""
-        groups = self._promising(composition, role)
-        return groups[0].capacity if groups else 0.0
 
     def _alike(self, composition: Composition) -> Composition:
         """Return the first composition with the same kinds of machines, GPUs in each and links."""
@@ -159,37 +147,40 @@ class GroupTable:
         return self._best[key]
 
     def _layouts(self, composition: Composition, role: Role) -> Iterator[tuple[GroupStage, ...]]:
-        """Every degree and division of the layers. Stages stand in the order of the machines."""
+        """Every degree of one stage, and the pipeline of the largest degree; stages in order of the machines.
+
+        Longer pipelines of smaller degrees have more bubbles.
+        """
         cluster, cost = self.cluster, self._cost
         if sum(n for _, n in composition) > MOST_GPUS:
             return
-        for degree in range(1, math.gcd(*(n for _, n in composition)) + 1):
+        for degree in range(math.gcd(*(n for _, n in composition)), 0, -1):
             if any(n % degree or degree not in cost.degrees(m) for m, n in composition):
                 continue
             if cluster.model.attention_heads % degree:
                 continue
             machines = [m for m, n in composition for _ in range(n // degree)]
-            if len(machines) > min(MOST_STAGES, cluster.model.layers):
-                continue
             form = Form(degree, len(machines), len(composition), NIXL, role)
-            if role is not Role.BOTH and refused(form):
+            if len(machines) > min(MOST_STAGES, cluster.model.layers) or (
+                role is not Role.BOTH and refused(form)
+            ):
                 continue
-            seen = set()
             speeds = [1.0 / cost.layer_s(m, degree, role) for m in machines]
-            memory = [degree * cluster.machines[m].usable_bytes for m in machines]
+            memory = [cluster.machines[m].usable_bytes for m in machines]
             if min(memory) <= 0.0:
-                continue
-            for blend in _BLENDS if len(machines) > 1 else (1.0,):
+                return
+            for blend in _BLENDS if len(set(machines)) > 1 else (1.0,):
                 weights = [
                     blend * s / sum(speeds) + (1.0 - blend) * b / sum(memory)
                     for s, b in zip(speeds, memory, strict=True)
                 ]
-                layers = tuple(
-                    int(s * cluster.model.layers) for s in divide_layers(weights, cluster.model.layers)
+                layers = divide_layers(weights, cluster.model.layers)
+                yield tuple(
+                    GroupStage(m, degree, int(share * cluster.model.layers))
+                    for m, share in zip(machines, layers, strict=True)
                 )
-                if layers not in seen:
-                    seen.add(layers)
-                    yield tuple(GroupStage(m, degree, own) for m, own in zip(machines, layers, strict=True))
+            if len(machines) > 1:
+                return
 
 
 # --- latency profiles -----------------------------------------------------------------------------------

@@ -14,13 +14,13 @@ from hetlb.tools.plan.common.composition import MOST_GPUS
 from hetlb.tools.plan.disaggregation.cost import GroupTable
 from hetlb.tools.plan.disaggregation.network import Network
 from hetlb.tools.plan.disaggregation.split_cluster import Composition, Role, ServerGroup, SplitPlan
-from hetlb.tools.plan.disaggregation.split_search import SplitSearch, SplitsFound
+from hetlb.tools.plan.disaggregation.split_search import SplitsFound, search
 from hetlb.tools.plan.highs import SolveLimits
 
 _WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _ROUNDING = 1e-9
 #: Seconds of the search for plans beside the best.
-SEARCH_S = 4.0
+SEARCH_S = 20.0
 
 
 class Exhaustive:
@@ -101,11 +101,11 @@ def _value(group: ServerGroup, weight: float) -> float:
 
 def find_exhaustively(table: GroupTable, limits: SolveLimits) -> SplitsFound:
     """Return the best plan of all and, for the simulation that chooses, those of a search."""
-    search = Exhaustive(table)
-    best = search.run(limits)
+    every = Exhaustive(table)
+    best = every.run(limits)
     colocated = Exhaustive(table, (Role.BOTH,)).run(limits)
     if best is None:
         return SplitsFound()
-    others = SplitSearch(table, seed=limits.seed).run(limits.within(SEARCH_S))
-    bound = best.throughput if search.complete else math.inf
+    others = search(table, limits.within(SEARCH_S))
+    bound = best.throughput if every.complete else math.inf
     return SplitsFound([best, *others.plans], colocated or others.colocated, bound)

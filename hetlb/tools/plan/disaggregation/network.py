@@ -5,8 +5,7 @@ rounding.
 
 Every stage of a prefill group sends the KV cache of its layers to the stages of the decode group that hold
 them (HexGen-2, section 3.3 and appendix A). Inside a machine, pairs of GPUs send side by side; between two
-machines all share one link. Flows that use every group of one role, over the fastest routes first, are the
-most there can be; where routes or links allow none of that kind, a linear program decides.
+machines all share one link. A linear program finds the flows.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from hetlb.tools.plan.highs import LinearProgram, SolveLimits
 LINK_SHARE = 0.4
 #: Flows below this share of the total are rounding.
 _LEAST_SHARE = 1e-9
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +94,8 @@ class Network:
         flows: dict[tuple[int, int], float] = {}
         if senders and receivers:
             routes = {(p, d): self.route(groups[p], groups[d]) for p in senders for d in receivers}
-            filled = _fill(groups, routes)
-            if filled is None or self._overloads(routes, filled):
-                filled = self._program(groups, routes)
-            flows = filled
+            flows = self._program(groups, routes)
         return SplitPlan(tuple(groups), flows, served)
-
-    def _overloads(self, routes: dict[tuple[int, int], Route], flows: dict[tuple[int, int], float]) -> bool:
-        """Return True if flows need more of some link between machines than there is."""
-        used: dict[tuple[int, int], float] = {}
-        for pair, flow in flows.items():
-            for link, size in routes[pair].link_bytes:
-                used[link] = used.get(link, 0.0) + flow * size
-        rates = self._rates
-        return any(rate > rates[i][j] * (1.0 + _ROUNDING) for (i, j), rate in used.items())
 
     def _program(
         self, groups: Sequence[ServerGroup], routes: dict[tuple[int, int], Route]
@@ -135,20 +121,3 @@ class Network:
         assert solution is not None, "expected the empty flow to be feasible"
         least = _LEAST_SHARE * max(1e-12, solution.objective)
         return {pair: float(solution.values[c]) for pair, c in columns.items() if solution.values[c] > least}
-
-
-def _fill(
-    groups: Sequence[ServerGroup], routes: dict[tuple[int, int], Route]
-) -> dict[tuple[int, int], float] | None:
-    """Flows that use all capacity of one role, the fastest routes first; None where routes forbid it."""
-    left = {g: groups[g].capacity for pair in routes for g in pair}
-    flows = {}
-    for pair, route in sorted(routes.items(), key=lambda item: -item[1].capacity):
-        prefill, decode = pair
-        flow = min(left[prefill], left[decode], route.capacity)
-        if flow > _LEAST_SHARE * groups[prefill].capacity:
-            flows[pair] = flow
-            left[prefill] -= flow
-            left[decode] -= flow
-    unused = [math.fsum(left[g] for g in {pair[side] for pair in routes}) for side in (0, 1)]
-    return flows if min(unused) <= _ROUNDING * math.fsum(flows.values()) else None

@@ -26,7 +26,7 @@ from hetlb.tools.plan.common.composition import MOST_GPUS
 from hetlb.tools.plan.disaggregation.cost import GroupTable
 from hetlb.tools.plan.disaggregation.network import LINK_SHARE
 from hetlb.tools.plan.disaggregation.split_cluster import Composition, Role, ServerGroup, SplitCluster
-from hetlb.tools.plan.highs import INFINITY, LinearProgram, SolveLimits
+from hetlb.tools.plan.highs import INFINITY, LinearProgram, OnProgress, SolveLimits
 
 #: Every machine is a class of its own in clusters of up to so many.
 _FEW_MACHINES = 8
@@ -34,8 +34,8 @@ _FEW_MACHINES = 8
 _FEW_GPUS = 8
 #: With more templates than this the program takes too long; groups across machines that gain nothing go.
 _MANY_TEMPLATES = 2000
-#: Choices of templates that are placed, beside the best one.
-_MOST_CHOICES = 6
+#: The most choices of templates that are placed.
+_MOST_CHOICES = 8
 #: A template of which so few are used in a solution is not in it.
 _LEAST_NUMBER = 1e-6
 #: Machines of one group; beyond two, all hold equally many of its GPUs.
@@ -138,26 +138,28 @@ class Templates:
             found.append((self.members[c][at], n))
         return tuple(sorted(found))
 
-    def solve(self, limits: SolveLimits, roles: Sequence[Role] = tuple(Role)) -> Solved | None:
+    def solve(
+        self, limits: SolveLimits, roles: Sequence[Role] = tuple(Role), on_progress: OnProgress | None = None
+    ) -> Solved | None:
         """Return the best numbers of templates in these roles found within the limits."""
         own = [at for at, template in enumerate(self.templates) if template.group.role in roles]
-        found: Solved | None = None
-        integer = False
+        choices: dict[Choice, None] = {}
+        bound, integer = math.inf, False
         while own:
             incumbents: list[NDArray[np.float64]] = []
             program, numbers = self._program(own, integer)
-            solution = program.solve(limits, on_solution=incumbents.append)
+            solution = program.solve(limits, on_progress=on_progress, on_solution=incumbents.append)
             if solution is None:
                 break
             used = [at for at in own if solution.values[numbers[at]] > _LEAST_NUMBER]
             if integer:
-                values = (solution.values, *reversed(incumbents[-_MOST_CHOICES:]))
-                choices = tuple(dict.fromkeys(self._choice(numbers, each) for each in values))
-                found = Solved(choices, solution.bound)
+                bound = solution.bound
+                choices = {self._choice(numbers, solution.values): None} | choices
             if integer and (limits.over or not self._simulate(used)):
+                choices |= {self._choice(numbers, each): None for each in reversed(incumbents)}
                 break
             integer = integer or limits.over or not self._simulate(used)
-        return found
+        return Solved(tuple(choices)[:_MOST_CHOICES], bound) if choices else None
 
     def _choice(self, numbers: dict[int, int], values: NDArray[np.float64]) -> Choice:
         counts = {at: round(values[number]) for at, number in numbers.items()}

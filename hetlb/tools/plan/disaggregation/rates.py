@@ -16,9 +16,6 @@ from hetlb.balancer.core.latency import LatencyModel
 from hetlb.tools.plan.disaggregation.split_cluster import RequestLengths, Role, Slo
 from hetlb.tools.sim.engine_limits import EngineLimits
 
-#: Above so many prompts per iteration their number is taken to be the mean.
-_MANY = 8.0
-
 
 def rate(
     role: Role, latency: LatencyModel, limits: EngineLimits, workload: RequestLengths, slo: Slo
@@ -88,8 +85,6 @@ def _request_s(latency: LatencyModel, limits: EngineLimits, workload: RequestLen
         prompts = max(1.0, tokens / prompt)
         return latency.mixed_step_s(tokens, prompts, min(prompt, tokens), batch, cached, attended)
 
-    if arriving > _MANY and arriving * prompt < 0.7 * room:
-        return iteration_s(arriving * prompt) / arriving
     # Answers end at random: the prompts that begin with an iteration are Poisson, what exceeds the room is
     # left to later ones, and the time is convex in the tokens.
     loads = _token_loads(arriving, prompt, room)

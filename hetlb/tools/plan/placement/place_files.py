@@ -1,5 +1,4 @@
-"""Reading a cluster from CSV and JSON: nodes, links, layer times, limits by layers, model, placements,
-lengths.
+"""Reading a cluster from CSV and JSON: nodes, links, layer times, limits by layers, model, placements.
 
 What loads is complete and consistent (every node has a kind with times and limits, every link two
 known ends); anything else is one `ConfigError` line with file, line, column and value.
@@ -188,11 +187,3 @@ def load_placement(path: Path, cluster: PlaceCluster) -> Placement:
     if not placement:
         raise ConfigError(f"{path}: the file: expected at least one node, got none")
     return placement
-
-
-def load_lengths(path: Path) -> list[tuple[int, int]]:
-    """Prompt and output tokens of requests: the columns input_tokens and output_tokens of a CSV file."""
-    return [
-        (row.whole("input_tokens", 1, 1 << 31), row.whole("output_tokens", 1, 1 << 31))
-        for row in csv_rows(path, ("input_tokens", "output_tokens"), ConfigError)
-    ]

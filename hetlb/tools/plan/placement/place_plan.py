@@ -12,8 +12,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from hetlb.balancer.core.predictor import LengthDistribution, SamplePredictor
 from hetlb.errors import PlanError
+from hetlb.options.length_samples.samples import LengthDistribution, SamplePredictor
 from hetlb.tools.paths.path_ledger import PathLease
 from hetlb.tools.paths.path_scheduler import PathScheduler
 from hetlb.tools.plan.check import check_path, check_placement
@@ -167,7 +167,7 @@ def plan_placement(
             if limits.interrupted:
                 raise KeyboardInterrupt
             raise PlanError("expected a way from source through all layers to sink, got none")
-        chosen, highest, bound = found.best, found.highest_flow, found.bound
+        chosen, highest = found.best, found.highest_flow
         candidates = found.candidates
     check_placement(cluster, chosen.placement, chosen.flow, bound)
     result = chosen.run.result if isinstance(chosen.run, PlacementRun) else None
