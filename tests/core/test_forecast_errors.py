@@ -41,6 +41,13 @@ def test_bias_and_coverage_hold_while_times_grow() -> None:
     assert sum(0.87 <= (each.coverage or 0.0) <= 0.93 for each in found) >= 36
 
 
+def test_forecasts_that_are_exact_keep_a_bound() -> None:
+    ratios = Ratios()
+    for _ in range(1000):
+        ratios.add(1.0, 1.0)
+    assert (ratios.bound, ratios.coverage) == (1.0, 1.0)
+
+
 @given(st.lists(st.tuples(st.floats(1e-3, 1e3), st.floats(1e-3, 1e3)), min_size=8, max_size=300))
 def test_the_factor_is_a_mean_of_what_was_seen(times: list[tuple[float, float]]) -> None:
     ratios = Ratios()

@@ -90,7 +90,7 @@ def test_prompts_of_a_few_milliseconds_show_nothing() -> None:
     scheduler, leases = burst(quick, quick)
     lease = next(each for each in leases if each.instance == "a")
     scheduler.on_first_token(lease, 0.03)
-    assert not scheduler.instances[0].speed.seen
+    assert not scheduler.instances[0].speed.begun
 
 
 def test_what_was_restored_shows_nothing() -> None:

@@ -52,7 +52,7 @@ class Ratios:
         corrected_s = predicted_s * self.factor
         covered = ratio <= self.bound
         self._covered.append(covered)
-        self._level = min(1.0, self._level + _LEVEL_GAIN * (_BOUND - covered))
+        self._level = max(0.5, min(1.0, self._level + _LEVEL_GAIN * (_BOUND - covered)))
         if len(self._times) == _KEPT:
             was_predicted_s, was_corrected_s, was_true_s = self._times.popleft()
             del self._ordered[first_at_least(self._ordered, was_true_s / was_predicted_s)]

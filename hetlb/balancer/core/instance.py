@@ -143,7 +143,7 @@ class Instance:
         #: True once it may run as many sequences as it has slots; until then, first tokens so far.
         self.explored = self.profiled
         self._first_tokens = 0
-        #: Time of its first request since it was idle, and the prompt tokens that it had read by then.
+        #: Since when it reads prompts alone, infinite while answers run, and prompt tokens read by then.
         self._begun_at, self._begun_tokens = now, 0
         #: As profiled or, without a profile, the default; and as corrected by what its answers showed.
         self.nominal: LatencyModel = spec.latency or DEFAULT_LATENCY
@@ -379,8 +379,9 @@ class Instance:
         if now > speed.last:
             self._elapsed(now)
         self._occupancy = None
-        if not self.leases:
-            self._begun_at, self._begun_tokens = now, speed.prompt_tokens
+        if not self.unread_sequences and not speed.begun:
+            self._begun_at = math.inf if self.leases else now
+            self._begun_tokens = speed.prompt_tokens
         self.leases[lease.key] = lease
         self.work_ns += lease.work_ns
         self.kv_tokens += lease.kv_tokens
@@ -400,8 +401,14 @@ class Instance:
             self.unread_sequences += lease.request.sequences
         elif lease.request.generates:
             self._reading.append(lease)
+        # Of a whole answer (not a stream) it is not known when it began: its speed shows only if at once.
         if not lease.incoming:
-            self._may_begin(lease)
+            if self.sequences - self.finished_sequences - len(self.incoming) <= self.max_num_seqs:
+                lease.mark = speed.mark()
+            if not lease.request.streamed:
+                lease.begun_steps = steps = self._steps
+                self._begun_steps += lease.request.sequences * steps
+                self._begun_sequences += lease.request.sequences
         if lease.request.sequences > 1:
             self.groups[lease.id] = lease
         tree = self.tree
@@ -422,13 +429,6 @@ class Instance:
         lease.dispatched_at = now
         if not lease.request.streamed:
             self._reading.append(lease)
-        self._may_begin(lease)
-
-    def _may_begin(self, lease: Lease) -> None:
-        """Mark the work of now for a lease that was sent: it may begin.
-
-        Of a whole answer (not a stream) it is not known when it began: at once if it could, for its speed.
-        """
         if self.unfinished_sequences - len(self.incoming) <= self.max_num_seqs:
             lease.mark = self.speed.mark()
         if not lease.request.streamed:

@@ -194,7 +194,7 @@ class Scheduler:
         if instance.token(now):
             self.fleet.reindex(now)
         instance.first_token(lease, now)
-        taught = not (instance.explored and instance.speed.seen)
+        taught = not (instance.explored and (instance.speed.begun or instance.speed.seen))
         if taught and lease.request.streamed and lease.decode is None and instance.learn_prefill(lease, now):
             if instance.profiled:
                 self._misplaced = instance.spec.model
@@ -554,7 +554,7 @@ class Scheduler:
         if live.begun:
             instance.first_token(lease, now)
         lease.mark = lease.first_mark = None
-        instance.speed.seen = instance.speed.seen or instance.profiled
+        instance.speed.begun = True
         self.ledger.restored(lease, now, own)
         return lease
 

@@ -124,8 +124,8 @@ class SpeedTracker:
         self.last_mixed = False
         #: Engines that share what runs.
         self.engines = 1
-        #: True if some answer has shown a speed.
-        self.seen = False
+        #: True if some answer has shown a speed, and if the first prompts have been compared with a profile.
+        self.seen = self.begun = False
         #: Seconds in which it stood still so far, and the last time that it did.
         self.stood_s = 0.0
         self.stood_at = -math.inf
@@ -259,13 +259,14 @@ class SpeedTracker:
         return seconds > 0.0 and expected_s > 0.0 and self._observe(expected_s, seconds, now)
 
     def begin(self, expected_s: float, seconds: float, now: float) -> bool:
-        """Confirm a profile by the first prompts, or correct it. Return True if the factor changed."""
-        if self.seen or seconds <= 0.0 or expected_s < FIRST_PROMPTS_S:
+        """Correct a profile that the first prompts show to be wrong. Return True if the factor changed."""
+        if expected_s < FIRST_PROMPTS_S:
             return False
+        self.begun = True
         ratio = max(1.0 / self._most, min(self._most, seconds / expected_s))
-        confirmed = 1.0 / _CLEAR < ratio < _CLEAR
-        self._observed_s, self._expected_s = (PRIOR_S, PRIOR_S) if confirmed else (ratio * _FIRST_S, _FIRST_S)
-        self._at = now
+        if self.seen or 1.0 / _CLEAR < ratio < _CLEAR:
+            return False
+        self._observed_s, self._expected_s, self._at = ratio * _FIRST_S, _FIRST_S, now
         return self._observe(0.0, 0.0, now)
 
     def assume(self, factor: float) -> bool:
