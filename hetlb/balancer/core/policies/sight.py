@@ -46,7 +46,7 @@ class SchedulingContext:
     __slots__ = (
         "adapter_load_s", "availabilities", "booked", "burst", "demand", "goes_on", "half_output", "held",
         "long_output", "mean_output", "mean_prefill", "most_cached", "now", "predicted_output", "prompt",
-        "prompts", "request", "waited_s", "waiting",
+        "prompts", "request", "unread", "waited_s", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -71,8 +71,9 @@ class SchedulingContext:
         self.now = now
         self.held = held
         self.availabilities = availabilities
-        #: Tokens of the prompt that one instance holds at most.
-        self.most_cached = 0.0
+        #: Tokens of its prompt that one instance holds at most, and of all that wait to be computed on an
+        #: instance in the mean.
+        self.most_cached = self.unread = 0.0
         #: Seconds to load the adapter that the request is for, 0 where it is for none.
         self.adapter_load_s = 0.0
         #: Seconds since the request came.

@@ -11,18 +11,10 @@ import msgspec
 
 from hetlb.balancer.core.types import CAUSES
 from hetlb.balancer.telemetry.request_record import RequestRecord
+from hetlb.logs import escape
 
-_UNSAFE = re.compile(r"[^!-~]|[\"\\=]")
-_SAFE = re.compile(r"[!#-<>-\[\]-~]+")
 #: Legal in JSON text, but some readers of lines take them for the end of a line.
 _LINE_ENDS = re.compile(r"[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-
-
-def escape(text: str) -> str:
-    """Text from outside as one safe word: other than visible ASCII, quotes, `=` and `\\` become `%xx`."""
-    if _SAFE.fullmatch(text) is not None:
-        return text
-    return _UNSAFE.sub(lambda match: "".join(f"%{byte:02x}" for byte in match[0].encode()), text) or "-"
 
 
 #: Escaped models, paths and tenants; cleared when full.
