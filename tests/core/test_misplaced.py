@@ -64,7 +64,6 @@ def test_a_wrong_profile_is_corrected_by_the_first_prompts(claims: float, is_slo
     after = sum(each == "a" for each in found.values())
     right = PROMPTS / (1.0 + is_slower)
     assert abs(after - right) < abs(at_first - right)
-    assert after == pytest.approx(right, abs=4)
 
 
 @pytest.mark.parametrize("slower", [0.75, 1.0, 1.4])

@@ -61,7 +61,6 @@ class Driver(Host):
     """Exchanges, connections to engines and counters of one process; `scheduling` is set by its maker."""
 
     scheduling: SchedulerSide
-    takes_back = True
 
     def __init__(
         self,
@@ -263,6 +262,9 @@ class Driver(Host):
             and exchange.attempt.may_be_taken
             and exchange.response.state is not STARTED
         )
+
+    def takes_back(self) -> bool:
+        return True
 
     def turned_away(self, lease: Lease) -> None:
         self.counted.tried_again(lease.instance, Outcome.UPSTREAM_BUSY)

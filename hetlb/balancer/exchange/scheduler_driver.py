@@ -179,7 +179,7 @@ class SchedulerDriver(SchedulerSide):
     def first_token(self, lease: Lease, now: float) -> None:
         if commands := self.scheduler.on_first_token(lease, now):
             self.carry_out(commands)
-        if self.scheduler.misplaces and self.carrier.takes_back:
+        if self.scheduler.misplaces and self.carrier.takes_back():
             self._move(self.scheduler.misplaced(), self.scheduler.on_misplaced, now)
             self.carry_out(self.scheduler.wait_again(now))
 

@@ -206,9 +206,6 @@ class StallWatch:
 class Carrier(ABC):
     """Base of what carries out a scheduler's commands: the clock, counters and sweeps of its process."""
 
-    #: True if it can take requests from engines that work: they wait again, or go elsewhere.
-    takes_back = False
-
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.now = loop.time
@@ -230,6 +227,10 @@ class Carrier(ABC):
 
     def may_turn_away(self, lease: Lease) -> bool:
         """Return True if a lease of which nothing came can be taken from its engine."""
+        return False
+
+    def takes_back(self) -> bool:
+        """Return True if requests can be taken from engines that work: they wait again, or go elsewhere."""
         return False
 
     def turned_away(self, lease: Lease) -> None:
