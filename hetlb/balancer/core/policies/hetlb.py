@@ -45,7 +45,8 @@ from hetlb.extras import option
 PASSED_OVER: Final = "passed over"
 #: Reason of an instance without room.
 FULL: Final = "full"
-#: Share of the faster instances' speed that is left for what waits, at least, whatever keeps coming.
+#: Share of the faster instances' speed that is left for what waits, at least, whatever keeps coming
+#: (`front.py`: with 1, nothing taken off, mean TTFT of a 70B fleet at 95 % is 10 s in place of 3.6).
 _LEAST_LEFT: Final = 1.0 / 3.0
 
 
