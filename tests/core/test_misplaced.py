@@ -92,6 +92,16 @@ def test_prompts_of_a_few_milliseconds_show_nothing() -> None:
     assert not scheduler.instances[0].speed.begun
 
 
+def test_prompts_beside_answers_show_nothing() -> None:
+    """A short prompt tells too little; the next one comes while its answer runs."""
+    scheduler = make_scheduler([spec("a", capacity=CAPACITY)], "hetlb")
+    for number, prompt, at in ((1, 20, 0.0), (2, TOKENS, 1.0)):
+        lease = dispatched(scheduler.on_arrival(request(number, prompt=prompt, streamed=True), at))
+        scheduler.on_first_token(lease, at + 3.0 * FAST.prefill_s(prompt))
+    assert not scheduler.instances[0].speed.begun
+    assert not scheduler.misplaces
+
+
 def test_what_was_restored_shows_nothing() -> None:
     _, leases = burst(FAST, FAST)
     fresh = make_scheduler([spec(name, capacity=CAPACITY) for name in "ab"], "hetlb")

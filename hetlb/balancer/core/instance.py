@@ -776,10 +776,9 @@ class Instance:
 
         Each iteration read as many prompts as were there. True if that changed the factor.
         """
-        if (
-            self.speed.stood_at >= self._begun_at or self.adapters is not None
-        ):  # it stood, or loaded an adapter
-            return False
+        since = self._begun_at
+        if since == math.inf or self.speed.stood_at >= since or self.adapters is not None:
+            return False  # answers run beside them, it stood, or loads adapters
         budget = float(self.token_budget)
         done, pending = self.speed.prompt_tokens - self._begun_tokens, self.pending_prompt_tokens
         read = min(float(done + pending), math.ceil(done / self.engines / budget) * budget * self.engines)
@@ -787,7 +786,7 @@ class Instance:
         mean, each = read / prompts, max(1.0, prompts / self.engines)
         expected_s = self.nominal.joining_s(0.0, self.capacity.async_scheduling is True)
         expected_s += self.nominal.first_token_s(mean, 0.0, 0.0, 0.0, 0.0, budget, each)
-        return self.speed.begin(expected_s, now - self._begun_at, now)
+        return self.speed.begin(expected_s, now - since, now)
 
     def learn_speed(self, lease: Lease, now: float) -> bool:
         """Correct the speed by one answer that ended well. True if that changed the latency model."""
