@@ -3,7 +3,8 @@
 #   make demo-scaleout  two Envoys, two endpoint pickers and two emulated engines; a picker is killed
 #   make test       the tests (real sockets, no GPU, some minutes)
 #   make test-compiled  the tests of what is compiled, slow ones too, on the compiled hot path (needs a C compiler)
-#   make test-python  the tests of core and proxy on another Python, as PYTHON=python3.13
+#   make test-python  the tests of core and proxy on another Python, as PYTHON=python3.13; test-pythons: on all there are
+#   make test-without-options  all the rest of the tests without each option (more than an hour); WITHOUT=split for one
 #   make test-slow  the fault matrix with fifty streams in the background, and as processes
 #   make check      formatting, lint, types, those of the benches too
 #   make smoke      a short run of every bench, to see that it still runs (some minutes)
@@ -31,20 +32,30 @@ BIN := .venv/bin
 # tests of its own that have fixtures in common, until it is done and takes some of another.
 JOBS ?= $(shell expr $$(nproc) + 2)
 SPREAD := -n $(JOBS) --dist worksteal
+# Property tests of code that `make test` has tried on more examples.
+AGAIN := --hypothesis-profile=again
 # Folders of which `make test-slow` runs the tests; all of them.
 SLOW ?=
 # Tests of what is compiled. The rest runs interpreted in either build: dashboard, sources of instances, logs.
-COMPILED_TESTS := tests/core tests/proxy tests/workers tests/pick tests/faults tests/test_parity.py tests/cli/test_explain.py \
-  tests/sim tests/emulator tests/fuzz/test_growth.py --ignore=tests/proxy/dashboard --ignore=tests/proxy/discovery \
+INTERPRETED_OPTIONS := dashboard dns instance_files kubernetes
+COMPILED_TESTS := tests/core tests/proxy tests/options tests/faults tests/test_parity.py tests/cli/test_explain.py \
+  tests/sim tests/emulator tests/fuzz $(INTERPRETED_OPTIONS:%=--ignore=tests/options/%) \
   --ignore=tests/sim/test_against.py
+PACKAGES_OF_PROXY_TESTS := hypothesis openai pytest pytest-asyncio pytest-timeout pytest-xdist python-multipart \
+  tokenizers trustme websockets
+PYTHONS ?= $(shell for n in 12 13 14; do for each in python3.$$n $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.$$n.*/bin/python; do \
+  $$each -c 0 2> /dev/null && echo $$each && break; done; done; true)
+# Options that `make test-without-options` takes away, one after the other; all of them.
+WITHOUT ?=
 # More options of `make bench-head-to-head`, as `--minutes 30`. It goes on with its record; without that it begins.
 HEAD_TO_HEAD ?=
-# Seconds for each fuzz target; that for cost takes a minute at least.
+# Seconds for each fuzz target (that for cost takes six times as long), and mutants.
 FUZZ_SECONDS ?= 60
+MUTANTS ?= 10000
 # Tests start hundreds of processes: none of them is to compile all modules again (0.3 s each).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: wheel docs man pictures reference schemas test-helm test-sdks demo demo-scaleout test test-python test-compiled test-slow check smoke format bench bench-head-to-head bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
+.PHONY: wheel docs man pictures reference schemas test-helm test-sdks demo demo-scaleout test test-python test-pythons test-without-options test-compiled test-slow check smoke format bench bench-head-to-head bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
 .DELETE_ON_ERROR:
 
 .venv/bin/python:
@@ -76,15 +87,22 @@ test: .venv/.dev
 
 # PYTHONSAFEPATH: the tests and what they start take the installed hetlb, not the one in this folder.
 test-compiled: .venv-compiled/.done
-	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest $(SPREAD) -m 'not vllm and not light' $(COMPILED_TESTS)
-	PYTHONSAFEPATH=1 .venv-compiled/bin/python tests/fuzz/run.py --seconds 5 --mutants 1000 --short
+	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest $(SPREAD) $(AGAIN) -m 'not vllm and not light' $(COMPILED_TESTS)
 
 # The tests of core and proxy on another Python: `make test-python PYTHON=python3.13`.
 test-python:
 	venv=.venv-$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])') && \
 	  { test -x $$venv/bin/python || $(PYTHON) -m venv $$venv; } && \
-	  $$venv/bin/python -m pip install -q --disable-pip-version-check -e '.[dev]' && \
-	  $$venv/bin/python -m pytest $(SPREAD) -m 'not vllm and not slow and not light' tests/core tests/proxy
+	  $$venv/bin/python -m pip install -q --disable-pip-version-check -e . $(PACKAGES_OF_PROXY_TESTS) && \
+	  $$venv/bin/python -m pytest $(SPREAD) $(AGAIN) -m 'not vllm and not slow and not light' tests/core tests/proxy
+
+# The same on each newer Python that this machine has.
+test-pythons:
+	for each in $(PYTHONS); do $(MAKE) test-python PYTHON=$$each || exit; done
+
+# Without the folder of an option and its own tests: all the rest, in a copy. WITHOUT names options, all by default.
+test-without-options: .venv/.dev
+	$(BIN)/python tests/without_options.py $(WITHOUT) --pytest='$(SPREAD)'
 
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest $(SPREAD) -m 'slow and not vllm' $(SLOW)
@@ -131,7 +149,7 @@ man: .venv/.dev
 	  --project-name hetlb --manual-section 1 --manual-title 'User Commands' --output build/hetlb.1
 
 pictures: .venv/.dev
-	PYTHONPATH=tests:. $(BIN)/python tests/proxy/dashboard/pictures.py docs/pictures
+	PYTHONPATH=tests:. $(BIN)/python tests/options/dashboard/pictures.py docs/pictures
 	$(BIN)/python configs/site/diagrams.py docs/pictures
 	$(BIN)/python bench/in_flight.py
 
@@ -173,7 +191,7 @@ bench-proxies: .venv/.run
 	@touch $@
 
 fuzz: .venv/.dev .venv/.fuzz
-	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
+	$(BIN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) --mutants $(MUTANTS)
 
 properties: .venv/.dev
 	$(BIN)/python -m pytest $(SPREAD) -m 'hypothesis and not vllm' --hypothesis-profile=search

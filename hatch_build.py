@@ -51,7 +51,7 @@ COMPILED = (
     ),
     *(
         f"balancer/telemetry/{name}.py"
-        for name in ("access_log", "counters", "histograms", "request_record")
+        for name in ("counters", "histograms", "request_record")
     ),
     *(f"options/pick/{name}.py" for name in ("pick_driver", "stream")),
     *(f"options/relays/{name}.py" for name in ("relay_driver", "relay_host")),
@@ -67,6 +67,7 @@ COMPILED = (
     *(f"options/policies/{name}.py" for name in ("baselines", "views")),
     "options/message_channel.py",
     "options/recent.py",
+    "options/request_log/access_log.py",
     "options/remote_leases.py",
     *(
         f"options/split/{name}.py"

@@ -11,12 +11,23 @@ import contextlib
 import logging
 import os
 import queue
+import re
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
+
+_UNSAFE = re.compile(r"[^!-~]|[\"\\=]")
+_SAFE = re.compile(r"[!#-<>-\[\]-~]+")
+
+
+def escape(text: str) -> str:
+    """Text from outside as one safe word: other than visible ASCII, quotes, `=` and `\\` become `%xx`."""
+    if _SAFE.fullmatch(text) is not None:
+        return text
+    return _UNSAFE.sub(lambda match: "".join(f"%{byte:02x}" for byte in match[0].encode()), text) or "-"
 
 
 def _time(created: float) -> str:

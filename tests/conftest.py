@@ -6,23 +6,61 @@ A run draws the same examples every time, so that a test that fails has been bro
 
 import gc
 import os
+import re
 import signal
-from collections.abc import Generator
+import sys
+from collections.abc import Generator, Sequence
+from importlib.abc import MetaPathFinder
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+import hetlb.options
 
 # A shell's job in the background ignores Ctrl-C, and what it starts does too: tests press it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+OPTIONS = Path(hetlb.options.__file__).parent
 #: Checks of how examples are drawn, by the clock or by what was drawn: no result of a test.
 DRAWING = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
 
 settings.register_profile("search", deadline=None, suppress_health_check=DRAWING, print_blob=True)
 settings.register_profile("hetlb", settings.get_profile("search"), derandomize=True, max_examples=40)
+#: For code that `make test` has tried on more: compiled, or on another Python.
+settings.register_profile("again", settings.get_profile("hetlb"), max_examples=10)
 settings.load_profile("hetlb")
+
+
+#: Option whose folder was taken away (`without_options.py`).
+GONE = os.environ.get("HETLB_WITHOUT", "")
+
+
+class GoneFinder(MetaPathFinder):
+    """Sees who imports the option that was taken away, or its tests."""
+
+    #: True while tests are found: a module that imports it is skipped.
+    finding = False
+    #: True once a test has asked for it.
+    asked = False
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if name in (f"hetlb.options.{GONE}", f"options.{GONE}"):
+            self.asked = True
+            if self.finding:
+                pytest.skip(f"needs the option {GONE}", allow_module_level=True)
+
+    def excuse(self, error: BaseException) -> None:
+        """Skip the test that failed if it has asked for the option, or if what it says names the folder."""
+        if self.asked or (GONE and re.search(rf"\boptions[./]{GONE}\b", str(error))):
+            pytest.skip(f"asks for the option {GONE}")
+
+
+_gone = GoneFinder()
+if GONE:
+    sys.meta_path.insert(0, _gone)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -31,11 +69,23 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if asked_for else True
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that need the option which was taken away."""
+    for item in items:
+        for name in [name for mark in item.iter_markers("option") for name in mark.args]:
+            if name == GONE:
+                item.add_marker(pytest.mark.skip(reason=f"needs the option {name}"))
+            elif not (OPTIONS / name / "__init__.py").exists():
+                raise pytest.UsageError(f"{item.nodeid}: expected an option of hetlb, got {name}")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep garbage collections off what was found: hundreds of thousands of objects that stay to the end."""
+    """Find the tests without garbage collections: what is found, hundreds of thousands of objects, stays."""
     gc.disable()
+    _gone.finding = True
     result = yield
+    _gone.finding = False
     gc.freeze()
     gc.enable()
     return result
@@ -50,11 +100,26 @@ def _children() -> set[int]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    """Kill what a failed test has left running: uvloop waits for its children when it is closed."""
-    before = _children()
+    """Kill what a failed test has left running: uvloop waits for its children when it is closed.
+
+    A test that fails and has asked for the option which was taken away is one of that option's own.
+    """
+    before, _gone.asked = _children(), False
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         for pid in _children() - before:
             os.kill(pid, signal.SIGKILL)
+        _gone.excuse(error)
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
+    """Skip a test whose fixtures ask for the option that was taken away."""
+    _gone.asked = False
+    try:
+        yield
+    except BaseException as error:
+        _gone.excuse(error)
         raise

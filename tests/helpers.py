@@ -100,8 +100,11 @@ def head(queue: Queue) -> Queued:
 
 
 def examples(few: int) -> int:
-    """So many examples of a property that takes long to try, and those of any other in `make properties`."""
-    return few if settings.get_current_profile_name() == "hetlb" else max(few, settings().max_examples)
+    """Examples of a property that takes long to try; in `make properties` those of any other."""
+    profile = settings.get_current_profile_name()
+    if profile == "search":
+        return max(few, settings().max_examples)
+    return min(few, settings().max_examples) if profile == "again" else few
 
 
 #: Seconds after which what is waited for will not come: it ends a test that has failed.

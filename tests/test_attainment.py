@@ -7,14 +7,12 @@ import json
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 import yaml
-from helpers import HANG_S, free_port
-from pick.rig import STATIC, Envoy
+from helpers import HANG_S
 
 import hetlb.tools.demo
 from hetlb.tools.loadtest.processes import Helpers, helper_processes
@@ -32,29 +30,29 @@ COUNT = 40
 _SAMPLE = re.compile(r'hetlb_class_requests_total\{model="m",class="([^"]+)",met="(\w+)"\} (\d+)')
 
 
-async def front(way: str, helpers: Helpers, folder: Path) -> tuple[str, str, Envoy | None]:
-    """Engines and what serves them: its URL, the admin URL, and the Envoy that is to be ended."""
+async def engines(helpers: Helpers, folder: Path, **tables: Any) -> list[str]:
+    """Start two engines, write a fleet file of them; return their URLs."""
     engine_flags = ("--port", "0", "--served-model-name", "m", "--time-scale", "0.1")
-    engines = [helpers.start("engine", "engine", "--profile", str(PROFILE), *engine_flags) for _ in range(2)]
-    for engine in engines:
+    started = [helpers.start("engine", "engine", "--profile", str(PROFILE), *engine_flags) for _ in range(2)]
+    for engine in started:
         await engine.ready()
+    urls = [engine.urls[0] for engine in started]
     fleet: dict[str, Any] = {
         "version": 1,
         "listen": {"port": 0},
         "admin": {"port": 0},
-        "pick": {"port": free_port()},
-        "models": [{"name": "m", "classes": CLASSES, "instances": [{"url": e.urls[0]} for e in engines]}],
+        "models": [{"name": "m", "classes": CLASSES, "instances": [{"url": url} for url in urls]}],
+        **tables,
     }
     (folder / "fleet.yaml").write_text(yaml.safe_dump(fleet, sort_keys=False))
-    command = ("pick",) if way == "pick" else ("serve", *way.split()[1:])
-    server = helpers.start(way, *command, "--config", str(folder / "fleet.yaml"))
+    return urls
+
+
+async def started(helpers: Helpers, folder: Path, *command: str) -> list[str]:
+    """Start what serves the fleet file of a folder; return its URLs."""
+    server = helpers.start("server", *command, "--config", str(folder / "fleet.yaml"))
     await server.ready()
-    if way != "pick":
-        return server.urls[0], server.urls[1], None
-    ports: Any = [SimpleNamespace(port=int(each.urls[0].rpartition(":")[2])) for each in engines]
-    envoy = Envoy(folder / "envoy", STATIC, [fleet["pick"]["port"]], ports).patient()
-    await envoy.start()
-    return f"http://127.0.0.1:{envoy.port}", server.urls[-1], envoy
+    return server.urls
 
 
 async def counted(admin_url: str) -> dict[str, tuple[int, int]]:
@@ -71,28 +69,31 @@ async def counted(admin_url: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("way", ["serve", "serve --workers 2", pytest.param("pick", marks=pytest.mark.envoy)])
-async def test_attainment_is_that_of_the_client(tmp_path: Path, way: str) -> None:
-    trace = tmp_path / "trace.csv"
+async def check(url: str, admin_url: str, folder: Path) -> None:
+    """Send requests of all classes; what the bench and `/metrics` say of them agrees."""
+    trace = folder / "trace.csv"
     lines = [f"0,20,{tokens},{name}" for name, tokens in ROWS * (COUNT // len(ROWS))]
     trace.write_text("\n".join(("arrival_s,input_tokens,output_tokens,class", *lines)) + "\n")
-    with helper_processes() as helpers:
-        envoy = None
-        try:
-            url, admin_url, envoy = await front(way, helpers, tmp_path)
-            bench = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "hetlb", "bench", "--url", url, "--trace", str(trace),
-                "--request-rate", "40", "--config", str(tmp_path / "fleet.yaml"), "--disable-tqdm",
-                "--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json",
-            )  # fmt: skip
-            assert await bench.wait() == 0
-            found = await counted(admin_url)
-        finally:
-            if envoy is not None:
-                await envoy.kill()
-    (run,) = json.loads((tmp_path / "result.json").read_text())["runs"]
+    bench = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "hetlb", "bench", "--url", url, "--trace", str(trace),
+        "--request-rate", "40", "--config", str(folder / "fleet.yaml"), "--disable-tqdm",
+        "--save-result", "--result-dir", str(folder), "--result-filename", "result.json",
+    )  # fmt: skip
+    assert await bench.wait() == 0
+    found = await counted(admin_url)
+    (run,) = json.loads((folder / "result.json").read_text())["runs"]
     assert (run["completed"], run["failed"]) == (COUNT, 0)
     classes = run["classes"]
     shares = {name: (classes[name]["requests"], classes[name]["attainment"]) for name in CLASSES}
     assert shares == {"steps": (24, pytest.approx(2 / 3)), "patient": (8, 1.0), "background": (8, 1.0)}
     assert {name: (of, pytest.approx(met / of)) for name, (met, of) in found.items()} == shares
+
+
+@pytest.mark.parametrize(
+    "way", ["serve", pytest.param("serve --workers 2", marks=pytest.mark.option("relays"))]
+)
+async def test_attainment_is_that_of_the_client(tmp_path: Path, way: str) -> None:
+    with helper_processes() as helpers:
+        await engines(helpers, tmp_path)
+        url, admin_url, *_ = await started(helpers, tmp_path, *way.split())
+        await check(url, admin_url, tmp_path)

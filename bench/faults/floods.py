@@ -39,12 +39,12 @@ import zmq
 from attacks import asking, p99
 from common import busy, serving
 from engine import plain
-from pick.frames import DATA as DATA_FRAME
-from pick.frames import END_HEADERS, HELLO, RST_STREAM, block, frame
-from pick.frames import HEADERS as HEADERS_FRAME
-from pick.gateway import PROCESS, Gateway
+from options.kv_events.kv_publisher import removed, stored
+from options.pick.frames import DATA as DATA_FRAME
+from options.pick.frames import END_HEADERS, HELLO, RST_STREAM, block, frame
+from options.pick.frames import HEADERS as HEADERS_FRAME
+from options.pick.gateway import PROCESS, Gateway
 from proxy.frames import frame as websocket_frame
-from proxy.kv_publisher import removed, stored
 
 from hetlb.options.tunnel.websocket import accept_of
 from hetlb.tools.loadtest.results import platform_document

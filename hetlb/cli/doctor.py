@@ -17,10 +17,18 @@ from urllib.parse import urljoin, urlsplit
 from rich.console import Console
 
 from hetlb.addresses import is_loopback
+from hetlb.balancer.clients.access import Access
 from hetlb.balancer.config.fleet import Fleet, fleet_from_urls, load_fleet
 from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.fleet.service import require_urls
-from hetlb.cli.doctor_local import ANY_HOSTS, closed_ports, is_own_address, running_instances
+from hetlb.cli.doctor_local import (
+    ANY_HOSTS,
+    certificate_trouble,
+    closed_ports,
+    is_own_address,
+    publisher_trouble,
+    running_instances,
+)
 from hetlb.cli.engine_facts import EngineFacts, ask_engines
 from hetlb.cli.flags import add_json, declare, print_document
 from hetlb.cli.profile_doubts import other_gpu, other_model, short_name
@@ -121,7 +129,14 @@ async def examine(fleet: Fleet) -> list[Check]:
     ]
     answering = [seen for seen in servers if not seen.facts.trouble]
     found += chain.from_iterable(map(_of_server, servers))
-    return [*_of_this_machine(fleet), *found, *_of_all(answering)]
+    for name, each in fleet.listed.items():
+        if each.kv_events is not None:
+            endpoint = each.kv_events.endpoint
+            trouble = await publisher_trouble(endpoint)
+            advice = "correct the address, or start the server with --kv-events-config"
+            told = f"{endpoint}: {trouble or 'there'}"
+            found.append(_check(f"KV events of {name}", not trouble, told, advice))
+    return [*_of_this_machine(fleet, access), *found, *_of_all(answering)]
 
 
 async def _of_source(source: Source, fleet: Fleet) -> tuple[Check, list[InstanceSpec]]:
@@ -145,7 +160,7 @@ def _check(name: str, ok: bool, found: str, advice: str) -> Check:
     return Check(name, ok, found, "" if ok else advice)
 
 
-def _of_this_machine(fleet: Fleet) -> Iterator[Check]:
+def _of_this_machine(fleet: Fleet, access: Access) -> Iterator[Check]:
     listen, admin = fleet.file.listen, fleet.file.admin
     apart = not listen.port or (listen.host, listen.port) != (admin.host, admin.port)
     ports = (
@@ -154,6 +169,10 @@ def _of_this_machine(fleet: Fleet) -> Iterator[Check]:
         else f"both at {listen.host}:{listen.port}"
     )
     yield _check("ports", apart, ports, "give admin.port another number")
+    for name, table, context in (("listen", listen.tls, access.tls), ("admin", admin.tls, access.admin_tls)):
+        if table is not None and context is not None:
+            trouble = certificate_trouble(context, fleet.base / table.cert)
+            yield _check(f"certificate of {name}", not trouble, trouble or "valid now", "renew it")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = hard == resource.RLIM_INFINITY
     found = "unlimited" if unlimited else f"{hard:,}"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import socket
+import ssl
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from hetlb.addresses import is_loopback
 from hetlb.balancer.config.fleet import Fleet
@@ -14,6 +18,8 @@ from hetlb.cli.adminclient import AdminClient
 from hetlb.errors import InputError, reason_of
 from hetlb.inputs.urls import bracketed, origin
 
+#: Seconds that a publisher of KV events has to take a connection.
+_PUBLISHER_S: Final = 2.0
 ANY_HOSTS: Final = ("0.0.0.0", "::", "")
 
 
@@ -61,3 +67,34 @@ def closed_ports(fleet: Fleet) -> Iterator[tuple[str, str]]:
             except OSError as error:
                 taken = error.errno == errno.EADDRINUSE
                 yield f"{name}.port {table.port}", "" if taken else f"{table.host}: {reason_of(error)}"
+
+
+async def publisher_trouble(endpoint: str) -> str:
+    """Return why the ZeroMQ address of a publisher takes no connection, "" if it does or is no TCP."""
+    parts = urlsplit(endpoint)
+    if parts.scheme != "tcp":
+        return ""
+    try:
+        async with asyncio.timeout(_PUBLISHER_S):
+            _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    except OSError as error:
+        return reason_of(error).lower()
+    writer.close()
+    return ""
+
+
+def certificate_trouble(server: ssl.SSLContext, cert: Path) -> str:
+    """Return what clients that trust the authority of a listener's certificate find wrong, "" for nothing."""
+    client = ssl.create_default_context(cafile=str(cert))
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)
+    for side in 2 * sides:
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLError as error:
+            return reason_of(error)
+    return ""

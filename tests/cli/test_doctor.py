@@ -283,6 +283,25 @@ async def test_a_listener_that_cannot_listen_is_found(tmp_path: Path, host: str)
     assert "give an address of this machine" in found["advice"]
 
 
+async def test_an_expired_certificate_of_a_listener_is_found(tmp_path: Path) -> None:
+    for until in (None, 2020):
+        certificate(tmp_path, until=until)
+        tls = {"cert": str(tmp_path / "server.pem"), "key": str(tmp_path / "server.key")}
+        async with server(GOOD) as one:
+            found = await wrong(tmp_path, [one], int(until is not None), listen={"port": 0, "tls": tls})
+        names = [(each["name"], each["found"], each["advice"]) for each in found]
+        expired = ("certificate of listen", "certificate has expired", "renew it")
+        assert names == ([] if until is None else [expired])
+
+
+async def test_a_publisher_of_kv_events_that_is_not_there_is_found(tmp_path: Path) -> None:
+    async with server(GOOD) as one:
+        there = one.replace("http:", "tcp:")
+        assert await wrong(tmp_path, [one], 0, {"kv_events": there}) == []
+        [found] = await wrong(tmp_path, [one], 1, {"kv_events": f"tcp://127.0.0.1:{free_port()}"})
+    assert (found["name"], "--kv-events-config" in found["advice"]) == ("KV events of s0", True)
+
+
 async def test_instances_that_stand_in_no_fleet_file_are_examined(tmp_path: Path) -> None:
     more = tmp_path / "more.yaml"
     discovery = {"files": [str(more)]}
@@ -320,7 +339,11 @@ def certificate(
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     ends = None if until is None else datetime(until, 1, 1, tzinfo=UTC)
     begins = None if until is None else datetime(until - 9, 1, 1, tzinfo=UTC)
-    authority.issue_cert(host, not_before=begins, not_after=ends).configure_cert(context)
+    issued = authority.issue_cert(host, not_before=begins, not_after=ends)
+    issued.configure_cert(context)
+    issued.private_key_pem.write_to_path(str(folder / "server.key"))
+    for number, pem in enumerate(issued.cert_chain_pems):
+        pem.write_to_path(str(folder / "server.pem"), append=number > 0)
     authority.cert_pem.write_to_path(str(folder / "ca.pem"))
     return context, folder / "ca.pem"
 

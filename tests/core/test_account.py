@@ -25,9 +25,8 @@ def whole(scheduler: Scheduler, lease: Lease, now: float) -> None:
     scheduler.on_lease_ended(lease, Outcome.OK, now)
 
 
-def refused(scheduler: Scheduler, lease: Lease, how: str, now: float) -> Lease | None:
+def refused(scheduler: Scheduler, lease: Lease, busy: bool, now: float) -> Lease | None:
     """Have an engine refuse; return the lease elsewhere, None where the client gets the refusal."""
-    busy = how in ("429", "503")
     commands = scheduler.on_refused(lease, busy, None, now)
     if isinstance(commands[0], PassOn):
         outcome = Outcome.UPSTREAM_BUSY if busy else Outcome.UPSTREAM_REFUSED
@@ -36,10 +35,12 @@ def refused(scheduler: Scheduler, lease: Lease, how: str, now: float) -> Lease |
     return dispatched(commands)
 
 
-@pytest.mark.parametrize("how", ["503", "429", "401", "404", "400"])
+@pytest.mark.parametrize("busy", [True, False])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize(("fleet", "bad"), [("ab", "a"), ("abc", "a"), ("abc", "ab")])
-def test_an_instance_that_refuses_at_once_draws_no_work(policy: str, how: str, fleet: str, bad: str) -> None:
+def test_an_instance_that_refuses_at_once_draws_no_work(
+    policy: str, busy: bool, fleet: str, bad: str
+) -> None:
     """Twenty a second for 10 s, then it answers: a few are lost, and it is back within 5 s."""
     scheduler = make_scheduler([spec(name) for name in fleet], policy)
     running: list[tuple[float, Lease]] = []
@@ -51,7 +52,7 @@ def test_an_instance_that_refuses_at_once_draws_no_work(policy: str, how: str, f
         lease: Lease | None = dispatched(scheduler.on_arrival(request(i), now))
         if lease is not None and lease.instance in bad and now < 10.0:
             while lease is not None and lease.instance in bad:
-                lease = refused(scheduler, lease, how, now + 0.001)
+                lease = refused(scheduler, lease, busy, now + 0.001)
             lost += lease is None
         elif lease is not None and lease.instance == "a" and not back_at:
             back_at = now
@@ -64,10 +65,9 @@ def test_an_instance_that_refuses_at_once_draws_no_work(policy: str, how: str, f
     scheduler.check_integrity()
 
 
-@pytest.mark.parametrize("how", ["400", "401", "404"])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("fleet", ["a", "ab", "abc"])
-def test_what_all_refuse_alike_is_the_clients_own(fleet: str, policy: str, how: str) -> None:
+def test_what_all_refuse_alike_is_the_clients_own(fleet: str, policy: str) -> None:
     """Of two clients one gets 4xx for everything: that changes no account, at any instance."""
     scheduler = make_scheduler([spec(name) for name in fleet], policy)
     rng = random.Random(1)
@@ -77,7 +77,7 @@ def test_what_all_refuse_alike_is_the_clients_own(fleet: str, policy: str, how: 
         lease: Lease | None = dispatched(scheduler.on_arrival(request(i), now))
         visits = 0
         while lease is not None and bad:
-            lease, visits = refused(scheduler, lease, how, now), visits + 1
+            lease, visits = refused(scheduler, lease, False, now), visits + 1
         assert visits <= 3
         if lease is not None:
             running.append(lease)
@@ -98,7 +98,7 @@ def test_one_that_refuses_every_second_request_is_found() -> None:
         if lease.instance == "a":
             visits += 1
             if visits % 2:
-                lease = refused(scheduler, lease, "401", now)
+                lease = refused(scheduler, lease, False, now)
                 lost += lease is None
         if lease is not None:
             whole(scheduler, lease, now)
@@ -116,7 +116,7 @@ def test_refusals_count_where_too_many_are_tried_elsewhere_already() -> None:
         lease = dispatched(scheduler.on_arrival(request(i, subset=("a",)), float(i)))
         lost = account(scheduler, "a").lost
         lease.request = request(i)
-        passed += refused(scheduler, lease, "401", float(i)) is None
+        passed += refused(scheduler, lease, False, float(i)) is None
     assert passed == 4
     assert lost < account(scheduler, "a").lost
 
@@ -127,7 +127,7 @@ def test_clients_whose_every_second_request_is_wrong_change_nothing() -> None:
         now = i / 20
         lease: Lease | None = dispatched(scheduler.on_arrival(request(i), now))
         while lease is not None and i % 4 < 2:
-            lease = refused(scheduler, lease, "400", now)
+            lease = refused(scheduler, lease, False, now)
         if lease is not None:
             whole(scheduler, lease, now)
         for each in scheduler.instances:
@@ -160,7 +160,7 @@ def test_names_that_not_all_answer_to_change_nothing(own: str) -> None:
 def test_one_engine_alone_is_never_refused_work(policy: str) -> None:
     scheduler = make_scheduler([spec("a")], policy)
     for i in range(50):
-        assert refused(scheduler, dispatched(scheduler.on_arrival(request(i), i / 20)), "503", i / 20) is None
+        assert refused(scheduler, dispatched(scheduler.on_arrival(request(i), i / 20)), True, i / 20) is None
         scheduler.on_sweep({}, i / 20)
     lease = dispatched(scheduler.on_arrival(request(99), 3.0))
     for tick in range(20):
@@ -172,7 +172,7 @@ def test_one_engine_alone_is_never_refused_work(policy: str) -> None:
 def test_a_full_queue_is_a_limit_and_no_fault() -> None:
     scheduler = make_scheduler([spec("a"), spec("b")], "single")
     held = [dispatched(scheduler.on_arrival(request(i), 0.0)) for i in range(5)]
-    moved = refused(scheduler, held[4], "503", 0.1)
+    moved = refused(scheduler, held[4], True, 0.1)
     assert moved is not None
     assert moved.instance == "b"
     assert dispatched(scheduler.on_arrival(request(9), 0.2)).instance == "b"

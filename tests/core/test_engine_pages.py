@@ -154,7 +154,7 @@ def test_what_is_kept_of_a_page_is_bounded(piece: bytes) -> None:
     page = EnginePage()
     tracemalloc.start()
     try:
-        for _ in range(300):
+        for _ in range(100):
             page.feed(piece)
         page.sample()
         assert tracemalloc.get_traced_memory()[1] < 4 << 20

@@ -243,6 +243,17 @@ def test_turns_at_once_join_their_conversation_though_more_is_to_be_read_there()
     assert found == [first.instance] * 28
 
 
+def test_in_a_burst_long_prompts_go_to_the_fast_one_and_short_ones_beside_it() -> None:
+    """As many again as wait are delayed by each prompt that is read: more by a long one on the slow one."""
+    fleet = [spec("a", capacity=capacity(256)), spec("b", slower=2.0, capacity=capacity(256))]
+    scheduler = make_scheduler(fleet, "hetlb")
+    prompts = [request(i, prompt=4000 if i % 4 == 0 else 200) for i in range(160)]
+    leases = [dispatched(scheduler.on_arrival(each, 0.0)) for each in prompts]
+    slow = [lease.request.prompt_tokens for lease in leases if lease.instance == "b"]
+    assert slow.count(200) > 160 / 4
+    assert slow.count(4000) < slow.count(200) / 6
+
+
 @pytest.mark.parametrize("shows", ["a first token", "an answer", "time"])
 def test_without_a_profile_each_first_token_lets_two_more_requests_run(shows: str) -> None:
     unknown = InstanceSpec("a", MODEL, capacity=capacity(64))

@@ -26,7 +26,6 @@ from hetlb.balancer.core.types import (
     ProbeResult,
     Role,
 )
-from hetlb.options.split.hand_overs import Parts
 
 LINK = KvLink(Connector.NIXL)
 
@@ -258,38 +257,33 @@ def linked(name: str, role: Role, **more: Any) -> InstanceSpec:
 
 
 @pytest.mark.parametrize(
-    ("roles", "whole", "parts", "mixed"),
+    ("roles", "whole"),
     [
-        ("p d", "d", "pd", False),
-        ("p d b", "b", "pdb", False),
-        ("p p", "pp", "", True),
-        ("d d", "dd", "", True),
-        ("b b", "bb", "bb", True),
-        ("p b", "b", "pb", False),
-        ("d b", "b", "db", False),
-        ("b", "b", "", True),
+        ("p d", "d"),
+        ("p d b", "b"),
+        ("p p", "pp"),
+        ("d d", "dd"),
+        ("b b", "bb"),
+        ("p b", "b"),
+        ("d b", "b"),
+        ("b", "b"),
     ],
 )
+@pytest.mark.option("split")
 def test_whole_requests_go_to_those_without_a_role_or_else_to_those_that_decode(
-    roles: str, whole: str, parts: str, mixed: bool
+    roles: str, whole: str
 ) -> None:
     of = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}
     kinds = roles.split()
     scheduler, filtered = fleet(*(linked(f"{kind}{n}", of[kind]) for n, kind in enumerate(kinds)))
     assert "".join(each.name[0] for each in filtered.able) == whole
-    assert "".join(each.name[0] for each in Parts(filtered).instances) == parts
-    assert Parts(filtered).mixed is mixed
     kept = {each.name: f"its role is {each.spec.role}" for each in scheduler.instances}
     for each in filtered.able:
         del kept[each.name]
     assert filtered.roles == filtered.excluded == kept
 
 
-def test_without_a_link_none_is_split() -> None:
-    _, filtered = fleet(linked("p", Role.PREFILL, link=None), linked("d", Role.DECODE))
-    assert (Parts(filtered).instances, names(filtered.able)) == ([], "d")
-
-
+@pytest.mark.option("split")
 def test_a_role_counts_for_nothing_where_no_other_is_left() -> None:
     _, filtered = fleet(linked("p", Role.PREFILL), linked("d", Role.DECODE))
     assert choices(filtered, tried=["d"]) == ("p", {"d": "tried before"}, None)
@@ -298,33 +292,12 @@ def test_a_role_counts_for_nothing_where_no_other_is_left() -> None:
     assert choices(filtered, subset=("p",)) == ("p", {"d": "not in the subset of the gateway"}, None)
 
 
+@pytest.mark.option("split")
 def test_of_suspects_that_decode_and_readers_that_are_up_the_suspects_take_whole_requests() -> None:
     scheduler, _ = fleet(linked("p", Role.PREFILL), linked("d", Role.DECODE), health=Health.SUSPECT)
     set_health(scheduler, "p", ProbeResult.OK)
     filtered = ready(scheduler)
     assert names(filtered.able) == "d"
-
-
-def test_parts_are_those_that_fit_had_it_not_and_are_not_restrained() -> None:
-    scheduler, filtered = fleet(
-        linked("p", Role.PREFILL, kv=1000),
-        linked("q", Role.PREFILL, kv=3000),
-        linked("d", Role.DECODE, kv=3000),
-        linked("e", Role.DECODE, kv=2000),
-    )
-
-    def parts(
-        prompt: int = 100, tried: list[str] | None = None, now: float = 0.0, ceiling: int | None = None
-    ) -> str:
-        return names(Parts(ready(scheduler, now)).fitting(request(1, prompt=prompt), tried, now, ceiling))
-
-    whole = Parts(filtered)
-    assert whole.fitting(request(1), None, 0.0, None) is whole.instances
-    assert (parts(950), parts(951), parts(1951), parts(3000)) == ("pqde", "qde", "qd", "")
-    assert (parts(tried=["p"]), parts(tried=["p", "q"]), parts(tried=[])) == ("qde", "", "pqde")
-    assert (parts(ceiling=2), parts(ceiling=1), parts(ceiling=3)) == ("pe", "", "pqde")
-    busy(scheduler, "d", 5.0)
-    assert (parts(now=1.0), parts(now=5.0)) == ("pqe", "pqde")
 
 
 # --- all of them, for people ---

@@ -1,28 +1,16 @@
-"""All cases: importing this registers every one of them."""
+"""All cases: importing this registers every one of them, those of the options too."""
 
 from __future__ import annotations
 
-from faults import (
-    client_cases,
-    fleet_cases,
-    input_cases,
-    process_cases,
-    session_cases,
-    split_cases,
-    upstream_cases,
-    watching_cases,
-)
+from importlib import import_module
+from pathlib import Path
+
 from faults.cases import CASES, Case
 
-__all__ = [
-    "CASES",
-    "Case",
-    "client_cases",
-    "fleet_cases",
-    "input_cases",
-    "process_cases",
-    "session_cases",
-    "split_cases",
-    "upstream_cases",
-    "watching_cases",
-]
+_TESTS = Path(__file__).resolve().parents[1]
+#: Files of cases: the matrix's own, and one beside the tests of some options.
+FILES = sorted([*_TESTS.glob("faults/*_cases.py"), *_TESTS.glob("options/*/*_cases.py")])
+for _path in FILES:
+    import_module(".".join(_path.relative_to(_TESTS).with_suffix("").parts))
+
+__all__ = ["CASES", "FILES", "Case"]

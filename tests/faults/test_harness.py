@@ -10,16 +10,14 @@ import pytest
 from faults import checker as checking
 from faults.client import Client, body_of, request
 from faults.engine import MODES, FaultEngine
-from faults.everything import CASES
+from faults.everything import CASES, FILES
 from faults.rig import Checker, check_requests, engines, in_process
 from faults.wire import BlackHole
-
-HERE = Path(__file__).parent
 
 
 def test_every_way_to_fail_is_used() -> None:
     assert len(MODES) >= 40
-    text = "".join(path.read_text() for path in HERE.glob("*_cases.py"))
+    text = "".join(path.read_text() for path in FILES)
     statuses = {"400", "404", "413", "422", "429", "503"}
     unused = [name for name in MODES if f'"{name}"' not in text and name.partition("-")[0] not in statuses]
     assert unused == ["ok-stream"]  # the other half of `ok`

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from faults.everything import CASES, Case
-from faults.matrix import ROWS, table
+from faults.matrix import OPTIONS, ROWS, needed, table
 from faults.rig import Background, Checker, Launcher, check_requests, engines, in_process
 
 DOCS = Path(__file__).parent / "MATRIX.md"
@@ -65,7 +65,7 @@ async def test_row(
     assert each.errors or not wrong, wrong
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", [pytest.param(row, marks=pytest.mark.option(*needed(row))) for row in ROWS])
 def test_every_row_is_run(row: str) -> None:
     assert any(each.row == row for each in CASES)
 
@@ -74,6 +74,7 @@ def test_no_case_is_of_a_row_that_is_none() -> None:
     assert {each.row for each in CASES} <= ROWS.keys()
 
 
+@pytest.mark.option("resume", *OPTIONS.values())
 def test_the_docs_hold_the_table() -> None:
     """Print it with `python tests/faults/matrix.py`."""
     lines = table((each.row, each.known) for each in CASES)

@@ -314,12 +314,6 @@ async def shorter_than_it_says(rig: Rig) -> None:
     assert answer.status == 502 or answer.end in ("cut", "reset"), answer.body
 
 
-@case("U12", "short-length-resumed", outcomes={"no_response": 1}, proxy={"resume": "ids"})
-async def shorter_than_it_says_and_resumed(rig: Rig) -> None:
-    answer = await rig.ask("short-length", stream=False, runs=2)
-    assert answer.status == 502, answer.body
-
-
 def surplus(mode: str) -> None:
     @case("U12", mode, outcomes={"ok": 2})
     async def more_than_it_says(rig: Rig) -> None:

@@ -9,37 +9,23 @@ times at most, and the least one counts: what is superlinear is so every time.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import random
 import sys
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from helpers import make_scheduler, spec
-from pick.door import HEADERS, Door, messages_of, written
 from proxy.memory import End, Proxy
-from yaml import YAMLError
 
 from hetlb import turns
-from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.balancer.core.health import HealthTracker
 from hetlb.balancer.core.throttle import Throttle
 from hetlb.balancer.core.types import Health
 from hetlb.balancer.http import openai_body as bodies
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import GateError
-from hetlb.inputs.mistakes import mistakes_in
-from hetlb.inputs.yaml_file import _Builder
-from hetlb.options.engine_pages import engine_metrics
-from hetlb.options.instance_files.file_source import InstanceFile
-from hetlb.options.kv_events.kv_events import read_batch
-from hetlb.options.model_names.model_names import ModelNames
-from hetlb.options.shared_view.sharing import Sharing
-from hetlb.options.tunnel.websocket import accept_of
 from hetlb.tools.stage import stage_messages
 
 #: Reads of a socket are as large as this at most.
@@ -57,45 +43,45 @@ TRIES = 20
 turns._now = time.thread_time  # type: ignore[misc]
 
 Reader = Callable[[bytes], None]
+#: Maker of an input of a size.
+Make = Callable[[int], bytes]
 
 
-def _pieces(data: bytes, size: int) -> list[bytes]:
+def many(unit: bytes, before: bytes = b"", after: bytes = b"") -> Make:
+    """As many of these as fit."""
+    return lambda size: before + unit * max(1, (size - len(before) - len(after)) // len(unit)) + after
+
+
+def framed(frame: bytes) -> bytes:
+    """A message after its length."""
+    return len(frame).to_bytes(4, "big") + frame
+
+
+def framed_in(data: bytes) -> Iterator[bytes]:
+    """Messages that stand one after the other, each after its length in four bytes."""
+    at = 0
+    while at + 4 <= len(data):
+        end = at + 4 + int.from_bytes(data[at : at + 4], "big")
+        yield data[at + 4 : end]
+        at = end
+
+
+def pieces(data: bytes, size: int) -> list[bytes]:
     return [data[at : at + size] for at in range(0, len(data), size)]
 
 
 class Kept:
-    """Proxies that are used again: making one costs more than most inputs."""
+    """A proxy that is used again: making one costs more than most inputs."""
 
     def __init__(self) -> None:
         self._proxy: Proxy | None = None
-        self._door: Door | None = None
         self._engine: End | None = None
-        self._sharing: Sharing | None = None
-
-    @property
-    def sharing(self) -> Sharing:
-        """Knowledge that a process has of its peers, over a server that is not there."""
-        if self._sharing is None:
-
-            async def make() -> Sharing:
-                scheduler = make_scheduler([spec("a"), spec("b")])
-                return Sharing(SharedTable(), "redis://127.0.0.1:1", scheduler, lambda _: None, "cd34")
-
-            self._loop = asyncio.new_event_loop()
-            self._sharing = self._loop.run_until_complete(make())
-        return self._sharing
 
     @property
     def proxy(self) -> Proxy:
         if self._proxy is None:
             self._proxy = Proxy(self._listen)
         return self._proxy
-
-    @property
-    def door(self) -> Door:
-        if self._door is None:
-            self._door = Door()
-        return self._door
 
     def _listen(self) -> End:
         self._engine = End()
@@ -129,7 +115,7 @@ def client(size: int = READ) -> Reader:
     def read(data: bytes) -> None:
         end = KEPT.proxy.client()
         loop = KEPT.proxy.loop
-        for piece in _pieces(data, size):
+        for piece in pieces(data, size):
             end.send(piece)
             loop.settle(1)
         loop.rest()
@@ -150,47 +136,13 @@ def engine(size: int = READ) -> Reader:
     def read(data: bytes) -> None:
         asker, end = KEPT.engine(ASK)
         loop = KEPT.proxy.loop
-        for piece in _pieces(data, size):
+        for piece in pieces(data, size):
             end.send(piece)
             loop.settle(1)
         loop.rest()
         KEPT.done(asker, end)
 
     return read
-
-
-UPGRADE = (
-    b"GET /v1/realtime?model=alias HTTP/1.1\r\nhost: p\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
-    b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
-)
-AGREED = (
-    b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
-    b"sec-websocket-accept: %b\r\n\r\n" % accept_of(b"dGhlIHNhbXBsZSBub25jZQ==")
-)
-
-
-def tunnel(*, client: bool, size: int = READ) -> Reader:
-    """Bytes of either side of a tunnel whose client asked for an alias, in reads of `size` bytes."""
-
-    def read(data: bytes) -> None:
-        KEPT.proxy.server.router.names = ModelNames({"alias": "m"})
-        asker, end = KEPT.engine(UPGRADE)
-        loop = KEPT.proxy.loop
-        end.send(AGREED)
-        loop.settle(4)
-        for piece in _pieces(data, size):
-            (asker if client else end).send(piece)
-            loop.settle(1)
-        loop.rest()
-        KEPT.done(asker, end)
-        KEPT.proxy.server.router.names = None
-
-    return read
-
-
-def gateway(data: bytes) -> None:
-    """Messages of a gateway to an endpoint picker, with their lengths before them."""
-    KEPT.door.check(messages_of(data))
 
 
 def json(kind: Kind) -> Reader:
@@ -205,49 +157,9 @@ def json(kind: Kind) -> Reader:
 
 def stage(data: bytes) -> None:
     """Frames of a stage or coordinator one after the other, each after its length in four bytes."""
-    at = 0
-    while at + 4 <= len(data):
-        end = at + 4 + int.from_bytes(data[at : at + 4], "big")
+    for frame in framed_in(data):
         with contextlib.suppress(stage_messages.StageProtocolError):
-            stage_messages.decode(data[at + 4 : end])
-        at = end
-
-
-def peers(data: bytes) -> None:
-    """Messages of a peer of the shared view, each after its length in four bytes."""
-    sharing, at = KEPT.sharing, 0
-    while at + 4 <= len(data):
-        end = at + 4 + int.from_bytes(data[at : at + 4], "big")
-        sharing._receive(data[at + 4 : end])
-        at = end
-    for peer in sharing.view.peers:
-        sharing._forget(peer, 0.0)
-    sharing._transport.discard()
-
-
-def kv_events(data: bytes) -> None:
-    """A message of KV events, all parts of it."""
-    with contextlib.suppress(ValueError):
-        deque(read_batch(data), maxlen=0)
-
-
-def yaml(data: bytes) -> None:
-    """A file of instances: its plain data, and its mistakes."""
-    with contextlib.suppress(YAMLError, UnicodeDecodeError):
-        mistakes_in(_Builder(data.decode()).build(), InstanceFile)
-
-
-def metrics_in_pieces(data: bytes) -> None:
-    """A metrics page as it comes from a socket."""
-    page = engine_metrics.EnginePage()
-    for piece in _pieces(data, 1000):
-        page.feed(piece)
-    page.sample()
-
-
-def metrics(data: bytes) -> None:
-    """A metrics page."""
-    engine_metrics.parse(data.decode("utf-8", "replace"))
+            stage_messages.decode(frame)
 
 
 # --- measuring ---
@@ -327,7 +239,7 @@ FORM = (
     b"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: p\r\ncontent-type: multipart/form-data; boundary=b\r\n"
 )
 SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-#: Readers, and what stands before the input that is given many times over.
+#: Readers, and what stands before the input that is given many times over; options have more (`fuzzed.py`).
 PREFIXES: tuple[tuple[Reader, bytes], ...] = (
     (client(), b""),
     (client(), b"GET / HTTP/1.1\r\nhost: p\r\n"),
@@ -341,19 +253,9 @@ PREFIXES: tuple[tuple[Reader, bytes], ...] = (
     (engine(), b"HTTP/1.1 200 OK\r\n"),
     (engine(), SSE),
     (engine(), SSE.replace(b"transfer-encoding: chunked\r\n", b"")),
-    (gateway, b""),
-    (gateway, written([HEADERS])),
-    (tunnel(client=True), b""),
-    (tunnel(client=False), b""),
     (json(Kind.COMPLETION), b'{"model":"m","prompt":['),
     (json(Kind.CHAT), b'{"messages":"'),
     (json(Kind.RESPONSES), b""),
-    (metrics, b""),
-    (peers, b""),
-    (kv_events, b""),
-    (kv_events, b"\x92\xc0\xdd\x00\x00\x70\x00"),
-    (yaml, b""),
-    (yaml, b"models: ["),
 )
 #: Of an input given many times over: its sizes, and the passes that a byte may cost. Coverage slows down what
 #: it covers, and a whole request in a few bytes is work of its own.

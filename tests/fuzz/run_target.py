@@ -17,13 +17,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from fuzz.corpora import corpora
+
 try:
     import atheris
 except ImportError:
     atheris = None
 
 #: Each target has a folder of inputs.
-TARGETS = sorted(path.name for path in (Path(__file__).parent / "corpus").iterdir())
+TARGETS = sorted(corpora())
 FOUND = Path(__file__).resolve().parents[2] / ".cache" / "fuzz"
 
 
@@ -77,7 +79,7 @@ def without_coverage(name: str, seconds: float, seed: int) -> int:
 def with_coverage(name: str, seconds: int, seed: int) -> None:
     """Let libFuzzer lead; it ends the process with its own status."""
     with atheris.instrument_imports(include=["hetlb"]):
-        from fuzz.targets import CORPUS, TARGETS
+        from fuzz.targets import TARGETS
     grown = FOUND / name / "corpus"
     grown.mkdir(parents=True, exist_ok=True)
     # An input that takes minutes hangs: what is merely slow is for the target `cost` to find, by CPU time. It
@@ -87,7 +89,7 @@ def with_coverage(name: str, seconds: int, seed: int) -> None:
         f"-max_total_time={seconds}", f"-timeout={patience_s}", "-rss_limit_mb=4096", "-max_len=4096",
         f"-seed={seed}", "-verbosity=0", "-print_final_stats=1", f"-artifact_prefix={FOUND / name}/",
     ]  # fmt: skip
-    atheris.Setup([sys.argv[0], *flags, str(grown), str(CORPUS / name)], TARGETS[name])
+    atheris.Setup([sys.argv[0], *flags, str(grown), str(corpora()[name])], TARGETS[name])
     atheris.Fuzz()
 
 

@@ -1,9 +1,9 @@
 """What is fuzzed: readers of bytes from outside, each with what must hold whatever the bytes are.
 
-This is the one file that knows where the readers live and what they are called. A target takes any
-bytes and returns; whatever it raises is a find. Allowed refusals (`GateError`, `InputError`) are caught
-here; everything else about them is checked: that all ways to cut the input give one reading, that a second
-parser reads the same, that a figure is within its range, that an error is one line.
+This file knows where the readers live and what they are called, the `fuzzed.py` of an option knows its own. A
+target takes any bytes and returns; whatever it raises is a find. Allowed refusals (`GateError`, `InputError`)
+are caught here; everything else about them is checked: that all ways to cut the input give one reading, that
+a second parser reads the same, that a figure is within its range, that an error is one line.
 """
 
 # ruff: noqa: PT017, B904 -- what is caught here is judged; nothing else is a test
@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import json
 import logging
-import math
 import os
 import shutil
 import tempfile
@@ -24,40 +22,25 @@ from pathlib import Path
 from typing import Any
 
 import h11
-import msgspec
 import python_multipart
 import python_multipart.exceptions
 from fuzz import costs
-from fuzz.http2_peer import Peers
-from helpers import make_scheduler, spec
-from pick.door import Door, messages_of
+from fuzz.corpora import corpora, of_options
 from proxy.stream_spellings import data_of
 from stage.toy import make_folder, make_worker
 
 from hetlb.balancer.config.fleet import load_fleet
-from hetlb.balancer.exchange.engine_request import EngineRequest
 from hetlb.balancer.http import http1, sse, text_shape, transfer_fields
 from hetlb.balancer.http import openai_body as bodies
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.errors import InputError
 from hetlb.options.api_keys.api_keys import load_api_keys
-from hetlb.options.engine_pages import engine_metrics
 from hetlb.options.forms import multipart
-from hetlb.options.kv_events.block_index import BlocksCleared, BlocksStored
-from hetlb.options.kv_events.kv_events import PART_BLOCKS, read_batch
 from hetlb.options.profiles.profile_file import load_profile
-from hetlb.options.remote_leases import RemoteLeases
-from hetlb.options.resume.continuation import Continuation
-from hetlb.options.resume.progress import Kept
-from hetlb.options.takeover.offer import DECODER as TAKEOVER
-from hetlb.options.takeover.offer import Step
 from hetlb.tools.plan.cluster import load_cluster
 from hetlb.tools.stage import stage_messages
 from hetlb.tools.stage.runner import run_apart
 
-#: Tokens of a request whose answer may go on.
-MODEL_LEN = 512
-CORPUS = Path(__file__).parent / "corpus"
 #: Folder of the toy model whose stage is fuzzed.
 TOY = make_folder(Path(tempfile.mkdtemp(prefix="hetlb-fuzz-")))
 #: A request that fails alone is no find.
@@ -255,76 +238,6 @@ def _pass_events(data: bytes) -> None:
     assert facts == (count, False, False, None, None)
 
 
-def _resumed(kind: Kind, call: bodies.Call, first: list[bytes], second: bytes) -> bytes | None:
-    """Return the request for the rest of a stream that came in these reads, None where it does not go on."""
-    kept = Kept()
-    rest = Continuation(
-        kind, EngineRequest(http1.RequestHead(), call.body, "l"), kept,
-        streamed=call.stream, asks_ids=b'"return_token_ids"' not in call.body, hides_usage=call.hold_usage,
-    )  # fmt: skip
-    assert rest.dispatched(True, MODEL_LEN)
-    stream = rest.stream(True)
-    for piece in first:
-        stream.read(piece, 0.0)
-    draft = None if stream.done or stream.part_is_out else rest.draft()
-    if draft is None:
-        assert (
-            rest.why or (rest.progress is not None and rest.progress.why) or stream.done or stream.part_is_out
-        )
-    else:
-        assert rest.progress is not None
-        fields = json.loads(draft.body)
-        assert fields["stream_options"]["include_usage"] is True
-        assert 1 <= fields.get("max_tokens", 1) <= MODEL_LEN or rest.progress.most_tokens is None
-        assert draft.generated == sum(map(len, draft.ids)) <= (rest.progress.most_tokens or MODEL_LEN)
-        assert len(fields.get("prompt", ())) <= len(call.body) + 1024 + draft.generated
-        rest.take(draft)
-        assert rest.dispatched(True, MODEL_LEN)
-        again = rest.stream(True)
-        for event in again.read(second, 0.0).partition(b"[DONE]")[0].split(b"\n\n")[:-1]:
-            said = [line[6:] for line in event.split(b"\n") if line.startswith(b"data: {")]
-            if len(said) == 1 and not (again.part_is_out or again.failed or again.lost is not None):
-                json.loads(said[0])
-    rest.close()
-    assert kept.bytes == 0, "what was kept is still counted"
-    return None if draft is None else draft.body
-
-
-def continuation(data: bytes) -> None:
-    """Bodies, the first part of their answers and the rest of these: one request wherever it was cut.
-
-    The input is a body, a line feed, what came of the first engine, NUL, what comes of the second one.
-    """
-    body, _, streams = data.partition(b"\n")
-    first, _, second = streams.partition(b"\0")
-    for kind in (Kind.CHAT, Kind.COMPLETION):
-        try:
-            call = bodies.read_json(kind, body)
-        except bodies.GateError:
-            continue
-        found = _resumed(kind, call, [first], second)
-        cuts = sorted({len(first) // 3, *(at + 1 for at in range(len(first)) if first[at] == 10)})[:64]
-        pieces = [first[a:b] for a, b in zip([0, *cuts], [*cuts, len(first)], strict=True) if a < b]
-        assert _resumed(kind, call, pieces, second) == found, "another request by where the reads were cut"
-
-
-def metrics(data: bytes) -> None:
-    """Metrics pages of engines."""
-    text = data.decode("utf-8", "replace")
-    sample = engine_metrics.parse(text)
-    for number in (sample.running, sample.waiting):
-        assert number is None or (isinstance(number, int) and number >= 0)
-    assert sample.kv_usage is None or 0 <= sample.kv_usage <= 1
-    capacity = sample.capacity
-    for number in (capacity.kv_cache_tokens, capacity.block_size, capacity.kv_tokens_per_request):
-        assert number is None or number > 0
-    counters = engine_metrics.parse_counters(text)
-    for name in (each.name for each in dataclasses.fields(counters)):
-        value = getattr(counters, name)
-        assert value is None or (value >= 0 and math.isfinite(value))
-    engine_metrics.has_prefix_cache(text)
-
-
 _folder = Path(tempfile.mkdtemp(prefix="hetlb-fuzz-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
 
 
@@ -333,17 +246,6 @@ def _clean_up() -> None:
     for path in _folder.iterdir():
         path.unlink()
     _folder.rmdir()
-
-
-def kv_events(data: bytes) -> None:
-    """Messages of KV events: parts of a bounded size, or one line that says why not."""
-    try:
-        for event in read_batch(data):
-            assert isinstance(event, BlocksCleared) or len(event.hashes) <= PART_BLOCKS
-            assert not isinstance(event, BlocksStored) or len(event.hashes) == len(event.contents)
-    except ValueError as error:
-        assert "\n" not in str(error), str(error)
-    costs.check_cost(costs.kv_events, data)
 
 
 def config_file(data: bytes) -> None:
@@ -435,24 +337,6 @@ def _compare_form(boundary: bytes, form: bytes) -> None:
         assert call.model == models[-1].decode("utf-8", "replace"), (call.model, models)
 
 
-_door: list[Door] = []
-_peers: list[Peers] = []
-
-
-def http2(data: bytes) -> None:
-    """Frames of HTTP/2 to the port of gateways."""
-    if not _peers:
-        _peers.append(Peers())
-    _peers[0].check(data)
-
-
-def gateway(data: bytes) -> None:
-    """Messages of a gateway: no error but a refusal, one lease at most, and nothing left of it."""
-    if not _door:
-        _door.append(Door())
-    _door[0].check(messages_of(data))
-
-
 class _Sink:
     """A coordinator that is told what the stage gives up."""
 
@@ -490,58 +374,32 @@ def stage_frames(data: bytes) -> None:
     assert pool.used == batcher.waiting_bytes == batcher.waiting == 0
 
 
-def shared_view(data: bytes) -> None:
-    """Messages of peers: taken or counted, no more leases than were sent, nothing left when they are gone."""
-    shared = costs.KEPT.sharing
-    view, before = shared.view, shared.received + shared.rejected
-    shared._receive(data)
-    assert shared.received + shared.rejected - before in (0, 1)
-    assert view.peer_leases <= len(data)
-    view._scheduler.check_integrity()
-    for peer in view.peers:
-        view.gone(peer, 0.0)
-    assert view._scheduler.in_flight == 0
-
-
-def takeover(data: bytes) -> None:
-    """Steps of the other process at the socket of `--replace`: read or refused, and bounded."""
-    with contextlib.suppress(ValueError, msgspec.DecodeError):
-        changes = [each for each in TAKEOVER.decode(data) if not isinstance(each, Step)]
-        assert len(changes) <= len(data)
-        remote = RemoteLeases(make_scheduler([spec("a")]), arrived=False)
-        remote.receive("old", changes, 0.0)
-        remote.gone("old", 0.0)
-        remote._scheduler.check_integrity()
-        assert remote._scheduler.in_flight == 0
+#: All readers whose cost is looked at: those of the balancer, then those of options.
+PREFIXES = [*costs.PREFIXES, *(each for option in of_options() for each in getattr(option, "PREFIXES", ()))]
 
 
 def cost(data: bytes) -> None:
     """CPU per byte: the input many times over, to each reader, and twice as often."""
     if len(data) < 2:
         return
-    reader, before = costs.PREFIXES[data[0] % len(costs.PREFIXES)]
+    reader, before = PREFIXES[data[0] % len(PREFIXES)]
     costs.check_growth(reader, before, data[1:65])
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "engine": engine,
-    "gateway": gateway,
-    "http2": http2,
     "differential": differential,
-    "shared": shared_view,
-    "takeover": takeover,
     "stage": stage_frames,
     "cost": cost,
     "gate": gate,
     "body": body,
     "sse": sse_watcher,
-    "continuation": continuation,
-    "metrics": metrics,
     "config": config_file,
-    "kv_events": kv_events,
 }
+for _option in of_options():
+    TARGETS.update(getattr(_option, "TARGETS", {}))
 
 
 def seeds(name: str) -> list[Path]:
     """The kept corpus of a target."""
-    return sorted(path for path in (CORPUS / name).iterdir() if path.is_file())
+    return sorted(path for path in corpora()[name].iterdir() if path.is_file())

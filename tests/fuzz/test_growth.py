@@ -1,6 +1,6 @@
 """A byte of input costs the same however many there are: in calls, CPU time and memory.
 
-Eighty worst cases, each generated in any size.
+Worst cases, each generated in any size; options have more (`fuzzed.py`).
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ from collections.abc import Callable
 
 import pytest
 from fuzz import costs
-from fuzz.costs import Reader
-from msgspec import msgpack
-from pick.door import ANSWER, BODY, HEADERS, written
-from pick.gateway import body_of
+from fuzz.corpora import of_options
+from fuzz.costs import Make, Reader, framed, many
 
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.build import compiled
-from hetlb.options.lease_wire import PART_CHANGES
 from hetlb.tools.stage.stage_messages import (
     MOST_PASSES,
     Close,
@@ -29,7 +26,6 @@ from hetlb.tools.stage.stage_messages import (
     encode,
 )
 
-Make = Callable[[int], bytes]
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\n"
 FORM_HEAD = (
     b"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: p\r\ncontent-type: multipart/form-data; boundary=b\r\n"
@@ -38,17 +34,6 @@ SSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding:
 JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 PART = b'--b\r\nContent-Disposition: form-data; name="x"\r\n\r\ny\r\n'
 MODEL = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\r\n'
-
-
-def many(unit: bytes, before: bytes = b"", after: bytes = b"") -> Make:
-    """As many of these as fit."""
-    return lambda size: before + unit * max(1, (size - len(before) - len(after)) // len(unit)) + after
-
-
-def merges(size: int) -> bytes:
-    """A mapping that merges as many others, half of it keys of its own."""
-    keys = b"".join(b"k%d: 1\n" % number for number in range(size // 18))
-    return many(b"*a,", b"a: &a {}\n<<: [", b"]\n" + keys)(size)
 
 
 def sized(unit: bytes, before: bytes = b"", after: bytes = b"", head: bytes = HEAD) -> Make:
@@ -94,56 +79,6 @@ PLAIN = JSON + b"transfer-encoding: chunked\r\n\r\n"
 HEADER = b"a: b\r\n"
 PING = b"GET /ping HTTP/1.1\r\nhost: p\r\n\r\n"
 NUMBERED = b"GET /ping HTTP/1.1\r\nhost: p\r\nx-n: %07d\r\n\r\n"
-
-
-def headers_of(unit: bytes) -> Make:
-    """A request's headers with as many of these headers as fit, below what may stand beside a body."""
-
-    def make(size: int) -> bytes:
-        held = unit * (size // len(unit))
-        found = b"\x0a" + varint(len(held)) + held
-        return written([b"\x12" + varint(len(found)) + found])
-
-    return make
-
-
-def varint(number: int) -> bytes:
-    """A number as protobuf writes it."""
-    out = b""
-    while number > 0x7F:
-        out += bytes([number & 0x7F | 0x80])
-        number >>= 7
-    return out + bytes([number])
-
-
-def pieces(part: str, size: int, *before: bytes) -> Make:
-    """A body in messages of `size` bytes."""
-    unit = written([body_of(part, b"x" * size, end=False).SerializeToString()])
-    return many(unit, written(list(before)))
-
-
-def peer(changes: list[list[object]]) -> bytes:
-    """A message of a peer that tells all its leases."""
-    return msgpack.encode([2, "ab", 1, 1, 0.0, 0, changes])
-
-
-LEASE: list[object] = [0, 1, "a", [1, "m", 1, 1, 1, 1, True, 1, True, [], 0, None, 1], 1, 1.0, 1.0, False]
-KEYED: list[object] = [
-    *LEASE[:3],
-    [1, "m", 1, 1, 1, 1, True, 1, True, [["k", 1]] * 4096, 0, None, 1],
-    *LEASE[4:],
-]
-
-
-def framed(frame: bytes) -> bytes:
-    """A frame of a stage after its length."""
-    return len(frame).to_bytes(4, "big") + frame
-
-
-def blocks(size: int, tokens: int = 16) -> bytes:
-    """KV events that store so many bytes of blocks."""
-    count = size // (tokens + 1)
-    return msgpack.encode([0.5, [["BlockStored", [1] * count, None, [1] * (tokens * count), tokens]]])
 
 
 #: name -> (reader, input of a size, the smaller size).
@@ -208,18 +143,6 @@ CASES: dict[str, tuple[Reader, Make, int]] = {
     "an event without end, byte by byte": (costs.engine(1), answer(b"data: x", 7), 4 << 10),
     "a stream in small reads": (costs.engine(30), answer(TOKEN, len(TOKEN)), 32 << 10),
     "a plain answer in small reads": (costs.engine(10), many(b"x", JSON + b"\r\n"), 16 << 10),
-    "a tunnel's client, byte by byte": (costs.tunnel(client=True, size=1), bytes, 2 << 10),
-    "a tunnel's engine, byte by byte": (costs.tunnel(client=False, size=1), bytes, 2 << 10),
-    "a body in messages of a byte": (costs.gateway, pieces("request_body", 1, HEADERS), 32 << 10),
-    "a body in messages of 4 KiB": (costs.gateway, pieces("request_body", 4096, HEADERS), 512 << 10),
-    "an answer in messages of a byte": (
-        costs.gateway, pieces("response_body", 1, HEADERS, BODY, ANSWER), 32 << 10,
-    ),
-    "messages that change nothing": (
-        costs.gateway, many(written([HEADERS]), written([HEADERS, BODY])), 64 << 10,
-    ),
-    "empty headers of a gateway": (costs.gateway, headers_of(b"\x0a\x00"), 16 << 10),
-    "headers of a gateway": (costs.gateway, headers_of(b"\x0a\x06\x0a\x01a\x12\x01b"), 16 << 10),
     "frames of a stage": (costs.stage, many(framed(encode(Close([1])))), 64 << 10),
     "frames of many passes": (
         costs.stage, many(framed(encode(Passes([Pass(1, 0, 0, 1, True)] * MOST_PASSES)))), 64 << 10,
@@ -227,38 +150,9 @@ CASES: dict[str, tuple[Reader, Make, int]] = {
     "frames of too many passes": (
         costs.stage, many(framed(encode(Passes([Pass(1, 0, 0, 1, True)] * 9 * MOST_PASSES)))), 256 << 10,
     ),
-    "changes of a peer": (costs.peers, many(framed(peer([[1, 1]]))), 64 << 10),
-    "leases of a peer": (costs.peers, many(framed(peer([LEASE] * PART_CHANGES))), 256 << 10),
-    "keys of a lease": (costs.peers, many(framed(peer([KEYED]))), 256 << 10),
-    "messages that are none": (costs.peers, many(framed(peer([[9]]))), 64 << 10),
-    "too many changes": (costs.peers, many(framed(peer([[1, 1]] * (PART_CHANGES + 1)))), 64 << 10),
-    "a metrics page": (costs.metrics, many(b'vllm:num_requests_running{engine="0"} 1.0\n'), 64 << 10),
-    "a metrics page in pieces": (
-        costs.metrics_in_pieces, many(b'vllm:num_requests_running{engine="0"} 1.0\n'), 64 << 10,
-    ),
-    "a metrics page without a line end": (costs.metrics_in_pieces, many(b"vllm:"), 512 << 10),
-    "a metrics page of other names": (costs.metrics, many(b"vllm:num_requests_run 1\n"), 512 << 10),
-    "blocks that are stored": (costs.kv_events, blocks, 64 << 10),
-    "blocks of one token": (costs.kv_events, lambda size: blocks(size, 1), 64 << 10),
-    "blocks that are removed": (
-        costs.kv_events, lambda size: msgpack.encode([0.5, [["BlockRemoved", [1]]] * (size // 16)]),
-        128 << 10,
-    ),
-    "events of other kinds": (
-        costs.kv_events, lambda size: msgpack.encode([0.5, [{"type": "x"}] * (size // 8)]), 64 << 10,
-    ),
-    "a file of instances": (
-        costs.yaml, many(b"  - {url: 'http://h:1', weight: 2}\n", b"models:\n- name: m\n  instances:\n"),
-        64 << 10,
-    ),
-    "a file of mistakes": (costs.yaml, many(b"{},", b"models: [", b"]"), 32 << 10),
-    "a file of anchors": (costs.yaml, many(b"- &a x\n- *a\n", b"models:\n"), 64 << 10),
-    "a file of merges": (costs.yaml, merges, 32 << 10),
-    "a file of lists": (costs.yaml, many(b"[],", b"models: [", b"]"), 32 << 10),
-    "a file of one key": (costs.yaml, many(b"x ", b"models: '", b"'"), 512 << 10),
-    "comments of a file": (costs.yaml, many(b"# x\n"), 256 << 10),
-    "comments of a metrics page": (costs.metrics, many(b"# HELP vllm:num_requests_running x\n"), 256 << 10),
 }  # fmt: skip
+for _option in of_options():
+    CASES.update(getattr(_option, "GROWTH", {}))
 
 
 @pytest.mark.skipif(compiled(), reason="what is compiled makes no calls that the interpreter sees")
@@ -266,17 +160,22 @@ CASES: dict[str, tuple[Reader, Make, int]] = {
 def test_calls_per_byte_are_few_and_flat_over_three_doublings(name: str) -> None:
     """Counted, not timed: the same in every run, but for what begins a turn of the event loop.
 
-    The lesser of two counts: the loop now and then drops its cancelled timers, those of earlier tests too.
+    Counted again where they are too many: the loop now and then drops its cancelled timers, those of earlier
+    tests too.
     """
     reader, make, size = CASES[name]
     inputs = [make(size // 4 << doubling) for doubling in range(4)]
     reader(inputs[0])
-    counts = [min(costs.calls(reader, data) for _ in range(2)) for data in inputs]
-    # The third doubling adds 4/3 of what two add before it: over two, what a turn adds by chance weighs less.
-    before, last = counts[2] - counts[0], counts[3] - counts[2]
-    assert last <= 4 / 3 * 1.15 * max(0, before) + TURNS, f"{name}: {counts} calls for twice as much each"
-    most = allowed(name)[0] * len(inputs[3])
-    assert counts[3] <= most + TURNS, f"{name}: {counts[3] / len(inputs[3]):.2f} calls a byte"
+    most = allowed(name)[0] * len(inputs[3]) + TURNS
+    for _ in range(2):
+        counts = [costs.calls(reader, data) for data in inputs]
+        # The third doubling adds 4/3 of what two add before it: over two, what chance adds weighs less.
+        before, last = counts[2] - counts[0], counts[3] - counts[2]
+        flat = last <= 4 / 3 * 1.15 * max(0, before) + TURNS
+        if flat and counts[3] <= most:
+            break
+    assert flat, f"{name}: {counts} calls for twice as much each"
+    assert counts[3] <= most, f"{name}: {counts[3] / len(inputs[3]):.2f} calls a byte"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -19,6 +19,7 @@ from plan.clusters import Steps
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.types import Role
+from hetlb.cli import split as split_command
 from hetlb.cli.main import main
 from hetlb.errors import ConfigError, PlanError
 from hetlb.tools.plan.check import check_split
@@ -343,6 +344,7 @@ def test_with_every_plan_tried_all_is_simulated_that_a_search_would_simulate(
     assert shapes(different(every.plans, count + 1)) >= shapes(different(found.plans, count))
 
 
+@pytest.mark.option("split")
 def test_a_cluster_where_the_best_plan_is_not_the_best_in_simulation() -> None:
     of = cluster([machine("h", "H100", 1), machine("l", "L40", 2)], rows=((1000, 100),))
     cost = ProfileCost(of)
@@ -356,6 +358,7 @@ def test_a_cluster_where_the_best_plan_is_not_the_best_in_simulation() -> None:
     assert best >= searched
 
 
+@pytest.mark.option("split")
 def test_a_plan_serves_in_simulation_what_it_says() -> None:
     of = cluster([machine("h", "H100", 1), machine("a", "A100", 1)], rows=((1000, 100),))
     cost = ProfileCost(of)
@@ -474,7 +477,19 @@ def test_no_server_of_a_split_has_pipeline_stages() -> None:
         assert not plan.splits or all(len(group.stages) == 1 for group in plan.groups)
 
 
-def test_the_headline_is_the_simulated_gain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.option("split")
+def test_the_headline_is_the_simulated_gain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Both commands plan the same: it is simulated once.
+    choose, chosen = split_command.choose, []
+
+    def once(*arguments: object) -> object:
+        if not chosen:
+            chosen.append(choose(*arguments))
+        return chosen[0]
+
+    monkeypatch.setattr(split_command, "choose", once)
     path = tmp_path / "c.yaml"
     path.write_text(FILE.replace("between: 5e9", "between: 100e9"))
     arguments = ["split", "--config", str(path), "--exhaustive", "--simulate", "1"]

@@ -176,6 +176,7 @@ def test_search_to_serve(walk: Walk, capsys: pytest.CaptureFixture[str]) -> None
     assert served(walk, document)["usage"]["completion_tokens"] == 4
 
 
+@pytest.mark.option("split")
 def test_split_to_serve(walk: Walk, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = walk.write("cluster.yaml", SPLIT)
     document = planned(walk, capsys, "split", "--config", cluster, "--exhaustive", "--simulate", "0")

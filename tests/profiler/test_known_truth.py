@@ -46,6 +46,7 @@ def engine(name: str) -> LatencyModel:
     return load_profile(PROFILES / f"{name}.yaml").latency
 
 
+@cache
 def seconds_of(model: LatencyModel, size: Size) -> float:
     """Return how long an engine takes for a point, whose prompts it divides by its budget."""
     batch, length, prompt = size.batch, size.length, size.prefill_tokens

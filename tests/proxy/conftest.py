@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from asyncio.selector_events import _SelectorSocketTransport
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ import pytest
 import pytest_asyncio
 import uvloop
 from helpers import HANG_S, make_scheduler, spec, turns_until
+from proxy.services import Engine
 
 from hetlb.balancer.clients.server import ProxyServer
 from hetlb.balancer.clients.token_estimator import TokenEstimator
@@ -125,3 +127,10 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
         await turns_until(lambda p=proxy: not p.driver.pools.open_connections and not p.server.connections)
     # The fixture's own task is a new one after the test.
     await turns_until(lambda: not (asyncio.all_tasks() - before - {asyncio.current_task()}))
+
+
+@pytest_asyncio.fixture
+async def engines() -> AsyncIterator[list[Engine]]:
+    """Eight engines."""
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(Engine()) for _ in range(8)]  # type: ignore[misc]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from helpers import make_scheduler, request, spec
-from proxy.dashboard.rows import ended
+from proxy.rows import ended
 
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from proxy.services import Engine, document, serving
-from proxy.split_rig import rig
 from proxy.upstreams import SSE_HEAD, chunk, plain
 
 from hetlb.balancer.http.transfer_fields import FIELDS, TransferFilter, without_transfer_fields
@@ -91,17 +90,6 @@ async def test_no_form_holds_them(tmp_path: Path, value: str) -> None:
                 assert reply.status == 400
                 assert "vllm_xargs" in await reply.text()
         assert not engine.asked
-
-
-@pytest.mark.parametrize("connector", ["nixl", "mooncake"])
-async def test_a_split_request_with_anothers_blocks_is_split_like_any_other(
-    tmp_path: Path, connector: str
-) -> None:
-    async with rig(tmp_path, connector) as fleet:
-        own = await fleet.ask(prompt=[7] * 500)
-        other = await fleet.ask(prompt=[7] * 500, kv_transfer_params=PARAMS)
-        assert other == own
-        await fleet.idle()
 
 
 USAGE = b'"usage":{"prompt_tokens":1,"total_tokens":2,"completion_tokens":1}'

@@ -19,10 +19,10 @@ import pytest
 import pytest_asyncio
 from emulator.conftest import make_profile
 from engines import TINY_FAST, VENV_PYTHON, vllm_servers
+from options.resume.test_resume import Answer, ask, proxied
 from proxy.conftest import start
 from proxy.cutter import AFTER_HEAD, Cut, Cutter
 from proxy.test_proxying import Start
-from proxy.test_resume import Answer, ask, proxied
 
 from hetlb.balancer.core.types import Capacity, CapacityLearned
 from hetlb.tools.emulator import EmulatedEngine

@@ -52,6 +52,12 @@ LLMSERVINGSIM = (
     '{"input_toks": 110, "output_toks": 30, "arrival_time_ns": 4000000000}\n'
 )
 
+AIPERF_TEXTS = (
+    '{"timestamp": 100, "text_input": "hello there", "output_length": 5}\n'
+    '{"timestamp": 1600, "text_input": "again", "output_length": 6}\n'
+)
+EPOCH = "created_at_unix,input_tokens,output_tokens\n1700000000.5,10,4\n1700000002.0,20,5\n"
+
 #: A name of each, what is said of it, its text, and its rows: seconds from the first, prompt, answer.
 TRACES = {
     "mooncake.jsonl": ("Mooncake", MOONCAKE, [(0, 6758, 500), (3, 7322, 490)]),
@@ -62,6 +68,11 @@ TRACES = {
     "splitwise.csv": ("Splitwise", SPLITWISE, [(0, 100, 20), (0.25, 110, 30)]),
     "vidur.csv": ("Vidur", VIDUR, [(0, 374, 44), (0.75, 20, 5)]),
     "llmservingsim.jsonl": ("LLMServingSim", LLMSERVINGSIM, [(0, 100, 20), (2.5, 110, 30)]),
+}
+#: Such without a real piece.
+MADE = {
+    "aiperf_texts.jsonl": ("prompts", AIPERF_TEXTS, [(0, 3, 5), (1.5, 2, 6)]),
+    "epoch.csv": ("keys name what they are", EPOCH, [(0, 10, 4), (1.5, 20, 5)]),
 }
 
 
@@ -75,12 +86,12 @@ def lengths(rows: list[Row]) -> list[tuple[float, int, int]]:
     ]
 
 
-@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.parametrize("name", [*TRACES, *MADE])
 @pytest.mark.parametrize("written", ["as it is", "CRLF", "BOM", "gzip", "blank line at the end"])
 def test_a_public_trace_is_known_by_its_keys(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, written: str
 ) -> None:
-    said, text, expected = TRACES[name]
+    said, text, expected = (TRACES | MADE)[name]
     data = text.encode()
     if written == "CRLF":
         data = data.replace(b"\n", b"\r\n")

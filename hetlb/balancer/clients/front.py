@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from hetlb.balancer.clients.access import Access
@@ -15,8 +16,8 @@ from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.hooks import hook
-from hetlb.balancer.telemetry.access_log import FORMATS
 from hetlb.balancer.telemetry.request_record import RequestRecord
+from hetlb.errors import ConfigError
 from hetlb.logs import LogWriter
 
 if TYPE_CHECKING:
@@ -56,12 +57,15 @@ class Front:
         table = fleet.file.tracing
         self._tracing: SpanMaker | None = None if table is None else hook("tracing", table)
         self.server.router.tracing = self._tracing
-        self._write_line = FORMATS[fleet.file.proxy.request_log_format]
         self._lines: LogWriter | None = None
+        self._write_line: Callable[[RequestRecord, float], str] | None = None
+        if fleet.file.proxy.request_log:
+            with contextlib.suppress(ConfigError):  # an installation without it
+                self._write_line = hook("request_log", fleet.file.proxy.request_log_format)
 
     def open_log(self, at_once: int | None = None) -> None:
         """Begin the request log, where the fleet wants one. `at_once`: see `LogWriter`."""
-        if self._fleet.file.proxy.request_log:
+        if self._write_line is not None:
             self._lines = LogWriter(sys.stderr.fileno(), "request log", at_once)
 
     @property
@@ -89,11 +93,11 @@ class Front:
         if self._tracing is not None:
             for record in ended:
                 self._tracing.finished(record, now)
-        if self._lines is not None:
+        if self._lines is not None and self._write_line is not None:
             self._lines.write(*[self._write_line(record, epoch_s) for record in ended])
 
     def _request_refused(self, record: RequestRecord) -> None:
-        if self._lines is not None:
+        if self._lines is not None and self._write_line is not None:
             self._lines.write(self._write_line(record, time.time() - self._driver.now()))
 
     async def stop(self, grace_s: float) -> None:

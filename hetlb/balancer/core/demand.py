@@ -17,13 +17,14 @@ from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.types import Request
 from hetlb.extras import option
 
-#: Weight of a prompt token against one output token.
+#: Weight of a prompt token against one output token (0.075, 0.3: tokens/s at once 0.994, 0.994 x).
 PROMPT_WEIGHT: Final = 0.15
-#: Arrivals within so many seconds count as one: a burst is no stream.
+#: Arrivals within so many seconds count as one: a burst is no stream (without, tokens/s at once 0.889 x).
 _TICK_S: Final = 0.25
 #: Arrivals of this long ago count 1/e.
 MEMORY_S: Final = 15.0
-#: So many ticks with arrivals are a stream, which has ended after so many of their mean gaps without one.
+#: So many ticks with arrivals are a stream (16, 2: p99 TTFT at 80 % 1.16, 0.97 x), which has
+#: ended after so many of their mean gaps without one (by an idle fleet alone: surges take 1.06 x as long).
 _STREAM: Final = 4
 _ENDED: Final = 5.0
 

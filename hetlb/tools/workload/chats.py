@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from hetlb.errors import TraceError
-from hetlb.tools.workload.record_file import Record, RecordFile, squashed
+from hetlb.tools.workload.record_file import Record, RecordFile, squashed, unit_of
 from hetlb.tools.workload.rows import Row
+from hetlb.tools.workload.trace_files import ARRIVALS, arrival_keys
 
 BYTES_PER_TOKEN = 4
 #: Conversations beyond these are left out, as by `vllm bench serve`: too short to measure, or too long for
@@ -210,10 +211,18 @@ def _token_ids(body: dict[str, Any]) -> int:
 
 
 def prompt_rows(file: RecordFile, answer_tokens: int | None) -> tuple[list[Row], list[str]]:
-    """Return the prompts of a file. Raises `TraceError` where nothing tells the length of an answer."""
+    """Return the prompts of a file, with times where their unit shows (AIPerf's are in ms).
+
+    Raises `TraceError` where nothing tells the length of an answer.
+    """
     prompt = file.name("prompt", "textinput", "text") or ""
     length = file.name("outputtokens", "outputlength", "outputlen", "maxtokens")
-    rows = []
+    rows: list[Row] = []
+    left_out = [f"{file.odd:,} that are no objects"] if file.odd else []
+    aiperf = squashed(prompt) == "textinput"
+    keys = [each for each in arrival_keys(file) if each not in ARRIVALS or (aiperf and each == "timestamp")]
+    arrival = file.names[keys[0]] if keys else None
+    unit_s = 1.0 if arrival is None else unit_of(file, arrival, 1e-3)
     for record in file.records:
         text = record.values.get(prompt)
         if not isinstance(text, str) or not text:
@@ -222,5 +231,7 @@ def prompt_rows(file: RecordFile, answer_tokens: int | None) -> tuple[list[Row],
         if stated is None and answer_tokens is None:
             raise TraceError(f"{record.where}: output_tokens: expected the length of the answer, got none")
         output = answer_tokens if stated is None else record.tokens(str(length), stated, 1)
-        rows.append(Row(None, estimate_tokens(encodable(text)), output or 1, encodable(text)))
-    return rows, [f"{file.odd:,} that are no objects"] if file.odd else []
+        at = record.get(arrival)
+        arrival_s = None if at is None else record.moment(arrival or "", at, unit_s)
+        rows.append(Row(arrival_s, estimate_tokens(encodable(text)), output or 1, encodable(text)))
+    return rows, left_out

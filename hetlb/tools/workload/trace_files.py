@@ -45,6 +45,8 @@ ARRIVALS = (
     *("start", "requeststart", "requeststarttime", "requesttime", "scheduledtime", "senttime", "startedat"),
     *("created", "createdat", "requestcreatedat", "datetime", "date"),
 )
+#: Ends of keys of times since 1970.
+_CLOCKS = ("unix", "epoch", "utc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ def known_trace(file: RecordFile) -> tuple[str, TraceKeys] | None:
                 return None
             return title, keys
     # Sessions of AIPerf begin with a time or none at all; Vidur's lengths come without times, too.
-    if file.has("inputlength", "outputlength") and not _times(file):
+    if file.has("inputlength", "outputlength") and not arrival_keys(file):
         return "lengths in Mooncake's form, without times", TraceKeys(
             None, None, "inputlength", "outputlength"
         )
@@ -113,15 +115,15 @@ def named_columns(file: RecordFile) -> TraceKeys | None:
     found, given = file.name(*INPUT), file.name(*OUTPUT)
     if found is None or given is None:
         return None
-    times = _times(file)
+    times = arrival_keys(file)
     if not times:
         return TraceKeys(None, None, squashed(found), squashed(given))
     return TraceKeys(times[0], None, squashed(found), squashed(given))
 
 
-def _times(file: RecordFile) -> list[str]:
+def arrival_keys(file: RecordFile) -> list[str]:
     """Return squashed keys of arrival times, those with a unit in their name first."""
-    with_unit = (begin + unit for begin in ARRIVALS for unit in UNITS_S)
+    with_unit = (begin + unit for begin in ARRIVALS for unit in (*UNITS_S, *_CLOCKS))
     return [key for key in (*with_unit, *ARRIVALS) if key in file.names]
 
 

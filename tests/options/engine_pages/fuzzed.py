@@ -1,0 +1,54 @@
+"""Metrics pages of engines, as a fuzzer and the tests of growth give them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from fuzz.costs import Make, Reader, many, pieces
+
+from hetlb.options.engine_pages import engine_metrics
+
+
+def in_pieces(data: bytes) -> None:
+    """A metrics page as it comes from a socket."""
+    page = engine_metrics.EnginePage()
+    for piece in pieces(data, 1000):
+        page.feed(piece)
+    page.sample()
+
+
+def page(data: bytes) -> None:
+    """A metrics page."""
+    engine_metrics.parse(data.decode("utf-8", "replace"))
+
+
+def metrics(data: bytes) -> None:
+    """Metrics pages of engines."""
+    text = data.decode("utf-8", "replace")
+    sample = engine_metrics.parse(text)
+    for number in (sample.running, sample.waiting):
+        assert number is None or (isinstance(number, int) and number >= 0)
+    assert sample.kv_usage is None or 0 <= sample.kv_usage <= 1
+    capacity = sample.capacity
+    for number in (capacity.kv_cache_tokens, capacity.block_size, capacity.kv_tokens_per_request):
+        assert number is None or number > 0
+    counters = engine_metrics.parse_counters(text)
+    for name in (each.name for each in dataclasses.fields(counters)):
+        value = getattr(counters, name)
+        assert value is None or (value >= 0 and math.isfinite(value))
+    engine_metrics.has_prefix_cache(text)
+
+
+TARGETS = {"metrics": metrics}
+PREFIXES: tuple[tuple[Reader, bytes], ...] = ((page, b""),)
+#: name -> (reader, input of a size, the smaller size).
+GROWTH: dict[str, tuple[Reader, Make, int]] = {
+    "a metrics page": (page, many(b'vllm:num_requests_running{engine="0"} 1.0\n'), 64 << 10),
+    "a metrics page in pieces": (
+        in_pieces, many(b'vllm:num_requests_running{engine="0"} 1.0\n'), 64 << 10,
+    ),
+    "a metrics page without a line end": (in_pieces, many(b"vllm:"), 512 << 10),
+    "a metrics page of other names": (page, many(b"vllm:num_requests_run 1\n"), 512 << 10),
+    "comments of a metrics page": (page, many(b"# HELP vllm:num_requests_running x\n"), 256 << 10),
+}  # fmt: skip

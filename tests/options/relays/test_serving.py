@@ -1,0 +1,488 @@
+"""`hetlb serve --workers N` with real processes: one proxy to its clients and its operator."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+import yaml
+from helpers import HANG_S, turns_until
+from options.relays.processes import (
+    PROMPT,
+    Serve,
+    Serving,
+    alive,
+    at_rest,
+    children,
+    in_flight,
+    name_of,
+    worker_of,
+)
+from proxy.services import Engine, Reply, document
+from proxy.upstreams import Upstream, Visit, holding, plain
+
+#: Three interpreters start for each of these.
+
+#: Room for one such request at a time.
+PROFILE = """
+version: 1
+name: small
+engine: {kv_cache_tokens: 200, max_num_seqs: 64, block_size: 16}
+prefill: {k1: 1.1e-4, k2: 1.0e-3, k3: 0.0, k4: 1.0e-2}
+decode: {k5: 5.0e-8, k6: 6.0e-5, k7: 0.0, k8: 1.3e-2}
+"""
+
+
+class Turns(Engine):
+    """An engine that answers one request at a time, each when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = asyncio.Semaphore(0)
+        self.order: list[str] = []
+
+    async def _route(self, visit: Visit) -> None:
+        path = visit.head.split()[1]
+        if path != b"/v1/completions":
+            await super()._route(visit)
+            return
+        self.order.append(msgspec.json.decode(visit.body)["user"])
+        async with self.arrived:
+            self.arrived.notify_all()
+        await self.turns.acquire()
+        visit.send(plain())
+
+    async def has_served(self, count: int) -> list[str]:
+        """The first so many, when they have come."""
+        async with asyncio.timeout(HANG_S), self.arrived:
+            await self.arrived.wait_for(lambda: len(self.order) >= count)
+        return self.order
+
+
+# --- one proxy ---
+
+
+async def test_a_balancer_that_asks_for_health_is_told_that_it_serves(serve: Serve) -> None:
+    async with Engine() as one:
+        proxy = await serve(document(one), workers=2)
+        for _ in range(8):  # a connection each: either relay may answer
+            assert (await proxy.ask("/health", "GET")).status == 200
+
+
+async def test_figures_counters_and_decisions_are_those_of_all(serve: Serve) -> None:
+    async with Engine() as one, Engine() as two:
+        proxy = await serve(document(one, two), workers=2)
+        assert len(proxy.relays) == 2
+        replies = await proxy.both_serve()
+        one.hold()
+        two.hold()
+        asked = [asyncio.create_task(proxy.ask()) for _ in range(12)]
+        fleet = await proxy.fleet_until(lambda fleet: in_flight(fleet) == 12)
+        assert [each["in_flight"] for each in fleet["models"][0]["instances"]] == [6, 6]
+        one.released.set()
+        two.released.set()
+        replies += await asyncio.gather(*asked)
+        total = len(replies)
+        assert {reply.status for reply in replies} == {200}
+        await proxy.metric_until('hetlb_requests_total{outcome="ok",phase="stream"}', total)
+        await proxy.metric_until("hetlb_decisions_total", total)
+        await proxy.metric_until('hetlb_e2e_request_latency_seconds_count{model="m"}', total)
+        await proxy.metric_until('hetlb_worker_up{worker="1"}', 1)
+        decisions = (await proxy.admin("/v1/decisions?last=1000")).json["decisions"]
+        assert len(decisions) == total
+        times = [each["dispatched_at_s"] for each in decisions]
+        assert times == sorted(times)
+        assert all(len(each["candidates"]) == 2 for each in decisions)
+        assert len({each["lease"] for each in decisions}) == total
+        again = (await proxy.admin(f"/v1/decisions/{decisions[0]['lease']}")).json
+        assert again == decisions[0]
+        label = replies[0].headers["x-request-id"]
+        [found] = (await proxy.admin(f"/v1/decisions?request_id={label}")).json["decisions"]
+        assert found["request_id"] == int(label.rpartition("-")[2], 16)
+        assert len(await lines(proxy, total)) == total
+
+
+async def lines(proxy: Serving, count: int) -> list[str]:
+    """The lines of the request log, once there are so many; each is whole."""
+    async with asyncio.timeout(HANG_S), proxy._news:
+        await proxy._news.wait_for(lambda: sum("request=" in line for line in proxy.errors) >= count)
+    found = [line for line in proxy.errors if "request=" in line]
+    assert all(line.startswith("time=") and " retries=0" in line for line in found)
+    return found
+
+
+async def test_engines_are_probed_once_not_by_every_worker(serve: Serve) -> None:
+    async with Engine() as one:
+        proxy = await serve(document(one, scrape={"interval_s": 0.2}), workers=4)
+        heads = [visit.head for visit in one.visits if b" /health " in visit.head]
+        before = len(heads)
+        await proxy.both_serve(4)
+        ages = []
+        async with asyncio.timeout(HANG_S):
+            while one.probes < before + 5:
+                ages.append(
+                    (await proxy.admin("/v1/fleet")).json["models"][0]["instances"][0]["signal_age_s"]
+                )
+        assert None not in ages
+        assert len({visit.writer.get_extra_info("peername") for visit in one.visits[:2]}) == 1
+
+
+# --- the queue ---
+
+
+async def test_the_oldest_goes_first_in_whichever_worker_it_waits(serve: Serve, tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text(PROFILE)
+    async with Turns() as engine:
+        fleet = document(engine, policy={"name": "hetlb"}, queue={"max_requests": 8})
+        fleet["models"][0]["instances"][0]["profile"] = "small.yaml"
+        proxy = await serve(fleet, workers=3)
+        asked = [asyncio.create_task(proxy.ask(**PROMPT, user="first"))]
+        await engine.has_served(1)
+        names = [f"n{number}" for number in range(8)]
+        for number, name in enumerate(names):
+            asked.append(asyncio.create_task(proxy.ask(**PROMPT, user=name)))
+            await proxy.fleet_until(lambda fleet, wanted=number + 1: fleet["queue"]["requests"] == wanted)
+        fleet = (await proxy.admin("/v1/fleet")).json
+        assert fleet["queue"]["requests"] == 8, (fleet, engine.order, proxy.errors)
+        await proxy.metric_until('hetlb_queue_requests{model="m"}', 8)
+        assert await proxy.metric("hetlb_oldest_wait_seconds") > 0
+        refused = [await proxy.ask(**PROMPT, user="late") for _ in range(6)]
+        assert {reply.status for reply in refused} == {429}
+        for served in range(1, 9):
+            engine.turns.release()
+            await engine.has_served(served + 1)
+        engine.turns.release()
+        replies = await asyncio.gather(*asked)
+        assert {reply.status for reply in replies} == {200}
+        assert len({worker_of(reply) for reply in replies + refused}) >= 2
+        assert engine.order == ["first", *names]
+
+
+# --- processes that die ---
+
+
+async def test_tenants_take_turns_in_whichever_worker_they_wait(serve: Serve, tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text(PROFILE)
+    async with Turns() as engine:
+        fleet = document(engine, policy={"name": "hetlb"}, proxy={"tenant_header": "X-Tenant"})
+        fleet["models"][0]["instances"][0]["profile"] = "small.yaml"
+        proxy = await serve(fleet, workers=3)
+        asked = [asyncio.create_task(proxy.ask(**PROMPT, user="first", tenant="x"))]
+        await engine.has_served(1)
+        names = [*(f"x{number}" for number in range(6)), "y0", "y1"]
+        for number, name in enumerate(names):
+            asked.append(asyncio.create_task(proxy.ask(**PROMPT, user=name, tenant=name[0])))
+            await proxy.fleet_until(lambda fleet, wanted=number + 1: fleet["queue"]["requests"] == wanted)
+        for served in range(1, 9):
+            engine.turns.release()
+            await engine.has_served(served + 1)
+        engine.turns.release()
+        assert {reply.status for reply in await asyncio.gather(*asked)} == {200}
+        # By turns they go second and fourth; what a worker has told may be one request behind.
+        assert {"y0", "y1"} <= set(engine.order[1:6]), engine.order
+
+
+async def test_nothing_is_left_of_a_killed_worker_and_another_serves(serve: Serve) -> None:
+    async with Engine() as one, Engine() as two:
+        proxy = await serve(document(one, two), workers=2)
+        await proxy.both_serve()
+        one.hold()
+        two.hold()
+        asked = [asyncio.create_task(proxy.ask()) for _ in range(20)]
+        await proxy.fleet_until(lambda fleet: in_flight(fleet) == 20)
+        before = await proxy.metric("hetlb_decisions_total")
+        killed = proxy.relays[0]
+        os.kill(killed, signal.SIGKILL)
+        line = await proxy.said("was ended by signal 9")
+        assert "another takes its place at once" in line
+        done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        await proxy.metric_until('hetlb_worker_up{worker="0"}', 1.0)
+        await proxy.metric_until('hetlb_worker_up{worker="1"}', 1.0)
+        lost = sum(task.done() for task in asked)
+        assert 0 < lost < 20
+        assert len(done) <= lost
+        fleet = await proxy.fleet_until(lambda fleet: in_flight(fleet) == 20 - lost)
+        assert not at_rest(fleet)
+        await turns_until(lambda: killed not in (relays := proxy.relays) and len(relays) == 2)
+        one.released.set()
+        two.released.set()
+        replies = await asyncio.gather(*asked, return_exceptions=True)
+        kept = [reply for reply in replies if isinstance(reply, Reply)]
+        assert len(kept) == 20 - lost
+        assert {reply.status for reply in kept} == {200}
+        await proxy.fleet_until(at_rest)
+        assert {reply.status for reply in await proxy.both_serve()} == {200}
+        async with asyncio.timeout(HANG_S):
+            while await proxy.metric("hetlb_decisions_total") <= before:
+                pass
+        restarts = [await proxy.metric(f'hetlb_worker_restarts_total{{worker="{n}"}}') for n in range(2)]
+        assert sorted(restarts) == [0, 1]
+
+
+async def test_engines_are_watched_on_when_the_scheduler_process_is_killed(serve: Serve) -> None:
+    async with Engine() as one:
+        proxy = await serve(document(one, scrape={"interval_s": 0.2}), workers=2)
+        for number in range(2):
+            await proxy.kill_scheduler()
+            probes = one.probes
+            await turns_until(lambda probes=probes: one.probes >= probes + 2)
+            assert {reply.status for reply in await proxy.both_serve()} == {200}
+            await proxy.metric_until('hetlb_worker_restarts_total{worker="scheduler"}', number + 1)
+        restarts = [await proxy.metric(f'hetlb_worker_restarts_total{{worker="{n}"}}') for n in range(2)]
+        assert restarts == [0, 0]
+
+
+async def test_a_worker_that_dies_again_and_again_is_started_later_and_later(serve: Serve) -> None:
+    async with Engine() as one:
+        proxy = await serve(document(one), workers=2)
+        first = proxy.relays[0]
+        name, died = name_of(first), {first}
+        os.kill(first, signal.SIGKILL)
+        await proxy.said("at once")
+        # Each of them as soon as it has its name: one that has lived for a while has died for the first time.
+        while not any("deaths in a row" in line for line in proxy.errors):
+            await turns_until(lambda: any(name_of(pid) == name for pid in {*proxy.processes} - died))
+            (pid,) = [pid for pid in {*proxy.processes} - died if name_of(pid) == name]
+            os.kill(pid, signal.SIGKILL)
+            died.add(pid)
+            deaths = len(died)
+            await turns_until(
+                lambda n=deaths: sum("was ended by signal 9" in line for line in proxy.errors) >= n
+            )
+        assert "another takes its place" in await proxy.said("deaths in a row")
+        assert (await proxy.admin("/readyz")).status == 200
+
+
+async def test_workers_outlive_a_killed_supervisor_by_no_more_than_their_requests(serve: Serve) -> None:
+    async with Engine() as one:
+        proxy = await serve(document(one), workers=2)
+        one.hold()
+        asked = asyncio.create_task(proxy.ask())
+        await one.asked_for()
+        workers = proxy.processes
+        proxy.process.kill()
+        one.released.set()
+        assert (await asked).status == 200
+        await turns_until(lambda: not alive(workers))
+
+
+@pytest.mark.parametrize("looking", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_workers_that_begin_do_not_outlive_their_supervisor(
+    tmp_path: Path, looking: bool, number: signal.Signals
+) -> None:
+    path = tmp_path / "fleet.yaml"
+    async with Upstream(holding()) as silent:
+        path.write_text(yaml.safe_dump(document(silent)))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "hetlb", "serve", "--config", str(path), "--workers", "2",
+            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        async with asyncio.timeout(HANG_S):
+            await turns_until(lambda: len(children(process.pid)) >= 3)
+            workers = children(process.pid)
+            if looking:  # they wait for the engine to be looked at, and it does not answer
+                await silent.visit()
+            process.send_signal(number)
+            await process.wait()
+            await turns_until(lambda: not alive(workers))
+
+
+# --- what an operator changes ---
+
+
+async def test_a_change_is_in_force_everywhere_when_it_is_answered(serve: Serve) -> None:
+    async with Engine() as one, Engine() as two:
+        proxy = await serve(document(one, two), workers=2)
+        await proxy.both_serve()
+        assert (await proxy.admin("/v1/fleet/instances/i0/state", "PUT", state="drain")).status == 200
+        count = len(one.asked)
+        replies = await proxy.both_serve() + [await proxy.ask() for _ in range(8)]
+        assert {reply.headers["x-hetlb-instance"] for reply in replies} == {"i1"}
+        assert len(one.asked) == count
+        assert (await proxy.admin("/v1/policy", "PUT", name="least-requests")).status == 200
+        replies = await proxy.both_serve()
+        last = (await proxy.admin(f"/v1/decisions?last={len(replies)}")).json["decisions"]
+        assert {each["policy"] for each in last} == {"least-requests"}
+        # A process that is started later knows of it.
+        os.kill(proxy.relays[0], signal.SIGKILL)
+        await proxy.said("was ended by signal 9")
+        for number in range(2):
+            await proxy.metric_until(f'hetlb_worker_up{{worker="{number}"}}', 1.0)
+        replies = await proxy.both_serve()
+        assert {reply.headers["x-hetlb-instance"] for reply in replies} == {"i1"}
+        last = (await proxy.admin(f"/v1/decisions?last={len(replies)}")).json["decisions"]
+        assert {each["policy"] for each in last} == {"least-requests"}
+
+
+async def test_instances_come_and_go_in_all_workers(serve: Serve) -> None:
+    async with Engine() as one, Engine() as two:
+        proxy = await serve(document(one, admin={"registration": True}), workers=2)
+        added = await proxy.admin("/v1/fleet/instances", "POST", name="i1", url=two.url, model="m")
+        assert added.status == 201
+        await proxy.admin("/v1/fleet/instances/i0/state", "PUT", state="drain")
+        replies = await proxy.both_serve()
+        assert {reply.headers["x-hetlb-instance"] for reply in replies} == {"i1"}
+        os.kill(proxy.relays[0], signal.SIGKILL)
+        await proxy.said("was ended by signal 9")
+        replies = await proxy.both_serve()
+        assert {reply.headers["x-hetlb-instance"] for reply in replies if reply.status == 200} == {"i1"}
+        assert (await proxy.admin("/v1/fleet/instances/i1", "DELETE")).status == 200
+        await proxy.admin("/v1/fleet/instances/i0/state", "PUT", state="ready")
+        replies = await proxy.both_serve()
+        assert {reply.headers["x-hetlb-instance"] for reply in replies} == {"i0"}
+
+
+@pytest.mark.parametrize("by_signal", [False, True])
+async def test_a_reload_is_whole_in_all_workers_or_nowhere(serve: Serve, by_signal: bool) -> None:
+    async with Engine() as one, Engine() as two:
+        proxy = await serve(document(one), workers=2)
+        assert (await proxy.admin("/readyz")).status == 200
+        proxy.path.write_text(yaml.safe_dump(document(one) | {"wrong": 1}))
+        if by_signal:
+            proxy.process.send_signal(signal.SIGHUP)
+        else:
+            assert (await proxy.admin("/v1/reload", "POST")).status == 400
+        assert "wrong" in await proxy.said("not reloaded")
+        assert {reply.headers["x-hetlb-instance"] for reply in await proxy.both_serve()} == {"i0"}
+        other = document(two)
+        other["models"][0]["instances"][0]["name"] = "new"
+        proxy.path.write_text(yaml.safe_dump(other))
+        if by_signal:
+            proxy.process.send_signal(signal.SIGHUP)
+            await proxy.said("reloaded: 1 instances out, 1 in")
+        else:
+            assert (await proxy.admin("/v1/reload", "POST")).status == 200
+        await proxy.fleet_until(lambda fleet: fleet["models"][0]["instances"][0]["health"] == "up")
+        replies = await proxy.both_serve()
+        assert {reply.headers["x-hetlb-instance"] for reply in replies if reply.status == 200} == {"new"}
+        await proxy.metric_until('hetlb_config_reloads_total{result="done"}', 1)
+        await proxy.metric_until('hetlb_config_reloads_total{result="refused"}', 1)
+        os.kill(proxy.relays[0], signal.SIGKILL)
+        await proxy.said("was ended by signal 9")
+        replies = await proxy.both_serve()
+        assert {reply.headers["x-hetlb-instance"] for reply in replies if reply.status == 200} == {"new"}
+
+
+# --- the end ---
+
+
+async def test_what_is_open_ends_before_the_workers_do(serve: Serve) -> None:
+    async with Engine() as one:
+        proxy = await serve(document(one), workers=2)
+        await proxy.both_serve()
+        one.hold()
+        asked = [asyncio.create_task(proxy.ask()) for _ in range(6)]
+        await proxy.fleet_until(lambda fleet: in_flight(fleet) == 6)
+        workers = proxy.processes
+        proxy.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(HANG_S):
+            while (await proxy.admin("/readyz")).status == 200:
+                pass
+        assert (await proxy.ask("/health", "GET")).status == 503
+        one.released.set()
+        assert {reply.status for reply in await asyncio.gather(*asked)} == {200}
+        assert await asyncio.wait_for(proxy.process.wait(), HANG_S) == 0
+        assert not alive(workers)
+        assert await proxy.end() == 0
+
+
+async def test_ctrl_c_ends_it_at_once_with_streams_open(serve: Serve) -> None:
+    async with Engine() as one:
+        proxy = await serve(document(one), workers=2)
+        one.hold()
+        asked = [asyncio.create_task(proxy.ask()) for _ in range(6)]
+        await proxy.fleet_until(lambda fleet: in_flight(fleet) == 6)
+        workers = proxy.processes
+        assert await proxy.end(signal.SIGINT) == 0
+        assert not alive(workers)
+        for reply in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(reply, aiohttp.ClientError) or reply.status == 503
+
+
+async def test_a_port_in_use_is_one_line(serve: Serve) -> None:
+    async with Engine() as one:
+        proxy = await serve(document(one), workers=2)
+        port = int(proxy.url.rpartition(":")[2])
+        for workers in ("1", "2"):
+            other = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "hetlb", "serve", "--instance", one.url, "--port", str(port),
+                "--admin-port", "0", "--workers", workers, stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            _, errors = await asyncio.wait_for(other.communicate(), HANG_S)
+            assert other.returncode == 1
+            assert f"127.0.0.1:{port} cannot be listened on" in errors.decode().splitlines()[-1]
+            assert "Traceback" not in errors.decode()
+        assert (await proxy.ask()).status == 200
+
+
+# --- what a relay and the scheduler process do together ---
+
+
+@pytest.mark.parametrize("body", [b'{"error":"full"}', b"", b"x" * 200_000], ids=["short", "empty", "long"])
+async def test_a_busy_engine_is_relieved_by_another_and_heard_where_there_is_none(
+    serve: Serve, body: bytes
+) -> None:
+    busy = plain(body, b"503 Service Unavailable", b"retry-after: 30\r\n")
+    async with Engine(busy) as one, Engine() as two:
+        proxy = await serve(document(one, two), workers=2)
+        replies = [await proxy.ask() for _ in range(6)]
+        assert {(reply.status, reply.headers["x-hetlb-instance"]) for reply in replies} == {(200, "i1")}
+        assert len(one.asked) >= 1
+        await proxy.metric_until("hetlb_retries_total", len(one.asked))
+        await proxy.admin("/v1/fleet/instances/i1/state", "PUT", state="drain")
+        heard = await proxy.ask()
+        assert (heard.status, heard.body) == (503, body)
+        assert heard.headers["retry-after"] == "30"
+        await proxy.fleet_until(at_rest)
+
+
+async def test_a_refused_connection_is_tried_elsewhere(serve: Serve) -> None:
+    async with Engine() as one:
+        fleet = document(one, one)
+        fleet["models"][0]["instances"][0]["url"] = "http://127.0.0.1:9"
+        proxy = await serve(fleet, workers=2)
+        assert {reply.status for reply in await proxy.both_serve()} == {200}
+
+
+async def test_clients_keys_are_reloaded_in_every_relay(serve: Serve, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+
+    def write(key: bytes) -> None:
+        keys.write_text(yaml.safe_dump([{"name": "t", "sha256": hashlib.sha256(key).hexdigest()}]))
+
+    write(b"old")
+    async with Engine() as one:
+        proxy = await serve(document(one, proxy={"api_keys_file": "keys.yaml"}), workers=2)
+        statuses = [(await proxy.ask(key="old")).status for _ in range(8)]
+        assert set(statuses) == {200}
+        keys.write_text("nonsense")
+        assert (await proxy.admin("/v1/reload", "POST")).status == 400
+        assert (await proxy.ask(key="old")).status == 200
+        write(b"new")
+        assert (await proxy.admin("/v1/reload", "POST")).status == 200
+        assert {(await proxy.ask(key="old")).status for _ in range(8)} == {401}
+        assert {(await proxy.ask(key="new")).status for _ in range(8)} == {200}
+
+
+async def test_a_relay_that_is_asked_to_end_does_so_and_is_replaced(serve: Serve) -> None:
+    async with Engine() as one:
+        proxy = await serve(document(one), workers=2)
+        one.hold()
+        asked = [asyncio.create_task(proxy.ask()) for _ in range(10)]
+        await proxy.fleet_until(lambda fleet: in_flight(fleet) == 10)
+        os.kill(proxy.relays[0], signal.SIGTERM)
+        one.released.set()
+        assert {reply.status for reply in await asyncio.gather(*asked)} == {200}
+        await proxy.said("ended with status 0; another takes its place")
+        await proxy.both_serve()
+
+
+# --- KV events ---
