@@ -102,7 +102,7 @@ test-pythons:
 
 # Without the folder of an option and its own tests: all the rest, in a copy. WITHOUT names options, all by default.
 test-without-options: .venv/.dev
-	$(BIN)/python tests/without_options.py $(WITHOUT) --pytest '$(SPREAD)'
+	$(BIN)/python tests/without_options.py $(WITHOUT) --pytest='$(SPREAD)'
 
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest $(SPREAD) -m 'slow and not vllm' $(SLOW)

@@ -19,6 +19,7 @@ from plan.clusters import Steps
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.types import Role
+from hetlb.cli import split as split_command
 from hetlb.cli.main import main
 from hetlb.errors import ConfigError, PlanError
 from hetlb.tools.plan.check import check_split
@@ -477,7 +478,18 @@ def test_no_server_of_a_split_has_pipeline_stages() -> None:
 
 
 @pytest.mark.option("split")
-def test_the_headline_is_the_simulated_gain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_headline_is_the_simulated_gain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Both commands plan the same: it is simulated once.
+    choose, chosen = split_command.choose, []
+
+    def once(*arguments: object) -> object:
+        if not chosen:
+            chosen.append(choose(*arguments))
+        return chosen[0]
+
+    monkeypatch.setattr(split_command, "choose", once)
     path = tmp_path / "c.yaml"
     path.write_text(FILE.replace("between: 5e9", "between: 100e9"))
     arguments = ["split", "--config", str(path), "--exhaustive", "--simulate", "1"]

@@ -17,6 +17,10 @@ _PRIOR_SPREAD: Final = 0.25
 _PRIOR_WEIGHT: Final = 8.0
 #: Share of the answers that the bound is to cover whose coverage is shown.
 _BOUND: Final = 0.9
+#: A forecast is corrected by about so many of the newest answers: loads change meanwhile.
+_FOLLOWED: Final = 8.0
+#: Share of an error of the coverage by which the next bound differs.
+_LEVEL_GAIN: Final = 0.05
 
 
 class Ratios:
@@ -28,6 +32,10 @@ class Ratios:
         #: Raw, corrected and true times of each, and their sums.
         self._times: deque[tuple[float, float, float]] = deque()
         self._raw_s = self._corrected_s = self._true_s = 0.0
+        #: Raw and true times, newer ones weighing more: they correct the next forecast.
+        self._newer_raw_s = self._newer_true_s = 0.0
+        #: Share of the ratios by which the next answer is bound.
+        self._level = _BOUND
         #: For each of the newest, whether it was within the bound that held before it.
         self._covered: deque[bool] = deque(maxlen=_KEPT)
 
@@ -42,7 +50,9 @@ class Ratios:
             return
         ratio = true_s / predicted_s
         corrected_s = predicted_s * self.factor
-        self._covered.append(ratio <= self.quantile(_BOUND))
+        covered = ratio <= self.bound
+        self._covered.append(covered)
+        self._level = max(0.5, min(1.0, self._level + _LEVEL_GAIN * (_BOUND - covered)))
         if len(self._times) == _KEPT:
             was_predicted_s, was_corrected_s, was_true_s = self._times.popleft()
             del self._ordered[first_at_least(self._ordered, was_true_s / was_predicted_s)]
@@ -54,12 +64,24 @@ class Ratios:
         self._raw_s += predicted_s
         self._corrected_s += corrected_s
         self._true_s += true_s
+        keep = 1.0 - 1.0 / _FOLLOWED
+        self._newer_raw_s = keep * self._newer_raw_s + predicted_s
+        self._newer_true_s = keep * self._newer_true_s + true_s
+
+    @property
+    def bound(self) -> float:
+        """Ratio that 90 % of the answers stay within.
+
+        Which quantile of the newest that is follows from the answers within and beyond the bounds before
+        (Gibbs, Candes, Adaptive conformal inference under distribution shift, 2021).
+        """
+        return self.quantile(self._level)
 
     @property
     def factor(self) -> float:
         """Mean true over mean forecast time: corrects a forecast. 1 while few answers are known."""
         known = len(self._times) >= _PRIOR_WEIGHT
-        return self._true_s / self._raw_s if known and self._raw_s > 0.0 and self._true_s > 0.0 else 1.0
+        return self._newer_true_s / self._newer_raw_s if known else 1.0
 
     def over(self, ratio: float) -> float:
         """Return the probability that an answer takes more than `ratio` times its forecast."""

@@ -96,8 +96,8 @@ class Instance:
     """One incarnation of one vLLM server."""
 
     __slots__ = (
-        "_assumed_ns", "_assumed_tokens", "_begun_sequences", "_begun_steps", "_first_tokens", "_loads",
-        "_occupancy", "_reading", "_steps", "_steps_per_s", "_waiting_seen",
+        "_assumed_ns", "_assumed_tokens", "_begun_at", "_begun_sequences", "_begun_steps", "_begun_tokens",
+        "_first_tokens", "_loads", "_occupancy", "_reading", "_steps", "_steps_per_s", "_waiting_seen",
         "account", "adapters", "admin", "asleep", "began", "blocks", "capacity", "changes", "engine",
         "engines", "errors", "explored", "finished_kv_tokens", "finished_sequences", "groups",
         "health", "held_tokens", "in_flight", "incarnation", "incoming", "kv_cache_tokens",
@@ -143,6 +143,8 @@ class Instance:
         #: True once it may run as many sequences as it has slots; until then, first tokens so far.
         self.explored = self.profiled
         self._first_tokens = 0
+        #: Since when it reads prompts alone, infinite while answers run, and prompt tokens read by then.
+        self._begun_at, self._begun_tokens = now, 0
         #: As profiled or, without a profile, the default; and as corrected by what its answers showed.
         self.nominal: LatencyModel = spec.latency or DEFAULT_LATENCY
         self.latency = self.nominal
@@ -377,6 +379,9 @@ class Instance:
         if now > speed.last:
             self._elapsed(now)
         self._occupancy = None
+        if not self.unread_sequences and not speed.begun:
+            self._begun_at = math.inf if self.leases else now
+            self._begun_tokens = speed.prompt_tokens
         self.leases[lease.key] = lease
         self.work_ns += lease.work_ns
         self.kv_tokens += lease.kv_tokens
@@ -396,8 +401,14 @@ class Instance:
             self.unread_sequences += lease.request.sequences
         elif lease.request.generates:
             self._reading.append(lease)
+        # Of a whole answer (not a stream) it is not known when it began: its speed shows only if at once.
         if not lease.incoming:
-            self._may_begin(lease)
+            if self.sequences - self.finished_sequences - len(self.incoming) <= self.max_num_seqs:
+                lease.mark = speed.mark()
+            if not lease.request.streamed:
+                lease.begun_steps = steps = self._steps
+                self._begun_steps += lease.request.sequences * steps
+                self._begun_sequences += lease.request.sequences
         if lease.request.sequences > 1:
             self.groups[lease.id] = lease
         tree = self.tree
@@ -418,13 +429,6 @@ class Instance:
         lease.dispatched_at = now
         if not lease.request.streamed:
             self._reading.append(lease)
-        self._may_begin(lease)
-
-    def _may_begin(self, lease: Lease) -> None:
-        """Mark the work of now for a lease that was sent: it may begin.
-
-        Of a whole answer (not a stream) it is not known when it began: at once if it could, for its speed.
-        """
         if self.unfinished_sequences - len(self.incoming) <= self.max_num_seqs:
             lease.mark = self.speed.mark()
         if not lease.request.streamed:
@@ -752,6 +756,11 @@ class Instance:
 
     def learn_prefill(self, lease: Lease, now: float) -> bool:
         """Correct the speed by the first token of an answer. True if that changed the latency model."""
+        if self.profiled:
+            changed = self._confirm(now)
+            if changed:
+                self.take_speed()
+            return changed
         seconds = now - lease.dispatched_at
         if self.speed.stood_at >= lease.dispatched_at:
             if lease.mark is None:
@@ -761,6 +770,23 @@ class Instance:
         if changed:
             self.take_speed()
         return changed
+
+    def _confirm(self, now: float) -> bool:
+        """Compare the reading of the first prompts since it was idle with the profile.
+
+        Each iteration read as many prompts as were there. True if that changed the factor.
+        """
+        since = self._begun_at
+        if since == math.inf or self.speed.stood_at >= since or self.adapters is not None:
+            return False  # answers run beside them, it stood, or loads adapters
+        budget = float(self.token_budget)
+        done, pending = self.speed.prompt_tokens - self._begun_tokens, self.pending_prompt_tokens
+        read = min(float(done + pending), math.ceil(done / self.engines / budget) * budget * self.engines)
+        prompts = max(1.0, read * self.in_flight / max(1.0, float(done + pending)))
+        mean, each = read / prompts, max(1.0, prompts / self.engines)
+        expected_s = self.nominal.joining_s(0.0, self.capacity.async_scheduling is True)
+        expected_s += self.nominal.first_token_s(mean, 0.0, 0.0, 0.0, 0.0, budget, each)
+        return self.speed.begin(expected_s, now - since, now)
 
     def learn_speed(self, lease: Lease, now: float) -> bool:
         """Correct the speed by one answer that ended well. True if that changed the latency model."""

@@ -82,6 +82,9 @@ class Scheduler:
         self.placement = placement = Placement(policy, self.predictor, self.fleet, queue)
         self.ledger, self._retries = placement.ledger, placement.retries
         self.backlog = Backlog(placement, setup.now)
+        #: Model of an instance of which the first prompts have shown another speed than its profile.
+        self._misplaced: str | None = None
+        self._taken_back: list[Lease] = []
         self._look_for_links(setup.specs)
 
     def _look_for_links(self, specs: Sequence[InstanceSpec]) -> None:
@@ -191,9 +194,12 @@ class Scheduler:
         if instance.token(now):
             self.fleet.reindex(now)
         instance.first_token(lease, now)
-        taught = not instance.explored and lease.request.streamed and lease.decode is None
-        if taught and instance.learn_prefill(lease, now):
-            self.fleet.share_speed(instance.spec.model, instance.profiled)
+        taught = not (instance.explored and (instance.speed.begun or instance.speed.seen))
+        if taught and lease.request.streamed and lease.decode is None and instance.learn_prefill(lease, now):
+            if instance.profiled:
+                self._misplaced = instance.spec.model
+            else:
+                self.fleet.share_speed(instance.spec.model, False)
         if self.ledger.journals:
             self.ledger.begun(lease)
         adapter_load = self.placement.adapter_load
@@ -400,19 +406,52 @@ class Scheduler:
             if not instance.leases or not (ejected or instance.account.stalled_since is not None):
                 continue
             for lease in instance.leases.values():
-                request = lease.request
-                if (
-                    lease.first_token_at is None
-                    and lease.own
-                    and not lease.incoming
-                    and lease.decode is None
-                    and lease.hold is None
-                    and request.subset is None
-                    and not request.generated
-                    and (ejected or now - lease.dispatched_at >= max(LEAST_SILENCE_S, lease.forecast_first_s))
-                ):
+                late = now - lease.dispatched_at >= max(LEAST_SILENCE_S, lease.forecast_first_s)
+                if (ejected or late) and _may_move(lease):
                     found.append(lease)
         return found
+
+    @property
+    def misplaces(self) -> bool:
+        """Return True if `misplaced` may have some."""
+        return self._misplaced is not None
+
+    def misplaced(self) -> list[Lease]:
+        """Return once what was placed by a wrong profile and has no token yet, the newest first."""
+        model, self._misplaced = self._misplaced, None
+        if model is None:
+            return []
+        found = [
+            lease
+            for instance in self.fleet.instances.values()
+            if instance.spec.model == model
+            for lease in instance.leases.values()
+            if _may_move(lease)
+        ]
+        return sorted(found, key=lambda lease: (-lease.dispatched_at, -lease.id))
+
+    def on_misplaced(self, lease: Lease, now: float) -> list[Command]:
+        """Place a lease of `misplaced` anew; without commands it stays, or ends until `wait_again`."""
+        request = lease.request
+        ready = self.fleet.ready.get(request.model)
+        if ready is None or request.id in self._retries.attempts:
+            return []
+        found = self.placement.choose(request, ready, now, lease.predicted_output)
+        if self.placement.take_failed(request.id) or (found and found.instance.name == lease.instance):
+            return []
+        self.drop(lease, now)
+        if found is None:
+            self._taken_back.append(lease)
+            return []
+        return [self.placement.book(found)]
+
+    def wait_again(self, now: float) -> list[Command]:
+        """Queue what `on_misplaced` took back, in the order in which it came."""
+        commands: list[Command] = []
+        while self._taken_back:
+            lease = self._taken_back.pop()
+            commands += self.backlog.push(lease.request, lease.dispatched_at, lease.predicted_output)
+        return commands + self.backlog.flush(now)
 
     def on_stranded(self, lease: Lease, now: float) -> list[Command]:
         """Send a lease of `stranded` elsewhere, within the budget of retries; no commands: it stays."""
@@ -515,6 +554,7 @@ class Scheduler:
         if live.begun:
             instance.first_token(lease, now)
         lease.mark = lease.first_mark = None
+        instance.speed.begun = True
         self.ledger.restored(lease, now, own)
         return lease
 
@@ -660,6 +700,19 @@ def _serves_elsewhere(instance: Instance, ready: ReadyInstances) -> bool:
     if account.suspect and any(not each.refusals and each.token_at > account.token_at for each in accounts):
         return True
     return account.refuses_more(accounts)
+
+
+def _may_move(lease: Lease) -> bool:
+    """Return True if nothing came of a lease, which may be sent elsewhere."""
+    request = lease.request
+    whole = not lease.incoming and lease.decode is None and lease.hold is None
+    return (
+        lease.first_token_at is None
+        and lease.own
+        and whole
+        and request.subset is None
+        and not request.generated
+    )
 
 
 def _left_unheard(lease: Lease, outcome: Outcome, now: float) -> bool:

@@ -27,6 +27,11 @@ from hetlb.balancer.core.latency import LatencyModel, delay_of_reading_s
 MEMORY_S: Final = 15.0
 #: Seconds of answers in agreement with the model that stand against the first evidence.
 PRIOR_S: Final = 5.0
+#: The first prompts, of these seconds (a network adds some ms), correct a profile that is further off than
+#: `_CLEAR`, and count for `_FIRST_S` seconds then.
+FIRST_PROMPTS_S: Final = 0.1
+_CLEAR: Final = 1.5
+_FIRST_S: Final = 0.5
 #: A measured profile is corrected only when it is further off than this, and at most so many times.
 TRUST: Final = 1.2
 MOST_PROFILED: Final = 4.0
@@ -105,7 +110,8 @@ class SpeedTracker:
         self.last = now
         self._at = now
         self._sequence_s = self._token_s = 0.0
-        self._prompt_tokens = self._prompts = self._turns = 0
+        #: Tokens of prompts that were prefilled so far.
+        self.prompt_tokens = self._prompts = self._turns = 0
         self._turn_at = -math.inf
         #: Prompt tokens that were prefilled.
         self.prefilling = RecentRate(now)
@@ -118,8 +124,8 @@ class SpeedTracker:
         self.last_mixed = False
         #: Engines that share what runs.
         self.engines = 1
-        #: True if some answer has shown a speed.
-        self.seen = False
+        #: True if some answer has shown a speed, and if the first prompts have been compared with a profile.
+        self.seen = self.begun = False
         #: Seconds in which it stood still so far, and the last time that it did.
         self.stood_s = 0.0
         self.stood_at = -math.inf
@@ -185,13 +191,13 @@ class SpeedTracker:
             self._turns += 1
             self._turn_at = now
         self._prompts += prompts
-        self._prompt_tokens += tokens
+        self.prompt_tokens += tokens
         self.prefilling = self.prefilling.plus(tokens, now)
 
     def mark(self) -> Mark:
         """Return the work up to the last `elapsed`."""
         return Mark(
-            self._sequence_s, self._token_s, self._prompt_tokens, self._prompts, self._turns, self.stood_s
+            self._sequence_s, self._token_s, self.prompt_tokens, self._prompts, self._turns, self.stood_s
         )
 
     def answered(
@@ -238,7 +244,7 @@ class SpeedTracker:
         prompts = self._prompts - since.prompts
         delay_s = 0.0
         if prompts > 0:
-            mean_prompt = max(1.0, (self._prompt_tokens - since.prompt_tokens) / prompts)
+            mean_prompt = max(1.0, (self.prompt_tokens - since.prompt_tokens) / prompts)
             turns = max(1.0, float(self._turns - since.turns))
             beside = prompts / turns / self.engines if prompts > turns * self.engines else 1.0
             read_s = model.first_token_s(mean_prompt, 0.0, 0.0, running, tokens, budget, beside)
@@ -251,6 +257,17 @@ class SpeedTracker:
     def observe_prefill(self, expected_s: float, seconds: float, now: float) -> bool:
         """Learn from a prompt's `seconds`, expected in `expected_s`. Return True if the factor changed."""
         return seconds > 0.0 and expected_s > 0.0 and self._observe(expected_s, seconds, now)
+
+    def begin(self, expected_s: float, seconds: float, now: float) -> bool:
+        """Correct a profile that the first prompts show to be wrong. Return True if the factor changed."""
+        if expected_s < FIRST_PROMPTS_S:
+            return False
+        self.begun = True
+        ratio = max(1.0 / self._most, min(self._most, seconds / expected_s))
+        if self.seen or 1.0 / _CLEAR < ratio < _CLEAR:
+            return False
+        self._observed_s, self._expected_s, self._at = ratio * _FIRST_S, _FIRST_S, now
+        return self._observe(0.0, 0.0, now)
 
     def assume(self, factor: float) -> bool:
         """Take the factor that others show, before any answer of its own. True if it changed."""

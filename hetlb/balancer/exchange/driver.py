@@ -263,6 +263,9 @@ class Driver(Host):
             and exchange.response.state is not STARTED
         )
 
+    def takes_back(self) -> bool:
+        return True
+
     def turned_away(self, lease: Lease) -> None:
         self.counted.tried_again(lease.instance, Outcome.UPSTREAM_BUSY)
         self.exchanges[lease.request.id].back_to_queue(TURNED_AWAY)

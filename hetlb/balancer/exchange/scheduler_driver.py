@@ -179,6 +179,9 @@ class SchedulerDriver(SchedulerSide):
     def first_token(self, lease: Lease, now: float) -> None:
         if commands := self.scheduler.on_first_token(lease, now):
             self.carry_out(commands)
+        if self.scheduler.misplaces and self.carrier.takes_back():
+            self._move(self.scheduler.misplaced(), self.scheduler.on_misplaced, now)
+            self.carry_out(self.scheduler.wait_again(now))
 
     def lease_ended(
         self, lease: Lease, outcome: Outcome, now: float, *, retry: bool, generated: int | None = None
@@ -302,16 +305,21 @@ class SchedulerDriver(SchedulerSide):
     def _move_stranded(self) -> None:
         """Send elsewhere what waits at instances that do not work; the rest soon if the budget is used up."""
         self._mover, now = None, self.carrier.now()
+        left = self._move(self.scheduler.stranded(now), self.scheduler.on_stranded, now)
+        if left and self.scheduler.retrying:
+            self._mover = self.carrier.loop.call_later(_NEXT_MOVES_S, self._move_stranded)
+
+    def _move(self, leases: list[Lease], place: Callable[[Lease, float], list[Command]], now: float) -> bool:
+        """Send those elsewhere that may be taken back. Return True if some stay."""
         left = False
-        for lease in self.scheduler.stranded(now):
+        for lease in leases:
             if self.carrier.may_turn_away(lease):
-                commands = self.scheduler.on_stranded(lease, now)
+                commands = place(lease, now)
                 if lease.ended:
                     self.carrier.turned_away(lease)
                 left = left or not lease.ended
                 self.carry_out(commands)
-        if left and self.scheduler.retrying:
-            self._mover = self.carrier.loop.call_later(_NEXT_MOVES_S, self._move_stranded)
+        return left
 
     def _tell_stalls(self, now: float) -> None:
         """Log which instances have stalled, or do so no more."""

@@ -229,6 +229,10 @@ class Carrier(ABC):
         """Return True if a lease of which nothing came can be taken from its engine."""
         return False
 
+    def takes_back(self) -> bool:
+        """Return True if requests can be taken from engines that work: they wait again, or go elsewhere."""
+        return False
+
     def turned_away(self, lease: Lease) -> None:
         """Give a request another lease: its engine refused it, or says nothing."""
 

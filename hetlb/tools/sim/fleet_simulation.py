@@ -33,6 +33,7 @@ from hetlb.balancer.core.types import (
     Request,
     Role,
 )
+from hetlb.tools.sim.engine_sequence import SequenceState
 from hetlb.tools.sim.event_queue import EventQueue
 from hetlb.tools.sim.fleet_engine import (
     ARRIVAL,
@@ -60,6 +61,8 @@ from hetlb.tools.workload.records import Counted, Gaps
 #: Simulated engines are scraped as often as real ones by default.
 SCRAPE_INTERVAL_S: Final = 1.0
 
+#: States of a sequence that its engine has, without a token.
+_WITHOUT_TOKEN: Final = (SequenceState.WAITING, SequenceState.PREFILL)
 #: Outcome of a request that the scheduler rejects; any other reason is the request's own fault.
 _REJECTED = {
     RejectReason.QUEUE_FULL: Outcome.REJECTED_FULL,
@@ -348,7 +351,19 @@ class FleetSimulation:
     def _answered(self, flight: Flight) -> None:
         """Report the first token of an answer."""
         scheduler, lease = flight.leased
-        self._carry_out(scheduler, scheduler.on_first_token(lease, self._events.now))
+        now = self._events.now
+        self._carry_out(scheduler, scheduler.on_first_token(lease, now))
+        if not scheduler.misplaces:
+            return
+        for misplaced in scheduler.misplaced():
+            sequences = self._by_id[misplaced.request.id].sequences
+            if all(each.state in _WITHOUT_TOKEN for each in sequences):
+                commands = scheduler.on_misplaced(misplaced, now)
+                if misplaced.ended:
+                    for each in sequences:
+                        self._engines[misplaced.instance].model.abort(each)
+                self._carry_out(scheduler, commands)
+        self._carry_out(scheduler, scheduler.wait_again(now))
 
     def _completed(self, flight: Flight) -> None:
         """End a request whose last sequence has ended."""
@@ -406,7 +421,7 @@ class FleetSimulation:
             leg = Role.PREFILL
         else:
             leg = Role.BOTH if lease.hold is None else Role.DECODE
-        sequences = leg_sequences(flight, leg)
+        flight.sequences = sequences = leg_sequences(flight, leg)
         if engine.spec.latency.request_s > 0:
             self._events.push(self._events.now + engine.spec.latency.request_s, SUBMIT, (engine, sequences))
         else:

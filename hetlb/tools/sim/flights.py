@@ -16,7 +16,7 @@ from hetlb.tools.workload.records import RequestResult
 class Flight:
     """A request in flight: its scheduler, lease and running sequences."""
 
-    __slots__ = ("held", "lease", "outcome", "planned", "record", "running", "scheduler")
+    __slots__ = ("held", "lease", "outcome", "planned", "record", "running", "scheduler", "sequences")
 
     def __init__(self, planned: PlannedRequest) -> None:
         self.planned = planned
@@ -30,6 +30,8 @@ class Flight:
         self.lease: Lease | None = None
         self.outcome: Outcome | None = None
         self.running = planned.sequences
+        #: Those that its engine was sent.
+        self.sequences: list[EngineRun] = []
         #: Its prompt on the prefill engine, until the decode engine has fetched it.
         self.held: tuple[FleetEngine, EngineRun] | None = None
 

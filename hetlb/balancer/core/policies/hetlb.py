@@ -68,22 +68,26 @@ class Evaluation:
         # The rest is rated for people alone, later: but not where the terms may change until then.
         at_once = ctx.request.service.background or bool(protected) or ctx.adapter_load_s > 0.0
         needed: list[Sight] = []
+        holder: Sight | None = None
         full, speed, unread, most_cached = False, 0.0, 0.0, 0.0
         for i in fleet.order:
             each = sights[i]
             each.faster = speed
             unread += each.seen.unread
             if each.cached > most_cached:
-                most_cached = each.cached
+                most_cached, holder = each.cached, each
             if availabilities is None or availabilities[i][0] == NORMAL:
                 speed += each.cost.speed
             elif availabilities[i][0] == BLOCKED and each.state == ROOM:
                 each.state = RESTRAINED
-            if each.state == ROOM or at_once or not full or each.cached > 0.0:
+            if each.state == ROOM or at_once or not full:
                 each.foresee(ctx)
                 needed.append(each)
             if each.state >= KEPT_FREE:
                 full = True
+        if holder is not None and holder not in needed:
+            holder.foresee(ctx)
+            needed.append(holder)
         ctx.most_cached, ctx.unread = most_cached, unread / len(sights)
         #: Size of all that waits, with the request.
         todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
@@ -101,8 +105,8 @@ class Evaluation:
         set_scores(ctx, needed, self.weights)
         if hold and full:
             self._hold(todo)
-            if most_cached > 0.0:
-                self._keep_together()
+            if holder is not None and holder.state >= KEPT_FREE:
+                self._keep_together(holder)
 
     @property
     def ratings(self) -> list[Sight]:
@@ -147,22 +151,17 @@ class Evaluation:
             elif full == math.inf and each.state >= KEPT_FREE:
                 full = each.score
 
-    def _keep_together(self) -> None:
+    def _keep_together(self, there: Sight) -> None:
         """Pass instances over that would read again what a full one holds, where waiting for that costs less.
 
         Until its next slot is free those wait, too, that there is room for now: half of the gap in the mean.
         """
         ctx, mix, room = self._ctx, self._ctx.demand.mix, 1.0
         size, need = max(1.0, mix.size), max(1.0, mix.booked + mix.output / 2.0)
-        there: Sight | None = None
         for each in self._sights:
             if each.state == ROOM:
                 left = 1.0 + (each.load.kv_cache_tokens - each.used_tokens) / need
                 room += min(left, each.load.all_slots - each.seen.running)
-            elif each.state >= KEPT_FREE and each.cached > (0.0 if there is None else there.cached):
-                there = each
-        if there is None:
-            return
         delay_s = size / there.cost.speed * min(room, 1.0 + ctx.waiting / size) / 2.0
         limit = there.score + (self.weights[0] + self.weights[1]) * delay_s
         for each in self._sights:

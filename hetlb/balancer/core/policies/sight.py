@@ -224,8 +224,8 @@ class Sight:
             "first_token_s": self.first_token_s * errors.first_token.factor,
             "step_s": self.step_s * errors.step.factor,
             "end_s": self.end_s * errors.end.factor,
-            "first_token_s_90": self.first_token_s * errors.first_token.quantile(0.9),
-            "end_s_90": self.end_s * errors.end.quantile(0.9),
+            "first_token_s_90": self.first_token_s * errors.first_token.bound,
+            "end_s_90": self.end_s * errors.end.bound,
         }
 
 

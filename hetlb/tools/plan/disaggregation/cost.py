@@ -8,7 +8,8 @@ paper has 12 H^2 weights a layer and one KV head per query head (true for OPT, n
 grouped-query attention: Llama-2-70B has an eighth of that KV cache). bench/PLANNING.md lists every
 difference.
 
-Every tensor-parallel degree is tried, and the shortest pipeline. Groups that look alike are computed once.
+Every tensor-parallel degree that divides the group's GPUs in each of its machines is tried, with several
+divisions of the layers over the stages. Groups that look alike are computed once.
 """
 
 from __future__ import annotations
@@ -99,6 +100,11 @@ class GroupTable:
         """Return a group that no group of these GPUs serves more than; it may serve less itself."""
         return self._moved(next(iter(self._promising(composition, role)), None), composition)
 
+    def sure(self, composition: Composition, role: Role) -> ServerGroup | None:
+        """Return the best group that serves what it promises: one without bubbles."""
+        found = (each for each in self._promising(composition, role) if each.is_exact)
+        return self._moved(next(found, None), composition)
+
     def _alike(self, composition: Composition) -> Composition:
         """Return the first composition with the same kinds of machines, GPUs in each and links."""
         if composition not in self._like:
@@ -147,14 +153,11 @@ class GroupTable:
         return self._best[key]
 
     def _layouts(self, composition: Composition, role: Role) -> Iterator[tuple[GroupStage, ...]]:
-        """Every degree of one stage, and the pipeline of the largest degree; stages in order of the machines.
-
-        Longer pipelines of smaller degrees have more bubbles.
-        """
+        """Every degree, with the divisions of the layers; stages stand in the order of the machines."""
         cluster, cost = self.cluster, self._cost
         if sum(n for _, n in composition) > MOST_GPUS:
             return
-        for degree in range(math.gcd(*(n for _, n in composition)), 0, -1):
+        for degree in range(1, math.gcd(*(n for _, n in composition)) + 1):
             if any(n % degree or degree not in cost.degrees(m) for m, n in composition):
                 continue
             if cluster.model.attention_heads % degree:
@@ -168,7 +171,7 @@ class GroupTable:
             speeds = [1.0 / cost.layer_s(m, degree, role) for m in machines]
             memory = [cluster.machines[m].usable_bytes for m in machines]
             if min(memory) <= 0.0:
-                return
+                continue
             for blend in _BLENDS if len(set(machines)) > 1 else (1.0,):
                 weights = [
                     blend * s / sum(speeds) + (1.0 - blend) * b / sum(memory)
@@ -179,8 +182,6 @@ class GroupTable:
                     GroupStage(m, degree, int(share * cluster.model.layers))
                     for m, share in zip(machines, layers, strict=True)
                 )
-            if len(machines) > 1:
-                return
 
 
 # --- latency profiles -----------------------------------------------------------------------------------

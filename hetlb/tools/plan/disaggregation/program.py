@@ -87,9 +87,11 @@ class Templates:
             if composition is None:
                 continue
             for role in Role:
-                group = table.promised(composition, role)
-                if group is not None:
-                    self.templates.append(Template(shape, group, role is not Role.BOTH))
+                sure, group = table.sure(composition, role), table.promised(composition, role)
+                if sure is not None:
+                    self.templates.append(Template(shape, sure, exact=True))
+                if group is not None and not group.is_exact:
+                    self.templates.append(Template(shape, group, exact=False))
         if len(self.templates) > _MANY_TEMPLATES:
             self.templates = list(self._worthwhile())
 
@@ -141,25 +143,34 @@ class Templates:
     def solve(
         self, limits: SolveLimits, roles: Sequence[Role] = tuple(Role), on_progress: OnProgress | None = None
     ) -> Solved | None:
-        """Return the best numbers of templates in these roles found within the limits."""
-        own = [at for at, template in enumerate(self.templates) if template.group.role in roles]
-        choices: dict[Choice, None] = {}
-        bound, integer = math.inf, False
-        while own:
-            incumbents: list[NDArray[np.float64]] = []
-            program, numbers = self._program(own, integer)
-            solution = program.solve(limits, on_progress=on_progress, on_solution=incumbents.append)
-            if solution is None:
-                break
-            used = [at for at in own if solution.values[numbers[at]] > _LEAST_NUMBER]
-            if integer:
-                bound = solution.bound
-                choices = {self._choice(numbers, solution.values): None} | choices
-            if integer and (limits.over or not self._simulate(used)):
-                choices |= {self._choice(numbers, each): None for each in reversed(incumbents)}
-                break
-            integer = integer or limits.over or not self._simulate(used)
-        return Solved(tuple(choices)[:_MOST_CHOICES], bound) if choices else None
+        """Return the best numbers of templates in these roles found within the limits.
+
+        First of those that are exact, which takes no simulation, then of all.
+        """
+        choices: list[Choice] = []
+        bound = math.inf
+        for promised in (False, True):
+            own = [
+                at
+                for at, template in enumerate(self.templates)
+                if template.group.role in roles and (template.exact or promised)
+            ]
+            integer = False
+            while own:
+                incumbents: list[NDArray[np.float64]] = []
+                program, numbers = self._program(own, integer)
+                solution = program.solve(limits, on_progress=on_progress, on_solution=incumbents.append)
+                if solution is None:
+                    break
+                used = [at for at in own if solution.values[numbers[at]] > _LEAST_NUMBER]
+                if integer and (limits.over or not self._simulate(used)):
+                    bound = solution.bound if promised else math.inf
+                    # What the program met on its way to all templates may need simulations.
+                    values = (solution.values, *([] if promised else incumbents[:-_MOST_CHOICES:-1]))
+                    choices = [*(self._choice(numbers, each) for each in values), *choices]
+                    break
+                integer = integer or limits.over or not self._simulate(used)
+        return Solved(tuple(dict.fromkeys(choices)), bound) if choices else None
 
     def _choice(self, numbers: dict[int, int], values: NDArray[np.float64]) -> Choice:
         counts = {at: round(values[number]) for at, number in numbers.items()}

@@ -145,6 +145,11 @@ class ServerGroup:
     def tensor_parallel_size(self) -> int:
         return self.stages[0].gpus
 
+    @property
+    def is_exact(self) -> bool:
+        """True if its pipeline has no bubbles: one stage, or batches that are alike."""
+        return len(self.stages) == 1 or self.role is not Role.BOTH
+
     def form(self, connector: str | None = NIXL) -> Form:
         """Return the form of its server, with KV transfers or (None) without."""
         sizes = self.tensor_parallel_size, len(self.stages), len(self.composition)

@@ -18,8 +18,8 @@ from hetlb.tools.plan.disaggregation.split_cluster import Role, SplitPlan
 from hetlb.tools.plan.highs import OnProgress, SolveLimits
 
 #: Shares of the time that is left, most of which is not needed, for the templates and for the program without
-#: splitting; and the least seconds of either.
-_TEMPLATES_SHARE, _COLOCATED_SHARE, _LEAST_S = 0.3, 0.3, 0.3
+#: splitting, whose simulations the other one has, too; and the least seconds of either.
+_TEMPLATES_SHARE, _COLOCATED_SHARE, _LEAST_S = 0.3, 0.6, 0.3
 
 
 @dataclass
@@ -53,7 +53,7 @@ def search(
 
     both = templates.solve(_part(limits, _COLOCATED_SHARE), (Role.BOTH,))
     if both is not None:
-        found.colocated = plan(both.choices[0])
+        found.colocated = max(map(plan, both.choices), key=lambda each: each.throughput)
     choices = {} if both is None or Role.BOTH not in roles else dict.fromkeys(both.choices)
     solved = templates.solve(limits, roles, on_progress)
     if solved is not None:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
 
-from hetlb.tools.plan.common.annealing import anneal
 from hetlb.tools.plan.highs import SolveLimits
 from hetlb.tools.plan.placement.block_columns import BlockChain
 from hetlb.tools.plan.placement.estimate import Estimator
@@ -247,21 +246,23 @@ class PlacementSearch:
     def _anneal(
         self, layout: Layout, score: Callable[[Layout], float], limits: SolveLimits, heat: tuple[float, float]
     ) -> Layout:
-        """Anneal; return the best layout met, without any time the one given."""
-        seconds = limits.left_s
-        if seconds <= 0.0:
-            return layout
-        at = score(layout)
-        return anneal(
-            layout,
-            at,
-            self._change,
-            lambda changed, _: (changed, score(changed)),
-            done=lambda: 1.0 - limits.left_s / seconds,
-            scale=max(1.0, at),
-            heat=heat,
-            rng=self._rng,
-        )
+        """Anneal; return the best layout met, without any time the one given.
+
+        Temperatures are `heat`, first to last, times the score at the beginning.
+        """
+        seconds, rng = limits.left_s, self._rng
+        best, most = layout, score(layout)
+        at, scale = most, max(1.0, most)
+        while seconds > 0.0 and (left := limits.left_s / seconds) > 0.0:
+            if (changed := self._change(layout)) is None:
+                continue
+            temperature = scale * heat[0] * (heat[1] / heat[0]) ** (1.0 - left)
+            value = score(changed)
+            if value >= at + temperature * math.log(max(rng.random(), 1e-12)):
+                layout, at = changed, value
+                if value > most:
+                    best, most = changed, value
+        return best
 
     def _change(self, layout: Layout) -> Layout | None:
         """Return a layout nearby, None if the change drawn does not fit."""
