@@ -102,6 +102,17 @@ def test_prompts_beside_answers_show_nothing() -> None:
     assert not scheduler.misplaces
 
 
+def test_prompts_that_came_during_an_iteration_are_no_part_of_it() -> None:
+    scheduler = make_scheduler([spec("a", capacity=CAPACITY)], "hetlb")
+    first = dispatched(scheduler.on_arrival(request(1, prompt=TOKENS + 10, streamed=True), 0.0))
+    now = FAST.prefill_s(TOKENS + 10)
+    for number in range(2, 9):
+        scheduler.on_arrival(request(number, prompt=TOKENS, streamed=True), 0.95 * now)
+    scheduler.on_first_token(first, now)
+    assert scheduler.instances[0].speed.factor == 1.0
+    assert not scheduler.misplaces
+
+
 def test_what_was_restored_shows_nothing() -> None:
     _, leases = burst(FAST, FAST)
     fresh = make_scheduler([spec(name, capacity=CAPACITY) for name in "ab"], "hetlb")

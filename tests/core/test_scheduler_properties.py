@@ -319,6 +319,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert restored is not None
             self.leases[restored.id] = restored
         for before, after in zip(old.instances, self.scheduler.instances, strict=True):
+            assert before.seen(self.now).running == after.seen(self.now).running  # prompts are read by now
             for figure in ("work_ns", "kv_tokens", "prompt_tokens", "pending_prompt_tokens", "sequences"):
                 assert getattr(after, figure) == getattr(before, figure)
         for entry in old.queue:

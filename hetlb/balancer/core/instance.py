@@ -62,6 +62,8 @@ _SLOTS_AGE_S: Final = 5.0
 _ITERATIONS: Final = 2.0
 #: Shorter answers say nothing about speed.
 _LEAST_STEPS: Final = 4.0
+#: Tokens that may have been read of prompts, over those of prompts that were done, for both to tell a speed.
+_PARTLY: Final = 1.25
 #: No decode step is shorter, in seconds.
 LEAST_STEP_S: Final = 1e-5
 #: A first byte this late in an answer, as a share of its time, came with the whole of it: not a stream.
@@ -782,6 +784,8 @@ class Instance:
         budget = float(self.token_budget)
         done, pending = self.speed.prompt_tokens - self._begun_tokens, self.pending_prompt_tokens
         read = min(float(done + pending), math.ceil(done / self.engines / budget) * budget * self.engines)
+        if read > _PARTLY * done:
+            return False  # the last iteration may have begun before others came
         prompts = max(1.0, read * self.in_flight / max(1.0, float(done + pending)))
         mean, each = read / prompts, max(1.0, prompts / self.engines)
         expected_s = self.nominal.joining_s(0.0, self.capacity.async_scheduling is True)
