@@ -39,7 +39,7 @@ SLOW ?=
 # Tests of what is compiled. The rest runs interpreted in either build: dashboard, sources of instances, logs.
 INTERPRETED_OPTIONS := dashboard dns instance_files kubernetes
 COMPILED_TESTS := tests/core tests/proxy tests/options tests/faults tests/test_parity.py tests/cli/test_explain.py \
-  tests/sim tests/emulator tests/fuzz $(INTERPRETED_OPTIONS:%=--ignore=tests/options/%) \
+  tests/sim tests/emulator $(addprefix tests/fuzz/test_,growth.py corpus.py mutants.py) $(INTERPRETED_OPTIONS:%=--ignore=tests/options/%) \
   --ignore=tests/sim/test_against.py
 PACKAGES_OF_PROXY_TESTS := hypothesis openai pytest pytest-asyncio pytest-timeout pytest-xdist python-multipart \
   tokenizers trustme websockets

@@ -28,6 +28,7 @@ from hetlb.tools.plan.placement.failures import losses
 from hetlb.tools.plan.placement.flow import Flow, PlacementFlows, max_flow
 from hetlb.tools.plan.placement.flow_bounds import flow_bound
 from hetlb.tools.plan.placement.heuristics import chains, petals, separate_pipelines, swarm
+from hetlb.tools.plan.placement.milp import solve
 from hetlb.tools.plan.placement.place_cluster import PlaceCluster, Placement
 from hetlb.tools.plan.placement.place_plan import PlacementSimulator, PlacePlan, plan_placement
 from hetlb.tools.plan.placement.place_search import BASELINES, PlacementSearch
@@ -55,6 +56,20 @@ def best_of_all(cluster: PlaceCluster) -> float:
 
 @settings(max_examples=8)
 @given(seed=st.integers(0, 10**6))
+def test_the_integer_program_finds_the_best_placement(seed: int) -> None:
+    rng = random.Random(seed)
+    kinds = [kind("x", [rng.uniform(50, 100), rng.uniform(20, 60)]), kind("y", [rng.uniform(10, 80)])]
+    cluster = small_cluster([rng.choice("xy") for _ in range(4)], kinds, 3)
+    best = best_of_all(cluster)
+    proven, placement = solve(cluster, SolveLimits(gap=1e-6), flow_bound(cluster))
+    assert proven == pytest.approx(best, rel=1e-5, abs=1e-6)
+    if best > 0.0:
+        assert placement is not None
+        assert max_flow(cluster, placement).tokens_per_s == pytest.approx(best, rel=1e-5)
+
+
+@settings(max_examples=8)
+@given(seed=st.integers(0, 10**6))
 def test_a_search_finds_the_best_placement_and_bounds_hold(seed: int) -> None:
     rng = random.Random(seed)
     kinds = [kind("x", [rng.uniform(50, 100), rng.uniform(20, 60)]), kind("y", [rng.uniform(10, 80)])]
@@ -65,6 +80,8 @@ def test_a_search_finds_the_best_placement_and_bounds_hold(seed: int) -> None:
     found = PlacementSearch(cluster, Estimator(cluster, LENGTHS), None, bound=bound).run(steps(4000.0))
     if best > 0.0:
         assert found.highest_flow.flow.tokens_per_s == pytest.approx(best, rel=1e-5)
+        # The integer program proves it, whatever the bound was before.
+        assert found.bound <= best * (1.0 + 2e-4)
     else:
         assert not found.candidates
 
@@ -213,7 +230,7 @@ def test_simple_rules_are_simulated_first_and_no_answer_is_below_the_best_of_the
 
 @pytest.mark.parametrize("seconds", [0.0, -2.0])
 def test_a_search_whose_time_is_up_before_it_begins_ends_with_its_starts(seconds: float) -> None:
-    """As where the bound has used all of the time."""
+    """As where the solver has used all of the time."""
     cluster = small_cluster(["x"] * 4, [kind("x", [100.0, 45.0])], 4)
     found = PlacementSearch(cluster, Estimator(cluster, LENGTHS), Known).run(steps(seconds))
     assert found.best.flow.tokens_per_s > 0.0

@@ -1,7 +1,7 @@
 """Linear, quadratic and mixed-integer programs, solved by HiGHS (MIT licence, the package `highspy`).
 
 `highspy` and not `scipy.optimize.milp`, which runs the same solver: plans need the incumbent and the bound
-while the solver runs, an end on Ctrl-C with the incumbent kept, and duals.
+while the solver runs, a warm start, an end on Ctrl-C with the incumbent kept, and duals.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -176,12 +176,14 @@ class LinearProgram:
         self,
         limits: SolveLimits,
         *,
+        start: Sequence[float] | None = None,
         on_progress: OnProgress | None = None,
         on_solution: OnSolution | None = None,
     ) -> Solution | None:
         """Return the best solution found within the limits, None where there is none or none was found.
 
-        `on_solution` gets every incumbent of a program with integers. Raises `PlanError` if the solver fails.
+        `start` is a feasible point to begin from; `on_solution` gets every incumbent of a program with
+        integers. Raises `PlanError` if the solver fails.
         """
         highs = self._highs
         if self._squares:
@@ -193,6 +195,10 @@ class LinearProgram:
         left = limits.left_s * (_WALL_PER_CPU if limits.clock is time.process_time else 1.0)
         until = highs.getRunTime() + max(0.01, left) if left < INFINITY else INFINITY
         highs.setOptionValue("time_limit", until)
+        if start is not None:
+            warm = highspy.HighsSolution()
+            warm.col_value = list(start)
+            highs.setSolution(warm)
         if not self._integer:
             highs.run()
         else:

@@ -167,7 +167,7 @@ def plan_placement(
             if limits.interrupted:
                 raise KeyboardInterrupt
             raise PlanError("expected a way from source through all layers to sink, got none")
-        chosen, highest = found.best, found.highest_flow
+        chosen, highest, bound = found.best, found.highest_flow, found.bound
         candidates = found.candidates
     check_placement(cluster, chosen.placement, chosen.flow, bound)
     result = chosen.run.result if isinstance(chosen.run, PlacementRun) else None

@@ -15,7 +15,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Protocol
 
 from hetlb.tools.plan.highs import SolveLimits
@@ -24,6 +24,7 @@ from hetlb.tools.plan.placement.estimate import Estimator
 from hetlb.tools.plan.placement.flow import Flow, PlacementFlows
 from hetlb.tools.plan.placement.flow_bounds import compute_bound
 from hetlb.tools.plan.placement.heuristics import chains, petals, separate_pipelines, swarm
+from hetlb.tools.plan.placement.milp import solve
 from hetlb.tools.plan.placement.place_cluster import Interval, PlaceCluster, Placement, PlaceNode
 
 
@@ -44,12 +45,18 @@ Layout = list[Interval]
 _ENDS_JUDGED = (0.1, 0.55)
 _ENDS_ALONE = (0.3, 1.0)
 #: Restarts of the annealing, each with its share of the time.
-_ISLANDS = 2
+_ISLANDS_JUDGED, _ISLANDS_ALONE = 2, 4
 #: Simple rules that a plan is compared with.
 BASELINES = ("swarm", "separate-pipelines", "petals")
+#: Machines that a construction leaves over are tried in so many places each.
+_PLACES = 8
+#: Up to so many machines the integer program can prove the highest flow in seconds.
+_MOST_EXACT = 30
 #: Temperatures at the beginning and the end, as shares of the score at the beginning.
 _FLOW_HEAT = (0.06, 0.003)
 _ESTIMATE_HEAT = (0.02, 0.001)
+#: A placement whose layers are better covered is preferred among those of equal flow.
+_COVER_WEIGHT = 0.1
 #: Candidates that are simulated, at least and at most.
 _FEWEST_LISTED, _MOST_LISTED = 2, 80
 #: Seconds of the first window of a simulation. Rounds of a race cost so many times the first window of all.
@@ -77,9 +84,10 @@ class PlacementCandidate:
 
 @dataclass(slots=True)
 class PlacementsFound:
-    """Result of a search: candidates, the best first."""
+    """Result of a search: candidates, the best first; `bound`: no placement has a higher flow."""
 
     candidates: list[PlacementCandidate] = field(default_factory=list)
+    bound: float = math.inf
 
     @property
     def highest_flow(self) -> PlacementCandidate:
@@ -141,18 +149,19 @@ class PlacementSearch:
     def run(self, limits: SolveLimits) -> PlacementsFound:
         """Search within the limits; no `candidates` where no placement has a flow."""
         self._rng.seed(limits.seed)
+        seconds = limits.left_s
         ends = _ENDS_ALONE if self._judge is None else _ENDS_JUDGED
-        constructing, annealing = (limits.within(share * limits.left_s) for share in ends)
-        self._construct(constructing)
+        constructing, annealing = (limits.within(share * seconds) for share in ends)
+        layouts = self._construct(constructing)
         if self._judge is not None:  # constructions first, those of simple rules before others
             built = list(self._known.values())
             self._enter(sorted(built, key=lambda each: (not each.rule, -each.estimate)), limits)
         if not self._done and not limits.over:
-            self._explore(annealing)
+            self._explore(layouts, annealing)
             if self._judge is not None:
                 self._race(limits)
         best = sorted(self._known.values(), key=self._quality, reverse=True)
-        return PlacementsFound(best)
+        return PlacementsFound(best, self._bound)
 
     @property
     def _done(self) -> bool:
@@ -162,14 +171,20 @@ class PlacementSearch:
 
     # --- constructions ---
 
-    def _construct(self, limits: SolveLimits) -> None:
-        """Know placements by simple rules and of blocks, until nothing can be better."""
+    def _construct(self, limits: SolveLimits) -> list[Layout]:
+        """Placements to begin with, the highest flow first."""
+        layouts = []
         for origin, placement in self._constructed(limits):
-            if (known := self._keep(self._layout(placement))) is not None and origin in BASELINES:
+            layout = self._complete(placement, limits)
+            layouts.append(layout)
+            self._keep(layout)
+            if origin in BASELINES and (known := self._keep(self._layout(placement))) is not None:
                 known.rule = origin
             self._progress(origin, self._best())
             if self._done:
                 break
+        layouts.sort(key=lambda each: -self._flows.value(each))
+        return layouts
 
     def _constructed(self, limits: SolveLimits) -> Iterator[tuple[str, Placement]]:
         cluster = self._cluster
@@ -179,6 +194,12 @@ class PlacementSearch:
         named["chains"] = chains(cluster, self._rng)
         yield from ((name, placement) for name, placement in named.items() if placement is not None)
         yield from self._block_chains(limits)
+        if len(cluster.nodes) <= _MOST_EXACT and not self._cluster.partial_inference and not limits.over:
+            best = self._best()
+            start = None if best is None else best.placement
+            self._bound, solved = solve(cluster, limits, min(self._bound, compute_bound(cluster)), start)
+            if solved is not None:
+                yield "solver", solved
 
     def _block_chains(self, limits: SolveLimits) -> Iterator[tuple[str, Placement]]:
         """One chain of blocks over everything, and one per region."""
@@ -202,14 +223,49 @@ class PlacementSearch:
         if own:
             yield "blocks by region", own
 
+    def _complete(self, placement: Placement, limits: SolveLimits) -> Layout:
+        """Return a layout of all nodes: those left over go where they add most flow, or thinnest cover."""
+        layout = self._layout(placement)
+        places = sorted(set(placement.values()))
+        cover = self._cover(layout)
+        for i, node in enumerate(self._cluster.nodes):
+            if node.name in placement:
+                continue
+            fitting = [each for each in places if each[1] - each[0] <= self._most[i]]
+            fitting.sort(key=lambda each: min(cover[each[0] : each[1]]))
+            best = -1.0
+            for interval in fitting[:_PLACES]:
+                before, layout[i] = layout[i], interval
+                flow = 0.0 if limits.over else self._flows.value(layout)
+                if flow > best:
+                    best = flow
+                else:
+                    layout[i] = before
+            cover = self._cover(layout)
+        return layout
+
+    def _cover(self, layout: Layout) -> list[float]:
+        """Tokens/s of all machines that hold a layer, by layer."""
+        changes = [0.0] * (self._cluster.model.layers + 1)
+        for rates, (first, end) in zip(self._flows.rates, layout, strict=True):
+            changes[first] += rates[end - first]
+            changes[end] -= rates[end - first]
+        return list(accumulate(changes[:-1]))
+
+    def _score(self, layout: Layout) -> float:
+        """Return the flow, and a little for the layer with the least throughput."""
+        return self._flows.value(layout) + _COVER_WEIGHT * min(self._cover(layout))
+
     # --- annealing ---
 
-    def _explore(self, limits: SolveLimits) -> None:
+    def _explore(self, layouts: list[Layout], limits: SolveLimits) -> None:
         """Anneal from the best constructions, over the flow or, with a judge, over the estimate."""
-        alone = self._judge is None
-        score, heat = (self._flows.value, _FLOW_HEAT) if alone else (self._estimate, _ESTIMATE_HEAT)
-        built = [self._layout(each.placement) for each in self._known.values()]
-        starts = sorted(built, key=lambda each: -score(each))[:_ISLANDS]
+        judged = self._judge is not None
+        score, heat = (self._estimate, _ESTIMATE_HEAT) if judged else (self._score, _FLOW_HEAT)
+        if judged:
+            best = sorted(self._known.values(), key=lambda each: -each.estimate)
+            layouts = [self._layout(each.placement) for each in best]
+        starts = layouts[: _ISLANDS_JUDGED if judged else _ISLANDS_ALONE]
         starts = starts or [self._layout(chains(self._cluster, self._rng))]
         each_s = limits.left_s / len(starts)
         for number, layout in enumerate(starts, start=1):
