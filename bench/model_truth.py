@@ -36,12 +36,12 @@ from statistics import fmean, median
 
 from contexts import longest_contexts
 
-from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.latency import LatencyModel, scaled
 from hetlb.cli.main import main as hetlb
 from hetlb.errors import HetlbError
 from hetlb.options.profiles.host_probe import with_host_time
 from hetlb.options.profiles.profile_file import Profile, load_profile
-from hetlb.options.profiles.step_times import MixedTerm, scaled
+from hetlb.options.profiles.step_times import DecodeTable, MixedTerm
 from hetlb.tools.profiler.sources import assumed_host
 from hetlb.tools.sim.against import errors, fit_corrections, reach, replay
 from hetlb.tools.sim.engine_limits import EngineLimits
@@ -365,7 +365,7 @@ LIMITS = EngineLimits(263_000, 16, 256, 2048, async_scheduling=True)
 def drawn(start: LatencyModel, rng: random.Random) -> LatencyModel:
     """A server whose every term is off by what was found elsewhere."""
     assert start.better_prefill is not None
-    assert start.better_decode is not None
+    assert isinstance(start.better_decode, DecodeTable)
     token_s = start.better_decode.token_s
     return replace(
         start,

@@ -108,7 +108,7 @@ def test_the_score_is_the_sum_of_the_terms_that_are_shown(
     assert main(["explain", "--config", str(fleet)]) == 0
     out = capsys.readouterr().out
     assert "40 x" in out, "the weight of a first token"
-    assert "80 x" in out, "the weight of all being done later, as no more requests come"
+    assert "0.2 x" in out, "the weight of all being done later, as no more requests come"
 
 
 def test_the_table_names_the_chosen_one(fleet: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +168,7 @@ def test_the_default_policy_masks_a_full_instance(fleet: Path, capsys: pytest.Ca
     document = json.loads(capsys.readouterr().out)
     slow, fast = document["candidates"]
     assert document["chosen"] is None
-    assert "faster" in slow["reason"], "a server so much slower is left for requests that it suits"
+    assert "passed over" in slow["reason"], "a server so much slower is left for requests that it suits"
     assert not fast["eligible"]
     assert fast["reason"].startswith("full: its KV cache would not hold it")
     assert fast["score"] is not None
