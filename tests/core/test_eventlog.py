@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from helpers import MODEL, request, spec
+from helpers import FAST, MODEL, dispatched, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +26,7 @@ from hetlb.balancer.core.types import (
     CapacityLearned,
     Dispatch,
     EngineSample,
+    Health,
     InstanceAdded,
     InstanceRemoved,
     InstanceSpec,
@@ -169,3 +170,24 @@ def test_a_set_up_has_all_of_a_profile() -> None:
     specs = (InstanceSpec("a", MODEL, "", latency=latency, capacity=capacity),)
     setup = SchedulerSetup(specs=specs, policy="hetlb")
     assert decode_setup(encode_setup(setup)) == setup
+
+
+def test_what_a_wrong_profile_misplaced_is_replayed_to_its_new_places() -> None:
+    capacity = Capacity(kv_cache_tokens=10**6, max_num_seqs=64, max_num_batched_tokens=2048)
+    specs = (
+        spec("a", latency=FAST.scaled(0.5), capacity=capacity),
+        spec("b", latency=FAST, capacity=capacity),
+    )
+    setup = SchedulerSetup(specs, "hetlb", PolicyParams(), QueueLimits(), initial_health=Health.UP)
+    lines = [encode_setup(setup)]
+    scheduler = RecordingScheduler(setup, write=lines.append)
+    leases = [
+        dispatched(scheduler.on_arrival(request(i, prompt=2048, max_tokens=50, streamed=True), 0.0))
+        for i in range(40)
+    ]
+    now = FAST.prefill_s(2048)
+    scheduler.on_first_token(next(each for each in leases if each.instance == "a"), now)
+    moved = [command for lease in scheduler.misplaced() for command in scheduler.on_misplaced(lease, now)]
+    moved += scheduler.wait_again(now)
+    assert len(moved) > 3
+    assert all(each.same for each in Replay(lines))

@@ -203,7 +203,7 @@ async def moves(scene: Scene) -> None:
     scene.poisoned = await read_all(reader)
 
 
-SCENARIOS: tuple[Scenario, ...] = (whole, plainly, waits, leaves, leaves_the_queue, shuts_down, moves)
+SCENARIOS: tuple[Scenario, ...] = (whole, plainly, waits, leaves, leaves_the_queue, shuts_down)
 #: Answers of the engine to the first visits of the poisoned request; then it is whole.
 ENGINES: dict[str, tuple[bytes, ...]] = {
     "well": (),

@@ -119,6 +119,12 @@ class RecordingScheduler(Scheduler):
     def on_stranded(self, lease: Lease, now: float) -> list[Command]:
         return self._record("stranded", now, super().on_stranded(lease, now), lease=lease)
 
+    def on_misplaced(self, lease: Lease, now: float) -> list[Command]:
+        return self._record("misplaced", now, super().on_misplaced(lease, now), lease=lease)
+
+    def wait_again(self, now: float) -> list[Command]:
+        return self._record("wait_again", now, super().wait_again(now))
+
     def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
         return self._record("cancelled", now, super().on_cancelled(request_id, now), request=request_id)
 
@@ -293,6 +299,8 @@ _METHODS: Final[dict[str, tuple[str, dict[str, type[Any]]]]] = {
     "refused": ("on_refused", {"lease": Lease}),
     "sweep": ("on_sweep", {}),
     "stranded": ("on_stranded", {"lease": Lease}),
+    "misplaced": ("on_misplaced", {"lease": Lease}),
+    "wait_again": ("wait_again", {}),
     "moving": ("on_moving", {"lease": Lease}),
     "waiting_elsewhere": ("on_waiting_elsewhere", {}),
     "scrape": ("on_scrape", {"sample": EngineSample}),

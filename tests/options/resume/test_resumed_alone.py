@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from proxy.one_alone import RUNS, Double, Scenario, check, doubled
+from proxy.one_alone import RUNS, Double, Scenario, check, doubled, moves
 from proxy.test_proxying import Start
 
 from hetlb.balancer.exchange import exchange
@@ -24,7 +24,9 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Double:
     return doubled(monkeypatch, PARTS)
 
 
-@pytest.mark.parametrize(("scenario", "engine"), RUNS, ids=lambda each: getattr(each, "__name__", each))
+@pytest.mark.parametrize(
+    ("scenario", "engine"), [*RUNS, (moves, "well")], ids=lambda each: getattr(each, "__name__", each)
+)
 @pytest.mark.parametrize("times", [1, 1000])
 async def test_a_method_that_raises_ends_its_own_request(
     scenario: Scenario,
