@@ -122,7 +122,8 @@ def test_belief_agrees_with_the_engines_own_hits(
         assert hits > 0.1 * computed, "expected prefixes to be found in the caches"
         assert hits < 0.95 * computed, "expected evictions"
         assert abs(expected - hits) <= 0.05 * hits, (expected, hits)
-        assert reported == hits
+        # What a first prompt shows to be misplaced is sent elsewhere: its engine counted it, no usage does.
+        assert 0 <= hits - reported <= 0.05 * hits
 
 
 def believed(admin: str) -> int:
