@@ -122,7 +122,7 @@ def test_belief_agrees_with_the_engines_own_hits(
         assert hits > 0.1 * computed, "expected prefixes to be found in the caches"
         assert hits < 0.95 * computed, "expected evictions"
         assert abs(expected - hits) <= 0.05 * hits, (expected, hits)
-        # What a first prompt shows to be misplaced is sent elsewhere: its engine counted it, no usage does.
+        # On a loaded machine 0.7 % were in no usage once; a request that is sent again would do that.
         assert 0 <= hits - reported <= 0.05 * hits
 
 
