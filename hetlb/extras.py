@@ -7,6 +7,7 @@ folder of `hetlb/options`; one that was deleted is a feature that this installat
 from __future__ import annotations
 
 import sys
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -38,6 +39,7 @@ def require(*packages: str) -> None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
+@cache  # decisions ask for some; what raises is asked for again
 def option(name: str) -> ModuleType:
     """Return an option's package, or a module of it. Raises `ConfigError` where its folder is missing."""
     folder = name.partition(".")[0]

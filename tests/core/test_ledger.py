@@ -524,7 +524,7 @@ def test_books_that_do_not_add_up_are_noticed(
 
 
 def test_prompts_of_whole_answers_are_read_when_their_forecast_says_so() -> None:
-    """What comes later is forecast the same beside whole answers as beside streams."""
+    """Forecasts beside whole answers are those beside streams."""
     forecasts = []
     for streamed in (True, False):
         scheduler, instance = single()

@@ -32,7 +32,7 @@ Scenario: TypeAlias = Callable[["Scene"], Awaitable[None]]
 
 
 class Raised(Exception):
-    """What a double raises."""
+    """Error that a double raises."""
 
 
 class Double:

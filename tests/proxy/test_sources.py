@@ -1,4 +1,4 @@
-"""What a source gives: special addresses, registrations that expire, profiles by label, sleeping engines."""
+"""Instances of a source: special addresses, registrations that expire, profiles by label, engines asleep."""
 
 from __future__ import annotations
 

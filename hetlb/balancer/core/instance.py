@@ -407,7 +407,7 @@ class Instance:
         if not lease.incoming:
             if self.sequences - self.finished_sequences - len(self.incoming) <= self.max_num_seqs:
                 lease.mark = speed.mark()
-            if not lease.request.streamed:
+            if not lease.request.streamed:  # as `_count_from_now`, without a way back from `speed`
                 lease.begun_steps = steps = self._steps
                 self._begun_steps += lease.request.sequences * steps
                 self._begun_sequences += lease.request.sequences
@@ -429,11 +429,10 @@ class Instance:
         del self.incoming[lease.id]
         lease.incoming = False
         lease.dispatched_at = now
-        if not lease.request.streamed:
-            self._reading.append(lease)
         if self.unfinished_sequences - len(self.incoming) <= self.max_num_seqs:
             lease.mark = self.speed.mark()
         if not lease.request.streamed:
+            self._reading.append(lease)
             self._count_from_now(lease)
 
     def keep(self, tokens: int) -> None:

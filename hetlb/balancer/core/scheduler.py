@@ -178,12 +178,12 @@ class Scheduler:
         """Note that a prefill instance was told that a prompt will not be fetched."""
         return self._splits.released(hold, now)
 
-    def drop(self, lease: Lease, now: float) -> Instance:
-        """Give back what a lease booked."""
+    def drop(self, lease: Lease, now: float, outcome: Outcome = Outcome.CLIENT_GONE) -> Instance:
+        """Give back what a lease booked; readers of the journal are told the outcome."""
         self._retries.leases.discard(lease.id)
         if self.placement.adapter_load is not None:
             self.placement.adapter_load.expected.pop(lease.id, None)
-        return self.ledger.drop(lease, now)
+        return self.ledger.drop(lease, now, outcome)
 
     def on_first_token(self, lease: Lease, now: float) -> list[Command]:
         """Note that the first byte of the answer came. Not called for 4xx and 5xx."""
@@ -236,12 +236,8 @@ class Scheduler:
         outcome the request is finished, unless its answer goes on elsewhere: then `generated` tokens of it
         are part of the prompt.
         """
-        request, retries, adapter_load = lease.request, self._retries, self.placement.adapter_load
-        if retries.leases:
-            retries.leases.discard(lease.id)
-        if adapter_load is not None:
-            adapter_load.expected.pop(lease.id, None)
-        instance = self.ledger.drop(lease, now, outcome)
+        request, retries = lease.request, self._retries
+        instance = self.drop(lease, now, outcome)
         lease.outcome, lease.ended_at = outcome, now
         if lease.decode is not None and not lease.decode.ended:
             self.drop(lease.decode, now)

@@ -175,7 +175,7 @@ class Plain(Attempt):
         stream.text_came(now)
         return True
 
-    def first_bytes(self, answer: EngineAnswer, payload: bytes, *, whole: bool) -> bytes | None:
+    def first_bytes(self, answer: EngineAnswer, payload: bytes, now: float, *, whole: bool) -> bytes | None:
         """Look at the first bytes of a body; return those that go on, None if none do for now."""
         if answer.waits:
             answer.kept += payload
@@ -185,7 +185,7 @@ class Plain(Attempt):
             return None
         if whole and not payload:
             return payload
-        record, stream, now = self.exchange.record, answer.stream, self.exchange.now()
+        record, stream = self.exchange.record, answer.stream
         if stream is not None and self.response.may_beat and is_comment(payload):
             self.response.beat(now, payload)  # it proves nothing: until there is an event, another may answer
             return b"" if whole else None
@@ -205,12 +205,13 @@ class Plain(Attempt):
         """Pass more of the answer's body on, in the same turn."""
         exchange, answer = self.exchange, self.answer
         assert answer is not None, "expected a head before a body"
+        now = exchange.now()
         if exchange.phase is not _STREAMING:
-            first = self.first_bytes(answer, payload, whole=False)
+            first = self.first_bytes(answer, payload, now, whole=False)
             if first is None:
                 return
             payload = first
-        exchange.since = now = exchange.now()
+        exchange.since = now
         payload = answer.read(payload, now)
         if answer.lost is not None:
             self.lost(ends.ERROR_EVENT, "", payload, answer.lost)
@@ -250,7 +251,7 @@ class Plain(Attempt):
         exchange, answer, response = self.exchange, self.answer, self.response
         assert answer is not None, "expected a head before the end"
         if exchange.phase is not _STREAMING:
-            first = self.first_bytes(answer, payload, whole=True)
+            first = self.first_bytes(answer, payload, exchange.now(), whole=True)
             if first is None:
                 return
             payload = first

@@ -139,12 +139,12 @@ class Resumed(Plain):
     def stream(self, silent: bool) -> StreamedAnswer:
         return self._rest.stream(silent)
 
-    def first_bytes(self, answer: EngineAnswer, payload: bytes, *, whole: bool) -> bytes | None:
+    def first_bytes(self, answer: EngineAnswer, payload: bytes, now: float, *, whole: bool) -> bytes | None:
         second = self._rest.second is not None and self.response.state is STARTED
         if second and answer.stream is None and not answer.waits:
             self.exchange.break_off(_not_the_rest(answer), "another instance would not go on with it")
             return None
-        return super().first_bytes(answer, payload, whole=whole)
+        return super().first_bytes(answer, payload, now, whole=whole)
 
     # --- the engine is lost ---
 

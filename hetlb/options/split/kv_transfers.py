@@ -290,14 +290,14 @@ class Split(Plain):
         if self.exchange.phase is not Phase.PREFILLING:
             super().refused(answer)
 
-    def first_bytes(self, answer: EngineAnswer, payload: bytes, *, whole: bool) -> bytes | None:
+    def first_bytes(self, answer: EngineAnswer, payload: bytes, now: float, *, whole: bool) -> bytes | None:
         if self.state is not TransferState.OVER:
             answer.kept += payload
             answer.kept_whole = whole
             if not self._may_begin(answer):
                 return None
             payload, answer.waits = answer.kept, False
-        return super().first_bytes(answer, payload, whole=whole)
+        return super().first_bytes(answer, payload, now, whole=whole)
 
     def _may_begin(self, answer: EngineAnswer) -> bool:
         """Return True if the decode leg's answer goes on, by what is kept of it: the split is over."""

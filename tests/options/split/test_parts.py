@@ -1,4 +1,4 @@
-"""Which instances may read a prompt for another."""
+"""Instances that may read a prompt for another."""
 
 from __future__ import annotations
 

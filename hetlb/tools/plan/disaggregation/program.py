@@ -165,7 +165,7 @@ class Templates:
                 used = [at for at in own if solution.values[numbers[at]] > _LEAST_NUMBER]
                 if integer and (limits.over or not self._simulate(used)):
                     bound = solution.bound if promised else math.inf
-                    # What the program met on its way to all templates may need simulations.
+                    # Layouts that the program met on its way to all templates may need simulations.
                     values = (solution.values, *([] if promised else incumbents[:-_MOST_CHOICES:-1]))
                     choices = [*(self._choice(numbers, each) for each in values), *choices]
                     break
