@@ -70,8 +70,8 @@ async def test_an_idle_engine_is_measured_and_the_profile_has_it(
             await measured(running)
             host = await host_of(running)
             assert host["source"] == "measured"
-            # A machine that is busy adds to it, or to what is taken off.
-            assert host["value"] > 0.005
+            # A machine that is busy can only add to it.
+            assert host["value"] > 0.009
             (line,) = said(caplog.records, "its host adds")
             model = running.instance("i0").latency
     if not free:
