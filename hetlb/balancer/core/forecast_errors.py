@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from functools import cache
 from typing import Final
 
-from hetlb.balancer.core.binary_search import first_at_least
 from hetlb.balancer.core.types import Lease
 
 #: Ratios are those of the newest so many answers.
@@ -55,11 +55,11 @@ class Ratios:
         self._level = max(0.5, min(1.0, self._level + _LEVEL_GAIN * (_BOUND - covered)))
         if len(self._times) == _KEPT:
             was_predicted_s, was_corrected_s, was_true_s = self._times.popleft()
-            del self._ordered[first_at_least(self._ordered, was_true_s / was_predicted_s)]
+            del self._ordered[bisect_left(self._ordered, was_true_s / was_predicted_s)]
             self._raw_s -= was_predicted_s
             self._corrected_s -= was_corrected_s
             self._true_s -= was_true_s
-        self._ordered.insert(first_at_least(self._ordered, ratio), ratio)
+        insort(self._ordered, ratio)
         self._times.append((predicted_s, corrected_s, true_s))
         self._raw_s += predicted_s
         self._corrected_s += corrected_s
@@ -86,7 +86,7 @@ class Ratios:
     def over(self, ratio: float) -> float:
         """Return the probability that an answer takes more than `ratio` times its forecast."""
         n = float(len(self._ordered))
-        seen = n - first_at_least(self._ordered, ratio)
+        seen = n - bisect_left(self._ordered, ratio)
         prior = 0.5 * math.erfc(math.log(max(ratio, 1e-9)) / (_PRIOR_SPREAD * math.sqrt(2.0)))
         return (seen + _PRIOR_WEIGHT * prior) / (n + _PRIOR_WEIGHT)
 

@@ -22,9 +22,8 @@ from typing import Final
 from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.latency import LatencyModel, delay_of_reading_s
+from hetlb.balancer.core.rate import MEMORY_S, RecentRate
 
-#: Evidence this old counts 1/e, in seconds.
-MEMORY_S: Final = 15.0
 #: Seconds of answers in agreement with the model that stand against the first evidence.
 PRIOR_S: Final = 5.0
 #: The first prompts, of these seconds (a network adds some ms), correct a profile that is further off than
@@ -78,26 +77,6 @@ class Mark:
         self.prompts = prompts
         self.turns = turns
         self.stood_s = stood_s
-
-
-@mypyc_attr(acyclic=True)
-class RecentRate:
-    """Rate of a count over about its last `MEMORY_S` seconds, older events weighing less; never changed."""
-
-    __slots__ = ("_at", "_per_s")
-
-    def __init__(self, at: float, per_s: float = 0.0) -> None:
-        self._at = at
-        self._per_s = per_s
-
-    def plus(self, count: float, now: float) -> RecentRate:
-        """Return the rate with a count of now."""
-        return RecentRate(now, self.per_s(now) + count / MEMORY_S)
-
-    def per_s(self, now: float) -> float:
-        """Return the rate now."""
-        since = now - self._at
-        return self._per_s * math.exp(-since / MEMORY_S) if since > 0.0 else self._per_s
 
 
 class SpeedTracker:

@@ -137,7 +137,7 @@ class Evaluation:
         """
         ctx, weight, full, coming = self._ctx, self.weights[0] + self.weights[1], math.inf, 0.0
         if ctx.goes_on:
-            coming = ctx.demand.rate(ctx.now) * ctx.demand.mix.size
+            coming = ctx.demand.rate.per_s(ctx.now) * ctx.demand.mix.size
         for i in self.fleet.order:
             each = self._sights[i]
             if each.state == ROOM:
