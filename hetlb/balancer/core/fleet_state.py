@@ -120,7 +120,7 @@ class FleetState:
         if not seen:
             return
         shown = [(each.speed.shown, max(_LEAST_WEIGHT, each.speed.confidence)) for each in seen]
-        if not profiled:
+        if not profiled and len(seen) > 1:
             for each, factor in zip(seen, averaged(shown), strict=True):
                 if factor != each.speed.factor:
                     each.speed.factor = factor

@@ -15,7 +15,7 @@ from hetlb.balancer.core.health import HealthTracker
 from hetlb.balancer.core.latency import DEFAULT_LATENCY, LatencyModel
 from hetlb.balancer.core.occupancy import SIGNAL_STALE_S, EngineLoad, Occupancy
 from hetlb.balancer.core.prefix_index import PrefixIndex, Tree
-from hetlb.balancer.core.speed import PeakEwma, SpeedTracker
+from hetlb.balancer.core.speed import SpeedTracker
 from hetlb.balancer.core.throttle import Throttle
 from hetlb.balancer.core.types import (
     AdminState,
@@ -105,7 +105,7 @@ class Instance:
         "health", "held_tokens", "in_flight", "incarnation", "incoming", "kv_cache_tokens",
         "kv_excess_tokens", "kv_need", "kv_prompt_tokens", "kv_tokens", "latency", "leases", "leaves_at",
         "longest_request_tokens", "max_num_seqs", "name", "nominal", "parameters",
-        "parameters_version", "peak_ewma", "pending_prompt_tokens", "profiled", "promised_tokens",
+        "parameters_version", "pending_prompt_tokens", "profiled", "promised_tokens",
         "prompt_tokens", "removed", "sample", "sample_at", "sequences", "served", "slots_learnt_at",
         "slots_step", "spec", "speed", "stated_sequences", "throttle", "token_budget", "tree",
         "unread_sequences", "work_ns",
@@ -180,7 +180,6 @@ class Instance:
         self.served: tuple[str, ...] | None = None
         self.sample: EngineSample | None = None
         self.sample_at: float | None = None
-        self.peak_ewma = PeakEwma(now)
         self.leases: dict[LeaseId, Lease] = {}
         #: Leases of decode legs that are booked and not dispatched yet.
         self.incoming: dict[LeaseId, Lease] = {}

@@ -205,7 +205,7 @@ class Scheduler:
         if adapter_load is not None:
             adapter_load.first_token(lease.id, now - lease.dispatched_at)
         if instance.speed.stood_at < lease.dispatched_at:
-            instance.peak_ewma.observe(now - lease.dispatched_at, now)
+            self.placement.policy.answered(instance, now - lease.dispatched_at, now)
         retries = self._retries
         if retries.leases:  # another instance answers: this one costs nothing more than any other
             retries.leases.discard(lease.id)

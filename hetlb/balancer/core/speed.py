@@ -302,35 +302,3 @@ def averaged(shown: Sequence[tuple[float, float]]) -> list[float]:
         last = bisect_right(factors, (factor * near, math.inf))
         found.append(math.exp((sums[last][1] - sums[first][1]) / (sums[last][0] - sums[first][0])))
     return found
-
-
-class PeakEwma:
-    """Linkerd's (tower's) peak EWMA of the time to the first byte, in seconds, for the policy `peak-ewma`.
-
-    A latency above the estimate replaces it at once; below it decays towards the new value with weight
-    `exp(-elapsed / DECAY_S)`, also towards zero while nothing is heard.
-    Source: tower `load::peak_ewma`, linkerd2-proxy `proxy::balance`.
-    """
-
-    DEFAULT_RTT_S = 0.030
-    DECAY_S = 10.0
-
-    def __init__(self, now: float) -> None:
-        self._rtt_s = self.DEFAULT_RTT_S
-        self._updated_at = now
-
-    def observe(self, rtt_s: float, now: float) -> None:
-        """Note that a first byte came after `rtt_s`."""
-        if rtt_s > self._rtt_s:
-            self._rtt_s = rtt_s
-        else:
-            keep = self._keep(now)
-            self._rtt_s = self._rtt_s * keep + rtt_s * (1.0 - keep)
-        self._updated_at = now
-
-    def estimate_s(self, now: float) -> float:
-        """Return the estimate now, decayed since the last observation."""
-        return self._rtt_s * self._keep(now)
-
-    def _keep(self, now: float) -> float:
-        return math.exp(-(now - self._updated_at) / self.DECAY_S)

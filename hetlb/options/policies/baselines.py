@@ -118,13 +118,62 @@ class LeastKv(Policy):
         return Candidate(instance.name, -free, kv_utilization=instance.kv_utilization)
 
 
+class PeakEwma:
+    """Linkerd's (tower's) peak EWMA of the time to the first byte, in seconds, for `peak-ewma`.
+
+    A latency above the estimate replaces it at once; below it decays towards the new value with weight
+    `exp(-elapsed / DECAY_S)`, also towards zero while nothing is heard.
+    Source: tower `load::peak_ewma`, linkerd2-proxy `proxy::balance`.
+    """
+
+    DEFAULT_RTT_S = 0.030
+    DECAY_S = 10.0
+
+    def __init__(self, now: float) -> None:
+        self._rtt_s = self.DEFAULT_RTT_S
+        self._updated_at = now
+
+    def observe(self, rtt_s: float, now: float) -> None:
+        """Note that a first byte came after `rtt_s`."""
+        if rtt_s > self._rtt_s:
+            self._rtt_s = rtt_s
+        else:
+            keep = self._keep(now)
+            self._rtt_s = self._rtt_s * keep + rtt_s * (1.0 - keep)
+        self._updated_at = now
+
+    def estimate_s(self, now: float) -> float:
+        """Return the estimate now, decayed since the last observation."""
+        return self._rtt_s * self._keep(now)
+
+    def _keep(self, now: float) -> float:
+        return math.exp(-(now - self._updated_at) / self.DECAY_S)
+
+
 class PeakEwmaChoice(PowerOfTwoChoices):
     """`peak-ewma`: Linkerd's balancer, the cheaper of two drawn by peak EWMA times (in flight + 1)."""
 
     name = "peak-ewma"
 
+    def __init__(self, params: PolicyParams, rng: random.Random) -> None:
+        super().__init__(params, rng)
+        #: By name, with the incarnation that they are of.
+        self._times: dict[str, tuple[int, PeakEwma]] = {}
+
+    def first_byte(self, instance: Instance, now: float) -> PeakEwma:
+        """Return the time to the first byte of an instance."""
+        incarnation, found = self._times.get(instance.name, (-1, None))
+        if found is None or incarnation != instance.incarnation:
+            found = PeakEwma(now)
+            self._times[instance.name] = instance.incarnation, found
+        return found
+
+    def answered(self, instance: Instance, first_s: float, now: float) -> None:
+        self.first_byte(instance, now).observe(first_s, now)
+
     def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
-        return Candidate(instance.name, instance.peak_ewma.estimate_s(ctx.now) * (instance.in_flight + 1))
+        first_s = self.first_byte(instance, ctx.now).estimate_s(ctx.now)
+        return Candidate(instance.name, first_s * (instance.in_flight + 1))
 
 
 class Single(Policy):
