@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from hetlb.balancer.core.class_targets import ProtectedClass
-from hetlb.balancer.core.instance import Instance, Parameters
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.instance_limits import Parameters
 from hetlb.balancer.core.latency import ideal_batch
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.rate import RecentRate

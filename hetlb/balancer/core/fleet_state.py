@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from hetlb.balancer.core.health import HealthTracker
-from hetlb.balancer.core.instance import ChangeCounter, Instance
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.instance_limits import ChangeCounter
 from hetlb.balancer.core.prefix_index import PrefixIndex, Tree
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.ready import ReadyInstances

@@ -69,6 +69,7 @@ class Ledger:
         instance = leased[key]
         del leased[key]
         instance.release(lease, now)
+        instance.account.ended(lease.id)
         self._queue.service.ended(lease.request.tenant, lease.promised_tokens)
         if self.journals and lease.own:
             self.tell(Ended(lease.id, outcome, lease.output_tokens, lease.reported_cached_tokens))

@@ -12,7 +12,7 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.balancer.core.instance import DEFAULT_MAX_LORAS
+from hetlb.balancer.core.instance_limits import DEFAULT_MAX_LORAS
 from hetlb.balancer.core.types import LeaseId
 
 #: First tokens by which the time to load an adapter is known: the newest so many, and so many at least.
