@@ -41,7 +41,7 @@ DEFAULT_PREFILL_GRID = tuple((b, n) for b in (1, 4, 16) for n in (128, 512, 2048
 DEFAULT_DECODE_GRID = tuple((b, n) for b in (1, 4, 16, 32, 64, 128) for n in (256, 4096))
 #: Factor on the held-out error of a table over the batch, compared with k5..k8: below 1 it favours the table.
 _TABLE_GAIN = 0.75
-#: Divisor of the held-out error of prefill with launch times, against the other forms: it must be clearly less.
+#: Divisor of the held-out error of prefill with launch times, against other forms: it must be clearly less.
 _LAUNCH_GAIN = 0.75
 #: A form that misses a point of a live sweep by more than this share gives way to the grid's.
 _POINT_ERROR = 0.03
