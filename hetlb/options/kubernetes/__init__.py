@@ -12,7 +12,7 @@ from hetlb.options.source import Source
 def hook(
     fleet: Fleet, table: DiscoveryTable, objectives: Callable[[Mapping[str, int]], None] | None = None
 ) -> list[Source]:
-    """Return the sources of `discovery.kubernetes`, or those of the priorities that `objectives` takes."""
+    """Return the sources of `discovery.kubernetes`, or sources of priorities, which `objectives` takes."""
     pools = [each for each in table.clusters if each.resource == "inferencepools"]
     if objectives is not None:
         return [ObjectiveSource(each, fleet.base, objectives) for each in pools]

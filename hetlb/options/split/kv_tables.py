@@ -12,7 +12,7 @@ MOONCAKE_LEASE_S: Final = 480.0
 
 
 def kv_link(stated: str | KvTransferTable, kv_bytes_per_token: float | None) -> KvLink:
-    """Return the KV connector of an instance; the bytes per token default to those of its profile."""
+    """Return the KV connector of an instance; the bytes per token default to the profile's."""
     table = KvTransferTable(connector=stated) if isinstance(stated, str) else stated  # type: ignore[arg-type]
     connector = Connector(table.connector)
     figures = {
