@@ -14,7 +14,13 @@ from hetlb.balancer.core.policies.sight import SchedulingContext
 from hetlb.balancer.core.predictor import make_predictor
 from hetlb.balancer.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome, Request
 from hetlb.options.length_samples.samples import OraclePredictor
-from hetlb.options.policies.baselines import PeakEwma, PeakEwmaChoice, PrefixMatch, kv_used_tokens
+from hetlb.options.policies.baselines import (
+    DEFAULT_RTT_S,
+    PeakEwma,
+    PeakEwmaChoice,
+    PrefixMatch,
+    kv_used_tokens,
+)
 
 COMBINE_BY_HAND = {
     "power": lambda t, u, theta: t * theta**u,
@@ -121,8 +127,8 @@ def test_peak_ewma_avoids_the_slow_one() -> None:
     scheduler.on_lease_ended(slow, Outcome.OK, 5.0)
     assert slow.instance == "a"
     policy = cast("PeakEwmaChoice", scheduler.placement.policy)
-    first = [policy.first_byte(each, 5.0).estimate_s(5.0) for each in scheduler.instances]
-    assert first == pytest.approx([4.0, 0.03 * math.exp(-0.4)]), "it counts from the dispatch"
+    first = [policy.first_byte_s(each, 5.0) for each in scheduler.instances]
+    assert first == [4.0, DEFAULT_RTT_S], "it counts from the dispatch"
     chosen = [dispatched(scheduler.on_arrival(request(i), 5.0)).instance for i in range(2, 12)]
     assert chosen == ["b"] * 10
 

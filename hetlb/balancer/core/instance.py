@@ -61,7 +61,8 @@ class Instance(InstanceLedger):
         changes: ChangeCounter | None = None,
         prefixes: PrefixIndex | None = None,
     ) -> None:
-        super().__init__(spec, incarnation, now, changes or ChangeCounter(), prefixes or PrefixIndex())
+        prefixes = PrefixIndex() if prefixes is None else prefixes
+        super().__init__(spec, incarnation, now, changes or ChangeCounter(), prefixes)
         self.health = health
         self.account = Account(now)
         self.throttle = Throttle(self.account)

@@ -24,6 +24,9 @@ _BALANCE_ABS_THRESHOLD: Final = 64
 _BALANCE_REL_THRESHOLD: Final = 1.5
 #: Number of prefixes that `prefix` remembers, the ones used last.
 _PREFIXES_KEPT: Final = 65_536
+#: Seconds until a first byte that are assumed before an answer, and the decay of an estimate (Linkerd's).
+DEFAULT_RTT_S: Final = 0.030
+DECAY_S: Final = 10.0
 #: Prefix of the key of a session among the keys of a request.
 _SESSION: Final = "session:"
 
@@ -126,11 +129,8 @@ class PeakEwma:
     Source: tower `load::peak_ewma`, linkerd2-proxy `proxy::balance`.
     """
 
-    DEFAULT_RTT_S = 0.030
-    DECAY_S = 10.0
-
     def __init__(self, now: float) -> None:
-        self._rtt_s = self.DEFAULT_RTT_S
+        self._rtt_s = DEFAULT_RTT_S
         self._updated_at = now
 
     def observe(self, rtt_s: float, now: float) -> None:
@@ -147,7 +147,7 @@ class PeakEwma:
         return self._rtt_s * self._keep(now)
 
     def _keep(self, now: float) -> float:
-        return math.exp(-(now - self._updated_at) / self.DECAY_S)
+        return math.exp(-(now - self._updated_at) / DECAY_S)
 
 
 class PeakEwmaChoice(PowerOfTwoChoices):
@@ -160,20 +160,22 @@ class PeakEwmaChoice(PowerOfTwoChoices):
         #: By name, with the incarnation that they are of.
         self._times: dict[str, tuple[int, PeakEwma]] = {}
 
-    def first_byte(self, instance: Instance, now: float) -> PeakEwma:
-        """Return the time to the first byte of an instance."""
-        incarnation, found = self._times.get(instance.name, (-1, None))
-        if found is None or incarnation != instance.incarnation:
-            found = PeakEwma(now)
-            self._times[instance.name] = instance.incarnation, found
-        return found
+    def first_byte_s(self, instance: Instance, now: float) -> float:
+        """Return the estimated time to the first byte of an instance."""
+        incarnation, known = self._times.get(instance.name, (-1, None))
+        return (
+            DEFAULT_RTT_S if known is None or incarnation != instance.incarnation else known.estimate_s(now)
+        )
 
     def answered(self, instance: Instance, first_s: float, now: float) -> None:
-        self.first_byte(instance, now).observe(first_s, now)
+        incarnation, known = self._times.get(instance.name, (-1, None))
+        if known is None or incarnation != instance.incarnation:
+            known = PeakEwma(now)
+            self._times[instance.name] = instance.incarnation, known
+        known.observe(first_s, now)
 
     def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
-        first_s = self.first_byte(instance, ctx.now).estimate_s(ctx.now)
-        return Candidate(instance.name, first_s * (instance.in_flight + 1))
+        return Candidate(instance.name, self.first_byte_s(instance, ctx.now) * (instance.in_flight + 1))
 
 
 class Single(Policy):
