@@ -31,7 +31,7 @@ def _read_by(lease: Lease) -> float:
 
 
 class InstanceLedger(InstanceLimits):
-    """What is booked on an instance, and how far its answers are."""
+    """Sums over the leases of an instance, and progress of their answers."""
 
     __slots__ = (
         "_assumed_ns", "_assumed_tokens", "_begun_sequences", "_begun_steps", "_first_tokens", "_loads",

@@ -34,7 +34,7 @@ Parameters: TypeAlias = tuple[LatencyModel, int, int, int, int]
 
 
 class InstanceLimits:
-    """What an instance can hold and how fast it is: as configured, as its engine says, as answers show."""
+    """Limits and speed of an instance, as configured, as its engine says, as answers show."""
 
     __slots__ = (
         "adapters", "capacity", "changes", "engine", "engines", "kv_cache_tokens", "kv_need", "latency",

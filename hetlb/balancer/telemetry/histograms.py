@@ -42,7 +42,7 @@ class Histogram:
         for value in values:
             while at < len(bounds) and bounds[at] < value:
                 at += 1
-            counts[at] += 1
+            counts[at] = counts[at] + 1
         self._total += sum(values)
         self._values.clear()
 
