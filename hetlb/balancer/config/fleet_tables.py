@@ -59,7 +59,7 @@ class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     where it needs a data set; `seed` makes random draws repeatable.
     `worth` of instances, in requests per second, and `types` of requests are of a plan (written by
     `hetlb rent`). `adapter_load_s` is the time to load a LoRA
-    adapter that is in none of an engine's slots; `weights` are those of terms of `hetlb`.
+    adapter that is in none of an engine's slots; `weights` are the weights of the terms of `hetlb`.
     """
 
     name: str = "hetlb"
@@ -78,7 +78,7 @@ class QueueTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """The bounded queue in front of the instances.
 
     `tenant_share` is how much of it one tenant may hold, `tenant_weights` the share of what is served that
-    each gets while several wait, by name, 1 for those not named.
+    each gets while several wait, by name, 1 for others.
     """
 
     max_requests: PositiveInt = 16_384
@@ -131,7 +131,7 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     being read.
     `max_connections` of clients None is half of the process's file descriptors: the other half is for
     engines. `workers` processes share the port. `forward_headers` names headers of clients that reach the
-    engines besides those that always do. `trusted_proxies` are the networks (CIDR) of proxies whose
+    engines besides the usual ones. `trusted_proxies` are the networks (CIDR) of proxies whose
     `X-Forwarded-For` tells the client's address for the log. `cors_origins` are the origins
     (`https://chat.example`, or `*`) whose pages may read answers in a browser.
     """
@@ -190,7 +190,7 @@ class SharedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class PickTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The endpoint picker of `hetlb pick`: where gateways reach it (gRPC), and what it tells them.
 
-    With `tls` it speaks TLS; with `client_ca_file` only to gateways whose certificate those authorities have
+    With `tls` it speaks TLS; with `client_ca_file` only to gateways whose certificate these authorities have
     signed. On an address of other machines it needs both, or `any_gateway`: every peer is one.
     `fallbacks` are named behind the chosen instance, for the gateway's own retries. `buffer_bytes`:
     Envoy's `per_connection_buffer_limit_bytes`, the largest body that it keeps where it streams the request.
@@ -281,11 +281,11 @@ class ClassTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One pool: the instances that serve one model; its key is for those without one of their own.
+    """One pool: the instances that serve one model; its key is for instances without one of their own.
 
     `kv_transfer` lets one instance prefill a prompt and another decode the answer.
     `aliases` are further names for clients. `fallback` is the model that answers while no instance of this
-    one takes requests. `classes` are those of its requests by name, the default first.
+    one takes requests. `classes` are its requests' by name, the default first.
     """
 
     name: str
