@@ -329,7 +329,7 @@ def test_weights_and_cache_of_tables_fit_the_memory(
     found = query(model, system, Layout(degree))
     assert found.model is not None
     assert found.model.kv_bytes_per_token == kv_bytes
-    # Tokens are those of layers that keep all of them: windows count as needs of requests (`kv_need`).
+    # Tokens are of layers that keep all of them: windows count as needs of requests (`kv_need`).
     copies = degree if "DeepSeek" in model else 1
     assert found.hardware is not None
     memory = degree * (found.hardware.memory_bytes or 0)

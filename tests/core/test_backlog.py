@@ -1,4 +1,4 @@
-"""Requests that wait: what is said to those that cannot, in which order they are placed, when they end."""
+"""Requests that wait: refusals without room, the order of placement, and when waiting ends."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ KV = 400_000
 
 
 def capacity(engines: int, places: int | None = 64) -> Capacity:
-    """Of a server of so many engines of `KV` tokens, as profile and scrape together tell."""
+    """Return the capacity of a server of `engines` engines of `KV` tokens, from profile and scrape."""
     return Capacity(
         kv_cache_tokens=KV * engines, kv_tokens_per_request=KV, max_num_seqs=places, engines=engines
     )

@@ -156,7 +156,7 @@ class Account:
             assert (entry.lease.ended, entry.lease.incoming) == (True, False)
 
     def scrape(self, running: int) -> None:
-        """The engine says how many sequences run: those of groups that do not have ended."""
+        """Report the running sequences of the engine: other groups' sequences have ended."""
         self.instance.learn_sample(EngineSample(running, 0, 0.5), self.now)
 
     def hold(self, tokens: int) -> None:
@@ -300,7 +300,7 @@ def instance_lease(scheduler: Scheduler, asked: Request) -> Lease:
 
 
 def published(stored: int, **more: Any) -> tuple[Scheduler, Instance, tuple[int, ...]]:
-    """An instance that told of so many blocks of 100 tokens; the digests of a prompt of 12 of them."""
+    """Return an instance that published `stored` blocks of 100 tokens, and the digests of 12 blocks."""
     scheduler, instance = single(**more)
     digests = block_digests(array("q", range(1200)), 100)
     event = BlocksStored(tuple(range(stored)), None, digests[:stored], 100)
@@ -524,7 +524,7 @@ def test_books_that_do_not_add_up_are_noticed(
 
 
 def test_prompts_of_whole_answers_are_read_when_their_forecast_says_so() -> None:
-    """Forecasts beside whole answers are those beside streams."""
+    """Forecasts beside whole answers equal forecasts beside streams."""
     forecasts = []
     for streamed in (True, False):
         scheduler, instance = single()

@@ -1,4 +1,4 @@
-"""Filter of instances: what each of them may get, and what is said of those that may not."""
+"""Filter of instances: requests that each may get, and the reasons of instances that may not."""
 
 from __future__ import annotations
 

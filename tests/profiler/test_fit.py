@@ -273,7 +273,7 @@ def test_an_event_log_keeps_the_better_form() -> None:
 
 
 def test_long_prompts_are_read_by_their_own_slope() -> None:
-    """Short prompts lie on a plane, so that it has the least median error; a part attends to those before."""
+    """Short prompts lie on a plane, which has the least median error; a part attends to earlier ones."""
 
     def pass_s(batch: int, tokens: int, computed: int = 0) -> float:
         plane_s = 0.01 + 1e-3 * batch + 1e-5 * batch * tokens

@@ -216,7 +216,7 @@ async def test_a_stream_is_counted_in_every_histogram(tmp_path: Path) -> None:
     served = value(found, "hetlb_instance_served_seconds_total", server="i0")
     assert served == pytest.approx(value(found, "hetlb_e2e_request_latency_seconds_sum", model="m"), abs=0.1)
     assert value(found, "hetlb_instance_predicted_seconds_total", server="i0") > 0
-    # Two tokens of each of the last two answers, predicted from those before.
+    # Two tokens of each of the last two answers, predicted from the earlier ones.
     assert value(found, "hetlb_predicted_output_ratio_sum", model="m") > 0
 
 

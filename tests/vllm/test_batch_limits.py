@@ -1,4 +1,4 @@
-"""Limits of a batch without flags, by GPU, held against those that the installed vLLM takes."""
+"""Limits of a batch without flags, by GPU, held against the installed vLLM's."""
 
 from __future__ import annotations
 

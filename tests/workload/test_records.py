@@ -1,4 +1,4 @@
-"""The figures of a run are those NumPy and `vllm bench serve` would give for the same requests."""
+"""The figures of a run are what NumPy and `vllm bench serve` would give for the same requests."""
 
 from __future__ import annotations
 

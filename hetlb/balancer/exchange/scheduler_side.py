@@ -32,7 +32,7 @@ EMITS_S: Final = 2.0
 WINDOW_S: Final = 10
 #: Longest `Retry-After` in seconds, and the largest share added at random: not all come back together.
 _LONGEST_S: Final = 40.0
-_SPREAD: Final = 0.5
+_SPREAD_SHARE: Final = 0.5
 
 
 class DrainRate:
@@ -57,7 +57,7 @@ class DrainRate:
 
     def spread(self, wait_s: float) -> float:
         """Return a wait within the bounds, up to half as long again by chance."""
-        return min(_LONGEST_S, max(1.0, wait_s)) * (1.0 + _SPREAD * self._rng.random())
+        return min(_LONGEST_S, max(1.0, wait_s)) * (1.0 + _SPREAD_SHARE * self._rng.random())
 
     def _turn(self, now: float) -> None:
         """Forget the slices that have left the window."""

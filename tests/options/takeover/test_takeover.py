@@ -358,7 +358,7 @@ async def test_upgrades_under_load(tmp_path: Path) -> None:
 
 
 async def upgrades(tmp_path: Path, times: int, count: int, workers: tuple[int, ...]) -> None:
-    """Replace the process so often, each time with so many open streams and 200 requests/s beside them."""
+    """Replace the process `times` times, each with `count` open streams and 200 requests/s beside them."""
     streams = Streams()
     async with Upstream(streams) as engine:
         fleet = document(engine, proxy={"request_log": False})
