@@ -85,7 +85,7 @@ SURGE = 0.5
 
 
 def surge(bench: Bench) -> list[dict[str, Any]]:
-    """Return throughputs after a surge of short answers and a loss of 4 H100 (table 7), planned before and anew."""
+    """Return throughputs after a surge of short answers and a loss of 4 H100 (table 7), old plan and new."""
     rows = []
     for key in KEYS:
         table = bench.table(key, "trace2_azure", 30.0, "avail1")

@@ -345,7 +345,7 @@ def test_weights_and_cache_of_tables_fit_the_memory(
         ("b200_sxm", (16384, 1024)),
     ],
 )
-def test_limits_of_tables_are_those_of_vllm_on_the_gpu(system: str, limits: tuple[int, int]) -> None:
+def test_limits_of_tables_are_vllms_on_the_gpu(system: str, limits: tuple[int, int]) -> None:
     pytest.importorskip("aiconfigurator_core")
     engine = query("Qwen/Qwen3-8B", system, Layout(1)).engine
     assert (engine.max_num_batched_tokens, engine.max_num_seqs) == limits

@@ -63,7 +63,7 @@ def test_without_time_to_wait_for_an_instance_none_waits() -> None:
     assert patient.on_arrival(request(1), 1.0) == []
 
 
-def test_a_full_queue_says_so_to_the_one_that_comes_or_to_those_that_leave() -> None:
+def test_a_full_queue_says_so_to_the_arrival_or_to_evicted_requests() -> None:
     scheduler = drained(QueueLimits(max_requests=2))
     for number in (1, 2):
         assert scheduler.on_arrival(request(number, tenant="x"), 0.0) == []
@@ -112,7 +112,7 @@ def test_the_first_that_waits_begins_the_ticks() -> None:
     assert scheduler.next_deadline() is None
 
 
-def test_a_request_gives_up_at_its_limit_and_those_behind_it_at_theirs() -> None:
+def test_each_request_gives_up_at_its_own_limit() -> None:
     scheduler = drained(QueueLimits(timeout_s=60.0, no_instance_timeout_s=1e9))
     for number, at in ((1, 10.0), (2, 11.0), (3, 40.0)):
         scheduler.on_arrival(request(number), at)
@@ -254,7 +254,7 @@ def test_a_retry_that_has_been_everywhere_by_its_turn_is_given_up() -> None:
 # --- targets ---
 
 
-def test_late_requests_are_refused_or_served_after_those_in_time() -> None:
+def test_late_requests_are_refused_or_served_after_requests_in_time() -> None:
     patient = ServiceClass("patient", ttft_s=2.0)
     strict = ServiceClass("strict", ttft_s=2.0, refuse_hopeless=True)
     scheduler = drained()

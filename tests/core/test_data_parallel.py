@@ -34,7 +34,7 @@ def sample(engines: int, **more: int | float) -> EngineSample:
     return EngineSample(running=0, waiting=0, kv_usage=0.0, capacity=capacity(engines, None), **more)  # type: ignore[arg-type]
 
 
-def test_places_and_kv_tokens_are_those_of_all_engines() -> None:
+def test_places_and_kv_tokens_are_summed_over_all_engines() -> None:
     instance = server("a", 3)
     assert (instance.engines, instance.max_num_seqs, instance.kv_cache_tokens) == (3, 192, 3 * KV)
     assert instance.longest_request_tokens == KV

@@ -346,7 +346,7 @@ def test_an_engine_without_a_prefix_cache_reads_every_prompt() -> None:
     assert instance.tree.nodes == {}
 
 
-def test_blocks_on_their_way_are_those_of_the_adapter_that_was_asked_for() -> None:
+def test_blocks_on_their_way_belong_to_the_adapter_of_the_request() -> None:
     scheduler, instance, digests = published(8)
     scheduler.on_instance(ModelsLearned("a", ("m", "lora"), ("lora",)), 0.0)
     event = BlocksStored((100,), None, digests[:1], 100, "lora")
@@ -419,7 +419,7 @@ def test_no_negative_work_or_tokens_are_booked_and_none_at_all_may_be() -> None:
             instance.acquire(lease)
 
 
-def test_sequences_that_ended_are_bounded_by_those_that_run() -> None:
+def test_ended_sequences_are_bounded_by_running_ones() -> None:
     scheduler, instance, _ = booked()
     for finished, right in ((0, True), (1, True), (2, False), (-1, False)):
         instance.finished_sequences = finished

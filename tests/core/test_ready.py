@@ -114,7 +114,7 @@ def test_the_rest_of_an_answer_goes_where_token_ids_are_taken() -> None:
     assert choices(ready(scheduler), generated=1)[0] == "c"
 
 
-def test_a_subset_and_those_that_had_it_are_heeded() -> None:
+def test_a_subset_and_earlier_instances_are_heeded() -> None:
     _, filtered = fleet(*(spec(name) for name in "abcd"))
     assert choices(filtered, subset=("b", "c"), tried=["c"]) == (
         "b",
@@ -270,7 +270,7 @@ def linked(name: str, role: Role, **more: Any) -> InstanceSpec:
     ],
 )
 @pytest.mark.option("split")
-def test_whole_requests_go_to_those_without_a_role_or_else_to_those_that_decode(
+def test_whole_requests_go_to_instances_without_a_role_or_else_to_decode_instances(
     roles: str, whole: str
 ) -> None:
     of = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}

@@ -172,7 +172,7 @@ def test_the_report_names_the_worst_point_and_warns() -> None:
     assert result.reports["prefill"].max_error > 0.3
 
 
-def test_repeats_count_by_those_near_their_median() -> None:
+def test_repeats_count_by_the_ones_near_their_median() -> None:
     (point,) = merge_repeats(Point(StepKind.DECODE, 1, 8, s) for s in (1.0, 9.0, 2.0))
     assert point.seconds == 1.5
     assert point.uncertainty == pytest.approx(0.5 / 1.5)

@@ -159,7 +159,7 @@ async def test_every_metric_is_described_and_every_description_is_of_one(tmp_pat
         assert family.documentation.endswith("."), name
 
 
-async def test_units_and_endings_are_those_of_prometheus(tmp_path: Path) -> None:
+async def test_units_and_endings_follow_prometheus(tmp_path: Path) -> None:
     for name, family in (await everything(tmp_path)).items():
         assert (family.type == "counter") == name.endswith("_total"), name
         assert not re.search(r"_(ms|millis\w*|percent|minutes?|kb|mb)(_|$)", name), name

@@ -37,7 +37,7 @@ print(json.dumps(found))
 """
 
 
-def test_limits_are_those_that_vllm_takes() -> None:
+def test_limits_equal_vllms() -> None:
     asked = json.dumps([(name, size * _GIB) for name, size in GPUS])
     done = subprocess.run(
         [str(VENV_PYTHON), "-c", ASK], input=asked, capture_output=True, text=True, check=False

@@ -76,7 +76,7 @@ async def test_a_balancer_that_asks_for_health_is_told_that_it_serves(serve: Ser
             assert (await proxy.ask("/health", "GET")).status == 200
 
 
-async def test_figures_counters_and_decisions_are_those_of_all(serve: Serve) -> None:
+async def test_figures_counters_and_decisions_are_of_all_processes(serve: Serve) -> None:
     async with Engine() as one, Engine() as two:
         proxy = await serve(document(one, two), workers=2)
         assert len(proxy.relays) == 2
