@@ -3,8 +3,8 @@
 `make bench-head-to-head` runs every router in front of every fleet, for `--rounds` rounds, each in a job of
 its own with engines of its own, some jobs at a time, and sends it every load in turn. The engines are
 emulated, with the step times of GPUs, and slowed: the routers' choices are compared, not their own CPU; a run
-in which a router may have lacked CPU is marked. `--resume` goes on with a record; `--minutes` begins no job
-after so many.
+in which a router may have lacked CPU is marked. `--resume` goes on with a record; `--minutes` is the time
+after which no job begins.
 """
 
 from __future__ import annotations

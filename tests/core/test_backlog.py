@@ -144,7 +144,7 @@ def test_without_a_limit_a_request_waits_for_as_long_as_an_instance_is_up() -> N
 # --- order ---
 
 
-def test_those_that_wait_go_in_order_when_an_instance_is_back() -> None:
+def test_waiting_requests_go_in_order_when_an_instance_is_back() -> None:
     scheduler = drained(names="ab")
     for number, more in ((1, {}), (2, {"subset": ("b",)}), (3, {"priority": -1}), (4, {})):
         assert scheduler.on_arrival(request(number, **more), 0.0) == []  # type: ignore[arg-type]

@@ -303,7 +303,7 @@ def test_of_suspects_that_decode_and_readers_that_are_up_the_suspects_take_whole
 # --- all of them, for people ---
 
 
-def test_those_left_out_are_shown_in_their_places() -> None:
+def test_instances_left_out_are_shown_in_their_places() -> None:
     scheduler, _ = fleet(*(spec(name) for name in "abc"))
     scored = [Candidate("a", 1.0), Candidate("c", 2.0)]
     shown = with_excluded(scored, scheduler.instances, {"b": "draining"})
