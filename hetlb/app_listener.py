@@ -47,7 +47,7 @@ class AppListener:
         body_s: float | None = None,
         **options: Any,
     ) -> None:
-        """`body_s`: seconds that a body may take. `options` are those of aiohttp's `AppRunner`."""
+        """`body_s`: seconds that a body may take. `options` go to aiohttp's `AppRunner`."""
         #: The certificate shown at the first handshakes, None without TLS.
         self.tls = tls
         self.address = ("", 0)

@@ -26,7 +26,7 @@ def stamp(paths: Sequence[Path]) -> Stamp:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return a file, or the files of a folder; those that begin with a dot are being written."""
+    """Return a file, or the files of a folder; names that begin with a dot are still being written."""
     if not path.is_dir():
         return [path]
     names = sorted(each for each in path.iterdir() if each.suffix in (".yaml", ".yml"))

@@ -24,7 +24,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 OPTIONS = Path(hetlb.options.__file__).parent
-#: Checks of how examples are drawn, by the clock or by what was drawn: no result of a test.
+#: Checks of how examples are drawn, by the clock or by their size: no result of a test.
 DRAWING = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
 
 settings.register_profile("search", deadline=None, suppress_health_check=DRAWING, print_blob=True)

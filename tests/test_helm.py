@@ -70,7 +70,7 @@ def test_helm_finds_nothing_to_complain_about(values: dict[str, Any]) -> None:
     assert [each for each in report["messages"] if each["severity"] > 1] == []
 
 
-def test_the_version_is_that_of_the_package() -> None:
+def test_the_version_is_the_packages() -> None:
     about = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert about["version"] == about["appVersion"] == hetlb.__version__
 

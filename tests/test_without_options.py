@@ -28,7 +28,7 @@ sys.modules.update(("hetlb.options." + option, None) for option in sys.argv[1].s
 from hetlb.cli.main import main
 sys.exit(main(sys.argv[2:]))
 """
-#: Takes options away, then imports modules; prints those that fail.
+#: Takes options away, then imports modules; prints the ones that fail.
 IMPORTED = """
 import importlib, sys
 from hetlb.extras import missing_extra

@@ -98,7 +98,7 @@ class SharedFleet(Protocol):
 
 
 class OtherNames(Protocol):
-    """Names that clients may use besides those of the engines (`model_names`)."""
+    """Names that clients may use besides the engines' own (`model_names`)."""
 
     @property
     def aliases(self) -> Mapping[str, str]: ...

@@ -60,7 +60,7 @@ _NEXT_STEPS: Final = (
     ("closes", "correct the port; or it asks for a client's certificate, and hetlb has none"),
     ("", "start it, or correct host and port: `vllm serve` prints its own when it starts"),
 )
-#: Seconds in which a source of instances has told those that it knows.
+#: Seconds in which a source of instances has reported all that it knows.
 _SOURCE_S: Final = 5.0
 #: Domain of placeholder hosts in generated plans.
 _PLACEHOLDER: Final = ".invalid"
@@ -141,7 +141,7 @@ async def examine(fleet: Fleet) -> list[Check]:
 
 
 async def _of_source(source: Source, fleet: Fleet) -> tuple[Check, list[InstanceSpec]]:
-    """Return the check of a source of instances, and those that it knows."""
+    """Return the check of a source of instances, and its instances."""
     first: asyncio.Future[Sequence[Found]] = asyncio.get_running_loop().create_future()
     task = asyncio.ensure_future(source.run(lambda found: None if first.done() else first.set_result(found)))
     both: list[asyncio.Future[Any]] = [first, task]
@@ -364,7 +364,7 @@ def _of_all(servers: Sequence[Seen]) -> Iterator[Check]:
 
 
 def _alike(name: str, pool: Sequence[Seen], of: Callable[[Seen], str | None], advice: str) -> Check:
-    """Check that all servers of a pool report the same value; those without one are ignored."""
+    """Check that all servers of a pool report the same value; servers without one are ignored."""
     said: dict[str, list[str]] = {}
     for seen in pool:
         value = of(seen)

@@ -31,7 +31,7 @@ _MOST_BYTES = 64 << 20
 class EngineFacts:
     """Facts of one server. A status is 0 without a response; `trouble` says why.
 
-    `entries` are those of `/v1/models`; `stages` says which workers of a coordinator (`hetlb stage`) are up;
+    `entries` come from `/v1/models`; `stages` says which workers of a coordinator (`hetlb stage`) are up;
     `began` holds the process start times seen in two scrapes of its
     metrics; `skew_s` is how far its clock is ahead, in seconds.
     """

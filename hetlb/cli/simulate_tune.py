@@ -27,7 +27,7 @@ def check_tune(args: argparse.Namespace, fleet: Fleet) -> None:
 def run_tune(
     args: argparse.Namespace, fleet: Fleet, study: Study, rate: float | str, seeds: list[int]
 ) -> int:
-    """Search weights; their gain goes to stderr, those of a significant gain to stdout, as YAML."""
+    """Search weights; their gain goes to stderr, significantly better ones to stdout, as YAML."""
     stated = dict(fleet.policy_params.weights)
     start = {
         term.name: stated.get(term.name, term.weight)

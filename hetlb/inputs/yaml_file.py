@@ -27,7 +27,7 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 _T = TypeVar("_T")
 
-#: Limits of a file: bytes, values (with those repeated by aliases), levels, characters of a number.
+#: Limits of a file: bytes, values (with values repeated by aliases), levels, characters of a number.
 MOST_BYTES: Final = 8 << 20
 MOST_VALUES: Final = 200_000
 MOST_LEVELS: Final = 32

@@ -1,6 +1,6 @@
 """Encoding of the journal of leases (`balancer/core/journal.py`): MessagePack arrays, typed and bounded.
 
-Fields may be appended within a version: a reader ignores those that it does not know. Times are ages in
+Fields may be appended within a version: a reader ignores fields that it does not know. Times are ages in
 seconds: two processes need no common clock.
 """
 

@@ -40,7 +40,7 @@ class Members:
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
-        #: Servers that each source gave last, and the names of those that are not in the roster as given.
+        #: Servers that each source gave last, and the names of servers that are not in the roster as given.
         self._given: dict[str, dict[str, Found]] = {}
         self._waiting: dict[str, set[str]] = {}
         #: Sources and names that are to be looked at, and whether a name or an address became free.

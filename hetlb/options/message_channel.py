@@ -21,7 +21,7 @@ from hetlb.balancer.telemetry.events import Event, Rarely
 logger = logging.getLogger("hetlb.proxy")
 
 MOST_UNREAD: Final = 256 << 20
-#: A message that nothing waits for is sent so much later at most.
+#: Maximum seconds that a message waits for others, where nothing waits for it.
 POST_S: Final = 0.001
 #: A longer frame is none: a fleet with all its profiles takes a few megabytes.
 MOST_FRAME: Final = 64 << 20

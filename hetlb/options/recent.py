@@ -27,8 +27,8 @@ _STEPS: Final = 16.0
 _STEPS_PER_E: Final = 16.0 / math.log(2.0)
 _LEAST_S: Final = 1e-4
 _OK: Final = Outcome.OK
-#: Requests that wait by model; those in flight, and the share of the KV cache reserved, by instance; those
-#: that came so far by model; the time of the sample.
+#: Requests that wait by model; requests in flight, and the share of the KV cache reserved, by instance;
+#: requests that came so far by model; the time of the sample.
 Levels: TypeAlias = tuple[dict[str, int], dict[str, tuple[int, float]], dict[str, int], float]
 #: Outcomes that are a client's own mistakes.
 _MISTAKES: Final = (Outcome.UPSTREAM_REFUSED.value, Outcome.BAD_REQUEST.value)
@@ -40,7 +40,7 @@ def add_counts(whole: dict[Any, Any], part: dict[Any, Any]) -> None:
 
 
 class InstanceShare:
-    """Requests of one instance: those that ended, those that failed by its doing, and their tokens."""
+    """Requests of one instance: all that ended, failures by its doing, and their tokens."""
 
     __slots__ = ("ended", "failed", "output_tokens", "prompt_tokens")
 

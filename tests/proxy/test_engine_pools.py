@@ -1,4 +1,4 @@
-"""Connections to bootstrap servers are counted, swept and closed like those to engines."""
+"""Connections to bootstrap servers are counted, swept and closed like connections to engines."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         return HealthParams(**msgspec.structs.asdict(self.file.health))
 
 
-#: Keys whose value is the path of a file, beside those that end with `_file`.
+#: Keys whose value is the path of a file, beside keys that end with `_file`.
 _FILE_KEYS = frozenset({"profile", "tokenizer", "cert", "key"})
 
 

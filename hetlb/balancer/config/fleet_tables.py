@@ -41,7 +41,7 @@ class PolicyTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     where it needs a data set; `seed` makes random draws repeatable.
     `worth` of instances, in requests per second, and `types` of requests are of a plan (written by
     `hetlb rent`). `adapter_load_s` is the time to load a LoRA
-    adapter that is in none of an engine's slots; `weights` are those of terms of `hetlb`.
+    adapter that is in none of an engine's slots; `weights` are the weights of the terms of `hetlb`.
     """
 
     name: str = "hetlb"
@@ -60,7 +60,7 @@ class QueueTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """The bounded queue in front of the instances.
 
     `tenant_share` is how much of it one tenant may hold, `tenant_weights` the share of what is served that
-    each gets while several wait, by name, 1 for those not named.
+    each gets while several wait, by name, 1 for others.
     """
 
     max_requests: PositiveInt = 16_384
@@ -113,7 +113,7 @@ class ProxyTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     being read.
     `max_connections` of clients None is half of the process's file descriptors: the other half is for
     engines. `workers` processes share the port. `forward_headers` names headers of clients that reach the
-    engines besides those that always do. `trusted_proxies` are the networks (CIDR) of proxies whose
+    engines besides the usual ones. `trusted_proxies` are the networks (CIDR) of proxies whose
     `X-Forwarded-For` tells the client's address for the log. `cors_origins` are the origins
     (`https://chat.example`, or `*`) whose pages may read answers in a browser.
     """
@@ -181,11 +181,11 @@ class InstanceTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class ModelTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One pool: the instances that serve one model; its key is for those without one of their own.
+    """One pool: the instances that serve one model; its key is for instances without one of their own.
 
     `kv_transfer` lets one instance prefill a prompt and another decode the answer.
     `aliases` are further names for clients. `fallback` is the model that answers while no instance of this
-    one takes requests. `classes` are those of its requests by name, the default first.
+    one takes requests. `classes` are its requests' by name, the default first.
     """
 
     name: str

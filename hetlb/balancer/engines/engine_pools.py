@@ -245,7 +245,7 @@ class EnginePool(Upstream):
 
 
 class EnginePools:
-    """Pools by incarnation, and those to bootstrap servers of KV transfers by URL."""
+    """Pools by incarnation, and pools to bootstrap servers of KV transfers by URL."""
 
     def __init__(
         self,

@@ -65,8 +65,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hetlb.proxy")
 
 FIRST_ROUND_S = 1.0
-#: So many new containers more than went, before the garbage collector looks.
-_GARBAGE = 20_000
+#: Excess of new containers over gone ones after which the garbage collector looks.
+_GARBAGE_CONTAINERS = 20_000
 #: After SIGTERM readiness says no for this long before the listener closes, so that balancers notice.
 READINESS_LAG_S = 5.0
 
@@ -379,7 +379,7 @@ class Service(FleetService):
         return ProxyServer(self.driver, self)
 
     async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Predecessor | None = None) -> None:
-        """Probe, then listen, on given `listeners` or those of `takeover`. Raises `HetlbError`."""
+        """Probe, then listen, on given `listeners` or the ones of `takeover`. Raises `HetlbError`."""
         if takeover is not None:
             self._takeover, listeners = takeover, takeover.listeners
         self._front.open_log()
@@ -490,7 +490,7 @@ def tune_gc() -> None:
     """Collect garbage seldom, and only what requests leave behind: hardly anything of them is a cycle."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_GARBAGE, 10, 10)
+    gc.set_threshold(_GARBAGE_CONTAINERS, 10, 10)
 
 
 def require_urls(fleet: Fleet) -> Access:

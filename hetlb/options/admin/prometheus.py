@@ -60,7 +60,7 @@ FIGURES: Final = {
     "hetlb_queue_requests": "Requests waiting for an instance, by model.",
     "hetlb_model_instances": "Instances of the model that take requests.",
     "hetlb_model_saturation_ratio": "Load over the slots, or the KV cache, if more.",
-    "hetlb_model_free_places": "Sequences that could run besides those that do.",
+    "hetlb_model_free_places": "Sequences that could run besides the running ones.",
     "hetlb_model_capacity_assumed": "1 while the slots of an instance are a guess.",
     "hetlb_tenant_requests_total": "Requests of the tenant that ended.",
     "hetlb_tenant_prompt_tokens_total": "Prompt tokens of its requests.",
@@ -76,7 +76,7 @@ FIGURES: Final = {
     "hetlb_instance_requests_total": "Leases that ended, by instance and outcome.",
     "hetlb_instance_output_tokens_total": "Tokens generated.",
     "hetlb_instance_prompt_tokens_total": "Tokens of prompts, each prompt once.",
-    "hetlb_instance_cached_prompt_tokens_total": "Those read from a cache.",
+    "hetlb_instance_cached_prompt_tokens_total": "Prompt tokens read from a cache.",
     "hetlb_instance_expected_cached_prompt_tokens_total": (
         "Prompt tokens that were believed to be in the prefix cache when the request was sent."
     ),

@@ -22,7 +22,7 @@ _CLOCK_S: Final = 0.001
 #: Tokens of an answer before any of the key has ended, and how much a new one moves the mean.
 _FIRST_ANSWER: Final = 256.0
 _WEIGHT: Final = 0.1
-#: A request may end at any time: so many in flight are tried again this soon.
+#: Seconds until a retry where a key has too many requests in flight, as one may end at any time.
 _IN_FLIGHT_AGAIN_S: Final = 1.0
 
 

@@ -1,4 +1,4 @@
-"""Service classes: those that clients name, what their targets cost, and room that is kept for them."""
+"""Service classes: named by clients, with the cost of missed targets and room that is kept for them."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 """True if the work is shared as the speeds say, by model: figures per instance and one sentence.
 
 Work is weighted tokens (`core.demand.size_of`): output tokens and a share of the prompt's. The share that an
-instance should have is its speed at the mean request over that of all that take requests.
+instance should have is its speed at the mean request over the speeds of all that take requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import AdminState, Health
 from hetlb.options.recent import InstanceShare, Recent
 
-#: Requests that ended within so many seconds count, and those that run, as far as they are.
+#: Seconds of ended requests that count; running ones count with their tokens so far.
 WINDOW_S: Final = 60.0
 #: Shares that differ by no more than this are alike.
 NEAR: Final = 0.1

@@ -82,7 +82,7 @@ def _shown(recent: Recent, now: float) -> list[Stretch]:
 
 
 def levels(recent: Recent, now: float) -> dict[str, Any]:
-    """Columns `queue`, `in_flight` and `kv_reserved` (by instance), aligned with those of `series`."""
+    """Return the columns `queue`, `in_flight` and `kv_reserved` (by instance), aligned with `series`."""
     shown = [each.levels for each in _shown(recent, now)]
     names = dict.fromkeys(name for each in shown if each is not None for name in each[1])
 

@@ -1,8 +1,8 @@
 """Metrics pages of engines to an `EngineSample`, by the names of `engine_tables`.
 
 Any text (HTML, NaN, negative, repeated or missing series) gives a sample, with None for what is absent or
-absurd and the names of those. A server of several data-parallel engines has one series per engine: counts and
-KV tokens are summed; KV use is the mean weighted by capacity, and that of the fullest. Within an engine the
+absurd and the names of these. A server of several data-parallel engines has one series per engine: counts and
+KV tokens are summed; KV use is the mean weighted by capacity, and the fullest engine's. Within an engine the
 ranks of one model repeat a figure, and priorities divide one that is there as a whole too.
 """
 
@@ -48,7 +48,7 @@ _RANKS: Final = (
 #: Labels of the replicas of one page: each is an engine of its own.
 _REPLICAS: Final = ("ReplicaId", "WorkerId", "replica", "pod", "instance", "model")
 _PRIORITY: Final = "priority"
-#: Texts of labels that were read and are kept: they are the same at every scrape, but for those of a restart.
+#: Number of read label texts that are kept: they are the same at every scrape until a restart.
 _LABELS_KEPT: Final = 1024
 #: More engines than this behind one URL is nonsense.
 _MAX_ENGINES: Final = 4096
@@ -67,7 +67,7 @@ _NAMES: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class EngineCounters(PickleByFields):
-    """Counters of a server since it started; `iterations` are those in which a token came out."""
+    """Counters of a server since it started; `iterations` count only iterations with a token."""
 
     iterations: int | None
     prompt_tokens: int | None
@@ -219,7 +219,7 @@ def _asleep(series: Series) -> bool | None:
 
 
 def _adapters(series: Series) -> tuple[int | None, tuple[str, ...] | None]:
-    """Adapters that a batch may hold, and those of the newest series, which run; None where not told."""
+    """Return adapters that a batch may hold, and the newest series' (running ones); None where not listed."""
     told = series.get(LORA_INFO[0])
     if not told:
         return None, None

@@ -13,7 +13,7 @@ TABLES: dict[str, Any] = {"kubernetes": KubernetesTable | tuple[KubernetesTable,
 def hook(
     fleet: Fleet, table: DiscoveryTable, objectives: Callable[[Mapping[str, int]], None] | None = None
 ) -> list[Any]:
-    """Return the sources of `discovery.kubernetes`, or those of the priorities that `objectives` takes."""
+    """Return the sources of `discovery.kubernetes`, or sources of priorities, which `objectives` takes."""
     from hetlb.options.kubernetes.inference_pool import InferencePoolSource, ObjectiveSource
     from hetlb.options.kubernetes.kubernetes import KubernetesSource
 

@@ -12,7 +12,7 @@ from hetlb.inputs.yaml_file import Port
 
 
 class ClusterTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Address and credentials of the API server: without these keys those of hetlb's own pod."""
+    """Address and credentials of the API server: without these keys, hetlb's own pod's."""
 
     namespace: str | None = None
     api_server: str | None = None
@@ -25,7 +25,7 @@ class KubernetesTable(ClusterTable, frozen=True, forbid_unknown_fields=True, kw_
 
     `pool` names the InferencePool, whose pods and ports are its own. `port` is a number or the name of a
     container's port. `model_label` names the label that holds the model. Without `namespace`, `api_server`,
-    `token_file` and `ca_file` those of hetlb's own pod are used.
+    `token_file` and `ca_file` the values of hetlb's own pod are used.
     """
 
     resource: Literal["pods", "endpointslices", "inferencepools"] = "pods"

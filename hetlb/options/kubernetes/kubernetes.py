@@ -57,7 +57,7 @@ class Metadata(msgspec.Struct, rename="camel"):
 
 
 class Item(msgspec.Struct, rename="camel"):
-    """Part of an object: what is read of those that are watched here and in `inference_pool`."""
+    """Part of an object: the fields that are read here and in `inference_pool`."""
 
     metadata: Metadata = msgspec.field(default_factory=Metadata)
     spec: Spec | None = None
@@ -283,7 +283,7 @@ class Watch:
                 self._items.pop(item.metadata.name, None)
             elif what != "BOOKMARK":
                 self._items[item.metadata.name] = item
-            if self._due is None:  # those of one read together
+            if self._due is None:  # changes of one read together
                 self._due = asyncio.get_running_loop().call_soon(self._publish)
 
     def _publish(self) -> None:
@@ -306,7 +306,7 @@ def _after(error: Exception, count: int) -> OnErrorResult:
 
 
 class ServersOf:
-    """Servers of objects. Those of an object that is as before are the same: an answer costs what changed."""
+    """Servers of objects. An unchanged object keeps its servers: an answer costs what changed."""
 
     def __init__(self, make: Callable[[Item], list[Found]]) -> None:
         self._make = make
@@ -373,7 +373,7 @@ def servers_of(pod: Item, ports: list[int], table: KubernetesTable) -> list[Foun
     says_so = any(each.type == "Ready" and each.status == "True" for each in status.conditions)
     if not status.pod_ip or not says_so or pod.metadata.deletion_timestamp is not None:
         return []
-    # Its own labels, and those of its node that say what GPU it has.
+    # Its own labels, and its node's labels that name the GPU.
     node = {} if pod.spec is None else pod.spec.node_selector
     labels = {name: value for name, value in node.items() if name in GPU_LABELS} | pod.metadata.labels
     # As the reference picker of InferencePools names them.

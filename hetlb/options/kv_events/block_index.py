@@ -84,7 +84,7 @@ def _next(chain: int, content: int) -> int:
 
 
 class BlockIndex:
-    """Blocks in one engine's cache, and those that the prompts of live leases will add."""
+    """Blocks in one engine's cache, and blocks that the prompts of live leases will add."""
 
     def __init__(self) -> None:
         self.live = False

@@ -34,10 +34,10 @@ logger = logging.getLogger("hetlb.kv_events")
 PART_BLOCKS: Final = 256
 #: Memory that one publisher may take, bytes: a message, its numbers, what waits for it.
 MOST_PUBLISHER_BYTES: Final = 16 << 20
-#: A replay that is silent for so many seconds has failed.
+#: Seconds of silence after which a replay has failed.
 _REPLAY_S: Final = 5.0
-#: A connection that ended is made again after so many seconds.
-_AGAIN_S: Final = 0.2
+#: Seconds between attempts to connect again.
+_RECONNECT_S: Final = 0.2
 
 BlockHash: TypeAlias = int | bytes
 _Hashes: TypeAlias = tuple[BlockHash, ...]
@@ -201,7 +201,7 @@ class KvEventReader:
                 stream.lose(str(error))
             except Exception:  # never the end of serving
                 stream.lose("reading its events failed", exc_info=True)
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(_RECONNECT_S)
 
 
 class _Stream:

@@ -1,4 +1,4 @@
-"""Names of models beside those of the engines: aliases and fallbacks."""
+"""Names of models beside the engines' own: aliases and fallbacks."""
 
 from hetlb.options.model_names.model_names import ModelNames, mistakes
 

@@ -1,4 +1,4 @@
-"""Names that clients may use besides those of the engines: aliases, and models that stand in for others."""
+"""Names that clients may use besides the engines' own: aliases, and models that stand in for others."""
 
 from __future__ import annotations
 

@@ -14,8 +14,9 @@ from hetlb.balancer.core.policies.base import PolicyParams, paper_terms
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command, EngineSample, Lease, Outcome, Request
 
-#: An engine's figure and the ledger are not of the same moment: so much above it is taken for noise.
-_SLACK: Final = 1
+#: Excess of an engine's figure over the ledger that is taken for noise, as they are not of the same moment:
+#: requests, and a share of the own ones.
+_SLACK_REQUESTS: Final = 1
 _SLACK_SHARE: Final = 0.05
 #: Tokens of a prompt where the engine does not say how full its cache is.
 _USUAL_PROMPT: Final = 512
@@ -48,7 +49,7 @@ class ForeignLoad:
         own = instance.sequences - len(booked)
         stated = (sample.running or 0) + (sample.waiting or 0)
         foreign = min(_MOST, stated - own)
-        if foreign <= _SLACK + _SLACK_SHARE * own and (own or not foreign):
+        if foreign <= _SLACK_REQUESTS + _SLACK_SHARE * own and (own or not foreign):
             foreign = 0
         foreign, self._seen[name] = min(foreign, self._seen.get(name, foreign)), foreign
         if foreign < len(booked):

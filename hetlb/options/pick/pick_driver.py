@@ -38,7 +38,7 @@ from hetlb.balancer.exchange.scheduler_side import Carrier
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.options.pick.foreign import ForeignLoad
 
-#: Instances of a large fleet out of which those for the gateway's retries are taken.
+#: Instances of a large fleet from which the fallbacks for the gateway's retries are taken.
 _LOOKED_AT: Final = 32
 #: Fallbacks of larger fleets are not ranked.
 MOST_RANKED: Final = 128

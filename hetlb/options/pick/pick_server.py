@@ -197,7 +197,7 @@ class PickServer:
         return self._ready() and not self.state.stopping
 
     def stop_accepting(self) -> None:
-        """Take no further request; those that are open go on, and gateways are told to go elsewhere."""
+        """Take no further request; open ones go on, and gateways are told to go elsewhere."""
         if self._grpc is not None and not self.state.stopping:
             self._stopping = asyncio.create_task(self._grpc.stop(_UNTIL_CLOSED_S))
         self.state.stopping = True

@@ -27,7 +27,7 @@ from hetlb.systemd import NO_LISTENERS, Listeners
 
 #: Names of instances are resolved again this often.
 _RESOLVE_S: Final = 5.0
-#: Names that are looked up at once: a name server that does not answer holds up a start by 5 s for so many.
+#: Names that are looked up at once: a dead name server holds up a start by 5 s for every 32 names.
 _LOOKUPS: Final = 32
 
 

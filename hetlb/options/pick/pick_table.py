@@ -14,7 +14,7 @@ from hetlb.inputs.yaml_file import Port, PositiveInt
 class PickTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The endpoint picker of `hetlb pick`: where gateways reach it (gRPC), and what it tells them.
 
-    With `tls` it speaks TLS; with `client_ca_file` only to gateways whose certificate those authorities have
+    With `tls` it speaks TLS; with `client_ca_file` only to gateways whose certificate these authorities have
     signed. On an address of other machines it needs both, or `any_gateway`: every peer is one.
     `fallbacks` are named behind the chosen instance, for the gateway's own retries. `buffer_bytes`:
     Envoy's `per_connection_buffer_limit_bytes`, the largest body that it keeps where it streams the request.

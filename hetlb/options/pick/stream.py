@@ -40,7 +40,7 @@ logger = logging.getLogger("hetlb.pick")
 OBJECTIVE: Final = b"x-gateway-inference-objective"
 #: Larger pieces than this are not sent in full duplex mode (Envoy's recommendation).
 _PIECE: Final = 64 << 10
-#: A body of which nothing came in so many seconds has stopped.
+#: Seconds without a byte after which a body has stopped.
 _BODY_STOP_S: Final = 10
 #: Seconds between two lines about an error of ours, or a gateway that does not reach an instance.
 _LOG_S: Final = 60.0
@@ -62,7 +62,7 @@ class PickerState:
         self.access = access
         self.addresses: dict[str, str] = {}
         self.names: dict[str, str] = {}
-        #: Priorities by the names of objectives: those of the cluster, and above them those of the file.
+        #: Priorities by the names of objectives: the cluster's, and above them the file's.
         self.objectives: dict[str, int] = dict(table.objectives)
         self.stopping = False
         #: Streams that are open.
@@ -523,7 +523,7 @@ class HttpStream(Upstream):
             self._enter(rows.OWN_ANSWER)
 
 
-#: States in which an answer is under way, or is over; those in which nothing more is to be done.
+#: States in which an answer is under way, or is over; states in which nothing more is to be done.
 _ANSWER: Final = (StreamState.HEAD_SEEN, StreamState.ANSWERING, StreamState.PASSED)
 _OVER: Final = (StreamState.PASSED, StreamState.REFUSED, StreamState.CLOSED)
 

@@ -1,4 +1,4 @@
-"""Tenants that a request may name without proving it: so many at once, all others share one."""
+"""Tenants that a request may name without proving it: a limited number at once, all others share one."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class PlannedTypeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 def planned_types(tables: Sequence[PlannedTypeTable], model: str) -> tuple[PlannedType, ...]:
-    """Return the types of a plan; those that name no model are of `model`."""
+    """Return the types of a plan; one that names no model is of `model`."""
     return tuple(
         PlannedType(
             each.model or model,

@@ -26,7 +26,7 @@ class Planned(Hetlb):
     A request is of the types with the nearest prompt length, and of the one among them whose answers are as
     long as predicted; where none is it counts as a mean of them. Of the instances with room, by the rules of
     `hetlb`, it goes to the one that is furthest behind its share; where none with a share can be reached, or
-    nothing is planned for the model, the decision is that of `hetlb`.
+    nothing is planned for the model, the decision is `hetlb`'s.
     """
 
     name = "planned"

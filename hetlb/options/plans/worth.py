@@ -1,9 +1,9 @@
-"""Worth: which instances suit a request, by what the time of each is worth in a plan of `hetlb rent`.
+"""Worth: which instances suit a request, from the price of each one's time in a plan of `hetlb rent`.
 
-The program of a plan prices the time of every instance (the dual of "no more than all of its time"): so many
-requests per second of the planned mix it adds. A request that takes b seconds of an instance of worth p takes
-p b requests from the fleet. It suits the instances where that is least: an opportunity cost. While requests
-wait, each instance gets what suits it; only where nothing that waits suits it, it gets another one.
+The program of a plan prices the time of every instance (the dual of "no more than all of its time"): the
+requests per second of the planned mix that it adds. A request that takes b seconds of an instance of worth p
+takes p b requests from the fleet. It suits the instances where p b is least: an opportunity cost. While
+requests wait, each instance gets requests that suit it; only where none does, it gets another one.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Suits:
             each.number: worth.suiting(each.flow.name.kind, (newest - each.number) / running, able)
             for each in heads
         }
-        #: By level: what suits those that are as urgent.
+        #: By level: instances that suit the waiting requests of this level or a more urgent one.
         self._wanted: dict[int, frozenset[str]] = {}
         wanted = _NONE
         for each in heads:

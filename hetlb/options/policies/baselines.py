@@ -22,7 +22,7 @@ NOT_DRAWN: Final = "not drawn"
 _MATCH_THRESHOLD: Final = 0.3
 _BALANCE_ABS_THRESHOLD: Final = 64
 _BALANCE_REL_THRESHOLD: Final = 1.5
-#: `prefix` remembers so many prefixes, the ones used last.
+#: Number of prefixes that `prefix` remembers, the ones used last.
 _PREFIXES_KEPT: Final = 65_536
 #: Prefix of the key of a session among the keys of a request.
 _SESSION: Final = "session:"
@@ -68,7 +68,7 @@ class SmoothWeightedRoundRobin(Policy):
 class Random(Policy):
     """`random`: drawn in proportion to weight, as HAProxy's `balance random` does.
 
-    The least of exponential draws of rate w_i is that of i with probability w_i / sum of all w.
+    The least of exponential draws of rate w_i is draw i with probability w_i / sum of all w.
     """
 
     name = "random"

@@ -432,7 +432,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def usual_capacity(self) -> Capacity:
-        """Return the limits, those of a batch that are not stated as vLLM has them on this GPU."""
+        """Return the limits; where the batch's are not stated, vLLM's for this GPU."""
         stated, hardware = self.capacity, self.hardware
         if self.engine.name.lower() != "vllm" or hardware is None:
             return stated

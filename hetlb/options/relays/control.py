@@ -26,8 +26,8 @@ _MOST_BYTES = 60_000
 class ChildState:
     """Initial state of a process: the fleet's files as they were read last, and the changes since.
 
-    `own` is the name in `Via` by which all processes know their own requests. `registered` are instances that
-    stand in no file, with the address each is reached at; `admin` are states that an operator set; `entries`
+    `own` is the name in `Via` that marks the fleet's own requests. `registered` are instances that stand in
+    no file, with the address each is reached at; `admin` are states that an operator set; `entries`
     and `versions` are what engines said of their models, by instance.
     """
 

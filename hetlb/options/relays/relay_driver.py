@@ -81,7 +81,7 @@ class RelayDriver(SchedulerSide):
     # --- the channel ---
 
     def live_leases(self) -> list[LiveRequest]:
-        """Leases that another scheduler process books again: those on instances still in the fleet."""
+        """Leases that another scheduler process books again: leases on instances still in the fleet."""
         now, live = self._driver.now(), []
         for exchange in self._driver.exchanges.values():
             lease = exchange.record.lease

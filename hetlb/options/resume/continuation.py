@@ -149,7 +149,7 @@ class Continuation:
 
     @property
     def body(self) -> bytes | None:
-        """The body of this lease's request, None for that of the client."""
+        """The body of this lease's request, None for the client's own."""
         if self.second is None and self._hides_ids:
             body = self._outgoing.body
             if body.find(b'"return_token_ids"') < 0:
@@ -217,7 +217,7 @@ class Continuation:
     def _asking(
         self, draft: Draft, fields: dict[str, msgspec.Raw], asked: Asked, prompt: list[int] | None
     ) -> Draft | None:
-        """Finish the body of a draft: its limits are stated, and less by what was generated."""
+        """Finish the body of a draft: its limits are stated, less the generated tokens."""
         most = self._most_tokens(asked, None if prompt is None else len(prompt))
         if most is not None:
             if most <= draft.generated:
@@ -379,7 +379,7 @@ class Continuation:
 
 
 class KeptStream(StreamedAnswer):
-    """A stream of which `progress` keeps what comes; `rest`: that of a second lease, None in the first.
+    """A stream whose events `progress` keeps; `rest`: the continuation of a second lease, None in the first.
 
     `hides_ids`: hetlb asked for token ids, and the client did not: it gets none.
     """

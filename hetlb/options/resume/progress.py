@@ -1,7 +1,7 @@
 """Progress of a streamed answer: what has come of it, as a second lease needs it to go on from there.
 
-Bytes are kept as they came, and read once an engine is lost, or where those of one stream, or of all
-together, are many. What a stream keeps is bounded: beyond that its answer is not resumed.
+Bytes are kept as they came, and read once an engine is lost, or where one stream's or all kept bytes
+are many. What a stream keeps is bounded: beyond that its answer is not resumed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hetlb.balancer.http.openai_fields import ChunkFields
 from hetlb.balancer.http.sse import data_of
 from hetlb.options.resume.resume_fields import NOT_READ
 
-#: Maximum bytes of a prompt's token ids that are kept: those of `MAX_INJECT_BYTES` of text.
+#: Maximum bytes of a prompt's token ids that are kept: as many as `MAX_INJECT_BYTES` of text have.
 _MAX_PROMPT_IDS: Final = 1 << 19
 #: Bytes of one stream that are kept as they came: some 800 events, read in 3 ms.
 _RAW_BYTES: Final = 256 << 10
@@ -45,7 +45,7 @@ class Progress:
 
     `raw` holds reads that were not looked at, as chunks. `texts` holds the text of each event as in its JSON,
     `ids` its token ids as a JSON list, a comma behind each; b"" in `ids` where not every event has some.
-    `prompt_ids` are those of the prompt, a JSON list. `why` says for what no continuation is known, "" while
+    `prompt_ids` are the prompt's, a JSON list. `why` says for what no continuation is known, "" while
     one is.
     """
 
@@ -127,7 +127,7 @@ class Progress:
             self.spoil("too long to be kept")
 
     def take(self, event: bytes, *, has_prompt: bool = True) -> None:
-        """Keep what one whole event says; `has_prompt`: token ids of a prompt are those of the client's."""
+        """Keep the contents of one whole event; `has_prompt`: its prompt's token ids are the client's."""
         if self.why:
             return
         try:

@@ -23,8 +23,8 @@ HUB: Final = "hub:"
 #: Messages that wait to be published, at most.
 _MOST_WAITING: Final = 1000
 _RETRY_S: Final = 0.25
-#: Own messages come back: after so many times `silent_s` without any the connection is dead.
-_DEAF: Final = 2.0
+#: Multiple of `silent_s` without a message after which a connection is dead, as own messages come back.
+_DEAF_FACTOR: Final = 2.0
 #: Bytes that may wait for a peer of a hub that does not read, and bytes of one message.
 _MOST_UNREAD: Final = 64 << 20
 _MOST_FRAME: Final = 1 << 20
@@ -84,7 +84,7 @@ class RedisTransport:
                 if message is not None:
                     heard_at = loop.time()
                     receive(message["data"])
-                elif loop.time() - heard_at > _DEAF * self._silent_s:
+                elif loop.time() - heard_at > _DEAF_FACTOR * self._silent_s:
                     raise ConnectionError("not even own messages come back")
 
     def send(self, message: bytes) -> None:
@@ -123,7 +123,7 @@ class RedisTransport:
 
 
 class _Frames(asyncio.Protocol):
-    """Messages of a connection, framed as those of a `MessageChannel`."""
+    """Messages of a connection, framed like a `MessageChannel`'s."""
 
     def __init__(self, closed: Callable[[_Frames], None]) -> None:
         self._closed = closed

@@ -5,9 +5,9 @@ scheduler as well: it counts in the ledger, its end teaches lengths, speeds and 
 
 Within the delay of that news all schedulers would choose the same instance: as many requests as peers book
 meanwhile are unseen at a decision. So their number is drawn, from none to all alike, and the decision is made
-as if so many requests like it had just been placed. And each scheduler prefers a share of the instances as
-its own, of every kind as many as the others, where the best of those is hardly worse than the best of all:
-the more so, the more requests are unseen.
+as if this number of requests like it had just been placed. And each scheduler prefers a share of the
+instances as its own, of every kind as many as the others, where the best of the share is hardly worse than
+the best of all: the more so, the more requests are unseen.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from hetlb.options.remote_leases import RemoteLeases
 _RATE_S: Final = 1.0
 #: Requests that a decision assumes to be unseen, at most: each costs a decision.
 _MOST_UNSEEN: Final = 8.0
-#: An instance of the own share may be so much worse than the best, at most (a share of the score).
-_MOST_WORSE: Final = 0.15
+#: Largest share of the score that an instance of the own share may be worse than the best.
+_MOST_WORSE_SHARE: Final = 0.15
 #: Larger fleets are not dealt out: that costs more than a decision.
 _MOST_DEALT: Final = 128
 
@@ -39,7 +39,7 @@ class SharedView:
     """Leases of a scheduler for its peers, and theirs for it."""
 
     def __init__(self, scheduler: Scheduler, seed: int, name: str | None = None) -> None:
-        """`seed` and `name` differ from scheduler to scheduler; the name is by default that of the seed."""
+        """`seed` and `name` differ from scheduler to scheduler; the name is by default the seed in hex."""
         self._scheduler = scheduler
         self._name = f"{seed:x}" if name is None else name
         #: Names of the own share of the instances, and of what it was dealt from.
@@ -120,7 +120,7 @@ class SharedView:
             return scheduler.on_arrival(request, now)
         expected = self._unseen(now)
         if expected and len(scheduler.instances) <= _MOST_DEALT:
-            within = min(_MOST_WORSE, expected)
+            within = min(_MOST_WORSE_SHARE, expected)
             request = replace(request, preferred=self._share(), preferred_within=within)
         unseen = int(self._rng.random() * (0.5 + expected))
         if not unseen or len(scheduler.queue):

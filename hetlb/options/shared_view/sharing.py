@@ -96,7 +96,7 @@ class Sharing:
         #: Messages so far.
         self.sent = self.received = self.rejected = 0
         self._rejections = Rarely()
-        #: The answer to those that asked for all that holds, and when the last one was sent.
+        #: The timer of the answer to peers that asked for the whole state, and when the last one was sent.
         self._answer: asyncio.TimerHandle | None = None
         self._answered_at = -_RETRY_S
         #: True while the server is reached.
@@ -148,7 +148,7 @@ class Sharing:
         self._send(_STATE, self.view.live(self._loop.time()))
 
     def _answer_all(self) -> None:
-        """Tell all that holds to those that asked since the last time."""
+        """Send the whole state to peers that asked since the last time."""
         self._answer, self._answered_at = None, self._loop.time()
         self._send_state()
 

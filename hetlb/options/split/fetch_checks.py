@@ -27,7 +27,7 @@ UNJUDGED_S: Final = 10.0
 #: Seconds for which a pair rests, doubled each time, and at most.
 REST_S: Final = 30.0
 MOST_REST_S: Final = 960.0
-#: Seconds by which an engine's counters may be behind its answers.
+#: Seconds that an engine's counters may lag behind its answers.
 LAG_S: Final = 0.25
 #: Pairs of one decode instance that are told apart; more are judged together.
 _MOST_PAIRS: Final = 6
@@ -42,7 +42,7 @@ NOT_FETCHED: Final = "not_fetched"
 class PairRecord:
     """Verdicts on the transfers of one pair.
 
-    `unjudged` counts transfers booked since the last verdict, `missed` those in a row that failed.
+    `unjudged` counts transfers booked since the last verdict, `missed` failures in a row.
     """
 
     __slots__ = ("booked_at", "fetched", "missed", "names", "rests", "rests_until", "unjudged")

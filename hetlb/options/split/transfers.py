@@ -1,9 +1,9 @@
 """Times of transfers of KV caches from one instance to another, by pair, and verdicts on them.
 
 The first estimate of a time is `KvLink.nominal_s`. Each pair has a factor on it: the sum of the observed
-times over that of the nominal ones, older evidence counting less, so that a pair that was slow is tried
-again; without evidence that of all pairs together. The first transfer of a pair holds the handshake of the
-two engines and teaches nothing.
+times over the sum of the nominal ones, older evidence counting less, so that a pair that was slow is tried
+again; without evidence, the factor of all pairs together. The first transfer of a pair holds the handshake
+of the two engines and teaches nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hetlb.options.split.fetch_checks import FetchChecks
 MEMORY_S: Final = 60.0
 #: Seconds of transfers as first estimated that stand against the first evidence.
 PRIOR_S: Final = 0.02
-#: Largest factor by which a nominal time is corrected, either way.
+#: Largest factor on a nominal time, and inverse of the least.
 MOST: Final = 64.0
 
 #: Incarnations are below this: a pair is one number, which is found faster than a tuple.

@@ -16,8 +16,8 @@ from hetlb.options.takeover import offer
 from hetlb.options.takeover.offer import DECODER, HELLO, MOST_LISTENERS, Message, Step
 from hetlb.systemd import Listeners
 
-#: Name of the old process among those whose leases are booked, and the first id of its requests: peers of a
-#: shared view have those above it.
+#: Name of the old process among processes whose leases are booked, and the first id of its requests: peers
+#: of a shared view have ids above it.
 _OLD: Final = "old"
 _FIRST_ID: Final = -(1 << 41)
 #: Further looks for a name that is not there: from one process to the next it is free for a moment.

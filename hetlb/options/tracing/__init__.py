@@ -8,7 +8,7 @@ TABLES: dict[str, Any] = {"tracing": TracingTable | None}
 
 
 def hook(table: TracingTable) -> Any:
-    """Return the maker and sender of spans; its packages are those of an extra."""
+    """Return the maker and sender of spans; they need the packages of an extra."""
     from hetlb.options.tracing.tracing import Tracing
 
     return Tracing(table)

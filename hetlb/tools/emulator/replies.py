@@ -1,4 +1,4 @@
-"""Answers of the emulated engine, in the shapes of vLLM 0.32 as far as a client can use them.
+"""Answers of the emulated engine, in the shapes of vLLM 0.32 that clients read.
 
 Their text is ` t0 t1 t2 ...`, one word a token, so that a reader sees what is missing or out of order.
 """
@@ -44,7 +44,7 @@ class Reply:
         self.id = f"{self.PREFIX}{request_id}"
         self.created = int(time.time())
         self.output_tokens = 0
-        #: Prefix of the number of a token: `x` where its KV cache is that of another prompt.
+        #: Prefix of a token's number: `x` where the KV cache of another prompt was fetched.
         self.word = "t"
         #: KV transfer: what the answer says of the blocks that are kept, and whence they are fetched.
         self.on_finished: Callable[[Reply], dict[str, Any] | None] | None = None

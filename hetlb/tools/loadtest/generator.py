@@ -1,4 +1,4 @@
-"""An open-loop load generator: every request goes out when it is due, whatever became of those before.
+"""An open-loop load generator: every request goes out when it is due, whatever became of earlier ones.
 
 Every planned request ends in exactly one record, failed ones with the kind of failure.
 """
@@ -243,7 +243,7 @@ class _Run:
 
 
 def allow_open_files(connections: int) -> None:
-    """Raise the soft limit on open files where so many connections need it (as far as the hard limit goes).
+    """Raise the soft limit on open files to what `connections` need, up to the hard limit.
 
     A client that runs out of files would look like a server that refuses.
     """

@@ -51,7 +51,7 @@ def runs_table(
     """One line per run.
 
     `reference_tok_s` is what `% of sum` refers to: the total token throughput of all instances, each alone.
-    With `steady_tok_s`, that of all instances while each is full, `% of full` is the steady rate of the run,
+    `steady_tok_s` is the same while each instance is full: then `% of full` is the steady rate of the run,
     without its drain, in place of `% of sum`.
     `alone` are the runs it was measured in, shown above the others with their sum.
     """

@@ -1,9 +1,9 @@
 """Degrees of tensor, expert and pipeline parallelism that vLLM accepts for a model.
 
-The rules are those of vLLM 0.32: heads (`ModelConfig.verify_with_parallel_config`), KV heads
+The rules come from vLLM 0.32: heads (`ModelConfig.verify_with_parallel_config`), KV heads
 (`QKVParallelLinear`), the vocabulary padded to 64 (`VocabParallelEmbedding`), feed-forward sizes
-(`ColumnParallelLinear`, `RowParallelLinear`), and blocks or groups of quantised weights, of which a GPU holds
-whole ones. `tests/vllm/test_degrees.py` holds them against the installed package.
+(`ColumnParallelLinear`, `RowParallelLinear`), and blocks or groups of quantised weights: a GPU holds whole
+ones. `tests/vllm/test_degrees.py` holds them against the installed package.
 """
 
 from __future__ import annotations

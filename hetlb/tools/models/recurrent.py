@@ -43,7 +43,7 @@ def mamba2(_: Family, keys: ConfigKeys, layer: int, kind: Scope, name: str = "mi
 def mamba1(_: Family, keys: ConfigKeys, layer: int, kind: Scope, name: str = "mamba") -> Mixer:
     """Return a Mamba layer (arXiv 2312.00752)."""
     hidden, state, kernel = keys.whole("hidden_size"), keys.whole("mamba_state"), keys.whole("mamba_conv")
-    # Without other layers `intermediate_size` is that of the mixer, whatever `expand` says.
+    # Without other layers `intermediate_size` belongs to the mixer, whatever `expand` says.
     own = None if keys.stated("attn_layer_period") else keys.value("intermediate_size")
     inner = keys.value("mamba_d_inner") or own or keys.value("mamba_expand", 2) * hidden
     keys.expect("d_inner", (inner,), inner)

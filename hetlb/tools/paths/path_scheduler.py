@@ -49,7 +49,7 @@ _REPLAYED = frozenset({Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE, Outcome.BROK
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    """A request without a path: `done_tokens` of its answer are there, so many `replays` were needed."""
+    """A request without a path, with `done_tokens` of its answer after `replays` replays."""
 
     request: Request
     done_tokens: int = 0
@@ -140,7 +140,7 @@ class PathScheduler:
         return self._flush(now) if self._queue else []
 
     def on_hop(self, sender: str, receiver: str, seconds: float) -> None:
-        """Note that a message left one stage and was computed by the next so many seconds later."""
+        """Note that a message left one stage and was computed by the next `seconds` later."""
         self._policy.hop_took(sender, receiver, seconds)
 
     def on_lease_ended(self, lease: PathLease, outcome: Outcome, now: float) -> list[PathCommand]:
@@ -187,7 +187,7 @@ class PathScheduler:
         return [*self._drop_misfits(), *self._flush(now)]
 
     def on_network(self, network: StageNetwork, now: float) -> list[PathCommand]:
-        """Stages came, went or changed: those had no lease. The ledgers of the others stay."""
+        """Take changed stages, none of which has a lease; the ledgers of the others stay."""
         ledgers = {stage.name: StageLedger(stage) for stage in network.stages}
         for name, ledger in self.ledgers.items():
             kept = name in ledgers and ledgers[name].spec == ledger.spec

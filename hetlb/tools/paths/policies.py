@@ -1,8 +1,8 @@
 """Choosing the stages that a request passes: one policy per name.
 
 A path computes every layer once and in order, over links that exist, on stages that are up and have
-room in their KV cache; None where there is no such path now. `choose` changes nothing; a policy learns from
-what it is told afterwards.
+room in their KV cache; None where there is no such path now. `choose` changes nothing; a policy learns
+from the events reported afterwards.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class PathPolicy:
         """Note that a lease ended."""
 
     def hop_took(self, sender: str, receiver: str, seconds: float) -> None:
-        """Note that a message left `sender` and was computed by `receiver` so many seconds later."""
+        """Note that a message left `sender` and was computed by `receiver` `seconds` later."""
 
 
 class RandomPaths(PathPolicy):

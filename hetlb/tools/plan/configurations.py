@@ -242,7 +242,7 @@ def capacity_of(market: Market, model: Model, stages: Sequence[ConfigurationStag
 
 
 def profile_on(market: Market, model: Model, offer: OfferTable, degree: int) -> Profile | None:
-    """Return the latency profile of the whole model on so many GPUs, None if unknown."""
+    """Return the latency profile of the whole model on `degree` GPUs, None if unknown."""
     written = offer.profiles.get(model.name, {}).get(str(degree))
     if written is not None:
         return market.profiles[written]

@@ -32,7 +32,7 @@ from hetlb.tools.plan.rent_program import (
 )
 from hetlb.tools.plan.rent_program import solve as solve_directly
 
-#: Below so many models one program is faster.
+#: Least number of models that are decomposed: below, one program is faster.
 FEWEST_MODELS = 3
 #: Relative gap of the small programs, at first and at the finest: their bounds, not their incumbents, prove.
 _COARSEST = 0.1

@@ -54,7 +54,7 @@ def layout_name(layout: Layout) -> str:
 
 
 def layouts_of(gpus: int, parts: Sequence[Part], *, partly: bool) -> list[Layout]:
-    """Every multiset of parts on a machine; `partly`: those too that leave room for one more part."""
+    """Every multiset of parts on a machine; `partly`: also with room left for one more part."""
     ordered = sorted(parts, key=lambda part: (-part.gpus, part))
     least = min((part.gpus for part in parts), default=gpus + 1)
     found: list[Layout] = []
@@ -140,7 +140,7 @@ class LayoutFleet:
         )
 
     def evaluate(self, machine: Machine, request_rate: float) -> list[Evaluated]:
-        """Layouts of one machine, best first; at a finite rate those that could be best are simulated."""
+        """Layouts of one machine, best first; at a finite rate only possible winners are simulated."""
         running, price, found = self.instances[machine.kind], machine.price_per_gpu_hour, []
         at_rate = math.isfinite(request_rate)
         for layout in layouts_of(machine.gpus, list(running), partly=at_rate and price is not None):

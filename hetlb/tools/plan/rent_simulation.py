@@ -1,7 +1,7 @@
 """A rented fleet under the production scheduler, in virtual time: what a plan really serves.
 
 All requests wait at the start, or come at more than the planned rate; types are mixed in the plan's
-proportions. The rate is that of tokens while the fleet is neither filling nor emptying, in requests:
+proportions. The rate counts tokens while the fleet is neither filling nor emptying, in requests:
 batches of alike answers that began together end together, so that completions come in waves.
 Models share nothing but the bill: each is simulated by itself,
 and the fleet serves the whole mix as fast as the slowest model serves its part.
@@ -28,10 +28,10 @@ from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.study import engine_of
 from hetlb.tools.workload.records import RequestResult, tokens_within
 
-#: A run lasts so many times as long as a request stays in the instance that turns its batch over most
-#: slowly; its requests, within these bounds.
-_TURNS = 10
-_FEWEST, _MOST = 2000, 24000
+#: Length of a run, in stays of a request in the instance that turns its batch over most slowly; bounds
+#: of its requests.
+_RUN_STAYS = 10
+_LEAST_REQUESTS, _MOST_REQUESTS = 2000, 24000
 #: The part of the completions that counts: later than filling, earlier than emptying.
 _FROM, _TO = 0.25, 0.80
 #: With arrivals: from this share of the time in which they come.
@@ -200,7 +200,7 @@ def _load_of(
             batch = engine.limits.batch_of(tokens)
             own = math.fsum(rate for (_, c), rate in plan.rates.items() if c == configuration)
             stay_s = max(stay_s, batch / (own / len(names)))
-    count = round(min(_MOST, max(_FEWEST, _TURNS * stay_s * plan.throughput * share)))
+    count = round(min(_MOST_REQUESTS, max(_LEAST_REQUESTS, _RUN_STAYS * stay_s * plan.throughput * share)))
     rows = interleave([(kind.share, kind.rows) for kind in kinds], count)
     rng.shuffle(rows)
     return rows, servers

@@ -1,4 +1,4 @@
-"""Configurations without those that simpler ones equal: ties go to the fewest GPUs a server, then stages.
+"""Removal of configurations that simpler ones equal: ties go to the fewest GPUs a server, then stages.
 
 A larger server that serves no type more than `TIE` better than simpler servers on the same GPUs is left
 out: it costs as much, fails as a whole, and its form may never have been started.

@@ -101,7 +101,7 @@ def _shares(cluster: Cluster, part: Part) -> list[Fraction]:
 
 
 def degrees(machine: Machine) -> list[int]:
-    """Every degree that divides the GPU count, and those of profiles that leave GPUs over."""
+    """Every degree that divides the GPU count, and degrees of profiles that leave GPUs over."""
     return sorted({d for d in range(1, machine.gpus + 1) if machine.gpus % d == 0} | machine.profiles.keys())
 
 

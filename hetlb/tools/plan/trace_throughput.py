@@ -39,7 +39,7 @@ class RowSample:
 
 
 def sample_rows(cluster: Cluster, trace: Path, count: int) -> RowSample:
-    """Rows spread evenly over the trace, in its order, of those within the cluster's limits."""
+    """Return rows within the cluster's limits, spread evenly over the trace, in its order."""
     limits = cluster.limits
     rows = [(row.input_tokens, max(1, row.output_tokens)) for row in read_trace(trace)]
     within = [(i, o) for i, o in rows if i <= limits.max_input_tokens and o <= limits.max_output_tokens]

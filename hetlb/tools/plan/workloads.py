@@ -34,9 +34,9 @@ def trace_rows(path: Path) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class RequestType:
-    """A type of request: its share among those for all models, and lengths of its requests as they come.
+    """A type of request: its share among the requests of all models, and sample lengths in trace order.
 
-    `rows`: (prompt tokens, output tokens), at least one where lengths are asked for.
+    `rows`: (prompt tokens, output tokens), at least one where lengths are needed.
     """
 
     name: str

@@ -39,17 +39,16 @@ Fitted: TypeAlias = tuple[float, float, float, float] | PnormPrefill | LaunchedP
 DEFAULT_PREFILL_GRID = tuple((b, n) for b in (1, 4, 16) for n in (128, 512, 2048, 4096))
 #: A step is a straight line in the length at a fixed batch, and bends in the batch: two lengths, six batches.
 DEFAULT_DECODE_GRID = tuple((b, n) for b in (1, 4, 16, 32, 64, 128) for n in (256, 4096))
-#: A table over the batch is taken where its held-out error, times this, is below that of k5..k8.
+#: Factor on the held-out error of a table over the batch, compared with k5..k8: below 1 it favours the table.
 _TABLE_GAIN = 0.75
-
-#: Prefill with launch times is taken where its held-out error, over this, is below that of the others.
+#: Divisor of the held-out error of prefill with launch times, against other forms: it must be clearly less.
 _LAUNCH_GAIN = 0.75
 #: A form that misses a point of a live sweep by more than this share gives way to the grid's.
 _POINT_ERROR = 0.03
 
 #: Fewer points of a phase are not fitted.
 _LEAST_POINTS = 8
-#: Up to so many points each is left out once; beyond, they are left out in this many groups.
+#: Most groups of points that are left out in turn: with fewer points each is its own group.
 _FOLDS = 12
 
 
@@ -124,7 +123,7 @@ def middle(seconds: Sequence[float], clock_s: float = 0.0) -> tuple[float, float
 class FitResult:
     """A fitted latency model, the form taken of prefill and of decode, and what a reader should be warned of.
 
-    `reports` have the held-out errors of each phase (and, as `PHASE_paper`, those of the paper's form where
+    `reports` have the held-out errors of each phase (and, as `PHASE_paper`, of the paper's form where
     another was taken) under the names of `FitReport`. `tile` is None where no point shows it and none was
     stated.
     """
@@ -139,7 +138,7 @@ class FitResult:
 def merge_repeats(points: Iterable[Point], clock_s: float = 0.0) -> list[Point]:
     """Return one point for each phase and size, in sorted order: the middle of its repeats.
 
-    `clock_s`: deviation that the clock gives a time, of which a decode step is a mean over many.
+    `clock_s`: deviation that the clock gives a time; a decode step is a mean over many times.
     """
     repeats: dict[tuple[StepKind, int, int, int], list[Point]] = {}
     for point in points:
@@ -163,7 +162,7 @@ def fit(
 ) -> FitResult:
     """Fit all phases. `form` fixes the prefill form, None chooses by held-out error.
 
-    With `launched` the points hold the time in which a host launches kernels, as those of tables do not.
+    `launched` states that the points hold the time in which a host launches kernels; tables' points do not.
 
     The tile is that which the points show, or the usual one. Mixed points are fitted where there are at least
     `LEAST_MIXED`. Raises `ProfileError` where a phase has too few or unusable points.
@@ -219,7 +218,7 @@ def _choose(
     form: _AnyForm | None,
     tiles: Mapping[PrefillForm, int],
 ) -> tuple[Fitted, dict[str, PhaseReport]]:
-    """Fit in the form asked for, or that of the least held-out error; the first of `forms` is the paper's."""
+    """Fit in `form`, or in the form of the least held-out error; the first of `forms` is the paper's."""
     paper = forms[0]
     errors: dict[_AnyForm, _Array] = {}
     fitted: dict[_AnyForm, Fitted] = {}
@@ -253,7 +252,7 @@ def _choose(
 
 
 def _preference(form: _AnyForm) -> float:
-    """Return the factor on the held-out error of a form by which it is compared with others."""
+    """Return the factor on the held-out error of a form, to compare forms."""
     if form is DecodeForm.TABLE:
         return _TABLE_GAIN
     return 1.0 / _LAUNCH_GAIN if form is PrefillForm.LAUNCH else 1.0
@@ -347,7 +346,7 @@ def fit_form(points: Sequence[Point], form: _AnyForm, tile: int = 1) -> Fitted:
 
 
 def seconds_of(fitted: Fitted, batch: float, length: float, passes: int = 1) -> float:
-    """Seconds that `batch` requests of `length` tokens take, in so many equal passes.
+    """Seconds that `batch` requests of `length` tokens take, in `passes` equal passes.
 
     Each pass is over whole prompts or a piece of one; attention is over the whole prompt.
     """
@@ -387,7 +386,7 @@ _SURE = 0.01
 
 
 def _doubt(points: Sequence[Point]) -> _Array:
-    """Return how often the best uncertainty each point's is: its errors count by so much less."""
+    """Return each point's uncertainty over the least one: the divisor of its errors."""
     return np.array([max(1.0, point.uncertainty / _SURE) for point in points])
 
 
@@ -463,14 +462,14 @@ def shown_tile(points: Sequence[Point]) -> int | None:
 
 
 def with_grid(base: PnormPrefill, points: Sequence[Point]) -> PnormPrefill:
-    """Return `base` corrected by what was measured, bilinear in the logarithms of batch and length.
+    """Return `base` corrected by the measured points, bilinear in the logarithms of batch and length.
 
     Measured grids fall in places, so what is interpolated is made monotone: between two neighbours the
     logarithm of measured / base may fall at most as fast as the logarithm of base rises. The smallest
     such surface above the measurements and the largest below are averaged; the constraints are linear,
     so the mean keeps them. Beyond the grid the correction of its edge goes on.
     """
-    # The correction of a pass is looked up by what the pass computes, not by the prompt that it is a part of.
+    # The correction of a pass is looked up by the tokens of the pass, not of its whole prompt.
     points = merge_repeats(_one_pass(p) for p in points)
     single = [p for p in points if p.passes == 1]
     if len({p.batch for p in single}) > 1 and len({p.length for p in single}) > 1:
@@ -575,7 +574,7 @@ def fit_table(points: Sequence[Point]) -> DecodeTable:
 
 #: With fewer mixed points none are fitted.
 LEAST_MIXED = 2
-#: Factor by which the attention of decodes takes longer beside a prompt: 1.3 to 3.4 were measured.
+#: Factor on the attention of decodes beside a prompt: 1.3 to 3.4 were measured.
 MIXED_FACTOR = 2.0
 #: Start of the search for the constants that are assumed 0, in tokens of a decode step's attention; of a
 #: sequence at least, in seconds: a host's time for it does not shrink with the GPU's.

@@ -151,8 +151,8 @@ def longest(phase: StepKind, batch: int, capacity: Capacity) -> int:
 def token_budget(observed: Iterable[tuple[int, int, int]]) -> int | None:
     """`max_num_batched_tokens` from prefills of (batch, length, iterations in which a prompt ended).
 
-    A pass takes the next so many tokens of the prompts in order; an iteration counts if a prompt ends in
-    it. The power of two that explains all of them; None where none or several do.
+    A pass takes the next tokens of the prompts in order, up to the budget; an iteration counts if a prompt
+    ends in it. The power of two that explains all of them; None where none or several do.
     """
     observed = list(observed)
     candidates = [1 << power for power in range(8, 18)]

@@ -23,9 +23,9 @@ _GRAPH_TOKENS = (64, 128, 256, 512)
 #: Passes on each side of that limit at least.
 _LEAST_SIDE = 2
 _TILES = (1, 64, 128, 256)
-#: A tile is believed where the error falls below this share of that without one.
+#: Share of the error without a tile below which a tile is believed.
 _TILE_GAIN = 0.9
-#: Launching takes so much longer beyond the graphs, as a share of the shortest pass, for it to be told.
+#: Least rise of the launch time beyond the graphs, as a share of the shortest pass, that is fitted.
 _STEP = 0.1
 #: Starts of launching beyond the graphs, over the shortest pass.
 _STARTS = (0.3, 3.0)
@@ -39,7 +39,7 @@ class LaunchedPrefill:
     launch: LaunchTime
 
     def pass_s(self, tokens: float, prompts: float, attended: float) -> float:
-        """Return the seconds of a pass over so many prompt tokens."""
+        """Return the seconds of a pass over `tokens` prompt tokens."""
         return self.launch.pass_s(self.form.pass_s(tokens, prompts, attended), tokens)
 
     def computing_s(self, seconds: float, tokens: float) -> float | None:
@@ -50,7 +50,7 @@ class LaunchedPrefill:
         return float(rest ** (1.0 / LAUNCH_EXPONENT))
 
 
-#: Share of a pass that computes at least, for its seconds to be told from those of launching.
+#: Least share of a pass's seconds that computing takes, to tell it from launching.
 _SHOWN = 0.7
 
 

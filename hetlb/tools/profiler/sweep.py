@@ -48,7 +48,7 @@ _POLL_S, _SETTLE_TIMEOUT_S = 0.02, 10.0
 _MOST_SEQS = 1000
 
 
-#: Of each phase, so many points are measured at least.
+#: Least number of measured points of each phase.
 _LEAST = {StepKind.PREFILL: 8, StepKind.DECODE: 8, StepKind.MIXED: 0}
 #: Lone requests that tell what a server adds to one.
 _LONE = 8
@@ -180,7 +180,7 @@ class Sweep:
     # --- planning ---
 
     def _wanted(self, size: Size, taken: dict[Size, int]) -> int:
-        """Further samples wanted of a point: those asked for, then one more while they differ."""
+        """Return the further samples that a point needs: `repeats`, then one more while they differ."""
         count = taken.get(size, 0)
         if count < self.repeats:
             return self.repeats - count
@@ -308,7 +308,7 @@ class Sweep:
         return Sample(size, reason="its requests never ran all at once")
 
     def _impossible(self, size: Size, seconds: float) -> str:
-        """Return why a time cannot be that of the step, "" if it can: a prompt makes no step shorter."""
+        """Return why a time cannot be the step's, "" if it can: a prompt makes no step shorter."""
         decode_s = self._step_s.get(Size(StepKind.DECODE, size.batch, size.length))
         if size.phase is StepKind.MIXED and decode_s is not None and seconds < (1.0 - _NOISY) * decode_s:
             return f"always below the {1e3 * decode_s:.3g} ms of its decodes alone"
@@ -342,7 +342,7 @@ class Sweep:
         steps = self._steps(size)
         length = max(1, size.length - steps // 2)
         prompts, tokens = await self._fill(size, length)
-        # Until the last prompt is prefilled those before it decode already.
+        # Until the last prompt is prefilled, earlier ones decode already.
         behind = self._passes(self._unread_tokens(size.batch, length))
         asked = min(steps + behind + 4, DECODE_ROOM + steps // 2, self._context - length)
         times = await self.client.complete(prompts, asked)
@@ -428,7 +428,7 @@ class Sweep:
 
 
 def _order(size: Size) -> tuple[int, int, int, int]:
-    """Prefills from the cheapest; decodes from the longest, whose prompts begin with those of the others."""
+    """Prefills from the cheapest; decodes from the longest, whose prompts begin with the shorter ones."""
     if size.phase is StepKind.PREFILL:
         return (0, size.tokens, size.batch, 0)
     return (1 if size.phase is StepKind.DECODE else 2, -size.length, size.batch, size.prefill_tokens)

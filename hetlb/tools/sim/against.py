@@ -2,8 +2,8 @@
 
 The requests of the log are sent to the engine model at the times at which the server got them. The error of
 the whole answer is then split: the times of prefill passes, mixed steps and decode steps and the host's time
-of an iteration and of a request are corrected one after the other, each by what fits the log best, and each
-share is by how much its correction moves the mean. What is left once all are corrected is scheduling,
+of an iteration and of a request are corrected one after the other, each to fit the log best, and each
+share is how much its correction moves the mean. What is left once all are corrected is scheduling,
 contents and chance. The shares and the rest add up to the error.
 """
 
@@ -46,8 +46,8 @@ RIGHT = 0.03
 #: Loads at the arrival of a request: the larger of KV cache and slots in use, 1 where requests wait.
 LOADS = (("below 50 % load", 0.0, 0.5), ("at 50 to 80 % load", 0.5, 0.8), ("above 80 % load", 0.8, math.inf))
 _LEAST_OF_A_LOAD = 10
-#: Corrections are fitted to so many requests at most.
-_FITTED = 1500
+#: Most requests to which corrections are fitted.
+_MOST_FITTED = 1500
 #: Expected distance of factors from 1, in logarithms, and of seconds of the host from the profile's, per
 #: iteration and per request; and by how much a correction of that size must bring the log nearer.
 _SPREADS = (0.3, 0.3, 0.3, 0.002, 0.005)
@@ -140,7 +140,7 @@ def _load(model: EngineModel) -> float:
 
 @dataclass(frozen=True, slots=True)
 class MetricError:
-    """Means in seconds; `error` is that of the mean, with its sign.
+    """Means in seconds; `error` is the error of the mean, with its sign.
 
     `per_request` is the mean distance between measured and simulated over the mean measured; `relative`
     the mean, `median` and `p95` of the distance over the measured value of each request.
@@ -231,7 +231,7 @@ def fit_corrections(
     All requests are replayed; `chosen` ones are compared. The search starts from the part that explains most
     alone: parts that are nearly alike, such as decode steps and the host, are mistaken for each other else.
     """
-    part = requests[:_FITTED]
+    part = requests[:_MOST_FITTED]
     groups = _groups(part, None if chosen is None else np.array(chosen[: len(part)]))
     measured = _times(part)
     means = np.array([measured[group].mean(axis=0) for group in groups])
@@ -298,7 +298,7 @@ def _standard_errors(best: Any, count: int) -> tuple[float, float, float, float,
 
 
 def _groups(requests: Sequence[LoggedRequest], chosen: _Array | None) -> list[_Array]:
-    """Return indices of requests that came one after the other, and of those with prompts and answers alike.
+    """Return indices of requests that came one after the other, and of requests alike in prompt and answer.
 
     Their means move smoothly with a correction. Single requests do not: they catch an iteration or miss it.
     """
@@ -352,7 +352,7 @@ def reach(requests: Sequence[LoggedRequest], engine: EngineSpec, found: Correcti
     shows how long mixed steps take there, not what that grows with: where corrected models in which it grows
     with decodes alone, or with pairs of decodes and prompt tokens, give other times, none is known.
     """
-    part = requests[:_FITTED]
+    part = requests[:_MOST_FITTED]
     before = replay(part, engine)
     middle = median(before.loads)
     quiet = [load < middle for load in before.loads]

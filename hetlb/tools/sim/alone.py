@@ -131,7 +131,7 @@ def mean_batch(spec: EngineSpec, plan: Sequence[PlannedRequest]) -> int:
 
 
 def requests_while_full(spec: EngineSpec, plan: Sequence[PlannedRequest]) -> int:
-    """Return requests, at least those of a plan, that keep an engine full until its rate is steady."""
+    """Return how many requests, at least a plan's, keep an engine full until its rate is steady."""
     return max(len(plan), min(_MOST_FULL, _FULL_BATCHES * mean_batch(spec, plan)))
 
 

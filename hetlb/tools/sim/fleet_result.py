@@ -59,7 +59,7 @@ class FleetResult:
     outcomes: list[Outcome]
     gaps: Gaps
     counted: Counted
-    #: Requests whose KV cache was to be transferred; of them, those that were too late and computed again.
+    #: Requests whose KV cache was to be transferred; transfers that were too late and computed again.
     transfers: int = 0
     expired: int = 0
     classes: Mapping[str, ServiceClass] | None = None

@@ -7,11 +7,11 @@ The model, after Helix's simulator (Mei et al., ASPLOS 2025):
 
 - A stage runs one batch at a time: what has arrived when the last batch ended, first come first served,
   within its `BatchLimits`. A batch takes, for each layer, the prompt time of its prompt tokens plus the
-  decode time of its decoding requests (twice that of a single one), and once the copying of the activations
+  decode time of its decoding requests (twice a single one's), and once the copying of the activations
   that came in.
-- A stage that can be entered behind its first layer goes through its segments in turn; at each one those that
-  enter there join the batch.
-- Requests are messages of their own, or (`frames`) those of a batch to one receiver are one message.
+- A stage that can be entered behind its first layer goes through its segments in turn; requests that
+  enter at a segment join the batch there.
+- Requests are messages of their own, or (`frames`) a batch's requests to one receiver are one message.
 - A message passes the sender's NIC, the link and the receiver's NIC, each first in, first out and passing
   data on as it comes (cut-through), then the link's latency. Prompts are whole: no chunks.
 - The first pass of a request is its prefill and gives its first token; every further token is one pass from

@@ -1,7 +1,7 @@
 """A stage: takes passes from coordinators and other stages, computes its layers, sends on what comes out.
 
 Only peers with the key are listened to. What a lease holds is freed when its coordinator closes it, when
-the coordinator's connection ends, and when the stage itself gives it up, of which the coordinator is told.
+the coordinator's connection ends, and when the stage itself gives it up, which it tells the coordinator.
 Neither the input that waits nor the output that has not left grows without bound.
 """
 
@@ -59,7 +59,7 @@ MOST_WAITING_BYTES: Final = 256 << 20
 MOST_PENDING_BYTES: Final = 64 << 20
 #: Closed leases that are remembered: what is under way for them is void.
 _MOST_VOID: Final = 1 << 16
-#: A batch may take so many seconds, and so many times as long as the stage measured of itself; then it hangs.
+#: Longest time of a batch before it hangs: seconds, plus this factor on the stage's own measured time.
 _LEAST_DEADLINE_S: Final = 30.0
 _DEADLINE_FACTOR: Final = 20.0
 
@@ -68,7 +68,7 @@ _SESSION_SHIFT: Final = 32
 
 @dataclass(slots=True)
 class StageCounters:
-    """Work of a stage since it started. Tokens are those that passed it."""
+    """Work of a stage since it started. Tokens count once they passed it."""
 
     batches: int = 0
     busy_s: float = 0.0

@@ -1,6 +1,6 @@
 """Record of each request, and the figures made from it: one definition for proxy, simulator and bench.
 
-Keys and meanings are those of `vllm bench serve` (vLLM 0.32, `vllm/benchmarks/serve.py`), in
+Keys and meanings come from `vllm bench serve` (vLLM 0.32, `vllm/benchmarks/serve.py`), in
 milliseconds and unrounded, with one deliberate difference: latency counts from the time a request was due,
 not from when it was sent. A client or server that stalls would otherwise hide its own delay ("coordinated
 omission"; MLPerf LoadGen and wrk2 count the same way). Failed requests are in no percentile, in no token
@@ -67,7 +67,7 @@ class RequestResult:
     end_s: float | None = None
     error: str = ""
     itl_s: Floats | None = None
-    #: `output_tokens` are those of so many sequences, which grow at the same time.
+    #: Sequences that `output_tokens` belong to, which grow at the same time.
     sequences: int = 1
     #: Name of its service class, "" for the default.
     service: str = ""
@@ -188,12 +188,12 @@ def summarize(
     goodput_slo_s: Mapping[str, float] | None = None,
     classes: Mapping[str, ServiceClass] | None = None,
 ) -> dict[str, Any]:
-    """Return the figures of one run; with `classes` those of each class of its requests, too.
+    """Return the figures of one run; with `classes`, of each class of its requests, too.
 
     `gaps` are the times between tokens where they were counted for the whole run; without it they are the
-    records' own. `instances` names the instances to report, by default those that the records name;
+    records' own. `instances` names the instances to report, by default all in the records;
     `counted` goes into their entries.
-    `goodput_slo_s` maps "ttft", "tpot", "e2el" to limits in seconds; without it all that completed count.
+    `goodput_slo_s` maps "ttft", "tpot", "e2el" to limits in seconds; without it all completed ones count.
     """
     done = [record for record in records if record.ok]
     start = min((record.scheduled_s for record in records), default=0.0)

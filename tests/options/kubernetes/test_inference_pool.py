@@ -117,7 +117,7 @@ async def test_a_cluster_without_pools_is_told_of_and_asked_again(caplog: pytest
     assert "inferencepools answers 404: Not Found; what it gave last stays" in caplog.text
 
 
-async def test_priorities_are_those_of_the_pools_objectives() -> None:
+async def test_priorities_come_from_the_pools_objectives() -> None:
     def objective(name: str, pool: str, **spec: int) -> dict[str, Any]:
         return {"metadata": {"name": name}, "spec": {"poolRef": {"name": pool}, **spec}}
 

@@ -1,7 +1,7 @@
 """The watch of pods and EndpointSlices, against a server that behaves as the API's documentation says.
 
-No API server is at hand here: pages, resumed connections, bookmarks and expired versions are those of "API
-concepts", the objects those of core/v1 and discovery.k8s.io/v1.
+No API server is at hand here: pages, resumed connections, bookmarks and expired versions follow "API
+concepts", the objects core/v1 and discovery.k8s.io/v1.
 """
 
 from __future__ import annotations

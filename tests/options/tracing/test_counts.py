@@ -1,4 +1,4 @@
-"""Prompt and output tokens of a span are those of all other readers."""
+"""Prompt and output tokens of a span equal all other readers' counts."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     `kv_bytes_per_token` are of all layers that keep tokens, windows too: the unit of a cache's tokens, as in
     vLLM. `facts` are of its `config.json`, with what was stated in their place; None without one: degrees are
-    not checked then. `notes` name stated sizes that are far from those of `config.json`.
+    not checked then. `notes` name stated sizes that are far from `config.json`.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         return self.parameters * self.bytes_per_parameter
 
     def kv_bytes_at(self, tensor_parallel_size: int) -> float:
-        """Return the bytes of a token on all GPUs of a group: those with too few KV heads keep copies."""
+        """Return the bytes of a token on all GPUs of a group: GPUs with too few KV heads keep copies."""
         return self.kv_bytes_per_token * self.known.replication(tensor_parallel_size)
 
     def needed(self, tokens: float) -> float:
@@ -84,7 +84,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def known(self) -> ModelFacts:
-        """Return the facts; without a `config.json` those of a dense model that attends in full."""
+        """Return the facts; without a `config.json`, of a dense model that attends in full."""
         if self.facts is not None:
             return self.facts
         return stated_facts(
@@ -127,7 +127,7 @@ def read_model(table: PlanModelTable, path: Path, where: str, needed: Sequence[s
 
 
 def _with_facts(model: Model, table: PlanModelTable, found: ModelFacts, where: str) -> Model:
-    """Return the model with its facts; stated sizes win. Raises `ConfigError` for those of another model."""
+    """Return the model with its facts; stated sizes win. Raises `ConfigError` for another model's facts."""
     for key in ("layers", "hidden_size", "attention_heads"):
         stated, own = getattr(table, key), getattr(found, key)
         if stated is not None and stated != own:
@@ -181,7 +181,7 @@ class MachineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """One machine, or `count` alike. Machines of one `site` are near each other.
 
     `profiles` maps a tensor-parallel degree to a latency profile of the whole model; one of a degree that
-    does not divide `gpus` is for layouts of unequal instances. `place` reads that of degree 1, as a stage is
+    does not divide `gpus` is for layouts of unequal instances. `place` reads degree 1, as a stage is
     one GPU; `roofline` is what `split` takes for degrees without one.
     """
 
@@ -218,7 +218,7 @@ class Machine:
     price_per_gpu_hour: float | None = None
 
     def usable(self, gpus: int) -> Fraction:
-        """Bytes of so many GPUs for weights and KV cache."""
+        """Bytes of `gpus` GPUs for weights and KV cache."""
         return usable_bytes(gpus, self.memory_bytes, self.gpu_memory_utilization, self.reserved_bytes_per_gpu)
 
     @cached_property

@@ -20,7 +20,7 @@ def _same_name(one: str, other: str) -> bool:
 
 
 def other_model(model: Model, profile: Profile) -> bool:
-    """Return True if a profile states another model than that of the plan, or its cache is of other bytes."""
+    """Return True if a profile states another model than the plan, or its cache is of other bytes."""
     own = profile.model
     if own is None:
         return False

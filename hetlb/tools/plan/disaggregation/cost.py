@@ -1,6 +1,6 @@
 """Capacity of a group of GPUs in a role: the cost models, and the search for its parallelism.
 
-`ProfileCost`: the latency profile of every stage (or one estimated from a roofline), composed to that of a
+`ProfileCost`: the latency profile of every stage (or one estimated from a roofline), composed to one of a
 pipeline, and the rates of `rates`; what the simulator takes, so planned and simulated figures are comparable.
 
 `PaperCost`: appendix A of HexGen-2 (ICLR 2025), with the true size of a layer and of its KV cache where the
@@ -124,7 +124,7 @@ class GroupTable:
         return replace(group, stages=stages)
 
     def _promising(self, composition: Composition, role: Role) -> list[ServerGroup]:
-        """All groups that hold the model and a request, those that promise the most first."""
+        """All groups that hold the model and a request, the most promising first."""
         key = self._alike(composition), role
         if key not in self._ranked:
             found = []
@@ -188,7 +188,7 @@ class GroupTable:
 
 
 class ProfileCost:
-    """Rates by latency profiles; those of GPUs without one are estimated from their peak figures."""
+    """Rates by latency profiles; profiles that are missing are estimated from the GPUs' peak figures."""
 
     def __init__(self, cluster: SplitCluster) -> None:
         self._cluster = cluster
@@ -292,7 +292,7 @@ def estimated_profile(
     exchanged_s = 4.0 * cluster.model.layers * (degree - 1) / degree * size / (link_bytes_per_s or math.inf)
     facts = model.known
     token_s = 2.0 * facts.passed_parameters / flops + exchanged_s
-    # A prompt reaches all experts but a few; a decode step those that its sequences choose.
+    # A prompt reaches all experts but a few; a decode step the experts that its sequences choose.
     floor_s = facts.touched_bytes(math.inf) / bandwidth + overhead_s
     steps = tuple(
         facts.touched_bytes(batch) / bandwidth + overhead_s + exchanged_s * batch for batch in _BATCHES

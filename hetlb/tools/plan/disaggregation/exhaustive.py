@@ -100,7 +100,7 @@ def _value(group: ServerGroup, weight: float) -> float:
 
 
 def find_exhaustively(table: GroupTable, limits: SolveLimits) -> SplitsFound:
-    """Return the best plan of all and, for the simulation that chooses, those of a search."""
+    """Return the best plan of all and, for the simulation that chooses, the plans of a search."""
     every = Exhaustive(table)
     best = every.run(limits)
     colocated = Exhaustive(table, (Role.BOTH,)).run(limits)

@@ -1,6 +1,6 @@
 """Plans under the production scheduler, in virtual time: what their groups and links really serve.
 
-Requests arrive at random (Poisson) a little faster than the plan serves them. Throughput is that of
+Requests arrive at random (Poisson) a little faster than the plan serves them. Throughput counts
 completions once the fleet is full. Groups are the engines of their latency profiles, KV caches take the links
 of the plan.
 """
@@ -33,9 +33,9 @@ LOAD = 1.05
 _WORTH = 0.95
 #: Plans that serve this share of the most are as good: the simplest of them is chosen.
 _AS_GOOD = 0.98
-#: The run lasts so many times as long as a request stays in the slowest group; its requests, within bounds.
-_TURNS = 6.0
-_FEWEST, _MOST = 2000, 8000
+#: Length of the run, in stays of a request in the slowest group; bounds of its requests.
+_RUN_STAYS = 6.0
+_LEAST_REQUESTS, _MOST_REQUESTS = 2000, 8000
 #: Completions count from this share of the arrivals' time on, until the last arrival.
 _FROM = 0.45
 
@@ -103,7 +103,7 @@ def simulate_plan(
     """Return a plan under a policy at `rate` requests/s (a little above the plan's); `count` requests."""
     servers, links = make_servers(cluster, plan, cost)
     offered = plan.throughput * LOAD if rate is None else rate
-    number = count or round(min(_MOST, max(_FEWEST, _wanted(cluster, plan))))
+    number = count or round(min(_MOST_REQUESTS, max(_LEAST_REQUESTS, _wanted(cluster, plan))))
     rng = random.Random(seed)
     rows = list(cluster.workload.rows)
     drawn = [rng.choice(rows) for _ in range(number)] if len(rows) > 1 else rows * number
@@ -125,7 +125,7 @@ def judge(
     *,
     seed: int = 0,
 ) -> list[Judged]:
-    """Plans by what they serve in simulation, the best first; those that there was time for, one at least."""
+    """Plans by their simulated throughput, the best first; at least one, and no more than time allows."""
     judged: list[Judged] = []
     for plan in plans:
         if judged and limits.over:
@@ -143,7 +143,7 @@ def choose(
         "simulated": None,
         "colocated": None if colocated is None else {"throughput_req_s": colocated.throughput},
     }
-    if count == 0 or limits.over or _wanted(cluster, best) > 2 * _MOST:
+    if count == 0 or limits.over or _wanted(cluster, best) > 2 * _MOST_REQUESTS:
         return best, figures
     cost = ProfileCost(cluster)
     judged = judge(cluster, candidates(found.plans, count), cost, limits, seed=limits.seed)
@@ -194,7 +194,7 @@ def complexity(plan: SplitPlan) -> tuple[int, int, bool]:
 
 
 def candidates(plans: Sequence[SplitPlan], count: int) -> list[SplitPlan]:
-    """Return plans to simulate: the best by their capacity, and the simplest of those as good."""
+    """Return plans to simulate: the best by capacity, and the simplest among equally good ones."""
     able = [plan for plan in plans if plan.throughput >= _AS_GOOD * plans[0].throughput]
     simple = min(able, key=lambda plan: (complexity(plan), -plan.throughput))
     found = different(plans, count)
@@ -236,7 +236,7 @@ def _wanted(cluster: SplitCluster, plan: SplitPlan) -> float:
         for group in plan.groups
         if group.role is not Role.PREFILL
     )
-    return _TURNS * stay_s * plan.throughput
+    return _RUN_STAYS * stay_s * plan.throughput
 
 
 def _measure(records: Sequence[RequestResult], last_s: float, transfers: int) -> Simulated:

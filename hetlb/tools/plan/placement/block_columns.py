@@ -9,8 +9,8 @@ are alike (kind, layers, region) are counted, not named. At a flow the linear pr
 says how many layers its machines can cover; the flow is reached where whole blocks cover all. Blocks are made
 when their price is right: the cheapest branch of every number of layers at every rate (a knapsack over
 groups), then the cheapest branches whose rates reach the flow (a knapsack over rates). The highest flow is
-found by bisection. Where the chain goes from one region to the next, both blocks must have so many branches
-that the slow links between them carry the flow together.
+found by bisection. Where the chain goes from one region to the next, both blocks must have enough branches
+for the slow links between them to carry the flow together.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WORTH = 1e-6
 _LEAST_PRICE = 0.01
 #: Share of a flow that the links must carry for a higher one to be tried.
 _LINKS_CARRY = 0.97
-#: Links between regions are tried with room for so many times the flow.
+#: Room of links between regions, in flows; each is tried.
 _LINK_ROOMS = (1.2, 2.0)
 
 
@@ -100,7 +100,7 @@ class Branches:
         shares = [(g, int(self._held[g, at])) for g, n in enumerate(counts) for _ in range(n)]
         over = sum(held for _, held in shares) - layers
         while over > 0:
-            # One layer less where the machine is slowest, of those that keep the rate.
+            # One layer less where the machine is slowest, among machines that keep the rate.
             i = max(
                 (i for i, (_, held) in enumerate(shares) if held > 1),
                 key=lambda i: (self._keeps(shares[i], rate), 1.0 / self._speed(shares[i])),
@@ -177,7 +177,7 @@ class BlockChain:
             assert solution is not None, "expected no blocks at all to be feasible"
             covered = sum(b.layers * solution.values[c] for b, c in zip(known, columns, strict=True))
             duals = np.abs(solution.duals)
-            # No machine is free of charge, else blocks would waste those that are not scarce.
+            # No machine is free of charge, else blocks would waste machines that are not scarce.
             prices = np.maximum(duals[: len(self._groups)], _LEAST_PRICE)
             bonus = list(duals[len(self._groups) :])
             if any(solution.values[slack] > 1e-6 for slack in slacks):
@@ -306,7 +306,7 @@ def _cheapest_cover(
 ) -> tuple[NDArray[np.float64], NDArray[np.int16]]:
     """Return the least cost of branches whose parts add up to the flow, by layers, and the branch taken last.
 
-    `parts[t]`: those of a branch of rate t; `cost[t, layers]`: its price. The second array is by parts still
+    `parts[t]`: parts of a branch of rate t; `cost[t, layers]`: its price. The second array is by parts still
     to cover and layers.
     """
     able = parts > 0

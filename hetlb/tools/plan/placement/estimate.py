@@ -113,7 +113,7 @@ class _Nodes:
         self._waits = 1.0 + _CONVOYS * float(self._share.sum()) ** 2
 
     def _decode_s(self, decodes: _Array) -> _Array:
-        """Time of a batch of so many decodes, linear between whole numbers."""
+        """Return the time of batches of `decodes`, linear between whole numbers."""
         at = np.clip(decodes, 1.0, _MOST_DECODES - 2.0)
         low = at.astype(int)
         below, above = self._tables[self._index, low], self._tables[self._index, low + 1]
@@ -121,7 +121,7 @@ class _Nodes:
         return times
 
     def times(self, rate: float) -> tuple[float, float]:
-        """Seconds that a decode pass and a prompt pass spend on nodes at so many requests/s."""
+        """Return the seconds that a decode pass and a prompt pass spend on nodes at `rate` requests/s."""
         prompts = rate * self._share
         decodes = prompts * self._output
         blocked = prompts * self._prompt_square / (2.0 * (1.0 - np.minimum(_FULL, prompts * self._prompt)))
@@ -151,7 +151,7 @@ class _Links:
         self._output = owner._output
 
     def times(self, rate: float) -> tuple[float, float]:
-        """Seconds that a decode pass and a prompt pass spend on links at so many requests/s."""
+        """Return the seconds that a decode pass and a prompt pass spend on links at `rate` requests/s."""
         prompts = rate * self._share
         used = np.minimum(_FULL, prompts * (self._prompt + self._output * self._token))
         waits = prompts * self._prompt_square / (2.0 * (1.0 - used))

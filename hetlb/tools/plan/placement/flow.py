@@ -201,7 +201,7 @@ class PlacementFlows:
         return [edge for edge in found if edge is not None]
 
     def _edge(self, tail: int, head: int) -> Edge | None:
-        """Return the link of an arc, None for that of a node."""
+        """Return the link of an arc, None for the arc of a node."""
         edge = self._ends[tail], self._ends[head]
         return None if edge[0] == edge[1] else edge
 

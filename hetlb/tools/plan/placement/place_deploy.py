@@ -1,4 +1,4 @@
-"""A placement as stages (`hetlb stage`, coordinator, fleet), and as vLLM servers where those do."""
+"""A placement as stages (`hetlb stage`, coordinator, fleet), and as vLLM servers where they hold it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def vllm_plan(
 ) -> dict[str, Any] | None:
     """Return the same machines as vLLM servers with pipeline parallelism, None where there are none.
 
-    They are the plan's own pipelines where those share no machine and hold whole stages, else `separate`.
+    They are the plan's own pipelines where these share no machine and hold whole stages, else `separate`.
     """
     found = pipelines(flow)
     if _shared(found) or not all(_whole_stages(placement, pipeline) for pipeline in found):

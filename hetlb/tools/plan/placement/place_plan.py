@@ -27,7 +27,7 @@ from hetlb.tools.plan.placement.place_search import PlacementCandidate, Placemen
 from hetlb.tools.sim.pipelines import OfflineLoad, PipelineResult, PipelineSimulation
 from hetlb.tools.workload.arrivals import gaps_s
 
-#: Shares of the time for the bound, and by the end of which the search ends; the rest is for failures.
+#: Share of the time for the bound, and share after which the search ends; the rest is for failures.
 _BOUND_SHARE, _SEARCH_SHARE = 0.1, 0.9
 #: The same with a placement given: there is no search.
 _GIVEN_SHARE = 0.7
