@@ -1,10 +1,10 @@
-"""Notes which options a process asks for, and in which test: on its path where `without_options.py` records."""
+"""Notes which options each test asks for: on the path of processes where `without_options.py` records."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 
@@ -15,6 +15,16 @@ def note(option: str) -> None:
     if test:
         with open(os.path.join(os.environ["HETLB_ASKED"], str(os.getpid())), "a") as file:
             file.write(f"{test} {option.split('.')[0]}\n")
+
+
+def noted(option: Callable[[str], ModuleType]) -> Callable[[str], ModuleType]:
+    """Return `hetlb.extras.option`, each call of which is noted."""
+
+    def asked(name: str) -> ModuleType:
+        note(name)
+        return option(name)
+
+    return asked
 
 
 class AskedFinder(MetaPathFinder):
