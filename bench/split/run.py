@@ -219,7 +219,7 @@ def prompts_first_s(latency: LatencyModel, slots: int, count: int, prompt: int, 
     return seconds
 
 
-#: Plans whose order is compared with that in simulation, out of those that a search comes across.
+#: Plans whose order is compared with the order in simulation, out of a search's plans.
 RANKED = 5
 
 

@@ -53,7 +53,7 @@ def test_a_small_server_still_gets_enough_points() -> None:
 
 
 def iterations(batch: int, length: int, budget: int) -> int:
-    """Passes of `budget` tokens over the prompts in order, of which those count in which a prompt ends."""
+    """Return the number of passes of `budget` tokens over the prompts in order in which a prompt ends."""
     counted, left = 0, [length] * batch
     while left:
         room, ended = budget, False

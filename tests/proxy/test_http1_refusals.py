@@ -137,7 +137,7 @@ def test_a_head_at_its_limit_is_found_and_one_byte_more_is_not() -> None:
     [b"M\xc3\xbcller", b"M\xfcller", b"\xe9", "\u65e5\u672c".encode(), b"\xc2\xa0", b"\xf0\x9f\x99\x82"],
 )
 def test_values_of_headers_may_have_bytes_that_are_not_ascii(value: bytes) -> None:
-    """RFC 9110, 5.5 (obs-text). Those that frame a message may not."""
+    """RFC 9110, 5.5 (obs-text). Headers that frame a message may not."""
     head, _ = parse_request_head(asked(b"X-User: " + value))
     assert head.fields[b"x-user"] == value
     for name in (b"Transfer-Encoding: chunked", b"Content-Length: 5", b"Host: h"):

@@ -159,7 +159,7 @@ async def test_every_metric_is_described_and_every_description_is_of_one(tmp_pat
         assert family.documentation.endswith("."), name
 
 
-async def test_units_and_endings_are_those_of_prometheus(tmp_path: Path) -> None:
+async def test_units_and_endings_follow_prometheus(tmp_path: Path) -> None:
     for name, family in (await everything(tmp_path)).items():
         assert (family.type == "counter") == name.endswith("_total"), name
         assert not re.search(r"_(ms|millis\w*|percent|minutes?|kb|mb)(_|$)", name), name
@@ -216,7 +216,7 @@ async def test_a_stream_is_counted_in_every_histogram(tmp_path: Path) -> None:
     served = value(found, "hetlb_instance_served_seconds_total", server="i0")
     assert served == pytest.approx(value(found, "hetlb_e2e_request_latency_seconds_sum", model="m"), abs=0.1)
     assert value(found, "hetlb_instance_predicted_seconds_total", server="i0") > 0
-    # Two tokens of each of the last two answers, predicted from those before.
+    # Two tokens of each of the last two answers, predicted from the earlier ones.
     assert value(found, "hetlb_predicted_output_ratio_sum", model="m") > 0
 
 

@@ -1,4 +1,4 @@
-"""Two real vLLM servers whose numbers of KV layers differ, as those of a pipeline stage and a whole model do.
+"""Two real vLLM servers whose numbers of KV layers differ, as for a pipeline stage and a whole model.
 
 Every pull fails at the handshake, the decode server computes the prompt anew, and its answer is right. hetlb
 sees that by the decode server's counters, and stops splitting requests between both within 20.

@@ -76,7 +76,7 @@ class ClientConnection(PacedReader):
         self.state = _IDLE
         self._head: RequestHead | None = None
         self._tenant: ClientKey | None = None
-        #: Bytes of the body that are counted among those of all connections.
+        #: Bytes of the body that count in the bodies of all connections.
         self._held = 0
         self._exchange: Exchange | None = None
         self._now = server.driver.now

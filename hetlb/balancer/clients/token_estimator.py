@@ -1,6 +1,6 @@
 """Prompt tokens estimated without tokenising on the hot path.
 
-Token ids are counted, and text where a local tokenizer is configured; other text, and media, by what engines'
+Token ids are counted, and text where a local tokenizer is configured; other text, and media, as the engines'
 `usage` taught about a model.
 """
 

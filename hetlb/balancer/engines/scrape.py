@@ -401,7 +401,7 @@ def _log_absent(instance: Instance) -> None:
 
 
 def _log_models(name: str, model: str, before: tuple[str, ...] | None, now: tuple[str, ...]) -> None:
-    """Log that an engine serves other models than `before`, or than `model`, that of the file ("": none)."""
+    """Log that an engine serves other models than `before`, or than the file's `model` ("": none)."""
     shown = ", ".join(map(escape, now))
     if model and model not in now:
         text = "%s serves %s, not %s: it gets requests for what it serves"

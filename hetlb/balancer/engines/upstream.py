@@ -1,4 +1,4 @@
-"""Connections to engines, one protocol each; they carry clients' requests and those of the proxy's own.
+"""Connections to engines, one protocol each; they carry clients' requests and the proxy's own.
 
 One that was idle and fails before its answer began is replaced by a fresh one without the client noticing;
 one whose answer was not cleanly framed is never used again.

@@ -176,7 +176,7 @@ class Plain(Attempt):
         return True
 
     def first_bytes(self, answer: EngineAnswer, payload: bytes, now: float, *, whole: bool) -> bytes | None:
-        """Look at the first bytes of a body; return those that go on, None if none do for now."""
+        """Look at the first bytes of a body; return the bytes that go on, None if none do for now."""
         if answer.waits:
             answer.kept += payload
             answer.kept_whole = whole

@@ -292,7 +292,7 @@ class SchedulerDriver(SchedulerSide):
         self.carrier.ticked()
 
     def sweep(self, now: float) -> None:
-        """Look which instances work, and send elsewhere what waits at those that do not."""
+        """Look which instances work, and send elsewhere what waits at instances that do not."""
         scheduler, carrier = self.scheduler, self.carrier
         if carrier.stalls.since(now - _OWN_STALL_S):
             return  # what came meanwhile is not read yet
@@ -310,7 +310,7 @@ class SchedulerDriver(SchedulerSide):
             self._mover = self.carrier.loop.call_later(_NEXT_MOVES_S, self._move_stranded)
 
     def _move(self, leases: list[Lease], place: Callable[[Lease, float], list[Command]], now: float) -> bool:
-        """Send those elsewhere that may be taken back. Return True if some stay."""
+        """Send leases elsewhere that may be taken back. Return True if some stay."""
         left = False
         for lease in leases:
             if self.carrier.may_turn_away(lease):

@@ -24,7 +24,7 @@ class StreamedAnswer(SseWatcher):
     def __init__(self, hold_usage: bool, silent: int, hides_ids: bool = False) -> None:
         """`silent` events at its beginning are no text. `hides_ids`: the client gets no token ids."""
         super().__init__(hold_usage)
-        #: The event by which the engine said that it has failed; it was not passed on.
+        #: The event in which the engine reported its failure; it was not passed on.
         self.lost: bytes | None = None
         self._hides_ids = hides_ids
         self._silent = silent
@@ -33,7 +33,7 @@ class StreamedAnswer(SseWatcher):
         self._gaps: GapHistogram | None = None
         #: Counts of the times between its tokens, by milliseconds.
         self._fine: list[int] | None = None
-        #: Shape of its events of text: those of this shape go on as the engine framed them.
+        #: Shape of its events of text: events of this shape go on as the engine framed them.
         self._shape: TextShape | None = None
         #: Shapes in a row that no event had.
         self._vain = 0

@@ -337,12 +337,12 @@ class KnownHeads(Generic[Head]):
 
 
 def _begins_length(raw: bytes, at: int) -> bool:
-    """Return True if the value that begins at `at` is that of a Content-Length."""
+    """Return True if the value that begins at `at` belongs to a Content-Length."""
     field = raw[at - len(_LENGTH_FIELD) : at]
     return field in (_TITLED_LENGTH_FIELD, _LENGTH_FIELD) or field.lower() == _LENGTH_FIELD
 
 
-#: Chunks of any size that a request body may have, and mean bytes of each beyond those.
+#: Chunks of any size that a request body may have, and mean bytes of each further chunk.
 MAX_SMALL_CHUNKS: Final = 16 << 10
 LEAST_CHUNK_BYTES: Final = 64
 #: States of a decoder of chunks: the part that it reads next.

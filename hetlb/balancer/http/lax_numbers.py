@@ -1,7 +1,7 @@
 """Numbers and truth values that are written otherwise than JSON has them, read as vLLM's classes read them.
 
-Those are Pydantic's, which reads 100.0, "100" and true as integers, and "yes" as true (its conversion table,
-lax mode); 100.5 is refused. Only a body that is not read as it stands gets here.
+The classes are Pydantic's, which reads 100.0, "100" and true as integers, and "yes" as true (its conversion
+table, lax mode); 100.5 is refused. Only a body that is not read as it stands gets here.
 """
 
 from __future__ import annotations

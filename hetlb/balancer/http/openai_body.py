@@ -54,7 +54,7 @@ class Call:
     estimated it from `text_bytes` (without encoded media) and the number of `media`. `prompts` is how many
     prompts are prefilled, `n` how often each is decoded; `priority` is vLLM's, lower goes first. `text`,
     `tools` and `ids` are raw JSON: the prompts, the tools of a chat, and prompts of token ids (`ids_nested`:
-    a list for each); `cache_salt` keeps its prefixes apart from those of others.
+    a list for each); `cache_salt` keeps its prefixes apart from others.
     """
 
     __slots__ = (

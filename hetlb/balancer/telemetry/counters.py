@@ -91,7 +91,7 @@ class InstanceTotals:
         #: By outcome.
         self.requests: dict[str, int] = {}
         self.output_tokens = 0
-        #: Tokens of all prompts, each prompt once; and those that the engine read from its prefix cache.
+        #: Tokens of all prompts, each prompt once; prompt tokens that the engine read from its prefix cache.
         self.prompt_tokens = 0
         self.cached_prompt_tokens = 0
         #: Tokens of prompts that were believed to be there at dispatch.
@@ -156,7 +156,7 @@ class Totals:
         self.retries = 0
         #: Answers that went on at another instance, by model and reason.
         self.resumptions: dict[tuple[str, str], int] = {}
-        #: Requests whose KV blocks were to go from one instance to another, by what came of it.
+        #: Transfers of a request's KV blocks from one instance to another, by result.
         self.kv_transfers = dict.fromkeys(KV_TRANSFER_RESULTS, 0)
         self.reloads = {"done": 0, "refused": 0}
         self.models: dict[str, ModelTotals] = {}

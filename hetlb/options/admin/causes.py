@@ -1,7 +1,7 @@
 """Causes of a state that is not well: one table behind status, dashboard, `top`, alerts and `/metrics`.
 
-Each has a severity, a sentence and advice. The state of a model is the worst severity among its causes. That
-of a wait follows from the oldest request alone: it never gets milder while that wait grows.
+Each has a severity, a sentence and advice. The state of a model is the worst severity among its causes. A
+wait's severity follows from the oldest request alone: it never gets milder while that wait grows.
 """
 
 from __future__ import annotations

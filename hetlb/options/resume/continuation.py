@@ -379,7 +379,7 @@ class Continuation:
 
 
 class KeptStream(StreamedAnswer):
-    """A stream of which `progress` keeps what comes; `rest`: that of a second lease, None in the first.
+    """A stream whose events `progress` keeps; `rest`: the continuation of a second lease, None in the first.
 
     `hides_ids`: hetlb asked for token ids, and the client did not: it gets none.
     """

@@ -286,7 +286,7 @@ async def resumed(
 
 @pytest.mark.parametrize("kind", ["completions", "chat"])
 @pytest.mark.parametrize("most", [40, 60])
-async def test_limits_are_less_by_what_there_is(
+async def test_limits_are_less_by_the_tokens_so_far(
     start: Start, engine: EmulatedEngine, kind: str, most: int
 ) -> None:
     """A model that would stop after 50 tokens, within the limits or not, and not before `min_tokens`."""

@@ -121,7 +121,7 @@ async def all_up(rig: Rig) -> None:
 
 
 async def good(rig: Rig, mode: str, runs: int, *, stream: bool = True) -> None:
-    """A request that meets `mode` is answered whole, in so many runs."""
+    """Check that a request that meets `mode` is answered whole, in `runs` runs."""
     if not rig.first_bytes:
         await all_up(rig)
     answer = await rig.ask(mode, runs=runs, stream=stream)

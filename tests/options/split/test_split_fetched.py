@@ -1,4 +1,4 @@
-"""Transfers by what decode engines fetched: counted as `done` or not, and pairs that fail are left alone."""
+"""Transfers counted as `done` or not from the decode engine's counters; pairs that fail are left alone."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 With `complete` templates, no plan serves more than `bound` requests/s.
 
-Machines that are alike are a class (in a small cluster every machine is one), and a template is a group of so
-many GPUs of machines of some classes in a role. The program chooses how many of each template, and how much
-KV flows from class to class: what prefill templates of a class emit and decode templates take in, within the
-links between the classes. Which machine a group is on is left to `place`, first fit by size.
+Machines that are alike are a class (in a small cluster every machine is one), and a template is a group of
+GPUs, a number of each class of machines, in a role. The program chooses how many of each template, and how
+much KV flows from class to class: what prefill templates of a class emit and decode templates take in, within
+the links between the classes. Which machine a group is on is left to `place`, first fit by size.
 
 A template has what its group promises, until a solution uses it: then its pipeline is simulated and the
 program solved again, first without integers. So few templates are simulated, and every bound holds.
