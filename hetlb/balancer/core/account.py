@@ -4,7 +4,7 @@ A lost answer is a refusal (4xx, 429, 503), a server error, an error event, a br
 left after a long wait without a byte. A 4xx is one where another instance answers the same request: that is
 tried once an instance has refused several in a row, with one request at a time, or surely a larger share of
 its requests than another one. The share of lost answers
-counts against that of the best other instance of the model: losses that hit all alike are the clients' doing.
+counts against the best other instance of the model: losses that hit all alike are the clients' doing.
 `excess` is the difference that is certain,
 
     excess = max(0, (lower(own) - best) / (1 - best)),
@@ -83,10 +83,11 @@ class Account:
         self.asked_until = -math.inf
         #: Time of its last token, as far as it is known.
         self.token_at = now
-        #: Since when nothing came of it though something should, None while it works; the same once certain.
+        #: Time since which nothing came of it though something should, None while it works; the same once
+        #: certain.
         self.silent_since: float | None = None
         self.stalled_since: float | None = None
-        #: Seconds by which its next token is late.
+        #: Seconds that its next token is late.
         self.overdue_s = 0.0
         #: Its counter of tokens, when it was read, before which reading it last moved, and whether it stands
         #: still since its last token.
@@ -97,7 +98,7 @@ class Account:
         self.trial = 0
         self.next_trial_at = -math.inf
         self._pause_s = PAUSE_S
-        #: Requests elsewhere that end a pause (0: time alone does), and those so far.
+        #: Requests elsewhere that end a pause (0: time alone does), and such requests so far.
         self._skip = self._skipped = 0
 
     # --- what became of its answers ---
@@ -240,8 +241,8 @@ class Account:
         """Compare the silence since a token or a dispatch (`since`) with the time that a token needs.
 
         True if it has stalled now, or stalls no more. `since` is infinite where it owes nothing: that is no
-        proof that it works. `late_s`: by which the first token of another request is late. It stands still
-        after `stands_s`, has stalled after `least_s`; both after `SEVERAL` times what a token needs.
+        proof that it works. `late_s`: seconds that the first token of another request is late. It stands
+        still after `stands_s`, has stalled after `least_s`; both after `SEVERAL` times the time of a token.
         """
         self.overdue_s = 0.0
         if self.works(now):
@@ -331,7 +332,7 @@ class Account:
         return ""
 
     def later_s(self, end_s: float) -> float:
-        """Return the seconds by which an answer that ends well comes later than the forecast `end_s`.
+        """Return the expected delay of an answer that ends well beyond the forecast `end_s`, in seconds.
 
         A try that is lost costs its time and the next try; `excess / (1 - excess)` are expected. A token that
         is overdue is expected to take as long again.

@@ -11,7 +11,7 @@ from hetlb.balancer.core.queue import Queued, QueueKey
 from hetlb.balancer.core.ready import ReadyInstances, least_tokens
 from hetlb.balancer.core.types import Command, Reject, Request, RequestId
 
-#: So many of those that wait are given a new predicted length whenever an answer has taught one.
+#: Waiting requests that are predicted anew whenever an answer ends.
 _REPREDICTED: Final = 8
 
 
@@ -116,7 +116,7 @@ class Backlog:
         return None
 
     def _demote_late(self, key: QueueKey, now: float, commands: list[Command]) -> None:
-        """Refuse those that can meet their targets no more, or serve them after those that can."""
+        """Refuse requests that can meet their targets no more, or serve them after the others."""
         for entry in self.queue.late(key, now):
             if entry.request.service.refuse_hopeless:
                 self.forget(entry.request.id)
@@ -167,7 +167,7 @@ class Backlog:
             for entry in waiting:
                 reject = self._waited(entry, now)
                 if reject is None:
-                    break  # those behind it have waited for less
+                    break  # entries behind it have waited for less
                 self.forget(entry.request.id)
                 commands.append(reject)
         return commands

@@ -35,7 +35,7 @@ def size_of(request: Request, predicted_output: float) -> float:
 
 #: Newest requests that the mean request follows.
 MIX_REQUESTS: Final = 1000.0
-#: Share by which the mean request changes before costs are computed again.
+#: Relative change of the mean request after which costs are computed again.
 _CHANGE_SHARE: Final = 0.02
 #: Sequences of instances whose costs are kept.
 _MOST_FLEETS: Final = 128
@@ -55,7 +55,7 @@ class Costs:
     def __init__(
         self, instance: Instance, prompt: float, output: float, booked: float, prefill: float
     ) -> None:
-        """Measure the mean request by the latency model; lengths are those of `Mix`."""
+        """Measure the mean request by the latency model; lengths come from `Mix`."""
         latency, engines, budget = instance.latency, instance.engines, instance.token_budget
         cache, slots = instance.kv_cache_tokens // engines, instance.max_num_seqs // engines
         batch = ideal_batch(cache, booked, output, slots)
@@ -122,7 +122,7 @@ class Mix:
         self._measured_at: dict[Parameters, Costs] = {}
         #: By the identity of their instances, which they keep.
         self._fleets: dict[int, FleetCosts] = {}
-        #: That of the last decision.
+        #: Costs of the last decision.
         self._newest: FleetCosts | None = None
 
     def add(self, prompt: float, output: float) -> None:
@@ -230,7 +230,7 @@ class Demand:
     def arrived(self, prompt: float, output: float, now: float, idle: bool) -> None:
         """Record an arrival as predicted, in tokens.
 
-        `idle`: no instance had a request, so those before are no part of a stream.
+        `idle`: no instance had a request, so earlier arrivals are no part of a stream.
         """
         self.mix.add(prompt, output)
         self.arrivals += 1

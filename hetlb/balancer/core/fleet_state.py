@@ -111,10 +111,10 @@ class FleetState:
             instance.throttle.restarted = True
 
     def share_speed(self, model: str, profiled: bool) -> None:
-        """Give instances that have not answered yet the geometric mean of the factors of those that have.
+        """Give instances without an answer yet the geometric mean of the others' factors.
 
-        Those with a profile and those without are apart: factors are of other models. Without a profile,
-        those that have answered get the mean of the factors near their own.
+        Instances with and without a profile are apart: their factors are of other models. Without a profile,
+        instances with answers get the mean of the factors near their own.
         """
         alike = [e for e in self.instances.values() if e.spec.model == model and e.profiled is profiled]
         seen = [each for each in alike if each.speed.seen]
@@ -137,7 +137,7 @@ class FleetState:
         known = instance.began
         if known is None or began > known:
             instance.began = began
-        if known is None or began <= known:  # an earlier one is that of another server at its address
+        if known is None or began <= known:  # an earlier start is another server's at its address
             if began == known:
                 instance.health.gone = False
             return False
@@ -192,7 +192,7 @@ class FleetState:
     # --- accounts ---
 
     def judge(self, instance: Instance, now: float) -> bool:
-        """Compare the account of an instance, and those with an excess, with the others of their models.
+        """Compare the accounts of an instance, and of all with an excess, with the others of their models.
 
         True if what one of them may get changed.
         """

@@ -10,7 +10,7 @@ from typing import Final
 
 from hetlb.balancer.core.types import Lease
 
-#: Number of recent answers kept, and of those after which their ratios are sorted anew.
+#: Number of recent answers kept, and number of answers after which their ratios are sorted anew.
 _KEPT: Final = 200
 _SORTED_AFTER: Final = 32
 #: Spread of ln(true / forecast) that is assumed before answers have shown it, and its weight in answers.
@@ -20,7 +20,7 @@ _PRIOR_WEIGHT: Final = 8.0
 _BOUND_SHARE: Final = 0.9
 #: Newest answers that correct a forecast: loads change meanwhile.
 _FOLLOWED: Final = 8.0
-#: Share of an error of the coverage by which the next bound differs.
+#: Change of the next bound's level for each error of the coverage.
 _LEVEL_GAIN: Final = 0.05
 
 
@@ -35,7 +35,7 @@ class Ratios:
         self._times: deque[tuple[float, float]] = deque(maxlen=_KEPT)
         #: Raw and true times, newer ones weighing more: they correct the next forecast.
         self._newer_raw_s = self._newer_true_s = 0.0
-        #: Share of the ratios by which the next answer is bound.
+        #: Quantile of the ratios that bounds the next answer.
         self._level = _BOUND_SHARE
         #: For each of the newest, whether it was within the bound that held before it.
         self._covered: deque[bool] = deque(maxlen=_KEPT)

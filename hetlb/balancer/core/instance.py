@@ -35,7 +35,7 @@ _SLOTS_AGE_S: Final = 5.0
 _FULL_ITERATIONS: Final = 2.0
 #: Decode steps of the shortest answer that says anything about speed.
 _LEAST_STEPS: Final = 4.0
-#: Ratio of tokens that may have been read of prompts to those of prompts that were done, up to which both
+#: Largest ratio of the tokens that may have been read of prompts to the tokens of read prompts at which both
 #: tell a speed.
 _MOST_PARTLY: Final = 1.25
 #: Share of an answer's time after which a first byte came with the whole of it: not a stream.

@@ -65,10 +65,11 @@ class InstanceLedger(InstanceLimits):
         #: Leases of decode legs that are booked and not dispatched yet.
         self.incoming: dict[LeaseId, Lease] = {}
         self.in_flight = self.sequences = self.work_ns = 0
-        #: Tokens of the KV cache that its leases will use (and its holds use), and of them those of prompts;
-        #: shared ones once. `held_tokens` of prompts are kept until other instances have fetched them.
+        #: Tokens of the KV cache that its leases will use (and its holds use), and the prompts' tokens among
+        #: them; shared ones once. `held_tokens` of prompts are kept until other instances have fetched them.
         self.kv_tokens = self.kv_prompt_tokens = self.held_tokens = 0
-        #: Prompts and predicted answers of all sequences, prompts alone, and those still to be computed.
+        #: Prompts and predicted answers of all sequences, prompts alone, and prompt tokens yet to be
+        #: computed.
         self.promised_tokens = self.prompt_tokens = self.pending_prompt_tokens = 0
         #: Sequences of requests with targets, and of streams without a token yet.
         self.stated_sequences = self.unread_sequences = 0
@@ -98,7 +99,7 @@ class InstanceLedger(InstanceLimits):
 
     @property
     def unfinished_sequences(self) -> int:
-        """Sequences of its leases without those that have ended by the engine's own count."""
+        """Sequences of its leases without the ones that have ended by the engine's own count."""
         return self.sequences - self.finished_sequences
 
     @property
@@ -218,7 +219,7 @@ class InstanceLedger(InstanceLimits):
             self._count_from_now(lease)
 
     def keep(self, tokens: int) -> None:
-        """Keep so many more tokens of prompts for other instances; less if below 0."""
+        """Keep `tokens` more tokens of prompts for other instances; less if below 0."""
         self._occupancy = None
         self.held_tokens += tokens
         self.kv_tokens += tokens
@@ -254,7 +255,7 @@ class InstanceLedger(InstanceLimits):
         self._occupancy = None
 
     def _count_from_now(self, lease: Lease) -> None:
-        """Count the steps of an answer from those of now: it begins."""
+        """Count the steps of an answer from now on: it begins."""
         lease.begun_steps = self._steps
         self._begun_steps += lease.request.sequences * self._steps
         self._begun_sequences += lease.request.sequences

@@ -47,7 +47,7 @@ class InstanceLimits:
         self.name = spec.name
         self.changes = changes
         self.profiled = spec.latency is not None
-        #: As profiled or, without a profile, the default; and as corrected by what its answers showed.
+        #: Model of the profile, or the default; and the same corrected by its answers.
         self.nominal: LatencyModel = spec.latency or DEFAULT_LATENCY
         self.latency = self.nominal
         self.speed = SpeedTracker(self.profiled, now)
@@ -64,7 +64,7 @@ class InstanceLimits:
         self.adapters: EngineAdapters | None = None
         #: Most tokens (prompt and output) of one sequence, None while unknown.
         self.longest_request_tokens: int | None = None
-        #: Sequences that all its engines run at once, tokens its KV cache holds, and those that an iteration
+        #: Sequences that all its engines run at once, tokens its KV cache holds, and tokens that an iteration
         #: computes at most; defaults while unknown.
         self.max_num_seqs = DEFAULT_MAX_NUM_SEQS
         self.kv_cache_tokens = DEFAULT_KV_CACHE_TOKENS
@@ -73,7 +73,7 @@ class InstanceLimits:
 
     @property
     def gives_ids(self) -> bool:
-        """True if its engine takes token ids for a prompt and gives those of an answer."""
+        """True if its engine takes token ids for a prompt and gives the answer's."""
         return self.engine == "vllm"
 
     def needed(self, tokens: float) -> float:

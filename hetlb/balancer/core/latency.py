@@ -23,7 +23,7 @@ from hetlb.balancer.core.pickle_by_fields import PickleByFields
 
 
 class IterationRule(StrEnum):
-    """Rule by which the times of prefill and decode work in one iteration combine.
+    """Rule to combine the times of prefill and decode work in one iteration.
 
     `TOKEN` reads the weights once (5-8 % off measured mixed steps); `SUM` adds the two pure steps
     (21-27 % too long, since it reads them twice) and is kept as the paper's reading.
@@ -35,7 +35,7 @@ class IterationRule(StrEnum):
 
 #: Factor on the attention part of decodes that share an iteration with prefill work (`IterationRule.TOKEN`).
 MIXED_DECODE_ATTENTION_FACTOR: Final = 1.5
-#: Up to so many parts of a prompt are summed one by one; of more the mean part is taken.
+#: Most parts of a prompt that are summed one by one; of more the mean part is taken.
 _EXACT_PARTS: Final = 8.0
 
 
@@ -100,7 +100,7 @@ class StepForm(PickleByFields):
         raise NotImplementedError
 
     def growth_s(self, batch: float) -> float:
-        """Seconds by which a step gets longer when each of its sequences has one more token."""
+        """Return the seconds that one more token for each sequence adds to a step."""
         raise NotImplementedError
 
 
@@ -202,7 +202,7 @@ class LatencyModel(PickleByFields):
     # --- one iteration ---
 
     def host_of_s(self, sequences: float) -> float:
-        """Seconds of the host in an iteration with so many sequences, beyond what the points hold."""
+        """Return the seconds of the host in an iteration with `sequences`, beyond the points' own."""
         return self.host_s + self.host_sequence_s * sequences
 
     def step_line(self, batch: float) -> tuple[float, float]:
@@ -222,7 +222,7 @@ class LatencyModel(PickleByFields):
         return own_s + token_s * kv_tokens
 
     def uneven_s(self, batch: float, kv_tokens: float, longest: float) -> float:
-        """Seconds by which a step takes longer since one context is of `longest` tokens, if known."""
+        """Return the seconds that one context of `longest` tokens adds to a step, if known."""
         split = self.split_kv
         if split is None or batch <= 0.0:
             return 0.0
@@ -230,7 +230,7 @@ class LatencyModel(PickleByFields):
         return more_s if more_s > 0.0 else 0.0
 
     def step_growth_s(self, batch: float) -> float:
-        """Seconds by which a step gets longer when each of its sequences has one more token in the cache."""
+        """Return the seconds that one more token in the cache of each sequence adds to a step."""
         better = self.better_decode
         if better is not None:
             return better.growth_s(batch)
@@ -267,7 +267,7 @@ class LatencyModel(PickleByFields):
             seconds += host_s
             return seconds if launch is None else launch.pass_s(seconds, prefill_tokens)
         if mixed is None:
-            # A profile without mixed steps: the attention of decodes is taken to be so many times as long.
+            # A profile without mixed steps: the attention of decodes is multiplied by an assumed factor.
             decodes_s = self.k5 * kv_tokens + self.k7 * kv_tokens / batch
             decodes_s *= MIXED_DECODE_ATTENTION_FACTOR
             floor_s = self.k6 * batch + self.k8
@@ -388,7 +388,7 @@ class LatencyModel(PickleByFields):
         mean_context = prompt_tokens + (output_tokens + 1.0) / 2.0
         return output_tokens * self.step_s(batch + 1.0, kv_tokens + mean_context)
 
-    # --- what one more request costs those that run there (the externality) ---
+    # --- cost of one more request for the running ones (the externality) ---
 
     def read_delay_s(
         self,
@@ -399,7 +399,7 @@ class LatencyModel(PickleByFields):
         budget: float,
         sequences: float = 1.0,
     ) -> float:
-        """Seconds by which prefilling these prompts delays each of `batch` decoding sequences."""
+        """Return the seconds that prefilling these prompts delays each of `batch` decoding sequences."""
         if batch <= 0.0:
             return 0.0
         read_s = self.first_token_s(prompt_tokens, cached_tokens, 0.0, batch, kv_tokens, budget, sequences)
@@ -444,7 +444,7 @@ class LatencyModel(PickleByFields):
 
 
 def delay_of_reading_s(read_s: float, tokens: float, batch: float, step_s: float, budget: float) -> float:
-    """Seconds by which `batch` decoding sequences are delayed by `tokens` of prompts that take `read_s`."""
+    """Return the seconds that `tokens` of prompts, which take `read_s`, delay `batch` decoding sequences."""
     part = budget - batch if budget - batch >= 1.0 else 1.0
     delay_s = read_s - math.ceil(tokens / part) * step_s
     return delay_s if delay_s > 0.0 else 0.0

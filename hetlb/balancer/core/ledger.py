@@ -32,14 +32,14 @@ class Ledger:
     def __init__(self, queue: Queue) -> None:
         """`queue` is told what each tenant is served."""
         self._queue = queue
-        #: Also those of removed instances.
+        #: Instances by lease, removed ones included.
         self.leased: dict[LeaseId, Instance] = {}
         self._next_lease = 1
         #: Readers of what is booked here and given back.
         self.journals: tuple[Journal, ...] = ()
 
     def book(self, ctx: SchedulingContext, instance: Instance, work_s: float, forecast: Sight) -> Lease:
-        """Lease of a whole request on an instance, for so many seconds of work."""
+        """Lease of a whole request on an instance, for `work_s` seconds of work."""
         predicted, work_ns = ctx.predicted_output, nearest(work_s * 1e9)
         lease = self.grant(ctx.request, instance, predicted, work_ns, ctx.now)
         lease.forecast_first_s, lease.forecast_end_s = forecast.first_token_s, forecast.end_s
@@ -139,7 +139,7 @@ class Ledger:
         return lease
 
     def leases(self) -> list[Lease]:
-        """Those that have not ended."""
+        """Return the leases that have not ended."""
         return [instance.leases[lease_id] for lease_id, instance in self.leased.items()]
 
     def live(self, now: float) -> list[Booked]:
@@ -149,7 +149,7 @@ class Ledger:
     def check_integrity(self, instances: Iterable[Instance]) -> list[Instance]:
         """Assert that each instance books its leases and nothing else.
 
-        Returns `instances` and those of which leases are left.
+        Returns `instances` and all other instances with leases.
         """
         known = {id(instance): instance for instance in (*self.leased.values(), *instances)}
         everyone = list(known.values())

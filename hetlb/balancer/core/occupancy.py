@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 #: A scrape older than this says nothing about now.
 SIGNAL_STALE_S: Final = 5.0
-#: Of prompts that are to be computed, the share that a request finds done. Those that came while the running
-#: iteration was the next one, two thirds, are half done in it; the others came since it began.
+#: Share of waiting prompts that a request finds done. Prompts that came while the running iteration was the
+#: next one, two thirds, are half done in it; the others came since it began.
 _HALF_DONE: Final = 1.0 / 3.0
 
 
@@ -24,7 +24,7 @@ class EngineLoad:
     `batch` of `slots` sequences run on each; of the instance's tokens in context `context_share` are theirs.
     With C tokens in context a decode step takes `step_s + token_s * C`, one with a sequence more
     `next_step_s + next_token_s * C`; a prompt token takes at least `prompt_token_s`.
-    `kv_cache_tokens` and `all_slots` are those of all `engines`; `asynchronous`: it schedules so.
+    `kv_cache_tokens` and `all_slots` count all `engines`; `asynchronous`: it schedules so.
     It is never changed.
     """
 
@@ -117,7 +117,7 @@ class Occupancy:
     def ending(self, answer_s: float, now: float) -> float:
         """Answers of `answer_s` that will have ended when a prompt that is elsewhere comes to decode.
 
-        The oldest of those on their way shows how long that takes; no more end than are on their way.
+        The oldest prompt on its way shows how long the way takes; no more end than are on their way.
         """
         if self.incoming <= 0.0 or answer_s <= 0.0:
             return 0.0

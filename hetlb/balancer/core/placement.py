@@ -24,7 +24,7 @@ from hetlb.balancer.core.splitting import Splitting
 from hetlb.balancer.core.types import Candidate, Dispatch, Lease, Request, RequestId
 from hetlb.extras import option
 
-#: Mean request by which capacity is measured before the first one: prompt and output tokens.
+#: Prompt and output tokens of the mean request before the first one, to measure capacity.
 _USUAL_REQUEST = (512.0, 256.0)
 
 
@@ -127,7 +127,7 @@ class Placement:
         return due
 
     def kind_of(self, request: Request, predicted: float) -> int:
-        """Return the kind of a request by which it waits apart from others, 0 without a plan."""
+        """Return the kind of a request, whose line is its own, 0 without a plan."""
         worth = self.policy.worth
         return 0 if worth is None else worth.kind(request.model, request.prompt_tokens, predicted)
 
@@ -327,7 +327,7 @@ class Placement:
 def _kept_for_others(
     choices: Choices, ready: ReadyInstances, ceiling: int | None, stays: bool
 ) -> dict[str, str]:
-    """Return reasons against instances of class `ceiling` and above and, with `stays`, those that leave."""
+    """Return reasons against instances of class `ceiling` and above; with `stays`, also leaving ones."""
     reasons: dict[str, str] = {}
     for each in choices.instances:
         if ceiling is not None and ready.class_of(each) >= ceiling:

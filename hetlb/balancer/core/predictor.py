@@ -191,7 +191,7 @@ class _Histogram:
         self._fresh = True
 
 
-#: Answers of one tenant weigh as much as the whole model's once so many of them were seen.
+#: Number of answers of one tenant that weigh as much as the whole model's.
 TENANT_WEIGHT: Final = 8.0
 #: Fewer answers than this tell nothing of their spread.
 _SPREAD_SEEN: Final = 50

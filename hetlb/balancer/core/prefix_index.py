@@ -22,7 +22,7 @@ MOST_UNUSED: Final = 262_144
 LEAST_SHARE: Final = 1.0 / 64.0
 _SHRINK: Final = 0.8
 _GROW: Final = 1.02
-#: Reports of cached tokens are compared where at least so many were expected that no request used.
+#: Least number of expected cached tokens, used by no request, from which reports are compared.
 _LEAST_EXPECTED: Final = 64
 #: An expectation counts as met from this share of it on: engines round down to whole blocks.
 _MET: Final = 0.75
@@ -158,7 +158,7 @@ class Tree:
             self._drop(next(iter(self.unused.values())))
 
     def evicted(self, tokens: float) -> None:
-        """Note that the engine says that it evicted so many tokens of what no request uses."""
+        """Note that the engine reports the eviction of `tokens` tokens that no request uses."""
         self._owed += tokens
         while self.unused:
             node = next(iter(self.unused.values()))
@@ -197,7 +197,7 @@ class Tree:
         self.evict(0)
 
     def check_integrity(self) -> None:
-        """Assert that all counts are those of the nodes."""
+        """Assert that all counts match the nodes."""
         nodes = self.nodes.values()
         assert self.used_tokens == sum(node.own for node in nodes if node.users), "tokens in use"
         assert self.unused_tokens == sum(node.own for node in self.unused.values()), "unused tokens"

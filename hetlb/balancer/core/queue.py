@@ -1,9 +1,9 @@
 """The bounded queue of requests that no instance has been chosen for yet.
 
 Next to go, under one `QueueKey`: the lowest level (priority; of one priority background requests come last,
-before them those that cannot meet their target any more); then the tenant that was served least for its
-weight, what runs counted (`TenantService`); then the request that is due first. Requests that only large
-instances can take are kept apart by `fit`, so that they hold up none that others can take.
+before them requests that cannot meet their target any more); then the tenant with the least service for its
+weight, running requests counted (`TenantService`); then the request that is due first. Requests that only
+large instances can take are kept apart by `fit`, so that they do not hold up the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _IN_TIME: Final = 0
 _HOPELESS: Final = 1
 _BACKGROUND: Final = 2
 _RANKS: Final = 3
-#: Tenants that ask for nothing are forgotten, if they were served no more than others, beyond so many.
+#: Most tenants beyond which idle ones are forgotten, if they were served no more than others.
 _TENANTS_KEPT: Final = 1024
 
 
@@ -127,7 +127,7 @@ class TenantService:
         return self._weights.get(tenant, 1.0) if self._weights and tenant is not None else 1.0
 
     def come(self, tenant: str | None, waiting: Iterable[str | None]) -> None:
-        """Note that a tenant for which nothing ran or waited asks for something; those in `waiting` wait."""
+        """Note that a tenant without running or waiting requests asks; tenants in `waiting` have some."""
         active = self.running.keys() | set(waiting)
         levels = [
             self._served[t] - self.running.get(t, 0) / self.weight(t) for t in active if t in self._served
@@ -203,7 +203,7 @@ class Queue:
 
     @property
     def keys(self) -> list[QueueKey]:
-        """The lines in which something waits, those of retries first."""
+        """The lines in which something waits, retries' lines first."""
         lines = self._lines
         return sorted(lines, key=lambda key: not key.retry) if len(lines) > 1 else list(lines)
 
@@ -232,7 +232,7 @@ class Queue:
         return min([name.level for name in line]) <= level
 
     def demote(self, entry: Queued) -> None:
-        """Serve a request after those of its priority that can still meet their targets."""
+        """Serve a request after requests of its priority that can still meet their targets."""
         flow = entry.flow
         assert flow.name.level % _RANKS == _IN_TIME, f"{entry.request.id} is demoted twice"
         self._withdraw(entry)
@@ -297,7 +297,7 @@ class Queue:
     def crowding_out(self, request: Request) -> Sequence[RequestId]:
         """Return the requests that leave a full queue so that this one has room; none if unfair.
 
-        The newest of the tenant that holds most, as long as it holds more than that of the request will.
+        The newest of the tenant that holds most, while it holds more than the requester would.
         """
         if (len(self._shares) < 2 and request.tenant in self._shares) or not self._within_share(request):
             return ()
@@ -427,11 +427,11 @@ class Queue:
         return key
 
     def booked(self, tenant: str | None, tokens: int) -> None:
-        """Note that a lease of a tenant began, for so many tokens."""
+        """Note that a lease of a tenant began, for `tokens` tokens."""
         self.service.booked(tenant, tokens, self._shares)
 
     def check_integrity(self) -> None:
-        """Assert that the counts are those of the entries."""
+        """Assert that the counts match the entries."""
         entries = [entry for waiting in self.flows() for entry in waiting]
         assert sum(entry.request.body_bytes for entry in entries) == self.bytes
         assert {entry.request.id for entry in entries} == self.held.keys()

@@ -69,11 +69,11 @@ class ReadyInstances:
                     self.excluded[instance.name] = f"suspect: {instance.health.reason}"
         #: Instances that take requests, in any role.
         self.up = up
-        #: Those that get no whole request, and why: their role, while another one is there.
+        #: Reasons of the instances that get no whole request: their role, while another one is there.
         self.roles = _kept_by_role(routable)
         self.excluded.update(self.roles)
         self.able = [each for each in up if each.name not in self.roles] if self.roles else up
-        if not self.able and routable:  # those of the role that takes whole requests are all suspect
+        if not self.able and routable:  # instances of the role that takes whole requests are all suspect
             self.able = [each for each in routable if each.name not in self.roles]
         #: Choices of a request that may go to all of `able`.
         self.everyone = Choices(self.able, self.excluded)
@@ -206,7 +206,7 @@ def _longest(instance: Instance) -> float:
 
 
 def _kept_by_role(routable: Sequence[Instance]) -> dict[str, str]:
-    """Those that get no whole request: with a role, while one without is there; else those that prefill."""
+    """Return reasons by instance without whole requests: any role beside one without; else `prefill`."""
     roles = {each.spec.role for each in routable}
     if roles <= {Role.BOTH} or len(roles) == 1:
         return {}
@@ -231,7 +231,7 @@ def least_tokens(request: Request) -> int:
 def with_excluded(
     candidates: Sequence[Candidate], instances: Sequence[Instance], excluded: Mapping[str, str]
 ) -> list[Candidate]:
-    """Return the scored candidates and, in their places, those that were filtered out."""
+    """Return the scored candidates and, in their places, the filtered out ones."""
     scored = iter(candidates)
     return [
         Candidate(instance.name, math.inf, eligible=False, reason=excluded[instance.name])

@@ -35,7 +35,7 @@ def hopeless(request: Request) -> Reject:
 
 
 def unknown_model(request: Request, instances: Iterable[Instance], models: Iterable[str]) -> Reject:
-    """No instance serves the model, as far as `instances`, those of the fleet, have told; `models` exist."""
+    """No instance serves the model, as far as the fleet's `instances` have told; `models` exist."""
     if any(each.served is None and not each.spec.model for each in instances):
         text = f"Not every instance has told yet what it serves; none is known to serve {request.model!r}."
         return _later(request.id, RejectReason.NO_INSTANCE, text)

@@ -10,7 +10,7 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import Lease, LeaseId, RequestId
 
-#: Retries of requests that an engine dropped without an answer: at most this share of those in flight…
+#: Largest share of requests in flight that are retries, of requests that an engine dropped without an answer…
 RETRY_SHARE: Final = 0.2
 #: …but always this many at a time.
 RETRY_FLOOR: Final = 3
@@ -25,7 +25,7 @@ class Attempts:
         self.runs = 0
         #: True if it is not to be split: a hand-over has failed.
         self.whole = False
-        #: Of the runs, those that an engine refused.
+        #: Number of runs that an engine refused.
         self.turned_away = 0
         #: Instances that refused it with 4xx, with the lease and the time: at fault if another one answers.
         self.refusals: list[tuple[Instance, Lease, float]] = []

@@ -108,7 +108,7 @@ class Scheduler:
 
     @property
     def in_flight(self) -> int:
-        """Leases that have not ended, also those of removed instances."""
+        """Leases that have not ended, removed instances' included."""
         return len(self.ledger.leased)
 
     @property
@@ -168,8 +168,8 @@ class Scheduler:
     def on_unsplit(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
         """Give the whole request to one instance: a hand-over failed before anything reached the client.
 
-        `lease` is that of either leg; `outcome` is that of its end, where `OK` is that of a prefill leg whose
-        blocks will not be fetched. The commands are those of a retry.
+        `lease` is either leg's; `outcome` is its end's, where `OK` is a prefill leg's whose blocks will not
+        be fetched. The commands are a retry's.
         """
         return self._splits.unsplit(lease, outcome, now)
 

@@ -6,8 +6,8 @@ meanwhile. What that took over what it should have taken by the model, both summ
 the last `MEMORY_S` seconds, is the factor.
 
 Models of a fleet are often wrong together (another build, an estimate, the default): until an instance has
-answered, its factor is the mean of those that have, with profiles and without apart. The default model is a
-guess at other loads, too: of equal instances, the one with less to do would show another factor, and get
+answered, its factor is the mean of the other instances', with profiles and without apart. The default model
+is a guess at other loads, too: of equal instances, the one with less to do would show another factor, and get
 less for that reason. So factors without a profile that are near each other are averaged.
 """
 
@@ -31,10 +31,10 @@ PRIOR_S: Final = 5.0
 FIRST_PROMPTS_S: Final = 0.1
 _CLEAR: Final = 1.5
 _FIRST_S: Final = 0.5
-#: A measured profile is corrected only when it is further off than this, and at most so many times.
+#: Error of a measured profile from which it is corrected, and the largest correction.
 TRUST: Final = 1.2
 MOST_PROFILED: Final = 4.0
-#: The default model, used without a profile, is corrected by so much at most.
+#: Largest correction of the default model, used without a profile.
 MOST_UNPROFILED: Final = 64.0
 #: Seconds over which the factor is averaged that a speed returns to while no answer comes.
 _GOOD_S: Final = 60.0
@@ -286,7 +286,7 @@ class SpeedTracker:
 
 
 def averaged(shown: Sequence[tuple[float, float]]) -> list[float]:
-    """Return for each factor the geometric mean of those near it, each with its confidence as weight.
+    """Return for each factor the geometric mean of the factors near it, each with its confidence as weight.
 
     They are near within `TRUST`, and further off the less confident the factor is. A pair is a factor with
     its confidence, above 0.

@@ -126,7 +126,7 @@ class Role(StrEnum):
 
 
 class Connector(StrEnum):
-    """KV connectors of vLLM by which one instance hands the KV blocks of a prompt to another."""
+    """KV connectors of vLLM, which hand the KV blocks of a prompt from one instance to another."""
 
     NIXL = "nixl"
     MOONCAKE = "mooncake"
@@ -287,7 +287,7 @@ class Request(PickleByFields):
 class Hold:
     """KV blocks of a prompt that a prefill instance keeps for another one, until `expires_at` at most.
 
-    `id` is that of the lease of the prefill. `sent_tokens` of its `tokens` are to be transferred to `target`;
+    `id` is the prefill lease's. `sent_tokens` of its `tokens` are to be transferred to `target`;
     `expected_s` is the time from the dispatch of the decode leg to its first token without the transfer.
     `ended`: fetched, released or expired.
     """
@@ -424,7 +424,7 @@ class InstanceUpdated(PickleByFields):
 
 @dataclass(frozen=True, slots=True)
 class AdminStateSet(PickleByFields):
-    """An operator set the administrative state. `deadline_s`: the instance is gone after so many seconds."""
+    """An operator set the administrative state. `deadline_s`: seconds until the instance is gone."""
 
     name: str
     state: AdminState
@@ -480,8 +480,8 @@ InstanceChange: TypeAlias = (
 class EngineSample(PickleByFields):
     """One scrape of a server, summed over its data-parallel engines. None where absent or absurd.
 
-    `kv_usage` is a fraction 0..1, the mean of the engines weighted by their capacity; `kv_usage_max` is that
-    of the fullest engine. `preemptions` are those since the engine started. `missing` and `invalid`
+    `kv_usage` is a fraction 0..1, the mean of the engines weighted by their capacity; `kv_usage_max` is the
+    fullest engine's. `preemptions` count since the engine started. `missing` and `invalid`
     name the metrics that were not there or absurd.
     """
 

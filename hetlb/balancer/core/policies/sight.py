@@ -38,7 +38,7 @@ class SchedulingContext:
     """Context of one decision: the request, the time, and what else is asked for.
 
     `waiting` is the size of the other requests in the queue for the same model. `held` is what prefix caches
-    have of its prompt. `availabilities` give for each instance that of `core.throttle`, and why, for policies
+    have of its prompt. `availabilities` are the instances' of `core.throttle`, with reasons, for policies
     that hold back; None where all are normal. Of the KV cache it takes `booked` tokens where nothing of its
     `prompts` is cached, its answers half-grown.
     """
@@ -100,7 +100,7 @@ class SchedulingContext:
 class Sight:
     """Room for the request on one instance as it was `seen`, the forecast, and terms of the score.
 
-    Times in seconds; tokens and sequences of the forecast are those of each engine. `cached` tokens of each
+    Times in seconds; tokens and sequences of the forecast are each engine's. `cached` tokens of each
     of its `prompts` are in the prefix cache; its `own` sequences join the batch. `state`: room, or the reason
     why not. With the request `used_tokens` of the KV cache are in use, its answer half-grown.
 
@@ -138,7 +138,7 @@ class Sight:
     score: float
 
     def __init__(self, ctx: SchedulingContext, instance: Instance, cost: Costs, index: int = 0) -> None:
-        """See the room; `cost` is that of the mean request there."""
+        """See the room; `cost` is the mean request's there."""
         self.seen = seen = instance.seen(ctx.now)
         self.load = seen.load
         self.instance = instance
