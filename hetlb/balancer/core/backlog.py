@@ -12,7 +12,7 @@ from hetlb.balancer.core.ready import ReadyInstances, least_tokens
 from hetlb.balancer.core.types import Command, Reject, Request, RequestId
 
 #: Waiting requests that are predicted anew whenever an answer ends.
-_REPREDICTED: Final = 8
+_REPREDICTED_REQUESTS: Final = 8
 
 
 #: No instance is kept for other requests.
@@ -70,7 +70,7 @@ class Backlog:
         queue, stale = self.queue, self._stale
         if not stale:
             stale = self._stale = list(queue.held)
-        for _ in range(min(_REPREDICTED, len(stale))):
+        for _ in range(min(_REPREDICTED_REQUESTS, len(stale))):
             entry = queue.held.get(stale.pop())
             if entry is not None and entry.request.generates:
                 predicted = self._placement.predictor.predict(entry.request)

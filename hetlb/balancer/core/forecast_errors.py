@@ -11,15 +11,15 @@ from typing import Final
 from hetlb.balancer.core.types import Lease
 
 #: Number of recent answers kept, and number of answers after which their ratios are sorted anew.
-_KEPT: Final = 200
-_SORTED_AFTER: Final = 32
+_KEPT_ANSWERS: Final = 200
+_SORTING_ANSWERS: Final = 32
 #: Spread of ln(true / forecast) that is assumed before answers have shown it, and its weight in answers.
 _PRIOR_SPREAD: Final = 0.25
 _PRIOR_WEIGHT: Final = 8.0
 #: Nominal coverage of the reported bound.
 _BOUND_SHARE: Final = 0.9
 #: Newest answers that correct a forecast: loads change meanwhile.
-_FOLLOWED: Final = 8.0
+_FOLLOWED_ANSWERS: Final = 8.0
 #: Change of the next bound's level for each error of the coverage.
 _LEVEL_GAIN: Final = 0.05
 
@@ -29,16 +29,16 @@ class Ratios:
 
     def __init__(self) -> None:
         #: True over forecast times, as they came, and ascending as of the last time that they were sorted.
-        self._ratios: deque[float] = deque(maxlen=_KEPT)
+        self._ratios: deque[float] = deque(maxlen=_KEPT_ANSWERS)
         self._ordered: list[float] = []
         #: Corrected and true times of each.
-        self._times: deque[tuple[float, float]] = deque(maxlen=_KEPT)
+        self._times: deque[tuple[float, float]] = deque(maxlen=_KEPT_ANSWERS)
         #: Raw and true times, newer ones weighing more: they correct the next forecast.
         self._newer_raw_s = self._newer_true_s = 0.0
         #: Quantile of the ratios that bounds the next answer.
         self._level = _BOUND_SHARE
         #: For each of the newest, whether it was within the bound that held before it.
-        self._covered: deque[bool] = deque(maxlen=_KEPT)
+        self._covered: deque[bool] = deque(maxlen=_KEPT_ANSWERS)
         #: Answers since the ratios were sorted.
         self._unsorted = 0
 
@@ -59,9 +59,9 @@ class Ratios:
         self._times.append((predicted_s * self.factor, true_s))
         ratios.append(ratio)
         self._unsorted += 1
-        if self._unsorted >= _SORTED_AFTER or len(ratios) < _SORTED_AFTER:
+        if self._unsorted >= _SORTING_ANSWERS or len(ratios) < _SORTING_ANSWERS:
             self._ordered, self._unsorted = sorted(ratios), 0
-        keep = 1.0 - 1.0 / _FOLLOWED
+        keep = 1.0 - 1.0 / _FOLLOWED_ANSWERS
         self._newer_raw_s = keep * self._newer_raw_s + predicted_s
         self._newer_true_s = keep * self._newer_true_s + true_s
 

@@ -21,7 +21,7 @@ _KEPT_LOADS: Final = 1024
 #: keeps the pace of the slowest instance.
 _UNEXPLORED_SEQUENCES: Final = 2
 _UNEXPLORED_S: Final = 10.0
-#: No decode step is shorter, in seconds.
+#: Least seconds of a decode step.
 LEAST_STEP_S: Final = 1e-5
 
 

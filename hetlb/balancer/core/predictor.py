@@ -17,14 +17,14 @@ from hetlb.extras import option
 
 PREDICTORS = ("normal", "mean", "empirical", "online", "oracle")
 
-#: Cold start of `online`: before any answer was seen a request counts as this many tokens (or its
-#: `max_tokens`, if less). About the mean of public chat traces (Azure 2023 conversation: 221).
+#: Predicted tokens of `online` before any answer was seen (or `max_tokens`, if less): about the mean of
+#: public chat traces (Azure 2023 conversation: 221).
 PRIOR_OUTPUT_TOKENS: Final = 256.0
 #: Weight of the prior, in answers: after 8 real ones it counts half.
 PRIOR_WEIGHT: Final = 8.0
 
 
-#: Quantile that counts as a long answer: all but one in fifty are shorter.
+#: Quantile of a long answer: all but one in fifty are shorter.
 LONG_SHARE: Final = 0.98
 
 
@@ -68,24 +68,24 @@ def capped(request: Request, tokens: float) -> float:
 
 
 #: Histogram buckets: exact up to 16 tokens, then eight per doubling (a width of at most 12.5 %).
-_EXACT: Final = 16
+_EXACT_TOKENS: Final = 16
 _PER_DOUBLING: Final = 8
 
 
 def _bucket(tokens: int) -> int:
-    if tokens < _EXACT:
+    if tokens < _EXACT_TOKENS:
         return tokens
     shift = tokens.bit_length() - 5
-    return _EXACT + shift * _PER_DOUBLING + ((tokens >> (shift + 1)) - 8)
+    return _EXACT_TOKENS + shift * _PER_DOUBLING + ((tokens >> (shift + 1)) - 8)
 
 
-#: Longest length that is told apart: engines and peers may say any.
-_MOST_LENGTH: Final = 1 << 31
-#: Weight halves after about this many observations, so that a change of traffic is followed.
-HALF_LIFE: Final = 2000
-_GROWTH = 2.0 ** (1.0 / HALF_LIFE)
+#: Longest length that is told apart: engines and peers may report any.
+_MOST_TOKENS: Final = 1 << 31
+#: Observations after which a weight halves, so that a change of traffic is followed.
+HALF_LIFE_ANSWERS: Final = 2000
+_GROWTH = 2.0 ** (1.0 / HALF_LIFE_ANSWERS)
 #: Squared shares of limits that stand against the first answers.
-_LIMIT_PRIOR: Final = 0.5
+_LIMIT_PRIOR_WEIGHT: Final = 0.5
 
 
 class _Histogram:
@@ -95,7 +95,7 @@ class _Histogram:
     """
 
     def __init__(self) -> None:
-        size = _bucket(_MOST_LENGTH) + 1
+        size = _bucket(_MOST_TOKENS) + 1
         self._counts = [0.0] * size
         self._totals = [0.0] * size
         #: The buckets that hold something, ascending; the sums end with the last of them.
@@ -144,7 +144,7 @@ class _Histogram:
         The least-squares slope of (output - expected) on (limit - expected), both as shares of the limit: 0
         where lengths alone decide, as under one large limit for all; 1 where all are as long as their limits.
         """
-        doubling, weight = min(63, limit.bit_length()), _LIMIT_PRIOR * self._unit
+        doubling, weight = min(63, limit.bit_length()), _LIMIT_PRIOR_WEIGHT * self._unit
         share = (self._moved[doubling] + weight * prior) / (self._room[doubling] + weight)
         return 0.0 if share < 0.0 else min(1.0, share)
 
@@ -159,7 +159,7 @@ class _Histogram:
             return self._cum_totals[-1] / n, n / self._unit
         known = self._below.get(cap)
         if known is None:
-            index = _bucket(min(cap, _MOST_LENGTH))
+            index = _bucket(min(cap, _MOST_TOKENS))
             last = min(index, len(self._cum_counts)) - 1
             known = (index, self._cum_counts[last], self._cum_totals[last]) if index else (0, 0.0, 0.0)
             self._below[cap] = known
@@ -193,8 +193,8 @@ class _Histogram:
 
 #: Number of answers of one tenant that weigh as much as the whole model's.
 TENANT_WEIGHT: Final = 8.0
-#: Fewer answers than this tell nothing of their spread.
-_SPREAD_SEEN: Final = 50
+#: Least answers that show their spread.
+_SPREAD_ANSWERS: Final = 50
 #: Tenants remembered over all models, the ones seen last.
 MOST_TENANTS: Final = 4096
 
@@ -240,13 +240,13 @@ class OnlinePredictor(Predictor):
 
     def _long(self, histogram: _Histogram | None, own: _Histogram | None) -> float:
         """Return the quantile of what was seen, at least four times the prior while little was."""
-        if own is not None and own.seen >= _SPREAD_SEEN:
+        if own is not None and own.seen >= _SPREAD_ANSWERS:
             return own.long
         if histogram is None:
             return 4.0 * PRIOR_OUTPUT_TOKENS
         return (
             histogram.long
-            if histogram.seen >= _SPREAD_SEEN
+            if histogram.seen >= _SPREAD_ANSWERS
             else max(histogram.long, 4.0 * PRIOR_OUTPUT_TOKENS)
         )
 
@@ -257,7 +257,7 @@ class OnlinePredictor(Predictor):
         return self.outlook(request)[1]
 
     def observe(self, request: Request, output_tokens: float) -> None:
-        tokens = min(max(1, nearest(output_tokens)), _MOST_LENGTH)
+        tokens = min(max(1, nearest(output_tokens)), _MOST_TOKENS)
         histogram, own = self._by_model.get(request.model), self._tenant(request)
         if histogram is None:
             histogram = self._by_model[request.model] = _Histogram()

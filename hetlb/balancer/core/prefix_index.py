@@ -17,15 +17,15 @@ from typing import Final, TypeAlias
 from mypy_extensions import mypyc_attr
 
 #: Unused nodes over all trees of an index; the least recently used go first.
-MOST_UNUSED: Final = 262_144
+MOST_UNUSED_NODES: Final = 262_144
 #: Share of the KV cache that is believed to hold unused blocks: its bounds, and how it follows evidence.
 LEAST_SHARE: Final = 1.0 / 64.0
-_SHRINK: Final = 0.8
-_GROW: Final = 1.02
+_SHRINK_FACTOR: Final = 0.8
+_GROWTH_FACTOR: Final = 1.02
 #: Least number of expected cached tokens, used by no request, from which reports are compared.
-_LEAST_EXPECTED: Final = 64
-#: An expectation counts as met from this share of it on: engines round down to whole blocks.
-_MET: Final = 0.75
+_LEAST_EXPECTED_TOKENS: Final = 64
+#: Share of an expectation from which it counts as met: engines round down to whole blocks.
+_MET_SHARE: Final = 0.75
 
 #: A key and its end in tokens. None: the whole conversation, prompt and answer.
 PrefixKey: TypeAlias = tuple[str, int | None]
@@ -184,12 +184,12 @@ class Tree:
         Where others had it in use, a smaller report says nothing: it may have been in the making.
         """
         idle = shared.idle_tokens
-        if self.told or idle < _LEAST_EXPECTED:
+        if self.told or idle < _LEAST_EXPECTED_TOKENS:
             return
-        if reported < shared.held_tokens - (1.0 - _MET) * idle:
-            self.share = max(LEAST_SHARE, self.share * _SHRINK)
+        if reported < shared.held_tokens - (1.0 - _MET_SHARE) * idle:
+            self.share = max(LEAST_SHARE, self.share * _SHRINK_FACTOR)
         elif self.share < 1.0:
-            self.share = min(1.0, self.share * _GROW)
+            self.share = min(1.0, self.share * _GROWTH_FACTOR)
 
     def retire(self) -> None:
         """Note that the engine's cache is gone: what live leases use here goes with them."""
@@ -218,7 +218,7 @@ class Held:
 class PrefixIndex:
     """Prefixes that engines hold, over all of them."""
 
-    def __init__(self, most_unused: int = MOST_UNUSED) -> None:
+    def __init__(self, most_unused: int = MOST_UNUSED_NODES) -> None:
         self.most_unused = most_unused
         self._holders: dict[str, list[Node]] = {}
         self.unused = 0

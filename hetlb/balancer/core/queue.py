@@ -23,7 +23,7 @@ _HOPELESS: Final = 1
 _BACKGROUND: Final = 2
 _RANKS: Final = 3
 #: Most tenants beyond which idle ones are forgotten, if they were served no more than others.
-_TENANTS_KEPT: Final = 1024
+_KEPT_TENANTS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class TenantService:
         ]
         self._floor = max(self._floor, min(levels, default=self._floor))
         self._served[tenant] = max(self._served.get(tenant, 0.0), self._floor)
-        if len(self._served) > _TENANTS_KEPT:
+        if len(self._served) > _KEPT_TENANTS:
             self._served = {
                 name: served
                 for name, served in self._served.items()

@@ -13,7 +13,7 @@ from hetlb.balancer.core.types import Lease, LeaseId, RequestId
 #: Largest share of requests in flight that are retries, of requests that an engine dropped without an answer…
 RETRY_SHARE: Final = 0.2
 #: …but always this many at a time.
-RETRY_FLOOR: Final = 3
+RETRY_REQUESTS: Final = 3
 
 
 @mypyc_attr(acyclic=True)
@@ -53,7 +53,7 @@ class Retries:
 
     def allowed(self, in_flight: int) -> bool:
         """Return True if the budget allows one more retry of a request that may run twice."""
-        return len(self.leases) < max(RETRY_FLOOR, int(RETRY_SHARE * in_flight))
+        return len(self.leases) < max(RETRY_REQUESTS, int(RETRY_SHARE * in_flight))
 
     def check_integrity(self, leases: Set[LeaseId], requests: Set[RequestId]) -> None:
         """Assert that nothing is noted of leases and requests other than these, which are alive."""

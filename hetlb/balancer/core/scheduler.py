@@ -16,7 +16,7 @@ from hetlb.balancer.core import rejections
 from hetlb.balancer.core.account import LEAST_SILENCE_S
 from hetlb.balancer.core.backlog import Backlog
 from hetlb.balancer.core.fleet_state import FleetState
-from hetlb.balancer.core.health import PASSIVE_FALL, Verdict, verdict
+from hetlb.balancer.core.health import FALL_ANSWERS, Verdict, verdict
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.journal import Booked, Journal
 from hetlb.balancer.core.placement import Placement
@@ -51,12 +51,12 @@ from hetlb.extras import option
 if TYPE_CHECKING:
     from hetlb.balancer.core.engine_blocks import BlockEvents
 
-#: Time between ticks while something waits for time to pass (queue limits, ejections).
+#: Seconds between ticks while something waits for time to pass (queue limits, ejections).
 TICK_S: Final = 0.25
-#: Times that a request of which nothing came is sent elsewhere.
+#: Most times that a request without a byte of an answer is sent elsewhere.
 MOST_MOVES: Final = 2
-#: A client was not heard that left after this many times the forecast, and after these seconds.
-_UNHEARD: Final = 3.0
+#: Multiple of the forecast, and seconds, after which a client that leaves counts as unanswered.
+_UNHEARD_FACTOR: Final = 3.0
 _UNHEARD_S: Final = 2.0
 #: A member of an enum costs as much as a call.
 _OK: Final = Outcome.OK
@@ -283,7 +283,7 @@ class Scheduler:
         elif says is Verdict.LOST:
             changed = health.on_answering(now)
         if says in (Verdict.FAILED, Verdict.LOST) or _left_unheard(lease, outcome, now):
-            skip = 1 if says is Verdict.FAILED and 0 < health.failures < PASSIVE_FALL else 0
+            skip = 1 if says is Verdict.FAILED and 0 < health.failures < FALL_ANSWERS else 0
             self._lost(instance, lease, now, skip)
         return fleet.health_changed(instance, now) if changed else []
 
@@ -716,4 +716,4 @@ def _left_unheard(lease: Lease, outcome: Outcome, now: float) -> bool:
     if outcome is not Outcome.CLIENT_GONE or lease.first_token_at is not None or lease.incoming:
         return False
     first_s = lease.forecast_first_s if lease.request.streamed else lease.forecast_end_s
-    return now - lease.dispatched_at >= max(_UNHEARD_S, _UNHEARD * first_s)
+    return now - lease.dispatched_at >= max(_UNHEARD_S, _UNHEARD_FACTOR * first_s)

@@ -26,23 +26,23 @@ from hetlb.balancer.core.rate import MEMORY_S, RecentRate
 
 #: Seconds of answers in agreement with the model that stand against the first evidence.
 PRIOR_S: Final = 5.0
-#: The first prompts, of these seconds (a network adds some ms), correct a profile that is further off than
-#: `_CLEAR`, and count for `_FIRST_S` seconds then.
+#: Seconds of the first prompts (a network adds some ms) that correct a profile if it is off by more than the
+#: factor `_CLEAR_FACTOR`, and count for `_FIRST_S` seconds then.
 FIRST_PROMPTS_S: Final = 0.1
-_CLEAR: Final = 1.5
+_CLEAR_FACTOR: Final = 1.5
 _FIRST_S: Final = 0.5
-#: Error of a measured profile from which it is corrected, and the largest correction.
-TRUST: Final = 1.2
-MOST_PROFILED: Final = 4.0
+#: Factor between a measured profile and its answers from which it is corrected, and the largest correction.
+TRUST_FACTOR: Final = 1.2
+MOST_PROFILED_FACTOR: Final = 4.0
 #: Largest correction of the default model, used without a profile.
-MOST_UNPROFILED: Final = 64.0
-#: Seconds over which the factor is averaged that a speed returns to while no answer comes.
+MOST_UNPROFILED_FACTOR: Final = 64.0
+#: Seconds of the average factor to which a speed returns while no answer comes.
 _GOOD_S: Final = 60.0
-#: A factor is put in force when it differs from the one in force by more than this share.
-_CHANGE: Final = 0.05
-#: Tokens that its engine counted are compared with its model over these seconds.
+#: Relative change from which a factor is put in force.
+_CHANGE_SHARE: Final = 0.05
+#: Seconds over which the tokens that its engine counted are compared with its model.
 PACE_S: Final = 3.0
-#: Steps count as mixed where prefilling beside them is more than this share of their time.
+#: Share of prefilling beside steps in their time from which they count as mixed.
 _MIXED_SHARE: Final = 0.1
 
 
@@ -84,7 +84,7 @@ class SpeedTracker:
 
     def __init__(self, profiled: bool, now: float) -> None:
         self._profiled = profiled
-        self._most = MOST_PROFILED if profiled else MOST_UNPROFILED
+        self._most = MOST_PROFILED_FACTOR if profiled else MOST_UNPROFILED_FACTOR
         #: Time of the last `elapsed`.
         self.last = now
         self._at = now
@@ -157,7 +157,7 @@ class SpeedTracker:
     def age(self, now: float) -> None:
         """Let a factor that is worse than before return to that while no answer confirms it."""
         begin = max(self._at + MEMORY_S, self._aged_at)
-        if not self.seen or now <= begin or self.shown <= self._good * (1.0 + _CHANGE):
+        if not self.seen or now <= begin or self.shown <= self._good * (1.0 + _CHANGE_SHARE):
             return
         keep = math.exp(-(now - begin) / MEMORY_S)
         self._aged_at, self.changed = now, True
@@ -243,14 +243,14 @@ class SpeedTracker:
             return False
         self.begun = True
         ratio = max(1.0 / self._most, min(self._most, seconds / expected_s))
-        if self.seen or 1.0 / _CLEAR < ratio < _CLEAR:
+        if self.seen or 1.0 / _CLEAR_FACTOR < ratio < _CLEAR_FACTOR:
             return False
         self._observed_s, self._expected_s, self._at = ratio * _FIRST_S, _FIRST_S, now
         return self._observe(0.0, 0.0, now)
 
     def assume(self, factor: float) -> bool:
         """Take the factor that others show, before any answer of its own. True if it changed."""
-        if self.seen or abs(factor / self.factor - 1.0) <= _CHANGE:
+        if self.seen or abs(factor / self.factor - 1.0) <= _CHANGE_SHARE:
             return False
         self._observed_s = self._expected_s * factor
         self.factor = self.shown = factor
@@ -266,14 +266,14 @@ class SpeedTracker:
         if self._expected_s <= 0.0:
             return False
         ratio, most = self._observed_s / self._expected_s, self._most
-        if self._profiled and 1.0 / TRUST <= ratio <= TRUST:
+        if self._profiled and 1.0 / TRUST_FACTOR <= ratio <= TRUST_FACTOR:
             ratio = 1.0
         elif ratio > most:
             ratio = most
         elif ratio < 1.0 / most:
             ratio = 1.0 / most
         self._remember(ratio, since)
-        if ratio == self.shown or (abs(ratio / self.shown - 1.0) <= _CHANGE and ratio != 1.0):
+        if ratio == self.shown or (abs(ratio / self.shown - 1.0) <= _CHANGE_SHARE and ratio != 1.0):
             return False
         self.factor = self.shown = ratio
         return True
@@ -288,8 +288,8 @@ class SpeedTracker:
 def averaged(shown: Sequence[tuple[float, float]]) -> list[float]:
     """Return for each factor the geometric mean of the factors near it, each with its confidence as weight.
 
-    They are near within `TRUST`, and further off the less confident the factor is. A pair is a factor with
-    its confidence, above 0.
+    They are near within `TRUST_FACTOR`, and further off the less confident the factor is. A pair is a factor
+    with its confidence, above 0.
     """
     factors = sorted(shown)
     sums = [(0.0, 0.0)]
@@ -297,7 +297,7 @@ def averaged(shown: Sequence[tuple[float, float]]) -> list[float]:
         sums.append((sums[-1][0] + weight, sums[-1][1] + weight * math.log(factor)))
     found = []
     for factor, weight in shown:
-        near = TRUST ** (1.0 / weight)
+        near = TRUST_FACTOR ** (1.0 / weight)
         first = bisect_left(factors, (factor / near, 0.0))
         last = bisect_right(factors, (factor * near, math.inf))
         found.append(math.exp((sums[last][1] - sums[first][1]) / (sums[last][0] - sums[first][0])))

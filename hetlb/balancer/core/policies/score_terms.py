@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from hetlb.balancer.core.policies.sight import MOST_PREFILL, SchedulingContext, Sight
+from hetlb.balancer.core.policies.sight import MOST_PREFILL_SHARE, SchedulingContext, Sight
 
 
 class Term(NamedTuple):
@@ -38,7 +38,7 @@ TERMS: Final = (
     Term("later_s", UNSTATED, "by which an answer that ends well is later: tries are lost, tokens overdue"),
 )
 #: Index of `finish_s`, for pairs.
-FINISH: Final = 6
+FINISH_INDEX: Final = 6
 
 
 def set_scores(ctx: SchedulingContext, sights: Sequence[Sight], weights: Weights) -> None:
@@ -109,7 +109,7 @@ def coming_s(ctx: SchedulingContext, each: Sight) -> float:
     read_s, per_s = each.reading_s, each.prompts_per_s
     pending_s = each.seen.unread * read_s / (new if new > 1.0 else 1.0)
     busy = per_s * each.cost.prefill_s
-    idle = 1.0 - (busy if busy < MOST_PREFILL else MOST_PREFILL)
+    idle = 1.0 - (busy if busy < MOST_PREFILL_SHARE else MOST_PREFILL_SHARE)
     return read_s * per_s * (pending_s + read_s / 2.0) / idle
 
 
