@@ -1,4 +1,4 @@
-"""Account of one instance: what it was sent, what of that ended well, when its last token came.
+"""Account of one instance: its requests, their ends, and the time of its last token.
 
 A lost answer is a refusal (4xx, 429, 503), a server error, an error event, a broken stream, or a client that
 left after a long wait without a byte. A 4xx is one where another instance answers the same request: that is
@@ -102,6 +102,7 @@ class Account:
         #: Requests elsewhere that end a pause (0: time alone does), and such requests so far.
         self._skip = self._skipped = 0
 
+    # --- ends of its answers ---
     # --- what became of its answers ---
 
     @property
@@ -286,6 +287,7 @@ class Account:
     def _begin_trials(self, now: float) -> None:
         self.trial, self._pause_s, self.next_trial_at = 0, PAUSE_S, now
 
+    # --- trials meanwhile ---
     # --- what it gets meanwhile ---
 
     def restrained(self, now: float) -> bool:

@@ -20,13 +20,13 @@ NONE_KEPT: Final[frozenset[str]] = frozenset()
 
 
 class Backlog:
-    """The queue, and what becomes of its requests as instances get room and time passes."""
+    """The queue, and the placement of its requests as instances get room and time passes."""
 
     def __init__(self, placement: Placement, now: float) -> None:
         self._placement = placement
         self.queue, self._fleet = placement.queue, placement.fleet
         self._ledger, self._retries = placement.ledger, placement.retries
-        #: Waiting requests whose predicted length is older than what was learnt since.
+        #: Waiting requests whose predicted length is older than the newest lesson.
         self._stale: list[RequestId] = []
         #: Time from which the next tick counts: the last one, or when the first began to wait.
         self.ticked_at = now
@@ -66,7 +66,7 @@ class Backlog:
         return rejections.not_answered(request.id, unsent=unsent)
 
     def predict_again(self) -> None:
-        """Give the next few that wait the length that is predicted now, in turns."""
+        """Give the next few waiting requests the length that is predicted now, in turns."""
         queue, stale = self.queue, self._stale
         if not stale:
             stale = self._stale = list(queue.held)
@@ -79,7 +79,7 @@ class Backlog:
     # --- placement ---
 
     def flush(self, now: float) -> list[Command]:
-        """Place what waits."""
+        """Place waiting requests."""
         if not self.queue.held:
             return []
         commands: list[Command] = []
@@ -90,7 +90,7 @@ class Backlog:
         return commands
 
     def _place_next(self, key: QueueKey, now: float) -> Command | None:
-        """Place the first request of a line that can be placed; what an earlier one could use is kept."""
+        """Place the first request of a line that can be placed; instances for an earlier one are kept."""
         ready = self._fleet.ready.get(key.model)
         if ready is None:
             return None
@@ -161,7 +161,7 @@ class Backlog:
     # --- time ---
 
     def expire(self, now: float) -> list[Command]:
-        """Turn down what has waited for too long."""
+        """Turn down requests that have waited for too long."""
         commands: list[Command] = []
         for waiting in self.queue.flows():
             for entry in waiting:

@@ -1,4 +1,4 @@
-"""Demand: the work that is asked for, in sizes that no instance decides.
+"""Demand: the work of all requests, in sizes that no instance decides.
 
 The size of a request is `PROMPT_WEIGHT * prompt + predicted output` tokens (a prompt token is prefilled
 together with many others, an output token takes a step of its own).
@@ -210,7 +210,7 @@ class Demand:
         self.protected: list[ProtectedClass] = []
 
     def of_class(self, service: ServiceClass) -> ProtectedClass:
-        """Return what is known of the requests of a class with targets."""
+        """Return the figures of the requests of a class with targets."""
         for each in self.protected:
             if each.name == service.name:
                 return each

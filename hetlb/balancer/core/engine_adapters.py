@@ -23,7 +23,7 @@ class EngineAdapters(Protocol):
 
 
 class LoadTimes(Protocol):
-    """Seconds in which engines load an adapter."""
+    """Seconds that engines need to load an adapter."""
 
     seconds: float
     expected: dict[LeaseId, tuple[float, bool]]

@@ -25,7 +25,7 @@ _LEAST_WEIGHT: Final = 0.01
 
 
 class FleetState:
-    """The instances and, computed at the first use after one changed, what follows for each model."""
+    """The instances and, computed at the first use after a change, the results for each model."""
 
     def __init__(self, setup: SchedulerSetup, queue: Queue, rng: random.Random) -> None:
         """`queue` is told which lengths the instances of a model can take."""
@@ -153,7 +153,7 @@ class FleetState:
         return any(ended)
 
     def reindex(self, now: float) -> None:
-        """Recompute what follows from the instances: at once while requests wait, else at its next use."""
+        """Recompute the results for the models: at once while requests wait, else at their next use."""
         self._changed_at = now
         if self._queue.held:
             self._rebuild(now)
@@ -181,7 +181,7 @@ class FleetState:
         }
 
     def health_changed(self, instance: Instance, now: float) -> list[Command]:
-        """Rebuild what follows from the health of an instance."""
+        """Rebuild the results of an instance's health."""
         if instance.health.state is Health.UP and (instance.throttle.restarted or instance.health.gone):
             self.restarted(instance, now)
         self.reindex(now)
@@ -234,7 +234,7 @@ class FleetState:
         return [ready.instances for ready in self.ready.values() if instance in ready.instances]
 
     def has_another(self, instance: Instance) -> bool:
-        """Return True if some other instance could take over what this one is answering."""
+        """Return True if some other instance could take over the requests of this one."""
         names = instance.models
         return any(
             other is not instance and other.routable and any(name in names for name in other.models)

@@ -134,7 +134,7 @@ class ForecastErrors:
 
     @property
     def by_figure(self) -> tuple[tuple[str, Ratios], ...]:
-        """The ratios by the name of what they are of."""
+        """The ratios by the name of the forecast."""
         return ("first_token", self.first_token), ("step", self.step), ("end", self.end)
 
     def document(self) -> dict[str, float | int | None]:

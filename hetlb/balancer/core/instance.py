@@ -1,4 +1,4 @@
-"""Belief about one instance: its limits and its ledger, its state, and what evidence shows of it."""
+"""Belief about one instance: its limits and its ledger, its state, and the evidence about it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Instance(InstanceLedger):
         self.slots_step = 1
 
     def update(self, spec: InstanceSpec, now: float) -> None:
-        """Take over another profile, capacity or weight. What it is answering teaches nothing about speed."""
+        """Take over another profile, capacity or weight. Its running requests teach nothing about speed."""
         self._elapsed(now)
         self.spec = spec
         self.profiled = spec.latency is not None
@@ -127,7 +127,7 @@ class Instance(InstanceLedger):
             slots.begin(lease.request.model)
 
     def learn_sample(self, sample: EngineSample, now: float) -> None:
-        """Take over what a scrape says, unless it lacks a figure of a fresh one before it.
+        """Take over a scrape, unless it lacks a figure of a fresh one before it.
 
         An engine that lets requests wait while its KV cache has room runs all it can, unless prompts take all
         tokens of its iterations. Two scrapes in a row that say the same are believed.

@@ -1,4 +1,4 @@
-"""Ledger of one instance: in integers the sum over its live leases at every moment, and what follows."""
+"""Ledger of one instance: in integers the sum over its live leases at every moment, and derived figures."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ class InstanceLedger(InstanceLimits):
         self._begun_sequences += lease.request.sequences
 
     def release(self, lease: Lease, now: float) -> None:
-        """Give back exactly what the lease booked, once."""
+        """Give back exactly a lease's bookings, once."""
         assert not lease.ended, f"{lease!r} was released before"
         assert self.leases.get(lease.key) is lease, f"{lease!r} is not booked on {self.name}"
         del self.leases[lease.key]
@@ -308,7 +308,7 @@ class InstanceLedger(InstanceLimits):
         assert not negative, f"the ledger of {self.name} fell below zero when {lease!r} was released"
 
     def _let_go(self, lease: Lease) -> None:
-        """End the use of shared prefixes; what was computed stays in the engine's cache for a while."""
+        """End the use of shared prefixes; computed blocks stay in the engine's cache for a while."""
         shared, request = lease.shared, lease.request
         assert shared is not None
         tree = self.tree if shared.node is None else shared.node.tree

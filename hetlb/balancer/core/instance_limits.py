@@ -1,4 +1,4 @@
-"""Limits of one instance, and its latency model: what its engines can do, whatever runs there."""
+"""Limits of one instance, and its latency model, which do not depend on its requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Parameters: TypeAlias = tuple[LatencyModel, int, int, int, int]
 
 
 class InstanceLimits:
-    """Limits and speed of an instance, as configured, as its engine says, as answers show."""
+    """Limits and speed of an instance: configured, reported by its engine, or learnt from answers."""
 
     __slots__ = (
         "adapters", "capacity", "changes", "engine", "engines", "kv_cache_tokens", "kv_need", "latency",
@@ -87,7 +87,7 @@ class InstanceLimits:
         return self.capacity.enable_prefix_caching is not False
 
     def learn_capacity(self, newer: Capacity) -> None:
-        """Take over what the engine says it can hold; figures it does not know stay."""
+        """Take over the engine's report of its capacity; figures it does not know stay."""
         capacity = self.capacity = self.capacity.updated(newer)
         self.token_budget = capacity.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
         self.kv_need = need = capacity.kv_need
@@ -130,5 +130,5 @@ class InstanceLimits:
             self.changed()
 
     def changed(self) -> None:
-        """Forget what was computed from the parameters before."""
+        """Forget results computed from the earlier parameters."""
         raise NotImplementedError

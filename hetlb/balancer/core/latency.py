@@ -106,7 +106,7 @@ class StepForm(PickleByFields):
 
 @mypyc_attr(acyclic=True)
 class MixedForm(PickleByFields):
-    """Measured form of what decodes add to a pass over prompt tokens."""
+    """Measured form of the time that decodes add to a pass over prompt tokens."""
 
     __slots__ = ()
 
@@ -145,7 +145,7 @@ class LaunchForm(PickleByFields):
 class LatencyModel(PickleByFields):
     """The eight constants k1..k8 and, where the profile has them, better forms.
 
-    `host_s` is what the host adds to every iteration beyond the points that were fitted (0 where these hold
+    `host_s` is the host's time for every iteration beyond the points that were fitted (0 where these hold
     it already), and `host_sequence_s` more for each sequence in it; `request_s` is what the server does with
     a request before its engine has it (HTTP, tokenizer). Units: seconds, tokens, requests. `batch` counts
     decoding sequences, `kv_tokens` the tokens that they hold in the KV cache together, the one computed in

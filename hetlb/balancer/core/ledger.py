@@ -30,12 +30,12 @@ class Ledger:
     """Leases that have not ended, each with the incarnation that it is booked on."""
 
     def __init__(self, queue: Queue) -> None:
-        """`queue` is told what each tenant is served."""
+        """`queue` counts the service of each tenant."""
         self._queue = queue
         #: Instances by lease, removed ones included.
         self.leased: dict[LeaseId, Instance] = {}
         self._next_lease = 1
-        #: Readers of what is booked here and given back.
+        #: Readers of bookings and their ends.
         self.journals: tuple[Journal, ...] = ()
 
     def book(self, ctx: SchedulingContext, instance: Instance, work_s: float, forecast: Sight) -> Lease:
@@ -166,7 +166,7 @@ class Ledger:
 
 
 def check_instance(instance: Instance) -> None:
-    """Assert that what is booked on an instance is the sum over its live leases."""
+    """Assert that the bookings on an instance are the sums over its live leases."""
     leases = instance.leases.values()
     used: dict[int, int] = {}
     for lease in leases:

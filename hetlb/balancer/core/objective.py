@@ -1,4 +1,4 @@
-"""Objectives: what the requests of a service class are to be given, in seconds."""
+"""Objectives: the targets of the requests of a service class, in seconds."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class Occupancy:
         return ended if ended < self.incoming else self.incoming
 
     def expected_kv_tokens(self, now: float) -> float:
-        """Tokens of the KV cache in use: every answer half-grown, or what the engine said, if more."""
+        """Tokens of the KV cache in use: every answer half-grown, or the engine's report, if more."""
         if self.kv_excess and now - self.sample_at <= SIGNAL_STALE_S:
             return self.kv_tokens + self.kv_excess
         return self.kv_tokens

@@ -60,7 +60,7 @@ def check_choice(index: int, work_s: float, instances: int) -> None:
 
 
 class Placement:
-    """The policy with all that it is asked about: the fleet, what is asked for, lengths, prefixes."""
+    """The policy and the state for its decisions: the fleet, demand, lengths, prefixes."""
 
     def __init__(self, policy: Policy, predictor: Predictor, fleet: FleetState, queue: Queue) -> None:
         self.use(policy)
@@ -71,7 +71,7 @@ class Placement:
         self.retries = Retries()
         #: Demand by model.
         self.demands: dict[str, Demand] = defaultdict(Demand)
-        #: Sizes of what waits at other schedulers, by model.
+        #: Sizes of waiting requests at other schedulers, by model.
         self.elsewhere: dict[str, int] = {}
         #: Splits requests, None where no instance has a `kv_transfer`.
         self.splits: Splitting | None = None
@@ -91,7 +91,7 @@ class Placement:
         self.policy = policy
         self.policy_name = policy.name
 
-    # --- what is asked for ---
+    # --- demand ---
 
     def _mix(self, model: str) -> Mix:
         """Return the mean request of a model, or a usual one before the first."""
@@ -99,7 +99,7 @@ class Placement:
         return self._usual if demand is None or not demand.mix.count else demand.mix
 
     def capacity(self, instance: Instance) -> float:
-        """Sizes per second that an instance does of what is asked for."""
+        """Sizes per second that an instance serves of the demand."""
         return self._mix(instance.spec.model).speed(instance)
 
     def speeds(self, model: str, instances: Sequence[Instance]) -> dict[str, float]:
@@ -196,7 +196,7 @@ class Placement:
             return None
 
     def take_failed(self, request_id: RequestId) -> bool:
-        """Return True if the policy failed on a request, which is said once."""
+        """Return True if the policy failed on a request, which is reported once."""
         if not self.failed or request_id not in self.failed:
             return False
         self.failed.remove(request_id)
@@ -264,7 +264,7 @@ class Placement:
         return held
 
     def book(self, found: Decision) -> Dispatch:
-        """Book what was decided."""
+        """Book a decision."""
         ctx, instance, choice = found.ctx, found.instance, found.choice
         request, now = ctx.request, ctx.now
         if found.book_pair is not None:

@@ -36,7 +36,7 @@ class LengthSample(Protocol):
 
 
 class Predictor:
-    """Output length predictor: asked before a request is placed, told when one has ended."""
+    """Output length predictor: it predicts a request before its placement and learns at its end."""
 
     def outlook(self, request: Request) -> tuple[float, float]:
         """`predict` and `long` at once: both are asked for at every arrival."""
@@ -114,7 +114,7 @@ class _Histogram:
         self._room = [0.0] * 64
 
     def add(self, tokens: int) -> None:
-        """Count one length. The growing unit decays what is older without touching it."""
+        """Count one length. The growing unit decays older ones without touching them."""
         index = _bucket(tokens)
         unit = self._unit
         if not self._counts[index] and index not in self._used:
@@ -175,7 +175,7 @@ class _Histogram:
 
     @property
     def long(self) -> float:
-        """Length that `LONG_SHARE` of what was seen stays within: the mean of the bucket that holds it."""
+        """Length of a long answer, the `LONG_SHARE` quantile: the mean of the bucket that holds it."""
         if not self._fresh:
             self._refresh()
         count = self._counts[self._long_at]
@@ -239,7 +239,7 @@ class OnlinePredictor(Predictor):
         return predicted
 
     def _long(self, histogram: _Histogram | None, own: _Histogram | None) -> float:
-        """Return the quantile of what was seen, at least four times the prior while little was."""
+        """Return the quantile of the seen lengths, at least four times the prior while they are few."""
         if own is not None and own.seen >= _SPREAD_ANSWERS:
             return own.long
         if histogram is None:
@@ -285,7 +285,7 @@ def make_predictor(
     lengths: LengthSample | None = None,
     oracle: Mapping[RequestId, int] | None = None,
 ) -> Predictor:
-    """Return the predictor called `name`. Raises `ValueError` if what it needs is not given."""
+    """Return the predictor called `name`. Raises `ValueError` where its data are missing."""
     if name == "online":
         return OnlinePredictor()
     if name not in PREDICTORS:

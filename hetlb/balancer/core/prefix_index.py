@@ -47,7 +47,7 @@ class Node:
 
 @mypyc_attr(acyclic=True)
 class Shared:
-    """The part of one lease that is in a tree: its deepest node and what that changed.
+    """The part of one lease in a tree: its deepest node and its changes.
 
     `tokens` of its prompt are in the tree, `new_tokens` of them came into use with it; `held_tokens` of the
     prompt were in the cache before, of which no other lease used the last `idle_tokens`.
@@ -73,7 +73,7 @@ class Tree:
         self.cache_id = cache_id
         #: Share of the KV cache that holds unused blocks; 1 until evidence says otherwise.
         self.share = 1.0
-        #: True if the engine tells what it evicts: then it is not guessed from the room there is.
+        #: True if the engine reports its evictions: then they are not guessed from the room.
         self.told = False
         self._owed = 0.0
         self.nodes: dict[str, Node] = {}
@@ -91,7 +91,7 @@ class Tree:
         for key, tokens in keys:
             node = nodes.get(key)
             if tokens is None:
-                if node is not None:  # what it holds is booked by the lease from now on
+                if node is not None:  # its blocks are booked by the lease from now on
                     held = max(held, node.tokens)
                     self._drop(node)
                 continue
@@ -192,7 +192,7 @@ class Tree:
             self.share = min(1.0, self.share * _GROWTH_FACTOR)
 
     def retire(self) -> None:
-        """Note that the engine's cache is gone: what live leases use here goes with them."""
+        """Note that the engine's cache is gone: its blocks of live leases go with it."""
         self.share, self.told = 0.0, False
         self.evict(0)
 
@@ -235,7 +235,7 @@ class PrefixIndex:
             if nodes is None:
                 if end is None:
                     continue
-                break  # what begins with a longer one begins with this
+                break  # a longer prefix begins with this one
             if found is None:
                 found = Held()
             tokens = found.tokens

@@ -54,7 +54,7 @@ class QueueKey(NamedTuple):
 class Queued:
     """One waiting request, when it arrived, and its size by the output predicted (see `core.demand`).
 
-    `due`: until when it is to be dispatched to meet its target. `number`: of requests that were queued.
+    `due`: latest time of its dispatch to meet its target. `number`: its place among queued requests.
     """
 
     __slots__ = ("arrived_at", "due", "flow", "number", "request", "size")
@@ -88,7 +88,7 @@ class QueueFlow:
     def __init__(self, key: QueueKey, name: FlowName) -> None:
         self.key = key
         self.name = name
-        #: Ordered: the head of a plain dict that is eaten from the front costs its past length.
+        #: Ordered: the head of a plain dict that is consumed from the front costs its past length.
         self.entries: OrderedDict[RequestId, Queued] = OrderedDict()
 
     @property
@@ -173,7 +173,7 @@ class Queue:
         self._lines: dict[QueueKey, dict[FlowName, QueueFlow]] = {}
         #: Keys of unrestricted lines by model: making one costs more than to find it.
         self._keys: dict[str, QueueKey] = {}
-        #: The waiting requests. To be read: asked at every event whether it is empty.
+        #: The waiting requests, to be read only: each event asks whether it is empty.
         self.held: dict[RequestId, Queued] = {}
         self._sizes: dict[str, int] = {}
         #: Requests and bytes that a tenant holds.
@@ -262,7 +262,7 @@ class Queue:
         return self._sizes.get(model, 0)
 
     def waiting_sizes(self) -> dict[str, int]:
-        """Return the sizes of all that wait, added up, of each model for which something does."""
+        """Return the sizes of all waiting requests, added up by model."""
         return {model: size for model, size in self._sizes.items() if size}
 
     # --- bounds ---
@@ -372,7 +372,7 @@ class Queue:
         entry.flow.entries[entry.request.id] = entry
 
     def _withdraw(self, entry: Queued) -> None:
-        """Take an entry out of its flow, and what is empty then out of the line."""
+        """Take an entry out of its flow, and empty flows out of the line."""
         flow = entry.flow
         del flow.entries[entry.request.id]
         if not flow.entries:

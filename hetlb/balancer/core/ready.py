@@ -113,7 +113,7 @@ class ReadyInstances:
         *,
         holds_back: bool,
     ) -> Choices:
-        """Return what a request may be sent to now.
+        """Return the choices of a request now.
 
         `tried`: where the request was before; it is no trial then. `holds_back`: the policy heeds
         availability itself; otherwise only the most available are left.

@@ -72,7 +72,7 @@ class Scheduler:
         oracle: Mapping[RequestId, int] | None = None,
         predictor: Predictor | None = None,
     ) -> None:
-        """`oracle` has true lengths. Raises `ValueError` if the predictor lacks what it needs."""
+        """`oracle` has true lengths. Raises `ValueError` where the predictor's data are missing."""
         self._rng = random.Random(setup.seed)
         self._params = setup.params
         self.predictor = setup.make_predictor(self._rng, oracle) if predictor is None else predictor
@@ -99,7 +99,7 @@ class Scheduler:
         assert splits is not None, "expected an instance with kv_transfer"
         return splits
 
-    # --- what drivers and pages may look at ---
+    # --- for drivers and pages ---
 
     @property
     def instances(self) -> list[Instance]:
@@ -124,7 +124,7 @@ class Scheduler:
         self.placement.on_failed = on_failed
 
     def abandon(self, request_id: RequestId, now: float) -> list[Command]:
-        """End whatever a request has, waiting or leased: its driver has lost track of it."""
+        """End all bookings of a request, waiting or leased: its driver has lost track of it."""
         commands: list[Command] = []
         for lease in [each for each in self.ledger.leases() if each.request.id == request_id]:
             if not lease.ended:
@@ -174,11 +174,11 @@ class Scheduler:
         return self._splits.unsplit(lease, outcome, now)
 
     def on_hold_released(self, hold: Hold, now: float) -> list[Command]:
-        """Note that a prefill instance was told that a prompt will not be fetched."""
+        """Note that a prefill instance was told to drop a prompt."""
         return self._splits.released(hold, now)
 
     def drop(self, lease: Lease, now: float, outcome: Outcome = Outcome.CLIENT_GONE) -> Instance:
-        """Give back what a lease booked; readers of the journal are told the outcome."""
+        """Give back a lease's bookings; readers of the journal are told the outcome."""
         self._retries.leases.discard(lease.id)
         if self.placement.adapter_load is not None:
             self.placement.adapter_load.expected.pop(lease.id, None)
@@ -380,7 +380,7 @@ class Scheduler:
         retries.leases.add(placed.lease.id)
         return [placed, *self.backlog.flush(now)]
 
-    # --- instances that say nothing ---
+    # --- silent instances ---
 
     def on_sweep(
         self, tokens_at: Mapping[str, float], now: float, *, by_counters: bool = False
@@ -394,7 +394,7 @@ class Scheduler:
         return []
 
     def stranded(self, now: float) -> list[Lease]:
-        """Return leases of which nothing came, of instances that are ejected or have stalled."""
+        """Return leases without a byte of an answer, of instances that are ejected or have stalled."""
         found: list[Lease] = []
         for instance in self.fleet.instances.values():
             ejected = instance.health.state is Health.EJECTED
@@ -412,7 +412,7 @@ class Scheduler:
         return self._misplaced is not None
 
     def misplaced(self) -> list[Lease]:
-        """Return once what was placed by a wrong profile and has no token yet, the newest first."""
+        """Return once the leases placed by a wrong profile that have no token yet, the newest first."""
         model, self._misplaced = self._misplaced, None
         if model is None:
             return []
@@ -637,7 +637,7 @@ class Scheduler:
         return self.backlog.flush(now) if woken or instance.finished_sequences > finished else []
 
     def on_kv_events(self, name: str, batch: BlockEvents, now: float) -> list[Command]:
-        """Take in an engine's report of what came into its prefix cache and what left it."""
+        """Take in an engine's report of blocks that entered and left its prefix cache."""
         instance = self.fleet.instances.get(name)
         if instance is None:
             return []

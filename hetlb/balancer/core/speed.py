@@ -1,4 +1,4 @@
-"""Speed of an instance, as its answers show, against what its latency model says.
+"""Speed of an instance, from its answers, over its latency model.
 
 One factor on all durations of the model, bounded, and exactly 1 while a measured profile is about right. An
 answer of n tokens takes n - 1 steps at the batch that ran beside it, and the prompts that were prefilled
@@ -80,7 +80,7 @@ class Mark:
 
 
 class SpeedTracker:
-    """The evidence about one instance: what ran on it when, and how long answers took."""
+    """The evidence about one instance: its requests over time, and the times of its answers."""
 
     def __init__(self, profiled: bool, now: float) -> None:
         self._profiled = profiled
@@ -96,12 +96,12 @@ class SpeedTracker:
         self.prefilling = RecentRate(now)
         # The default model is a guess: the first answer may replace it.
         self._observed_s = self._expected_s = PRIOR_S if profiled else 0.0
-        #: Factor for the model's durations that is in force, and as its own answers show it.
+        #: Factor for the model's durations that is in force, and the factor of its own answers.
         self.factor = self.shown = 1.0
         #: The model's seconds of the last answer's steps, and whether many were mixed.
         self.last_expected_s = 0.0
         self.last_mixed = False
-        #: Engines that share what runs.
+        #: Engines that share the requests.
         self.engines = 1
         #: True if some answer has shown a speed, and if the first prompts have been compared with a profile.
         self.seen = self.begun = False

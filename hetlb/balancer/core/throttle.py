@@ -1,4 +1,4 @@
-"""Restraints on an instance for a while: its process is new, or it refused what was more than it takes.
+"""Restraints on an instance for a while: its process is new, or it refused requests beyond its limit.
 
 A refusal for a full queue (429, 503) of an engine that answers others is no failure: what ran there then is a
 limit. It holds for the time that the engine asks for, or a second; then one more is tried, and more as time
@@ -61,7 +61,7 @@ class Throttle:
         self._limit_until = max(self._limit_until, until)
 
     def limit(self, now: float) -> float:
-        """Return the sequences that it is believed to take, infinite if nothing is known."""
+        """Return the sequences that it is believed to take, infinite if unknown."""
         since = now - self._limit_until
         if since >= FORGOTTEN_S:
             return math.inf
@@ -78,7 +78,7 @@ class Throttle:
         return self._ramp_since is not None or limited or account.wary(now)
 
     def reason(self, max_num_seqs: int, now: float) -> str:
-        """Reason of what restrains it now, "" if nothing does; for people."""
+        """Reason of a restraint now, "" without one; for people."""
         if why := self._account.why(now):
             return why
         if self._ramp_since is not None and now - self._ramp_since < self._ramp_s:

@@ -1,4 +1,4 @@
-"""Types of the scheduler: what goes in (requests, facts), what comes out (commands), and leases.
+"""Types of the scheduler: input (requests, facts), output (commands), and leases.
 
 Facts and commands are frozen; into a `Lease` the driver counts tokens.
 """
@@ -163,7 +163,7 @@ class InstanceSpec(PickleByFields):
     """One vLLM server as configured; `slots_stated`: a person said `max_num_seqs` of its capacity.
 
     `latency` is None without a profile; `model` is "" where only the engine knows what it serves.
-    `host_assumed_in` is the profile's file where its host time is assumed, "" where it is known.
+    `host_assumed_in` is the profile's file where its host time is assumed, "" where it is measured.
     """
 
     name: str
@@ -188,7 +188,7 @@ class Request(PickleByFields):
     have the same prompt; `max_tokens` is the client's cap on each output. `generates` is False for
     embeddings, scores and the like. `prompt_exact`: the length was counted, not estimated from bytes.
     `subset` names the instances that a gateway allows (None: all).
-    `prefix_keys` name what each of its prompts begins with, shortest first, each with its tokens: None for
+    `prefix_keys` name the beginning of each of its prompts, shortest first, each with its tokens: None for
     all that a conversation has had so far. `priority` is vLLM's: the lower value goes first. `blocks` are
     digests of a prompt of known token ids, for engines that publish KV events. `splittable`: prefill and
     decode may run on different instances. Of the instances `preferred` the best one is chosen where it is
@@ -433,7 +433,7 @@ class AdminStateSet(PickleByFields):
 
 @dataclass(frozen=True, slots=True)
 class CapacityLearned(PickleByFields):
-    """The engine told what it can hold; figures it does not know stay as they were."""
+    """The engine reported its capacity; figures it does not know stay as they were."""
 
     name: str
     capacity: Capacity
@@ -569,7 +569,7 @@ class Dispatch:
     request_id: RequestId
     lease: Lease
     reason: str
-    #: Makes the candidates from what was known at the time: most decisions are never looked at.
+    #: Makes the candidates from the state at the time: most decisions are never looked at.
     considered: Callable[[], Sequence[Candidate]] = field(compare=False, repr=False)
     #: `x-request-id` of the request, "" where the driver does not know it.
     label: str = field(compare=False, repr=False, default="")

@@ -79,7 +79,7 @@ def paper_terms(
     batch = ideal_batch(instance.kv_cache_tokens // engines, needed, 0.0, capacity.max_num_seqs)
     t_s = fixed_processing_s
     if t_s is None:
-        # The paper knows no correction of a profile; without one, what was learnt is all there is.
+        # The paper knows no correction of a profile; without a profile, the learnt speed is all there is.
         model = instance.nominal if instance.profiled else instance.latency
         t_s = processing_s(model, batch, request.prompt_tokens, predicted_output) / engines
     u = instance.kv_utilization
@@ -119,7 +119,7 @@ class KeptForOthers(Protocol):
 
 
 class PlannedWorth(Protocol):
-    """Worth of the time of instances in a plan, which says what suits a request (`plans`)."""
+    """Worth of the time of instances in a plan, which decides which suit a request (`plans`)."""
 
     def kind(self, model: str, prompt: float, predicted: float) -> int: ...
     def without(self, choices: Choices, kept: frozenset[str]) -> Choices: ...

@@ -1,4 +1,4 @@
-"""Sight: what one decision knows of its request (`SchedulingContext`) and of an instance for it (`Sight`).
+"""Sight: the knowledge of one decision about its request (`SchedulingContext`) and an instance (`Sight`).
 
 Each figure is computed once for an instance, a request and a time. Filter, terms, hold and booking read it.
 The forecast is a mean by the latency model; how far truth lies from it, `forecast_errors` knows.
@@ -35,7 +35,7 @@ _SPREAD_SHARE: Final = 0.25
 
 @mypyc_attr(acyclic=True, free_list_len=1)
 class SchedulingContext:
-    """Context of one decision: the request, the time, and what else is asked for.
+    """Context of one decision: the request, the time, and the state of demand.
 
     `waiting` is the size of the other requests in the queue for the same model. `held` is what prefix caches
     have of its prompt. `availabilities` are the instances' of `core.throttle`, with reasons, for policies
@@ -80,7 +80,7 @@ class SchedulingContext:
         self.waited_s = 0.0
         #: Requests that came since the fleet was idle, this one included.
         self.burst = demand.burst
-        #: True unless it is known that no more requests come.
+        #: False once no more requests are expected.
         self.goes_on = True
         self.prompt = prompt = float(request.prompt_tokens)
         prompts = 1.0 if request.sequences <= 1 else float(-(-request.sequences // request.samples))
