@@ -403,12 +403,12 @@ def limits_page() -> str:
         ),
         (
             "requests behind the one being answered",
-            _kib(connection._MAX_PIPELINED),
+            _kib(connection._MAX_PIPELINED_BYTES),
             "they wait in the kernel",
         ),
     )
     of_engines = (
-        ("interim answers (1xx)", f"{upstream.MAX_INTERIM}", "502"),
+        ("interim answers (1xx)", f"{upstream.MAX_INTERIM_ANSWERS}", "502"),
         (
             "head of an answer",
             f"{_kib(http1.MAX_HEAD_BYTES)}, {http1.MAX_HEADERS} headers, no control characters",

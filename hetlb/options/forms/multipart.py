@@ -9,7 +9,7 @@ import re
 from typing import Final
 
 from hetlb.balancer.http.http1 import GateError
-from hetlb.balancer.http.openai_body import MEDIA_BYTES, Call
+from hetlb.balancer.http.openai_body import MEDIUM_BYTES, Call
 from hetlb.balancer.http.openai_fields import MAX_MODEL_CHARACTERS
 from hetlb.balancer.http.transfer_fields import has_transfer_fields
 
@@ -46,7 +46,7 @@ def read_form(content_type: bytes, body: bytes) -> Call:
     if not body.startswith(boundary, start):
         raise GateError(400, "The multipart body does not begin with its boundary.")
     call = Call(body)
-    call.text_bytes = MEDIA_BYTES
+    call.text_bytes = MEDIUM_BYTES
     at, parts = start + len(boundary), 0
     seen: set[bytes] = set()
     while body[at : at + 2] != b"--":
