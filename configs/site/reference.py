@@ -393,7 +393,8 @@ def limits_page() -> str:
         ("prompts of a request", f"{openai_body.MAX_PROMPTS:,} strings or lists of token ids", "400"),
         (
             "parts of a form, headers of a part",
-            f"{multipart.MAX_PARTS}, {multipart.MAX_PART_LINES} ({_kib(multipart._MAX_PART_HEAD)} together)",
+            f"{multipart.MAX_PARTS}, {multipart.MAX_PART_LINES} "
+            f"({_kib(multipart._MAX_PART_HEAD_BYTES)} together)",
             "400",
         ),
         (
