@@ -17,6 +17,7 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 
+import hetlb.extras
 import hetlb.options
 
 # A shell's job in the background ignores Ctrl-C, and what it starts does too: tests press it.
@@ -61,6 +62,10 @@ class GoneFinder(MetaPathFinder):
 _gone = GoneFinder()
 if GONE:
     sys.meta_path.insert(0, _gone)
+if "HETLB_ASKED" in os.environ:
+    from asking.sitecustomize import noted
+
+    hetlb.extras.option = noted(hetlb.extras.option)  # before any module takes it from there
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

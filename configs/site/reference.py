@@ -38,6 +38,7 @@ from hetlb.balancer.http import (
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event
 from hetlb.cli.main import COMMANDS, build_parser
+from hetlb.cli.schema import whole
 from hetlb.options.admin.prometheus import MetricsPage
 from hetlb.options.api_keys.api_keys import Tenant
 from hetlb.options.engine_pages.series_reader import MOST_SERIES
@@ -86,6 +87,7 @@ class Key(NamedTuple):
 
 def keys_of(table: type[msgspec.Struct], prefix: str = "") -> Iterator[Key]:
     """Every key of a table and of the tables in it, in the order of the code."""
+    table = whole(table)
     hints = get_type_hints(table, include_extras=True)
     for field in msgspec.structs.fields(table):
         path, kind = prefix + field.name, hints[field.name]

@@ -34,6 +34,7 @@ from hetlb.cli.flags import add_json, declare, print_document
 from hetlb.cli.profile_doubts import other_gpu, other_model, short_name
 from hetlb.errors import ConfigError, ConfigErrors, InputError, reason_of
 from hetlb.options.engine_pages.engine_tables import VLLM
+from hetlb.options.kv_events.publishers import publisher_of
 from hetlb.options.profiles.profile_file import Profile, profiles_of
 from hetlb.options.source import Found, Source, configured
 
@@ -130,8 +131,8 @@ async def examine(fleet: Fleet) -> list[Check]:
     answering = [seen for seen in servers if not seen.facts.trouble]
     found += chain.from_iterable(map(_of_server, servers))
     for name, each in fleet.listed.items():
-        if each.kv_events is not None:
-            endpoint = each.kv_events.endpoint
+        if (publisher := publisher_of(each.table.kv_events)) is not None:
+            endpoint = publisher.endpoint
             trouble = await publisher_trouble(endpoint)
             advice = "correct the address, or start the server with --kv-events-config"
             told = f"{endpoint}: {trouble or 'there'}"

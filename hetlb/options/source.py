@@ -8,9 +8,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
-from hetlb.balancer.config.discovery import DiscoveryTable
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.config.fleet_tables import InstanceTable
+from hetlb.balancer.config.fleet_tables import DiscoveryTable, InstanceTable
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import HetlbError
 from hetlb.extras import option
@@ -111,7 +110,7 @@ def configured(fleet: Fleet, table: DiscoveryTable) -> list[Source]:
     """Return all sources of `discovery:`. Raises `ConfigError`."""
     sources: list[Source] = []
     for name, listed in (
-        ("instance_files", table.files), ("dns", table.names), ("kubernetes", table.clusters),
+        ("instance_files", table.files), ("dns", table.dns), ("kubernetes", table.kubernetes),
     ):  # fmt: skip
         if listed:
             sources += option(name).hook(fleet, table)

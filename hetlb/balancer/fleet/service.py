@@ -28,7 +28,6 @@ from hetlb.balancer.clients.front import Front, Listener
 from hetlb.balancer.clients.server import ProxyServer
 from hetlb.balancer.clients.token_estimator import TokenEstimator, load_tokenizers
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.config.fleet_tables import KvEventsTable
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Health
@@ -44,7 +43,8 @@ from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.build import version_line
 from hetlb.errors import ConfigError, InputError
-from hetlb.extras import check_extra, option
+from hetlb.extras import option
+from hetlb.inputs.option_keys import options_of
 from hetlb.inputs.urls import bracketed
 from hetlb.logs import plain_line
 from hetlb.systemd import NO_LISTENERS, Listeners
@@ -293,9 +293,9 @@ class FleetService(ABC):
 
     def _read_kv_events(self, fleet: Fleet) -> None:
         for name, listed in fleet.listed.items():
-            self._follow(name, listed.kv_events)
+            self._follow(name, listed.table.kv_events)
 
-    def _follow(self, name: str, publisher: KvEventsTable | None) -> None:
+    def _follow(self, name: str, publisher: object | None) -> None:
         """Read the KV events of an instance from here on, None: no more."""
         if publisher is not None and self._kv_events is None:
             self._kv_events = hook("kv_events", self.scheduling.kv_events)
@@ -500,26 +500,10 @@ def require_urls(fleet: Fleet) -> Access:
             raise ConfigError(
                 f"{fleet.where}{spec.name}: url: expected the server's URL, but the key is missing"
             )
-    discovery = fleet.file.discovery
-    for key, module, extra, wanted in (
-        ("tracing", "opentelemetry.exporter.otlp.proto.http", "otel", fleet.file.tracing is not None),
-        ("discovery.dns", "dns.resolver", "discovery", discovery is not None and discovery.dns),
-        ("discovery.kubernetes", "lightkube", "discovery", discovery is not None and discovery.clusters),
-        ("shared", "redis", "pick", _over_redis(fleet)),
-    ):
-        if wanted:
-            check_extra(f"{fleet.where}{key}", module, extra)
-    if any(fleet.resume.values()):
-        option("resume")
-    if any(spec.kv_transfer is not None for spec in fleet.instances):
-        option("split")
+    for each in options_of(fleet.file).values():
+        if (check := getattr(each, "check_serving", None)) is not None:
+            check(fleet)
     return load_access(fleet)
-
-
-def _over_redis(fleet: Fleet) -> bool:
-    """Return whether peers share over Valkey or Redis."""
-    shared = fleet.file.shared
-    return shared is not None and not (shared.url or "").startswith("hub:")
 
 
 def ready_line(

@@ -24,9 +24,10 @@ from lightkube.generic_resource import GenericNamespacedResource, create_namespa
 from lightkube.operators import Operator
 from lightkube.types import OnErrorAction, OnErrorResult
 
-from hetlb.balancer.config.discovery import GPU_LABELS, ClusterTable, KubernetesTable
+from hetlb.balancer.config.fleet_tables import GPU_LABELS
 from hetlb.errors import ConfigError
 from hetlb.inputs.urls import bracketed
+from hetlb.options.kubernetes.cluster_tables import ClusterTable, KubernetesTable
 from hetlb.options.source import Found, Publish, SourceFailedError
 
 #: Folder of a pod's own token, authority and namespace.

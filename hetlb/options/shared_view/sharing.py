@@ -16,12 +16,12 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command
 from hetlb.balancer.telemetry.events import Event, Rarely, tell
 from hetlb.options.lease_wire import PART_BYTES, PART_CHANGES, WireChange, parts
 from hetlb.options.shared_view.peer_transport import transport_of
+from hetlb.options.shared_view.shared_table import SharedTable
 from hetlb.options.shared_view.shared_view import SharedView
 
 logger = logging.getLogger("hetlb.shared")

@@ -149,10 +149,10 @@ class Split(Plain):
         if self.state is TransferState.PREFILL:
             self._call.send()
             return
-        query = driver.pools.bootstrap(lease.instance)
-        if query is None:
+        if self._link.bootstrap is None:
             self._query_failed(ends.NOT_HANDED_OVER, "its bootstrap server is not known")
             return
+        query = driver.pools.beside(self._link.bootstrap)
         self._query = SideCall(
             query, query.head(b"GET /query"), b"", self._queried, self._query_failed, on_fault=exchange.fault
         )

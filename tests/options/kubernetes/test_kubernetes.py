@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from options.kubernetes.conftest import ApiServer
 
-from hetlb.balancer.config.discovery import KubernetesTable
 from hetlb.options.kubernetes import kubernetes
+from hetlb.options.kubernetes.cluster_tables import KubernetesTable
 from hetlb.options.kubernetes.kubernetes import Item, KubernetesSource
 from hetlb.options.source import Found, Sources
 

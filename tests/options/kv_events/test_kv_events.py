@@ -23,7 +23,6 @@ from options.kv_events.kv_publisher import CLEARED, SIZE, Publisher, removed, st
 from proxy.services import Engine, Running, document, serving
 
 from hetlb.balancer.config.fleet import load_fleet
-from hetlb.balancer.config.fleet_tables import KvEventsTable
 from hetlb.errors import ConfigError
 from hetlb.options.kv_events import kv_events
 from hetlb.options.kv_events.block_index import (
@@ -35,6 +34,7 @@ from hetlb.options.kv_events.block_index import (
     block_digests,
 )
 from hetlb.options.kv_events.kv_events import MOST_PUBLISHER_BYTES, PART_BLOCKS, read_batch
+from hetlb.options.kv_events.publishers import KvEventsTable
 from hetlb.options.kv_events.zmtp import MAX_MESSAGE_BYTES, ZmtpConnection, ZmtpError
 
 

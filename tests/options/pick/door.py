@@ -13,7 +13,7 @@ from proxy.upstreams import PLAIN_BODY
 
 from hetlb.balancer.clients.router import Router
 from hetlb.balancer.clients.token_estimator import TokenEstimator
-from hetlb.balancer.config.fleet_tables import PickTable, ProxyTable
+from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.health import HealthTracker
 from hetlb.balancer.core.throttle import Throttle
 from hetlb.balancer.core.types import Health
@@ -21,6 +21,7 @@ from hetlb.options.pick.calls import receive
 from hetlb.options.pick.envoy_fields import MalformedMessage
 from hetlb.options.pick.messages import STREAMED
 from hetlb.options.pick.pick_driver import PickDriver
+from hetlb.options.pick.pick_table import PickTable
 from hetlb.options.pick.stream import HttpStream, PickerState
 from hetlb.options.pick.tenant_names import MAX_NAMES
 

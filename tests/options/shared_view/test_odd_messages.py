@@ -12,12 +12,12 @@ import pytest
 from helpers import make_scheduler, request, spec
 from options.shared_view.fuzzed import TARGETS
 
-from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.balancer.core.journal import Booked, Change, Ended
 from hetlb.balancer.core.types import Outcome
 from hetlb.build import compiled
 from hetlb.options.lease_wire import PART_BYTES, PART_CHANGES, WireBooked, WireChange, to_wire
 from hetlb.options.shared_view import sharing
+from hetlb.options.shared_view.shared_table import SharedTable
 from hetlb.options.shared_view.sharing import MAX_MESSAGE_BYTES, Sharing
 
 NAME = "ab12"
