@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-#: Seconds after a change was seen until a file is read.
+#: Seconds between a change and the read of a file.
 _SETTLED_S = 0.05
 #: One file: its path, time of change (ns), size and inode.
 Stamp: TypeAlias = tuple[tuple[str, int, int, int], ...]

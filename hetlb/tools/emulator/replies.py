@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from hetlb.tools.emulator.counting import GENERATED, token_ids
+from hetlb.tools.emulator.counting import FIRST_ANSWER_ID, token_ids
 from hetlb.tools.emulator.generation import Generation, Prompt
 from hetlb.tools.emulator.real_time import EmulatedSequence
 from hetlb.tools.emulator.tools import ToolCall
@@ -168,7 +168,7 @@ class ReplyChoice(EmulatedSequence):
         """Ids of its last token, None unless requested."""
         if not self.reply.generation.fields.return_token_ids:
             return None
-        return [GENERATED + (self.output_tokens - self.sent if self.finish_reason == "stop" else 0)]
+        return [FIRST_ANSWER_ID + (self.output_tokens - self.sent if self.finish_reason == "stop" else 0)]
 
     @property
     def prompt_ids(self) -> list[int] | None:

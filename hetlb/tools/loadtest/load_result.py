@@ -26,7 +26,8 @@ from hetlb.tools.workload.records import (
 VALID, SUSPECT = "VALID", "SUSPECT"
 #: The latencies that a goodput may set a limit to.
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
-#: A measurement error below this is of no concern; above it, it must be small beside what is measured.
+#: Largest measurement error that is of no concern in any case; above it, it must be small beside the measured
+#: value.
 ERROR_ALLOWED_MS = 5.0
 ERROR_ALLOWED_SHARE_OF_TTFT = 0.01
 #: A load that is due all at once waits in queues, whose order decides when an answer comes, not when its

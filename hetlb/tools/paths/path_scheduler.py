@@ -29,7 +29,7 @@ from hetlb.tools.paths.policies import (
 from hetlb.tools.paths.stages import StageNetwork, StageSpec
 
 #: Share of a stage's KV cache that expected use may reach (Helix's high-water mark).
-HIGH_WATER: Final = 0.85
+HIGH_WATER_SHARE: Final = 0.85
 
 #: Policies by name; the first is the default.
 PATH_POLICIES: Final[dict[str, type[PathPolicy]]] = {
@@ -40,7 +40,7 @@ PATH_POLICIES: Final[dict[str, type[PathPolicy]]] = {
 #: A lease is the command to send its request over its path now.
 PathCommand: TypeAlias = PathLease | Reject
 
-#: A request whose path broke so often is given up: it may be what breaks stages.
+#: Most replays of a request: after more it is given up, as it may be what breaks stages.
 MOST_REPLAYS: Final = 3
 
 #: Ends of a lease after which the rest of the answer can be computed elsewhere.
@@ -70,7 +70,7 @@ class PathScheduler:
         predictor: Predictor,
         *,
         policy: str = "hetlb",
-        high_water: float = HIGH_WATER,
+        high_water: float = HIGH_WATER_SHARE,
         queue_limit: int | None = None,
         seed: int = 0,
     ) -> None:

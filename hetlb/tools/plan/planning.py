@@ -25,7 +25,7 @@ from hetlb.tools.plan.workloads import Clustering, RequestType, cluster
 
 #: Rounds of measuring mixes and planning anew, and the relative difference that ends them.
 MOST_ROUNDS = 5
-AGREED = 0.005
+AGREED_SHARE = 0.005
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def make_plan(
     number = 1
     while True:
         corrected, disagreement = correct_mixes(measured, problem, plan)
-        if disagreement <= AGREED or number >= MOST_ROUNDS or limits.over:
+        if disagreement <= AGREED_SHARE or number >= MOST_ROUNDS or limits.over:
             break
         problem, number = corrected, number + 1
         plan = decompose.solve(problem, limits, on_progress)

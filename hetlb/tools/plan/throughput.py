@@ -34,7 +34,7 @@ from hetlb.tools.sim.study import engine_of
 from hetlb.tools.workload.records import RequestResult
 
 #: Length of one measurement, in batches; bounds of its requests.
-_BATCHES = 6
+_RUN_BATCHES = 6
 _LEAST_REQUESTS, _MOST_REQUESTS = 300, 4000
 #: Multiplier of requests for a mix, which is shuffled: the types that meet in a batch vary.
 _MIX_FACTOR = 5
@@ -90,7 +90,7 @@ def saturated_rate(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage] = (
         math.fsum(share * sum(i + o / 2 for i, o in rows) / len(rows) for share, rows in mix) / total
     )
     batch = batch_of(spec, mean_tokens)
-    count = max(_LEAST_REQUESTS, min(_MOST_REQUESTS, _BATCHES * batch))
+    count = max(_LEAST_REQUESTS, min(_MOST_REQUESTS, _RUN_BATCHES * batch))
     rows = interleave(mix, count if len(mix) == 1 else _MIX_FACTOR * count)
     if len(mix) > 1:
         random.Random(0).shuffle(rows)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 
-from hetlb.tools.sim.block_pool import ENDLESS, CachedSpan, blocks_for
+from hetlb.tools.sim.block_pool import ENDLESS_TOKENS, CachedSpan, blocks_for
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.engine_sequence import EngineSequence, SequenceState
 
@@ -53,18 +53,18 @@ class KvBlocks:
         """Name the content of a new sequence: what its pieces and its answer leave is its own."""
         own = object()
         if not self.shared:
-            sequence.spans = ((own, ENDLESS),)
+            sequence.spans = ((own, ENDLESS_TOKENS),)
             return
         rest = sequence.prompt_tokens - sum([tokens for _, tokens in sequence.pieces])
         if rest < 0:
             named = sequence.prompt_tokens - rest
             raise ValueError(f"pieces: expected at most {sequence.prompt_tokens} tokens, got {named}")
         if sequence.answer is None:
-            sequence.spans = (*sequence.pieces, (own, ENDLESS))
+            sequence.spans = (*sequence.pieces, (own, ENDLESS_TOKENS))
         elif rest:
-            sequence.spans = (*sequence.pieces, (own, rest), (sequence.answer, ENDLESS))
+            sequence.spans = (*sequence.pieces, (own, rest), (sequence.answer, ENDLESS_TOKENS))
         else:
-            sequence.spans = (*sequence.pieces, (sequence.answer, ENDLESS))
+            sequence.spans = (*sequence.pieces, (sequence.answer, ENDLESS_TOKENS))
 
     def find(self, sequence: EngineSequence, tokens: int) -> int | None:
         """Take what is cached of the first `tokens` tokens: how many, or None if the rest finds no room."""

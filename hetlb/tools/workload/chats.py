@@ -17,8 +17,8 @@ from hetlb.tools.workload.rows import Row
 from hetlb.tools.workload.trace_files import ARRIVALS, arrival_keys
 
 BYTES_PER_TOKEN = 4
-#: Conversations beyond these are left out, as by `vllm bench serve`: too short to measure, or too long for
-#: common limits.
+#: Bounds of conversations, as in `vllm bench serve`: others are too short to measure, or too long for common
+#: limits.
 CHAT_MIN_TOKENS = 4
 CHAT_MAX_PROMPT_TOKENS = 1024
 CHAT_MAX_TOKENS = 2048

@@ -26,9 +26,9 @@ import msgspec
 from hetlb.errors import TraceError
 from hetlb.files import read_text
 
-#: A count above this is a mistake, not a prompt.
+#: Largest count of tokens: a larger one is a mistake, not a prompt.
 MOST_TOKENS = (1 << 31) - 1
-#: Beyond these a value is a mistake: seconds of an answer, seconds on any clock.
+#: Largest plausible seconds of an answer, and of any clock.
 LONGEST_S, LATEST_S = 1e8, 1e12
 #: Seconds of units as they stand in names of keys and beside values.
 UNITS_S = {
