@@ -1,4 +1,4 @@
-"""The interface of a source of instances, and what keeps one running."""
+"""The interface of a source of instances, and the task that keeps one running."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hetlb.extras import option
 
 logger = logging.getLogger("hetlb.discovery")
 
-#: After a failure a source is asked again after so long, twice as long each time, up to the cap; seconds.
+#: Seconds after a failure until a source is asked again, twice as long each time, and the cap.
 BACKOFF_S = 0.5
 BACKOFF_CAP_S = 15.0
 
@@ -38,7 +38,7 @@ class SourceFailedError(HetlbError):
 
 
 class Source(Protocol):
-    """One place that knows servers. `name` is what events call it."""
+    """One place that knows servers. `name` stands in events."""
 
     @property
     def name(self) -> str: ...

@@ -1,6 +1,6 @@
 """Router of whole requests: an exchange that goes to an engine, or an answer of hetlb's own.
 
-Nothing is sent here and nothing is booked; a refused request gets one `GateError` that says why.
+Nothing is sent here and nothing is booked; a refused request gets one `GateError` with the reason.
 Where keys are needed, nothing but `/health` and `/ping` is answered without one.
 """
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
 #: Maximum characters of the path of a refused request in the request log.
-_MOST_PATH: Final = 128
+_MAX_PATH_CHARACTERS: Final = 128
 #: Paths of answers that can go on at another instance.
 _RESUMED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 #: Balancers ask here, and have no key.
@@ -213,7 +213,7 @@ class Router:
         asked = call.asked = call.model or ""
         model = call.model = names.served(asked, self._driver.scheduling.available)
         call.renamed = model != asked
-        # The right to an alias is one to what it stands for, and to what stands in for that.
+        # The right to an alias implies the right to its model and to the fallbacks of this.
         if call.renamed and tenant is not None and not tenant.may_use(asked) and not tenant.may_use(model):
             raise GateError(403, f"This API key is not for the model `{asked}`.")
         return model
@@ -299,7 +299,7 @@ class Router:
     def _prefix(
         self, head: RequestHead, call: Call, model: str, owner: str | None
     ) -> tuple[tuple[PrefixKey, ...], PromptBlocks | None]:
-        """Keys of what a request's prompt begins with, and the digests of its blocks."""
+        """Keys of the beginning of a request's prompt, and the digests of its blocks."""
         ids = token_ids(call) if call.ids else None
         keys = id_keys(ids, model, call.cache_salt, owner) if ids else text_keys(call, model, owner)
         blocks: PromptBlocks | None = None
@@ -347,7 +347,9 @@ class Router:
         driver = self._driver
         request_id = driver.next_id()
         label = label_of(head) or self._label_prefix + hex(request_id)[2:]
-        path = head.path if len(head.path) <= _MOST_PATH else head.path[:_MOST_PATH] + "..."
+        path = (
+            head.path if len(head.path) <= _MAX_PATH_CHARACTERS else head.path[:_MAX_PATH_CHARACTERS] + "..."
+        )
         owner = None if tenant is None else tenant.name
         request = Request(request_id, "", 0, generates=False)
         record = RequestRecord(request, _PLAIN, head.method, path, label, owner, since, 1, 0)
@@ -413,6 +415,6 @@ def _method_not_allowed(allowed: tuple[bytes, ...]) -> Refusal:
 
 
 def label_of(head: RequestHead) -> str | None:
-    """Return the client's `x-request-id`, None without one that can be kept."""
+    """Return the client's `x-request-id`, None without a usable one."""
     label = head.fields.get(b"x-request-id")
     return None if label is None or _LABEL.fullmatch(label) is None else label.decode("ascii")

@@ -11,10 +11,16 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.journal import Begun, Booked, Change, Ended, Journal, booked
 from hetlb.balancer.core.occupancy import Occupancy
 from hetlb.balancer.core.policies.sight import SchedulingContext, Sight
-from hetlb.balancer.core.predictor import nearest
 from hetlb.balancer.core.prefix_index import Shared
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.types import Lease, LeaseId, Outcome, Request
+
+
+def nearest(value: float) -> int:
+    """Return `round` of a number from 0, without a call in Python."""
+    whole = int(value)
+    rest = value - whole
+    return whole + 1 if rest > 0.5 or (rest == 0.5 and whole % 2) else whole
 
 
 def exact_held(instance: Instance, request: Request) -> int | None:

@@ -54,13 +54,6 @@ class Predictor:
         """Note that a request ended well with this many output tokens per sequence."""
 
 
-def nearest(value: float) -> int:
-    """Return `round` of a number from 0, without a call in Python."""
-    whole = int(value)
-    rest = value - whole
-    return whole + 1 if rest > 0.5 or (rest == 0.5 and whole % 2) else whole
-
-
 def capped(request: Request, tokens: float) -> float:
     if request.max_tokens is not None and tokens > request.max_tokens:
         tokens = float(request.max_tokens)
@@ -257,7 +250,7 @@ class OnlinePredictor(Predictor):
         return self.outlook(request)[1]
 
     def observe(self, request: Request, output_tokens: float) -> None:
-        tokens = min(max(1, nearest(output_tokens)), _MOST_TOKENS)
+        tokens = min(max(1, int(output_tokens + 0.5)), _MOST_TOKENS)
         histogram, own = self._by_model.get(request.model), self._tenant(request)
         if histogram is None:
             histogram = self._by_model[request.model] = _Histogram()

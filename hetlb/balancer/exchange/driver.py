@@ -36,8 +36,8 @@ from hetlb.turns import turns
 
 #: Ended requests that are counted and logged at once; fewer at the next sweep. The client behind them waits
 #: for it: 64 took 0.3 ms, which a lone client's p99 showed.
-SETTLED_AT_ONCE: Final = 16
-#: After a pause of the process this long, what came meanwhile is read before anything times out.
+SETTLED_REQUESTS: Final = 16
+#: Seconds of a pause of the process after which arrived bytes are read before anything times out.
 GAP_S: Final = 1.0
 
 
@@ -50,7 +50,7 @@ class Splits(Maker):
 
     @abstractmethod
     def judged(self) -> None:
-        """Count what the scheduler has found about earlier ones."""
+        """Count the scheduler's findings about earlier leases."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -113,9 +113,9 @@ class Driver(Host):
             self.guard.ended(exchange, error)
 
     def try_again(self, record: RequestRecord, lease: Lease, end: End) -> None:
-        """End a lease whose request waits again: the scheduler decides what becomes of it.
+        """End a lease whose request waits again: the scheduler decides about it.
 
-        What is missing of an answer of which a part was kept goes on elsewhere.
+        The missing rest of a partly kept answer goes on elsewhere.
         """
         generated: int | None = None
         if record.resumed:
@@ -142,7 +142,7 @@ class Driver(Host):
         lease, scheduling = record.lease, self.scheduling
         ended = self._ended
         ended.append(record)
-        if len(ended) >= SETTLED_AT_ONCE:
+        if len(ended) >= SETTLED_REQUESTS:
             self.settle()
         if lease is not None:
             scheduling.drain_rate.ended(ended_at)
@@ -156,7 +156,7 @@ class Driver(Host):
         self.guard.ended(exchange, error)
 
     def dropped(self, exchange: Exchange) -> None:
-        """End an exchange that could not end itself; the guard gives back what was booked for it."""
+        """End an exchange that could not end itself; the guard gives back its bookings."""
         record = exchange.record
         del self.exchanges[record.request.id]
         self.pools.drop(exchange.attempt)
@@ -319,7 +319,7 @@ class Driver(Host):
                 self._move_away(each.name, each.leaves_at, now)
 
     def _move_away(self, name: str, gone_at: float, now: float) -> None:
-        """Move what cannot end before its instance leaves, evenly until then, the shortest first."""
+        """Move requests that end after their instance leaves, evenly until then, the shortest first."""
         left_s = gone_at - NOTICE_MARGIN_S - now
         late = []
         for each in self.exchanges.values():

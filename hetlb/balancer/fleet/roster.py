@@ -40,7 +40,7 @@ logger = logging.getLogger("hetlb.proxy")
 #: The source of instances that were registered over HTTP.
 REGISTRATION: Final = "registration"
 #: Instances that come or go in one turn of the event loop.
-AT_ONCE: Final = 64
+TURN_INSTANCES: Final = 64
 
 
 def _nothing(*_: object) -> None:
@@ -48,7 +48,7 @@ def _nothing(*_: object) -> None:
 
 
 class Roster:
-    """The instances of a fleet, wherever they are from; it alone changes `engines`, their keys."""
+    """The instances of a fleet from all sources; it alone changes `engines`, their keys."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Roster:
 
     @cached_property
     def members(self) -> FleetMembers:
-        """Instances that stand in no file, and where they are from."""
+        """Instances that stand in no file, and their sources."""
         found: FleetMembers = hook("members", self)
         return found
 
@@ -102,7 +102,7 @@ class Roster:
 
     @property
     def lifetime_s(self) -> float:
-        """Seconds that a registration holds where it does not say so, 0 for ever."""
+        """Seconds that a registration holds where it states none, 0 for ever."""
         discovery = self._fleet.file.discovery
         return 0.0 if discovery is None else discovery.ttl_s
 
@@ -146,7 +146,7 @@ class Roster:
     # --- the fleet file ---
 
     async def replace(self, fleet: Fleet, access: Access) -> str:
-        """Take the instances of another fleet file; what is the same keeps its load. Says what changed."""
+        """Take the instances of another fleet file; unchanged ones keep their load. Return the changes."""
         old, new = self.specs(), {spec.name: spec for spec in fleet.instances}
         found = {name for name in old if self.source_of.get(name) not in (None, REGISTRATION)}
         same = {name for name in old if name in new and same_place(old[name], new[name])}
@@ -158,13 +158,13 @@ class Roster:
             {spec.name: access.engines[spec.name] for spec in new.values() if spec.name in same}
         )
         share = Share()
-        for begin in range(0, len(gone), AT_ONCE):
-            self._leave(gone[begin : begin + AT_ONCE])
+        for begin in range(0, len(gone), TURN_INSTANCES):
+            self._leave(gone[begin : begin + TURN_INSTANCES])
             await share.spent()
         for spec in updated:
             self.update(spec)
-        for begin in range(0, len(come), AT_ONCE):
-            some = come[begin : begin + AT_ONCE]
+        for begin in range(0, len(come), TURN_INSTANCES):
+            some = come[begin : begin + TURN_INSTANCES]
             self._leave([spec.name for spec in some])  # a source gave one of that name meanwhile
             self._add(some, lambda spec: access.engines[spec.name])
             await share.spent()
@@ -172,7 +172,7 @@ class Roster:
         return done + (f", {len(updated)} changed" if updated else "")
 
     def refresh(self) -> None:
-        """Choose profiles again after `replace`, and have what was found since names became free."""
+        """Choose profiles again after `replace`, and add found servers whose names became free."""
         self._profiles.clear()
         if "members" in vars(self):
             self.members.refresh()

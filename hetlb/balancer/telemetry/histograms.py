@@ -8,7 +8,7 @@ from itertools import accumulate
 from operator import add, mul
 from typing import Any, Final
 
-#: Gaps below this many milliseconds are counted by the millisecond.
+#: Milliseconds of a gap below which gaps are counted by the millisecond.
 FINE_MS: Final = 2048
 #: Values of a histogram that are counted at once.
 _BATCH_VALUES: Final = 64

@@ -13,7 +13,7 @@ from hetlb.errors import NOT_JSON, InputError
 from hetlb.inputs.mistakes import short
 from hetlb.options.admin.admin import AdminApi, reply
 
-#: An instance that leaves later than this has not been given notice yet.
+#: Longest notice, in seconds: an instance that leaves later has been given none yet.
 _MOST_NOTICE_S = 86_400
 
 
@@ -87,7 +87,7 @@ async def _noticed(api: AdminApi, name: str, deadline_s: float | None) -> web.Re
 
 
 async def register(api: AdminApi, request: web.Request) -> web.Response:
-    """Add an instance, or say again that it is there."""
+    """Add an instance, or renew its registration."""
     _check_registration(api)
     new = await api.control.roster.members.register(await _body(request))
     await api.control.settled()

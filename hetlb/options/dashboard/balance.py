@@ -1,4 +1,4 @@
-"""True if the work is shared as the speeds say, by model: figures per instance and one sentence.
+"""Check whether the work is shared in proportion to speed, by model: figures per instance and one sentence.
 
 Work is weighted tokens (`core.demand.size_of`): output tokens and a share of the prompt's. The share that an
 instance should have is its speed at the mean request over the speeds of all that take requests.
@@ -18,12 +18,12 @@ from hetlb.options.recent import InstanceShare, Recent
 
 #: Seconds of ended requests that count; running ones count with their tokens so far.
 WINDOW_S: Final = 60.0
-#: Shares that differ by no more than this are alike.
-NEAR: Final = 0.1
-#: An instance with less than this share of the work is idle.
-IDLE: Final = 0.02
-#: Below this share of the places in use the load is light.
-LIGHT: Final = 0.5
+#: Largest difference of shares that are alike.
+NEAR_SHARE: Final = 0.1
+#: Share of the work below which an instance is idle.
+IDLE_SHARE: Final = 0.02
+#: Share of the places in use below which the load is light.
+LIGHT_SHARE: Final = 0.5
 _BY_SPEED: Final = frozenset({"hetlb", "paper", "paper-memory", "planned"})
 
 
@@ -52,17 +52,17 @@ def sentence(
     if len(able) == 1:
         return True, f"{able[0].name} is the only one that takes requests{tail}."
     off = max(able, key=lambda part: abs(part.work_share - part.speed_share))
-    if abs(off.work_share - off.speed_share) <= NEAR + 1 / max(1, requests):
+    if abs(off.work_share - off.speed_share) <= NEAR_SHARE + 1 / max(1, requests):
         worst = round(100 * abs(off.work_share - off.speed_share))
-        begin = "Balanced" if worst <= 100 * NEAR else "Few requests"
+        begin = "Balanced" if worst <= 100 * NEAR_SHARE else "Few requests"
         return True, f"{begin}: shares of work and speed agree within {worst} points{tail}."
     less = min(able, key=lambda part: part.work_share - part.speed_share)
     more = max(able, key=lambda part: part.work_share - part.speed_share)
-    state = "idle" if less.work_share < IDLE else "given less than its share"
+    state = "idle" if less.work_share < IDLE_SHARE else "given less than its share"
     begin = f"{less.name} is {state} ({_of(less)}), {more.name} has {_of(more)}: "
     if policy not in _BY_SPEED:
         return False, f"{begin}the policy {policy} does not consider speed{tail}."
-    if not waiting and more.busy < LIGHT:
+    if not waiting and more.busy < LIGHT_SHARE:
         return True, f"{begin}the load is light, and a request ends soonest there{tail}."
     if waiting:
         return False, f"{begin}{waiting} requests wait: too large for it, or waiting for a faster one{tail}."
@@ -76,7 +76,7 @@ def _of(part: BalancePart) -> str:
 def parts(
     instances: Sequence[Instance], shares: Mapping[str, InstanceShare], speed: Mapping[str, float]
 ) -> list[BalancePart]:
-    """Return the figures of the instances of one model, from what they did in `WINDOW_S` seconds."""
+    """Return the figures of the instances of one model over the last `WINDOW_S` seconds."""
     work = []
     for each in instances:
         own = shares.get(each.name) or InstanceShare()
@@ -108,7 +108,7 @@ def _out(instance: Instance) -> str:
 def documents(
     scheduler: Scheduler, recent: Recent, pools: dict[str, list[Instance]], now: float
 ) -> list[dict[str, Any]]:
-    """Return the part of a snapshot that says whether each model's work is balanced."""
+    """Return the part of a snapshot about the balance of each model's work."""
     shares = recent.shares(WINDOW_S, now)
     waiting = scheduler.queue.by_model()
     found = []

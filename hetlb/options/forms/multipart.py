@@ -1,6 +1,6 @@
 """Forms (multipart/form-data): a few fields are read, the file passes unread.
 
-What parsers of forms read in different ways is refused: the engine must see the same model as we do.
+Forms that parsers read in different ways are refused: the engine must see the same model as we do.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from typing import Final
 
 from hetlb.balancer.http.http1 import GateError
-from hetlb.balancer.http.openai_body import MEDIA_BYTES, Call
+from hetlb.balancer.http.openai_body import MEDIUM_BYTES, Call
 from hetlb.balancer.http.openai_fields import MAX_MODEL_CHARACTERS
 from hetlb.balancer.http.transfer_fields import has_transfer_fields
 
@@ -24,8 +24,8 @@ _PARAMETER = re.compile(
     |([!#$%&'+.^_`|~0-9A-Za-z-]+\*)=[^"\\;\s]*)?[ \t]*""",
     re.X,
 )
-#: The line end behind a boundary, the headers of a part and the empty line.
-_MAX_PART_HEAD: Final = 4096
+#: Maximum bytes of the line end behind a boundary, the headers of a part and the empty line.
+_MAX_PART_HEAD_BYTES: Final = 4096
 #: Header lines of one part, and parts of one form: vLLM's largest has some thirty.
 MAX_PART_LINES: Final = 16
 MAX_PARTS: Final = 256
@@ -46,14 +46,14 @@ def read_form(content_type: bytes, body: bytes) -> Call:
     if not body.startswith(boundary, start):
         raise GateError(400, "The multipart body does not begin with its boundary.")
     call = Call(body)
-    call.text_bytes = MEDIA_BYTES
+    call.text_bytes = MEDIUM_BYTES
     at, parts = start + len(boundary), 0
     seen: set[bytes] = set()
     while body[at : at + 2] != b"--":
         parts += 1
         if parts > MAX_PARTS:
             raise GateError(400, f"The multipart body has more than {MAX_PARTS} parts.")
-        head_end = body.find(b"\r\n\r\n", at, at + _MAX_PART_HEAD)
+        head_end = body.find(b"\r\n\r\n", at, at + _MAX_PART_HEAD_BYTES)
         value_at = head_end + 4
         # A part that begins with a boundary has no value for some, and that value for others.
         if head_end < 0 or body[at : at + 2] != b"\r\n" or body.startswith(boundary, value_at):
@@ -119,7 +119,8 @@ def _part_name(head: bytes) -> tuple[bytes, bool]:
 def _named(line: bytes) -> tuple[bytes, bool] | None:
     """Return the name in a Content-Disposition and whether it is of a file; None where it has more readings.
 
-    An escaped quote is the end of a string to some readers: what follows must not look like a name to these.
+    An escaped quote is the end of a string to some readers: the text behind must not look like a name to
+    them.
     """
     begun = _DISPOSITION.match(line)
     if begun is None:
@@ -143,7 +144,7 @@ def _named(line: bytes) -> tuple[bytes, bool] | None:
 
 
 def _take_field(call: Call, name: bytes, value: bytes) -> None:
-    """Take what matters; of a longer `value` than is read one byte more came."""
+    """Take a field into the call; too long a `value` comes cut to one byte beyond the limit."""
     if name == b"model":
         try:
             call.model = value.decode() if len(value) <= _MOST_BYTES else None

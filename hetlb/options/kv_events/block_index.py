@@ -16,8 +16,8 @@ from typing import Final, TypeAlias
 from hetlb.balancer.core.engine_blocks import PromptBlocks
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 
-#: More blocks than this are not followed.
-MOST_BLOCKS: Final = 1 << 20
+#: Maximum number of blocks that are followed.
+MAX_BLOCKS: Final = 1 << 20
 _MASK: Final = (1 << 62) - 1
 
 
@@ -88,7 +88,7 @@ class BlockIndex:
 
     def __init__(self) -> None:
         self.live = False
-        #: Reason why it is not live.
+        #: Reason if it is not live.
         self.reason = "no event has come yet"
         self.block_tokens = 0
         self._chains: dict[int, int] = {}  # by the engine's name of a block
@@ -156,7 +156,7 @@ class BlockIndex:
         self._leases[lease_id] = chains
 
     def end(self, lease_id: int) -> None:
-        """Note that a lease ended: what its prompt brought in has been told by events."""
+        """Note that a lease ended: events have reported its prompt's blocks."""
         pending = self._pending
         for chain in self._leases.pop(lease_id, ()):
             left = pending[chain] - 1
@@ -186,8 +186,8 @@ class BlockIndex:
             else:
                 self._chains[name] = chain
                 self._stored.add(chain)
-        if len(self._chains) > MOST_BLOCKS:
-            self.doubt(f"more than {MOST_BLOCKS} blocks")
+        if len(self._chains) > MAX_BLOCKS:
+            self.doubt(f"more than {MAX_BLOCKS} blocks")
 
     def _remove(self, name: int) -> None:
         copies = self._copies.get(name)

@@ -106,7 +106,7 @@ _decode_arrays: Final = msgspec.msgpack.Decoder(_Arrays).decode
 _decode_maps: Final = msgspec.msgpack.Decoder(_Maps).decode
 _decode_extras: Final = msgspec.msgpack.Decoder(tuple[tuple[Any, ...] | None, ...] | None).decode
 #: Bytes of extra keys that are looked at: they are of any type, and take fifty times as much memory.
-_MOST_EXTRAS: Final = 64 << 10
+_MAX_EXTRA_BYTES: Final = 64 << 10
 
 
 def read_batch(payload: bytes) -> Iterator[KvEvent]:
@@ -126,7 +126,7 @@ def _events(payload: bytes) -> Iterator[KvEvent]:
         kind = raw.type if isinstance(raw, _MappedEvent) else type(raw).__name__.removeprefix("_")
         if kind == "AllBlocksCleared":
             yield BlocksCleared()
-        # Copies in other memory, and the further groups of hybrid models, say nothing of their own.
+        # Copies in other memory, and the further groups of hybrid models, add nothing.
         elif isinstance(raw, _AllBlocksCleared) or raw.medium not in (None, "GPU") or raw.group_idx:
             continue
         elif kind == "BlockRemoved":
@@ -155,8 +155,8 @@ def _name(block_hash: BlockHash) -> int:
 
 def _extras(raw: msgspec.Raw, adapter: str) -> list[str]:
     """Extra keys of each block beside its tokens: its salt, its images. The adapter is a name of its own."""
-    if len(raw) > _MOST_EXTRAS:
-        raise ValueError(f"expected at most {_MOST_EXTRAS} bytes of extra keys, got {len(raw)}")
+    if len(raw) > _MAX_EXTRA_BYTES:
+        raise ValueError(f"expected at most {_MAX_EXTRA_BYTES} bytes of extra keys, got {len(raw)}")
     return ["\0".join(str(key) for key in keys or () if key != adapter) for keys in _decode_extras(raw) or ()]
 
 
@@ -196,7 +196,7 @@ class KvEventReader:
             try:
                 await stream.run()
             except (OSError, EOFError, TimeoutError):
-                pass  # the engine is not there: what is missed is seen by its number
+                pass  # the engine is not there: missed events show by their numbers
             except ZmtpError as error:
                 stream.lose(str(error))
             except Exception:  # never the end of serving
@@ -255,7 +255,7 @@ class _Stream:
         await self._apply(number, payload)
 
     async def _apply(self, number: int, payload: bytes) -> None:
-        """Tell the scheduler of a batch, a part in each turn."""
+        """Give the scheduler a batch, a part in each turn."""
         self._next = number + 1
         begins, blocks = number == 0, 0
         part: list[KvEvent] = []

@@ -18,7 +18,7 @@ from hetlb.options.pick.stream_states import StreamState
 
 #: Bytes of a message beside the body in it, at most: headers, metadata, attributes. A byte of them costs more
 #: than one of a body, in time and in memory.
-MAX_BESIDE_BODY: Final = 128 << 10
+MAX_BESIDE_BODY_BYTES: Final = 128 << 10
 #: Tags of the fields `request_body`, `response_body` of a ProcessingRequest, and `body` of an HttpBody.
 _BODIES: Final = (0x22, 0x2A)
 _BODY: Final = 0x0A
@@ -38,7 +38,7 @@ class ProcessCall:
         self._out: deque[bytes] = deque()
         #: Held while something is written: grpcio takes one message of a call at a time.
         self._writing = asyncio.Lock()
-        #: Writes what was said outside of this call's own task.
+        #: Writer of messages from outside of this call's own task.
         self._writer: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -50,7 +50,7 @@ class ProcessCall:
         except asyncio.CancelledError:
             if self._task is None or stream.state is not StreamState.REFUSED:
                 raise
-            self._task.uncancel()  # it was refused outside of this task: that is all there is to say
+            self._task.uncancel()  # it was refused outside of this task: there is no more to send
         finally:
             self._task = None
             streams.discard(stream)
@@ -86,7 +86,7 @@ class ProcessCall:
                 await write(out.popleft())
 
     async def _write_outside(self) -> None:
-        """Write what was said while this call waits for a message."""
+        """Write queued messages while this call waits for a message."""
         with contextlib.suppress(grpc.aio.BaseError):  # the call is over, which its own task learns too
             await self._write()
             if self._task is not None and self._stream.state is StreamState.REFUSED:
@@ -96,19 +96,19 @@ class ProcessCall:
 
 def receive(stream: HttpStream, data: bytes) -> None:
     """Give a message to its stream. Raises `DecodeError` and `MalformedMessage`."""
-    if len(data) > MAX_BESIDE_BODY and not is_body(data):
-        raise MalformedMessage(f"expected at most {MAX_BESIDE_BODY} bytes beside a body")
+    if len(data) > MAX_BESIDE_BODY_BYTES and not is_body(data):
+        raise MalformedMessage(f"expected at most {MAX_BESIDE_BODY_BYTES} bytes beside a body")
     stream.receive(messages.ProcessingRequest.FromString(data))
 
 
 def is_body(data: bytes) -> bool:
-    """Return True if a large message is a body but for `MAX_BESIDE_BODY` bytes: reading it is copying it."""
+    """Return True if a large message is a body but for `MAX_BESIDE_BODY_BYTES`: reading it is copying it."""
     if data[0] not in _BODIES:
         return False
     length, at = _varint(data, 1)
-    if len(data) - length > MAX_BESIDE_BODY or data[at] != _BODY:
+    if len(data) - length > MAX_BESIDE_BODY_BYTES or data[at] != _BODY:
         return False
-    return len(data) - _varint(data, at + 1)[0] <= MAX_BESIDE_BODY
+    return len(data) - _varint(data, at + 1)[0] <= MAX_BESIDE_BODY_BYTES
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

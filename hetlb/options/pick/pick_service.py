@@ -25,7 +25,7 @@ from hetlb.options.pick.pick_server import PickServer, gateway_certificates
 from hetlb.options.pick.pick_table import pick_table
 from hetlb.systemd import NO_LISTENERS, Listeners
 
-#: Names of instances are resolved again this often.
+#: Seconds between two resolutions of the names of instances.
 _RESOLVE_S: Final = 5.0
 #: Names that are looked up at once: a dead name server holds up a start by 5 s for every 32 names.
 _LOOKUPS: Final = 32
@@ -97,7 +97,7 @@ class PickService(Service):
             await self._resolve()
 
     async def _resolve(self) -> None:
-        """Find the `ip:port` of every instance; one whose name does not resolve now keeps what it had."""
+        """Find the `ip:port` of every instance; one whose name does not resolve now keeps its last one."""
         state, found, lookups = self.server.state, {}, asyncio.Semaphore(_LOOKUPS)
         urls = {each.name: each.spec.url for each in self.scheduler.instances}
         named = {url for url in urls.values() if _literal(url) is None}

@@ -19,14 +19,14 @@ from hetlb.balancer.core.policies.base import PlannedType
 from hetlb.balancer.core.queue import Queued
 from hetlb.balancer.core.ready import Choices
 
-#: A request suits instances where it costs at most this share more than where it costs least.
-_ALIKE: Final = 0.05
+#: Largest excess cost, as a share of the least, at which an instance suits a request.
+_SUITING_SHARE: Final = 0.05
 #: Least worth of an instance, over the largest: one that adds nothing to a plan is no free one.
 _LEAST_WORTH: Final = 1e-3
-#: By how much more, for each time that as many younger requests went before it as run.
-_PATIENCE: Final = 0.1
-#: Lengths within this difference of their logarithms are alike.
-ALIKE_LENGTHS: Final = 0.1
+#: Growth of that share, for each time that as many younger requests went before it as run.
+_PATIENCE_SHARE: Final = 0.1
+#: Largest difference of the logarithms of lengths that are alike.
+ALIKE_LOG_LENGTHS: Final = 0.1
 _NONE: Final[frozenset[str]] = frozenset()
 #: Reason against an instance.
 _KEPT: Final = "a request waits that suits it better"
@@ -79,7 +79,7 @@ class Worth:
         self._lengths: dict[int, tuple[float, float]] = {}
         self._known: dict[int, dict[str, float]] = {}
         self._of: tuple[int, int] = (0, 0)
-        #: Newest choices, and these without what is kept for others.
+        #: Newest choices, and the same without instances kept for others.
         self._everyone: Choices | None = None
         self._others: dict[frozenset[str], Choices] = {}
 
@@ -114,7 +114,7 @@ class Worth:
         return found
 
     def suits(self, heads: Sequence[Queued], able: Sequence[Instance]) -> Suits:
-        """Return what suits each of the heads of a line."""
+        """Return the instances that suit each head of a line."""
         return Suits(heads, self, able)
 
     def suiting(self, kind: int, lag: float, instances: Sequence[Instance]) -> frozenset[str]:
@@ -122,11 +122,11 @@ class Worth:
 
         Requests that came later have gone before it: `lag` of them for each that runs.
         """
-        most = 1.0 + _ALIKE + _PATIENCE * lag
+        most = 1.0 + _SUITING_SHARE + _PATIENCE_SHARE * lag
         return frozenset([name for name, cost in self._costs(kind, instances).items() if cost <= most])
 
     def _costs(self, kind: int, instances: Sequence[Instance]) -> dict[str, float]:
-        """Return what a request of a kind costs on each instance, over the least."""
+        """Return the cost of a request of a kind on each instance, over the least."""
         of = id(instances), instances[0].changes.count
         if of != self._of:
             self._of = of
@@ -164,7 +164,7 @@ class Suits:
         for each in heads:
             wanted |= self._suits[each.number]
             self._wanted[each.flow.name.level] = wanted
-        #: Instances that suit one that could not be placed.
+        #: Instances that suit a request that could not be placed.
         self._passed = _NONE
 
     def kept_from(self, entry: Queued) -> frozenset[str]:
@@ -172,13 +172,13 @@ class Suits:
         return (self._wanted[entry.flow.name.level] - self._suits[entry.number]) | self._passed
 
     def passed(self, entry: Queued) -> None:
-        """Note that an entry found no place: what suits it is kept for it."""
+        """Note that an entry found no place: its instances are kept for it."""
         if not entry.flow.background:
             self._passed |= self._suits[entry.number]
 
 
 def _alike(length: float, other: float) -> bool:
-    return log_ratio(length, other) <= ALIKE_LENGTHS
+    return log_ratio(length, other) <= ALIKE_LOG_LENGTHS
 
 
 def log_ratio(length: float, other: float) -> float:

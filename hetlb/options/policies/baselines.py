@@ -23,7 +23,7 @@ _MATCH_THRESHOLD: Final = 0.3
 _BALANCE_ABS_THRESHOLD: Final = 64
 _BALANCE_REL_THRESHOLD: Final = 1.5
 #: Number of prefixes that `prefix` remembers, the ones used last.
-_PREFIXES_KEPT: Final = 65_536
+_KEPT_PREFIXES: Final = 65_536
 #: Seconds until a first byte that are assumed before an answer, and the decay of an estimate (Linkerd's).
 DEFAULT_RTT_S: Final = 0.030
 DECAY_S: Final = 10.0
@@ -104,7 +104,7 @@ class PowerOfTwoChoices(LeastRequests):
 
 
 def kv_used_tokens(instance: Instance, now: float) -> float:
-    """Tokens in use: what is promised, or what the engine reports if that is more and fresh."""
+    """Tokens in use: the reserved ones, or the engine's report if that is more and fresh."""
     sample, at, promised = instance.sample, instance.sample_at, float(instance.kv_tokens)
     if sample is None or sample.kv_usage is None or at is None or now - at > SIGNAL_STALE_S:
         return promised
@@ -275,7 +275,7 @@ class PrefixMatch(Policy):
                 key = (request.model, name)
                 sent.setdefault(key, set()).add(chosen.tree.cache_id)
                 sent.move_to_end(key)
-        while len(sent) > _PREFIXES_KEPT:
+        while len(sent) > _KEPT_PREFIXES:
             sent.popitem(last=False)
 
 

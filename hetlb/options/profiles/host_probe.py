@@ -1,4 +1,4 @@
-"""Host time of an idle server, by a few lone requests: which to send, and what their times say.
+"""Host time of an idle server from a few lone requests: which to send, and how to read their times.
 
 Tables of kernels leave out what the host adds to every iteration and to every request. One sequence decoding
 alone shows the first: its step against the model's. The first tokens of short prompts show the second. A
@@ -21,10 +21,10 @@ _OUTPUT_TOKENS: Final = 200
 _REQUESTS: Final = 3
 #: Lone short prompts whose first tokens are timed.
 _FIRST_TOKENS: Final = 5
-#: Seconds for all of it.
+#: Seconds of the whole probe.
 BUDGET_S: Final = 10.0
-#: A step is held to be shorter than the tables say from this share on: the tables are no better.
-_FASTER: Final = 0.03
+#: Least relative error of the tables' step times that counts: the tables are no better.
+_FASTER_SHARE: Final = 0.03
 
 
 class HostProbe:
@@ -76,7 +76,7 @@ def with_host_time(
     tables = replace(latency, host_s=0.0, host_sequence_s=0.0, request_s=0.0)
     table_s = tables.step_s(1.0, prompt_tokens + output_tokens / 2.0)
     added_s = step_s - table_s
-    if added_s < -_FASTER * table_s:
+    if added_s < -_FASTER_SHARE * table_s:
         tables = corrected(tables, host_s=added_s)
     added_s = max(0.0, added_s)
     assumed_s = latency.host_s + latency.host_sequence_s

@@ -64,7 +64,7 @@ class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def kv_need(self) -> KvNeed | None:
-        """Return what a sequence needs, in tokens of a KV cache; None where that is its tokens."""
+        """Return the need of a sequence in tokens of a KV cache; None where its tokens are the need."""
         windows = [(each.tokens, each.bytes_per_token) for each in self.kv_windows or ()]
         return kv_need(self.kv_bytes_per_token or 0.0, windows, self.state_bytes or 0.0)
 
@@ -232,10 +232,10 @@ class FitReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     mixed: PhaseReport | None = None
 
 
-#: Errors above these make a fit one not to rely on: default sweeps have 1 to 5 % in the mean.
+#: Largest mean and maximum errors of a fit to rely on: default sweeps have 1 to 5 % in the mean.
 MEAN_ERROR_LIMIT = 0.10
 MAX_ERROR_LIMIT = 0.30
-#: A standard error above this makes a point one that a quieter machine should measure again.
+#: Largest standard error of a point: beyond, a quieter machine should measure it again.
 UNCERTAINTY_LIMIT = 0.05
 
 
@@ -302,7 +302,7 @@ _SECOND_VERSION = ("better_decode", "mixed", "split_kv", "launch", "host", "assu
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A latency profile: eight constants of one model on one engine, and what that engine can hold.
 
-    All else is what `hetlb profile` adds; any of it may be missing. `assumed` names what no point shows.
+    `hetlb profile` adds all else; any of it may be missing. `assumed` names figures that no point shows.
     """
 
     version: Literal[1, 2]

@@ -1,7 +1,8 @@
 """One view of several schedulers: each books what the others have booked.
 
 A scheduler's journal (`balancer/core/journal.py`) goes to its peers, and a peer's lease is a lease of this
-scheduler as well: it counts in the ledger, its end teaches lengths, speeds and health, and places what waits.
+scheduler as well: it counts in the ledger, its end teaches lengths, speeds and health, and places waiting
+requests.
 
 Within the delay of that news all schedulers would choose the same instance: as many requests as peers book
 meanwhile are unseen at a decision. So their number is drawn, from none to all alike, and the decision is made
@@ -28,11 +29,11 @@ from hetlb.options.remote_leases import RemoteLeases
 #: Seconds over which the rate of peers' bookings is a mean.
 _RATE_S: Final = 1.0
 #: Requests that a decision assumes to be unseen, at most: each costs a decision.
-_MOST_UNSEEN: Final = 8.0
+_MOST_UNSEEN_REQUESTS: Final = 8.0
 #: Largest share of the score that an instance of the own share may be worse than the best.
 _MOST_WORSE_SHARE: Final = 0.15
-#: Larger fleets are not dealt out: that costs more than a decision.
-_MOST_DEALT: Final = 128
+#: Most instances of a fleet that is dealt out: more cost more than a decision.
+_MOST_DEALT_INSTANCES: Final = 128
 
 
 class SharedView:
@@ -42,7 +43,7 @@ class SharedView:
         """`seed` and `name` differ from scheduler to scheduler; the name is by default the seed in hex."""
         self._scheduler = scheduler
         self._name = f"{seed:x}" if name is None else name
-        #: Names of the own share of the instances, and of what it was dealt from.
+        #: Names of the own share of the instances, and of the instances it was dealt from.
         self._own_share: tuple[str, ...] = ()
         self._share_of: tuple[str, ...] = ()
         #: Changes for peers. To be read by the transport.
@@ -79,14 +80,14 @@ class SharedView:
         return changes
 
     def live(self, now: float) -> list[WireChange]:
-        """All that a new peer must know: every live lease, and what waits."""
+        """Return all that a new peer must know: every live lease, and the waiting requests."""
         scheduler = self._scheduler
         return [*to_wire(scheduler.ledger.live(now)), WireWaiting(scheduler.queue.waiting_sizes())]
 
     # --- of peers ---
 
     def receive(self, peer: str, changes: Sequence[WireChange], now: float) -> list[Command]:
-        """Take over what a peer says; the commands are what this scheduler's own requests get of it."""
+        """Take over a peer's changes; return the commands for this scheduler's own requests."""
         for change in changes:
             if isinstance(change, WireBooked):
                 self._heard(now)
@@ -96,11 +97,11 @@ class SharedView:
         return self._remote.receive(peer, changes, now)
 
     def replace(self, peer: str, changes: Sequence[WireChange], now: float) -> list[Command]:
-        """Forget what a peer said before: `changes` are all that holds of it."""
+        """Replace the state of a peer by `changes`."""
         return self.gone(peer, now) + self.receive(peer, changes, now)
 
     def gone(self, peer: str, now: float) -> list[Command]:
-        """End the leases of a peer that is no more; they count against no instance."""
+        """End the leases of a peer that ended; they count against no instance."""
         commands = self._remote.gone(peer, now)
         if self._waits.pop(peer, None):
             self._say_elsewhere(now)
@@ -119,7 +120,7 @@ class SharedView:
         if not self._remote.of:
             return scheduler.on_arrival(request, now)
         expected = self._unseen(now)
-        if expected and len(scheduler.instances) <= _MOST_DEALT:
+        if expected and len(scheduler.instances) <= _MOST_DEALT_INSTANCES:
             within = min(_MOST_WORSE_SHARE, expected)
             request = replace(request, preferred=self._share(), preferred_within=within)
         unseen = int(self._rng.random() * (0.5 + expected))
@@ -149,7 +150,7 @@ class SharedView:
     def _unseen(self, now: float) -> float:
         """Return the number of requests that peers book within the delay of their news."""
         rate = self._rate * math.exp((self._rate_at - now) / _RATE_S)
-        return min(_MOST_UNSEEN, rate * self.delay_s)
+        return min(_MOST_UNSEEN_REQUESTS, rate * self.delay_s)
 
     def _heard(self, now: float) -> None:
         """Count a request that a peer booked: its rate is a mean over the last second or so."""

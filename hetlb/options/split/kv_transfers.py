@@ -51,7 +51,7 @@ _MARGIN_SHARE: Final = 0.1
 _LEAST_MARGIN_S: Final = 0.5
 #: Maximum time of a decode leg in multiples of the expected one: where the prefill instance hangs, it never
 #: answers.
-_PATIENCE: Final = 5.0
+_PATIENCE_FACTOR: Final = 5.0
 #: Lower bound of that, in seconds: the first contact of two engines takes about 5 s on RDMA.
 _LEAST_PATIENCE_S: Final = 10.0
 _ASK: Final = (
@@ -259,7 +259,7 @@ class Split(Plain):
         lease_s = self._link.lease_s
         self._until = min(
             read_at + lease_s - max(_LEAST_MARGIN_S, _MARGIN_SHARE * lease_s),
-            now + max(_LEAST_PATIENCE_S, _PATIENCE * expected_s),
+            now + max(_LEAST_PATIENCE_S, _PATIENCE_FACTOR * expected_s),
         )
         if self.engine is None and self.answer is None:
             exchange.enter(states.DISPATCHED, now)
@@ -286,7 +286,7 @@ class Split(Plain):
             self.answer.wait()
 
     def refused(self, answer: EngineAnswer) -> None:
-        # While both legs are on their way, what this says of the engine waits for the other one's answer.
+        # While both legs are on their way, a refusal of this one waits for the other one's answer.
         if self.exchange.phase is not Phase.PREFILLING:
             super().refused(answer)
 
@@ -350,7 +350,7 @@ class Split(Plain):
         return self.state is TransferState.OVER
 
     def sweep(self, now: float, table: ProxyTable) -> None:
-        """Give up what comes too late."""
+        """End legs that are too late."""
         if self.state is TransferState.OVER:
             super().sweep(now, table)
         elif now > self._until:
@@ -398,7 +398,7 @@ class Split(Plain):
 
 
 class KvTransfers(Splits):
-    """KV transfers of one process, whose scheduler is in it too, and the calls that release what is kept."""
+    """KV transfers of one process, whose scheduler is in it too, and the calls that release kept blocks."""
 
     __slots__ = ("_carry_out", "_driver", "_releases", "_scheduler", "_told", "_totals")
 

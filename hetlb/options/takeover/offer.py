@@ -40,7 +40,7 @@ _MOST_STEP_BYTES: Final = 4096
 #: Descriptors that one packet can carry (SCM_MAX_FD of Linux).
 MOST_LISTENERS: Final = 253
 #: Seconds between tries of a process that took over to have the name itself.
-NAME_S: Final = 0.1
+NAME_RETRY_S: Final = 0.1
 #: Seconds that either side waits for the other's next step; engines are looked at meanwhile.
 STEP_S: Final = 30.0
 
@@ -121,7 +121,7 @@ class Offer:
                 if _is_of_another(address):
                     text = "a process of another user holds the name at which --replace looks for this one"
                     self._refusals.tell(logger, Event.HANDOVER_REFUSED, text)
-                await asyncio.sleep(NAME_S)
+                await asyncio.sleep(NAME_RETRY_S)
             waiting.listen(1)
             share = Share()
             while True:
@@ -199,7 +199,7 @@ class _Successor:
             pass
 
     def follow(self) -> None:
-        """Tell it of all leases, and from now on of what becomes of them and which are still granted."""
+        """Send all leases, and from now on their ends and new grants."""
         self._scheduler.subscribe(self._journal)
         self._send(self._scheduler.ledger.live(self._loop.time()))
         self._channel.send(Step("told"))
@@ -212,7 +212,7 @@ class _Successor:
             self._channel.send(change)
 
     def close(self) -> None:
-        """Tell what is left to be told, and close this end."""
+        """Send the rest, and close this end."""
         if not self._opened:
             self.end.close()
             return
