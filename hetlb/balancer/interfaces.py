@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from aiohttp import web
 
+from hetlb.balancer.core.engine_blocks import PromptBlocks
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.core.prefix_index import PrefixKey
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, Command, Dispatch, EngineSample, Request
@@ -105,6 +107,13 @@ class OtherNames(Protocol):
     def served(self, asked: str, available: Callable[[str], bool]) -> str: ...
     def entries(self, models: list[dict[str, Any]]) -> list[dict[str, Any]]: ...
     def rename(self, call: Call, model: str) -> bytes: ...
+
+
+#: Keys and blocks of a request's prompts, by its head, call, model, owner, header of sessions, tokens of a
+#: block (`prefix_keys`).
+PromptKeys: TypeAlias = Callable[
+    [RequestHead, Call, str, str | None, bytes, int], tuple[tuple[PrefixKey, ...], PromptBlocks | None]
+]
 
 
 class RequestClasses(Protocol):

@@ -6,6 +6,7 @@ Where keys are needed, nothing but `/health` and `/ping` is answered without one
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import ipaddress
 import re
@@ -18,7 +19,6 @@ import msgspec
 
 import hetlb
 from hetlb.balancer.clients.client_response import ClientSide
-from hetlb.balancer.clients.prefix_keys import id_keys, session_key, text_keys, token_ids
 from hetlb.balancer.config.fleet_tables import ProxyTable, Resume
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.core.prefix_index import PrefixKey
@@ -36,11 +36,10 @@ from hetlb.balancer.http.http1 import GateError, RequestHead
 from hetlb.balancer.http.openai_body import Call, read_json
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.errors import ConfigError
-from hetlb.extras import option
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.engine_blocks import PromptBlocks
-    from hetlb.balancer.interfaces import ClientKey, OtherNames, RequestClasses, SpanMaker
+    from hetlb.balancer.interfaces import ClientKey, OtherNames, PromptKeys, RequestClasses, SpanMaker
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
@@ -95,6 +94,10 @@ class Router:
         self._plain = PlainMaker(driver)
         #: Makes the attempts of answers that may go on elsewhere, None before the first.
         self._resumption: Any = None
+        #: Names what prompts begin with, None in an installation without it.
+        self._keys_of: PromptKeys | None = None
+        with contextlib.suppress(ConfigError):
+            self._keys_of = hook("prefix_keys")
         #: Makes the ids of every request's spans, None without tracing.
         self.tracing: SpanMaker | None = None
         #: Engines take our request ids for their own, and another proxy may count from 1 too.
@@ -273,8 +276,9 @@ class Router:
         generates: bool = kind.generates
         prefix_keys: tuple[PrefixKey, ...] = ()
         blocks: PromptBlocks | None = None
-        if generates:
-            prefix_keys, blocks = self._prefix(head, call, model, owner)
+        if generates and self._keys_of is not None:
+            block_tokens = driver.scheduling.block_tokens
+            prefix_keys, blocks = self._keys_of(head, call, model, owner, self._session_header, block_tokens)
         splits = driver.splits if sequences == 1 else None
         return Request(
             id=driver.next_id(),
@@ -295,23 +299,6 @@ class Router:
             streamed=call.stream,
             service=service,
         )
-
-    def _prefix(
-        self, head: RequestHead, call: Call, model: str, owner: str | None
-    ) -> tuple[tuple[PrefixKey, ...], PromptBlocks | None]:
-        """Keys of what a request's prompt begins with, and the digests of its blocks."""
-        ids = token_ids(call) if call.ids else None
-        keys = id_keys(ids, model, call.cache_salt, owner) if ids else text_keys(call, model, owner)
-        blocks: PromptBlocks | None = None
-        if ids and call.prompts == 1 and (block_tokens := self._driver.scheduling.block_tokens):
-            block_digests = option("kv_events.block_index").block_digests
-            salt = () if call.cache_salt is None else (call.cache_salt,)
-            # The last token of a prompt is always computed.
-            blocks = block_tokens, block_digests(ids[0][:-1], block_tokens, salt)
-        session = session_key(head.fields.get(self._session_header), owner, model)
-        if session is not None and call.prompts == 1:
-            keys = (session, *keys)
-        return keys, blocks
 
     def _address_of(self, head: RequestHead, peer: str) -> str:
         """Address of the client: of `peer` and `X-Forwarded-For` the last that is no trusted proxy."""

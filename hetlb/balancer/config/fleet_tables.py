@@ -132,7 +132,7 @@ class ProxyTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     shutdown_grace_s: NonNegative = 120.0
     request_log: bool = True
     request_log_format: Literal["keyvalue", "json"] = "keyvalue"
-    session_header: str = "x-session-id"
+    session_header: Annotated[str, of("prefix_keys")] = "x-session-id"
     tenant_header: str | None = None
     api_keys_file: Annotated[str | None, of("api_keys")] = None
     passthrough_authorization: bool = False
