@@ -94,7 +94,7 @@ class Router:
         self._plain = PlainMaker(driver)
         #: Makes the attempts of answers that may go on elsewhere, None before the first.
         self._resumption: Any = None
-        #: Names what prompts begin with, None in an installation without it.
+        #: Makes the keys of prompts' prefixes, None in an installation without it.
         self._keys_of: PromptKeys | None = None
         with contextlib.suppress(ConfigError):
             self._keys_of = hook("prefix_keys")

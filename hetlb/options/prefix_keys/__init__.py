@@ -1,4 +1,4 @@
-"""Keys of what prompts begin with, by which requests go where a prefix cache has it.
+"""Keys of prefixes of prompts: a request goes where a cache has a prefix of its own.
 
 The tools cut the prompts of a trace alike.
 """
@@ -14,5 +14,5 @@ if TYPE_CHECKING:
 
 
 def hook() -> PromptKeys:
-    """Return what names the beginnings of a request's prompts."""
+    """Return the function that makes the keys of a request."""
     return keys_of
