@@ -87,7 +87,7 @@ def _word(value: object) -> str:
 
 
 _FLUSH_S = 0.2
-#: Batches that may wait for a slow reader.
+#: Maximum number of batches that wait for a slow reader.
 _MAX_BATCHES = 500
 
 

@@ -395,7 +395,8 @@ def limits_page() -> str:
         ("prompts of a request", f"{openai_body.MAX_PROMPTS:,} strings or lists of token ids", "400"),
         (
             "parts of a form, headers of a part",
-            f"{multipart.MAX_PARTS}, {multipart.MAX_PART_LINES} ({_kib(multipart._MAX_PART_HEAD)} together)",
+            f"{multipart.MAX_PARTS}, {multipart.MAX_PART_LINES} "
+            f"({_kib(multipart._MAX_PART_HEAD_BYTES)} together)",
             "400",
         ),
         (
@@ -405,12 +406,12 @@ def limits_page() -> str:
         ),
         (
             "requests behind the one being answered",
-            _kib(connection._MAX_PIPELINED),
+            _kib(connection._MAX_PIPELINED_BYTES),
             "they wait in the kernel",
         ),
     )
     of_engines = (
-        ("interim answers (1xx)", f"{upstream.MAX_INTERIM}", "502"),
+        ("interim answers (1xx)", f"{upstream.MAX_INTERIM_ANSWERS}", "502"),
         (
             "head of an answer",
             f"{_kib(http1.MAX_HEAD_BYTES)}, {http1.MAX_HEADERS} headers, no control characters",

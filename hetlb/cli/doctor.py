@@ -38,14 +38,14 @@ from hetlb.options.kv_events.publishers import publisher_of
 from hetlb.options.profiles.profile_file import Profile, profiles_of
 from hetlb.options.source import Found, Source, configured
 
-#: Older vLLM has other metrics and flags; its answers pass, its figures may not.
-OLDEST: Final = (0, 8)
-#: Clocks further apart than this make logs and certificates misleading.
+#: Oldest version of vLLM with the metrics and flags that hetlb reads; older answers pass, figures may not.
+OLDEST_VERSION: Final = (0, 8)
+#: Largest difference of clocks, in seconds: beyond, logs and certificates mislead.
 MOST_SKEW_S: Final = 5.0
 #: Share of the KV cache above which requests may wait although a slot is free.
-_FULL_KV: Final = 0.8
-#: A profile with this many times the KV tokens of the server, or the reverse, is of another GPU or degree.
-_OTHER_KV: Final = 2
+_FULL_KV_SHARE: Final = 0.8
+#: Factor between the KV tokens of a profile and its server from which the GPU or the degree is another.
+_OTHER_KV_FACTOR: Final = 2
 _DEFAULT_FILE: Final = Path("fleet.yaml")
 #: Next steps where a server does not answer, by a word of what happened; the last one for all else.
 _NEXT_STEPS: Final = (
@@ -227,8 +227,10 @@ def _of_server(seen: Seen) -> Iterator[Check]:
         advice = "hetlb asks with the key of the instance: correct it, or let /metrics through without one"
     yield check("metrics", facts.table is not None and not facts.reads_nothing, _metrics(facts), advice)
     is_vllm = not facts.coordinates and (facts.table is None or facts.table is VLLM)
-    old = is_vllm and (facts.old_names or (facts.version is not None and _version(facts.version) < OLDEST))
-    advice = f"upgrade to {OLDEST[0]}.{OLDEST[1]} or later: older ones lack what hetlb reads"
+    old = is_vllm and (
+        facts.old_names or (facts.version is not None and _version(facts.version) < OLDEST_VERSION)
+    )
+    advice = f"upgrade to {OLDEST_VERSION[0]}.{OLDEST_VERSION[1]} or later: older ones lack what hetlb reads"
     yield check("version", not old, facts.title, advice)
     skewed = abs(facts.skew_s) > MOST_SKEW_S
     skew = f"{facts.skew_s:+.0f} s" if skewed else "within seconds of this one"
@@ -270,7 +272,7 @@ def _wrong_slots(seen: Seen) -> str:
         return ""
     if sample.running > stated:
         return f"{sample.running} requests run, max_num_seqs states {stated}"
-    if sample.waiting and sample.running < stated and (sample.kv_usage or 0.0) < _FULL_KV:
+    if sample.waiting and sample.running < stated and (sample.kv_usage or 0.0) < _FULL_KV_SHARE:
         return f"{sample.waiting} requests wait while {sample.running} run, max_num_seqs states {stated}"
     return ""
 
@@ -286,7 +288,7 @@ def _wrong_profile(seen: Seen, profile: Profile) -> str:
         return f"it is of the GPU {own}, the instance states {seen.spec.gpu}"
     sample = seen.facts.sample
     said, has = profile.capacity.kv_cache_tokens, None if sample is None else sample.capacity.kv_cache_tokens
-    if said and has and max(said, has) > _OTHER_KV * min(said, has):
+    if said and has and max(said, has) > _OTHER_KV_FACTOR * min(said, has):
         return f"it is of a server with {said:,} KV tokens, this one has {has:,}"
     return "; ".join(line for line in profile.warnings if not line.startswith("unmeasured"))
 
@@ -341,7 +343,7 @@ def _metrics(facts: EngineFacts) -> str:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(each) for each in re.findall(r"\d+", text)[:2]) or OLDEST
+    return tuple(int(each) for each in re.findall(r"\d+", text)[:2]) or OLDEST_VERSION
 
 
 def _of_all(servers: Sequence[Seen]) -> Iterator[Check]:

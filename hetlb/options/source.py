@@ -16,7 +16,7 @@ from hetlb.extras import option
 
 logger = logging.getLogger("hetlb.discovery")
 
-#: After a failure a source is asked again after so long, twice as long each time, up to the cap; seconds.
+#: Seconds after a failure until a source is asked again, twice as long each time, and the cap.
 BACKOFF_S = 0.5
 BACKOFF_CAP_S = 15.0
 

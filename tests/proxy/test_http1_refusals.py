@@ -6,9 +6,9 @@ import pytest
 
 from hetlb.balancer.http import http1
 from hetlb.balancer.http.http1 import (
-    LONGEST_KNOWN_BYTES,
     MAX_HEAD_BYTES,
     MAX_HEADERS,
+    MAX_KNOWN_HEAD_BYTES,
     MAX_LINE_BYTES,
     ChunkedDecoder,
     GateError,
@@ -295,8 +295,8 @@ def test_only_heads_of_a_bearable_length_are_remembered() -> None:
     known = KnownHeads(parse)
     for line in (b"X-Length: none", b"Content-Length: 5"):
         short = asked(line)
-        longest = asked(line, b"Pad: " + b"x" * (LONGEST_KNOWN_BYTES - len(short) - len(b"Pad: \r\n")))
-        assert len(longest) == LONGEST_KNOWN_BYTES
+        longest = asked(line, b"Pad: " + b"x" * (MAX_KNOWN_HEAD_BYTES - len(short) - len(b"Pad: \r\n")))
+        assert len(longest) == MAX_KNOWN_HEAD_BYTES
         longer = longest.replace(b"Pad: ", b"Pad: x")
         for raw in (longest, longest, longer, longer):
             known.find(raw)

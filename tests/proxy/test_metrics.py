@@ -26,7 +26,7 @@ from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, USAGE, Upstream, Visit,
 from hetlb.balancer.core.types import CAUSES, EngineSample, InstanceRemoved, Outcome
 from hetlb.balancer.exchange.scheduler_side import SWEEP_S
 from hetlb.balancer.fleet.service import FleetService
-from hetlb.balancer.telemetry.counters import ITL_S, MODELS_MAX, Totals
+from hetlb.balancer.telemetry.counters import ITL_S, MAX_MODELS, Totals
 from hetlb.balancer.telemetry.histograms import FINE_MS, GapHistogram, Histogram
 from hetlb.options.admin import prometheus
 from hetlb.options.admin.prometheus import MetricsPage
@@ -422,12 +422,12 @@ def test_a_name_with_quotes_and_line_ends_stays_one_label() -> None:
 
 def test_adapters_without_end_share_the_last_label() -> None:
     totals = Totals()
-    for number in range(3 * MODELS_MAX):
+    for number in range(3 * MAX_MODELS):
         totals.model(f"adapter-{number}").ttft.observe(1.0)
     found = written(source(1, totals))
     models = {sample.labels["model"] for sample in found["hetlb_time_to_first_token_seconds"].samples}
-    assert len(models) == MODELS_MAX + 1
-    assert value(found, "hetlb_time_to_first_token_seconds_count", model="other") == 2 * MODELS_MAX
+    assert len(models) == MAX_MODELS + 1
+    assert value(found, "hetlb_time_to_first_token_seconds_count", model="other") == 2 * MAX_MODELS
 
 
 async def test_a_large_page_lets_the_loop_turn(monkeypatch: pytest.MonkeyPatch) -> None:

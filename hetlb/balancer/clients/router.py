@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
 #: Maximum characters of the path of a refused request in the request log.
-_MOST_PATH: Final = 128
+_MAX_PATH_CHARACTERS: Final = 128
 #: Paths of answers that can go on at another instance.
 _RESUMED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 #: Balancers ask here, and have no key.
@@ -334,7 +334,9 @@ class Router:
         driver = self._driver
         request_id = driver.next_id()
         label = label_of(head) or self._label_prefix + hex(request_id)[2:]
-        path = head.path if len(head.path) <= _MOST_PATH else head.path[:_MOST_PATH] + "..."
+        path = (
+            head.path if len(head.path) <= _MAX_PATH_CHARACTERS else head.path[:_MAX_PATH_CHARACTERS] + "..."
+        )
         owner = None if tenant is None else tenant.name
         request = Request(request_id, "", 0, generates=False)
         record = RequestRecord(request, _PLAIN, head.method, path, label, owner, since, 1, 0)

@@ -16,7 +16,7 @@ from hetlb.balancer.http.transfer_fields import TransferFilter, harmless
 #: RFC 5842, 7.2.
 LOOP_STATUS: Final = 508
 #: Statuses of an engine that has no room now, if it says when to come again.
-_BUSY: Final = (429, 503)
+_BUSY_STATUSES: Final = (429, 503)
 _EVENTS: Final = b"text/event-stream"
 #: Content types of answers with fields that are looked at.
 _WITH_FIELDS: Final = (b"application/json", b"text/event-stream")
@@ -73,7 +73,7 @@ class EngineAnswer:
     @property
     def is_busy(self) -> bool:
         """True if the engine says that it has no room now."""
-        return self.head.status in _BUSY
+        return self.head.status in _BUSY_STATUSES
 
     @property
     def busy_s(self) -> float | None:

@@ -21,9 +21,9 @@ from hetlb.balancer.engines.engine_pools import Target
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.request_record import RequestRecord
 
-#: Deadlines of requests are looked at this often.
+#: Seconds between looks at the deadlines of requests.
 SWEEP_S: Final = 0.5
-#: A timer that is so late says that this process stood still; it is due this often.
+#: Lateness of a timer, in seconds, that shows that this process stood still; and seconds between its calls.
 STALL_S: Final = 0.25
 BEAT_S: Final = 0.1
 #: Seconds after part of an answer in which a probe does not fail its instance.
@@ -31,7 +31,7 @@ EMITS_S: Final = 2.0
 #: Seconds over which ended requests are counted, in slices of one.
 WINDOW_S: Final = 10
 #: Longest `Retry-After` in seconds, and the largest share added at random: not all come back together.
-_LONGEST_S: Final = 40.0
+_LONGEST_RETRY_AFTER_S: Final = 40.0
 _SPREAD_SHARE: Final = 0.5
 
 
@@ -57,7 +57,7 @@ class DrainRate:
 
     def spread(self, wait_s: float) -> float:
         """Return a wait within the bounds, up to half as long again by chance."""
-        return min(_LONGEST_S, max(1.0, wait_s)) * (1.0 + _SPREAD_SHARE * self._rng.random())
+        return min(_LONGEST_RETRY_AFTER_S, max(1.0, wait_s)) * (1.0 + _SPREAD_SHARE * self._rng.random())
 
     def _turn(self, now: float) -> None:
         """Forget the slices that have left the window."""

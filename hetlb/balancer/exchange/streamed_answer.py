@@ -8,8 +8,8 @@ from hetlb.balancer.http.sse import SseWatcher
 from hetlb.balancer.http.text_shape import TextShape, pass_events, text_shape
 from hetlb.balancer.telemetry.histograms import FINE_MS, GapHistogram
 
-#: Of a stream whose shape changes so often it is seldom looked for.
-_MOST_VAIN: Final = 32
+#: Events in a row without the known shape after which a shape is seldom looked for.
+_MOST_VAIN_EVENTS: Final = 32
 LAST_EVENT: Final = b"data: [DONE]\n\n"
 
 
@@ -84,7 +84,7 @@ class StreamedAnswer(SseWatcher):
         # The first event of a chat only says who speaks: it is no text.
         if self._begins and self.between and self.events > 1:
             self._vain += 1
-            if self._vain <= _MOST_VAIN or not self._vain % _MOST_VAIN:
+            if self._vain <= _MOST_VAIN_EVENTS or not self._vain % _MOST_VAIN_EVENTS:
                 self._shape = text_shape(self._read_last, hide_ids=self._hides_ids)
         self._read_last = b""
 

@@ -67,7 +67,7 @@ logger = logging.getLogger("hetlb.proxy")
 FIRST_ROUND_S = 1.0
 #: Excess of new containers over gone ones after which the garbage collector looks.
 _GARBAGE_CONTAINERS = 20_000
-#: After SIGTERM readiness says no for this long before the listener closes, so that balancers notice.
+#: Seconds between SIGTERM, when readiness says no, and the end of the listener: balancers notice meanwhile.
 READINESS_LAG_S = 5.0
 
 

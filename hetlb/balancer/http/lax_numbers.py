@@ -16,7 +16,7 @@ _INTEGERS: Final = (
 )  # fmt: skip
 _INTEGER = re.compile(r"[+-]?[0-9]+(?:_[0-9]+)*(?:\.0+)?")
 _MOST_DIGITS: Final = 4300
-#: Values of float that an integer may have come from.
+#: Largest float that is read as an integer.
 _MOST_FLOAT: Final = 2.0**63
 _TRUE: Final = ("1", "true", "t", "yes", "y", "on")
 _FALSE: Final = ("0", "false", "f", "no", "n", "off")

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-#: A slice of the page takes about this long; then the event loop goes round once.
+#: Seconds of a slice of the page, after which the event loop goes round once.
 SLICE_S = 0.001
-#: Lines written at once.
-_LINES: Final = 256
+#: Lines of the page written at once.
+_WRITTEN_LINES: Final = 256
 
 
 Series: TypeAlias = Iterable[tuple[str, float | Histogram | GapHistogram | None]]
@@ -354,7 +354,7 @@ class MetricsPage:
                     kind = "histogram"
                 yield f"# HELP {name} {HELP[name]}\n# TYPE {name} {kind}\n"
                 lines = iter(series)
-                while some := list(islice(lines, _LINES)):
+                while some := list(islice(lines, _WRITTEN_LINES)):
                     yield "".join([_series(name, *each) for each in some])
         yield generate_latest(self._process).decode()
 

@@ -11,9 +11,9 @@ from hetlb.balancer.core.policies.sight import KEPT_FREE, ROOM, SchedulingContex
 from hetlb.options.classes.protected import Protected
 
 #: Share of the target of its first token that a request with targets waits for room beside tighter classes.
-_PATIENCE: Final = 0.3
+_PATIENCE_SHARE: Final = 0.3
 #: First tokens of a tighter class that a prompt may make late, times the margin squared.
-_MOST_LATE: Final = 0.25
+_MOST_LATE_TOKENS: Final = 0.25
 #: Steps of the search for a batch.
 _HALVINGS: Final = 6
 
@@ -79,7 +79,7 @@ def keep_free(ctx: SchedulingContext, sights: Sequence[Sight]) -> bool:
     for protected in cast("list[Protected]", ctx.demand.protected):
         if not service.background and protected.tightness() >= targets:
             break
-        if protected.hopeless or (not service.background and ctx.waited_s > _PATIENCE * targets[0]):
+        if protected.hopeless or (not service.background and ctx.waited_s > _PATIENCE_SHARE * targets[0]):
             continue
         rate += protected.rate(ctx.now)
         if rate > 0.0:
@@ -115,7 +115,7 @@ def _keep_free(ctx: SchedulingContext, sights: Sequence[Sight], protected: Prote
         left += _served(each, protected, each.load.batch + each.own, tokens, each.used_tokens)
         late_s = _first_token_beside_s(ctx, each, protected) - protected.ttft_s
         late = rate * late_s * (per_s / total if total > 0.0 else 1.0)
-        if left < wanted or late * protected.margin * protected.margin > _MOST_LATE:
+        if left < wanted or late * protected.margin * protected.margin > _MOST_LATE_TOKENS:
             each.state, kept = KEPT_FREE, True
     return kept
 

@@ -16,7 +16,7 @@ from hetlb.balancer.core.types import Outcome
 from hetlb.balancer.telemetry.histograms import weighted_percentile
 from hetlb.options.dashboard import balance
 from hetlb.options.dashboard.page import EventStream, page_file
-from hetlb.options.recent import BIN_S, BINS, POINTS, Recent, Stretch, latencies
+from hetlb.options.recent import BIN_S, BINS, KEPT_POINTS, Recent, Stretch, latencies
 
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService
@@ -138,6 +138,6 @@ def accuracy(recent: Recent) -> dict[str, Any]:
             round(expected_s, 4),
             round(took_s, 4),
         )
-        for _, name, predicted, tokens, expected_s, took_s in recent.points[-POINTS:]
+        for _, name, predicted, tokens, expected_s, took_s in recent.points[-KEPT_POINTS:]
     ]
     return {"instances": list(names), "points": points}

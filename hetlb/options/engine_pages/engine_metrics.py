@@ -49,10 +49,10 @@ _RANKS: Final = (
 _REPLICAS: Final = ("ReplicaId", "WorkerId", "replica", "pod", "instance", "model")
 _PRIORITY: Final = "priority"
 #: Number of read label texts that are kept: they are the same at every scrape until a restart.
-_LABELS_KEPT: Final = 1024
-#: More engines than this behind one URL is nonsense.
+_KEPT_LABELS: Final = 1024
+#: Maximum number of engines behind one URL: more is nonsense.
 _MAX_ENGINES: Final = 4096
-#: More requests or tokens than this on one server is nonsense.
+#: Maximum number of requests or tokens on one server: more is nonsense.
 _MAX_COUNT: Final = 1 << 40
 _BEGAN: Final = "process_start_time_seconds"
 _NAMES: Final = frozenset(
@@ -85,7 +85,7 @@ class EngineCounters(PickleByFields):
         return 1.0 + (self.accepted_tokens - (before.accepted_tokens or 0)) / drafts if drafts > 0 else None
 
 
-@lru_cache(_LABELS_KEPT)
+@lru_cache(_KEPT_LABELS)
 def _known(name: bytes) -> tuple[str, str]:
     """Return the prefix of a name's table, and the name as tables spell it if it is read; "" for none."""
     prefix, found = spelled(name.decode("utf-8", "replace"))
@@ -272,7 +272,7 @@ def _by_engine(
     return engines
 
 
-@lru_cache(_LABELS_KEPT)
+@lru_cache(_KEPT_LABELS)
 def _place(text: str, engine_label: str) -> tuple[str, str, str]:
     """Return what labels say of the place of a series: engine, priority, and all others but ranks."""
     labels = {name: value for name, value in _LABEL.findall(text) if name not in _RANKS}
@@ -373,7 +373,7 @@ def _kv_tokens(series: Series, missing: list[str], invalid: list[str]) -> tuple[
     return per_engine, block_size
 
 
-@lru_cache(_LABELS_KEPT)
+@lru_cache(_KEPT_LABELS)
 def _cache_config(text: str) -> tuple[str, int | None, int | None, bool | None]:
     """Parse the labels of a `CACHE_CONFIG`: engine, block size, KV tokens, prefix caching."""
     labels = dict(_LABEL.findall(text))

@@ -32,18 +32,18 @@ from hetlb.options.source import Found, Publish, SourceFailedError
 
 #: Folder of a pod's own token, authority and namespace.
 ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-#: A watch is ended by the server after so long, and given up when nothing comes for a little longer.
+#: Seconds after which the server ends a watch, which is given up when nothing comes for a little longer.
 WATCH_S: Final = 60
 _CONNECT_S: Final = 5.0
 _LIST_S: Final = 30.0
 #: Seconds between two connections of a watch.
 _AGAIN_S: Final = 0.2
 #: Objects of one page of a list.
-_PAGE: Final = 500
+_PAGE_OBJECTS: Final = 500
 #: Connections of a watch that break one after the other before the source has failed.
-_MOST_BROKEN: Final = 5
+_MOST_BROKEN_CONNECTIONS: Final = 5
 #: Status of a version that the server does not know any more.
-_EXPIRED: Final = 410
+_EXPIRED_STATUS: Final = 410
 
 
 class Metadata(msgspec.Struct, rename="camel"):
@@ -246,7 +246,7 @@ class Watch:
                     self._publish()
                     await self._follow(client, version)
                 except httpx2.HTTPStatusError as error:
-                    if _answer(error)[0] != _EXPIRED:
+                    if _answer(error)[0] != _EXPIRED_STATUS:
                         raise
         except httpx2.HTTPStatusError as error:
             status, reason = _answer(error)
@@ -265,7 +265,7 @@ class Watch:
         """Take all objects; return the version that they are of."""
         items = {}
         async with asyncio.timeout(_LIST_S):
-            listed = client.list(self._kind, chunk_size=_PAGE, **self._only)
+            listed = client.list(self._kind, chunk_size=_PAGE_OBJECTS, **self._only)
             async for each in listed:
                 item = msgspec.convert(dict(each), Item)
                 items[item.metadata.name] = item
@@ -300,7 +300,7 @@ def _answer(error: httpx2.HTTPStatusError) -> tuple[int, str]:
 
 def _after(error: Exception, count: int) -> OnErrorResult:
     """Return what follows a broken watch: another connection, unless the server refuses or is gone."""
-    if isinstance(error, httpx2.HTTPStatusError) or count > _MOST_BROKEN:
+    if isinstance(error, httpx2.HTTPStatusError) or count > _MOST_BROKEN_CONNECTIONS:
         return OnErrorResult(OnErrorAction.RAISE)
     return OnErrorResult(OnErrorAction.RETRY)
 

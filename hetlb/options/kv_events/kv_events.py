@@ -106,7 +106,7 @@ _decode_arrays: Final = msgspec.msgpack.Decoder(_Arrays).decode
 _decode_maps: Final = msgspec.msgpack.Decoder(_Maps).decode
 _decode_extras: Final = msgspec.msgpack.Decoder(tuple[tuple[Any, ...] | None, ...] | None).decode
 #: Bytes of extra keys that are looked at: they are of any type, and take fifty times as much memory.
-_MOST_EXTRAS: Final = 64 << 10
+_MAX_EXTRA_BYTES: Final = 64 << 10
 
 
 def read_batch(payload: bytes) -> Iterator[KvEvent]:
@@ -155,8 +155,8 @@ def _name(block_hash: BlockHash) -> int:
 
 def _extras(raw: msgspec.Raw, adapter: str) -> list[str]:
     """Extra keys of each block beside its tokens: its salt, its images. The adapter is a name of its own."""
-    if len(raw) > _MOST_EXTRAS:
-        raise ValueError(f"expected at most {_MOST_EXTRAS} bytes of extra keys, got {len(raw)}")
+    if len(raw) > _MAX_EXTRA_BYTES:
+        raise ValueError(f"expected at most {_MAX_EXTRA_BYTES} bytes of extra keys, got {len(raw)}")
     return ["\0".join(str(key) for key in keys or () if key != adapter) for keys in _decode_extras(raw) or ()]
 
 

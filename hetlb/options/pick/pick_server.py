@@ -27,7 +27,7 @@ from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import ConfigError
 from hetlb.inputs.urls import bracketed
 from hetlb.options.pick import messages
-from hetlb.options.pick.calls import MAX_BESIDE_BODY, ProcessCall
+from hetlb.options.pick.calls import MAX_BESIDE_BODY_BYTES, ProcessCall
 from hetlb.options.pick.pick_driver import PickDriver
 from hetlb.options.pick.pick_table import pick_table
 from hetlb.options.pick.stream import PickerState
@@ -42,9 +42,9 @@ MAX_CONNECTIONS: Final = 1024
 MAX_CALLS_EACH: Final = 100
 MAX_CALLS: Final = 16_384
 #: Bytes of a call that are read ahead of the picker.
-_AHEAD_BYTES: Final = 64 << 10
+_READ_AHEAD_BYTES: Final = 64 << 10
 _MS: Final = 1000
-#: Longer than any drain: `close` ends it.
+#: Seconds beyond any drain: `close` ends it.
 _UNTIL_CLOSED_S: Final = 1e6
 #: Options of grpcio's server (grpc_types.h), beside the size of a message.
 _OPTIONS: Final = (
@@ -52,7 +52,7 @@ _OPTIONS: Final = (
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.max_concurrent_streams", MAX_CALLS_EACH),
     ("grpc.http2.max_requests_per_read", 2),
-    ("grpc.http2.lookahead_bytes", _AHEAD_BYTES),
+    ("grpc.http2.lookahead_bytes", _READ_AHEAD_BYTES),
     ("grpc.http2.bdp_probe", 0),  # it would raise what is read ahead, and pings at every read
     ("grpc.max_metadata_size", 8 << 10),
     ("grpc.absolute_max_metadata_size", 16 << 10),
@@ -135,7 +135,7 @@ class PickServer:
     async def start(self, host: str, port: int, sockets: Sequence[socket.socket] = ()) -> tuple[str, int]:
         """Accept gateways; returns the address in use. Raises `OSError` if it cannot be bound."""
         assert not sockets, "expected an address: grpcio takes no listening sockets"
-        largest = self.state.table.buffer_bytes + MAX_BESIDE_BODY
+        largest = self.state.table.buffer_bytes + MAX_BESIDE_BODY_BYTES
         server: Any = grpc.aio.server()
         self._grpc = server
         options = (*_OPTIONS, ("grpc.max_receive_message_length", largest))

@@ -25,7 +25,7 @@ from hetlb.options.pick.pick_server import PickServer, gateway_certificates
 from hetlb.options.pick.pick_table import pick_table
 from hetlb.systemd import NO_LISTENERS, Listeners
 
-#: Names of instances are resolved again this often.
+#: Seconds between two resolutions of the names of instances.
 _RESOLVE_S: Final = 5.0
 #: Names that are looked up at once: a dead name server holds up a start by 5 s for every 32 names.
 _LOOKUPS: Final = 32

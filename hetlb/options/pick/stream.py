@@ -38,8 +38,8 @@ from hetlb.options.pick.tenant_names import TenantNames
 logger = logging.getLogger("hetlb.pick")
 
 OBJECTIVE: Final = b"x-gateway-inference-objective"
-#: Larger pieces than this are not sent in full duplex mode (Envoy's recommendation).
-_PIECE: Final = 64 << 10
+#: Maximum bytes of a piece in full duplex mode (Envoy's recommendation).
+_MAX_PIECE_BYTES: Final = 64 << 10
 #: Seconds without a byte after which a body has stopped.
 _BODY_STOP_S: Final = 10
 #: Seconds between two lines about an error of ours, or a gateway that does not reach an instance.
@@ -366,9 +366,9 @@ class HttpStream(Upstream):
     def _send_body(self, body: bytes) -> None:
         """Give a request's body back to Envoy in full duplex mode."""
         last = not self._trailers
-        for at in range(0, max(1, len(body)), _PIECE):
-            piece = body[at : at + _PIECE]
-            end = last and at + _PIECE >= len(body)
+        for at in range(0, max(1, len(body)), _MAX_PIECE_BYTES):
+            piece = body[at : at + _MAX_PIECE_BYTES]
+            end = last and at + _MAX_PIECE_BYTES >= len(body)
             self._reply(messages.streamed_body("request_body", piece, end=end))
 
     def _release_body(self, body: bytes) -> None:

@@ -23,7 +23,7 @@ _MATCH_THRESHOLD: Final = 0.3
 _BALANCE_ABS_THRESHOLD: Final = 64
 _BALANCE_REL_THRESHOLD: Final = 1.5
 #: Number of prefixes that `prefix` remembers, the ones used last.
-_PREFIXES_KEPT: Final = 65_536
+_KEPT_PREFIXES: Final = 65_536
 #: Prefix of the key of a session among the keys of a request.
 _SESSION: Final = "session:"
 
@@ -224,7 +224,7 @@ class PrefixMatch(Policy):
                 key = (request.model, name)
                 sent.setdefault(key, set()).add(chosen.tree.cache_id)
                 sent.move_to_end(key)
-        while len(sent) > _PREFIXES_KEPT:
+        while len(sent) > _KEPT_PREFIXES:
             sent.popitem(last=False)
 
 

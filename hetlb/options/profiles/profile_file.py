@@ -232,10 +232,10 @@ class FitReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     mixed: PhaseReport | None = None
 
 
-#: Errors above these make a fit one not to rely on: default sweeps have 1 to 5 % in the mean.
+#: Largest mean and maximum errors of a fit to rely on: default sweeps have 1 to 5 % in the mean.
 MEAN_ERROR_LIMIT = 0.10
 MAX_ERROR_LIMIT = 0.30
-#: A standard error above this makes a point one that a quieter machine should measure again.
+#: Largest standard error of a point: beyond, a quieter machine should measure it again.
 UNCERTAINTY_LIMIT = 0.05
 
 

@@ -24,8 +24,8 @@ from hetlb.balancer.core.latency import (
 )
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 
-#: Batches up to this one are found without a search.
-_MOST_PIECES: Final = 1024
+#: Largest batch that is found without a search.
+_MOST_BATCHES: Final = 1024
 
 
 @mypyc_attr(acyclic=True)
@@ -266,7 +266,7 @@ class _Pieces(StepForm):
         pieces.reverse()
         found: list[_Piece] = []
         for piece, batch in zip(pieces, batches, strict=True):
-            found += [piece] * (min(batch, _MOST_PIECES) + 1 - len(found))
+            found += [piece] * (min(batch, _MOST_BATCHES) + 1 - len(found))
         object.__setattr__(self, "_end", float(len(found) - 1))
         object.__setattr__(self, "_pieces", found)
 

@@ -19,7 +19,7 @@ from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.core.types import InstanceSpec
 
 Packet: TypeAlias = tuple[Any, ...]
-_MOST_BYTES = 60_000
+_MAX_MESSAGE_BYTES = 60_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class ChildControl:
     def receive(self) -> tuple[Packet, list[int]] | None:
         """Return the next packet and its descriptors, if any. Raises `EOFError` at the end."""
         try:
-            data, fds, _, _ = socket.recv_fds(self._socket, _MOST_BYTES, 4)
+            data, fds, _, _ = socket.recv_fds(self._socket, _MAX_MESSAGE_BYTES, 4)
         except BlockingIOError:
             return None
         except OSError as error:

@@ -22,7 +22,7 @@ from hetlb.options.resume.progress import Kept, Progress
 from hetlb.options.resume.resume_fields import CHAT_ONLY, NOT_READ, Asked, read_answer, read_asked, read_ids
 
 #: Maximum number of leases in a row that bring few tokens: an answer may be what engines fail of.
-MOST_RESUMED: Final = 5
+MAX_FRUITLESS_LEASES: Final = 5
 #: Minimum number of tokens that a lease brings, or it counts.
 _LEAST_TOKENS: Final = 16
 #: Prompt tokens that a template may add to one for each byte of the body.
@@ -331,7 +331,7 @@ class Continuation:
 
     def may_go_on(self, answer: EngineAnswer | None, unsent: bool) -> bool:
         """Return True unless it is known already that an answer cannot; `unsent`: the client has nothing."""
-        if self._fruitless >= MOST_RESUMED:
+        if self._fruitless >= MAX_FRUITLESS_LEASES:
             return False
         if self.progress is None:  # of a plain answer that is not whole nothing was sent
             return unsent and answer is not None and answer.whole_only

@@ -17,7 +17,7 @@ from hetlb.balancer.http.sse import data_of
 from hetlb.options.resume.resume_fields import NOT_READ
 
 #: Maximum bytes of a prompt's token ids that are kept: as many as `MAX_INJECT_BYTES` of text have.
-_MAX_PROMPT_IDS: Final = 1 << 19
+_MAX_PROMPT_ID_BYTES: Final = 1 << 19
 #: Bytes of one stream that are kept as they came: some 800 events, read in 3 ms.
 _RAW_BYTES: Final = 256 << 10
 #: Bytes of text, of token ids and of an unfinished event of one stream.
@@ -154,7 +154,7 @@ class Progress:
                 self.spoil("tool calls")
                 return
         prompt = bytes(chunk.prompt_token_ids or choice.prompt_token_ids)
-        if has_prompt and prompt[:1] == b"[" and len(prompt) <= _MAX_PROMPT_IDS:
+        if has_prompt and prompt[:1] == b"[" and len(prompt) <= _MAX_PROMPT_ID_BYTES:
             self.prompt_ids = prompt
         if choice.finish_reason == "abort":
             return  # no end, and nothing that the client has: vLLM gives up what it runs when it is stopped

@@ -28,11 +28,11 @@ from hetlb.options.remote_leases import RemoteLeases
 #: Seconds over which the rate of peers' bookings is a mean.
 _RATE_S: Final = 1.0
 #: Requests that a decision assumes to be unseen, at most: each costs a decision.
-_MOST_UNSEEN: Final = 8.0
+_MOST_UNSEEN_REQUESTS: Final = 8.0
 #: Largest share of the score that an instance of the own share may be worse than the best.
 _MOST_WORSE_SHARE: Final = 0.15
-#: Larger fleets are not dealt out: that costs more than a decision.
-_MOST_DEALT: Final = 128
+#: Most instances of a fleet that is dealt out: more cost more than a decision.
+_MOST_DEALT_INSTANCES: Final = 128
 
 
 class SharedView:
@@ -119,7 +119,7 @@ class SharedView:
         if not self._remote.of:
             return scheduler.on_arrival(request, now)
         expected = self._unseen(now)
-        if expected and len(scheduler.instances) <= _MOST_DEALT:
+        if expected and len(scheduler.instances) <= _MOST_DEALT_INSTANCES:
             within = min(_MOST_WORSE_SHARE, expected)
             request = replace(request, preferred=self._share(), preferred_within=within)
         unseen = int(self._rng.random() * (0.5 + expected))
@@ -149,7 +149,7 @@ class SharedView:
     def _unseen(self, now: float) -> float:
         """Return the number of requests that peers book within the delay of their news."""
         rate = self._rate * math.exp((self._rate_at - now) / _RATE_S)
-        return min(_MOST_UNSEEN, rate * self.delay_s)
+        return min(_MOST_UNSEEN_REQUESTS, rate * self.delay_s)
 
     def _heard(self, now: float) -> None:
         """Count a request that a peer booked: its rate is a mean over the last second or so."""

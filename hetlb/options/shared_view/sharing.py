@@ -36,12 +36,12 @@ _LEAVE: Final = 3
 _RETRY_S: Final = 0.25
 #: Longest wait for the last messages to be published, in seconds; beyond `silent_s` peers need none of them.
 _LAST_WORDS_S: Final = 1.0
-#: A longer message is none.
-MOST_BYTES: Final = 2 * PART_BYTES
+#: Maximum bytes of a message.
+MAX_MESSAGE_BYTES: Final = 2 * PART_BYTES
 #: Peers at once, and their leases in all: a message beyond is none.
 _MOST_PEERS: Final = 256
 _MOST_LEASES: Final = 1 << 18
-#: An own message that was longer on its way says no more of the way.
+#: Longest way of an own message, in seconds, that says something of the way.
 _MOST_AGE_S: Final = 60.0
 #: Weight of one more echo in the mean age of news.
 _ECHO_WEIGHT: Final = 0.1
@@ -199,8 +199,8 @@ class Sharing:
             self.view.delay_s += _ECHO_WEIGHT * (age_s - self.view.delay_s)
             return
         try:
-            if not isinstance(data, bytes) or len(data) > MOST_BYTES:
-                raise ValueError(f"expected a message of at most {MOST_BYTES >> 20} MiB")
+            if not isinstance(data, bytes) or len(data) > MAX_MESSAGE_BYTES:
+                raise ValueError(f"expected a message of at most {MAX_MESSAGE_BYTES >> 20} MiB")
             message = _decode(data)
             if message.name not in self._heard_at and len(self._heard_at) >= _MOST_PEERS:
                 raise ValueError(f"expected at most {_MOST_PEERS} peers")

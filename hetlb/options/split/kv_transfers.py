@@ -51,7 +51,7 @@ _MARGIN_SHARE: Final = 0.1
 _LEAST_MARGIN_S: Final = 0.5
 #: Maximum time of a decode leg in multiples of the expected one: where the prefill instance hangs, it never
 #: answers.
-_PATIENCE: Final = 5.0
+_PATIENCE_FACTOR: Final = 5.0
 #: Lower bound of that, in seconds: the first contact of two engines takes about 5 s on RDMA.
 _LEAST_PATIENCE_S: Final = 10.0
 _ASK: Final = (
@@ -259,7 +259,7 @@ class Split(Plain):
         lease_s = self._link.lease_s
         self._until = min(
             read_at + lease_s - max(_LEAST_MARGIN_S, _MARGIN_SHARE * lease_s),
-            now + max(_LEAST_PATIENCE_S, _PATIENCE * expected_s),
+            now + max(_LEAST_PATIENCE_S, _PATIENCE_FACTOR * expected_s),
         )
         if self.engine is None and self.answer is None:
             exchange.enter(states.DISPATCHED, now)

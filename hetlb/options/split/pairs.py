@@ -26,10 +26,10 @@ from hetlb.options.split.split_choice import (
 )
 from hetlb.options.split.transfers import TransferTimes
 
-#: A pair must cost less than this share of what one instance costs: it takes two slots, and may fail.
-_WORTH: Final = 0.9
+#: Largest cost of a pair over one instance's: it takes two slots, and may fail.
+_WORTH_SHARE: Final = 0.9
 #: Share of its time that a decode instance is taken to spend on prompts, at most.
-_MOST_PREFILL: Final = 0.95
+_MOST_PREFILL_SHARE: Final = 0.95
 #: Share of the lease on held KV blocks in which an answer that is no stream is to end.
 _LEASE_SHARE: Final = 0.4
 
@@ -60,7 +60,7 @@ def choose_pair(
     """
     pairs = _Pairs(ctx, evaluation, transfers, mixed)
     whole = pairs.best_whole()
-    below = math.inf if whole is None else _WORTH * pairs.whole_score
+    below = math.inf if whole is None else _WORTH_SHARE * pairs.whole_score
     pair = pairs.best_pair(below)
     instances = evaluation.instances
     if pair is not None and pair.in_time:
@@ -239,7 +239,7 @@ class _Pairs:
         """Return the seconds that future prefills delay a joining sequence, at their recent rate."""
         cost = each.cost
         share = each.seen.prefilling.per_s(self._ctx.now) * cost.token_prefill_s / each.load.engines
-        return min(share, _MOST_PREFILL) * cost.prefill_s if cost.prefill_s > each.with_s else 0.0
+        return min(share, _MOST_PREFILL_SHARE) * cost.prefill_s if cost.prefill_s > each.with_s else 0.0
 
     def candidates(self, pair: _Pair | None) -> list[Candidate]:
         """Candidates for people; instances that get no whole request by their role are not eligible."""

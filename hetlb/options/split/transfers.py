@@ -15,12 +15,12 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import KvLink
 from hetlb.options.split.fetch_checks import FetchChecks
 
-#: Evidence this old counts 1/e, in seconds.
+#: Age of evidence, in seconds, at which it counts 1/e.
 MEMORY_S: Final = 60.0
 #: Seconds of transfers as first estimated that stand against the first evidence.
 PRIOR_S: Final = 0.02
 #: Largest factor on a nominal time, and inverse of the least.
-MOST: Final = 64.0
+MOST_FACTOR: Final = 64.0
 
 #: Incarnations are below this: a pair is one number, which is found faster than a tuple.
 _SPAN: Final = 1 << 28
@@ -47,7 +47,7 @@ class _Evidence:
     def factor(self, now: float) -> float:
         keep = math.exp(-(now - self.at) / MEMORY_S)
         factor = (self.observed_s * keep + PRIOR_S) / (self.nominal_s * keep + PRIOR_S)
-        return min(MOST, max(1.0 / MOST, factor))
+        return min(MOST_FACTOR, max(1.0 / MOST_FACTOR, factor))
 
 
 class TransferTimes:

@@ -40,7 +40,7 @@ _MOST_STEP_BYTES: Final = 4096
 #: Descriptors that one packet can carry (SCM_MAX_FD of Linux).
 MOST_LISTENERS: Final = 253
 #: Seconds between tries of a process that took over to have the name itself.
-NAME_S: Final = 0.1
+NAME_RETRY_S: Final = 0.1
 #: Seconds that either side waits for the other's next step; engines are looked at meanwhile.
 STEP_S: Final = 30.0
 
@@ -121,7 +121,7 @@ class Offer:
                 if _is_of_another(address):
                     text = "a process of another user holds the name at which --replace looks for this one"
                     self._refusals.tell(logger, Event.HANDOVER_REFUSED, text)
-                await asyncio.sleep(NAME_S)
+                await asyncio.sleep(NAME_RETRY_S)
             waiting.listen(1)
             share = Share()
             while True:

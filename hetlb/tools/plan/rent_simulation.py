@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hetlb.balancer.core.policies.base import PlannedType
-from hetlb.options.plans.worth import ALIKE_LENGTHS, busy_s, log_ratio
+from hetlb.options.plans.worth import ALIKE_LOG_LENGTHS, busy_s, log_ratio
 from hetlb.options.profiles.profile_file import Profile
 from hetlb.tools.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
 from hetlb.tools.plan.highs import LinearProgram, SolveLimits
@@ -112,7 +112,7 @@ def _told_apart(kinds: Sequence[RequestType]) -> list[list[RequestType]]:
     found: list[list[RequestType]] = []
     for kind in kinds:
         for group in found:
-            alike = log_ratio(group[0].input_tokens, kind.input_tokens) <= ALIKE_LENGTHS
+            alike = log_ratio(group[0].input_tokens, kind.input_tokens) <= ALIKE_LOG_LENGTHS
             if alike and group[0].model == kind.model:
                 group.append(kind)
                 break

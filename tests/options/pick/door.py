@@ -23,7 +23,7 @@ from hetlb.options.pick.messages import STREAMED
 from hetlb.options.pick.pick_driver import PickDriver
 from hetlb.options.pick.pick_table import PickTable
 from hetlb.options.pick.stream import HttpStream, PickerState
-from hetlb.options.pick.tenant_names import MOST
+from hetlb.options.pick.tenant_names import MAX_NAMES
 
 #: The messages of a request and its answer, as Envoy sends them.
 HEADERS = request_headers(STREAMED).SerializeToString()
@@ -78,7 +78,7 @@ class Door:
         assert self.scheduler.in_flight == 0
         assert len(self.scheduler.queue) == 0
         assert self.state.held_bytes == 0
-        assert len(self.state.tenants) <= MOST
+        assert len(self.state.tenants) <= MAX_NAMES
         self.scheduler.check_integrity()
         # Nothing of one input is to be held against the next.
         instance = self.scheduler.instances[0]
