@@ -58,6 +58,19 @@ class KeyLimits(Protocol):
     def of(self, name: str) -> KeyLimiter | None: ...
 
 
+class BrowserPages(Protocol):
+    """Pages of other origins that may read answers (`browsers`)."""
+
+    def lines(self, head: RequestHead) -> bytes: ...
+    def permission(self, head: RequestHead) -> bytes: ...
+
+
+class ClientAddresses(Protocol):
+    """Addresses of clients behind trusted proxies (`client_addresses`)."""
+
+    def of(self, head: RequestHead, peer: str) -> str: ...
+
+
 class RequestSpans(Protocol):
     """Ids of the spans of one request (`tracing`), which writes them to the head for the engine."""
 

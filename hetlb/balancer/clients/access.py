@@ -80,10 +80,8 @@ def load_access(fleet: Fleet) -> Access:
             "got true: the engines would see those keys"
         )
     networks = tuple(
-        _network(text, f"{where}admin.registration_networks") for text in admin.registration_networks
+        network_of(text, f"{where}admin.registration_networks") for text in admin.registration_networks
     )
-    for text in fleet.file.proxy.trusted_proxies:
-        _network(text, f"{where}proxy.trusted_proxies")
     model_keys = {}
     for m, model in enumerate(fleet.file.models):
         key = read_secret(model.api_key_file, model.api_key_env, f"{where}models[{m}].api_key", base)
@@ -179,7 +177,8 @@ def _bearer(key: bytes | None) -> bytes | None:
 # --- networks ----------------------------------------------------------------------------------------
 
 
-def _network(text: str, where: str) -> Network:
+def network_of(text: str, where: str) -> Network:
+    """Return the network at a key. Raises `ConfigError`."""
     try:
         return ipaddress.ip_network(text)
     except ValueError as caught:

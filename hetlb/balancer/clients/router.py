@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import ipaddress
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -39,7 +38,15 @@ from hetlb.errors import ConfigError
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.engine_blocks import PromptBlocks
-    from hetlb.balancer.interfaces import ClientKey, OtherNames, PromptKeys, RequestClasses, SpanMaker
+    from hetlb.balancer.interfaces import (
+        BrowserPages,
+        ClientAddresses,
+        ClientKey,
+        OtherNames,
+        PromptKeys,
+        RequestClasses,
+        SpanMaker,
+    )
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
@@ -56,15 +63,6 @@ _PLAIN: Final = Kind.PLAIN
 _REALTIME: Final = Kind.REALTIME
 _MULTIPART: Final = b"multipart/"
 _FORM: Final = b"application/x-www-form-urlencoded"
-#: CORS: lines of every answer to a page of another origin, and lines for the preflight (Fetch, 3.2).
-_CORS_LINES: Final = (
-    b"access-control-allow-origin: %b\r\nvary: Origin\r\n"
-    b"access-control-expose-headers: x-request-id, x-hetlb-instance, retry-after\r\n"
-)
-_PREFLIGHT: Final = (
-    b"access-control-allow-methods: GET, POST, DELETE\r\naccess-control-allow-headers: %b\r\n"
-    b"access-control-max-age: 600\r\n"
-)
 _READS: tuple[bytes, ...] = (b"GET", b"HEAD")
 
 
@@ -106,15 +104,20 @@ class Router:
     def configure(self, table: ProxyTable) -> None:
         """Names of headers and paths that hold from now on."""
         self._extra_paths = frozenset(table.extra_paths)
-        self._origins = frozenset(each.encode("ascii") for each in table.cors_origins)
-        self._trusted = tuple(ipaddress.ip_network(each) for each in table.trusted_proxies)
+        #: Pages of other origins that may read answers, and addresses that other proxies tell; None without.
+        self._pages: BrowserPages | None = None
+        if table.cors_origins:
+            self._pages = hook("browsers", table.cors_origins)
+        self._forwarded: ClientAddresses | None = None
+        if table.trusted_proxies:
+            self._forwarded = hook("client_addresses", table.trusted_proxies)
         self._session_header = table.session_header.lower().encode()
         self._tenant_header = None if table.tenant_header is None else table.tenant_header.lower().encode()
 
     def authenticate(self, head: RequestHead) -> ClientKey | None:
         """Return the tenant of a request by its key; None if none is needed. Raises `GateError` (401)."""
         tenants = self.tenants
-        if tenants is None or (self._origins and head.method == b"OPTIONS"):
+        if tenants is None or (self._pages is not None and head.method == b"OPTIONS"):
             return None  # browsers ask for permission without a key
         authorization = head.fields.get(b"authorization")
         if authorization is not None:
@@ -131,10 +134,7 @@ class Router:
 
     def cors_lines(self, head: RequestHead) -> bytes:
         """Return header lines that let a browser's page of another origin read the answer; b"" for others."""
-        origin = head.fields.get(b"origin") if self._origins else None
-        if origin is None or not self._origins & {origin.lower(), b"*"}:
-            return b""
-        return _CORS_LINES % origin
+        return b"" if self._pages is None else self._pages.lines(head)
 
     def knows(self, path: str) -> bool:
         """Return True if something that takes a body is at a path."""
@@ -150,9 +150,8 @@ class Router:
                 "The request came back: an instance leads to this proxy.",
                 lines=b"via: 1.1 " + self._driver.forward_rules.own + b"\r\n",
             )
-        if self._origins and head.method == b"OPTIONS":
-            asked = head.fields.get(b"access-control-request-headers", b"*")
-            return error_responses.response(200, b"", lines=_PREFLIGHT % asked, close=not head.keep_alive)
+        if self._pages is not None and head.method == b"OPTIONS":
+            return self._pages.permission(head)
         path = head.path
         kind: Kind | None = ENDPOINTS.get(path)
         if kind is None and path in self._extra_paths:
@@ -241,7 +240,8 @@ class Router:
         outgoing = EngineRequest(head, call.body, engine_text)
         exchange = Exchange(driver, client, outgoing, kind, call, request, text, self._plain, owner)
         record = exchange.record
-        record.address = self._address_of(head, client.address) if self._trusted else client.address
+        forwarded = self._forwarded
+        record.address = client.address if forwarded is None else forwarded.of(head, client.address)
         if driver.resumes and request.generates and request.sequences == 1 and head.path in _RESUMED_PATHS:
             how = self.resume.get((model, service.name), driver.table.resume)
             if how is not False:
@@ -300,22 +300,6 @@ class Router:
             service=service,
         )
 
-    def _address_of(self, head: RequestHead, peer: str) -> str:
-        """Address of the client: of `peer` and `X-Forwarded-For` the last that is no trusted proxy."""
-        forwarded = head.fields.get(b"x-forwarded-for")
-        if forwarded is None:
-            return peer
-        for text in [peer, *reversed(forwarded.decode("latin-1").split(","))]:
-            text = text.strip()
-            try:
-                address = ipaddress.ip_address(text)
-            except ValueError:
-                break
-            peer = str(address)
-            if not any(address in network for network in self._trusted):
-                break
-        return peer
-
     def _claimed(self, head: RequestHead, owner: str | None) -> str | None:
         """Return the tenant that a header names (one of a key's owner, if there are keys)."""
         assert self._tenant_header is not None
@@ -340,7 +324,7 @@ class Router:
         owner = None if tenant is None else tenant.name
         request = Request(request_id, "", 0, generates=False)
         record = RequestRecord(request, _PLAIN, head.method, path, label, owner, since, 1, 0)
-        record.address = self._address_of(head, peer) if self._trusted else peer
+        record.address = peer if self._forwarded is None else self._forwarded.of(head, peer)
         record.outcome, record.status, record.ended_at = answer.outcome, answer.status, driver.now()
         driver.refused(answer.outcome, answer.status, record)
         return label

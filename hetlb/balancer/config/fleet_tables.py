@@ -137,8 +137,8 @@ class ProxyTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     api_keys_file: Annotated[str | None, of("api_keys")] = None
     passthrough_authorization: bool = False
     forward_headers: tuple[HeaderName, ...] = ()
-    trusted_proxies: tuple[str, ...] = ()
-    cors_origins: tuple[OriginText, ...] = ()
+    trusted_proxies: Annotated[tuple[str, ...], of("client_addresses")] = ()
+    cors_origins: Annotated[tuple[OriginText, ...], of("browsers")] = ()
     heartbeat_s: NonNegative = 0.0
     resume: Annotated[Resume, of("resume")] = False
     max_connections: PositiveInt | None = None
