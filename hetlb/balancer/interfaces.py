@@ -16,6 +16,7 @@ from hetlb.balancer.core.prefix_index import PrefixKey
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, Command, Dispatch, EngineSample, Request
+from hetlb.balancer.exchange.scheduler_side import SchedulerSide
 from hetlb.balancer.http.http1 import RequestHead
 from hetlb.balancer.http.openai_body import Call
 from hetlb.balancer.telemetry.request_record import RequestRecord
@@ -122,10 +123,11 @@ class OtherNames(Protocol):
     def rename(self, call: Call, model: str) -> bytes: ...
 
 
-#: Keys and blocks of a request's prompts, by its head, call, model, owner, header of sessions, tokens of a
-#: block (`prefix_keys`).
+#: Keys and blocks of a request's prompts, by its head, call, model, owner, header of sessions and scheduler
+#: (`prefix_keys`).
 PromptKeys: TypeAlias = Callable[
-    [RequestHead, Call, str, str | None, bytes, int], tuple[tuple[PrefixKey, ...], PromptBlocks | None]
+    [RequestHead, Call, str, str | None, bytes, SchedulerSide],
+    tuple[tuple[PrefixKey, ...], PromptBlocks | None],
 ]
 
 

@@ -277,8 +277,9 @@ class Router:
         prefix_keys: tuple[PrefixKey, ...] = ()
         blocks: PromptBlocks | None = None
         if generates and self._keys_of is not None:
-            block_tokens = driver.scheduling.block_tokens
-            prefix_keys, blocks = self._keys_of(head, call, model, owner, self._session_header, block_tokens)
+            prefix_keys, blocks = self._keys_of(
+                head, call, model, owner, self._session_header, driver.scheduling
+            )
         splits = driver.splits if sequences == 1 else None
         return Request(
             id=driver.next_id(),

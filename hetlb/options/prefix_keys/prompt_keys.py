@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from hetlb.balancer.core.prefix_index import PrefixKey
+from hetlb.balancer.exchange.scheduler_side import SchedulerSide
 from hetlb.balancer.http.http1 import RequestHead
 from hetlb.balancer.http.openai_body import Call
 from hetlb.extras import option
@@ -36,13 +37,18 @@ _lists = msgspec.json.Decoder(list[list[int]])
 
 
 def keys_of(
-    head: RequestHead, call: Call, model: str, owner: str | None, session_header: bytes, block_tokens: int
+    head: RequestHead,
+    call: Call,
+    model: str,
+    owner: str | None,
+    session_header: bytes,
+    scheduling: SchedulerSide,
 ) -> tuple[tuple[PrefixKey, ...], PromptBlocks | None]:
-    """Return keys of what a request's prompts begin with, and digests of its blocks of `block_tokens`."""
+    """Return keys of what a request's prompts begin with, and digests of its blocks, if engines tell theirs."""
     ids = token_ids(call) if call.ids else None
     keys = id_keys(ids, model, call.cache_salt, owner) if ids else text_keys(call, model, owner)
     blocks: PromptBlocks | None = None
-    if ids and call.prompts == 1 and block_tokens:
+    if ids and call.prompts == 1 and (block_tokens := scheduling.block_tokens):
         block_digests = option("kv_events.block_index").block_digests
         salt = () if call.cache_salt is None else (call.cache_salt,)
         # The last token of a prompt is always computed.
