@@ -44,7 +44,7 @@ def keys_of(
     session_header: bytes,
     scheduling: SchedulerSide,
 ) -> tuple[tuple[PrefixKey, ...], PromptBlocks | None]:
-    """Return keys of what a request's prompts begin with, and digests of its blocks, if engines tell theirs."""
+    """Return the keys of a request's prompts, and digests of its blocks where engines tell theirs."""
     ids = token_ids(call) if call.ids else None
     keys = id_keys(ids, model, call.cache_salt, owner) if ids else text_keys(call, model, owner)
     blocks: PromptBlocks | None = None
