@@ -29,7 +29,7 @@ from typing import Any, cast
 from hetlb.balancer.core.latency import IterationRule, LatencyModel
 from hetlb.options.profiles.profile_file import HostTime
 from hetlb.tools.profiler.fit import Point, StepKind, fit
-from hetlb.tools.profiler.sources import ASSUMED_TILE, complete
+from hetlb.tools.profiler.sources import ASSUMED_TILE_TOKENS, complete
 from hetlb.tools.sim.against import MetricError, compare, errors, replay
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec
@@ -264,7 +264,7 @@ def main() -> int:
         ("profile", points),
         ("assumed mixed steps", [p for p in points if p.phase is not StepKind.MIXED]),
     ):
-        result, _ = complete(fit(used, usual_tile=ASSUMED_TILE), used, host)
+        result, _ = complete(fit(used, usual_tile=ASSUMED_TILE_TOKENS), used, host)
         latency = replace(result.latency, host_s=host_s, request_s=request_s)
         document["mixed_steps"][name] = mixed_errors(tables, latency, limits)
         engine = EngineSpec(latency, limits)

@@ -1,4 +1,4 @@
-"""Files that are looked at for changes every `poll_s`: a network file system tells of none."""
+"""Files that are checked for changes every `poll_s`: a network file system reports none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-#: Seconds after a change was seen until a file is read.
+#: Seconds between a change and the read of a file.
 _SETTLED_S = 0.05
 #: One file: its path, time of change (ns), size and inode.
 Stamp: TypeAlias = tuple[tuple[str, int, int, int], ...]

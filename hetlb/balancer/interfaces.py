@@ -1,4 +1,4 @@
-"""Interfaces of what options give to the balancer; types alone, imported by nothing that runs."""
+"""Interfaces of the options' results for the balancer; types alone, imported by nothing that runs."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ class FleetMembers(Protocol):
 class Predecessor(Protocol):
     """Listeners and leases of the process that this one replaces (`takeover`)."""
 
-    #: Socket to the process that is replaced.
+    #: Socket to the process that this one replaces.
     end: socket.socket
     listeners: Listeners
 

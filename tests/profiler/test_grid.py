@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hetlb.balancer.core.types import Capacity
 from hetlb.tools.profiler.fit import StepKind
-from hetlb.tools.profiler.grid import DECODE_ROOM, DEFAULT_GRID, clip, token_budget
+from hetlb.tools.profiler.grid import DECODE_ROOM_TOKENS, DEFAULT_GRID, clip, token_budget
 
 
 def test_a_roomy_server_is_measured_on_the_default_grid() -> None:
@@ -31,7 +31,7 @@ def test_every_point_fits_the_server(blocks: int, block: int, seqs: int, longest
     sizes = clip(DEFAULT_GRID, capacity)
     assert len(sizes) == len(set(sizes))
     for size in sizes:
-        room = DECODE_ROOM if size.phase is StepKind.DECODE else 1
+        room = DECODE_ROOM_TOKENS if size.phase is StepKind.DECODE else 1
         assert 1 <= size.batch <= seqs
         assert size.length + room <= longest
         assert size.batch * math.ceil((size.length + room) / block) <= blocks

@@ -41,13 +41,13 @@ class EngineAccess:
     confined: bool = False
 
 
-#: Access to an engine of which nothing is said: no key, no TLS.
+#: Access to an engine without settings: no key, no TLS.
 PLAIN_ACCESS = EngineAccess()
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """All of it, for one fleet. `tenants`, by the SHA-256 of their keys, is None where no key is needed."""
+    """Access to one fleet. `tenants`, by the SHA-256 of their keys, is None where no key is needed."""
 
     engines: Mapping[str, EngineAccess]
     model_keys: Mapping[str, bytes] = field(repr=False)
@@ -72,7 +72,7 @@ class Access:
 
 
 def load_access(fleet: Fleet) -> Access:
-    """Read what the fleet names. Raises `ConfigError`."""
+    """Read the keys and certificates of a fleet. Raises `ConfigError`."""
     where, base, proxy, admin = fleet.where, fleet.base, fleet.file.proxy, fleet.file.admin
     if proxy.passthrough_authorization and proxy.api_keys_file is not None:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Router of whole requests: an exchange that goes to an engine, or an answer of hetlb's own.
 
-Nothing is sent here and nothing is booked; a refused request gets one `GateError` that says why.
+Nothing is sent here and nothing is booked; a refused request gets one `GateError` with the reason.
 Where keys are needed, nothing but `/health` and `/ping` is answered without one.
 """
 
@@ -215,7 +215,7 @@ class Router:
         asked = call.asked = call.model or ""
         model = call.model = names.served(asked, self._driver.scheduling.available)
         call.renamed = model != asked
-        # The right to an alias is one to what it stands for, and to what stands in for that.
+        # The right to an alias implies the right to its model and to the fallbacks of this.
         if call.renamed and tenant is not None and not tenant.may_use(asked) and not tenant.may_use(model):
             raise GateError(403, f"This API key is not for the model `{asked}`.")
         return model
@@ -387,6 +387,6 @@ def _method_not_allowed(allowed: tuple[bytes, ...]) -> Refusal:
 
 
 def label_of(head: RequestHead) -> str | None:
-    """Return the client's `x-request-id`, None without one that can be kept."""
+    """Return the client's `x-request-id`, None without a usable one."""
     label = head.fields.get(b"x-request-id")
     return None if label is None or _LABEL.fullmatch(label) is None else label.decode("ascii")

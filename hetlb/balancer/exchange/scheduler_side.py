@@ -1,4 +1,4 @@
-"""Both sides of a driver: the scheduler as exchanges see it, and what carries out its commands.
+"""Both sides of a driver: the scheduler as exchanges see it, and the executor of its commands.
 
 Facts go to a `SchedulerSide`: the scheduler of this process (`balancer/exchange/scheduler_driver.py`), or one
 that is reached over a channel (`options/relays/relay_driver.py`). Commands go to a `Carrier`: the exchanges
@@ -88,7 +88,7 @@ class SchedulerSide(ABC):
     @property
     @abstractmethod
     def block_tokens(self) -> int:
-        """Tokens of a block of engines that tell of theirs, 0 where none does or it is not known here."""
+        """Tokens of a block of engines that publish blocks, 0 where none does or it is not known here."""
 
     @property
     @abstractmethod
@@ -121,7 +121,7 @@ class SchedulerSide(ABC):
     def lease_ended(
         self, lease: Lease, outcome: Outcome, now: float, *, retry: bool, generated: int | None = None
     ) -> None:
-        """End a lease; with `retry` the scheduler says what becomes of its request.
+        """End a lease; with `retry` the scheduler decides about its request.
 
         `generated`: tokens of its answer that are part of the prompt now, None where it begins again.
         """
@@ -137,7 +137,8 @@ class SchedulerSide(ABC):
     def refused(self, lease: Lease, busy: bool, retry_after_s: float | None, now: float) -> None:
         """Note that an engine refused a request and ran nothing of it; `busy`: it has no room.
 
-        Another instance may get it. `retry_after_s`: when to come again, None where the engine did not say.
+        Another instance may get it. `retry_after_s`: seconds until a retry, None where the engine did not
+        state any.
         """
 
     def hung_s(self, lease: Lease, now: float) -> float | None:
@@ -153,7 +154,7 @@ class SchedulerSide(ABC):
 
     @abstractmethod
     def abandon(self, request_id: RequestId, now: float) -> None:
-        """End whatever the scheduler has of a request, of which its exchange has lost track."""
+        """End all bookings of a request that its exchange does not know any more."""
 
     @abstractmethod
     def came_back(self, instance: str) -> None:
@@ -175,7 +176,7 @@ class SchedulerSide(ABC):
 
 
 class StallWatch:
-    """True if this process stood still: what came meanwhile was not heard, and no engine was slow."""
+    """True if this process stood still: bytes were not read meanwhile, and no engine was slow."""
 
     __slots__ = ("_beater", "_due", "_loop", "_stalled_at")
 
@@ -204,7 +205,7 @@ class StallWatch:
 
 
 class Carrier(ABC):
-    """Base of what carries out a scheduler's commands: the clock, counters and sweeps of its process."""
+    """Base of the executors of a scheduler's commands: the clock, counters and sweeps of its process."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -234,7 +235,7 @@ class Carrier(ABC):
         return False
 
     def turned_away(self, lease: Lease) -> None:
-        """Give a request another lease: its engine refused it, or says nothing."""
+        """Give a request another lease: its engine refused it, or is silent."""
 
     @abstractmethod
     def tokens_so_far(self, lease: Lease) -> int:

@@ -55,7 +55,7 @@ class AdapterSlots:
                 self._trim()
 
     def told(self, running: Iterable[str]) -> None:
-        """Take over which adapters the engine says that it runs."""
+        """Take over the adapters that the engine reports as running."""
         for name in running:
             if name in self.names:
                 self._use(name)

@@ -15,7 +15,7 @@ _NEWEST_REQUESTS: Final = 64.0
 _AIMED_SHARE: Final = 0.5
 #: Age of a miss, in seconds, at which it counts 1/e in the control: the load may have been another one.
 _FORGET_S: Final = 60.0
-#: Bound of `margin`'s logarithm: twenty times what is expected to come.
+#: Bound of `margin`'s logarithm: twenty times the expected load.
 _MOST_PRESSURE: Final = 3.0
 #: A class of which as many answers have ended beside no background, and none met its targets, cannot be
 #: served in time.
@@ -64,7 +64,7 @@ class Protected:
 
     @property
     def hopeless(self) -> bool:
-        """True if no answer met its targets lately: no server can, whatever others leave over."""
+        """True if no answer met its targets lately: no server can meet them, whatever others leave over."""
         return not self.ever_met and self.ended >= _LEAST_ENDED
 
     @property
@@ -94,7 +94,7 @@ class Protected:
     def answered(self, lease: Lease, now: float, alone: bool) -> None:
         """Note that an answer ended well; the first token of a whole answer is unseen.
 
-        `alone`: the instance runs requests with targets only. A miss beside others says what they cost.
+        `alone`: the instance runs requests with targets only. A miss beside others shows their cost.
         """
         request, began_at, first_s = lease.request, lease.dispatched_at - lease.waited_s, 0.0
         if request.streamed and lease.first_token_at is not None:

@@ -101,7 +101,7 @@ class PowerOfTwoChoices(LeastRequests):
 
 
 def kv_used_tokens(instance: Instance, now: float) -> float:
-    """Tokens in use: what is promised, or what the engine reports if that is more and fresh."""
+    """Tokens in use: the reserved ones, or the engine's report if that is more and fresh."""
     sample, at, promised = instance.sample, instance.sample_at, float(instance.kv_tokens)
     if sample is None or sample.kv_usage is None or at is None or now - at > SIGNAL_STALE_S:
         return promised

@@ -1,4 +1,4 @@
-"""Prefix keys: names of what a prompt begins with, so that its engine's prefix cache can be reckoned with.
+"""Prefix keys: names of the parts with which a prompt begins, to foresee the engine's prefix cache.
 
 Keys are digests of the prompt's raw JSON or token ids, or the client's own name of its conversation.
 """
@@ -131,7 +131,7 @@ def text_keys(call: Call, model: str, owner: str | None = None) -> tuple[PrefixK
 def _seeded(kind: str, model: str, salt: str | None, owner: str | None) -> blake2b:
     """Return a digest that differs by kind, model and `cache_salt`, as vLLM's caches do.
 
-    By the owner of a key too: where a prompt is sent must not tell a tenant that another has sent it.
+    The owner of a key is part of it: the choice of an instance must not tell a tenant of another's prompt.
     """
     return blake2b(f"{kind}\0{model}\0{salt or ''}\0{owner or ''}\0".encode(), digest_size=12)
 
@@ -154,7 +154,7 @@ def _beginning_of_all(text: bytes) -> bytes:
 
 
 def _common(first: bytes | array[int], last: bytes | array[int]) -> int:
-    """Length of what two sequences begin with, by bisection: slices are compared at memory speed."""
+    """Return the length of the common prefix of two sequences, by bisection: comparing slices is fast."""
     low, high = 0, min(len(first), len(last))
     while low < high:
         middle = (low + high + 1) // 2

@@ -245,7 +245,7 @@ class HandOvers:
             self.transfers.checks.failed(source, target, now)
 
     def released(self, hold: Hold, now: float) -> list[Command]:
-        """Note that a prefill instance was told that a prompt will not be fetched."""
+        """Note that a prefill instance was told to drop a prompt."""
         if hold.ended:
             return []
         self._let_go(hold)
@@ -260,7 +260,7 @@ class HandOvers:
         """Note that an instance is gone."""
         self.transfers.forget(incarnation)
 
-    # --- what is held ---
+    # --- holds ---
 
     @property
     def held(self) -> int:

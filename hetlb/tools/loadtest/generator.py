@@ -23,9 +23,9 @@ from hetlb.tools.openai.answer_events import AnswerError
 from hetlb.tools.workload.arrivals import PlannedRequest
 from hetlb.tools.workload.records import RequestResult
 
-#: uvicorn closes idle connections after 5 s; the pool lets go of them before.
+#: Seconds that the pool keeps idle connections: uvicorn closes them after 5 s.
 KEEP_ALIVE_S = 2.0
-#: Large events and long prompts must not stall in the client's own buffers (vLLM issue 39963).
+#: Bytes of the client's buffers: large events and long prompts must not stall there (vLLM issue 39963).
 READ_BUFFER_BYTES = 1 << 20
 
 #: As in `vllm bench serve`.
@@ -96,7 +96,7 @@ async def run_load(
     ]
     result = LoadResult(plan, records, 0.0, [])
     run = _Run(result, bodies, url.rstrip("/"), progress or LoadProgress(), headers or {}, turns, timeout_s)
-    # What is there stays: a collection that walks over a large plan would stop the clock of every answer.
+    # Existing objects stay: a collection that walks over a large plan would stop the clock of every answer.
     frozen_before = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()

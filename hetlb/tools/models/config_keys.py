@@ -69,6 +69,7 @@ ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 #: Most layers, and most of any other size: larger ones are mistakes.
 MOST_LAYERS: Final = 4096
+#: Largest size of anything else: larger ones are mistakes.
 MOST_SIZE: Final = 1 << 32
 #: A key with one of these words may bear on sizes.
 _BEARING: Final = frozenset(
@@ -114,7 +115,7 @@ def inert_keys() -> frozenset[str]:
 
 @cache
 def class_defaults() -> Mapping[str, Mapping[str, Any]]:
-    """Return what transformers' classes take for a key that a file leaves out, by `model_type`."""
+    """Return the default of transformers' classes for a key that a file leaves out, by `model_type`."""
     text = resources.files("hetlb.tools.models").joinpath("defaults.json").read_text(encoding="utf-8")
     found: Mapping[str, Mapping[str, Any]] = json.loads(text)
     return found

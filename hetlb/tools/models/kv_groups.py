@@ -20,8 +20,8 @@ from hetlb.tools.models.layer import Mixer, Scope
 #: Tokens of a block, as a kernel takes them; of latent attention beside states.
 _BLOCK_TOKENS: Final = 16
 _LATENT_BLOCK_TOKENS: Final = 128
-#: With fewer layers than this many times the rarest kind's, the commonest kind decides on the size of groups.
-_ALIKE: Final = 1.5
+#: Factor on the rarest kind's layers up to which the commonest kind decides on the size of groups.
+_ALIKE_FACTOR: Final = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class KvBytes:
 
 
 def allocated(mixers: Sequence[Mixer], value_bytes: float) -> KvBytes:
-    """Return what vLLM sets aside for a sequence, by the bytes of a cached value."""
+    """Return vLLM's allocation for a sequence, by the bytes of a cached value."""
     layers = Counter(part for each in mixers for part in parts_of(each, value_bytes))
     kinds = {(part.scope if part.scope is not Scope.LATENT else Scope.FULL, part.window) for part in layers}
     # Layers of one kind share a group whatever their sizes, and DeepSeek-V4 packs pages side by side.
@@ -54,7 +54,7 @@ def allocated(mixers: Sequence[Mixer], value_bytes: float) -> KvBytes:
     page = _page(layers)
     group = least = min(layers.values())
     most = max(layers.values())
-    if most < _ALIKE * least:
+    if most < _ALIKE_FACTOR * least:
         group = most
     return _together([(part, page(part), -(-count // group) * group) for part, count in layers.items()])
 
@@ -68,7 +68,7 @@ class LayerCache(NamedTuple):
 
 
 def parts_of(mixer: Mixer, value_bytes: float) -> list[LayerCache]:
-    """Return what a layer keeps, by the bytes of a cached value."""
+    """Return the bytes that a layer keeps, by the bytes of a cached value."""
     kind, found = mixer.kind, []
     if mixer.grows:
         known = kind if kind in (Scope.LATENT, Scope.COMPRESSED) else Scope.FULL

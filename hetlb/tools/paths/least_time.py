@@ -29,11 +29,11 @@ _SMOOTHING: Final = 0.05
 #: Prompt tokens and output tokens before any request was seen: about the means of public chat traces.
 _PRIOR_PROMPT_TOKENS: Final = 750.0
 _PRIOR_OUTPUT_TOKENS: Final = 240.0
-#: Utilisations are kept below this, so that an overloaded stage is slow and not undefined.
-_FULL: Final = 0.95
+#: Largest utilisation, so that an overloaded stage is slow and not undefined.
+_MAX_UTILISATION: Final = 0.95
 #: Weight of the time that a request adds to the batches on its link, as convoys merge on the way:
 #: 4 served more than 1 on four placements (bench/place/run.py); 0.3, 2 and 10 were tried on one or two.
-_CONVOY: Final = 4.0
+_CONVOY_WEIGHT: Final = 4.0
 #: Decoding requests of a small and of a large batch, between which a request's part in it is taken.
 _SMALL_BATCH, _LARGE_BATCH = 8.0, 64.0
 #: E[t^2] / E[t]^2 of the prompts' times: chat prompts vary about as much as their mean.
@@ -42,7 +42,7 @@ _PROMPT_SPREAD: Final = 1.6
 
 def _blocked_s(prompts_per_s: float, prompt_s: float) -> float:
     """Mean wait for the prompts in between: M/G/1."""
-    used = min(_FULL, prompts_per_s * prompt_s)
+    used = min(_MAX_UTILISATION, prompts_per_s * prompt_s)
     return prompts_per_s * _PROMPT_SPREAD * prompt_s * prompt_s / (2.0 * (1.0 - used))
 
 
@@ -85,7 +85,7 @@ class _Link:
     def total_s(self, requests: float, prompts_per_s: float, prompt_tokens: float) -> float:
         """Total of the path, as for a stage."""
         blocked_s = _blocked_s(prompts_per_s, prompt_tokens * self.token_s)
-        return requests * (self.latency_s + blocked_s + _CONVOY * self.batch_s * requests)
+        return requests * (self.latency_s + blocked_s + _CONVOY_WEIGHT * self.batch_s * requests)
 
 
 class LeastTime(PathPolicy):

@@ -14,7 +14,7 @@ from typing import Final
 from hetlb.tools.paths.path_ledger import PathLease, StageLedger
 from hetlb.tools.paths.stages import SINK, SOURCE, Edge, Hop, StageNetwork
 
-#: Links with less than this share of a node's outgoing flow are not used by `iwrr` (Helix's rule).
+#: Least share of a node's outgoing flow of a link that `iwrr` uses (Helix's rule).
 LEAST_FLOW_SHARE: Final = 0.05
 #: Swarm's estimate of a hop before one was measured (s), and the weight of a new measurement.
 SWARM_PRIOR_S: Final = 0.05
@@ -45,7 +45,7 @@ class PathPolicy:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Set up what the policy itself keeps."""
+        """Set up the policy's own state."""
 
     def _prune(self) -> None:
         """Leave out stages from which no token comes out."""

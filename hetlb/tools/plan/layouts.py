@@ -24,13 +24,13 @@ from hetlb.tools.sim.alone import batch_of
 from hetlb.tools.sim.study import engine_of
 from hetlb.tools.workload.records import summarize
 
-#: A run at a rate lasts so long in simulated time, within these numbers of requests.
+#: Length of a run at a rate in simulated seconds, and bounds of its requests.
 _RUN_S = 120.0
-_FEWEST, _MOST = 300, 2000
-#: All at once: requests for every sequence that the fleet runs together.
-_TURNS = 4
-#: A layout takes the place of another where the fleet gains this much.
-_GAIN = 1.01
+_LEAST_REQUESTS, _MOST_REQUESTS = 300, 2000
+#: Requests of a run at once for every sequence that the fleet runs together.
+_SEQUENCE_REQUESTS = 4
+#: Least throughput of a layout over another one's whose place it takes.
+_LEAST_GAIN = 1.01
 #: The most layouts of a machine that are simulated, and instances of a fleet.
 MOST_SIMULATED = 12
 MOST_INSTANCES = 64
@@ -70,7 +70,7 @@ def layouts_of(gpus: int, parts: Sequence[Part], *, partly: bool) -> list[Layout
     return found
 
 
-# --- what a layout is worth -----------------------------------------------------------------------------
+# --- worth of a layout ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Evaluated:
 
 @dataclass
 class LayoutFleet:
-    """Machines with what can run on each kind of them, and the requests to expect."""
+    """Machines with the instances that each kind of them can run, and the requests to expect."""
 
     machines: Sequence[Machine]
     instances: Mapping[tuple[object, ...], Mapping[Part, Option]]
@@ -127,8 +127,8 @@ class LayoutFleet:
         at_once, wanted = math.isinf(request_rate), request_rate * _RUN_S
         if at_once:
             mean = sum(i + o / 2 for i, o in self.rows) / len(self.rows)
-            wanted = _TURNS * sum(batch_of(server.engine, mean) for server in servers)
-        count = round(min(_MOST, max(_FEWEST, wanted)))
+            wanted = _SEQUENCE_REQUESTS * sum(batch_of(server.engine, mean) for server in servers)
+        count = round(min(_MOST_REQUESTS, max(_LEAST_REQUESTS, wanted)))
         rows = list(self.rows)
         random.Random(self.seed).shuffle(rows)
         planned = arrivals(rows, request_rate, random.Random(self.seed), count)
@@ -182,7 +182,7 @@ def _rank(each: Evaluated) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class FleetLayouts:
-    """A layout of every machine that has one, and what they are worth together; None where not simulated."""
+    """A layout of every machine that has one, and their worth together; None where not simulated."""
 
     layouts: dict[str, Layout]
     worth: LayoutsWorth | None = None
@@ -214,6 +214,6 @@ def choose_together(
                 changed = {**chosen, name: option.layout}
                 tried = fleet.simulate(changed, rate)
                 count += 1
-                if tried.figure > _GAIN * best.figure:
+                if tried.figure > _LEAST_GAIN * best.figure:
                     chosen, best, improved = changed, tried, True
     return FleetLayouts(chosen, best), replace(first, worth=worth)

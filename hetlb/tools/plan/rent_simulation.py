@@ -1,4 +1,4 @@
-"""A rented fleet under the production scheduler, in virtual time: what a plan really serves.
+"""A rented fleet under the production scheduler, in virtual time: the real rate of a plan.
 
 All requests wait at the start, or come at more than the planned rate; types are mixed in the plan's
 proportions. The rate counts tokens while the fleet is neither filling nor emptying, in requests:
@@ -33,10 +33,10 @@ from hetlb.tools.workload.records import RequestResult, tokens_within
 _RUN_STAYS = 10
 _LEAST_REQUESTS, _MOST_REQUESTS = 2000, 24000
 #: The part of the completions that counts: later than filling, earlier than emptying.
-_FROM, _TO = 0.25, 0.80
-#: With arrivals: from this share of the time in which they come.
-_ARRIVED = 0.4
-#: Shares of a type below this are left out.
+_FROM_SHARE, _TO_SHARE = 0.25, 0.80
+#: With arrivals: share of their time from which completions count.
+_ARRIVED_SHARE = 0.4
+#: Least share of a type that is simulated.
 _LEAST_SHARE = 0.005
 
 
@@ -73,7 +73,7 @@ def planned_types(plan: RentPlan, kinds: Sequence[RequestType]) -> tuple[Planned
 
 
 def worth_of(problem: Problem, plan: RentPlan) -> tuple[tuple[str, float], ...]:
-    """Return what each instance adds to a plan, in requests per second: the price of its time.
+    """Return each instance's contribution to a plan, in requests per second: the price of its time.
 
     By the times that the policy itself computes, so that its costs and these prices go together; types whose
     prompts are alike are one, as lengths of answers are predicted by prompts.
@@ -170,9 +170,9 @@ def simulate_plan(
         planned = arrivals(rows, load * plan.throughput * part, random.Random(seed))
         found = serve(servers, planned, [output for _, output in rows], model=model).records
         ended = sorted(record.last_token_s for record in found if record.last_token_s is not None)
-        from_s, to_s = _ARRIVED * planned[-1].scheduled_s, planned[-1].scheduled_s
+        from_s, to_s = _ARRIVED_SHARE * planned[-1].scheduled_s, planned[-1].scheduled_s
         if math.isinf(load):
-            from_s, to_s = ended[int(_FROM * len(ended))], ended[int(_TO * len(ended))]
+            from_s, to_s = ended[int(_FROM_SHARE * len(ended))], ended[int(_TO_SHARE * len(ended))]
         served = math.fsum(
             tokens_within(record, from_s, to_s) / (record.prompt_tokens + record.output_tokens)
             for record in found

@@ -34,7 +34,7 @@ from hetlb.tools.sim.study import engine_of
 from hetlb.tools.workload.records import RequestResult
 
 #: Length of one measurement, in batches; bounds of its requests.
-_BATCHES = 6
+_RUN_BATCHES = 6
 _LEAST_REQUESTS, _MOST_REQUESTS = 300, 4000
 #: Multiplier of requests for a mix, which is shuffled: the types that meet in a batch vary.
 _MIX_FACTOR = 5
@@ -90,7 +90,7 @@ def saturated_rate(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage] = (
         math.fsum(share * sum(i + o / 2 for i, o in rows) / len(rows) for share, rows in mix) / total
     )
     batch = batch_of(spec, mean_tokens)
-    count = max(_LEAST_REQUESTS, min(_MOST_REQUESTS, _BATCHES * batch))
+    count = max(_LEAST_REQUESTS, min(_MOST_REQUESTS, _RUN_BATCHES * batch))
     rows = interleave(mix, count if len(mix) == 1 else _MIX_FACTOR * count)
     if len(mix) > 1:
         random.Random(0).shuffle(rows)
@@ -147,7 +147,7 @@ def rate_within(spec: EngineSpec, mix: Mix, slo: SloLimits) -> float:
 
 @cache
 def _engine_digest() -> str:
-    """Return the source of the engine model and of what it computes with: a change forgets all results."""
+    """Return the source of the engine model and of its modules: a change forgets all results."""
     digest = hashlib.sha256()
     tools = Path(__file__).parents[1]
     latency = tools.parent / "balancer" / "core" / "latency.py"
@@ -162,7 +162,7 @@ def default_cache() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "hetlb" / "throughput.jsonl"
 
 
-#: One line of the cache: the digest of what was measured, and requests/s.
+#: One line of the cache: the digest of the measured inputs, and requests/s.
 _decode_entry = msgspec.json.Decoder(tuple[str, NonNegative]).decode
 
 
@@ -195,7 +195,7 @@ class Measured:
         """Requests/s of all types of a mix together."""
         spec = engine_of(profile)
         total = math.fsum(share for share, _ in mix)
-        # Proportions to three digits: plans that differ in the tenth digit are the same to an engine.
+        # Proportions to three digits: further ones are the same to an engine.
         rounded = [(float(f"{share / total:.{_RATIO_DIGITS}g}"), list(rows)) for share, rows in mix]
         text = repr((_engine_digest(), spec, rounded, self.slo, tuple(stages)))
         key = hashlib.sha256(text.encode()).hexdigest()

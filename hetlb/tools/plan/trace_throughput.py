@@ -25,8 +25,8 @@ from hetlb.tools.workload.traces import read_trace
 
 #: Requests of a trace: (input tokens, output tokens).
 Rows = Sequence[tuple[int, int]]
-#: The part of a trace's rows that must be within the cluster's limits.
-_LEAST_PART = 0.5
+#: Least share of a trace's rows that must be within the cluster's limits.
+_LEAST_ROW_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def sample_rows(cluster: Cluster, trace: Path, count: int) -> RowSample:
     limits = cluster.limits
     rows = [(row.input_tokens, max(1, row.output_tokens)) for row in read_trace(trace)]
     within = [(i, o) for i, o in rows if i <= limits.max_input_tokens and o <= limits.max_output_tokens]
-    if not within or len(within) < _LEAST_PART * len(rows):
+    if not within or len(within) < _LEAST_ROW_SHARE * len(rows):
         wanted, got = ("some row", "none") if not within else ("at least half of the rows", len(within))
         raise ConfigError(
             f"{cluster.path}: limits: expected {wanted} of {trace} within {limits.max_input_tokens} input "
@@ -92,7 +92,7 @@ class Batch:
 
 
 def pack(rows: Rows, kv_cache_tokens: int, max_num_seqs: int, need: KvNeed | None = None) -> list[Batch]:
-    """Greedily, in trace order: the largest batches that fit the KV cache; what never fits is left out."""
+    """Greedily, in trace order: the largest batches that fit the KV cache; too large rows are left out."""
     batches: list[Batch] = []
     size = inputs = longest = 0
     held = 0.0

@@ -35,7 +35,7 @@ _Array = NDArray[np.float64]
 #: The four constants of the paper's form, or a better form.
 Fitted: TypeAlias = tuple[float, float, float, float] | PnormPrefill | LaunchedPrefill | DecodeTable
 
-#: The default grid of what can be asked at any size: it fits as well as three times as many points.
+#: The default grid, which can be measured at any size: it fits as well as three times as many points.
 DEFAULT_PREFILL_GRID = tuple((b, n) for b in (1, 4, 16) for n in (128, 512, 2048, 4096))
 #: A step is a straight line in the length at a fixed batch, and bends in the batch: two lengths, six batches.
 DEFAULT_DECODE_GRID = tuple((b, n) for b in (1, 4, 16, 32, 64, 128) for n in (256, 4096))
@@ -43,13 +43,13 @@ DEFAULT_DECODE_GRID = tuple((b, n) for b in (1, 4, 16, 32, 64, 128) for n in (25
 _TABLE_GAIN = 0.75
 #: Divisor of the held-out error of prefill with launch times, against other forms: it must be clearly less.
 _LAUNCH_GAIN = 0.75
-#: A form that misses a point of a live sweep by more than this share gives way to the grid's.
-_POINT_ERROR = 0.03
+#: Relative error at a point of a live sweep above which a form gives way to the grid's.
+_LEAST_POINT_ERROR = 0.03
 
-#: Fewer points of a phase are not fitted.
+#: Least points of a phase that is fitted.
 _LEAST_POINTS = 8
 #: Most groups of points that are left out in turn: with fewer points each is its own group.
-_FOLDS = 12
+_MAX_FOLDS = 12
 
 
 class StepKind(StrEnum):
@@ -98,8 +98,8 @@ class Point:
     uncertainty: float = 0.0
 
 
-#: Samples this many deviations from the median do not count.
-_FAR = 3.0
+#: Deviations from the median from which samples do not count.
+_FAR_DEVIATIONS = 3.0
 
 
 def middle(seconds: Sequence[float], clock_s: float = 0.0) -> tuple[float, float]:
@@ -113,7 +113,7 @@ def middle(seconds: Sequence[float], clock_s: float = 0.0) -> tuple[float, float
         return seconds[0], 0.0
     centre = median(seconds)
     spread = 1.48 * median(abs(each - centre) for each in seconds)
-    near = [each for each in seconds if abs(each - centre) <= _FAR * max(spread, clock_s)]
+    near = [each for each in seconds if abs(each - centre) <= _FAR_DEVIATIONS * max(spread, clock_s)]
     found = fmean(near)
     deviation = max(stdev(near) if len(near) > 1 else 0.0, clock_s)
     return found, deviation / math.sqrt(len(near)) / max(found, 1e-12)
@@ -121,7 +121,7 @@ def middle(seconds: Sequence[float], clock_s: float = 0.0) -> tuple[float, float
 
 @dataclass(frozen=True, slots=True)
 class FitResult:
-    """A fitted latency model, the form taken of prefill and of decode, and what a reader should be warned of.
+    """A fitted latency model, the form taken of prefill and of decode, and warnings for a reader.
 
     `reports` have the held-out errors of each phase (and, as `PHASE_paper`, of the paper's form where
     another was taken) under the names of `FitReport`. `tile` is None where no point shows it and none was
@@ -165,7 +165,7 @@ def fit(
     `launched` states that the points hold the time in which a host launches kernels; tables' points do not.
 
     The tile is that which the points show, or the usual one. Mixed points are fitted where there are at least
-    `LEAST_MIXED`. Raises `ProfileError` where a phase has too few or unusable points.
+    `LEAST_MIXED_POINTS`. Raises `ProfileError` where a phase has too few or unusable points.
     """
     merged = merge_repeats(points)
     by_phase = {phase: [p for p in merged if p.phase is phase] for phase in StepKind}
@@ -190,7 +190,7 @@ def fit(
         better_decode=table if isinstance(table, DecodeTable) else None,
         launch=launch,
     )
-    if len(mixed) >= LEAST_MIXED:
+    if len(mixed) >= LEAST_MIXED_POINTS:
         reports[StepKind.MIXED] = _report("kernels", mixed, held_out_mixed_errors(latency, mixed))
         latency = replace(latency, mixed=fit_mixed(latency, mixed))
     return FitResult(
@@ -235,7 +235,7 @@ def _choose(
     candidates = [each for each in errors if not (long and each is paper)] or [paper]
     if PrefillForm.LAUNCH in forms and PrefillForm.GRID in candidates:  # a live sweep
         smooth = (PrefillForm.PAPER, PrefillForm.PNORM)
-        allowed = np.array([max(_POINT_ERROR, 2.0 * point.uncertainty) for point in points])
+        allowed = np.array([max(_LEAST_POINT_ERROR, 2.0 * point.uncertainty) for point in points])
         missed = [each for each in smooth if (errors_on(fitted[each], points) > allowed).any()]
         candidates = [each for each in candidates if each not in missed]
     # By the median: with 12 points one that the others do not determine would decide the mean. Between
@@ -303,7 +303,7 @@ def held_out_errors(points: Sequence[Point], form: _AnyForm, *, tile: int = 1) -
     to it, which the finished one never has to within the grid.
     """
     corners, points = _corners(points)
-    folds = min(len(points), _FOLDS)
+    folds = min(len(points), _MAX_FOLDS)
     errors = np.zeros(len(points))
     for fold in range(folds):
         # A stride that shares no factor with the grid's rows, so that no fold is a whole row of it.
@@ -382,12 +382,12 @@ def fit_linear(points: Sequence[Point]) -> tuple[float, float, float, float]:
 
 
 #: Standard error of points at best, and weight of a mixed constant for each e-fold off the assumed one.
-_SURE = 0.01
+_SURE_ERROR = 0.01
 
 
 def _doubt(points: Sequence[Point]) -> _Array:
     """Return each point's uncertainty over the least one: the divisor of its errors."""
-    return np.array([max(1.0, point.uncertainty / _SURE) for point in points])
+    return np.array([max(1.0, point.uncertainty / _SURE_ERROR) for point in points])
 
 
 def _arrays(points: Sequence[Point]) -> tuple[_Array, _Array, _Array, _Array]:
@@ -572,8 +572,8 @@ def fit_table(points: Sequence[Point]) -> DecodeTable:
 
 # --- mixed steps ----------------------------------------------------------------------------------------
 
-#: With fewer mixed points none are fitted.
-LEAST_MIXED = 2
+#: Least mixed points that are fitted.
+LEAST_MIXED_POINTS = 2
 #: Factor on the attention of decodes beside a prompt: 1.3 to 3.4 were measured.
 MIXED_FACTOR = 2.0
 #: Start of the search for the constants that are assumed 0, in tokens of a decode step's attention; of a
@@ -608,7 +608,7 @@ def fit_mixed(latency: LatencyModel, points: Sequence[Point]) -> MixedTerm:
         term = MixedTerm(*(float(value) for value in start * np.exp(logs)))
         model = replace(latency, mixed=term)
         off = np.array([mixed_s(model, p) for p in points]) / seconds - 1.0
-        return np.concatenate([off / doubt, _SURE * logs])
+        return np.concatenate([off / doubt, _SURE_ERROR * logs])
 
     best = least_squares(residuals, np.zeros(4), bounds=(-8.0, 5.0), loss="soft_l1", f_scale=0.05)
     return MixedTerm(*(float(value) for value in start * np.exp(best.x)))

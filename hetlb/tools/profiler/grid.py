@@ -10,15 +10,15 @@ from itertools import pairwise
 from hetlb.balancer.core.types import Capacity
 from hetlb.tools.profiler.fit import DEFAULT_DECODE_GRID, StepKind
 
-#: Of the KV cache, what a point may fill.
+#: Share of the KV cache that a point may fill.
 _KV_SHARE = 0.9
 #: Tokens an answer may take beyond the cached length that a decode point stands for.
-DECODE_ROOM = 128
+DECODE_ROOM_TOKENS = 128
 _MIN_BATCHES = 2
 _MOST_LENGTHS = 6
-_SHORTEST = 16
+_SHORTEST_TOKENS = 16
 #: Tokens of a pass where the engine has not told: vLLM's least default.
-_USUAL_BUDGET = 2048
+_USUAL_BUDGET_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -42,9 +42,9 @@ class Size:
         return f"{self.phase} {self.batch} x {self.length}{beside}"
 
 
-#: Lengths at which tiles are full and others, on both sides of the CUDA graphs, alone as beside decodes.
+#: Lengths with and without full tiles, on both sides of the CUDA graphs, alone as beside decodes.
 _LIVE_PREFILL = {1: (32, 128, 300, 700, 1500, 3000), 4: (128, 300, 1024, 4096), 16: (100, 400, 1024, 4096)}
-#: Corners that the others do not tell: one long context, and a large batch.
+#: Corners of a live grid that the other points do not show: one long context, and a large batch.
 _LIVE_CORNERS = ((1, 32768), (256, 1024))
 #: Prompt tokens, decodes beside them, tokens cached by each. The last is clipped to what the server can run.
 _LIVE_MIXED = (
@@ -94,7 +94,7 @@ def clip(grid: Iterable[Size], capacity: Capacity, *, fill: bool = True) -> list
 def _clip_mixed(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
     """Mixed points within the limits: a slot for the prompt beside the decodes, and one pass for both."""
     slots = (capacity.max_num_seqs or 1 << 20) - 1
-    budget = capacity.max_num_batched_tokens or _USUAL_BUDGET
+    budget = capacity.max_num_batched_tokens or _USUAL_BUDGET_TOKENS
     kept: dict[Size, None] = {}
     for size in sizes:
         batch = min(size.batch, slots)
@@ -107,14 +107,14 @@ def _clip_mixed(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
         if capacity.kv_cache_tokens is not None:
             room = capacity.updated(Capacity(kv_cache_tokens=max(1, capacity.kv_cache_tokens - prompt)))
         length = min(size.length, longest(StepKind.DECODE, batch, room))
-        if length >= _SHORTEST and prompt >= _SHORTEST:
+        if length >= _SHORTEST_TOKENS and prompt >= _SHORTEST_TOKENS:
             kept[Size(StepKind.MIXED, batch, length, prompt)] = None
     return sorted(kept)
 
 
 def _one_more(lengths: Sequence[int]) -> list[int]:
-    """Return the lengths and one in the widest gap (by ratio), from the shortest that can be told."""
-    ends = [_SHORTEST, *lengths]
+    """Return the lengths and one in the widest gap (by ratio), from the shortest measurable one."""
+    ends = [_SHORTEST_TOKENS, *lengths]
     low, high = max(pairwise(ends), key=lambda pair: pair[1] / pair[0])
     return sorted({*lengths, round((low * high) ** 0.5)})
 
@@ -124,10 +124,10 @@ def _fit_all(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
     for size in sizes:
         batch = min(size.batch, capacity.max_num_seqs or size.batch)
         length = min(size.length, longest(size.phase, batch, capacity))
-        if length < _SHORTEST:
+        if length < _SHORTEST_TOKENS:
             continue
         fitted = Size(size.phase, batch, length)
-        # Two that were clipped to nearly the same would say the same.
+        # Two points clipped to nearly the same size would say the same.
         near = any(o.batch == batch and 0.8 < o.length / length < 1.25 for o in kept)
         if not near:
             kept[fitted] = None
@@ -136,7 +136,7 @@ def _fit_all(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
 
 def longest(phase: StepKind, batch: int, capacity: Capacity) -> int:
     """Return the most tokens that each of `batch` requests may have at a point."""
-    room = DECODE_ROOM if phase is StepKind.DECODE else 1
+    room = DECODE_ROOM_TOKENS if phase is StepKind.DECODE else 1
     limit = 1 << 20
     if capacity.max_model_len is not None:
         limit = capacity.max_model_len - room

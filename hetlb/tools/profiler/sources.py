@@ -40,7 +40,7 @@ from hetlb.tools.profiler.fit import (
 )
 
 #: Tokens of a tile where no point shows it: the usual size of GPU kernels of matrix products.
-ASSUMED_TILE = 128
+ASSUMED_TILE_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Measurements:
     hardware: Hardware | None = None
     model: ModelInfo | None = None
     host: HostTime | None = None
-    tile: int | None = ASSUMED_TILE
+    tile: int | None = ASSUMED_TILE_TOKENS
     lone: tuple[tuple[int, float], ...] = ()
     split_blocks: float | None = None
     launch: LaunchTime | None = None
@@ -306,7 +306,7 @@ def complete(
     split_blocks: float | None = None,
     launch: LaunchTime | None = None,
 ) -> tuple[FitResult, tuple[str, ...]]:
-    """Return the fit with what its points do not show assumed; one phrase for each assumption.
+    """Return the fit with assumptions for figures that its points do not show; one phrase for each.
 
     A phrase says what is taken, in which range it was found elsewhere, and what would measure it.
     `split_blocks` belong to a kernel that splits contexts (`SplitKv`).
@@ -348,10 +348,10 @@ def complete(
         )
     for phase, what in ((StepKind.PREFILL, "prompts"), (StepKind.DECODE, "contexts")):
         most = max(p.length for p in points if p.phase is phase)
-        if most < _LONG:
+        if most < _LONG_TOKENS:
             assumed.append(f"{what} beyond {most} tokens: extrapolated; longer points measure them")
     return replace(result, latency=latency), tuple(assumed)
 
 
-#: Points of such a length say what long contexts cost.
-_LONG = 16384
+#: Length from which points say what long contexts cost.
+_LONG_TOKENS = 16384

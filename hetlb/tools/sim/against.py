@@ -1,4 +1,4 @@
-"""A log of a real server against the engine model: replay, errors with sign, and what they come from.
+"""A log of a real server against the engine model: replay, errors with sign, and their causes.
 
 The requests of the log are sent to the engine model at the times at which the server got them. The error of
 the whole answer is then split: the times of prefill passes, mixed steps and decode steps and the host's time
@@ -41,11 +41,11 @@ PARTS = {
 }
 #: Name of the rest.
 REST = "scheduling"
-#: A mean error up to this share counts as right.
-RIGHT = 0.03
+#: Largest mean error that counts as right.
+RIGHT_ERROR = 0.03
 #: Loads at the arrival of a request: the larger of KV cache and slots in use, 1 where requests wait.
 LOADS = (("below 50 % load", 0.0, 0.5), ("at 50 to 80 % load", 0.5, 0.8), ("above 80 % load", 0.8, math.inf))
-_LEAST_OF_A_LOAD = 10
+_LEAST_LOAD_REQUESTS = 10
 #: Most requests to which corrections are fitted.
 _MOST_FITTED = 1500
 #: Expected distance of factors from 1, in logarithms, and of seconds of the host from the profile's, per
@@ -210,7 +210,7 @@ class Corrections:
         return corrected(k, **{field: getattr(self, field) for field in fields})
 
     def described(self) -> list[str]:
-        """One phrase for each part: how far it is off, and whether the log shows that."""
+        """One phrase for each part: its error, and whether the log shows it."""
         found = []
         for (part, (field, _)), error in zip(PARTS.items(), self.errors, strict=True):
             value = getattr(self, field)
@@ -226,7 +226,7 @@ class Corrections:
 def fit_corrections(
     requests: Sequence[LoggedRequest], engine: EngineSpec, chosen: Sequence[bool] | None = None
 ) -> Corrections:
-    """Return the corrections with which the replay is nearest to the log; near none where it does not decide.
+    """Return the corrections with which the replay is nearest to the log; near none where it is undecided.
 
     All requests are replayed; `chosen` ones are compared. The search starts from the part that explains most
     alone: parts that are nearly alike, such as decode steps and the host, are mistaken for each other else.
@@ -334,15 +334,15 @@ class Reach:
     @property
     def harms(self) -> bool:
         """True if the correction makes a load worse that it was not fitted to."""
-        return abs(self.after) > max(abs(self.before), RIGHT) + _HARM
+        return abs(self.after) > max(abs(self.before), RIGHT_ERROR) + _MOST_HARM
 
 
-#: By how much a correction may be worse at another load; and by how much forms may differ where it holds.
-_HARM, _AGREE = 0.01, 0.03
+#: Largest loss of a correction at another load, and largest difference of forms where it holds.
+_MOST_HARM, _MOST_DIFFERENCE = 0.01, 0.03
 #: Loads that are tried, as multiples of the log's rate.
-_TIMES = (1.0, 1.25, 1.5, 1.75, 2.0)
+_RATE_FACTORS = (1.0, 1.25, 1.5, 1.75, 2.0)
 #: Prompt tokens of a mixed step at which all forms of it take the same time.
-_PART = 512.0
+_FORM_TOKENS = 512.0
 
 
 def reach(requests: Sequence[LoggedRequest], engine: EngineSpec, found: Corrections) -> Reach:
@@ -356,7 +356,7 @@ def reach(requests: Sequence[LoggedRequest], engine: EngineSpec, found: Correcti
     before = replay(part, engine)
     middle = median(before.loads)
     quiet = [load < middle for load in before.loads]
-    if sum(quiet) < _LEAST_OF_A_LOAD:  # all alike: by time, then
+    if sum(quiet) < _LEAST_LOAD_REQUESTS:  # all alike: by time, then
         quiet = [index < len(part) // 2 for index in range(len(part))]
     lower = fit_corrections(part, engine, quiet)
     after = replay(part, replace(engine, latency=lower.applied(engine.latency)))
@@ -369,11 +369,11 @@ def reach(requests: Sequence[LoggedRequest], engine: EngineSpec, found: Correcti
         other = fit_corrections(part, replace(engine, latency=form))
         models.append(replace(engine, latency=other.applied(form)))
     times, sequences = 0.0, 0
-    for factor in _TIMES:
+    for factor in _RATE_FACTORS:
         faster = [replace(each, arrival_s=each.arrival_s / factor) for each in part]
         runs = [replay(faster, model) for model in models]
         means = [_means(run.requests) for run in runs]
-        if any(max(each) > (1.0 + _AGREE) * min(each) for each in zip(*means, strict=True)):
+        if any(max(each) > (1.0 + _MOST_DIFFERENCE) * min(each) for each in zip(*means, strict=True)):
             break
         times, sequences = factor, usual_batches(runs[0])[1]
     return Reach(metric, old[metric].error, off, times, sequences)
@@ -382,8 +382,8 @@ def reach(requests: Sequence[LoggedRequest], engine: EngineSpec, found: Correcti
 def _other_forms(k: LatencyModel, requests: Sequence[LoggedRequest]) -> list[LatencyModel]:
     """Return the model with mixed steps that grow with decodes, or with pairs of these and prompt tokens."""
     context = fmean(each.input_tokens + each.output_tokens / 2.0 for each in requests)
-    seconds = mixed_term(k).seconds(_PART, 1.0, context)
-    terms = (MixedTerm(seconds, 0.0, 0.0, 0.0), MixedTerm(0.0, seconds / _PART, 0.0, 0.0))
+    seconds = mixed_term(k).seconds(_FORM_TOKENS, 1.0, context)
+    terms = (MixedTerm(seconds, 0.0, 0.0, 0.0), MixedTerm(0.0, seconds / _FORM_TOKENS, 0.0, 0.0))
     return [replace(k, mixed=term) for term in terms]
 
 
@@ -423,7 +423,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """One sentence: how right the model is, where it is not, and what that comes from."""
+        """One sentence: the errors of the model, and their causes."""
         name, off = _worst(self.errors)
         shares = self.split_ttft if name == "ttft" else self.split
         largest = max(shares, key=lambda part: abs(shares[part]))
@@ -432,12 +432,12 @@ class Comparison:
         wrong = [
             f"{label} ({metric.upper()} {100 * error:+.1f} %)"
             for label, (metric, error) in worst.items()
-            if abs(error) > RIGHT
+            if abs(error) > RIGHT_ERROR
         ]
-        if abs(off) <= RIGHT and not wrong:
+        if abs(off) <= RIGHT_ERROR and not wrong:
             return f"right within {max(1, math.ceil(100 * abs(off)))} %"
         if 0 < len(wrong) < len(worst):
-            return f"right within {100 * RIGHT:.0f} %, except {', '.join(wrong)}: {cause}"
+            return f"right within {100 * RIGHT_ERROR:.0f} %, except {', '.join(wrong)}: {cause}"
         return f"off by {100 * off:+.1f} % ({name.upper()}): {cause}"
 
 
@@ -471,7 +471,7 @@ def compare(log: Log, engines: dict[str, EngineSpec]) -> Comparison:
     by_load = {}
     for label, low, high in LOADS:
         here = [index for index, load in enumerate(loads) if low <= load < high]
-        if len(here) >= _LEAST_OF_A_LOAD:
+        if len(here) >= _LEAST_LOAD_REQUESTS:
             by_load[label] = errors([measured[i] for i in here], [simulated[i] for i in here])
     return Comparison(
         log.failed,

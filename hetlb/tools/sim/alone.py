@@ -1,6 +1,6 @@
 """One engine with all its requests at once and no scheduler: its rate to the last answer, and while full.
 
-The first is what `FleetSimulation` gives with one instance, at a fraction of the work. It contains the drain,
+The first equals `FleetSimulation` with one instance, at a fraction of the work. It contains the drain,
 which is the longer part of a run the fewer requests there are; the rate while full does not.
 """
 
@@ -21,12 +21,12 @@ from hetlb.tools.workload.arrivals import PlannedRequest
 
 #: Batches that an engine serves for its rate while full, and the most requests for that.
 _FULL_BATCHES = 24
-_MOST_FULL = 4_000
+_MOST_FULL_REQUESTS = 4_000
 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """Figures of a run to the end: what fitted the engine, its prompt and output tokens, seconds."""
+    """Figures of a run to the end: the fitting requests, their prompt and output tokens, seconds."""
 
     requests: int
     tokens: int
@@ -132,7 +132,7 @@ def mean_batch(spec: EngineSpec, plan: Sequence[PlannedRequest]) -> int:
 
 def requests_while_full(spec: EngineSpec, plan: Sequence[PlannedRequest]) -> int:
     """Return how many requests, at least a plan's, keep an engine full until its rate is steady."""
-    return max(len(plan), min(_MOST_FULL, _FULL_BATCHES * mean_batch(spec, plan)))
+    return max(len(plan), min(_MOST_FULL_REQUESTS, _FULL_BATCHES * mean_batch(spec, plan)))
 
 
 def full_tokens_per_s(spec: EngineSpec, plan: Sequence[PlannedRequest], rule: IterationRule) -> float:

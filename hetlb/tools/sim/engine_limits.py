@@ -1,4 +1,4 @@
-"""Limits of one vLLM engine, with vLLM's own defaults for what a profile or an engine does not state."""
+"""Limits of one vLLM engine, with vLLM's own defaults for unstated ones."""
 
 from __future__ import annotations
 

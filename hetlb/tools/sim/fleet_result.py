@@ -14,7 +14,7 @@ from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.types import Outcome
 from hetlb.tools.workload.records import Counted, Gaps, RequestResult, summarize
 
-#: A series holds between half of this and this many moments (fewer only where a run is very short).
+#: Most moments of a series: it holds at least half of it (fewer only where a run is very short).
 _MOST_MOMENTS = 800
 
 

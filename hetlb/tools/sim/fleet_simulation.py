@@ -58,7 +58,7 @@ from hetlb.tools.workload.arrivals import PlannedRequest
 from hetlb.tools.workload.content import UNSHARED
 from hetlb.tools.workload.records import Counted, Gaps
 
-#: Simulated engines are scraped as often as real ones by default.
+#: Seconds between scrapes of simulated engines, by default as of real ones.
 SCRAPE_INTERVAL_S: Final = 1.0
 
 #: States of a sequence that its engine has, without a token.

@@ -1,4 +1,4 @@
-"""KV blocks of one simulated engine: what sequences take, give back and find again.
+"""KV blocks of one simulated engine: taken, given back and found again by sequences.
 
 As vLLM V1 does it (`v1/core/kv_cache_manager.py`, `block_pool.py`). Whole blocks are kept; a prompt finds as
 many from its beginning on as are kept without a gap, but never all of it, since its last token must be
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 
-from hetlb.tools.sim.block_pool import ENDLESS, CachedSpan, blocks_for
+from hetlb.tools.sim.block_pool import ENDLESS_TOKENS, CachedSpan, blocks_for
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.engine_sequence import EngineSequence, SequenceState
 
@@ -53,21 +53,21 @@ class KvBlocks:
         """Name the content of a new sequence: what its pieces and its answer leave is its own."""
         own = object()
         if not self.shared:
-            sequence.spans = ((own, ENDLESS),)
+            sequence.spans = ((own, ENDLESS_TOKENS),)
             return
         rest = sequence.prompt_tokens - sum([tokens for _, tokens in sequence.pieces])
         if rest < 0:
             named = sequence.prompt_tokens - rest
             raise ValueError(f"pieces: expected at most {sequence.prompt_tokens} tokens, got {named}")
         if sequence.answer is None:
-            sequence.spans = (*sequence.pieces, (own, ENDLESS))
+            sequence.spans = (*sequence.pieces, (own, ENDLESS_TOKENS))
         elif rest:
-            sequence.spans = (*sequence.pieces, (own, rest), (sequence.answer, ENDLESS))
+            sequence.spans = (*sequence.pieces, (own, rest), (sequence.answer, ENDLESS_TOKENS))
         else:
-            sequence.spans = (*sequence.pieces, (sequence.answer, ENDLESS))
+            sequence.spans = (*sequence.pieces, (sequence.answer, ENDLESS_TOKENS))
 
     def find(self, sequence: EngineSequence, tokens: int) -> int | None:
-        """Take what is cached of the first `tokens` tokens: how many, or None if the rest finds no room."""
+        """Take the cached blocks of the first `tokens` tokens: their number, None if the rest has no room."""
         nodes, found = self._cached(sequence, tokens)
         # A sequence that uses a node uses all before it.
         unused = [node for node in nodes if not node.users]

@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 #: Bytes/s at which a worker joins the activations of a batch and copies them to its device (Helix: 4 and 5
 #: GB/s).
 COPY_BYTES_PER_S: Final = 1.0 / (1.0 / 4e9 + 1.0 / 5e9)
-#: A query of an offline load arrives so long after the event that called for it (s).
+#: Seconds between an event and the query of an offline load that it calls for.
 FEED_DELAY_S: Final = 0.1
 #: Events between looks at whether a run is to stop.
-_LOOK: Final = 2048
+_LOOK_EVENTS: Final = 2048
 #: Requests between looks at how full a cluster is that begins full, and the seed of where its answers are.
-_FILL_LOOK: Final = 8
+_FILL_LOOK_REQUESTS: Final = 8
 _FILL_SEED: Final = 1
 
 # Order of events at the same instant.
@@ -93,7 +93,7 @@ class _Flight:
 
 
 class _Node:
-    """A stage: what has arrived, what waits at each segment, the batch that runs."""
+    """A stage: arrived requests, the queue of each segment, the running batch."""
 
     __slots__ = (
         "batch", "busy_s", "copied_tokens", "decode_s", "entry", "inbox", "kv_peak", "kv_used", "prompt_s",
@@ -129,7 +129,7 @@ class _Node:
         return self.prompt_s[prompt_tokens] + (2.0 * time_s if decodes == 1 else time_s)
 
     def collect(self, now: float) -> None:
-        """Move what has arrived to the segment that it enters."""
+        """Move arrived requests to the segments that they enter."""
         inbox, waiting = self.inbox, self.waiting
         tokens = 0
         if len(waiting) == 1:
@@ -315,7 +315,7 @@ class PipelineSimulation:
         return self._run(warm_up_s, warm_up_s + measured_s)
 
     def extend(self, measured_s: float) -> PipelineResult:
-        """Go on with a run that was not stopped, until its window is so long; returns the same result."""
+        """Go on with a run that was not stopped, until its window is that long; return the same result."""
         self._end = self._begin + measured_s
         self._result.window_s = measured_s
         return self._go_on()
@@ -337,9 +337,9 @@ class PipelineSimulation:
                     del self._open[command.request_id]
                     continue
                 self._go_on_with(command, output, rng.randrange(output))
-            if self._requests % _FILL_LOOK == 0 and scheduler.kv_usage() > load.high_water:
+            if self._requests % _FILL_LOOK_REQUESTS == 0 and scheduler.kv_usage() > load.high_water:
                 break
-        for _ in range(_FILL_LOOK):
+        for _ in range(_FILL_LOOK_REQUESTS):
             self._events.push(FEED_DELAY_S, _ARRIVAL, None)
 
     def _go_on_with(self, lease: PathLease, output_tokens: int, done: int) -> None:
@@ -356,7 +356,7 @@ class PipelineSimulation:
     def run_online(
         self, arrivals_s: Sequence[float], *, measured_s: float, warm_up_s: float = 0.0
     ) -> PipelineResult:
-        """Return requests at given times; what is not done when the window ends is counted as unfinished."""
+        """Return requests at given times; ones not done when the window ends are counted as unfinished."""
         for at in arrivals_s:
             self._events.push(at, _ARRIVAL, None)
         return self._run(warm_up_s, warm_up_s + measured_s)
@@ -374,7 +374,7 @@ class PipelineSimulation:
         while (event := events.pop(end)) is not None:
             now, kind, _, what = event
             self._taken += 1
-            if stop is not None and self._taken % _LOOK == 0 and stop():
+            if stop is not None and self._taken % _LOOK_EVENTS == 0 and stop():
                 self._result.window_s = max(0.0, now - begin)
                 break
             if kind == _TOKEN:
@@ -498,7 +498,7 @@ class PipelineSimulation:
         self._begin_batch(node, now)
 
     def _pass_on(self, batch: list[_Flight], node: _Node, now: float) -> None:
-        """Send what a batch has computed to the next stages and to the sink."""
+        """Send a batch's results to the next stages and to the sink."""
         arrivals = [self._leave(flight, node, now) for flight in batch]
         if not self._frames:
             events, delivered = self._events, self._delivered

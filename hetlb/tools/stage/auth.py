@@ -21,8 +21,8 @@ from hetlb.errors import ConfigError
 
 NONCE_BYTES: Final = 32
 LEAST_KEY_BYTES: Final = 16
-#: Challenges of a stage that are open at once; the oldest is void.
-_MOST_OPEN: Final = 1024
+#: Maximum number of challenges of a stage that are open at once; the oldest is void.
+_MAX_CHALLENGES: Final = 1024
 
 _SESSION: Final = "x-hetlb-session"
 _NONCE: Final = "x-hetlb-nonce"
@@ -100,7 +100,7 @@ class Challenges:
             raise NotProven("expected a greeting of this version")
         nonce = new_nonce()
         self._open[nonce] = None
-        if len(self._open) > _MOST_OPEN:
+        if len(self._open) > _MAX_CHALLENGES:
             self._open.popitem(last=False)
         return proof(nonce, stage_proof(self._key, client_nonce, nonce))
 

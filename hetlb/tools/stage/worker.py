@@ -49,7 +49,8 @@ from hetlb.tools.stage.stage_messages import (
 
 log = logging.getLogger("hetlb.stage")
 
-#: Connections that have proved nothing yet: how many, seconds of each, and limits of a request's head.
+#: Maximum number of connections that have proved nothing yet, seconds of each, and limits of a request's
+#: head.
 MOST_STRANGERS: Final = 64
 STRANGER_S: Final = 5.0
 _HEAD_LIMITS: Final[dict[str, Any]] = {"max_line_size": 1024, "max_field_size": 1024, "max_headers": 20}
@@ -57,8 +58,8 @@ _HEAD_LIMITS: Final[dict[str, Any]] = {"max_line_size": 1024, "max_field_size": 
 MOST_WAITING_BYTES: Final = 256 << 20
 #: Bytes for one next stage that may wait to leave before leases that go there pause.
 MOST_PENDING_BYTES: Final = 64 << 20
-#: Closed leases that are remembered: what is under way for them is void.
-_MOST_VOID: Final = 1 << 16
+#: Maximum number of closed leases that are remembered: what is under way for them is void.
+_MAX_VOID_LEASES: Final = 1 << 16
 #: Longest time of a batch before it hangs: seconds, plus this factor on the stage's own measured time.
 _LEAST_DEADLINE_S: Final = 30.0
 _DEADLINE_FACTOR: Final = 20.0
@@ -188,7 +189,7 @@ class StageWorker:
             await channel.close()
         return socket
 
-    # --- what comes in ---
+    # --- input ---
 
     async def _serve_coordinator(self, session: int, channel: StageChannel) -> None:
         previous = self._coordinators.get(session)
@@ -246,11 +247,11 @@ class StageWorker:
         return inside and (own.first == 0) == (each.hop == 0)
 
     def _close(self, lease: int) -> None:
-        """Free a lease, and drop what may still come for it. Others may run in its room."""
+        """Free a lease, and drop later messages for it. Others may run in its room."""
         self._batcher.close(lease)
         self._wake.set()
         self._void[lease] = None
-        if len(self._void) > _MOST_VOID:
+        if len(self._void) > _MAX_VOID_LEASES:
             self._void.popitem(last=False)
 
     def _give_up(self, leases: Sequence[int], cause: Cause, reason: str) -> None:

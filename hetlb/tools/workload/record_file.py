@@ -26,9 +26,9 @@ import msgspec
 from hetlb.errors import TraceError
 from hetlb.files import read_text
 
-#: A count above this is a mistake, not a prompt.
+#: Largest count of tokens: a larger one is a mistake, not a prompt.
 MOST_TOKENS = (1 << 31) - 1
-#: Beyond these a value is a mistake: seconds of an answer, seconds on any clock.
+#: Largest plausible seconds of an answer, and of any clock.
 LONGEST_S, LATEST_S = 1e8, 1e12
 #: Seconds of units as they stand in names of keys and beside values.
 UNITS_S = {
@@ -245,7 +245,7 @@ def _text(path: Path) -> str:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(f"{path}: expected a whole gzip file: {error}") from error
     except OSError:
-        return read_text(path, TraceError)  # says what is wrong
+        return read_text(path, TraceError)  # whose message names the mistake
     if not packed:
         return read_text(path, TraceError)
     try:
@@ -325,5 +325,5 @@ def _of_csv(path: Path, text: str) -> tuple[str, list[str], list[Record]]:
 
 
 def say(path: Path, note: str) -> None:
-    """Print what a file was taken for to stderr."""
+    """Print the kind of a file to stderr."""
     print(f"{path}: {note}", file=sys.stderr)

@@ -40,15 +40,15 @@ Counted: TypeAlias = dict[str, dict[str, int | float]]
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 PERCENTILES = (90, 99)
-#: Of intervals of a mean.
-CONFIDENCE = 0.95
-#: Part of the steady window that is left out at its beginning: the system fills.
-STEADY_FROM = 0.2
+#: Confidence level of intervals of a mean.
+CONFIDENCE_LEVEL = 0.95
+#: Share of the steady window that is left out at its beginning: the system fills.
+STEADY_FROM_SHARE = 0.2
 
 
 @dataclass(slots=True)
 class RequestResult:
-    """One request: times in seconds on one clock, None for what did not happen or was not seen.
+    """One request: times in seconds on one clock, None for events that did not happen or were not seen.
 
     `last_token_s` is when its last text came; of an answer that came whole, when it was complete (it has
     no `first_token_s` then). `end_s` is when nothing more could come. `error` is "" or a few words that
@@ -150,7 +150,7 @@ def student_margin(values: Sequence[float]) -> float:
     """Half the width of the confidence interval of the mean of at least two values (Student's t)."""
     from scipy.special import stdtrit  # of the extra `tools`; most results need none
 
-    t = float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2))
+    t = float(stdtrit(len(values) - 1, (1 + CONFIDENCE_LEVEL) / 2))
     return t * statistics.stdev(values) / math.sqrt(len(values))
 
 
@@ -261,15 +261,15 @@ def steady_figures(records: Sequence[RequestResult], start_s: float, end_s: floa
     """Rates while requests keep coming, and how long the run went on after that (`drain_s`).
 
     The window ends with the last due time; where all are due at once, with the last first token, since until
-    then something waits. It begins after `STEADY_FROM` of that time. Prompt tokens count at the first token,
-    output tokens evenly from the first to the last one, a request when it ends. `from_s` and `to_s` count
-    from the first due time; `offered_token_throughput` is None where all are due at once.
+    then something waits. It begins after `STEADY_FROM_SHARE` of that time. Prompt tokens count at the first
+    token, output tokens evenly from the first to the last one, a request when it ends. `from_s` and `to_s`
+    count from the first due time; `offered_token_throughput` is None where all are due at once.
     """
     done = [record for record in records if record.ok and record.last_token_s is not None]
     last_due_s = max((record.scheduled_s for record in records), default=start_s)
     at_once = last_due_s <= start_s
     to_s = max((_begun_s(record) for record in done), default=start_s) if at_once else last_due_s
-    from_s = start_s + STEADY_FROM * (to_s - start_s)
+    from_s = start_s + STEADY_FROM_SHARE * (to_s - start_s)
     seconds = to_s - from_s
     per_second = 1.0 / seconds if seconds > 0 else 0.0
     ended = sum(from_s < (record.last_token_s or 0.0) <= to_s for record in done)

@@ -23,16 +23,16 @@ from hetlb.tools.plan.common.capacity import usable_bytes
 from hetlb.tools.plan.common.quantities import Quantity, read_bytes, read_memory, read_parameters, read_rate
 
 #: Bytes/s between GPUs of one machine and between machines where the file does not say: PCIe 4 x16, 5 Gbit/s.
-INSIDE, BETWEEN = 25e9, 0.625e9
-#: A stated size that is off by more than this is named: it may be of another model.
-_MOST_OFF = 0.1
+INSIDE_BYTES_PER_S, BETWEEN_BYTES_PER_S = 25e9, 0.625e9
+#: Largest error of a stated size that is not named: the size may be of another model.
+_MOST_OFF_SHARE = 0.1
 
 
 # --- the model ------------------------------------------------------------------------------------------
 
 
 class PlanModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The model. `config` is its `config.json`; what is stated beside it wins."""
+    """The model. `config` is its `config.json`; keys stated beside it win."""
 
     name: str
     parameters: Quantity | None = None
@@ -46,7 +46,7 @@ class PlanModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A model with what planning needs of it; sizes in bytes, 0 where nothing was stated.
+    """A model with the facts for planning; sizes in bytes, 0 where none was stated.
 
     `kv_bytes_per_token` are of all layers that keep tokens, windows too: the unit of a cache's tokens, as in
     vLLM. `facts` are of its `config.json`, with what was stated in their place; None without one: degrees are
@@ -149,7 +149,7 @@ def _with_facts(model: Model, table: PlanModelTable, found: ModelFacts, where: s
             ("bytes_per_parameter", each or 0.0, found.weight_bytes / found.parameters),
             ("kv_bytes_per_token", model.kv_bytes_per_token, found.kv_bytes_per_token),
         )
-        if stated and abs(stated - own) > _MOST_OFF * own
+        if stated and abs(stated - own) > _MOST_OFF_SHARE * own
     )
     return msgspec.structs.replace(
         model,
@@ -182,7 +182,7 @@ class MachineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     `profiles` maps a tensor-parallel degree to a latency profile of the whole model; one of a degree that
     does not divide `gpus` is for layouts of unequal instances. `place` reads degree 1, as a stage is
-    one GPU; `roofline` is what `split` takes for degrees without one.
+    one GPU; `split` takes `roofline` for degrees without one.
     """
 
     name: str
@@ -308,10 +308,10 @@ class LinkRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Bytes/s between GPUs inside a machine, by kind of GPU (or `default`), and between machines."""
 
     inside: dict[str, Positive] = {}
-    between: Positive = BETWEEN
+    between: Positive = BETWEEN_BYTES_PER_S
     latency_s: NonNegative = 2e-4
 
-    def rate_inside(self, gpu: str, usual: float = INSIDE) -> float:
+    def rate_inside(self, gpu: str, usual: float = INSIDE_BYTES_PER_S) -> float:
         """Bytes/s inside a machine of these GPUs."""
         return self.inside.get(gpu, self.inside.get("default", usual))
 
@@ -395,4 +395,4 @@ def _rates_of_matrix(
                     "differently as machines of their own"
                 )
     count = len(machines)
-    return tuple(tuple(rates_of.get((i, j), INSIDE) for j in range(count)) for i in range(count))
+    return tuple(tuple(rates_of.get((i, j), INSIDE_BYTES_PER_S) for j in range(count)) for i in range(count))

@@ -56,8 +56,8 @@ from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.study import engine_of
 
 #: Divisions of the layers over unlike machines: shares of proportion to speed, the rest to memory.
-_BLENDS = (1.0, 0.5, 0.0)
-#: Latency of a transfer inside a machine; `links.latency_s` is that between machines.
+_BLEND_SHARES = (1.0, 0.5, 0.0)
+#: Latency of a transfer inside a machine; `links.latency_s` holds between machines.
 _INSIDE_LATENCY_S = 5e-6
 #: Batches at which an estimated step of a mixture is stated.
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -65,7 +65,7 @@ _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _CORNER = 8.0
 #: Layers' time of the whole model is taken at this batch and context to say how fast GPUs decode.
 _SPEED_BATCH, _SPEED_CONTEXT = 32, 1024
-#: A KV cache below this holds nothing; rows of the workload that the bubbles of a pipeline are found on.
+#: Least tokens of a usable KV cache; rows of the workload that the bubbles of a pipeline are found on.
 _FEWEST_TOKENS = 16
 _BUBBLE_ROWS = 100
 
@@ -101,7 +101,7 @@ class GroupTable:
         return self._moved(next(iter(self._promising(composition, role)), None), composition)
 
     def sure(self, composition: Composition, role: Role) -> ServerGroup | None:
-        """Return the best group that serves what it promises: one without bubbles."""
+        """Return the best group that serves its promised rate: one without bubbles."""
         found = (each for each in self._promising(composition, role) if each.is_exact)
         return self._moved(next(found, None), composition)
 
@@ -172,7 +172,7 @@ class GroupTable:
             memory = [cluster.machines[m].usable_bytes for m in machines]
             if min(memory) <= 0.0:
                 continue
-            for blend in _BLENDS if len(set(machines)) > 1 else (1.0,):
+            for blend in _BLEND_SHARES if len(set(machines)) > 1 else (1.0,):
                 weights = [
                     blend * s / sum(speeds) + (1.0 - blend) * b / sum(memory)
                     for s, b in zip(speeds, memory, strict=True)

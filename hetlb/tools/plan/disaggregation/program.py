@@ -1,4 +1,4 @@
-"""A mixed-integer program over kinds of groups: a start for the search, and a bound on what it may find.
+"""A mixed-integer program over kinds of groups: a start for the search, and a bound on its results.
 
 With `complete` templates, no plan serves more than `bound` requests/s.
 
@@ -30,15 +30,15 @@ from hetlb.tools.plan.highs import INFINITY, LinearProgram, OnProgress, SolveLim
 
 #: Most machines of a cluster in which each machine is a class of its own.
 _FEW_MACHINES = 8
-#: With so few GPUs every composition is a template.
+#: Most GPUs for which every composition is a template.
 _FEW_GPUS = 8
-#: With more templates than this the program takes too long; groups across machines that gain nothing go.
+#: Most templates that the program takes in time; of more, groups across machines that gain nothing go.
 _MANY_TEMPLATES = 2000
 #: The most choices of templates that are placed.
 _MOST_CHOICES = 8
 #: Least use of a template in a solution: below, it is rounding.
-_LEAST_NUMBER = 1e-6
-#: Machines of one group; beyond two, all hold equally many of its GPUs.
+_LEAST_TEMPLATE_USE = 1e-6
+#: Most machines of one group; beyond two, all hold equally many of its GPUs.
 _MOST_MACHINES = 8
 
 #: (class, GPUs in one machine of it), sorted.
@@ -162,7 +162,7 @@ class Templates:
                 solution = program.solve(limits, on_progress=on_progress, on_solution=incumbents.append)
                 if solution is None:
                     break
-                used = [at for at in own if solution.values[numbers[at]] > _LEAST_NUMBER]
+                used = [at for at in own if solution.values[numbers[at]] > _LEAST_TEMPLATE_USE]
                 if integer and (limits.over or not self._simulate(used)):
                     bound = solution.bound if promised else math.inf
                     # Layouts that the program met on its way to all templates may need simulations.
@@ -177,7 +177,7 @@ class Templates:
         return tuple((self.templates[at], count) for at, count in counts.items() if count > 0)
 
     def _simulate(self, used: Sequence[int]) -> bool:
-        """Give templates what their groups serve; False where all had it."""
+        """Give templates the served rates of their groups; return False where all had them."""
         promised = [at for at in used if not self.templates[at].exact]
         for at in promised:
             shape, role = self.templates[at].shape, self.templates[at].group.role
@@ -252,7 +252,7 @@ class Templates:
         return LINK_SHARE * total / self.cluster.kv_bytes
 
     def place(self, choice: Choice) -> list[tuple[Composition, Role]]:
-        """Machines for the chosen templates, the largest first; what finds no room is left out."""
+        """Machines for the chosen templates, the largest first; templates without room are left out."""
         machines = self.cluster.machines
         left = [machine.gpus for machine in machines]
         wanted = [template for template, count in choice for _ in range(count)]

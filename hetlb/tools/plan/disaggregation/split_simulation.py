@@ -1,4 +1,4 @@
-"""Plans under the production scheduler, in virtual time: what their groups and links really serve.
+"""Plans under the production scheduler, in virtual time: the real rates of their groups and links.
 
 Requests arrive at random (Poisson) a little faster than the plan serves them. Throughput counts
 completions once the fleet is full. Groups are the engines of their latency profiles, KV caches take the links
@@ -28,21 +28,21 @@ from hetlb.tools.sim.study import engine_of
 from hetlb.tools.workload.records import RequestResult
 
 #: Offered load, as a share of the planned throughput.
-LOAD = 1.05
+LOAD_SHARE = 1.05
 #: Weight of a plan that splits in simulation: it has more that can fail, so it must serve a good deal more.
-_WORTH = 0.95
-#: Plans that serve this share of the most are as good: the simplest of them is chosen.
-_AS_GOOD = 0.98
+_SPLIT_WEIGHT = 0.95
+#: Least share of the best throughput of plans that are as good: the simplest of them is chosen.
+_AS_GOOD_SHARE = 0.98
 #: Length of the run, in stays of a request in the slowest group; bounds of its requests.
 _RUN_STAYS = 6.0
 _LEAST_REQUESTS, _MOST_REQUESTS = 2000, 8000
-#: Completions count from this share of the arrivals' time on, until the last arrival.
-_FROM = 0.45
+#: Share of the arrivals' time from which completions count, until the last arrival.
+_FROM_SHARE = 0.45
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """Figures of a run in its steady part; latencies in seconds, means over what arrived in it."""
+    """Figures of a run in its steady part; latencies in seconds, means over its arrivals."""
 
     request_throughput: float
     output_throughput: float
@@ -102,7 +102,7 @@ def simulate_plan(
 ) -> Simulated:
     """Return a plan under a policy at `rate` requests/s (a little above the plan's); `count` requests."""
     servers, links = make_servers(cluster, plan, cost)
-    offered = plan.throughput * LOAD if rate is None else rate
+    offered = plan.throughput * LOAD_SHARE if rate is None else rate
     number = count or round(min(_MOST_REQUESTS, max(_LEAST_REQUESTS, _wanted(cluster, plan))))
     rng = random.Random(seed)
     rows = list(cluster.workload.rows)
@@ -113,7 +113,7 @@ def simulate_plan(
     return _measure(result.records, planned[-1].scheduled_s, result.transfers)
 
 
-#: A plan and what it serves in simulation.
+#: A plan and its simulated rates.
 Judged: TypeAlias = tuple[SplitPlan, Simulated]
 
 
@@ -148,8 +148,8 @@ def choose(
     cost = ProfileCost(cluster)
     judged = judge(cluster, candidates(found.plans, count), cost, limits, seed=limits.seed)
     if colocated is not None and not limits.over:
-        # At the load of the best split plan: what it does not serve of that, it cannot.
-        rate = LOAD * max(best.throughput, colocated.throughput)
+        # At the load of the best split plan: load that it does not serve, it cannot.
+        rate = LOAD_SHARE * max(best.throughput, colocated.throughput)
         by_policy = {
             policy: simulate_plan(cluster, colocated, cost, policy=policy, rate=rate, seed=limits.seed)
             for policy in ("hetlb", "rr")
@@ -178,10 +178,10 @@ def simplest(judged: Sequence[Judged]) -> Judged:
     """Return the simplest of the plans that serve nearly the most in simulation."""
 
     def worth(each: Judged) -> float:
-        return each[1].request_throughput * (_WORTH if each[0].splits else 1.0)
+        return each[1].request_throughput * (_SPLIT_WEIGHT if each[0].splits else 1.0)
 
     most = max(map(worth, judged))
-    able = [each for each in judged if worth(each) >= _AS_GOOD * most]
+    able = [each for each in judged if worth(each) >= _AS_GOOD_SHARE * most]
     return min(able, key=lambda each: (complexity(each[0]), -worth(each)))
 
 
@@ -195,14 +195,14 @@ def complexity(plan: SplitPlan) -> tuple[int, int, bool]:
 
 def candidates(plans: Sequence[SplitPlan], count: int) -> list[SplitPlan]:
     """Return plans to simulate: the best by capacity, and the simplest among equally good ones."""
-    able = [plan for plan in plans if plan.throughput >= _AS_GOOD * plans[0].throughput]
+    able = [plan for plan in plans if plan.throughput >= _AS_GOOD_SHARE * plans[0].throughput]
     simple = min(able, key=lambda plan: (complexity(plan), -plan.throughput))
     found = different(plans, count)
     return found if any(plan is simple for plan in found) else different([*found[: count - 1], simple], count)
 
 
 def why_nothing(cluster: SplitCluster) -> str:
-    """One line that says what is missing where no group holds the model."""
+    """Return one line with the missing memory where no group holds the model."""
     room = sum(machine.gpus * max(0.0, machine.usable_bytes) for machine in cluster.machines)
     need = cluster.model.weight_bytes + cluster.model.known.allocated.of(cluster.workload.longest_tokens)
     words = (
@@ -240,7 +240,7 @@ def _wanted(cluster: SplitCluster, plan: SplitPlan) -> float:
 
 
 def _measure(records: Sequence[RequestResult], last_s: float, transfers: int) -> Simulated:
-    first_s = _FROM * last_s
+    first_s = _FROM_SHARE * last_s
     ended = [r for r in records if r.ok and r.end_s is not None and first_s <= r.end_s <= last_s]
     arrived = [r for r in records if r.ok and r.scheduled_s >= first_s]
     seconds = max(1e-9, last_s - first_s)

@@ -33,8 +33,8 @@ _BOUND_SHARE, _SEARCH_SHARE = 0.1, 0.9
 _GIVEN_SHARE = 0.7
 #: Seconds of virtual time before the measurement: of an empty cluster, and of one that begins full.
 _WARM_UP_S, _FULL_WARM_UP_S = 60.0, 10.0
-#: A run that was stopped counts from this share of its window on.
-_LEAST_SHARE = 0.3
+#: Least share of its window of a stopped run that counts.
+_LEAST_WINDOW_SHARE = 0.3
 #: Seconds for which an online load of a run that goes on has arrivals.
 _MOST_WINDOW_S = 3600.0
 
@@ -72,7 +72,7 @@ class PlacementSimulator:
             result = simulation.run_offline(OfflineLoad(), warm_up_s=_WARM_UP_S, measured_s=seconds)
         else:
             result = simulation.run_online(self.arrivals(seconds), warm_up_s=_WARM_UP_S, measured_s=seconds)
-        return result if result.window_s >= _LEAST_SHARE * seconds else None
+        return result if result.window_s >= _LEAST_WINDOW_SHARE * seconds else None
 
     def arrivals(self, seconds: float) -> list[float]:
         """Return the times at which requests of an online load arrive."""
@@ -123,7 +123,7 @@ class PlacementRun:
 
 @dataclass(frozen=True)
 class PlacePlan:
-    """A placement with what is known of it; `highest_flow` is what the search found, None without one."""
+    """A placement with its figures; `highest_flow` is the search's, None without one."""
 
     cluster: PlaceCluster
     chosen: PlacementCandidate
