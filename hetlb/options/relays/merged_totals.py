@@ -54,5 +54,4 @@ def _add_histogram(whole: Histogram | GapHistogram, part: Histogram | GapHistogr
         whole.fine = list(map(add, whole.fine, part.fine))
         _add_histogram(whole.longer, part.longer)
     elif isinstance(whole, Histogram) and isinstance(part, Histogram):
-        whole.counts = list(map(add, whole.counts, part.counts))
-        whole.total += part.total
+        whole.add(part)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hetlb.balancer.core.instance import Instance, tokens_of
+from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.journal import booked
 from hetlb.balancer.core.ledger import nearest
 from hetlb.balancer.core.placement import Decision, check_choice
 from hetlb.balancer.core.policies.base import Choice
 from hetlb.balancer.core.policies.sight import SchedulingContext
-from hetlb.balancer.core.ready import Choices, ReadyInstances
+from hetlb.balancer.core.ready import Choices, ReadyInstances, tokens_of
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (
     HAND_OVER,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetlb.balancer.core.instance import DEFAULT_MAX_LORAS
+from hetlb.balancer.core.instance_limits import DEFAULT_MAX_LORAS
 from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.types import Capacity

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from hetlb.balancer.core.instance import DEFAULT_KV_CACHE_TOKENS
+from hetlb.balancer.core.instance_limits import DEFAULT_KV_CACHE_TOKENS
 from hetlb.balancer.core.types import Role
 from hetlb.errors import ConfigError
 from hetlb.files import write_text
