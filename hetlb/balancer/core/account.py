@@ -178,7 +178,7 @@ class Account:
         self.next_trial_at = max(self.next_trial_at, self.asked_until)
 
     def forget(self) -> None:
-        """Another process took its place."""
+        """Note that another process took its place."""
         self.lost = self.refused = self.excess = self.overdue_s = 0.0
         self.doubted = False
         self.stalled_since = self.silent_since = None

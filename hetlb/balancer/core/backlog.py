@@ -173,7 +173,7 @@ class Backlog:
         return commands
 
     def _waited(self, entry: Queued, now: float) -> Reject | None:
-        """Rejection of a request that has waited for too long, None if it has not."""
+        """Return the rejection of a request that has waited for too long, None if it has not."""
         limits, request, waited_s = self.queue.limits, entry.request, now - entry.arrived_at
         if limits.timeout_s is not None and waited_s >= limits.timeout_s:
             return rejections.expired(request.id, waited_s)

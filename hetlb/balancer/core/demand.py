@@ -126,7 +126,7 @@ class Mix:
         self._newest: FleetCosts | None = None
 
     def add(self, prompt: float, output: float) -> None:
-        """One more request, as predicted."""
+        """Count one more request, as predicted."""
         self.count = count = self.count + 1
         gain = 1.0 / count if count < MIX_REQUESTS else 1.0 / MIX_REQUESTS
         self.prompt = mean_prompt = self.prompt + gain * (prompt - self.prompt)
@@ -160,7 +160,7 @@ class Mix:
         return PROMPT_WEIGHT * self.prompt + self.output
 
     def speed(self, instance: Instance) -> float:
-        """Sizes per second that an instance does of the mean request, its batch full."""
+        """Return the sizes per second that an instance does of the mean request, its batch full."""
         return self.costs(instance).speed
 
     def fleet(self, instances: Sequence[Instance]) -> FleetCosts:
@@ -177,7 +177,7 @@ class Mix:
         return known
 
     def costs(self, instance: Instance) -> Costs:
-        """Costs of the mean request on an instance. Read-only, valid until the next change."""
+        """Return the costs of the mean request on an instance. Read-only, valid until the next change."""
         known = self._costs.get(instance.name)
         if known is not None and known[0] == instance.parameters_version:
             return known[1]

@@ -205,7 +205,7 @@ class FleetState:
         return changed
 
     def _peers(self, instance: Instance) -> list[Instance]:
-        """Instances that answer to a name of an instance, itself among them."""
+        """Return the instances that answer to a name of an instance, itself among them."""
         return list(dict.fromkeys(each for pool in self._pools(instance) for each in pool))
 
     def watch(self, tokens_at: Mapping[str, float], now: float, by_counters: bool) -> bool:
@@ -230,7 +230,7 @@ class FleetState:
     # --- ejection ---
 
     def _pools(self, instance: Instance) -> list[Sequence[Instance]]:
-        """Instances by each name that they answer to."""
+        """Return the instances by each name that they answer to."""
         return [ready.instances for ready in self.ready.values() if instance in ready.instances]
 
     def has_another(self, instance: Instance) -> bool:

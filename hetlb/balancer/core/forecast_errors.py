@@ -138,7 +138,7 @@ class ForecastErrors:
         return ("first_token", self.first_token), ("step", self.step), ("end", self.end)
 
     def document(self) -> dict[str, float | int | None]:
-        """JSON of the admin listener; figures before the first answer are null."""
+        """Return the JSON of the admin listener; figures before the first answer are null."""
         return {
             "samples": self.end.samples,
             "first_token_bias": self.first_token.bias,

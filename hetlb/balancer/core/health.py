@@ -55,7 +55,7 @@ _VERDICTS: dict[Outcome, Verdict] = {
 
 
 def verdict(outcome: Outcome) -> Verdict:
-    """Verdict of a lease that ended in `outcome`."""
+    """Return the verdict of a lease that ended in `outcome`."""
     return _VERDICTS.get(outcome, Verdict.NOTHING)
 
 

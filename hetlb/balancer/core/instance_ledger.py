@@ -151,7 +151,7 @@ class InstanceLedger(InstanceLimits):
         return (self.work_ns + self._assumed_ns) / 1e9
 
     def explored_sequences(self, now: float) -> float:
-        """Sequences that it may run at once until it is explored."""
+        """Return the sequences that it may run at once until it is explored."""
         oldest = next(iter(self.leases.values()), None)
         waited_s = 0.0 if oldest is None or oldest.first_token_at is not None else now - oldest.dispatched_at
         by_time = math.exp2(min(16.0, max(0.0, waited_s) / _UNEXPLORED_S))

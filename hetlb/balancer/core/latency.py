@@ -85,7 +85,7 @@ class PassForm(PickleByFields):
         decodes_s: float = 0.0,
         least_s: float = 0.0,
     ) -> float:
-        """Seconds of a pass over `tokens` of `prompts` prompts, beside `decodes` single tokens."""
+        """Return the seconds of a pass over `tokens` of `prompts` prompts, beside `decodes` single tokens."""
         raise NotImplementedError
 
 
@@ -111,11 +111,11 @@ class MixedForm(PickleByFields):
     __slots__ = ()
 
     def seconds(self, tokens: float, batch: float, kv_tokens: float) -> float:
-        """Seconds for `batch` decodes over `kv_tokens` beside `tokens` prompt tokens."""
+        """Return the seconds for `batch` decodes over `kv_tokens` beside `tokens` prompt tokens."""
         raise NotImplementedError
 
     def chain_s(self, tokens: float) -> float:
-        """Seconds in which one block of threads runs through a context."""
+        """Return the seconds in which one block of threads runs through a context."""
         raise NotImplementedError
 
 
@@ -137,7 +137,7 @@ class LaunchForm(PickleByFields):
     __slots__ = ()
 
     def pass_s(self, computing_s: float, tokens: float) -> float:
-        """Seconds of a pass over `tokens` tokens whose kernels take `computing_s`."""
+        """Return the seconds of a pass over `tokens` tokens whose kernels take `computing_s`."""
         raise NotImplementedError
 
 
@@ -183,7 +183,7 @@ class LatencyModel(PickleByFields):
     # --- the paper's equations: k1..k8 ---
 
     def paper_prefill_s(self, batch: float, input_tokens: float) -> float:
-        """Seconds to prefill `batch` requests of `input_tokens` tokens each in one forward pass."""
+        """Return seconds to prefill `batch` requests of `input_tokens` tokens each in one forward pass."""
         return self.k1 * batch * input_tokens + self.k2 * batch + self.k3 * input_tokens + self.k4
 
     def paper_step_s(self, batch: float, cached_tokens: float) -> float:
@@ -217,7 +217,7 @@ class LatencyModel(PickleByFields):
         return host_s + self.k6 * batch + self.k8, self.k5 + self.k7 / batch
 
     def step_s(self, batch: float, kv_tokens: float) -> float:
-        """Seconds of one decode step. Affine in `kv_tokens` at a fixed batch."""
+        """Return the seconds of one decode step. Affine in `kv_tokens` at a fixed batch."""
         own_s, token_s = self.step_line(batch)
         return own_s + token_s * kv_tokens
 
@@ -290,7 +290,7 @@ class LatencyModel(PickleByFields):
         return seconds if seconds > step_s else step_s
 
     def _paper_pass_s(self, tokens: float, prompts: float, longest: float) -> float:
-        """Seconds that prompt tokens add to a pass, by k1..k3."""
+        """Return the seconds that prompt tokens add to a pass, by k1..k3."""
         return self.k1 * tokens + self.k2 * prompts + self.k3 * longest
 
     def iteration_s(
@@ -330,7 +330,7 @@ class LatencyModel(PickleByFields):
         return self.k1 if rising and (self.k4 >= 0.0 or self.k8 >= 0.0) else 0.0
 
     def prefill_s(self, prompt_tokens: float, sequences: float = 1.0, cached_tokens: float = 0.0) -> float:
-        """Seconds to prefill `sequences` prompts in one pass, `cached_tokens` of each not computed."""
+        """Return seconds to prefill `sequences` prompts in one pass, `cached_tokens` of each not computed."""
         new = prompt_tokens - cached_tokens
         attended = sequences * new * (new + 2.0 * cached_tokens)
         return self.mixed_step_s(sequences * new, sequences, new, 0.0, 0.0, attended)

@@ -45,7 +45,7 @@ class Ledger:
         self.journals: tuple[Journal, ...] = ()
 
     def book(self, ctx: SchedulingContext, instance: Instance, work_s: float, forecast: Sight) -> Lease:
-        """Lease of a whole request on an instance, for `work_s` seconds of work."""
+        """Return the lease of a whole request on an instance, for `work_s` seconds of work."""
         predicted, work_ns = ctx.predicted_output, nearest(work_s * 1e9)
         lease = self.grant(ctx.request, instance, predicted, work_ns, ctx.now)
         lease.forecast_first_s, lease.forecast_end_s = forecast.first_token_s, forecast.end_s
@@ -94,7 +94,7 @@ class Ledger:
         work_ns: int,
         now: float,
     ) -> Lease:
-        """Lease that the instance is to book."""
+        """Return the lease that the instance is to book."""
         cache, sequences, prompt = instance.kv_cache_tokens, request.sequences, request.prompt_tokens
         # One request never books more than its instance has: it would wait inside the engine.
         prompt_tokens = min(sequences * prompt, cache)

@@ -57,7 +57,7 @@ class EngineLoad:
             self.step_s, self.token_s = latency.step_line(batch)
 
     def own_batch(self, sequences: float) -> float:
-        """Sequences of one request on each engine that has some: they are spread over all engines."""
+        """Return sequences of one request on each engine that has some: they are spread over all engines."""
         return 1.0 if sequences <= self.engines else sequences / self.engines
 
 
@@ -125,7 +125,7 @@ class Occupancy:
         return ended if ended < self.incoming else self.incoming
 
     def expected_kv_tokens(self, now: float) -> float:
-        """Tokens of the KV cache in use: every answer half-grown, or the engine's report, if more."""
+        """Return tokens of the KV cache in use: every answer half-grown, or the engine's report, if more."""
         if self.kv_excess and now - self.sample_at <= SIGNAL_STALE_S:
             return self.kv_tokens + self.kv_excess
         return self.kv_tokens

@@ -99,16 +99,16 @@ class Placement:
         return self._usual if demand is None or not demand.mix.count else demand.mix
 
     def capacity(self, instance: Instance) -> float:
-        """Sizes per second that an instance serves of the demand."""
+        """Return the sizes per second that an instance serves of the demand."""
         return self._mix(instance.spec.model).speed(instance)
 
     def speeds(self, model: str, instances: Sequence[Instance]) -> dict[str, float]:
-        """Weighted tokens per second of each instance at the mean request of a model; for people."""
+        """Return weighted tokens per second of each instance at the mean request of a model; for people."""
         mix = self._mix(model)
         return {instance.name: mix.speed(instance) for instance in instances}
 
     def due(self, request: Request, now: float, predicted: float) -> float:
-        """Latest time of the dispatch of a request that came now, for its targets to be met.
+        """Return the latest time of the dispatch of a request that came now, for its targets to be met.
 
         A request without targets is due as late as any of its model.
         """

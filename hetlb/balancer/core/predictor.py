@@ -39,7 +39,7 @@ class Predictor:
     """Output length predictor: it predicts a request before its placement and learns at its end."""
 
     def outlook(self, request: Request) -> tuple[float, float]:
-        """`predict` and `long` at once: both are asked for at every arrival."""
+        """Return `predict` and `long` at once: both are asked for at every arrival."""
         return self.predict(request), self.long(request)
 
     def predict(self, request: Request) -> float:
@@ -142,7 +142,7 @@ class _Histogram:
         return 0.0 if share < 0.0 else min(1.0, share)
 
     def mean_capped(self, cap: int | None) -> tuple[float, float]:
-        """(E[min(O, cap)], effective number of observations), the latter 0 when nothing was seen."""
+        """Return (E[min(O, cap)], effective number of observations), the latter 0 when nothing was seen."""
         if not self._fresh:
             self._refresh()
         n = self._cum_counts[-1]

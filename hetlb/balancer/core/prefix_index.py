@@ -227,7 +227,7 @@ class PrefixIndex:
         return len(self._holders)
 
     def held(self, keys: Sequence[PrefixKey], prompt_tokens: int) -> Held | None:
-        """Tokens that each engine holds of a prompt, all but one at most; None if none holds any."""
+        """Return tokens that each engine holds of a prompt, all but one at most; None if none holds any."""
         found: Held | None = None
         holders, most = self._holders, prompt_tokens - 1
         for key, end in keys:

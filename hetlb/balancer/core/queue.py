@@ -123,7 +123,7 @@ class TenantService:
         self._floor = 0.0
 
     def weight(self, tenant: str | None) -> float:
-        """Stated share of a tenant, else 1."""
+        """Return the stated share of a tenant, else 1."""
         return self._weights.get(tenant, 1.0) if self._weights and tenant is not None else 1.0
 
     def come(self, tenant: str | None, waiting: Iterable[str | None]) -> None:
@@ -161,7 +161,7 @@ class TenantService:
             self.running.pop(tenant, None)
 
     def served(self, tenant: str | None) -> float:
-        """Tokens that a tenant was served, over its weight."""
+        """Return the tokens that a tenant was served, over its weight."""
         return self._served.get(tenant, self._floor)
 
 
@@ -254,7 +254,7 @@ class Queue:
         return Counter(entry.request.model for entry in self)
 
     def oldest_at(self) -> float | None:
-        """Arrival of the request that waits longest, None if none waits."""
+        """Return the arrival of the request that waits longest, None if none waits."""
         return min((flow[0].arrived_at for flow in self.flows()), default=None)
 
     def waiting(self, model: str) -> int:

@@ -215,7 +215,7 @@ def _kept_by_role(routable: Sequence[Instance]) -> dict[str, str]:
 
 
 def _why_not(instance: Instance) -> str:
-    """Reason an instance can take no request now, "" if it can."""
+    """Return the reason an instance can take no request now, "" if it can."""
     if instance.admin is not AdminState.READY:
         return _ADMIN_REASON[instance.admin]
     if instance.health.state is Health.EJECTED:

@@ -35,7 +35,7 @@ def hopeless(request: Request) -> Reject:
 
 
 def unknown_model(request: Request, instances: Iterable[Instance], models: Iterable[str]) -> Reject:
-    """No instance serves the model, as far as the fleet's `instances` have told; `models` exist."""
+    """Refuse a request whose model none of `instances`, the fleet, is known to serve; `models` exist."""
     if any(each.served is None and not each.spec.model for each in instances):
         text = f"Not every instance has told yet what it serves; none is known to serve {request.model!r}."
         return _later(request.id, RejectReason.NO_INSTANCE, text)
@@ -54,7 +54,7 @@ def too_long(request: Request, instances: Sequence[Instance]) -> Reject:
 
 
 def no_instance(request: Request) -> Reject:
-    """No instance of the model has been there for the longest time that requests wait for one."""
+    """Refuse a request that has waited longest without any instance of its model."""
     text = f"No instance of the model `{request.model}` is up."
     return _later(request.id, RejectReason.NO_INSTANCE, text)
 

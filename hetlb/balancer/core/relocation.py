@@ -49,7 +49,7 @@ class Relocation:
         return self.ledger.drop(lease, now, outcome)
 
     def ended_badly(self, instance: Instance, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
-        """Effect of the end of a lease on the health and the account of its instance."""
+        """Count the end of a lease in the health and the account of its instance; return commands."""
         health, fleet, says = instance.health, self.fleet, verdict(outcome)
         changed = False
         if says is Verdict.ABSENT:

@@ -346,7 +346,7 @@ class Scheduler(Relocation):
         return placed.lease
 
     def on_waiting_elsewhere(self, sizes: Mapping[str, int], now: float) -> list[Command]:
-        """Other schedulers of the same fleet have requests of these sizes waiting, by model."""
+        """Take the sizes of requests that wait at other schedulers of the same fleet, by model."""
         self.placement.elsewhere = dict(sizes)
         return []
 
@@ -358,7 +358,7 @@ class Scheduler(Relocation):
     # --- facts about instances ---
 
     def on_instance(self, change: InstanceChange, now: float) -> list[Command]:
-        """Something about an instance changed. Unknown names are ignored: facts may arrive late."""
+        """Note a change of an instance. Unknown names are ignored: facts may arrive late."""
         fleet = self.fleet
         if isinstance(change, InstanceAdded):
             for spec in (change.spec, *change.more):
@@ -440,13 +440,13 @@ class Scheduler(Relocation):
     # --- time ---
 
     def next_deadline(self) -> float | None:
-        """Time at which `on_tick` is due, None while nothing waits for time to pass."""
+        """Return the time at which `on_tick` is due, None while nothing waits for time to pass."""
         splits = self.placement.splits
         waits = len(self.queue) or (splits is not None and splits.held)
         return self.backlog.ticked_at + TICK_S if waits else None
 
     def on_tick(self, now: float) -> list[Command]:
-        """Time passed: expire what has waited too long."""
+        """Expire requests that have waited too long; called as time passes."""
         self.backlog.ticked_at = now
         if self.placement.splits is not None:
             self._splits.let_go_expired(now)

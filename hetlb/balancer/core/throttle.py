@@ -78,7 +78,7 @@ class Throttle:
         return self._ramp_since is not None or limited or account.wary(now)
 
     def reason(self, max_num_seqs: int, now: float) -> str:
-        """Reason of a restraint now, "" without one; for people."""
+        """Return the reason of a restraint now, "" without one; for people."""
         if why := self._account.why(now):
             return why
         if self._ramp_since is not None and now - self._ramp_since < self._ramp_s:
@@ -94,7 +94,7 @@ class Throttle:
     def availability(
         self, sequences: int, max_num_seqs: int, now: float, *, doubt: bool = True
     ) -> tuple[int, str]:
-        """Availability now, and its reason; `doubt`: whether the account is heeded."""
+        """Return the availability now, and its reason; `doubt`: whether the account is heeded."""
         if doubt and self._account.held(now):
             return BLOCKED, self._account.why(now)
         wanted = sequences + 1

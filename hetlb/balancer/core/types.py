@@ -154,7 +154,7 @@ class KvLink(PickleByFields):
         return self.connector is Connector.MOONCAKE
 
     def nominal_s(self, tokens: float) -> float:
-        """Seconds to transfer the KV of `tokens` tokens, before any was seen."""
+        """Return the seconds to transfer the KV of `tokens` tokens, before any was seen."""
         return self.latency_s + tokens * self.bytes_per_token / self.bandwidth_bytes_per_s
 
 
@@ -547,7 +547,7 @@ class Candidate(PickleByFields):
     forecast: dict[str, float] | None = None
 
     def document(self) -> dict[str, object]:
-        """JSON of it, unrounded; a score that is never chosen is null."""
+        """Return the JSON of it, unrounded; a score that is never chosen is null."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         return {**found, "score": self.score if math.isfinite(self.score) else None}
 

@@ -99,7 +99,7 @@ def paper_terms(
 
 
 def paper_work(ctx: SchedulingContext, instance: Instance) -> tuple[int, float, float]:
-    """Ideal batch, processing time and workload (booked in the ledger), as the paper defines them."""
+    """Return ideal batch, processing time and workload (booked in the ledger), as the paper defines them."""
     request, predicted = ctx.request, ctx.predicted_output
     prompt = request.prompt_tokens
     engines = instance.engines
@@ -171,15 +171,15 @@ class Policy:
         return Choice(index, workload or 0.0, lambda: candidates, foreseen(ctx, instances[index]))
 
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
-        """One candidate per instance, in their order; an infinite score is never chosen."""
+        """Return one candidate per instance, in their order; an infinite score is never chosen."""
         return [self.rate(ctx, each) for each in instances]
 
     def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
-        """Candidate of one instance, for policies that look at each by itself."""
+        """Return the candidate of one instance, for policies that look at each by itself."""
         raise NotImplementedError
 
     def committed(self, ctx: SchedulingContext, chosen: Instance, instances: Sequence[Instance]) -> None:
-        """`chosen` out of `instances` got the request."""
+        """Note that `chosen` out of `instances` got the request."""
 
     def answered(self, instance: Instance, first_s: float, now: float) -> None:
         """Note that the first byte of an answer came, `first_s` seconds after its dispatch."""

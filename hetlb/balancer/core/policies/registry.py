@@ -43,7 +43,7 @@ class PolicyRegistry:
         self._outside: dict[str, EntryPoint] | None = None
 
     def _others(self) -> dict[str, EntryPoint]:
-        """Entry points by name, looked for once: that takes tens of milliseconds."""
+        """Return the entry points by name, looked for once: that takes tens of milliseconds."""
         if self._outside is None:
             self._outside = {each.name: each for each in entry_points(group=GROUP) if each.name not in _OWN}
         return self._outside
