@@ -54,7 +54,7 @@ def too_long(request: Request, instances: Sequence[Instance]) -> Reject:
 
 
 def no_instance(request: Request) -> Reject:
-    """Refuse a request that has waited longest without any instance of its model."""
+    """Refuse a request that has waited as long as allowed for an instance of its model."""
     text = f"No instance of the model `{request.model}` is up."
     return _later(request.id, RejectReason.NO_INSTANCE, text)
 

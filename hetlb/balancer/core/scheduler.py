@@ -446,7 +446,7 @@ class Scheduler(Relocation):
         return self.backlog.ticked_at + TICK_S if waits else None
 
     def on_tick(self, now: float) -> list[Command]:
-        """Expire requests that have waited too long; called as time passes."""
+        """Note that time passed: release holds, place waiting requests, expire late ones."""
         self.backlog.ticked_at = now
         if self.placement.splits is not None:
             self._splits.let_go_expired(now)
