@@ -96,7 +96,7 @@ class StepForm(PickleByFields):
     __slots__ = ()
 
     def step_line(self, batch: float) -> tuple[float, float]:
-        """Seconds of one step of `batch` sequences, and seconds more per token that they hold together."""
+        """Return the seconds of one step of `batch` sequences, and the seconds more per token they hold."""
         raise NotImplementedError
 
     def growth_s(self, batch: float) -> float:
@@ -126,7 +126,7 @@ class SplitForm(PickleByFields):
     __slots__ = ()
 
     def seconds(self, batch: float, longest: float) -> float:
-        """Least seconds of attention in a step of `batch` sequences, the longest of `longest` tokens."""
+        """Return the least seconds of attention in a step of `batch` sequences, the longest of `longest`."""
         raise NotImplementedError
 
 
@@ -187,11 +187,11 @@ class LatencyModel(PickleByFields):
         return self.k1 * batch * input_tokens + self.k2 * batch + self.k3 * input_tokens + self.k4
 
     def paper_step_s(self, batch: float, cached_tokens: float) -> float:
-        """Seconds of one decode step of `batch` requests with `cached_tokens` tokens in the cache each."""
+        """Return the seconds of one decode step of `batch` requests with `cached_tokens` tokens each."""
         return self.k5 * batch * cached_tokens + self.k6 * batch + self.k7 * cached_tokens + self.k8
 
     def paper_decode_s(self, batch: float, input_tokens: float, output_tokens: float) -> float:
-        """Seconds to decode `output_tokens` tokens for each of `batch` requests of `input_tokens` tokens.
+        """Return the seconds to decode `output_tokens` for each of `batch` requests of `input_tokens`.
 
         The closed form of `sum over j = 1..O of paper_step_s(B, I + j)`; O may be fractional, since a
         predicted length is an expectation.
@@ -206,7 +206,7 @@ class LatencyModel(PickleByFields):
         return self.host_s + self.host_sequence_s * sequences
 
     def step_line(self, batch: float) -> tuple[float, float]:
-        """Seconds of one decode step of `batch` sequences, and more of them per token that they hold."""
+        """Return the seconds of one decode step of `batch` sequences, and more of them per token they hold."""
         if batch <= 0.0:
             return 0.0, 0.0
         host_s = self.host_of_s(batch)
@@ -245,7 +245,7 @@ class LatencyModel(PickleByFields):
         kv_tokens: float,
         attended: float = -1.0,
     ) -> float:
-        """Seconds of one iteration: prompt tokens, and one token for each of `batch` decoding sequences.
+        """Return the seconds of one iteration: prompt tokens, and one token for each decoding sequence.
 
         `prefill_tokens` of `prompts` prompts are computed, at most `longest` of one. `attended` is what
         attention goes over: the sum of c * (c + 2 * o) over the parts of prompts, c tokens behind o
@@ -303,7 +303,7 @@ class LatencyModel(PickleByFields):
         attended: float = -1.0,
         rule: IterationRule = IterationRule.TOKEN,
     ) -> float:
-        """Seconds of one engine iteration by `rule`: `mixed_step_s`, or the sum of the two pure steps."""
+        """Return the seconds of one iteration by `rule`: `mixed_step_s`, or the sum of the two pure steps."""
         if rule is IterationRule.SUM and prefill_tokens > 0.0:
             prefill_s = self.mixed_step_s(prefill_tokens, prompts, longest, 0.0, 0.0, attended)
             step_s = self.step_s(batch, kv_tokens)
@@ -345,7 +345,7 @@ class LatencyModel(PickleByFields):
         budget: float,
         sequences: float = 1.0,
     ) -> float:
-        """Seconds after `joining_s` until the first token of `sequences` prompts of `prompt_tokens` tokens.
+        """Return the seconds after `joining_s` until the first token of prompts of `prompt_tokens` tokens.
 
         `cached_tokens` of each are in the prefix cache. `pending_tokens` of other prompts, taken to be like
         these, are prefilled first; `batch` sequences decode beside them. An iteration computes at most
@@ -382,7 +382,7 @@ class LatencyModel(PickleByFields):
         return full_s + self.mixed_step_s(last, prompts, longest, batch, kv_tokens, attended)
 
     def answer_s(self, prompt_tokens: float, output_tokens: float, batch: float, kv_tokens: float) -> float:
-        """Seconds to decode `output_tokens` behind a prompt, beside `batch` others with `kv_tokens`."""
+        """Return the seconds to decode `output_tokens` behind a prompt, beside `batch` other sequences."""
         if output_tokens <= 0.0:
             return 0.0
         mean_context = prompt_tokens + (output_tokens + 1.0) / 2.0
@@ -471,7 +471,7 @@ def ideal_batch(
 
 
 def processing_s(model: LatencyModel, batch: int, input_tokens: float, output_tokens: float) -> float:
-    """One request's share of the time its ideal batch takes: `(T_prefill(b) + T_decode(b)) / b`, seconds."""
+    """Return one request's share of the seconds of its ideal batch: `(T_prefill(b) + T_decode(b)) / b`."""
     total = model.paper_prefill_s(batch, input_tokens)
     if output_tokens > 0:
         total += model.paper_decode_s(batch, input_tokens, output_tokens)

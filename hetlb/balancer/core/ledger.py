@@ -24,7 +24,7 @@ def nearest(value: float) -> int:
 
 
 def exact_held(instance: Instance, request: Request) -> int | None:
-    """Tokens of a prompt in the cache of an instance by its own KV events; None where they do not tell."""
+    """Return a prompt's tokens in an instance's cache by its own KV events; None where they do not tell."""
     blocks = instance.blocks
     if blocks is None or not blocks.live or request.blocks is None or instance.engines > 1:
         return None

@@ -300,7 +300,7 @@ class Placement:
     # --- explaining ---
 
     def explain(self, request: Request, predicted: float, now: float) -> tuple[list[Candidate], str | None]:
-        """Every instance of the request's model with all its terms, in file order, and which is chosen.
+        """Return every instance of the request's model with all its terms, in file order, and the chosen one.
 
         Terms that the policy does not use are filled with the paper's. Policies that draw draw here too.
         """

@@ -132,7 +132,7 @@ class _Histogram:
         self._room[doubling] += self._unit * room * room
 
     def share(self, limit: int, prior: float = 0.0) -> float:
-        """Part of the way from their expectation to such a limit that answers go, 0 to 1: `prior` before any.
+        """Return the part of the way from expectation to such a limit that answers go: `prior` before any.
 
         The least-squares slope of (output - expected) on (limit - expected), both as shares of the limit: 0
         where lengths alone decide, as under one large limit for all; 1 where all are as long as their limits.

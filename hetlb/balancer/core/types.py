@@ -265,7 +265,7 @@ class Request(PickleByFields):
         self.generated = generated
 
     def goes_on(self, generated: int) -> Request:
-        """Request for the rest of an answer, of which `generated` tokens are part of the prompt now."""
+        """Return the request for the rest of an answer: `generated` tokens are part of the prompt now."""
         more = generated - self.generated
         return replace(
             self,
