@@ -164,7 +164,7 @@ class Mix:
         return self.costs(instance).speed
 
     def fleet(self, instances: Sequence[Instance]) -> FleetCosts:
-        """Return facts about all of them together. The sequence is known by its identity: do not change it."""
+        """Return facts about all instances together. Known by its identity, the sequence must not change."""
         known = self._newest
         if known is None or known.instances is not instances:
             known = self._fleets.get(id(instances))

@@ -206,7 +206,7 @@ class LatencyModel(PickleByFields):
         return self.host_s + self.host_sequence_s * sequences
 
     def step_line(self, batch: float) -> tuple[float, float]:
-        """Return the seconds of one decode step of `batch` sequences, and more of them per token they hold."""
+        """Return the seconds of one decode step of `batch` sequences, and more of them per token held."""
         if batch <= 0.0:
             return 0.0, 0.0
         host_s = self.host_of_s(batch)

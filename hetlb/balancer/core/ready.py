@@ -224,7 +224,7 @@ def _why_not(instance: Instance) -> str:
 
 
 def least_tokens(request: Request) -> int:
-    """Return the tokens of its longest sequence that an instance must hold at least: one of output, if any."""
+    """Return the tokens of its longest sequence that an instance must hold: one of output, if any."""
     return (request.longest_prompt_tokens or request.prompt_tokens) + request.generates
 
 
