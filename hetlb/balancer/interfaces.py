@@ -37,6 +37,12 @@ class ClientKey(Protocol):
     def may_use(self, model: str) -> bool: ...
 
 
+class BodyFilter(Protocol):
+    """Filter of an engine's answer: as many bytes as it gets (`split.transfer_filter`)."""
+
+    def feed(self, data: bytes) -> bytes: ...
+
+
 class KeyTicket(Protocol):
     """Reservation of a request against the limits of its key (`api_keys.limits`)."""
 

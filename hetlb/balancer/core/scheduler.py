@@ -416,20 +416,8 @@ class Scheduler(Relocation):
     def on_kv_events(self, name: str, batch: BlockEvents, now: float) -> list[Command]:
         """Take in an engine's report of blocks that entered and left its prefix cache."""
         instance = self.fleet.instances.get(name)
-        if instance is None:
-            return []
-        if instance.blocks is None:
-            instance.blocks = option("kv_events.block_index").BlockIndex()
-            self.fleet.publishers.append(instance)
-        blocks, tree = instance.blocks, instance.tree
-        before = blocks.stored_tokens
-        removed, cleared = blocks.apply(batch)
-        tree.told = blocks.live
-        if cleared:
-            tree.clear()
-        elif removed and tree.unused_tokens:  # prompts of unknown token ids lose their part
-            unused = max(tree.unused_tokens, before - tree.used_tokens)
-            tree.evicted(removed * blocks.block_tokens * tree.unused_tokens / unused)
+        if instance is not None:
+            option("kv_events.block_index").take_events(self.fleet, instance, batch)
         return []
 
     def set_policy(self, name: str, now: float) -> list[Command]:
