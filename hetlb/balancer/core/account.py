@@ -84,8 +84,7 @@ class Account:
         self.asked_until = -math.inf
         #: Time of its last token, as far as it is known.
         self.token_at = now
-        #: Time since which nothing came of it though something should, None while it works; the same once
-        #: certain.
+        #: Time of the first missing sign of work, None while it works; and the same once it is certain.
         self.silent_since: float | None = None
         self.stalled_since: float | None = None
         #: Seconds that its next token is late.
@@ -299,7 +298,7 @@ class Account:
         return self.restrained(now) and not self._may_try(now)
 
     def wary(self, now: float) -> bool:
-        """Return True if it gets trials: it is restrained, or the score keeps requests away."""
+        """Return True if it gets trials, as it is restrained or the score keeps requests away."""
         return self.excess > 0.0 or self.restrained(now)
 
     def due(self, now: float) -> bool:

@@ -76,7 +76,7 @@ class InstanceLedger(InstanceLimits):
         #: Leases of whole answers, the oldest first: no byte shows when their prompts have been read.
         self._reading: deque[Lease] = deque()
         #: Leases of requests of several sequences. Of these, sequences that have ended by the engine's own
-        #: count though their requests have not, and what they held of the KV cache.
+        #: count though their requests have not, and their tokens in the KV cache.
         self.groups: dict[LeaseId, Lease] = {}
         self.finished_sequences, self.finished_kv_tokens = 0, 0.0
         #: Excess of the engine's own count of used KV tokens, at its last sample, over what was expected.

@@ -106,7 +106,7 @@ class Relocation:
         return found
 
     def _move(self, lease: Lease, ready: ReadyInstances, now: float, *, ran: bool) -> list[Command]:
-        """Send a request elsewhere of whose answer nothing came; no commands where no other one is better."""
+        """Send elsewhere a request without a byte of an answer; no commands where no other one is better."""
         request, retries = lease.request, self._retries
         found = self._elsewhere(lease, request, ready, now, with_room=True)
         if found is None:

@@ -77,7 +77,7 @@ class TransferFilter:
         return _STRING if byte == 0x22 else _OUTSIDE
 
     def _blank(self, seen: bytes, out: bytearray, at: int) -> int:
-        """Blank up to the next byte that matters; the position behind it."""
+        """Blank bytes up to the next special one; return the position behind it."""
         if self._escaped:
             self._escaped = False
             out[at] = 0x20

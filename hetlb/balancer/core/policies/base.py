@@ -1,7 +1,7 @@
 """Base of every policy: the paper's terms, the decision.
 
 A policy sees only instances that can take the request, the lowest score wins and ties go to the first in file
-order. Choosing changes nothing but the policy's random draws; `committed` is told what was chosen.
+order. Choosing changes nothing but the policy's random draws; `committed` reports the choice.
 """
 
 from __future__ import annotations

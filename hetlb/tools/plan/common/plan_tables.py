@@ -283,7 +283,7 @@ def read_machines(path: Path, tables: Sequence[MachineTable]) -> tuple[Machine, 
 
 
 def _profile_paths(path: Path, table: MachineTable, key: str, loaded: dict[str, Profile]) -> dict[int, str]:
-    """Load the profiles of a machine; returns their paths by degree. Raises `ConfigError`."""
+    """Load the profiles of a machine; return their paths by degree. Raises `ConfigError`."""
     by_degree: dict[int, str] = {}
     for text, written in table.profiles.items():
         where = f"{key}.profiles.{text}"
