@@ -37,6 +37,14 @@ class ClientKey(Protocol):
     def may_use(self, model: str) -> bool: ...
 
 
+class KnownKeys(Protocol):
+    """Keys of all clients (`api_keys`)."""
+
+    @property
+    def limits(self) -> dict[str, object]: ...
+    def tenant_of(self, head: RequestHead, *, required: bool) -> ClientKey | None: ...
+
+
 class KeyTicket(Protocol):
     """Reservation of a request against the limits of its key (`api_keys.limits`)."""
 
