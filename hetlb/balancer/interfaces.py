@@ -157,9 +157,7 @@ class EngineProfile(Protocol):
     def host_assumed(self) -> bool: ...
     @property
     def kv_bytes_per_token(self) -> int | None: ...
-    @property
-    def measured_on(self) -> tuple[str | None, str | None]:
-        """Model, and version of the engine, of the measurement."""
+    def tell_other(self, name: str, entries: Sequence[Mapping[str, Any]], version: str | None) -> None: ...
 
 
 class HostMeasurements(Protocol):
