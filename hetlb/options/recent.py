@@ -89,7 +89,7 @@ def _count(counts: dict[int, int], seconds: float) -> None:
 
 
 def latencies(counts: dict[int, int]) -> list[tuple[float, int]]:
-    """Seconds in the middle of each step and how often they were, in order."""
+    """Return the seconds in the middle of each step and how often they were, in order."""
     return [(2.0 ** ((step + 0.5) / _STEPS_PER_OCTAVE), counts[step]) for step in sorted(counts)]
 
 

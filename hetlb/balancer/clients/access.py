@@ -60,7 +60,7 @@ class Access:
     contexts: dict[Path | None, ssl.SSLContext]
 
     def unlisted(self, url: str, model: str, address: str | None) -> EngineAccess:
-        """Access to an instance that is in no file: the system's authorities, the key of its model."""
+        """Return access to an instance that is in no file: the system's authorities, the key of its model."""
         tls = _engine_tls(url, None, "instance", self.contexts)
         key = _bearer(self.model_keys.get(model))
         return EngineAccess(key, self.passthrough, tls, address, confined=address is None)

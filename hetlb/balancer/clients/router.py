@@ -102,7 +102,7 @@ class Router:
         self._label_prefix = f"hetlb-{secrets.token_hex(4)}-"
 
     def configure(self, table: ProxyTable) -> None:
-        """Names of headers and paths that hold from now on."""
+        """Take the names of headers and paths that hold from now on."""
         self._extra_paths = frozenset(table.extra_paths)
         #: Pages of other origins that may read answers, and addresses that other proxies tell; None without.
         self._pages: BrowserPages | None = None

@@ -218,7 +218,7 @@ def _arrival_rate(scheduler: Scheduler, recent: Recent, model: str, now: float) 
 
 
 def _capacity(scheduler: Scheduler, model: str, able: Sequence[Instance]) -> float | None:
-    """Requests/s that the instances serve of the mean request, None while a speed is a guess."""
+    """Return the requests/s that the instances serve of the mean request, None while a speed is a guess."""
     if any(speed_source(each) is BeliefSource.ASSUMED for each in able):
         return None
     demand = scheduler.placement.demands.get(model)

@@ -97,7 +97,7 @@ def parts(
 
 
 def _out(instance: Instance) -> str:
-    """Reason for which an instance takes no requests, "" where it does."""
+    """Return the reason for which an instance takes no requests, "" where it does."""
     if instance.admin is not AdminState.READY:
         return "draining" if instance.admin is AdminState.DRAIN else "in maintenance"
     if instance.health.state is Health.EJECTED:

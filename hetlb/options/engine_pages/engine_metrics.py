@@ -356,7 +356,7 @@ def _table_tokens(
 
 
 def _kv_tokens(series: Series, missing: list[str], invalid: list[str]) -> tuple[dict[str, int], int | None]:
-    """KV cache tokens by engine, and the block size."""
+    """Return the KV cache tokens by engine, and the block size."""
     name = CACHE_CONFIG[0]
     if name not in series:
         missing.append(name)

@@ -110,7 +110,7 @@ _MAX_EXTRA_BYTES: Final = 64 << 10
 
 
 def read_batch(payload: bytes) -> Iterator[KvEvent]:
-    """Parts (`PART_BLOCKS`) of a message that concern the engine's own cache. Raises `ValueError`."""
+    """Yield parts (`PART_BLOCKS`) of a message that concern the engine's own cache. Raises `ValueError`."""
     try:
         yield from _events(payload)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -137,7 +137,7 @@ def _events(payload: bytes) -> Iterator[KvEvent]:
 
 
 def _stored(raw: _BlockStored | _MappedEvent) -> Iterator[BlocksStored]:
-    """Parts of a `BlockStored`: each one's parent is the last block of the part before."""
+    """Yield the parts of a `BlockStored`: each one's parent is the last block of the part before."""
     size, adapter, parent = raw.block_size, raw.lora_name or "", raw.parent_block_hash
     extras = _extras(raw.extra_keys, adapter)
     blocks = min(len(raw.block_hashes), len(raw.token_ids) // size)

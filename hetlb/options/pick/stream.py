@@ -75,7 +75,7 @@ class PickerState:
         self._told_at: dict[str, float] = {}
 
     def set_addresses(self, addresses: Mapping[str, str]) -> None:
-        """Instances are reached at these addresses from now on."""
+        """Take the addresses at which instances are reached from now on."""
         self._told_at = {name: at for name, at in self._told_at.items() if not name}
         self.addresses = dict(addresses)
         self.names = {address: name for name, address in addresses.items()}

@@ -455,7 +455,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 def sections(latency: LatencyModel) -> dict[str, Any]:
-    """Profile sections with the constants of a latency model; the inverse of `Profile.latency`."""
+    """Return the profile sections with the constants of a latency model; the inverse of `Profile.latency`."""
     better = forms_of(latency).prefill
     prefill = None
     if better is not None:
@@ -473,7 +473,7 @@ def sections(latency: LatencyModel) -> dict[str, Any]:
 
 
 def _section(kind: Any, form: Any) -> Any:
-    """Section with the constants of the same names of a form; None without one."""
+    """Return the section with the constants of the same names of a form; None without one."""
     return None if form is None else kind(**{key: getattr(form, key) for key in kind.__struct_fields__})
 
 

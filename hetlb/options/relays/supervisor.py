@@ -410,7 +410,7 @@ class Supervisor:
     # --- the end ---
 
     def _leave(self) -> None:
-        """Other processes accept now: close the listeners; every connection gets one more answer."""
+        """Close the listeners, as other processes accept now; every connection gets one more answer."""
         self._replaced = True
         for relay in self._relays:
             self._send(relay, "leave")

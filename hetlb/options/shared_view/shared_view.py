@@ -168,6 +168,6 @@ class SharedView:
 
 
 def _kind(instance: Instance) -> tuple[float, str]:
-    """Order in which instances of a kind are beside each other."""
+    """Return the order in which instances of a kind are beside each other."""
     latency = instance.spec.latency
     return 0.0 if latency is None else latency.step_s(1.0, 1.0), instance.name

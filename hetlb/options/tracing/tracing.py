@@ -238,7 +238,7 @@ def _own_attributes(record: RequestRecord, method: str, route: str) -> dict[str,
 
 
 def spans_url(endpoint: str) -> str:
-    """Address for spans: a collector's, with the usual path unless it has one."""
+    """Return the address for spans: a collector's, with the usual path unless it has one."""
     return endpoint.rstrip("/") + OTLP_PATH if urlsplit(endpoint).path in ("", "/") else endpoint
 
 

@@ -64,7 +64,7 @@ class AnswerError(Exception):
 
 
 def read_answer(payload: bytes) -> AnswerEvent:
-    """One event or a whole answer. Raises `AnswerError`."""
+    """Return one event or a whole answer. Raises `AnswerError`."""
     try:
         event = _decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

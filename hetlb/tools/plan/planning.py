@@ -92,7 +92,7 @@ def make_table(
     seed: int = 0,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Table:
-    """Throughputs of all configurations on all types. Raises `ConfigError` or `PlanError`."""
+    """Return the throughputs of all configurations on all types. Raises `ConfigError` or `PlanError`."""
     types, clustering = request_types(market, rows, count, seed)
     longest: dict[str, int] = {}
     for kind in types:

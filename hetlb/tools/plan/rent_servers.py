@@ -19,7 +19,7 @@ from hetlb.tools.plan.rent_simulation import instance_names, planned_types, prof
 
 
 def _places(table: Table, plan: RentPlan) -> dict[tuple[str, int], tuple[str, tuple[int, ...]]]:
-    """Machine and GPUs of every stage, by the instance's name and the stage's number."""
+    """Return the machine and GPUs of every stage, by the instance's name and the stage's number."""
     wanted = [
         (-stage.tensor_parallel_size, stage.gpu, order, name, s)
         for order, (configuration, own) in enumerate(instance_names(plan).items())

@@ -222,7 +222,7 @@ def _all_reduce_bytes_s(handle: Any, hidden: int, tp: int) -> float | None:
 def _kv_cache(
     memory: Any, model: str, system: str, layout: Layout, batched: int, seqs: int
 ) -> dict[str, Any]:
-    """KV cache of a rank by the library; empty where the model does not fit."""
+    """Return the KV cache of a rank by the library; empty where the model does not fit."""
     try:
         found: dict[str, Any] = memory.estimate_kv_cache(
             model,

@@ -149,7 +149,7 @@ def longest(phase: StepKind, batch: int, capacity: Capacity) -> int:
 
 
 def token_budget(observed: Iterable[tuple[int, int, int]]) -> int | None:
-    """`max_num_batched_tokens` from prefills of (batch, length, iterations in which a prompt ended).
+    """Return `max_num_batched_tokens` from prefills of (batch, length, iterations in which a prompt ended).
 
     A pass takes the next tokens of the prompts in order, up to the budget; an iteration counts if a prompt
     ends in it. The power of two that explains all of them; None where none or several do.

@@ -138,7 +138,7 @@ def _order(rate: float | str) -> float | str:
 
 
 def _split(study: Study, seed: int, alone: Mapping[str, float]) -> dict[str, float]:
-    """Throughput of the fixed division of all requests at once; `alone` in tokens/s."""
+    """Return the throughput of the fixed division of all requests at once; `alone` in tokens/s."""
     plan, setup = study.load.plan(_INFINITE, seed), study.setup
     oracle = {planned.index: max(1, planned.output_tokens) for planned in plan}
     predictor = make_predictor(setup.predictor, rng=random.Random(seed), lengths=setup.lengths, oracle=oracle)

@@ -87,7 +87,7 @@ class Branches:
         return cost, taken
 
     def machines(self, rate: int, layers: int, taken: list[NDArray[np.int16]]) -> tuple[int, ...]:
-        """Machines of each group in the cheapest branch of the rate with this index."""
+        """Return the machines of each group in the cheapest branch of the rate with this index."""
         counts, left = [0] * len(self._groups), layers
         for g, count in zip(reversed(self._scope), reversed(taken), strict=True):
             counts[g] = int(count[rate, left])
@@ -193,7 +193,7 @@ class BlockChain:
     def _program(
         self, blocks: Sequence[_Block], width: int, *, integer: bool
     ) -> tuple[LinearProgram, list[int], list[int]]:
-        """Columns of blocks, and of the wide ends that regions lack (relaxed only)."""
+        """Return the columns of blocks, and of the wide ends that regions lack (relaxed only)."""
         program = LinearProgram()
         columns = [program.column(0.0 if integer else float(b.layers), integer=integer) for b in blocks]
         for g, group in enumerate(self._groups):
@@ -295,7 +295,7 @@ class BlockChain:
 
 
 def _slowest_between(cluster: PlaceCluster) -> float:
-    """Mean tokens/s of the links from one region to another, of the pair where it is least."""
+    """Return the mean tokens/s of the links from one region to another, of the pair where it is least."""
     region = {node.name: node.region for node in cluster.nodes}
     pairs: dict[tuple[str, str], list[float]] = {}
     for sender, receiver in cluster.links:
