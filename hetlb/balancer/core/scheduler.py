@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 #: Seconds between ticks while something waits for time to pass (queue limits, ejections).
 TICK_S: Final = 0.25
-#: A member of an enum costs as much as a call.
 _OK: Final = Outcome.OK
 
 

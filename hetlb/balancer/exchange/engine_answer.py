@@ -26,7 +26,7 @@ class EngineAnswer:
     """Answer of one lease. `length` is its body's where it is known, `stream` None of a plain answer.
 
     `whole_only`: nothing goes out before all of it is there. `tail`: the last bytes of a plain body. `waits`:
-    what comes is `kept` until it is known that the client gets it.
+    its bytes are `kept` until it is known that the client gets them.
     """
 
     __slots__ = (

@@ -30,7 +30,6 @@ from hetlb.balancer.telemetry.request_record import RequestRecord
 
 #: Kinds of which a stream is server-sent events, and may hold comments.
 SSE_KINDS: Final = (Kind.CHAT, Kind.COMPLETION, Kind.RESPONSES, Kind.MESSAGES)
-#: Looked up here and not for every request: a member of an enum costs as much as a call.
 _QUEUED: Final = Phase.QUEUED
 _SENT: Final = Phase.SENT
 _STREAMING: Final = Phase.STREAMING
