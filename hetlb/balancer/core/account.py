@@ -102,7 +102,6 @@ class Account:
         self._skip = self._skipped = 0
 
     # --- ends of its answers ---
-    # --- what became of its answers ---
 
     @property
     def troubled(self) -> bool:
@@ -287,7 +286,6 @@ class Account:
         self.trial, self._pause_s, self.next_trial_at = 0, PAUSE_S, now
 
     # --- trials meanwhile ---
-    # --- what it gets meanwhile ---
 
     def restrained(self, now: float) -> bool:
         """Return True if it gets one trial at a time."""

@@ -239,7 +239,7 @@ class Queue:
         self._enter(flow.key, flow.name._replace(level=flow.name.level + _HOPELESS), entry)
 
     def late(self, key: QueueKey, now: float) -> list[Queued]:
-        """Return requests of a line due before now and are neither demoted nor in the background."""
+        """Return requests of a line that are late and neither demoted nor in the background."""
         found: list[Queued] = []
         for name, flow in self._lines.get(key, {}).items():
             if name.level % _RANKS == _IN_TIME:

@@ -499,7 +499,7 @@ class EngineSample(PickleByFields):
     adapters: tuple[str, ...] | None = None
     #: Start of the server's process, Unix time in seconds.
     began: float | None = None
-    #: Kind of the engine by its metrics, a key of `core.engines.ENGINES`; "" where none is known.
+    #: Kind of the engine by its metrics, the name of its table; "" where none is known.
     engine: str = ""
     #: Prompt tokens fetched from other engines, and computed, since the engine started.
     fetched_tokens: int | None = None

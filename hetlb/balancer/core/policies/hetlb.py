@@ -2,7 +2,7 @@
 
 1. Filter: an instance has room if it has a free slot and its KV cache, as expected in use, holds the request;
    where classes have targets, if it also leaves room for tighter ones.
-2. Score: the sum of `TERMS`, each in seconds times its weight: what the request takes there, by how much it
+2. Score: the sum of `TERMS`, each in seconds times its weight: the time of the request there, the
    delay of requests that run there (the externality), the cost of missed targets, and once no more requests
    come the delay of all work.
 3. Hold: a slower instance is passed over where the score of a faster one that is full is better, the wait
