@@ -262,7 +262,7 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
 
 
 def _mistakes_across(file: FleetFile) -> Iterator[str]:
-    """Mistakes in the balancer's own keys that need no instance resolved, without the name of the file."""
+    """Yield the mistakes in the balancer's own keys that need no instance resolved, without a file name."""
     for h, header in enumerate(file.proxy.forward_headers):
         if header.lower() in OWN_HEADERS or header.lower().startswith("proxy-"):
             yield (

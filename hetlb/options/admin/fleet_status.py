@@ -230,7 +230,7 @@ def _capacity(scheduler: Scheduler, model: str, able: Sequence[Instance]) -> flo
 
 
 def _load(able: Sequence[Instance], waiting: int, rate: float, capacity: float | None) -> tuple[float, str]:
-    """Share taken of the scarcest resource, and its name: slots, KV cache, computing time, the queue."""
+    """Return the taken share of the scarcest resource, and its name: slots, KV cache, time, the queue."""
     slots = sum(each.max_num_seqs for each in able)
     running = sum(each.unfinished_sequences for each in able)
     by_slots = (running + waiting) / slots
