@@ -146,10 +146,8 @@ def run(args: argparse.Namespace) -> int:
         else:
             _show(args, document)
         sys.stdout.flush()
-    for each in campaign.measured:
-        if not each.run["completed"]:
-            kind, example = next(iter(each.examples.items()))
-            raise HetlbError(f"{args.url}: every request failed, the first with {kind}: {example}")
+    if not interrupted:
+        _check_answered(args, campaign)
     return int(interrupted)
 
 
@@ -272,6 +270,18 @@ async def _measure(campaign: Campaign, fleet: Fleet | None) -> None:
         spec = replace(spec, classes=fleet.classes_of(model, (row.service for row in spec.load.rows)))
     campaign.spec = replace(spec, model=model)
     await campaign.run()
+
+
+def _check_answered(args: argparse.Namespace, campaign: Campaign) -> None:
+    """Raise `HetlbError` for requests that failed; in a search, which causes that, if all of a run did."""
+    runs = [
+        each for each in campaign.measured if each.examples and not (args.sweep and each.run["completed"])
+    ]
+    if runs:
+        count, failed = (sum(each.run[key] for each in runs) for key in ("num_prompts", "failed"))
+        which = "every request" if failed == count else f"{failed:,} of {count:,} requests"
+        kind, example = next(iter(runs[0].examples.items()))
+        raise HetlbError(f"{args.url}: {which} failed, the first with {kind}: {example}")
 
 
 def _document(args: argparse.Namespace, campaign: Campaign, started: datetime) -> dict[str, Any]:

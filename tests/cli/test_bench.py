@@ -451,9 +451,19 @@ def test_a_request_that_is_never_answered_ends_by_the_timeout(
 ) -> None:
     with answering_but_one() as (url, _):
         flags = ("--url", url, "--model", "m", "--trace", trace, "--max-concurrency", "1")
-        (run,) = bench(capsys, *flags, "--timeout", "2")["runs"]
+        assert main(["bench", "--json", *map(str, flags), "--timeout", "2"]) == 1
+    out, err = capsys.readouterr()
+    (run,) = json.loads(out)["runs"]
+    assert f"{url}: 1 of {COUNT} requests failed, the first with timed out: no end" in err
     assert (run["completed"], run["failed"]) == (COUNT - 1, 1)
     assert run["client"]["errors"] == {"timed out": 1}
+
+
+def test_a_search_may_cause_failures(capsys: pytest.CaptureFixture[str], trace: Path) -> None:
+    with answering_but_one() as (url, _):
+        flags = ("--url", url, "--model", "m", "--trace", trace, "--request-rate", "100,200", "--sweep")
+        runs = bench(capsys, *flags, "--timeout", "2", status=0)["runs"]
+    assert [run["failed"] for run in runs] == [1, 0]
 
 
 def test_other_prompts(capsys: pytest.CaptureFixture[str], fleet: Fleet, tmp_path: Path) -> None:
