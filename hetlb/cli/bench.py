@@ -140,12 +140,14 @@ def run(args: argparse.Namespace) -> int:
             if not newest:
                 return 1
         document = _document(args, campaign, started)
-        _write(args, document, campaign, started)
-        if args.json:
-            print(json_text(document))
-        else:
-            _show(args, document)
-        sys.stdout.flush()
+        try:  # what cannot be written is printed all the same
+            _write(args, document, campaign, started)
+        finally:
+            if args.json:
+                print(json_text(document))
+            else:
+                _show(args, document)
+            sys.stdout.flush()
     if not interrupted:
         _check_answered(args, campaign)
     return int(interrupted)
@@ -308,13 +310,13 @@ def _document(args: argparse.Namespace, campaign: Campaign, started: datetime) -
 
 def _write(args: argparse.Namespace, document: dict[str, Any], campaign: Campaign, started: datetime) -> None:
     """Write the requested result files."""
-    if args.plot is not None:
-        write_load_plot(args.plot, campaign.measured)
     if args.save_result:
         model = document["metadata"]["model_id"]
         name = args.result_filename or default_filename(model, args.request_rate, started)
         text = csv_text(document["runs"]) if name.endswith(".csv") else json_text(document) + "\n"
         write_text(args.result_dir / name, text)
+    if args.plot is not None:
+        write_load_plot(args.plot, campaign.measured)
 
 
 def _show(args: argparse.Namespace, document: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ def sentence(
     if abs(off.work_share - off.speed_share) <= NEAR + 1 / max(1, requests):
         worst = round(100 * abs(off.work_share - off.speed_share))
         begin = "Balanced" if worst <= 100 * NEAR else "Few requests"
-        return True, f"{begin}: shares of work and speed agree within {worst} point{"s"[worst == 1 :]}{tail}."
+        return True, f"{begin}: shares of work and speed agree within {worst} point{'s'[worst == 1 :]}{tail}."
     less = min(able, key=lambda part: part.work_share - part.speed_share)
     more = max(able, key=lambda part: part.work_share - part.speed_share)
     state = "idle" if less.work_share < IDLE else "given less than its share"
