@@ -6,7 +6,7 @@
 #   make test-python  the tests of core and proxy on another Python, as PYTHON=python3.13; test-pythons: on all there are
 #   make test-without-options  all the rest of the tests without each option (more than an hour); WITHOUT=split for one
 #   make test-slow  the fault matrix with fifty streams in the background, and as processes
-#   make check      formatting, lint, types, those of the benches too
+#   make check      formatting, lint, types, of the benches too
 #   make smoke      a short run of every bench, to see that it still runs (some minutes)
 #   make test-vllm  the tests against real vLLM on CPU (installs it into .venv-vllm, some minutes)
 #   make test-vllm-slow  the same of KV hand-overs between two servers, and of profiling without a network (more than an hour)
@@ -164,7 +164,7 @@ test-helm: .venv/.dev
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[helm]'
 	$(BIN)/python -m pytest tests/test_helm.py
 
-# An environment of its own: these packages pin versions of those that hetlb uses.
+# An environment of its own: these packages pin other versions of hetlb's dependencies.
 .venv-sdks/.done: pyproject.toml
 	test -x .venv-sdks/bin/python || $(PYTHON) -m venv .venv-sdks
 	.venv-sdks/bin/python -m pip install -q --disable-pip-version-check -e '.[sdks]' hypothesis pytest pytest-asyncio pytest-timeout

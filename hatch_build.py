@@ -21,9 +21,9 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 #: What every request and every token touches, and every event of a simulated fleet: plans are made of many.
 #: Instructions of a chunk and of a plain request (`bench/proxies/instructions.py`, one engine): 5,865 and
-#: 124,009 with all of these; core and simulator alone 20,828 and 348,848; without those of `clients` 6,256
-#: and 188,812, of `telemetry` 6,176 and 177,114; without the states of connections and exchanges and `ends`
-#: 2,200 more a plain request, without `transfer_fields` 2,000. Options: those that subclass a compiled class,
+#: 124,009 with all of these; core and simulator alone 20,828 and 348,848; without `clients` 6,256
+#: and 188,812, without `telemetry` 6,176 and 177,114; without the states of connections and exchanges and
+#: `ends` 2,200 more a plain request, without `transfer_fields` 2,000. Options: classes with a compiled base,
 #: and what a token or a message between processes passes.
 #: Not among them: what reads annotations while it runs (`balancer/http/openai_fields.py`), and what is called
 #: once in a while.

@@ -1,4 +1,4 @@
-"""Lint of names and words: one name for one thing, the field's words, no docstring begins with a question.
+"""Lint of names and words: one name for one thing, the field's words, no pronoun in place of a noun.
 
 That a function's docstring begins with an imperative verb is ruff's D401.
 `python bench/check_words.py`; `make check` runs it.
@@ -7,13 +7,18 @@ That a function's docstring begins with an imperative verb is ruff's D401.
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+#: Folders whose docstrings and comments are read for pronouns.
+ROOMS = ("hetlb", "tests", "bench", "configs", "profiling")
 _QUESTION = re.compile(r"(What|Who|Whose|Whom|Where|When|How|Which|Whether|Why|Was|Were|Is|Are)\b")
 #: Beginnings that put off the thing itself.
 _DEFERRED = re.compile(r"(About|As|Be|By|From|Have|Of|So (many|much|long)|Some|Until)\b")
@@ -21,14 +26,33 @@ _DEFERRED = re.compile(r"(About|As|Be|By|From|Have|Of|So (many|much|long)|Some|U
 _BANNED = re.compile(
     r"\b(anybody|beginnings|everybody|fellows?|nobody|onward|somebody|untold|whoever)\b", re.IGNORECASE
 )
+#: Words that stand for a noun which the reader must then guess.
+_PRONOUN = re.compile(r"\b(those|so (?:many|much)|that of|by (?:what|which))\b", re.IGNORECASE)
 #: Old headings of the dashboard and of `top`, for which the field has words (reserved, batch, work).
 _OLD_HEADINGS = re.compile(r"\bpromised\b|\bcoming s\b|Ideal batch|Work booked")
+
+
+def prose(text: str) -> str:
+    """Return the docstrings and comments of a module; its messages stay as scripts know them."""
+    found = [
+        ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, _DOCUMENTED)
+    ]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    found += [token.string.lstrip("#: ") for token in tokens if token.type == tokenize.COMMENT]
+    return "\n".join(found)
+
+
+def pronouns(text: str) -> Iterator[str]:
+    """Yield the pronouns of a text, each with the words around it."""
+    text = " ".join(text.split())
+    for found in _PRONOUN.finditer(text):
+        yield f"name the thing: ...{text[max(0, found.start() - 30) : found.end() + 30].strip()}..."
 
 
 def of_module(text: str) -> Iterator[str]:
     """Yield the mistakes of a module's text."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        if isinstance(node, _DOCUMENTED):
             docstring = ast.get_docstring(node) or ""
             if _QUESTION.match(docstring) or _DEFERRED.match(docstring):
                 yield f"{getattr(node, 'name', 'the module')}: docstring begins with {docstring.split()[0]!r}"
@@ -44,7 +68,8 @@ def of_module(text: str) -> Iterator[str]:
 def of_tests(text: str) -> Iterator[str]:
     """Yield the mistakes in the names of tests."""
     for name in re.findall(r"def (test_\w+)", text):
-        if found := _BANNED.search(name.replace("_", " ")):
+        words = name.replace("_", " ")
+        if found := _BANNED.search(words) or _PRONOUN.search(words):
             yield f"{name}: the word {found[0]!r}"
 
 
@@ -52,6 +77,11 @@ def of_pages(text: str) -> Iterator[str]:
     """Yield the mistakes of a page that operators read."""
     for heading in _OLD_HEADINGS.findall(text):
         yield f"the old heading {heading!r}"
+
+
+def of_prose(text: str) -> Iterator[str]:
+    """Yield the pronouns in the docstrings and comments of a module."""
+    yield from pronouns(prose(text))
 
 
 def shared_names(modules: list[Path]) -> Iterator[str]:
@@ -74,9 +104,13 @@ def main() -> int:
     modules = sorted((ROOT / "hetlb").rglob("*.py"))
     pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "hetlb" / "cli").glob("*.py")]
     pages += [path for path in (ROOT / "hetlb" / "options" / "dashboard").iterdir() if path.is_file()]
+    docs = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "ARCHITECTURE.md"]
+    sources = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+    sources = [path for path in sources if ROOT / "hetlb/balancer/core" not in path.parents]  # not yet
     wrong = list(shared_names(modules))
     for paths, rule in (
         (modules, of_module), (sorted((ROOT / "tests").rglob("test_*.py")), of_tests), (pages, of_pages),
+        (docs, pronouns), (sources, of_prose),
     ):  # fmt: skip
         wrong += [
             f"{path.relative_to(ROOT)}: {mistake}" for path in paths for mistake in rule(path.read_text())

@@ -93,7 +93,7 @@ def latency_of_plans() -> str:
 
 
 def table_7(what: str) -> str:
-    """Return throughput kept by the old plan, and that of a new one, over the old."""
+    """Return throughput kept by the old plan, and by a new one, over the old."""
     found = [row for row in rows_of("rent-claims", "surge") if row["what"] == what]
     return "; ".join(
         f"{row['model'].upper()} {row['before']:.2f}, as it is "
@@ -248,7 +248,7 @@ def depths() -> str:
 
 
 def published_ratio(cluster: str, over: tuple[str, str], figure: str = "any_flow") -> float:
-    """Return a figure of Helix's placement under its policy over that of another placement and policy."""
+    """Return a figure of Helix's placement under its policy over another placement and policy."""
     rows = {
         (row["placement"], row["policy"]): row[figure]
         for row in rows_of("place", "published")
@@ -281,7 +281,7 @@ def congestion() -> str:
 
 
 def plans_over(system: str, names: Sequence[str]) -> str:
-    """Return our simulated output over that of another system's placement, each under its own path policy."""
+    """Return our simulated output over another system's placement, each under its own path policy."""
     parts = []
     for row in rows_of("place", "limits"):
         if row["cluster"] in names and system in row:
@@ -323,7 +323,7 @@ def hexgen(setting: str, over: str, part: str = "mixed") -> str:
 
 
 def over_distserve() -> str:
-    """Return simulated output of plans that split on settings of one budget over those on 8 H100."""
+    """Return simulated output of plans that split on settings of one budget over plans on 8 H100."""
     parts = []
     for model in ("70b", "30b"):
         rows = [row for row in rows_of("split", "distserve") if row["model"] == model]
@@ -344,7 +344,7 @@ def chunk_gains() -> str:
 
 
 def four_h100() -> str:
-    """Return plans that split over those that do not, on four H100."""
+    """Return plans that split over plans that do not, on four H100."""
     rows = rows_of("split", "four")
     return f"{span(row['split'] / row['whole'] for row in rows)} of not splitting"
 

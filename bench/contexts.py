@@ -1,7 +1,8 @@
 """Contexts of each sequence in a log of iterations that tells only their number, sum and variance.
 
 A sequence in a decode step grows by one token. So going backwards from the last iteration, which holds one
-or two sequences, the sums say how many tokens those had that left, and the variances which of them came.
+or two sequences, the sums say how many tokens the sequences that left had, and the variances which of them
+came.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _last(row: Row) -> list[float] | None:
 
 
 def _before(after: Sequence[float], row: Row) -> list[float] | None:
-    """Contexts of an iteration by those of the next one."""
+    """Return the contexts of an iteration from the next one's."""
     number, tokens, deviation = _stated(row)
     kept = [each - 1.0 for each in after]
     more = number - len(kept)

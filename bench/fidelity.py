@@ -5,7 +5,7 @@ with its event log; then the same requests simulated twice: `placed` as the log 
 (the engine model alone), and `free`, the scheduler as it was when the run began deciding anew (all of it).
 The simulation sees profiles, capacities, what a lone request costs beyond its profile, arrivals and
 lengths, nothing else of the run; every round is compared by itself and the median of the rounds is reported;
-times are those at the proxy. Exit status 1 if a request failed or a median is above what is required.
+times are the proxy's. Exit status 1 if a request failed or a median is above the limit.
 
 `.venv/bin/python bench/fidelity.py` (about 12 minutes on two idle cores) writes bench/results/fidelity.json
 and its table into bench/FIDELITY.md; `--emulated` puts `hetlb engine` in the place of vLLM, which
@@ -433,9 +433,9 @@ def compare(
 
 
 def errors(seen: Sequence[Observed], records: Sequence[RequestResult]) -> dict[str, float]:
-    """Relative errors: the mean over requests of each one's, and `bias`, that of their mean.
+    """Return relative errors: the mean over requests of each one's, and `bias`, the error of their mean.
 
-    `finish` is that of a request's whole time, `throughput` that of tokens/s from the first request on to the
+    `finish` is of a request's whole time, `throughput` of tokens/s from the first request on to the
     last token.
     """
     found: dict[str, float] = {}

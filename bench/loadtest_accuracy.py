@@ -1,7 +1,7 @@
 """Does `hetlb bench` measure what a server does? Against one of known latency, and one that stalls.
 
-Shows: TTFT and ITL as reported at 500 requests/s of 8 tokens, open loop, beside those that the server was
-told to have and those that it had by its own clock; and the p99 of a run in which it stalls for 2 s.
+Shows: TTFT and ITL as reported at 500 requests/s of 8 tokens, open loop, beside the server's setting
+and its own clock; and the p99 of a run in which it stalls for 2 s.
 Server and client are processes of their own on one clock; `hetlb bench` runs as a user runs it.
 Exit status 1 if mean or median is off by more than 2 ms from what the server did, or the stall is not in
 the p99. The bounds are for an otherwise idle machine; on a busy one the client must say that it is SUSPECT.

@@ -68,7 +68,7 @@ FIGURES = (
     "median_tpot_ms",
     "median_e2el_ms",
 )
-#: The most by which another client may differ: what is expected of `hetlb bench`.
+#: Largest relative difference from another client, by figure.
 ALLOWED = {"request_throughput": 0.03, "output_throughput": 0.03, "median_ttft_ms": 0.10}
 
 

@@ -184,7 +184,7 @@ def passes(path: Path) -> list[tuple[str, str, dict[str, float]]]:
 
 
 def iterations(data: Path) -> str:
-    """Errors of forward passes by what they hold: nothing assumed, assumed, and with a probe's host time."""
+    """Return errors of forward passes: nothing assumed, assumed, and with a probe's host time."""
     found = []
     for name, (model, system, tp, expert) in RUNS.items():
         path = data / "iterations" / f"{name}.csv.gz"
@@ -363,7 +363,7 @@ LIMITS = EngineLimits(263_000, 16, 256, 2048, async_scheduling=True)
 
 
 def drawn(start: LatencyModel, rng: random.Random) -> LatencyModel:
-    """A server whose every term is off by what was found elsewhere."""
+    """Return a server whose every term is off by as much as was found elsewhere."""
     assert start.better_prefill is not None
     assert isinstance(start.better_decode, DecodeTable)
     token_s = start.better_decode.token_s

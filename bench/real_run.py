@@ -6,7 +6,7 @@ DIR holds requests.csv (a log that `hetlb simulate --against` reads) and the ker
 model: operator_dense.csv (layer, tokens, time_us), operator_per_sequence.csv (layer, sequences, time_us) and
 operator_attention.csv (prefill_chunk, kv_prefill, n_decode, kv_decode, time_us): times of one layer. A
 profile is made of them on an ordinary grid and the run is replayed on it: once with the mixed steps of the
-grid, once with those assumed, and once with iteration times straight from the tables, which isolates the
+grid, once with assumed ones, and once with iteration times straight from the tables, which isolates the
 scheduler. Exit status 1 if a bound is not met. Bounds are per request too, so that errors that cancel cannot
 pass. Without a compiled build: what stands for a latency model here is none to it.
 """
@@ -29,7 +29,7 @@ from typing import Any, cast
 from hetlb.balancer.core.latency import IterationRule, LatencyModel
 from hetlb.options.profiles.profile_file import HostTime
 from hetlb.tools.profiler.fit import Point, StepKind, fit
-from hetlb.tools.profiler.sources import ASSUMED_TILE, complete
+from hetlb.tools.profiler.sources import ASSUMED_TILE_TOKENS, complete
 from hetlb.tools.sim.against import MetricError, compare, errors, replay
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec
@@ -190,7 +190,7 @@ class Exact:
         return self.iteration_s(0, 0, 0, batch, kv_tokens) if batch else 0.0
 
     def step_growth_s(self, batch: int) -> float:
-        """Seconds by which a step gets longer when each sequence has one more token."""
+        """Return the seconds that one more token for each sequence adds to a step."""
         if not batch:
             return 0.0
         more = self._tables.attention_s(0, 0, batch, 1024) - self._tables.attention_s(0, 0, batch, 512)
@@ -264,7 +264,7 @@ def main() -> int:
         ("profile", points),
         ("assumed mixed steps", [p for p in points if p.phase is not StepKind.MIXED]),
     ):
-        result, _ = complete(fit(used, usual_tile=ASSUMED_TILE), used, host)
+        result, _ = complete(fit(used, usual_tile=ASSUMED_TILE_TOKENS), used, host)
         latency = replace(result.latency, host_s=host_s, request_s=request_s)
         document["mixed_steps"][name] = mixed_errors(tables, latency, limits)
         engine = EngineSpec(latency, limits)

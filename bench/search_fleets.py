@@ -97,7 +97,7 @@ def evaluate(name: str, words: str, load: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Evaluate every case, or those given by number; results of the others are kept."""
+    """Evaluate every case, or the given numbers; results of the others are kept."""
     known = json.loads(OUT.read_text())["results"] if OUT.exists() else []
     every = cases()
     for number in [int(each) for each in sys.argv[1:]] or range(len(every)):

@@ -1,7 +1,7 @@
 """Two real vLLM servers of TP 1 against one of TP 2 on two CPU cores: does `hetlb search` name the better?
 
 Shows: `hetlb profile --url` on each layout (the two TP 1 servers at the same time, since they share the
-memory bus when they serve), `hetlb search` on those profiles, and a load test of each layout through
+memory bus when they serve), `hetlb search` on these profiles, and a load test of each layout through
 `hetlb serve` with the rows that the search simulated.
 Nothing is tuned between the steps; the search sees only the profiles and the trace. Exit status
 1 if it names the slower layout, or its simulated throughput is more than 15 % from the measured one.
@@ -53,7 +53,7 @@ OUTPUT_TOKENS = (16, 96)
 PARAMETERS, KV_BYTES_PER_TOKEN = 107_600_000, 36_864
 KV_SPACE_BYTES = 1 << 30
 TOLERANCE = 0.15
-#: Requests/s of the load tests with targets; each is of so many seconds, of so many requests at least.
+#: Requests/s of the load tests with targets; seconds of each, and the fewest requests.
 REQUEST_RATES = (0.8, 2.0, 3.5, 5.0, 7.0)
 RATE_S, RATE_REQUESTS = 20, 40
 #: Limits over the geometric mean of the medians.

@@ -2,7 +2,7 @@
 
 Shows: `rr`, `least-requests`, `paper` and `hetlb` at three rates, in interleaved rounds, with the intervals
 of the differences, as JSON, and on request as a picture. Both are what `hetlb bench` writes; engines are
-those of tests/vllm, warmed up; lengths come from one seed, and no run shares prompts with another. Exit
+tests/vllm's, warmed up; lengths come from one seed, and no run shares prompts with another. Exit
 status 1 if a request failed.
 
 `.venv/bin/python bench/vllm_report.py` writes bench/results/vllm_report.json; about 15 minutes on two quiet
@@ -74,7 +74,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def fleet(folder: Path, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """hetlb over the pair: its address, and that of its admin listener."""
+    """hetlb over the pair: its address, and its admin listener's."""
     if args.emulated:
         with emulated(folder) as urls:
             yield urls

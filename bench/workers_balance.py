@@ -1,7 +1,7 @@
 """Whether several workers balance as one does: the same load on the same emulated engines, in turns.
 
-`python bench/workers_balance.py [--workers 4] [--rounds 3]` starts two engines of unequal speed (those of the
-demo) and, over both, hetlb with one worker and with N. Every round sends each of them the same load: all
+`python bench/workers_balance.py [--workers 4] [--rounds 3]` starts two engines of unequal speed (the ones of
+the demo) and, over both, hetlb with one worker and with N. Every round sends each of them the same load: all
 requests at once, and random arrivals at RATE, after a warm-up in which each learns the lengths. Prints
 each run, then the medians: tokens/s and p99 (TTFT, E2E) of N against one, and by how many points the share
 of the faster engine (of output tokens) differs. Writes `bench/results/workers-balance.json`.

@@ -20,9 +20,10 @@ from aiohttp.http import HttpProcessingError
 _logger = logging.getLogger("aiohttp.server")
 #: Seconds between two looks at idle connections.
 _SWEEP_S: Final = 0.5
-#: Seconds that a TLS handshake may take, and connections that wait to be accepted.
+#: Maximum seconds of a TLS handshake.
 _HANDSHAKE_S: Final = 10.0
-_BACKLOG: Final = 2048
+#: Maximum number of connections that wait to be accepted.
+_BACKLOG_CONNECTIONS: Final = 2048
 
 
 class _ServerLog(logging.LoggerAdapter[logging.Logger]):
@@ -47,7 +48,7 @@ class AppListener:
         body_s: float | None = None,
         **options: Any,
     ) -> None:
-        """`body_s`: seconds that a body may take. `options` are those of aiohttp's `AppRunner`."""
+        """`body_s`: seconds that a body may take. `options` go to aiohttp's `AppRunner`."""
         #: The certificate shown at the first handshakes, None without TLS.
         self.tls = tls
         self.address = ("", 0)
@@ -80,7 +81,9 @@ class AppListener:
         loop = asyncio.get_running_loop()
         places: list[dict[str, Any]] = [{"sock": each} for each in listeners]
         for place in places or [{"host": host, "port": port}]:
-            self._servers.append(await loop.create_server(self._accepted, backlog=_BACKLOG, **place, **tls))
+            self._servers.append(
+                await loop.create_server(self._accepted, backlog=_BACKLOG_CONNECTIONS, **place, **tls)
+            )
         self.address = self._servers[0].sockets[0].getsockname()[:2]
         if self.most_idle:
             self._sweep()

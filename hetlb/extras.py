@@ -50,7 +50,7 @@ def option(name: str) -> ModuleType:
         if there or not (error.name or "").startswith("hetlb.options"):
             raise
         raise ConfigError(
-            f"{folder}: expected an installation with this option, but hetlb/options/{folder} is missing"
+            f"expected an installation with the option {folder}, but hetlb/options/{folder} is missing"
         ) from None
 
 

@@ -87,7 +87,7 @@ def _word(value: object) -> str:
 
 
 _FLUSH_S = 0.2
-#: Batches that may wait for a slow reader.
+#: Maximum number of batches that wait for a slow reader.
 _MAX_BATCHES = 500
 
 
@@ -96,8 +96,8 @@ class LogWriter:
 
     def __init__(self, fd: int, name: str, at_once: int | None = None) -> None:
         self._fd = fd
-        #: Whole lines of so many bytes at most are written at once where several processes write to `fd`:
-        #: what is no longer than `PIPE_BUF` stays in one piece.
+        #: Maximum bytes of one write of whole lines where several processes write to `fd`: at most `PIPE_BUF`
+        #: bytes stay in one piece.
         self._at_once = at_once
         self._lines: list[str] = []
         self._timer: asyncio.TimerHandle | None = None

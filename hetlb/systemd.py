@@ -17,7 +17,7 @@ ADMIN: Final = "admin"
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Sockets that listen already: those for clients, those of the admin listener. Empty: bind new ones."""
+    """Sockets that listen already: for clients, and for the admin listener. Empty: bind new ones."""
 
     main: tuple[socket.socket, ...] = ()
     admin: tuple[socket.socket, ...] = ()

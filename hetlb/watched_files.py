@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-#: Seconds after a change was seen until a file is read.
+#: Seconds between a change and the read of a file.
 _SETTLED_S = 0.05
 #: One file: its path, time of change (ns), size and inode.
 Stamp: TypeAlias = tuple[tuple[str, int, int, int], ...]
@@ -26,7 +26,7 @@ def stamp(paths: Sequence[Path]) -> Stamp:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return a file, or the files of a folder; those that begin with a dot are being written."""
+    """Return a file, or the files of a folder; names that begin with a dot are still being written."""
     if not path.is_dir():
         return [path]
     names = sorted(each for each in path.iterdir() if each.suffix in (".yaml", ".yml"))

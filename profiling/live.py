@@ -4,7 +4,7 @@
     python profiling/live.py run KIT --out OUT [--minutes 30]
 
 `pack` fills the folder KIT with all that must be carried: wheels of hetlb and its dependencies, with `--vllm`
-those of vLLM too (about 5 GB; not needed where the machine has it), and folders of models. A model is its
+vLLM's too (about 5 GB; not needed where the machine has it), and folders of models. A model is its
 config.json and a tokenizer made here: vLLM makes up the weights (`--load-format dummy`), since times do not
 depend on their values. `run` makes a virtual environment from the wheels, starts vLLM for one model and
 degree after the other, small degrees first, and runs `hetlb profile` against it. Each profile is in OUT as

@@ -17,6 +17,7 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 
+import hetlb.extras
 import hetlb.options
 
 # A shell's job in the background ignores Ctrl-C, and what it starts does too: tests press it.
@@ -24,7 +25,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 OPTIONS = Path(hetlb.options.__file__).parent
-#: Checks of how examples are drawn, by the clock or by what was drawn: no result of a test.
+#: Checks of how examples are drawn, by the clock or by their size: no result of a test.
 DRAWING = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
 
 settings.register_profile("search", deadline=None, suppress_health_check=DRAWING, print_blob=True)
@@ -61,6 +62,10 @@ class GoneFinder(MetaPathFinder):
 _gone = GoneFinder()
 if GONE:
     sys.meta_path.insert(0, _gone)
+if "HETLB_ASKED" in os.environ:
+    from asking.sitecustomize import noted
+
+    hetlb.extras.option = noted(hetlb.extras.option)  # before any module takes it from there
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -100,7 +100,7 @@ def head(queue: Queue) -> Queued:
 
 
 def examples(few: int) -> int:
-    """Examples of a property that takes long to try; in `make properties` those of any other."""
+    """Return the number of examples of a slow property; in `make properties` as many as of any other."""
     profile = settings.get_current_profile_name()
     if profile == "search":
         return max(few, settings().max_examples)
@@ -109,7 +109,7 @@ def examples(few: int) -> int:
 
 #: Seconds after which what is waited for will not come: it ends a test that has failed.
 HANG_S = 100.0
-#: Ports below those that the kernel hands out, and how many of them a test process has to itself.
+#: Ports below the range that the kernel hands out, and how many of them a test process has to itself.
 _FIRST_PORT, _END_PORT, _PORTS_EACH = 12_000, 32_000, 200
 _own_first = _FIRST_PORT + os.getpid() * _PORTS_EACH % (_END_PORT - _FIRST_PORT)
 _ports = itertools.cycle(range(_own_first, _own_first + _PORTS_EACH))
@@ -128,7 +128,7 @@ def free_port() -> int:
     raise AssertionError(f"expected a free port among {_PORTS_EACH} from {_own_first}")
 
 
-#: So many turns of the loop are given without a pause: what needs more waits for time to pass.
+#: Turns of the loop that are given without a pause: what needs more waits for time to pass.
 _TURNS = 2000
 
 

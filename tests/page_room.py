@@ -154,7 +154,7 @@ def _network(addresses: Mapping[str, str]) -> None:
 
 
 def _files(folder: Path, clone: Path, addresses: Mapping[str, str]) -> Path:
-    """Make a root folder: that of the machine, with an `/etc` and room beside `/opt` that can be written."""
+    """Make a root folder: the machine's, with an `/etc` and room beside `/opt` that can be written."""
     root = folder / "root"
     root.mkdir()
     _mount("-t", "tmpfs", "none", str(root))

@@ -47,7 +47,7 @@ def test_link_local_and_multicast_of_ipv6(address: ipaddress.IPv6Address) -> Non
 @pytest.mark.parametrize(
     "name", ["", "localhost", "gpu-a", "169.254.169.254.example", "2852039166", "0x7f.1"]
 )
-def test_a_name_is_judged_by_what_it_leads_to(name: str) -> None:
+def test_a_name_is_judged_by_its_address(name: str) -> None:
     assert not is_special(name)
 
 

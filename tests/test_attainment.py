@@ -92,7 +92,7 @@ async def check(url: str, admin_url: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     "way", ["serve", pytest.param("serve --workers 2", marks=pytest.mark.option("relays"))]
 )
-async def test_attainment_is_that_of_the_client(tmp_path: Path, way: str) -> None:
+async def test_attainment_is_the_clients(tmp_path: Path, way: str) -> None:
     with helper_processes() as helpers:
         await engines(helpers, tmp_path)
         url, admin_url, *_ = await started(helpers, tmp_path, *way.split())

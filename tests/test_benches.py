@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "bench"
 sys.path.insert(0, str(BENCH))
 
+import check_words  # noqa: E402
 import claims  # noqa: E402
 import smoke  # noqa: E402
 
@@ -30,6 +31,20 @@ NOT_RUN = {
 def test_every_bench_has_a_short_run() -> None:
     scripts = {str(path.relative_to(BENCH)) for path in BENCH.rglob("*.py") if "__main__" in path.read_text()}
     assert scripts - NOT_RUN == smoke.RUNS.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "mistakes"),
+    [
+        ('"""Seconds between tries."""\n#: Tries at most.\nTRIES = 3\n', 0),
+        ('"""Seconds between\nthose."""\n', 1),
+        ("#: A try fails after so\n#: many seconds.\nTRY_S = 3\n", 1),
+        ('def count() -> int:\n    """Return that of the fleet, by which it is judged."""\n', 2),
+        ("raise ValueError('expected none of those')  # a message stays\n", 0),
+    ],
+)
+def test_comments_and_docstrings_name_the_thing(text: str, mistakes: int) -> None:
+    assert len(list(check_words.of_prose(text))) == mistakes
 
 
 def test_the_page_of_claims_is_as_its_results_are() -> None:

@@ -273,7 +273,7 @@ def test_a_connector_has_the_lease_and_the_bootstrap_port_of_vllm(tmp_path: Path
     first, second = fleet.instances
     assert first.kv_transfer is not None
     assert (first.role, second.role, first.kv_transfer.lease_s) == ("prefill", "both", 480.0)
-    assert fleet.listed["a:1"].table.kv_bootstrap == "http://a:8998"
+    assert first.kv_transfer.bootstrap == "http://a:8998"
 
 
 @pytest.mark.option("split")

@@ -66,7 +66,7 @@ def test_a_key_without_words_and_words_without_a_key_are_found() -> None:
 
 
 @pytest.mark.option("pick", "relays")
-def test_the_first_table_of_keys_has_those_that_most_fleets_need() -> None:
+def test_the_first_table_of_keys_has_what_most_fleets_need() -> None:
     made = reference()
     known = {key.path for key in made.keys_of(FleetFile)}
     assert set(made.FIRST_KEYS) <= known

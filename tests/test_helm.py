@@ -13,6 +13,7 @@ from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.fleet.reload import _FIXED
 from hetlb.balancer.fleet.service import READINESS_LAG_S
 from hetlb.cli.main import build_parser, main
+from hetlb.options.kubernetes.cluster_tables import clusters
 
 helm = pytest.importorskip("helm_python", reason="needs the extra helm: make test-helm")
 
@@ -69,7 +70,7 @@ def test_helm_finds_nothing_to_complain_about(values: dict[str, Any]) -> None:
     assert [each for each in report["messages"] if each["severity"] > 1] == []
 
 
-def test_the_version_is_that_of_the_package() -> None:
+def test_the_version_is_the_packages() -> None:
     about = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert about["version"] == about["appVersion"] == hetlb.__version__
 
@@ -172,7 +173,7 @@ def test_a_picker_with_its_pool_route_and_gateway(name: str, tmp_path: Path) -> 
     assert (("DestinationRule", "demo-hetlb") in objects) == (name == "istio")
     fleet = load_fleet(write_fleet(tmp_path, objects))
     assert fleet.file.discovery is not None
-    (source,) = fleet.file.discovery.clusters
+    (source,) = clusters(fleet.file.discovery.kubernetes)
     pool = objects["InferencePool", source.pool or ""]["spec"]
     assert pool["selector"] == {"matchLabels": {"app": "vllm", "model": "m"}}
     assert [each["number"] for each in pool["targetPorts"]] == [8000, 8001]

@@ -20,7 +20,7 @@ from hetlb.extras import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 DEMO = Path(hetlb.tools.demo.__file__).parent
-#: Commands that need the extra `tools`; those that are neither have an extra of their own.
+#: Commands that need the extra `tools`; other commands have an extra of their own or need none.
 TOOLS_COMMANDS = {"place", "profile", "rent", "search", "split"} & COMMANDS.keys()
 #: Largest installed tree without the tools, in bytes.
 LARGEST_TREE = 60_000_000

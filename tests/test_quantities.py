@@ -1,4 +1,4 @@
-"""Quantities with units, and those that lost theirs."""
+"""Quantities with units, and quantities that lost theirs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON schemas: those in configs/ are the reader's, examples are valid, and both refuse the same mutants."""
+"""JSON schemas: files in configs/ are the reader's, examples are valid, both refuse the same mutants."""
 
 from __future__ import annotations
 

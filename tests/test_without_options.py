@@ -28,7 +28,7 @@ sys.modules.update(("hetlb.options." + option, None) for option in sys.argv[1].s
 from hetlb.cli.main import main
 sys.exit(main(sys.argv[2:]))
 """
-#: Takes options away, then imports modules; prints those that fail.
+#: Takes options away, then imports modules; prints the ones that fail.
 IMPORTED = """
 import importlib, sys
 from hetlb.extras import missing_extra
@@ -41,21 +41,34 @@ for name in sys.argv[2:]:
             print(name, error)
 """
 MODEL = {"name": "m", "instances": [{"name": "a", "url": "http://127.0.0.1:1"}]}
-#: A table of the fleet file that asks for an option.
+#: A key of the fleet file that asks for an option, and a file with it.
 ASKS = {
-    "api_keys": {"proxy": {"api_keys_file": "keys"}},
-    "certificates": {"listen": {"tls": {"cert": "cert.pem", "key": "key.pem"}}},
-    "classes": {"models": [{**MODEL, "classes": {"a": {}}}]},
-    "dns": {"discovery": {"dns": [{"name": "engines.invalid", "port": 1, "model": "m"}]}},
-    "instance_files": {"discovery": {"files": ["others"]}},
-    "length_samples": {"policy": {"predictor": "mean"}},
-    "model_names": {"models": [{**MODEL, "aliases": ["b"]}]},
-    "plans": {"policy": {"name": "planned"}},
-    "policies": {"policy": {"name": "rr"}},
-    "profiles": {"models": [{**MODEL, "instances": [{"url": "http://127.0.0.1:1", "profile": "p.yaml"}]}]},
-    "resume": {"proxy": {"resume": "ids"}},
-    "split": {"models": [{**MODEL, "kv_transfer": "nixl"}]},
-    "tracing": {"tracing": {"otlp_endpoint": "http://127.0.0.1:1"}},
+    "api_keys": ("proxy.api_keys_file", {"proxy": {"api_keys_file": "keys"}}),
+    "certificates": ("listen.tls", {"listen": {"tls": {"cert": "cert.pem", "key": "key.pem"}}}),
+    "classes": ("models[0].classes", {"models": [{**MODEL, "classes": {"a": {}}}]}),
+    "dns": ("discovery.dns", {"discovery": {"dns": [{"name": "engines.invalid", "port": 1, "model": "m"}]}}),
+    "instance_files": ("discovery.files", {"discovery": {"files": ["others"]}}),
+    "kubernetes": ("discovery.kubernetes", {"discovery": {"kubernetes": {"selector": "app=vllm"}}}),
+    "kv_events": (
+        "models[0].instances[0].kv_events",
+        {
+            "models": [
+                {**MODEL, "instances": [{"url": "http://127.0.0.1:1", "kv_events": "tcp://127.0.0.1:2"}]}
+            ]
+        },
+    ),
+    "length_samples": ("policy.trace", {"policy": {"predictor": "mean", "trace": "t.csv"}}),
+    "model_names": ("models[0].aliases", {"models": [{**MODEL, "aliases": ["b"]}]}),
+    "plans": ("policy.name", {"policy": {"name": "planned"}}),
+    "policies": ("policy.name", {"policy": {"name": "rr"}}),
+    "profiles": (
+        "models[0].instances[0].profile",
+        {"models": [{**MODEL, "instances": [{"url": "http://127.0.0.1:1", "profile": "p.yaml"}]}]},
+    ),
+    "relays": ("proxy.workers", {"proxy": {"workers": 2}}),
+    "resume": ("proxy.resume", {"proxy": {"resume": "ids"}}),
+    "split": ("models[0].kv_transfer", {"models": [{**MODEL, "kv_transfer": "nixl"}]}),
+    "tracing": ("tracing", {"tracing": {"otlp_endpoint": "http://127.0.0.1:1"}}),
 }
 
 
@@ -104,14 +117,16 @@ FLAGS = {"event_log": ("--event-log", "decisions.jsonl")}
 @pytest.mark.parametrize("option", [*ASKS, *FLAGS])
 async def test_a_fleet_that_asks_for_it_is_told_in_one_line(option: str, tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.yaml"
-    fleet.write_text(json.dumps({"version": 1, "models": [MODEL], **ASKS.get(option, {})}))
+    key, tables = ASKS.get(option, ("", {}))
+    fleet.write_text(json.dumps({"version": 1, "models": [MODEL], **tables}))
     ports = ("--port", "0", "--admin-port", "0")
     code, said = await run(
         "-c", WITHOUT, option, "serve", "--config", str(fleet), *ports, *FLAGS.get(option, ())
     )
     assert code == 2
-    line = rf"{option}: expected an installation with this option, but .*"
-    assert re.fullmatch(rf"hetlb serve: (\S+: policy\.name: )?{line}\n", said), said
+    where = rf"\S+: {re.escape(key)}: " if key else ""
+    missing = f"expected an installation with the option {option}, but hetlb/options/{option} is missing"
+    assert re.fullmatch(rf"hetlb serve: {where}{missing}( \(line 1\))?\n", said), said
 
 
 async def test_a_form_is_refused_without_its_reader(tmp_path: Path) -> None:

@@ -199,8 +199,8 @@ def test_bombs_are_refused_within_their_own_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     most_bytes, most_values = 1 << 20, 10_000
-    monkeypatch.setattr(yaml_file, "MOST_BYTES", most_bytes)
-    monkeypatch.setattr(yaml_file, "MOST_VALUES", most_values)
+    monkeypatch.setattr(yaml_file, "MAX_FILE_BYTES", most_bytes)
+    monkeypatch.setattr(yaml_file, "MAX_VALUES", most_values)
     path = tmp_path / "bomb.yaml"
     path.write_text(BOMBS[name])
     tracemalloc.start()

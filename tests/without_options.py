@@ -2,6 +2,9 @@
 
 The folder of `hetlb/options` goes, and with it every folder of that name in `tests/options`. With `--collect`
 the tests are found and not run, which imports all of their modules. Without a name it is each option in turn.
+
+What asks for no option is not changed by its absence: `--record FOLDER` runs all tests once and notes which
+files ask for which option, in any process; `--asked FOLDER` then runs these files alone.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PYTEST = (sys.executable, "-m", "pytest")
+#: Pytest's status where it finds no test.
+NO_TESTS = 5
 OPTIONS = sorted(path.parent.name for path in (ROOT / "hetlb" / "options").glob("*/__init__.py"))
 
 
@@ -32,28 +38,57 @@ def copy_without(option: str, folder: Path) -> Path:
     return folder
 
 
+def asking(folder: Path) -> dict[str, set[str]]:
+    """Return the files of tests that ask for each option, as recorded in a folder."""
+    found: dict[str, set[str]] = {}
+    for record in folder.iterdir():
+        for line in record.read_text().splitlines():
+            test, option = line.split()
+            found.setdefault(option, set()).add(test)
+    return found
+
+
+def record(folder: Path, more: list[str]) -> int:
+    """Run all tests and note which options they ask for; return pytest's status."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = f"{ROOT / 'tests' / 'asking'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    environment = {**os.environ, "PYTHONPATH": path, "HETLB_ASKED": str(folder.resolve())}
+    return subprocess.run([*PYTEST, *more], cwd=ROOT, env=environment, check=False).returncode
+
+
+def passes_without(option: str, more: list[str]) -> bool:
+    """Return whether the tests pass in a copy without an option; `more` are arguments of pytest."""
+    with tempfile.TemporaryDirectory(prefix="hetlb-without-") as folder:
+        root = copy_without(option, Path(folder))
+        more = [each for each in more if not each.endswith(".py") or (root / each).exists()]
+        environment = {**os.environ, "PYTHONPATH": str(root), "HETLB_WITHOUT": option}
+        # A test that ends early because it asks for the option leaves open what it had opened.
+        command = [*PYTEST, "-p", "no:unraisableexception", *more]
+        return subprocess.run(command, cwd=root, env=environment, check=False).returncode in (0, NO_TESTS)
+
+
 def main() -> int:
     """Run the tests without each of the named options; return 1 where some fail."""
     parser = argparse.ArgumentParser(description="Run the tests without an option.")
     parser.add_argument("options", nargs="*", choices=[*OPTIONS, []], metavar="OPTION")
     parser.add_argument("--collect", action="store_true", help="find the tests and run none")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="run all tests, note what they ask for")
+    parser.add_argument("--asked", type=Path, metavar="FOLDER", help="run files that ask for the option")
     parser.add_argument("--pytest", default="", help="more arguments of pytest, as '-n 4 tests/core'")
     arguments = parser.parse_args()
+    more = arguments.pytest.split() + (["--collect-only", "-qq"] if arguments.collect else [])
+    if arguments.record is not None:
+        return record(arguments.record, more)
+    asked = {} if arguments.asked is None else asking(arguments.asked)
     failed = []
     for option in arguments.options or OPTIONS:
-        with tempfile.TemporaryDirectory(prefix="hetlb-without-") as folder:
-            root = copy_without(option, Path(folder))
-            more = ["--collect-only", "-qq"] if arguments.collect else arguments.pytest.split()
-            # A test that ends early because it asks for the option leaves open what it had opened.
-            command = [sys.executable, "-m", "pytest", "-p", "no:unraisableexception", *more]
-            done = subprocess.run(
-                command,
-                cwd=root,
-                env={**os.environ, "PYTHONPATH": str(root), "HETLB_WITHOUT": option},
-                check=False,
-            )
-        print(f"without {option}: {'passed' if done.returncode == 0 else 'FAILED'}", flush=True)
-        failed += [option] if done.returncode else []
+        files = sorted(asked.get(option, ()))
+        if arguments.asked is not None and not files:
+            print(f"without {option}: no test asks for it", flush=True)
+            continue
+        passed = passes_without(option, more + files)
+        print(f"without {option}: {'passed' if passed else 'FAILED'}", flush=True)
+        failed += [] if passed else [option]
     return 1 if failed else 0
 
 

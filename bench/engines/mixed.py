@@ -76,7 +76,7 @@ def fleet(urls: list[str], folder: Path) -> Iterator[str]:
 
 
 async def drive(url: str, clients: int, seconds: float, seed: int) -> float:
-    """Tokens per second of so many clients, always with a request; not of the first 3 s."""
+    """Return the tokens per second of `clients` clients, always with a request, after the first 3 s."""
     rng, tokens = random.Random(seed), 0
     counts_from = time.monotonic() + 3.0
     until = counts_from + seconds

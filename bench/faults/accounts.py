@@ -326,7 +326,7 @@ def report(case: str, found: str, well: bool) -> None:
     print(f"{'ok  ' if well else 'MISS'}  {case:44} {found}", flush=True)
 
 
-#: Visits before an instance is known to be bad; those after it are trials.
+#: Visits before an instance is known to be bad; later ones are trials.
 _FIRST_VISITS = 5
 
 

@@ -109,7 +109,7 @@ async def connection(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWri
 
 
 def again(once: Attack, count: int = 1) -> Attack:
-    """The same for ever, on so many connections."""
+    """Repeat an attack for ever, on `count` connections."""
 
     async def for_ever(port: int) -> None:
         while True:
@@ -124,7 +124,7 @@ def again(once: Attack, count: int = 1) -> Attack:
 
 
 def sending(data: bytes, *, per_s: float = 0.0, hold_s: float = 0.0) -> Attack:
-    """Send this and wait for an end; with `per_s` at so many bytes a second."""
+    """Send this and wait for an end; with `per_s` at this rate in bytes a second."""
 
     async def once(port: int) -> None:
         reader, writer = await connection(port)
@@ -202,7 +202,7 @@ ATTACKS: dict[str, Attack] = {
 }  # fmt: skip
 
 
-#: Floods and slow clients: tools of others, and many connections; judged by what is cut and by memory alone.
+#: Floods and slow clients: tools of others, and many connections; judged by cut connections and memory alone.
 #: Idle connections: as many as the proxy takes where fewer descriptors are allowed.
 IDLE = min(20_000, resource.getrlimit(resource.RLIMIT_NOFILE)[1] // 2 - 500)
 SLOW = "slowhttptest -c 1000 -r 200 -l {s} "
@@ -246,7 +246,7 @@ class Honest:
         self._ending = False
 
     async def run(self, seconds: float) -> None:
-        """Begin, and return after so many seconds."""
+        """Begin, and return after `seconds`."""
         streams = [asyncio.create_task(self._stream(number)) for number in range(STREAMS)]
         ends = time.perf_counter() + seconds
         asked: list[asyncio.Task[None]] = []

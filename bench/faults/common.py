@@ -95,14 +95,14 @@ class Serving:
         return [line for line in self.log.read_text().splitlines() if line.startswith(levels)]
 
     async def ended(self, limit_s: float) -> int | None:
-        """The exit status, None if it has not ended within so many seconds."""
+        """Return the exit status, None if it has not ended within `limit_s`."""
         try:
             return await asyncio.to_thread(self.process.wait, limit_s)
         except subprocess.TimeoutExpired:
             return None
 
     async def quiet(self, limit_s: float = 10.0) -> list[str]:
-        """Which figures of the fleet are still not zero after so many seconds."""
+        """Return the figures of the fleet that are still not zero after `limit_s`."""
 
         async def is_quiet() -> bool:
             return not busy(await self.fleet())
@@ -242,7 +242,7 @@ async def _read_stream(reader: asyncio.StreamReader, answer: Answer, loop: async
 
 
 def stream_body(model: str, tokens: int, prompt: str = "hello", **more: Any) -> dict[str, Any]:
-    """A streamed completion of exactly so many tokens."""
+    """Return a streamed completion of exactly `tokens` tokens."""
     return {
         "model": model,
         "prompt": prompt,
@@ -254,7 +254,7 @@ def stream_body(model: str, tokens: int, prompt: str = "hello", **more: Any) -> 
 
 
 async def background(port: int, streams: int, tokens: int, answers: list[Answer]) -> None:
-    """Keep so many streams going until cancelled; what has ended is in `answers`."""
+    """Keep `streams` streams going until cancelled; ended ones are in `answers`."""
 
     async def one(number: int) -> None:
         count = 0

@@ -1,6 +1,6 @@
 """Floods at the doors beside the main listener: what each does to the p99 of an honest client.
 
-Shows, for every flood: the p99 of honest requests without and with it, those that failed, resident memory
+Shows, for every flood: the p99 of honest requests without and with it, the failed ones, resident memory
 before and at most, figures of the fleet that are not zero afterwards, and the lines that were logged.
 The flood is stopped (SIGSTOP) and goes on in turns, so that other work on the machine meets both alike, and
 medians of the rounds are compared. The process that is attacked, its engine, the attacker and the honest

@@ -138,7 +138,7 @@ class _Leaver:
         self._count = 0
 
     async def leave(self, phase: str, stream: bool, count: int) -> list[float]:
-        """The times of so many, in seconds."""
+        """Return the times of `count` requests, in seconds."""
         if phase == "queue":
             return await self._queued(stream, count)
         if phase == "connect":

@@ -1,6 +1,6 @@
 """Engines that are lost in the middle of their answers: how many answers are whole, and the same.
 
-Shows: of so many greedy answers (completions and chats, streamed and plain, with stop strings and
+Shows: of a number of greedy answers (completions and chats, streamed and plain, with stop strings and
 `min_tokens`) during which engines are killed (`kill -9`), stopped (SIGTERM), cut off and hang, at random
 points, how many are whole, how many have the text and the usage of an engine that was left alone, and how
 often engines were asked for one. An answer of which no text came in two runs is not eligible: by the rule
@@ -261,7 +261,7 @@ async def replace(path: Path, running: list[subprocess.Popen[bytes]]) -> None:
 
 
 async def clients(url: str, asked: list[Asked], count: int) -> list[tuple[Asked, Answer]]:
-    """Ask all of it, so many at a time; the one with number N has the id `rN`."""
+    """Ask all of it, `count` at a time; the one with number N has the id `rN`."""
     got: dict[int, Answer] = {}
     todo = list(enumerate(asked))
     connector = aiohttp.TCPConnector(force_close=True, limit=0)

@@ -3,8 +3,8 @@
 Shows: four emulated engines carry 80 % of the requests that they have slots for; every few seconds one of
 them is given a notice (`PUT /v1/fleet/instances/NAME/notice`), is killed at its deadline and comes back.
 Answers take about as long as the deadline, 3 s or what `--deadline` says: the engines' time goes with it, and
-so does that of a run, half a minute with 3 s and five minutes with 30. Exit status 1 unless all answers are
-whole and at most 5 % of the tokens were generated twice, by the engines' own counts.
+so does the length of a run, half a minute with 3 s and five minutes with 30. Exit status 1 unless all answers
+are whole and at most 5 % of the tokens were generated twice, by the engines' own counts.
 
 `.venv/bin/python bench/faults/notices.py [--requests 400] [--deadline 30] [--workers 2] [--save FILE]`
 """
@@ -28,7 +28,7 @@ import aiohttp
 from lost_engines import CLIENTS, PROFILE, Engine, clients, fleet_file, serve, undisturbed
 
 ENGINES, SLOTS, LOAD = 4, 8, 0.8
-#: Of a notice's seconds: those between two of them, and those until the engine is there again.
+#: Shares of a notice's seconds: between two notices, and until the engine is there again.
 BETWEEN, AWAY = 0.67, 0.33
 _GENERATED = re.compile(r"^vllm:generation_tokens_total(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
 

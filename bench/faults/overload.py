@@ -31,7 +31,8 @@ RECOVERY_S = 5.0
 PROMPT_BYTES = 800
 #: Least and most tokens of an answer: were all of a length, a batch would begin and end as one.
 TOKENS = (16, 48)
-#: Requests that the default policy keeps at an engine, of its slots: those that end in one step are taken.
+#: Requests that the default policy keeps at an engine, over its slots: sequences that end in one step are
+#: replaced.
 OVERFULL = 1 + 2 / sum(TOKENS)
 PROFILE: dict[str, Any] = {
     "version": 1,
@@ -101,7 +102,7 @@ async def run(args: argparse.Namespace) -> int:
 
 
 async def closed_loop(proxy: Serving, clients: int, seconds: float) -> dict[str, float]:
-    """So many clients that ask again and again: requests per second and TTFT, after a third of warm-up."""
+    """Return requests per second and TTFT of `clients` that ask again and again, after a third of warm-up."""
     loop = asyncio.get_running_loop()
     start = loop.time() + seconds / 3
     draw = random.Random(clients)
@@ -236,7 +237,7 @@ def _quantiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def _longest(admitted: Sequence[Answer], began: float) -> list[float]:
-    """The longest time to first token of those that came in each five seconds."""
+    """Return the longest time to first token among the arrivals of each five seconds."""
     longest: dict[int, float] = {}
     for each in admitted:
         window = int((each.started - began) // 5)

@@ -160,7 +160,7 @@ async def _stopped(crowd: asyncio.Task[None]) -> None:
 
 
 def fleet(engines: list[Engine], number: int) -> dict[str, Any]:
-    """The fleet after so many edits: two instances that stay, and one that comes, moves and goes."""
+    """Return the fleet after `number` edits: two instances that stay, and one that comes, moves and goes."""
     steady: list[dict[str, Any]] = [{"name": f"steady-{n}", "url": engines[n].url} for n in range(2)]
     step = number % 5
     extra: list[dict[str, Any]] = []

@@ -69,7 +69,7 @@ class Engine:
         self.die()
 
     def die(self) -> None:
-        """Refuse connections, and reset those that are there."""
+        """Refuse connections, and reset open ones."""
         assert self._server is not None
         self._server.close()
         for writer in self._writers:
@@ -176,7 +176,7 @@ async def memory(form: bytes, seconds: float, stands: Path) -> float:
 
 
 async def death(streams: int, events: int, stands: Path) -> tuple[int, float]:
-    """Return the whole answers of those whose engine dies, and the most milliseconds of one turn."""
+    """Return the whole answers of clients whose engine dies, and the most milliseconds of one turn."""
     async with Engine(events) as one, Engine(events) as two, proxy([one, two], stands) as running:
         got: list[bytes] = []
         tasks = [asyncio.create_task(ask(running.port, got, 120.0)) for _ in range(streams)]

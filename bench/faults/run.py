@@ -1,7 +1,7 @@
 """How hetlb behaves when clients leave, come all at once, or the operator reloads and stops it: measured.
 
 Shows: for each subcommand a table of what is promised, what was measured, and whether it was kept.
-Hetlb is a process of its own with its ordinary settings but for those that a subcommand names;
+Hetlb is a process of its own with its ordinary settings unless a subcommand names others;
 engines are emulated; results go to bench/results/behaviour-NAME.json with the machine, the command and its
 load average. Exit status 1 where a promise was not kept.
 

@@ -94,7 +94,7 @@ class Tally:
 
 
 class Soak:
-    """The load, and those who spoil things meanwhile."""
+    """The load, and the faults meanwhile."""
 
     def __init__(self, rig: Process, engines: list[FaultEngine], seed: int, at_once: int) -> None:
         self._rig = rig

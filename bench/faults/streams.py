@@ -127,7 +127,7 @@ class Run:
             raise RuntimeError(f"hetlb did not start: {line!r}")
 
     async def clients(self, seconds: float) -> None:
-        """So many streams at a time; returns when all have ended."""
+        """Keep a number of streams open at a time; return when all have ended."""
         ends = time.monotonic() + seconds
 
         async def one() -> None:
@@ -240,7 +240,7 @@ def _memory_mib(pid: int) -> float:
 
 
 def _family(pids: list[int]) -> list[int]:
-    """These processes and those that they started."""
+    """Return these processes and the ones that they started."""
     found = list(pids)
     for pid in found:
         with contextlib.suppress(OSError):

@@ -53,7 +53,7 @@ class Fleet:
     loads: tuple[str, ...] = ("first", "80", "once", "95", "waves", "50")
     time_scale: float = 1.0
     slots: int = 64
-    #: Seconds of traffic of a run, as the clock goes: so many that most answers end while more come.
+    #: Seconds of traffic of a run, as the clock goes: enough that most answers end while more come.
     seconds: float = 30.0
 
     @property

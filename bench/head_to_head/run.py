@@ -1,10 +1,10 @@
 """Routing head to head: the same load through hetlb and its peers in front of the same unequal engines.
 
-`make bench-head-to-head` runs every router in front of every fleet, for so many rounds, each in a job of its
-own with engines of its own, some jobs at a time, and sends it every load in turn. The engines are emulated,
-with the step times of GPUs, and slowed: the routers' choices are compared, not their own CPU; a run in which
-a router may have lacked CPU is marked. `--resume` goes on with a record; `--minutes` begins no job after so
-many.
+`make bench-head-to-head` runs every router in front of every fleet, for `--rounds` rounds, each in a job of
+its own with engines of its own, some jobs at a time, and sends it every load in turn. The engines are
+emulated, with the step times of GPUs, and slowed: the routers' choices are compared, not their own CPU; a run
+in which a router may have lacked CPU is marked. `--resume` goes on with a record; `--minutes` is the time
+after which no job begins.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _KEPT = (
 
 
 def router(name: str, serving: Serving | None = None) -> Peer:
-    """The router of this name in front of a fleet. hetlb is that of the Python that runs this."""
+    """Return the router of this name in front of a fleet. hetlb is the running Python's."""
     if name not in HETLB:
         return PEERS[name]
     policy, known = HETLB[name]
@@ -123,7 +123,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--routers", default=",".join(ROUTERS), help=f"of {', '.join(routers)}")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=18, help="routers measured at the same time")
-    parser.add_argument("--minutes", type=float, default=85.0, help="begin no job after so many")
+    parser.add_argument("--minutes", type=float, default=85.0, help="begin no job later")
     parser.add_argument("--resume", action="store_true", help="keep the runs in --out, do the others")
     parser.add_argument("--cores", type=cores, default=sorted(os.sched_getaffinity(0)), metavar="CORES")
     parser.add_argument("--out", type=Path, default=OUT)

@@ -1,7 +1,7 @@
 """Simulation of hetlb's rows: the same requests at the same times, by the same policy.
 
 A job's loads are simulated one after the other, as its router saw them, so that what has been learnt is the
-same; times are those of engines that are not slowed. Nothing of the run is used but its plan.
+same; times are of engines that are not slowed. Nothing of the run is used but its plan.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hetlb.tools.workload.arrivals import PlannedRequest, Waves, make_plan
 from hetlb.tools.workload.content import HASH_BLOCK_TOKENS
 from hetlb.tools.workload.records import summarize
 
-#: Policy by router: those whose scheduler is hetlb's and knows the true profiles.
+#: Policy by router, where the scheduler is hetlb's and knows the true profiles.
 POLICIES = {"hetlb": "hetlb", "hetlb-lmetric": "lmetric"}
 #: Seconds between the last arrival of a load and the first of the next: all have ended by then.
 _PAUSE_S = 1000.0

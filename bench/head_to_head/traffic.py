@@ -53,7 +53,7 @@ def rows_of(lengths: str) -> list[Row]:
 
 
 def some_rows(lengths: str, count: int, rng: random.Random) -> list[Row]:
-    """So many rows: of conversations those that follow one another, else any."""
+    """Return `count` rows: of conversations, rows that follow one another, else any."""
     rows = rows_of(lengths)
     if not rows[0].hash_ids:
         return rng.choices(rows, k=count)

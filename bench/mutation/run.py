@@ -4,8 +4,8 @@ Shows: for the parts of the mapper (ledger, health, admission, placement, ...) a
 many of mutmut's mutants the tests of each kill, and which survive.
 Mutants live in a copy under --folder, never in this tree; every mutant meets only tests that reach
 the function it is in; one at a time per core, at the lowest priority. With `--sample N` at most N mutants of
-a module are drawn (`--seed`), with `--only` those of functions of a name, with `--survivors` those that a
-saved result lists: so a new test is tried within a minute. Exit status 1 where a module is below `--least`.
+module are drawn (`--seed`), with `--only` mutants of functions of a name, with `--survivors` the mutants that
+a saved result lists: so a new test is tried within a minute. Exit status 1 where a module is below `--least`.
 
 `make mutation`, or `.venv/bin/python bench/mutation/run.py [MODULE ...] [--save FILE]`; mutmut gets a virtual
 environment of its own under .cache. About 5 minutes a module on two cores.
@@ -149,7 +149,7 @@ def main() -> int:
     parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"{', '.join(MODULES)} (default all)")
     parser.add_argument("--save", type=Path, help="write the result here")
     parser.add_argument("--least", type=float, default=80.0, help="per cent killed (default 80)")
-    parser.add_argument("--sample", type=int, help="at most so many mutants of a module")
+    parser.add_argument("--sample", type=int, help="most mutants of a module")
     parser.add_argument("--only", metavar="NAME", help="mutants of functions named so, as in Ledger.gr*")
     parser.add_argument("--survivors", type=Path, metavar="FILE", help="mutants that this result lists")
     parser.add_argument("--seed", type=int, default=0, help="draws the sample (default 0)")

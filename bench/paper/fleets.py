@@ -6,7 +6,7 @@ at TP 2 in section 5.3) and one A800 80GB, with vLLM 0.6.0 and requests of Share
 - a measured grid of a V100. A roofline of its data sheet stands in, every duration multiplied by `slowness`,
   the one free parameter of these benches. KV memory is what the paper's own formula gives.
 - the text's sample of ShareGPT. `sharegpt-first-turn.csv` holds first turns of a part of it; both lengths are
-  multiplied so that their means are those of what `vllm bench serve` sends (`MEAN_INPUT`, `MEAN_OUTPUT`).
+  multiplied so that their means are the means of what `vllm bench serve` sends (`MEAN_INPUT`, `MEAN_OUTPUT`).
 - a grid of the 14B model. Qwen3-14B (same hidden size and heads, 40 layers for 48, 14.8e9 parameters both)
   on an A100 stands for it on an A800, whose NVLink alone is slower: at TP 1 they are the same.
 """

@@ -34,7 +34,7 @@ POLICIES = {
     "OS": ("paper", False),
     "hetlb": ("hetlb", False),
 }
-#: Those whose decisions rest on predicted lengths run with a warm learning predictor too.
+#: Policies whose decisions rest on predicted lengths: they run with a warm learning predictor too.
 PREDICTING = ("MB", "OS", "hetlb")
 _COLOURS = {
     "RR": "#868e96",

@@ -54,7 +54,7 @@ def regional(base: PlaceCluster, count: int, regions: int, rng: random.Random) -
 
 
 def many(base: PlaceCluster, counts: dict[str, int]) -> PlaceCluster:
-    """So many machines of each kind in one region, linked as the first two of `base` are."""
+    """Return a number of machines of each kind in one region, linked like the first two of `base`."""
     like = {node.kind: node for node in base.nodes}
     kinds = [kind for kind, count in counts.items() for _ in range(count)]
     nodes = tuple(replace(like[kind], name=f"n{i}", region="r0") for i, kind in enumerate(kinds))
@@ -185,7 +185,7 @@ def _filled(kind: MachineKind, like: MachineKind, layers: int, share: float) -> 
 def by_kind(cluster: PlaceCluster, *, mixed: bool = False) -> tuple[PlaceCluster, Placement]:
     """Return Helix's separate pipelines (SP), in a cluster whose machines may be filled with weights.
 
-    All machines of a kind form one pipeline; those of kinds that hold no model by themselves are left out,
+    All machines of a kind form one pipeline; kinds that hold no model by themselves are left out,
     or (`mixed`, its SP+) form one together.
     """
     layers = cluster.model.layers

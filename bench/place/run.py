@@ -308,12 +308,12 @@ def figures_of(result: PipelineResult) -> dict[str, float]:
     }  # fmt: skip
 
 
-#: Output tokens/s of simple rules by path policy, for each cluster and rule: they are those of every row.
+#: Output tokens/s of simple rules by path policy, for each cluster and rule: every row has the same.
 _SERVED: dict[tuple[str, str], dict[str, float]] = {}
 
 
 def limits_of(data: Data, name: str, seconds: float, seed: int) -> dict[str, Any]:
-    """Our placement after so many CPU seconds over each simple rule (and Helix's), all under `hetlb`."""
+    """Return our placement after `seconds` of CPU over each simple rule (and Helix's), all under `hetlb`."""
     cluster = cluster_of(data, name)
     best, cpu_s, _ = plan(data, cluster, seconds, "hetlb", seed)
     links = best.flow.links

@@ -3,7 +3,7 @@
 `python client.py` reads one JSON object a line from standard input (the fields of `Load`), runs it, writes
 one JSON object a line. Promise: every answer is checked before it counts (status, tag, every event, their
 order, the finishing event, `[DONE]`, the end of the body); the CPU of the proxy is read at the first and at
-the last instant of the window; times are those of the reads themselves. An answer that fails a check is an
+last instant of the window; times are of the reads themselves. An answer that fails a check is an
 error with its reason, never a figure.
 """
 
@@ -54,7 +54,7 @@ class Load:
     pace_us: int = 0
     padding: int = 0
     window_s: float = 0.0
-    #: The processes of the proxy, and those of the generator (the engine; this process is added).
+    #: The processes of the proxy, and of the generator (the engine; this process is added).
     pids: list[int] = field(default_factory=list)
     generator_pids: list[int] = field(default_factory=list)
     engine: tuple[str, int] = ("127.0.0.1", 0)

@@ -105,7 +105,7 @@ async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def ask(port: int, count: int, tokens: int) -> None:
-    """Send so many requests on one connection, one after the other: streams, or plain ones of no `tokens`."""
+    """Send `count` requests on one connection, one after the other: streams, or plain ones of no `tokens`."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
     for _ in range(count):
         name = f"Hello {next(numbers)}"

@@ -70,7 +70,7 @@ class Figures:
         return self.median(one)
 
     def added_ms(self, proxy: str, scenario: str, quantile: str, figure: str = "latency_ms") -> float | None:
-        """A quantile less that of the same load without a proxy in the same round, milliseconds."""
+        """Return a quantile less the same load's without a proxy in the same round, milliseconds."""
 
         def one(number: Turn) -> float | None:
             run = self.get(proxy, scenario, number)
@@ -88,7 +88,7 @@ class Figures:
         return self.median(one)
 
     def reads_share(self, proxy: str, scenario: str) -> float | None:
-        """Separate reads per event against those without a proxy."""
+        """Return separate reads per event over the reads without a proxy."""
 
         def one(number: Turn) -> float | None:
             run, bare = self.get(proxy, scenario, number), self.get("direct", scenario, number)
@@ -127,7 +127,7 @@ class Figures:
         return self.median(one)
 
     def answers(self, proxy: str) -> tuple[int, int]:
-        """Answers that were checked, and those that were wrong."""
+        """Return the number of checked answers, and of wrong ones."""
         runs = [run for (name, _, _), run in self._runs.items() if name == proxy]
         wrong = sum(sum(run["errors"].values()) for run in runs)
         return sum(run["answers"] for run in runs) + wrong, wrong

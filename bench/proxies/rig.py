@@ -165,7 +165,7 @@ class Rig:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports without a listener, below those that the kernel gives to connections by itself."""
+    """Return ports without a listener, below the range that the kernel gives to connections by itself."""
     found: list[int] = []
     for port in random.sample(range(12000, 30000), 1000):
         with socket.socket() as probe, contextlib.suppress(OSError):

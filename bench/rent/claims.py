@@ -85,9 +85,7 @@ SURGE = 0.5
 
 
 def surge(bench: Bench) -> list[dict[str, Any]]:
-    """Half of all requests turn into those with short answers, and 4 H100 are lost (table 7): kept as it is,
-    and planned anew.
-    """
+    """Return throughputs after a surge of short answers and a loss of 4 H100 (table 7), old plan and new."""
     rows = []
     for key in KEYS:
         table = bench.table(key, "trace2_azure", 30.0, "avail1")
@@ -126,7 +124,7 @@ def _without(problem: Problem, plan: RentPlan, gpu: str, count: int) -> dict[str
 
 
 def _within(problem: Problem, counts: dict[str, float]) -> dict[str, int]:
-    """Return instances of a plan that fit what is available, fewer of those that use what is lost."""
+    """Return instances of a plan that fit what is available, fewer where they use what is lost."""
     left = dict(problem.available)
     found = {}
     for name, count in counts.items():

@@ -63,7 +63,7 @@ def configurations(
 
 
 def problem(models: int, gpus: int, seed: int = 0, budget_share: float = 0.7) -> Problem:
-    """So many models that share so many GPUs, and a budget for this share of what all of them cost."""
+    """Return `models` models that share `gpus` GPUs, and a budget for this share of what all of them cost."""
     rng = random.Random(seed)
     weights = {gpu: rng.uniform(0.5, 1.5) for gpu in GPUS}
     available = {gpu: round(gpus * weight / sum(weights.values())) for gpu, weight in weights.items()}

@@ -61,7 +61,7 @@ AVAILABLE = ("avail1", "avail2", "avail3", "avail4")
 KEYS = ("8b", "70b")
 #: Solves of each case, of which the median counts.
 REPEATS = 1
-#: One in so many cases is solved by binary search too, which is slow.
+#: Every this many cases one is solved by binary search too, which is slow.
 SEARCHED = 4
 #: Arrivals over the planned rate where a fleet is filled one by one and not at once.
 OVERLOAD = 1.1
@@ -575,7 +575,7 @@ def main() -> None:
     root = Path(__file__).parents[2]
     parser.add_argument("--shared", type=Path, default=root.parent / "shared", help="the paper's tables")
     parser.add_argument("--work", type=Path, default=root / "bench" / "rent" / ".work")
-    parser.add_argument("--every", type=int, default=1, help="one in so many cases (tables)")
+    parser.add_argument("--every", type=int, default=1, help="solve each Nth case (tables)")
     parser.add_argument("--models", type=int, default=24)
     parser.add_argument("--gpus", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=60.0)

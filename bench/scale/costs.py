@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=("static", "gateway-api"), default="static")
     parser.add_argument("--ways", default="serve,pick,envoy")
     parser.add_argument("--tree")
-    parser.add_argument("--loads", help="those whose names have one of these words in them")
+    parser.add_argument("--loads", help="loads whose names have one of these words in them")
     args = parser.parse_args()
     if args.tree is not None:
         os.environ["PYTHONPATH"] = args.tree

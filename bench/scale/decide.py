@@ -167,7 +167,7 @@ class Gateway(asyncio.Protocol):
 
 
 async def run(port: int, rate: float, count: int) -> array[float]:
-    """Latencies of so many requests at this rate, in seconds, of the later nine tenths."""
+    """Return latencies of `count` requests at this rate, in seconds, of the later nine tenths."""
     loop = asyncio.get_running_loop()
     transport, gateway = await loop.create_connection(Gateway, "127.0.0.1", port)
     gateway.wanted = count

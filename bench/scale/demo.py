@@ -92,7 +92,7 @@ def envoy(
 
 
 def engines(processes: Processes, folder: Path, slower: float = 1.0) -> list[dict[str, str]]:
-    """The two emulated engines of `hetlb demo`, so many times slower, as instances of a fleet file."""
+    """Return the two emulated engines of `hetlb demo`, `slower` times slower, as a fleet file's instances."""
     instances = []
     for name in ("fast", "slow"):
         profile = yaml.safe_load((DEMO / f"{name}.yaml").read_text())

@@ -34,7 +34,7 @@ def figures(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def replayed(log: Path) -> dict[str, Any]:
-    """Decisions of an event log that were replayed, and those that differ."""
+    """Return decisions of an event log that were replayed, and decisions that differ."""
     command = [*HETLB, "simulate", "--event-log", str(log), "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     document = json.loads(done.stdout)
@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--num-prompts", type=int, default=300)
-    parser.add_argument("--slower", type=float, default=2.0, help="engines take so many times as long")
+    parser.add_argument("--slower", type=float, default=2.0, help="factor on the engines' times")
     parser.add_argument("--shape", choices=("static", "gateway-api"), default="static")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()

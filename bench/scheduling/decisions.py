@@ -27,9 +27,9 @@ from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Request
 from hetlb.tools.sim.fleet_simulation import FleetSimulation
 
-#: Instances: a fleet, so many copies of each, requests/s that fill about half of it.
+#: By number of instances: a fleet, copies of each of its instances, requests/s that fill about half of it.
 _SIZES = {2: ("a100 tp4+tp1", 1, 8.0), 16: ("8 kinds", 2, 120.0), 64: ("8 kinds", 8, 480.0)}
-#: So many times the same calls are made.
+#: Repetitions of the same calls.
 _PLAYS: Final = 7
 #: Events, in their order at the same instant.
 _FIRST_TOKEN: Final = 0

@@ -65,7 +65,7 @@ FIXED: Final[dict[str, tuple[Kind, ...]]] = {
 class Case:
     """A fleet under a load of a trace for some seconds, in an order of the seed; without load a burst.
 
-    `draw` is that of the fleets.
+    `draw` is the fleets'.
     """
 
     draw: int
@@ -80,7 +80,7 @@ class Case:
 
 
 def fleets(lab: Lab, draw: int) -> dict[str, tuple[Kind, ...]]:
-    """Return the fleets by name: four fixed ones, and those drawn at random."""
+    """Return the fleets by name: four fixed ones, and random ones."""
     return {**FIXED, **held_out_fleets(lab.layouts, _SEED + draw)}
 
 

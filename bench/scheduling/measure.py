@@ -42,8 +42,8 @@ SETTINGS = {
     "first token": ("p99_ttft_ms", (("first_token_s", 100.0), ("finish_s", 0.0))),
     "whole answer": ("p99_e2el_ms", (("first_token_s", 8.0), ("others_s", 0.5))),
 }
-#: A request is good if its first token and its whole answer come within so many times what they take alone on
-#: the fastest server of the fleet.
+#: Largest times of a good request's first token and whole answer, in times of it alone on the fastest server
+#: of the fleet.
 GOOD = (3.0, 8.0)
 #: Instances with fewer answers say nothing about their forecasts.
 FORECASTS = 100
@@ -60,7 +60,7 @@ class Case:
     """One simulation. `rate` is requests/s; `factors` multiply the times that the scheduler believes in.
 
     `slowed_at_s`: from then on the first instance takes three times as long. `without` names the ingredient
-    of `hetlb` that is taken out; `weights` are those of terms that are not the default.
+    of `hetlb` that is taken out; `weights` holds the weights of terms that are not the default.
     """
 
     fleet: str
@@ -267,7 +267,7 @@ class Runs:
     """Runs cases in parallel processes and remembers them, so that none is run twice.
 
     In the file `kept`, if there is one, they are remembered from call to call, as lines of JSON: digest of
-    the sources, name of the run, figures. Those of other sources are not taken.
+    the sources, name of the run, figures. Runs of other sources are not taken.
     """
 
     def __init__(self, data: Path, per_instance: int, jobs: int, kept: Path | None = None) -> None:
@@ -310,7 +310,7 @@ class Runs:
 def held_out_fleets(
     layouts: Sequence[tuple[str, str, int]], seed: int = HELD_OUT_SEED
 ) -> dict[str, tuple[Kind, ...]]:
-    """Fleets of 2 to 9 instances drawn from all layouts of one model, unlike those of the grid."""
+    """Fleets of 2 to 9 instances drawn from all layouts of one model, unlike the grid's."""
     rng = random.Random(seed)
     models = sorted({model for _, model, _ in layouts})
     fleets: dict[str, tuple[Kind, ...]] = {}

@@ -3,8 +3,8 @@
 Of the requests 30 % are interactive (first token within 1 s, 50 ms per further one), the rest is background,
 at 90 and 120 % of what the fleet does of them all at once. Background prompts are as long as all others, or
 2,000 to 6,000 tokens. Beside `hetlb` with the two classes stands the best fixed limit: `max_num_seqs` of all
-servers the same, priorities, no classes, and the limit chosen afterwards for each case: of those that attain
-0.95 the one with the most background tokens; else that with the highest attainment.
+servers the same, priorities, no classes, and the limit chosen afterwards for each case: the one with the
+most background tokens that attains 0.95; else the one with the highest attainment.
 """
 
 from __future__ import annotations

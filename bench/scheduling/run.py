@@ -94,7 +94,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="the names of the cases")
     parser.add_argument("--only", default="", metavar="REGEX", help="cases whose name it matches anywhere")
     parser.add_argument("--policies", default=",".join(POLICIES), metavar="A,B")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="medians over so many")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds of each, for medians")
     parser.add_argument("--jobs", type=int, default=1, metavar="N")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the figures as JSON")
     args = parser.parse_args()

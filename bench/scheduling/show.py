@@ -168,7 +168,7 @@ _TRAFFIC = {
 
 
 def _traffic_name(case: dict[str, Any]) -> str:
-    """Group of a case; those of shared prompts and tenants are apart by load, the former by fleet too."""
+    """Return the group of a case; shared prompts and tenants are apart by load, the former by fleet too."""
     kind, *rest = case["case"].split("/")
     load = "at once" if "once" in rest else "at a load"
     if kind == "shared":

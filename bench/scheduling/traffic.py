@@ -59,7 +59,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 BURSTY = 1.0 / 13.0**2
 #: What `online` has seen before, where it is warm.
 _HISTORY = 3000
-#: Requests that each engine has alone, for the bound: so many that the tail of the last ones matters little.
+#: Requests that each engine has alone, for the bound: enough that the tail of the last ones matters little.
 _SAMPLE = 1500
 
 

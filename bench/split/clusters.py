@@ -64,7 +64,7 @@ SETTINGS = {
     "het5": {"A100": 4, "L40": 6, "A6000": 10},
 }
 #: Bytes/s between machines of the settings (ours): 40 Gbit/s within the cloud's zone.
-BETWEEN = 5e9
+BETWEEN_BYTES_PER_S = 5e9
 
 
 def machine(name: str, gpu: str, gpus: int, site: str = "") -> Machine:
@@ -86,7 +86,7 @@ def cluster(
     model: Model,
     workload: tuple[int, int] | RequestLengths,
     *,
-    between: float = BETWEEN,
+    between: float = BETWEEN_BYTES_PER_S,
     between_sites: float | None = None,
     slo: Slo | None = None,
 ) -> SplitCluster:

@@ -78,7 +78,7 @@ def median_us(seconds: list[float]) -> float:
 
 
 def measure(instances: int, requests: int) -> Costs:
-    """Costs with so many instances."""
+    """Return costs with `instances` instances."""
     profiles = [profile_of(name) for name in (L40S, H20) * (instances // 2)]
     rng = random.Random(instances)
     planned = plan(lengths("chat", requests, rng), 3.0 * instances, rng)

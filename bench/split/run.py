@@ -25,7 +25,7 @@ from hetlb.tools.plan.disaggregation.cost import CostModel, GroupTable, PaperCos
 from hetlb.tools.plan.disaggregation.exhaustive import Exhaustive
 from hetlb.tools.plan.disaggregation.split_cluster import Role, Slo, SplitCluster, SplitPlan
 from hetlb.tools.plan.disaggregation.split_search import SplitsFound
-from hetlb.tools.plan.disaggregation.split_simulation import LOAD, simulate_plan
+from hetlb.tools.plan.disaggregation.split_simulation import LOAD_SHARE, simulate_plan
 from hetlb.tools.plan.highs import SolveLimits
 from hetlb.tools.sim.engine_model import EngineModel
 from hetlb.tools.sim.engine_sequence import EngineSequence
@@ -219,7 +219,7 @@ def prompts_first_s(latency: LatencyModel, slots: int, count: int, prompt: int, 
     return seconds
 
 
-#: Plans whose order is compared with that in simulation, out of those that a search comes across.
+#: Plans whose order is compared with the order in simulation, out of a search's plans.
 RANKED = 5
 
 
@@ -237,7 +237,7 @@ def simulated(name: str, workload: str) -> Any:
     colocated = found.colocated
     assert colocated is not None
     planned = [plan.throughput for plan in ranked]
-    rate = LOAD * max([colocated.throughput, *planned[:1]])
+    rate = LOAD_SHARE * max([colocated.throughput, *planned[:1]])
     other = {
         policy: simulate_plan(of, colocated, cost, policy=policy, rate=rate).request_throughput
         for policy in ("hetlb", "rr")

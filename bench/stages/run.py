@@ -4,9 +4,9 @@
 
 Four `hetlb stage` processes hold overlapping layers of a 12-layer model (a 0:7, b 0:6, c 5:12, d 6:12); b, d
 take 2.5 times as long for a layer (`--layer-times`: far above what the small model needs, so that a busy
-machine changes little). `hetlb serve` is in front; a client keeps so many streams open. The simulation gets
-the profiles that the same workers measured of themselves at start (from the event log) and the same load.
-Needs .venv-vllm (torch, transformers; `make test-vllm` makes it).
+machine changes little). `hetlb serve` is in front; a client keeps a fixed number of streams open. The
+simulation gets the profiles that the same workers measured of themselves at start (from the event log) and
+the same load. Needs .venv-vllm (torch, transformers; `make test-vllm` makes it).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Runs where kubectl may watch nodes: kubernetes-taint.sh KEY SECONDS. A node that gets the taint KEY (such as
-# aws-node-termination-handler/spot-itn) is announced; its pods' names are those of the instances.
+# aws-node-termination-handler/spot-itn) is announced; its pods' names are the instances'.
 set -eu
 kubectl get nodes --watch -o 'jsonpath={.metadata.name}{" "}{.spec.taints[*].key}{"\n"}' | while read -r node taints; do
     case " $taints " in

@@ -17,7 +17,7 @@ OWN_KEYS = ("version", "listen", "admin")
 
 
 def with_fleet(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of the values with that of the fleet file in it."""
+    """Return the schema of the values with the fleet file's in it."""
     schema = json_schema("fleet")
     tables = schema["$defs"]
     fleet = {**tables["FleetFile"], "required": ["models"]}

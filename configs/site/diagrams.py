@@ -1,7 +1,7 @@
 """Diagrams of the docs, as SVG: a request's path, an instance that is passed over, Kubernetes.
 
 `python configs/site/diagrams.py docs/pictures`. The reader's scheme, light or dark, chooses their colours.
-The times of the one that is passed over are those of the demo's latency profiles.
+The times of the one that is passed over come from the demo's latency profiles.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def _targets(path: str, root: Path) -> list[str]:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite relative links from the repository's folders to those of the site."""
+    """Rewrite relative links from the repository's folders to the site's."""
     root = _root(config)
     source = _in_repository(page.file.src_uri, root)
 

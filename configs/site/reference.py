@@ -38,6 +38,7 @@ from hetlb.balancer.http import (
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event
 from hetlb.cli.main import COMMANDS, build_parser
+from hetlb.cli.schema import whole
 from hetlb.options.admin.prometheus import MetricsPage
 from hetlb.options.api_keys.api_keys import Tenant
 from hetlb.options.engine_pages.series_reader import MOST_SERIES
@@ -86,6 +87,7 @@ class Key(NamedTuple):
 
 def keys_of(table: type[msgspec.Struct], prefix: str = "") -> Iterator[Key]:
     """Every key of a table and of the tables in it, in the order of the code."""
+    table = whole(table)
     hints = get_type_hints(table, include_extras=True)
     for field in msgspec.structs.fields(table):
         path, kind = prefix + field.name, hints[field.name]
@@ -105,7 +107,7 @@ def _parts(kind: Any) -> tuple[Any, ...]:
 
 
 def _table_in(kind: Any) -> tuple[type[msgspec.Struct] | None, str]:
-    """The table that a key's value is or has, and what stands between its name and those of that table."""
+    """The table that a key's value is or has, and what stands between its name and the table's names."""
     for part in _parts(kind):
         if isinstance(part, type) and issubclass(part, msgspec.Struct):
             return part, ""
@@ -168,7 +170,7 @@ def _named(name: str, paths: Sequence[str]) -> list[str]:
 
 
 def _key_rows(keys: Sequence[Key], words: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Rows of keys, those of one entry together. Raises `ValueError` where code and words differ."""
+    """Rows of keys, an entry's together. Raises `ValueError` where code and words differ."""
     by_path = {key.path: key for key in keys}
     rows, seen = [], set()
     for names, entry in words.items():
@@ -345,7 +347,7 @@ def messages_page() -> str:
 
 
 def _outcome_rows() -> list[tuple[str, ...]]:
-    """Rows of outcomes: status and `x-should-retry` are those of hetlb's own answers, or the words."""
+    """Rows of outcomes: status and `x-should-retry` are of hetlb's own answers, or the words."""
     words = meanings()["outcomes"]
     if differ := sorted({each.value for each in Outcome} ^ words.keys()):
         raise ValueError(f"meanings.yaml: outcomes: {', '.join(differ)}: not both in code and here")
@@ -393,7 +395,8 @@ def limits_page() -> str:
         ("prompts of a request", f"{openai_body.MAX_PROMPTS:,} strings or lists of token ids", "400"),
         (
             "parts of a form, headers of a part",
-            f"{multipart.MAX_PARTS}, {multipart.MAX_PART_LINES} ({_kib(multipart._MAX_PART_HEAD)} together)",
+            f"{multipart.MAX_PARTS}, {multipart.MAX_PART_LINES} "
+            f"({_kib(multipart._MAX_PART_HEAD_BYTES)} together)",
             "400",
         ),
         (
@@ -403,12 +406,12 @@ def limits_page() -> str:
         ),
         (
             "requests behind the one being answered",
-            _kib(connection._MAX_PIPELINED),
+            _kib(connection._MAX_PIPELINED_BYTES),
             "they wait in the kernel",
         ),
     )
     of_engines = (
-        ("interim answers (1xx)", f"{upstream.MAX_INTERIM}", "502"),
+        ("interim answers (1xx)", f"{upstream.MAX_INTERIM_ANSWERS}", "502"),
         (
             "head of an answer",
             f"{_kib(http1.MAX_HEAD_BYTES)}, {http1.MAX_HEADERS} headers, no control characters",
@@ -431,7 +434,7 @@ def limits_page() -> str:
         "\n".join(_table(("what", "limit", "else"), of_engines)),
         "## Headers of clients that engines get",
         ", ".join(f"`{name.decode()}`" for name in sorted(forward_headers._FORWARDED))
-        + "; those of `proxy.forward_headers`; `x-request-id`, the client's (with a suffix if there are "
+        + "; headers in `proxy.forward_headers`; `x-request-id`, the client's (with a suffix if there are "
         "keys) or a new one. Beside these the engine gets its own `Host` and, where configured, its own key.",
         "## Of one turn of the event loop",
         f"A connection reads at most 256 KiB in a turn, {_kib(request_reader.TURN_BYTES)} of a chunked body, "
@@ -444,7 +447,7 @@ def limits_page() -> str:
 def _diagram(
     table: Sequence[Transition[Any]], begin: str, inner: tuple[str, Sequence[Transition[Any]]] | None = None
 ) -> str:
-    """Return a state machine as a table of its rows, with that of a second state of the same thing."""
+    """Return a state machine as a table of its rows, with a second state's of the same thing."""
 
     def edges(rows: Sequence[Transition[Any]]) -> list[tuple[str, str, str]]:
         return [(", ".join(state.name for state in row.before), row.event, row.after.name) for row in rows]

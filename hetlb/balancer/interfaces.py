@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from hetlb.balancer.config.fleet_tables import KvEventsTable
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.objective import ServiceClass
@@ -99,7 +98,7 @@ class SharedFleet(Protocol):
 
 
 class OtherNames(Protocol):
-    """Names that clients may use besides those of the engines (`model_names`)."""
+    """Names that clients may use besides the engines' own (`model_names`)."""
 
     @property
     def aliases(self) -> Mapping[str, str]: ...
@@ -203,7 +202,7 @@ class Successor(Protocol):
 class CacheReports(Protocol):
     """Reader of the KV events of engines (`kv_events`)."""
 
-    def set(self, name: str, table: KvEventsTable | None) -> None: ...
+    def set(self, name: str, stated: Any) -> None: ...
     async def close(self) -> None: ...
 
 

@@ -17,7 +17,7 @@ from hetlb.inputs.urls import check_base
 DEFAULT_URL = "http://127.0.0.1:8081"
 TOKEN_VARIABLE = "HETLB_ADMIN_TOKEN"
 TIMEOUT_S = 10.0
-#: The event stream sends once a second; after this long without data it is considered dead.
+#: Seconds without data after which the event stream, which sends once a second, is dead.
 SILENCE_S = 5.0
 _MOST_EVENT_BYTES = 16 << 20
 

@@ -53,7 +53,7 @@ _HEADER_VALUE = re.compile(r"[\x21-\x7e]{1,256}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `hetlb bench`, named as those of `vllm bench serve` where it has them."""
+    """Add the flags of `hetlb bench`, with the names that `vllm bench serve` has for them."""
     add = declare(parser)
     url = partial(check_url, where="--url", prefixed=True)
     add("--url", "server, http://HOST:PORT", "URL", url, required=True)

@@ -34,17 +34,18 @@ from hetlb.cli.flags import add_json, declare, print_document
 from hetlb.cli.profile_doubts import other_gpu, other_model, short_name
 from hetlb.errors import ConfigError, ConfigErrors, InputError, reason_of
 from hetlb.options.engine_pages.engine_tables import VLLM
+from hetlb.options.kv_events.publishers import publisher_of
 from hetlb.options.profiles.profile_file import Profile, profiles_of
 from hetlb.options.source import Found, Source, configured
 
-#: Older vLLM has other metrics and flags; its answers pass, its figures may not.
-OLDEST: Final = (0, 8)
-#: Clocks further apart than this make logs and certificates misleading.
+#: Oldest version of vLLM with the metrics and flags that hetlb reads; older answers pass, figures may not.
+OLDEST_VERSION: Final = (0, 8)
+#: Largest difference of clocks, in seconds: beyond, logs and certificates mislead.
 MOST_SKEW_S: Final = 5.0
 #: Share of the KV cache above which requests may wait although a slot is free.
-_FULL_KV: Final = 0.8
-#: A profile with this many times the KV tokens of the server, or the reverse, is of another GPU or degree.
-_OTHER_KV: Final = 2
+_FULL_KV_SHARE: Final = 0.8
+#: Factor between the KV tokens of a profile and its server from which the GPU or the degree is another.
+_OTHER_KV_FACTOR: Final = 2
 _DEFAULT_FILE: Final = Path("fleet.yaml")
 #: Next steps where a server does not answer, by a word of what happened; the last one for all else.
 _NEXT_STEPS: Final = (
@@ -59,7 +60,7 @@ _NEXT_STEPS: Final = (
     ("closes", "correct the port; or it asks for a client's certificate, and hetlb has none"),
     ("", "start it, or correct host and port: `vllm serve` prints its own when it starts"),
 )
-#: Seconds in which a source of instances has told those that it knows.
+#: Seconds in which a source of instances has reported all that it knows.
 _SOURCE_S: Final = 5.0
 #: Domain of placeholder hosts in generated plans.
 _PLACEHOLDER: Final = ".invalid"
@@ -130,8 +131,8 @@ async def examine(fleet: Fleet) -> list[Check]:
     answering = [seen for seen in servers if not seen.facts.trouble]
     found += chain.from_iterable(map(_of_server, servers))
     for name, each in fleet.listed.items():
-        if each.kv_events is not None:
-            endpoint = each.kv_events.endpoint
+        if (publisher := publisher_of(each.table.kv_events)) is not None:
+            endpoint = publisher.endpoint
             trouble = await publisher_trouble(endpoint)
             advice = "correct the address, or start the server with --kv-events-config"
             told = f"{endpoint}: {trouble or 'there'}"
@@ -140,7 +141,7 @@ async def examine(fleet: Fleet) -> list[Check]:
 
 
 async def _of_source(source: Source, fleet: Fleet) -> tuple[Check, list[InstanceSpec]]:
-    """Return the check of a source of instances, and those that it knows."""
+    """Return the check of a source of instances, and its instances."""
     first: asyncio.Future[Sequence[Found]] = asyncio.get_running_loop().create_future()
     task = asyncio.ensure_future(source.run(lambda found: None if first.done() else first.set_result(found)))
     both: list[asyncio.Future[Any]] = [first, task]
@@ -226,8 +227,10 @@ def _of_server(seen: Seen) -> Iterator[Check]:
         advice = "hetlb asks with the key of the instance: correct it, or let /metrics through without one"
     yield check("metrics", facts.table is not None and not facts.reads_nothing, _metrics(facts), advice)
     is_vllm = not facts.coordinates and (facts.table is None or facts.table is VLLM)
-    old = is_vllm and (facts.old_names or (facts.version is not None and _version(facts.version) < OLDEST))
-    advice = f"upgrade to {OLDEST[0]}.{OLDEST[1]} or later: older ones lack what hetlb reads"
+    old = is_vllm and (
+        facts.old_names or (facts.version is not None and _version(facts.version) < OLDEST_VERSION)
+    )
+    advice = f"upgrade to {OLDEST_VERSION[0]}.{OLDEST_VERSION[1]} or later: older ones lack what hetlb reads"
     yield check("version", not old, facts.title, advice)
     skewed = abs(facts.skew_s) > MOST_SKEW_S
     skew = f"{facts.skew_s:+.0f} s" if skewed else "within seconds of this one"
@@ -269,7 +272,7 @@ def _wrong_slots(seen: Seen) -> str:
         return ""
     if sample.running > stated:
         return f"{sample.running} requests run, max_num_seqs states {stated}"
-    if sample.waiting and sample.running < stated and (sample.kv_usage or 0.0) < _FULL_KV:
+    if sample.waiting and sample.running < stated and (sample.kv_usage or 0.0) < _FULL_KV_SHARE:
         return f"{sample.waiting} requests wait while {sample.running} run, max_num_seqs states {stated}"
     return ""
 
@@ -285,7 +288,7 @@ def _wrong_profile(seen: Seen, profile: Profile) -> str:
         return f"it is of the GPU {own}, the instance states {seen.spec.gpu}"
     sample = seen.facts.sample
     said, has = profile.capacity.kv_cache_tokens, None if sample is None else sample.capacity.kv_cache_tokens
-    if said and has and max(said, has) > _OTHER_KV * min(said, has):
+    if said and has and max(said, has) > _OTHER_KV_FACTOR * min(said, has):
         return f"it is of a server with {said:,} KV tokens, this one has {has:,}"
     return "; ".join(line for line in profile.warnings if not line.startswith("unmeasured"))
 
@@ -340,7 +343,7 @@ def _metrics(facts: EngineFacts) -> str:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(each) for each in re.findall(r"\d+", text)[:2]) or OLDEST
+    return tuple(int(each) for each in re.findall(r"\d+", text)[:2]) or OLDEST_VERSION
 
 
 def _of_all(servers: Sequence[Seen]) -> Iterator[Check]:
@@ -363,7 +366,7 @@ def _of_all(servers: Sequence[Seen]) -> Iterator[Check]:
 
 
 def _alike(name: str, pool: Sequence[Seen], of: Callable[[Seen], str | None], advice: str) -> Check:
-    """Check that all servers of a pool report the same value; those without one are ignored."""
+    """Check that all servers of a pool report the same value; servers without one are ignored."""
     said: dict[str, list[str]] = {}
     for seen in pool:
         value = of(seen)

@@ -23,15 +23,15 @@ from hetlb.served_models import longest_context, read_model_list, read_version
 _TIMEOUT_S = 5.0
 #: Workers of a coordinator on its page of metrics.
 _STAGES = re.compile(r'^hetlb_stage_up\{stage="([^"\n]*)"\} ([01](?:\.0)?)$', re.MULTILINE)
-#: Metrics of 32 data-parallel engines have some 2 MiB.
-_MOST_BYTES = 64 << 20
+#: Maximum bytes of a page of metrics: 32 data-parallel engines have some 2 MiB.
+_MAX_METRICS_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
 class EngineFacts:
     """Facts of one server. A status is 0 without a response; `trouble` says why.
 
-    `entries` are those of `/v1/models`; `stages` says which workers of a coordinator (`hetlb stage`) are up;
+    `entries` come from `/v1/models`; `stages` says which workers of a coordinator (`hetlb stage`) are up;
     `began` holds the process start times seen in two scrapes of its
     metrics; `skew_s` is how far its clock is ahead, in seconds.
     """
@@ -131,7 +131,7 @@ async def _ask(
                 body = bytearray()
                 async for piece in reply.content.iter_any():
                     body += piece
-                    if len(body) > _MOST_BYTES:
+                    if len(body) > _MAX_METRICS_BYTES:
                         break
                 return _Page(reply.status, bytes(body), reply.headers)
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:

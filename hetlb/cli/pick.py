@@ -22,9 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from hetlb.options.pick.pick_service import PickService, check_pick
+    from hetlb.options.pick.pick_table import pick_table
 
     fleet = fleet_of(args)
-    fleet = fleet.with_tables(pick=changed(fleet.file.pick, port=args.grpc_port))
+    fleet = fleet.with_tables(pick=changed(pick_table(fleet), port=args.grpc_port))
     require_urls(fleet)
     check_pick(fleet)
     if args.check:

@@ -23,7 +23,7 @@ from hetlb.tools.plan.placement.place_report import document_of, print_placement
 from hetlb.tools.plan.placement.place_search import PlacementCandidate
 from hetlb.tools.plan.workloads import trace_rows
 
-#: Without a file of lengths every request has those that Helix plans for: prompt and output tokens.
+#: Prompt and output tokens of every request without a file of lengths, as Helix plans for.
 _USUAL_LENGTHS = [(750, 240)]
 
 

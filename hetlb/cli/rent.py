@@ -22,7 +22,7 @@ from hetlb.tools.plan.workloads import trace_rows
 from hetlb.tools.tables import bar
 
 #: Relative gap at which the solver stops.
-_GAP = 1e-4
+_RELATIVE_GAP = 1e-4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     market = load_market(args.config)
     table, measured = read_table(args, market)
     interrupt = Interrupt()
-    limits = SolveLimits(_GAP, time.monotonic() + args.time_limit, args.seed, interrupt)
+    limits = SolveLimits(_RELATIVE_GAP, time.monotonic() + args.time_limit, args.seed, interrupt)
     try:
         return plan_once(args, table, measured, limits, interrupt)
     except PlanError as error:

@@ -13,7 +13,7 @@ from hetlb.tools.sim.simulation_sweep import Study
 from hetlb.tools.sim.tune import FIGURES, losses, search
 
 #: Number of held-out seeds on which the gain is measured.
-_HELD_BACK = 6
+_HELD_OUT_SEEDS = 6
 
 
 def check_tune(args: argparse.Namespace, fleet: Fleet) -> None:
@@ -27,7 +27,7 @@ def check_tune(args: argparse.Namespace, fleet: Fleet) -> None:
 def run_tune(
     args: argparse.Namespace, fleet: Fleet, study: Study, rate: float | str, seeds: list[int]
 ) -> int:
-    """Search weights; their gain goes to stderr, those of a significant gain to stdout, as YAML."""
+    """Search weights; their gain goes to stderr, significantly better ones to stdout, as YAML."""
     stated = dict(fleet.policy_params.weights)
     start = {
         term.name: stated.get(term.name, term.weight)
@@ -39,7 +39,7 @@ def run_tune(
     if not any(each.stated for each in study.classes.values()):
         start.pop("loss_s")
     start.pop("own_s")  # only the ratios to one of them matter
-    held_back = [max(seeds) + 1 + i for i in range(_HELD_BACK)]
+    held_back = [max(seeds) + 1 + i for i in range(_HELD_OUT_SEEDS)]
     found = search(
         stated, start, args.tune, lambda weights, seed: losses(study, rate, weights, seed), seeds, held_back
     )
@@ -50,7 +50,7 @@ def run_tune(
         "certain": found.certain, "runs": found.runs,
     }  # fmt: skip
     told = (
-        f"{args.tune}: {found.gain:+.1%} better on {_HELD_BACK} seeds that the search did not see "
+        f"{args.tune}: {found.gain:+.1%} better on {_HELD_OUT_SEEDS} seeds that the search did not see "
         f"(95 % interval {found.low:+.1%} to {found.high:+.1%}; {found.runs} runs)\n"
     )
     costs = ", ".join(f"{name} {gain:+.1%}" for name, gain in found.others.items())

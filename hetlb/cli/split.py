@@ -23,8 +23,8 @@ from hetlb.tools.plan.highs import Interrupt, SolveLimits
 from hetlb.tools.plan.workloads import trace_rows
 from hetlb.tools.tables import bar
 
-#: GPUs of a cluster that is searched exhaustively.
-_MOST_EXHAUSTIVE = 8
+#: Most GPUs of a cluster that is searched exhaustively.
+_MOST_EXHAUSTIVE_GPUS = 8
 #: Seconds for the search where none are given: per GPU, and at most; SEARCH_S at least.
 _GPU_S, _MOST_S = 0.75, 240.0
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trace", "requests, in place of the file's workload", "T.csv", Path)
     models = "latency profiles (default), or HexGen-2's appendix A"
     add("--cost-model", models, default="profiles", choices=("profiles", "paper"))
-    add("--exhaustive", f"try every plan (up to {_MOST_EXHAUSTIVE} GPUs)", action="store_true")
+    add("--exhaustive", f"try every plan (up to {_MOST_EXHAUSTIVE_GPUS} GPUs)", action="store_true")
     add("--time-limit", "most seconds for the search (default: 20 to 240, by GPUs)", "S", FINITE)
     add("--simulate", "plans that are simulated (default 4; 0: none)", "N", whole(0), 4)
     add("--seed", "seed of search and simulation (default 0)", "N", INTEGER, 0)
@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     cluster = load_split(args.config, None if args.trace is None else trace_rows(args.trace))
     cost = _cost_model(args, cluster)
-    if args.exhaustive and cluster.gpus > _MOST_EXHAUSTIVE:
-        raise InputError(f"--exhaustive: expected at most {_MOST_EXHAUSTIVE} GPUs, got {cluster.gpus}")
+    if args.exhaustive and cluster.gpus > _MOST_EXHAUSTIVE_GPUS:
+        raise InputError(f"--exhaustive: expected at most {_MOST_EXHAUSTIVE_GPUS} GPUs, got {cluster.gpus}")
     began = time.monotonic()
     interrupt = Interrupt()
     table = GroupTable(cluster, cost)

@@ -33,7 +33,7 @@ _GPU_SHARE = 0.9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `hetlb stage`; those that vLLM has bear its names."""
+    """Add the flags of `hetlb stage`, with vLLM's names where vLLM has them."""
     add = declare(parser)
     add("--coordinate", "be the OpenAI server in front of the workers of this file", "FILE", Path)
     add("--check", "with --coordinate: validate the file and exit", action="store_true")

@@ -24,10 +24,10 @@ from hetlb.cli.flags import declare
 from hetlb.errors import InputError
 
 RETRY_S = 1.0
-#: An engine's report older than this is not used by the scheduler.
+#: Age of an engine's report, in seconds, beyond which the scheduler does not use it.
 STALE_S = 5.0
-#: Terminals of fewer lines show no curves.
-_CURVES_FROM = 16
+#: Least lines of a terminal that shows curves.
+_CURVES_LINES = 16
 #: Columns of the widest curve: series have about as many values.
 _WIDEST_CURVE = 100
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -133,7 +133,7 @@ class FleetScreen:
             return Group(_line(["hetlb top", self._url], state, width))
         snapshot = self.snapshot
         head = [f"hetlb {snapshot['version']}", self._url, f"policy {snapshot['fleet']['policy']}"]
-        low = height is not None and height < _CURVES_FROM
+        low = height is not None and height < _CURVES_LINES
         summary, status = _summary(snapshot, width), _status(snapshot, width, 1 if low else 3)
         if low:
             del summary[1:]

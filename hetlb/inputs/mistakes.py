@@ -15,10 +15,10 @@ import msgspec
 from hetlb.errors import InputError
 
 #: Most names listed in an error, and most errors reported of a file.
-_LISTED = 20
+_MOST_LISTED = 20
 _MOST_CHARACTERS = 1000
-#: Bounds of the size of numbers other than 0: beyond them sums could overflow.
-_LEAST, _MOST = 1e-100, 1e100
+#: Bounds of the size of numbers other than 0: beyond, sums could overflow.
+_LEAST_NUMBER, _MOST_NUMBER = 1e-100, 1e100
 
 _short = reprlib.Repr()
 _short.maxlevel, _short.maxlist, _short.maxtuple, _short.maxdict = 2, 4, 4, 4
@@ -41,19 +41,19 @@ class Mistakes:
 
     def add(self, errors: Iterable[InputError]) -> None:
         """Collect errors; more than twenty are not listed."""
-        self.found += islice(errors, _LISTED - len(self.found))
+        self.found += islice(errors, _MOST_LISTED - len(self.found))
 
 
 def mistakes_in(raw: Any, kind: Any) -> list[str]:
     """`key: expected …, got …` for each value of `raw` that is no `kind`, the first twenty."""
-    found = list(islice(_unusual_numbers(raw, ""), _LISTED))
+    found = list(islice(_unusual_numbers(raw, ""), _MOST_LISTED))
     if not found:
         try:
             msgspec.convert(raw, kind)
         except msgspec.ValidationError as caught:
             from hetlb.inputs.wrong_values import invalid, told
 
-            found = list(islice(invalid(raw, kind, ""), _LISTED)) or [told(caught, raw, kind, "")]
+            found = list(islice(invalid(raw, kind, ""), _MOST_LISTED)) or [told(caught, raw, kind, "")]
     return [each if len(each) <= _MOST_CHARACTERS else f"{each[:_MOST_CHARACTERS]}..." for each in found]
 
 
@@ -65,8 +65,8 @@ def did_you_mean(given: object, names: Iterable[str]) -> str:
 
 def listed(names: Collection[str]) -> str:
     """Return `a, b, c`, the first twenty of many."""
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(islice(names, _LISTED)) + more
+    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    return ", ".join(islice(names, _MOST_LISTED)) + more
 
 
 def one_of(given: object, names: Collection[str]) -> str:
@@ -93,7 +93,7 @@ def _unusual_numbers(raw: Any, path: str) -> Iterator[str]:
         for index, value in enumerate(raw):
             if not isinstance(value, str):
                 yield from _unusual_numbers(value, f"{path}[{index}]")
-    elif isinstance(raw, float | int) and raw and not _LEAST <= abs(raw) <= _MOST:
+    elif isinstance(raw, float | int) and raw and not _LEAST_NUMBER <= abs(raw) <= _MOST_NUMBER:
         finite = isinstance(raw, int) or math.isfinite(raw)
         expected = "0 or a size from 1e-100 to 1e100" if finite else "a finite number"
         yield f"{path or 'the file'}: expected {expected}, got {short(raw)}"

@@ -10,8 +10,10 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_
 
 import msgspec
 
+from hetlb.errors import ConfigError
 from hetlb.inputs.gone import gone_key, gone_value
 from hetlb.inputs.mistakes import did_you_mean, short
+from hetlb.inputs.option_keys import table_of
 
 _STEP = re.compile(r"\.([^.\[\]]+)|\[([^\]]*)\]")
 #: msgspec's names of types in plain words.
@@ -27,8 +29,15 @@ _PLAIN_WORDS = {
 
 
 @cache
-def _hints(table: type) -> dict[str, Any]:
-    return get_type_hints(table, include_extras=True)
+def _kinds(table: type) -> dict[str, Any]:
+    """Return the types of a table's keys; any value is right for a key of a missing option."""
+    found = {}
+    for key, kind in get_type_hints(table, include_extras=True).items():
+        try:
+            found[key] = table_of(key, kind)
+        except ConfigError:
+            found[key] = Any
+    return found
 
 
 class _Shape(NamedTuple):
@@ -70,7 +79,7 @@ def invalid(raw: Any, kind: Any, path: str) -> Iterator[str]:
                 yield f"{before}{given}: {expected}"
         for field in msgspec.structs.fields(table):
             if field.name in raw:
-                yield from invalid(raw[field.name], _hints(table)[field.name], f"{before}{field.name}")
+                yield from invalid(raw[field.name], _kinds(table)[field.name], f"{before}{field.name}")
             elif field.required:
                 yield f"{before}{field.name}: expected a value, but the key is missing"
     elif items is not None and isinstance(raw, list):

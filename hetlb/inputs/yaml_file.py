@@ -27,11 +27,11 @@ Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 _T = TypeVar("_T")
 
-#: Limits of a file: bytes, values (with those repeated by aliases), levels, characters of a number.
-MOST_BYTES: Final = 8 << 20
-MOST_VALUES: Final = 200_000
-MOST_LEVELS: Final = 32
-_MOST_DIGITS: Final = 60
+#: Limits of a file: bytes, values (with values repeated by aliases), levels, characters of a number.
+MAX_FILE_BYTES: Final = 8 << 20
+MAX_VALUES: Final = 200_000
+MAX_LEVELS: Final = 32
+_MAX_DIGITS: Final = 60
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _PREFIX: Final = "tag:yaml.org,2002:"
@@ -40,7 +40,7 @@ _PREFIX: Final = "tag:yaml.org,2002:"
 def read_object(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file. Raises `ConfigError`."""
     try:
-        raw = json.loads(read_text(path, ConfigError, MOST_BYTES))
+        raw = json.loads(read_text(path, ConfigError, MAX_FILE_BYTES))
     except (ValueError, RecursionError) as caught:
         raise ConfigError(f"{path}: expected valid JSON: {caught}") from caught
     if not isinstance(raw, dict):
@@ -105,8 +105,8 @@ class _Builder:
         self._count(1, event)
         if isinstance(event, yaml.ScalarEvent):
             value = _scalar(event)
-        elif level == MOST_LEVELS:
-            raise _wrong(f"expected at most {MOST_LEVELS} levels, got more", event)
+        elif level == MAX_LEVELS:
+            raise _wrong(f"expected at most {MAX_LEVELS} levels, got more", event)
         else:
             value = (self._list if isinstance(event, yaml.SequenceStartEvent) else self._mapping)(
                 path, level + 1
@@ -117,8 +117,8 @@ class _Builder:
 
     def _count(self, values: int, event: Any) -> None:
         self._values += values
-        if self._values > MOST_VALUES:
-            raise _wrong(f"expected at most {MOST_VALUES} values, got more", event)
+        if self._values > MAX_VALUES:
+            raise _wrong(f"expected at most {MAX_VALUES} values, got more", event)
 
     def _list(self, path: str, level: int) -> list[Any]:
         found: list[Any] = []
@@ -167,7 +167,7 @@ def _scalar(event: Any) -> Any:
     elif tag.removeprefix(_PREFIX) not in ("str", "int", "float", "bool", "null"):
         raise _wrong(f"expected no tag, got {short(tag)}", event)
     kind = tag.removeprefix(_PREFIX)
-    if kind not in ("int", "float", "bool", "null") or len(text) > _MOST_DIGITS:
+    if kind not in ("int", "float", "bool", "null") or len(text) > _MAX_DIGITS:
         return text
     try:
         value = _scalars.yaml_constructors[tag](_scalars, yaml.ScalarNode(tag, text))
@@ -185,7 +185,7 @@ def _wrong(problem: str, event: Any) -> yaml.MarkedYAMLError:
 
 def parse_yaml(path: Path, error: type[InputError]) -> Any:
     """Read the plain data of a file. Raises `error`."""
-    text = read_text(path, error, MOST_BYTES)
+    text = read_text(path, error, MAX_FILE_BYTES)
     try:
         return _Builder(text).build()
     except yaml.MarkedYAMLError as caught:
@@ -217,7 +217,7 @@ def convert(raw: Any, kind: type[_T]) -> _T:
 def with_lines(path: Path, mistakes: list[InputError]) -> InputError:
     """Combine the mistakes of a file into one error, with line numbers and in their order."""
     try:
-        builder = _Builder(read_text(path, InputError, MOST_BYTES), lines=True)
+        builder = _Builder(read_text(path, InputError, MAX_FILE_BYTES), lines=True)
         builder.build()
     except (yaml.YAMLError, InputError):
         return mistakes[0] if len(mistakes) == 1 else ConfigErrors(mistakes)

@@ -1,6 +1,6 @@
 """Encoding of the journal of leases (`balancer/core/journal.py`): MessagePack arrays, typed and bounded.
 
-Fields may be appended within a version: a reader ignores those that it does not know. Times are ages in
+Fields may be appended within a version: a reader ignores fields that it does not know. Times are ages in
 seconds: two processes need no common clock.
 """
 
@@ -21,8 +21,8 @@ from hetlb.balancer.core.types import Outcome, Request
 PART_CHANGES: Final = 256
 PART_BYTES: Final = 512 << 10
 #: Largest count of anything: what a float holds exactly, and below what an integer of the ledger may be.
-_MOST: Final = 1 << 53
-_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
+_MAX_COUNT: Final = 1 << 53
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MAX_COUNT)]
 _Number: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
 _Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 _Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]

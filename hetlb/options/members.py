@@ -16,7 +16,7 @@ import msgspec
 from hetlb.addresses import allowed_address, is_special
 from hetlb.balancer.config.fleet_tables import InstanceTable
 from hetlb.balancer.core.types import InstanceSpec
-from hetlb.balancer.fleet.roster import AT_ONCE, REGISTRATION, Roster, same_place
+from hetlb.balancer.fleet.roster import REGISTRATION, TURN_INSTANCES, Roster, same_place
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import ConfigError, InputError
 from hetlb.inputs.urls import Origin, origin
@@ -40,7 +40,7 @@ class Members:
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
-        #: Servers that each source gave last, and the names of those that are not in the roster as given.
+        #: Servers that each source gave last, and the names of servers that are not in the roster as given.
         self._given: dict[str, dict[str, Found]] = {}
         self._waiting: dict[str, set[str]] = {}
         #: Sources and names that are to be looked at, and whether a name or an address became free.
@@ -129,7 +129,7 @@ class Members:
 
     def _advance(self) -> None:
         """Look at some of the servers that changed, and at the rest in a later turn."""
-        left = AT_ONCE
+        left = TURN_INSTANCES
         while left > 0 and (some := list(islice(self._changed, left))):
             left -= len(some)
             for each in some:

@@ -2,7 +2,7 @@
 
 A frame is a length of four bytes (big-endian) and a MessagePack array of messages
 (`options/relays/protocol.py`, `offer.py`): what is sent in one turn of the event loop. A frame that is none
-of the protocol closes the channel; a peer that does not read is dropped when `MOST_UNREAD` bytes wait for it.
+of the protocol closes the channel; a peer that does not read is dropped when `MAX_UNREAD_BYTES` wait for it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hetlb.balancer.telemetry.events import Event, Rarely
 
 logger = logging.getLogger("hetlb.proxy")
 
-MOST_UNREAD: Final = 256 << 20
-#: A message that nothing waits for is sent so much later at most.
+MAX_UNREAD_BYTES: Final = 256 << 20
+#: Maximum seconds that a message waits for others, where nothing waits for it.
 POST_S: Final = 0.001
-#: A longer frame is none: a fleet with all its profiles takes a few megabytes.
-MOST_FRAME: Final = 64 << 20
+#: Maximum bytes of a frame: a fleet with all its profiles takes a few megabytes.
+MAX_FRAME_BYTES: Final = 64 << 20
 #: Lines about channels that break the protocol: one in a while.
 _broken: Final = Rarely()
 _LENGTH = Struct("!I")
@@ -64,7 +64,7 @@ class MessageChannel(asyncio.Protocol, Generic[_In]):
         decoder: msgspec.msgpack.Decoder[list[_In]],
         on_messages: Callable[[list[_In]], None],
         on_closed: Callable[[], None],
-        most_frame: int = MOST_FRAME,
+        most_frame: int = MAX_FRAME_BYTES,
     ) -> None:
         self._decode = decoder.decode
         self._on_messages = on_messages
@@ -128,7 +128,7 @@ class MessageChannel(asyncio.Protocol, Generic[_In]):
         if not unsent or transport is None or transport.is_closing():
             return
         transport.write(framed(_encode(unsent)))
-        if transport.get_write_buffer_size() > MOST_UNREAD:
+        if transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
             transport.abort()
 
     def close(self) -> None:

@@ -12,23 +12,23 @@ from hetlb.balancer.telemetry.request_record import RequestRecord
 if TYPE_CHECKING:
     from hetlb.balancer.core.scheduler import Scheduler
 
-#: The series are this many stretches of this many seconds: five minutes.
+#: Number of bins of the series, and seconds of each: five minutes.
 BINS: Final = 150
 BIN_S: Final = 2.0
 #: Answers kept as points, the newest.
-POINTS: Final = 400
+KEPT_POINTS: Final = 400
 #: Instances whose levels are kept: the page has colours for fewer.
-LEVELS_KEPT: Final = 16
-#: Stretches that a sample may stand for at most.
-LATE: Final = 5
+KEPT_LEVELS: Final = 16
+#: Most bins that a sample may stand for.
+MOST_LATE_BINS: Final = 5
 #: Latencies are counted in steps of 2^(1/16): 4.4 %, from some 0.1 ms on.
-_STEPS: Final = 16.0
+_STEPS_PER_OCTAVE: Final = 16.0
 #: The same for each factor e.
 _STEPS_PER_E: Final = 16.0 / math.log(2.0)
 _LEAST_S: Final = 1e-4
 _OK: Final = Outcome.OK
-#: Requests that wait by model; those in flight, and the share of the KV cache reserved, by instance; those
-#: that came so far by model; the time of the sample.
+#: Requests that wait by model; requests in flight, and the share of the KV cache reserved, by instance;
+#: requests that came so far by model; the time of the sample.
 Levels: TypeAlias = tuple[dict[str, int], dict[str, tuple[int, float]], dict[str, int], float]
 #: Outcomes that are a client's own mistakes.
 _MISTAKES: Final = (Outcome.UPSTREAM_REFUSED.value, Outcome.BAD_REQUEST.value)
@@ -40,7 +40,7 @@ def add_counts(whole: dict[Any, Any], part: dict[Any, Any]) -> None:
 
 
 class InstanceShare:
-    """Requests of one instance: those that ended, those that failed by its doing, and their tokens."""
+    """Requests of one instance: all that ended, failures by its doing, and their tokens."""
 
     __slots__ = ("ended", "failed", "output_tokens", "prompt_tokens")
 
@@ -90,7 +90,7 @@ def _count(counts: dict[int, int], seconds: float) -> None:
 
 def latencies(counts: dict[int, int]) -> list[tuple[float, int]]:
     """Seconds in the middle of each step and how often they were, in order."""
-    return [(2.0 ** ((step + 0.5) / _STEPS), counts[step]) for step in sorted(counts)]
+    return [(2.0 ** ((step + 0.5) / _STEPS_PER_OCTAVE), counts[step]) for step in sorted(counts)]
 
 
 class Recent:
@@ -132,15 +132,15 @@ class Recent:
             each, took_s = tokens / record.sequences, ended_at - lease.dispatched_at
             predicted = lease.predicted_output
             self.points.append((ended_at, lease.instance, predicted, each, record.expected_s, took_s))
-            if len(self.points) >= 2 * POINTS:
-                del self.points[:POINTS]
+            if len(self.points) >= 2 * KEPT_POINTS:
+                del self.points[:KEPT_POINTS]
 
     def sample(self, scheduler: Scheduler, now: float) -> None:
         """Keep how things stand now, of the first instances alone."""
         index = math.floor(now / BIN_S)
         loads = {
             each.name: (each.in_flight, round(each.kv_tokens / each.kv_cache_tokens, 4))
-            for each in islice(scheduler.instances, LEVELS_KEPT)
+            for each in islice(scheduler.instances, KEPT_LEVELS)
         }
         demands = scheduler.placement.demands
         arrived = {model: demands[model].arrivals for model in list(demands)}
@@ -148,7 +148,7 @@ class Recent:
         # The timer is late by a little each time: a stretch that it left out is as the next one.
         sampled = [number for number, each in self.stretches.items() if each.levels is not None]
         last = max([number for number in sampled if number < index], default=index - 1)
-        begin = last + 1 if index - last <= LATE else index
+        begin = last + 1 if index - last <= MOST_LATE_BINS else index
         for number in range(begin, index + 1):
             self.stretch(number).levels = levels
 

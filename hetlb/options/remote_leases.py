@@ -64,7 +64,7 @@ class RemoteLeases:
         return commands
 
     def copy(self, request: Request | RequestFacts) -> Request:
-        """Return a request under an id of its own: those of two processes are not told apart."""
+        """Return a request under an id of its own: ids of two processes can be equal."""
         number, self._next_request = self._next_request, self._next_request - 1
         return Request(
             number,

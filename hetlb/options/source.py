@@ -8,16 +8,15 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
-from hetlb.balancer.config.discovery import DiscoveryTable
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.config.fleet_tables import InstanceTable
+from hetlb.balancer.config.fleet_tables import DiscoveryTable, InstanceTable
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import HetlbError
 from hetlb.extras import option
 
 logger = logging.getLogger("hetlb.discovery")
 
-#: After a failure a source is asked again after so long, twice as long each time, up to the cap; seconds.
+#: Seconds after a failure until a source is asked again, twice as long each time, and the cap.
 BACKOFF_S = 0.5
 BACKOFF_CAP_S = 15.0
 
@@ -111,7 +110,7 @@ def configured(fleet: Fleet, table: DiscoveryTable) -> list[Source]:
     """Return all sources of `discovery:`. Raises `ConfigError`."""
     sources: list[Source] = []
     for name, listed in (
-        ("instance_files", table.files), ("dns", table.names), ("kubernetes", table.clusters),
+        ("instance_files", table.files), ("dns", table.dns), ("kubernetes", table.kubernetes),
     ):  # fmt: skip
         if listed:
             sources += option(name).hook(fleet, table)

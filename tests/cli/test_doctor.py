@@ -390,7 +390,7 @@ async def test_a_port_that_another_program_holds_is_found(tmp_path: Path, listen
     ("running", "waiting", "stated", "bad"),
     [(40, 0, 32, True), (8, 5, 256, True), (32, 5, 32, False), (8, 0, 256, False), (40, 9, None, False)],
 )
-async def test_slots_that_are_not_those_of_the_server_are_found(
+async def test_slots_other_than_the_servers_are_found(
     tmp_path: Path, running: int, waiting: int, stated: int | None, bad: bool
 ) -> None:
     more = {} if stated is None else {"max_num_seqs": stated}

@@ -169,7 +169,7 @@ def test_the_default_policy_masks_a_full_instance(fleet: Path, capsys: pytest.Ca
     slow, fast = document["candidates"]
     assert document["chosen"] is None
     assert "passed over: a better one that is full" in slow["reason"], (
-        "a server so much slower is left for requests that it suits"
+        "a much slower server is left for requests that it suits"
     )
     assert not fast["eligible"]
     assert fast["reason"].startswith("full: its KV cache would not hold it")

@@ -105,7 +105,7 @@ def test_wrong_flags(capsys: pytest.CaptureFixture[str], flags: list[str], messa
     assert err.count("\n") == 1
 
 
-def test_the_address_is_that_of_a_proxy_on_this_machine(
+def test_the_address_is_of_a_proxy_on_this_machine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adminclient, "DEFAULT_URL", "http://127.0.0.1:1")

@@ -306,4 +306,4 @@ def test_a_plan_without_shared_machines_is_said_as_vllm_servers(
     document = run_json(capsys, "--config", str(config), "--placement", str(placement))
     vllm = document["vllm"]
     assert isinstance(vllm, dict)
-    assert sorted(map(sorted, vllm["pipelines"])) == [["n0", "n1"], ["n2", "n3"]], "those of one kind"
+    assert sorted(map(sorted, vllm["pipelines"])) == [["n0", "n1"], ["n2", "n3"]], "servers of one kind"

@@ -329,7 +329,7 @@ def test_weights_and_cache_of_tables_fit_the_memory(
     found = query(model, system, Layout(degree))
     assert found.model is not None
     assert found.model.kv_bytes_per_token == kv_bytes
-    # Tokens are those of layers that keep all of them: windows count as needs of requests (`kv_need`).
+    # Tokens are of layers that keep all of them: windows count as needs of requests (`kv_need`).
     copies = degree if "DeepSeek" in model else 1
     assert found.hardware is not None
     memory = degree * (found.hardware.memory_bytes or 0)
@@ -345,7 +345,7 @@ def test_weights_and_cache_of_tables_fit_the_memory(
         ("b200_sxm", (16384, 1024)),
     ],
 )
-def test_limits_of_tables_are_those_of_vllm_on_the_gpu(system: str, limits: tuple[int, int]) -> None:
+def test_limits_of_tables_are_vllms_on_the_gpu(system: str, limits: tuple[int, int]) -> None:
     pytest.importorskip("aiconfigurator_core")
     engine = query("Qwen/Qwen3-8B", system, Layout(1)).engine
     assert (engine.max_num_batched_tokens, engine.max_num_seqs) == limits

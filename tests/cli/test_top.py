@@ -211,7 +211,7 @@ def test_instances_in_trouble_come_first() -> None:
     assert found == ["node-003", "node-002", "node-001"]
 
 
-def test_of_many_instances_those_that_fit() -> None:
+def test_as_many_instances_as_fit() -> None:
     lines = frame(viewing(*(instance(n) for n in range(200))))
     shown = sum(line.startswith("node-") for line in lines)
     assert lines[-1] == f"and {200 - shown} more instances"

@@ -147,6 +147,6 @@ def test_a_scheduler_weighs_the_time_that_it_has_seen() -> None:
     weighed = [
         (each.terms or {})["adapter_s"] * (each.weights or {}).get("adapter_s", 1.0) for each in candidates
     ]
-    # Two loads: its own, and that of the adapter that leaves and is to come back.
+    # Two loads: its own, and a later one of the adapter that leaves and is to come back.
     assert all(each > 2.0 for each in weighed), weighed
     scheduler.check_integrity()

@@ -1,4 +1,4 @@
-"""Requests that wait: what is said to those that cannot, in which order they are placed, when they end."""
+"""Requests that wait: refusals without room, the order of placement, and when waiting ends."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_without_time_to_wait_for_an_instance_none_waits() -> None:
     assert patient.on_arrival(request(1), 1.0) == []
 
 
-def test_a_full_queue_says_so_to_the_one_that_comes_or_to_those_that_leave() -> None:
+def test_a_full_queue_says_so_to_the_arrival_or_to_evicted_requests() -> None:
     scheduler = drained(QueueLimits(max_requests=2))
     for number in (1, 2):
         assert scheduler.on_arrival(request(number, tenant="x"), 0.0) == []
@@ -112,7 +112,7 @@ def test_the_first_that_waits_begins_the_ticks() -> None:
     assert scheduler.next_deadline() is None
 
 
-def test_a_request_gives_up_at_its_limit_and_those_behind_it_at_theirs() -> None:
+def test_each_request_gives_up_at_its_own_limit() -> None:
     scheduler = drained(QueueLimits(timeout_s=60.0, no_instance_timeout_s=1e9))
     for number, at in ((1, 10.0), (2, 11.0), (3, 40.0)):
         scheduler.on_arrival(request(number), at)
@@ -144,7 +144,7 @@ def test_without_a_limit_a_request_waits_for_as_long_as_an_instance_is_up() -> N
 # --- order ---
 
 
-def test_those_that_wait_go_in_order_when_an_instance_is_back() -> None:
+def test_waiting_requests_go_in_order_when_an_instance_is_back() -> None:
     scheduler = drained(names="ab")
     for number, more in ((1, {}), (2, {"subset": ("b",)}), (3, {"priority": -1}), (4, {})):
         assert scheduler.on_arrival(request(number, **more), 0.0) == []  # type: ignore[arg-type]
@@ -254,7 +254,7 @@ def test_a_retry_that_has_been_everywhere_by_its_turn_is_given_up() -> None:
 # --- targets ---
 
 
-def test_late_requests_are_refused_or_served_after_those_in_time() -> None:
+def test_late_requests_are_refused_or_served_after_requests_in_time() -> None:
     patient = ServiceClass("patient", ttft_s=2.0)
     strict = ServiceClass("strict", ttft_s=2.0, refuse_hopeless=True)
     scheduler = drained()

@@ -13,5 +13,5 @@ numbers = st.integers(-5, 5).map(float) | st.floats(allow_nan=False)
 
 
 @given(st.lists(numbers).map(sorted), numbers)
-def test_the_index_is_that_of_bisect_left(bounds: list[float], value: float) -> None:
+def test_the_index_equals_bisect_left(bounds: list[float], value: float) -> None:
     assert first_at_least(bounds, value) == bisect_left(bounds, value)

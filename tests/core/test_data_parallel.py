@@ -18,7 +18,7 @@ KV = 400_000
 
 
 def capacity(engines: int, places: int | None = 64) -> Capacity:
-    """Of a server of so many engines of `KV` tokens, as profile and scrape together tell."""
+    """Return the capacity of a server of `engines` engines of `KV` tokens, from profile and scrape."""
     return Capacity(
         kv_cache_tokens=KV * engines, kv_tokens_per_request=KV, max_num_seqs=places, engines=engines
     )
@@ -34,7 +34,7 @@ def sample(engines: int, **more: int | float) -> EngineSample:
     return EngineSample(running=0, waiting=0, kv_usage=0.0, capacity=capacity(engines, None), **more)  # type: ignore[arg-type]
 
 
-def test_places_and_kv_tokens_are_those_of_all_engines() -> None:
+def test_places_and_kv_tokens_are_summed_over_all_engines() -> None:
     instance = server("a", 3)
     assert (instance.engines, instance.max_num_seqs, instance.kv_cache_tokens) == (3, 192, 3 * KV)
     assert instance.longest_request_tokens == KV

@@ -155,7 +155,7 @@ def test_terms_with_their_weights_add_up_to_the_score(
                     assert each.score == pytest.approx(total, rel=1e-9, abs=1e-9)
 
 
-def test_terms_are_those_of_the_moment_of_the_decision() -> None:
+def test_terms_are_fixed_at_the_moment_of_the_decision() -> None:
     """They are looked at later, when the instance has changed."""
     scheduler = make_scheduler([spec("a", kv=10_000)], "hetlb")
     command = scheduler.on_arrival(request(1, prompt=1000), 0.0)[0]

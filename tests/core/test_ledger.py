@@ -156,7 +156,7 @@ class Account:
             assert (entry.lease.ended, entry.lease.incoming) == (True, False)
 
     def scrape(self, running: int) -> None:
-        """The engine says how many sequences run: those of groups that do not have ended."""
+        """Report the running sequences of the engine: other groups' sequences have ended."""
         self.instance.learn_sample(EngineSample(running, 0, 0.5), self.now)
 
     def hold(self, tokens: int) -> None:
@@ -300,7 +300,7 @@ def instance_lease(scheduler: Scheduler, asked: Request) -> Lease:
 
 
 def published(stored: int, **more: Any) -> tuple[Scheduler, Instance, tuple[int, ...]]:
-    """An instance that told of so many blocks of 100 tokens; the digests of a prompt of 12 of them."""
+    """Return an instance that published `stored` blocks of 100 tokens, and the digests of 12 blocks."""
     scheduler, instance = single(**more)
     digests = block_digests(array("q", range(1200)), 100)
     event = BlocksStored(tuple(range(stored)), None, digests[:stored], 100)
@@ -346,7 +346,7 @@ def test_an_engine_without_a_prefix_cache_reads_every_prompt() -> None:
     assert instance.tree.nodes == {}
 
 
-def test_blocks_on_their_way_are_those_of_the_adapter_that_was_asked_for() -> None:
+def test_blocks_on_their_way_belong_to_the_adapter_of_the_request() -> None:
     scheduler, instance, digests = published(8)
     scheduler.on_instance(ModelsLearned("a", ("m", "lora"), ("lora",)), 0.0)
     event = BlocksStored((100,), None, digests[:1], 100, "lora")
@@ -419,7 +419,7 @@ def test_no_negative_work_or_tokens_are_booked_and_none_at_all_may_be() -> None:
             instance.acquire(lease)
 
 
-def test_sequences_that_ended_are_bounded_by_those_that_run() -> None:
+def test_ended_sequences_are_bounded_by_running_ones() -> None:
     scheduler, instance, _ = booked()
     for finished, right in ((0, True), (1, True), (2, False), (-1, False)):
         instance.finished_sequences = finished
@@ -524,7 +524,7 @@ def test_books_that_do_not_add_up_are_noticed(
 
 
 def test_prompts_of_whole_answers_are_read_when_their_forecast_says_so() -> None:
-    """Forecasts beside whole answers are those beside streams."""
+    """Forecasts beside whole answers equal forecasts beside streams."""
     forecasts = []
     for streamed in (True, False):
         scheduler, instance = single()

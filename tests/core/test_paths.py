@@ -260,7 +260,7 @@ def test_a_preempted_request_goes_first_and_counts_no_replay() -> None:
     assert lease.context_tokens == 200 + 5 * (MOST_REPLAYS + 2)
 
 
-def test_stages_that_come_are_used_and_those_that_stay_keep_their_ledger() -> None:
+def test_new_stages_are_used_and_old_ones_keep_their_ledger() -> None:
     whole = two_by_two()
     part = dataclasses.replace(whole, stages=tuple(each for each in whole.stages if each.name in "ac"))
     paths = scheduler(part, "hetlb")

@@ -57,7 +57,7 @@ def used(tree: Tree, *keys: PrefixKey, prompt: int = 5000) -> Shared:
     return shared
 
 
-def test_a_report_counts_from_so_many_tokens_that_no_request_used() -> None:
+def test_a_report_counts_from_a_least_number_of_tokens_that_no_request_used() -> None:
     tree = Tree(PrefixIndex(), 1)
     tree.correct(Shared(None, 0, 0, 63, 63), 0)
     assert tree.share == 1.0
@@ -243,7 +243,7 @@ def test_events_of_blocks_take_the_tree_s_part_of_what_was_evicted() -> None:
     scheduler.check_integrity()
 
 
-def test_blocks_that_an_engine_told_of_and_those_on_their_way_are_not_read_again() -> None:
+def test_blocks_that_are_published_or_on_their_way_are_not_read_again() -> None:
     digests = block_digests(array("q", range(1200)), 100)
     scheduler = make_scheduler([spec("x", kv=100_000)], "hetlb")
     stored = BlocksStored(tuple(range(8)), None, digests[:8], 100)

@@ -114,7 +114,7 @@ def scored(scheduler: Scheduler, asked: Request, order: list[int], now: float) -
 
 
 def _own_terms(each: Candidate) -> dict[str, float]:
-    """Terms that are of the instance alone: not those for which it matters whether requests come."""
+    """Return the terms of the instance alone, without terms for which it matters whether requests come."""
     return {name: seconds for name, seconds in (each.terms or {}).items() if name not in AMONG_TERMS}
 
 

@@ -258,7 +258,7 @@ def test_of_equal_tenants_the_request_that_is_due_first_is_next() -> None:
     assert served(queue, 3) == [3, 2, 1]
 
 
-def test_those_that_are_late_come_after_those_in_time_and_before_the_background() -> None:
+def test_late_requests_come_after_requests_in_time_and_before_the_background() -> None:
     queue = Queue(QueueLimits())
     quick, night = ServiceClass("quick", ttft_s=1.0), ServiceClass("night", background=True)
     queue.push(asked(1, service=night), 0.0, due=0.0)

@@ -1,4 +1,4 @@
-"""Filter of instances: what each of them may get, and what is said of those that may not."""
+"""Filter of instances: requests that each may get, and the reasons of instances that may not."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_the_rest_of_an_answer_goes_where_token_ids_are_taken() -> None:
     assert choices(ready(scheduler), generated=1)[0] == "c"
 
 
-def test_a_subset_and_those_that_had_it_are_heeded() -> None:
+def test_a_subset_and_earlier_instances_are_heeded() -> None:
     _, filtered = fleet(*(spec(name) for name in "abcd"))
     assert choices(filtered, subset=("b", "c"), tried=["c"]) == (
         "b",
@@ -270,7 +270,7 @@ def linked(name: str, role: Role, **more: Any) -> InstanceSpec:
     ],
 )
 @pytest.mark.option("split")
-def test_whole_requests_go_to_those_without_a_role_or_else_to_those_that_decode(
+def test_whole_requests_go_to_instances_without_a_role_or_else_to_decode_instances(
     roles: str, whole: str
 ) -> None:
     of = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}
@@ -303,7 +303,7 @@ def test_of_suspects_that_decode_and_readers_that_are_up_the_suspects_take_whole
 # --- all of them, for people ---
 
 
-def test_those_left_out_are_shown_in_their_places() -> None:
+def test_instances_left_out_are_shown_in_their_places() -> None:
     scheduler, _ = fleet(*(spec(name) for name in "abc"))
     scored = [Candidate("a", 1.0), Candidate("c", 2.0)]
     shown = with_excluded(scored, scheduler.instances, {"b": "draining"})

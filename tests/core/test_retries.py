@@ -394,7 +394,7 @@ def test_a_first_token_is_expected_later_where_answers_have_shown_a_slow_instanc
     assert expected[1] == pytest.approx(3.0 * expected[0])
 
 
-def test_an_answer_that_blames_the_request_counts_among_those_that_end_well() -> None:
+def test_an_answer_that_blames_the_request_counts_as_ended_well() -> None:
     """One of three is a 500, which is less than half."""
     scheduler = fleet("ab")
     ejected = []

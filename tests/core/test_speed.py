@@ -130,7 +130,7 @@ def test_answers_longer_than_predicted_say_nothing_against_a_profile() -> None:
     assert instance.speed.factor == 1.0
 
 
-def test_until_an_instance_answers_it_is_as_far_off_as_those_that_have() -> None:
+def test_until_an_instance_answers_it_is_as_far_off_as_others_are() -> None:
     off, far = spec("far", slower=9.0), spec("bare", latency=None)
     scheduler = make_scheduler([spec("a"), off, far])
     for name in ("far", "bare"):

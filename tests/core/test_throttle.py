@@ -9,7 +9,7 @@ from hetlb.balancer.core.throttle import BLOCKED, BUSY_CAP_S, FORGOTTEN_S, LIMIT
 
 
 def throttle(lost: int = 0) -> Throttle:
-    """Return that of an instance that lost `lost` answers at 0 s, beside one that is well."""
+    """Return the throttle of an instance that lost `lost` answers at 0 s, beside one that is well."""
     account, other = Account(0.0), Account(0.0)
     for _ in range(lost):
         account.ended_badly(0, 0.0, 0.0)

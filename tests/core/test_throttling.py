@@ -401,7 +401,7 @@ def test_green_probes_alone_do_not_give_the_trust_back() -> None:
 
 
 @pytest.mark.parametrize("policy", ["hetlb", "rr", "least-requests"])
-def test_of_those_that_wait_at_an_engine_that_dies_none_is_lost(policy: str) -> None:
+def test_no_request_that_waits_at_an_engine_that_dies_is_lost(policy: str) -> None:
     scheduler = make_scheduler([roomy("a", places=40), roomy("b", places=40)], policy)
     held = saturate(scheduler, 0, 0.0, 60)
     dying = [lease for lease in held if lease.instance == "a"]

@@ -66,7 +66,7 @@ def check(ours: Any, theirs: Any, key: str = "") -> None:
 
 
 def by_choice(events: list[Any]) -> list[Any]:
-    """A stream's events, those of the first choice first: choices take turns as the engine likes."""
+    """Return a stream's events, the first choice's first: choices take turns as the engine likes."""
     return sorted(events, key=lambda event: re.findall(r"'index': (\d+)", str(event))[:1] or ["9"])
 
 

@@ -12,7 +12,7 @@ from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.tools.emulator.counting import VOCABULARY
+from hetlb.tools.emulator.counting import VOCABULARY_TOKENS
 from hetlb.tools.emulator.generation import Generation, Reader
 from hetlb.tools.openai.requests import ApiError
 
@@ -111,7 +111,7 @@ def test_absurd_bodies(body: bytes) -> None:
         ({"model": 5}, "model"),
         ({"model": "none"}, "model"),
         ({"prompt": [1, -1]}, "prompt"),
-        ({"prompt": [VOCABULARY]}, "prompt"),
+        ({"prompt": [VOCABULARY_TOKENS]}, "prompt"),
         ({"prompt": [1, True]}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": ""}, "prompt"),

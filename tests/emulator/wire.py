@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass
 class Response:
-    """One response. `chunks` are those of a chunked body; `body` is the whole."""
+    """One response. `chunks` are the parts of a chunked body; `body` is the whole."""
 
     status: int
     headers: dict[str, str]

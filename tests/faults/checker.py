@@ -101,7 +101,7 @@ class Checker:
         self.figures: dict[str, float] = {}
 
     def _foreign_descriptors(self) -> int:
-        """Those that are no connection between the proxy and an engine (which the proxy may keep idle)."""
+        """Return the open descriptors that are no connection to an engine (which the proxy may keep idle)."""
         ends = 2 if self._own_process else 1
         return descriptors(self._pid) - ends * sum(len(engine.open) for engine in self._engines)
 

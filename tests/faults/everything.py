@@ -1,4 +1,4 @@
-"""All cases: importing this registers every one of them, those of the options too."""
+"""All cases: importing this registers every one of them, the options' cases too."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ async def labels_that_clients_make_up(rig: Rig) -> None:
     refused(await rig.ask(model="warm-up"), 404, retry=False)
 
     async def series() -> set[tuple[str, str]]:
-        """Series but those of the streams in the background, and of causes, which are of a table."""
+        """Return series without the streams in the background and without causes, which are a table's."""
         found = await metrics(rig.admin_port)
         return {key for key in found if '"bg' not in key[1] and key[0] != "hetlb_cause"}
 
@@ -201,7 +201,7 @@ async def three_in_ten_leave(rig: Rig) -> None:
 
     for turn in range(4):
         await asyncio.gather(*(one(turn * 50 + n) for n in range(50)))
-    # Who left before it was heard was no request: the sum is between those who stayed and all of them.
+    # A client that left before it was heard made no request: the sum is between the ones who stayed and all.
     stayed = len(rig.first_bytes)
 
     async def counted() -> bool:

@@ -229,7 +229,7 @@ async def all_restart(rig: Rig) -> None:
     decided = json.loads((await get(rig.admin_port, "/v1/decisions?last=1000"))[1])["decisions"]
     order = [each["request_id"] for each in decided if each["model"] == "m"]
     assert len(order) == 12
-    assert order == sorted(order), "those who waited longest come first"
+    assert order == sorted(order), "the longest waiting come first"
 
 
 @case("M8", "none-comes-back", engines=2, outcomes={"no_instance": 4}, queue={"no_instance_timeout_s": 0.2})

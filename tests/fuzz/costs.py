@@ -1,8 +1,8 @@
-"""The cost of reading: every reader of bytes from outside, and how its CPU time grows with what it is given.
+"""The cost of reading: every reader of bytes from outside, and how its CPU time grows with its input.
 
 A reader is given bytes as a connection would get them, and the CPU time of this thread is taken, the
-least of several runs. What is judged is a ratio of two such times on the same machine: that of twice as many
-bytes, or that of a loop in Python over as many bytes (`pass_s`). Neither depends on the machine's speed. What
+least of several runs. A ratio of two such times on the same machine is judged: the time of twice as many
+bytes, or of a loop in Python over as many bytes (`pass_s`). Neither depends on the machine's speed. What
 else runs there can make a time longer and never shorter, so a ratio that is too large is taken again, `TRIES`
 times at most, and the least one counts: what is superlinear is so every time.
 """
@@ -30,9 +30,9 @@ from hetlb.tools.stage import stage_messages
 
 #: Reads of a socket are as large as this at most.
 READ = 256 << 10
-#: Eight times the bytes cost at most so many times as much.
+#: Largest growth of the cost when the bytes grow eightfold.
 MOST_GROWTH = 16.0
-#: A byte costs at most as much as so many turns of an empty loop in Python.
+#: Largest cost of a byte, in turns of an empty loop in Python.
 MOST_PASSES = 8.0
 #: What one message costs however short it is, in bytes of such a loop.
 LEAST_BYTES = 64 << 10
@@ -182,7 +182,7 @@ def cost_s(reader: Reader, data: bytes, runs: int = 3) -> float:
 
 
 def pass_s(length: int, runs: int = 3) -> float:
-    """CPU seconds of an empty loop over so many bytes."""
+    """Return CPU seconds of an empty loop over `length` bytes."""
 
     def loop(data: bytes) -> None:
         for _ in data:
@@ -222,7 +222,7 @@ def calls(reader: Reader, data: bytes) -> int:
 
 
 def growth(reader: Reader, small: bytes, large: bytes) -> float:
-    """Ratio of the cost of the larger input to that of the smaller."""
+    """Return the ratio of the cost of the larger input to the smaller one's."""
     return least(lambda number: cost_s(reader, large, 1) / cost_s(reader, small, 3), MOST_GROWTH)
 
 
@@ -260,7 +260,7 @@ PREFIXES: tuple[tuple[Reader, bytes], ...] = (
 #: Of an input given many times over: its sizes, and the passes that a byte may cost. Coverage slows down what
 #: it covers, and a whole request in a few bytes is work of its own.
 SMALL, FUZZ_PASSES = 64 << 10, 800.0
-#: Twice the bytes cost at most so many times as much here: coverage blurs small sizes, quadratic is 4.
+#: Largest growth of the cost when the bytes double here: coverage blurs small sizes, quadratic is 4.
 FUZZ_GROWTH = 3.0
 
 
@@ -272,7 +272,7 @@ def check_cost(reader: Reader, data: bytes) -> None:
 
 
 def check_growth(reader: Reader, before: bytes, unit: bytes) -> None:
-    """Twice as many of these cost at most so many times as much, and no more than `FUZZ_PASSES` passes.
+    """Check that doubling costs at most `FUZZ_GROWTH` times as much, and a byte `FUZZ_PASSES` passes.
 
     A reader may take the first bytes in a cheaper way than the rest (whole events are only counted until
     one is cut by a turn). The doubling in which that ends may cost any number of times as much, and so may
@@ -290,7 +290,7 @@ def check_growth(reader: Reader, before: bytes, unit: bytes) -> None:
 
 
 def _doubled(reader: Reader, small: bytes, large: bytes) -> float:
-    """Ratio of the cost of the larger to that of the smaller; 0 where that is too little to tell."""
+    """Return the ratio of the larger input's cost to the smaller one's; 0 where it is too small to tell."""
 
     def ratio(number: int) -> float:
         runs = min(number, 6)

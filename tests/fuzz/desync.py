@@ -2,7 +2,7 @@
 
 Every case is bytes and what must become of them: `refused` (ambiguous: nothing of it may pass),
 or `read` (any reader of what the proxy passes on must read the same; refusing it is right too). The
-names of the shapes are those of PortSwigger's and http-garden's public lists, the payloads our own.
+names of the shapes come from PortSwigger's and http-garden's public lists, the payloads are our own.
 """
 
 # ruff: noqa: E501 -- payloads are easier to compare on one line

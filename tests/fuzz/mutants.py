@@ -48,7 +48,7 @@ class Report:
 
 
 def bases() -> list[bytes]:
-    """What is mutated: good requests of several kinds, and those that are bad on purpose."""
+    """Return the inputs of mutation: good requests of several kinds, and requests that are bad on purpose."""
     good = [
         request("mutant", body_of("x")),
         request("mutant", body_of("x", stream=False), "Connection: close", version="1.0"),

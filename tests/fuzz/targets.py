@@ -374,7 +374,7 @@ def stage_frames(data: bytes) -> None:
     assert pool.used == batcher.waiting_bytes == batcher.waiting == 0
 
 
-#: All readers whose cost is looked at: those of the balancer, then those of options.
+#: All readers whose cost is measured: the balancer's, then the options'.
 PREFIXES = [*costs.PREFIXES, *(each for option in of_options() for each in getattr(option, "PREFIXES", ()))]
 
 

@@ -17,8 +17,8 @@ from helpers import HANG_S
 
 REQUESTS = requests()
 RESPONSES = responses()
-#: Limits of the proxy in seconds, by whether a message is to be refused: some of those wait for bytes that
-#: never come. The others are whole, and no limit may end them.
+#: Limits of the proxy in seconds, by whether a message is to be refused: some refused ones wait for bytes
+#: that never come. The others are whole, and no limit may end them.
 PATIENCE_S = {True: 1.0, False: HANG_S}
 TIMEOUTS = ("head_timeout_s", "body_timeout_s", "first_byte_timeout_s", "idle_timeout_s")
 

@@ -160,8 +160,8 @@ for _option in of_options():
 def test_calls_per_byte_are_few_and_flat_over_three_doublings(name: str) -> None:
     """Counted, not timed: the same in every run, but for what begins a turn of the event loop.
 
-    Counted again where they are too many: the loop now and then drops its cancelled timers, those of earlier
-    tests too.
+    Counted again where they are too many: the loop now and then drops its cancelled timers, also of earlier
+    tests.
     """
     reader, make, size = CASES[name]
     inputs = [make(size // 4 << doubling) for doubling in range(4)]
@@ -228,7 +228,7 @@ def judged(monkeypatch: pytest.MonkeyPatch, cost: Callable[[int], float]) -> Non
 
 #: Calls that do not depend on the input: requests before it, and turns of the event loop.
 TURNS = 1500
-#: Calls and returns that a byte of a case may cost, and bytes that it may hold, by what its name says: each
+#: Calls and returns that a byte of a case may cost, and bytes that it may hold, by its name: each
 #: read, message, frame, event and line is work and an object of its own.
 UNITS = (
     ("byte by byte", 250.0, 16.0),

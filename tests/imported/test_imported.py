@@ -179,11 +179,11 @@ def test_each_key_is_in_the_fleet_or_named_as_left_out(path: Path, tmp_path: Pat
     for less, where in pruned(document):
         if outcome(scratch, yaml.safe_dump(less)) == whole:
             silent.append(".".join(map(str, where)))
-    # Keys inside those that stay with the server as a whole, and a key that stands for none.
+    # Keys inside sections that stay with the server as a whole, and a key that stands for none.
     inner = re.compile(
         r"services\.[\w-]+\.(deploy|healthcheck|build)\..*|services\.nginx\.ports|networks\..*|x-.*|name|volumes\..*"
         r"|model_list\.\d+\.model_info\..*|.*\.api_key|.*\.image|services\.((small|two)\.entrypoint|unknown\.restart)"
-        # Names that are those of the servers, and deployments that are left out as a whole.
+        # Names of the servers themselves, and deployments that are left out as a whole.
         r"|model_list\.[01]\.model_name|model_list\.3\.litellm_params\.\w+|model_list\.4\..*model"
     )
     assert [key for key in silent if not inner.fullmatch(key)] == []

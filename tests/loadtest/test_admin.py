@@ -122,7 +122,7 @@ async def reported(*looks: list[dict[str, Any]]) -> Counted:
     return found
 
 
-async def test_preemptions_are_those_of_the_run_and_the_peak_is_the_largest_share_seen() -> None:
+async def test_preemptions_count_the_run_and_the_peak_is_the_largest_share_seen() -> None:
     before = [report(-1.0, 3, 0.2), report(-1.0, None, None)]
     after = [report(-1.0, 8, 0.7), report(-1.0, None, 0.4)]
     found = await reported(before, after)

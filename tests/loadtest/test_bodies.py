@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.tools.emulator.counting import VOCABULARY
+from hetlb.tools.emulator.counting import VOCABULARY_TOKENS
 from hetlb.tools.loadtest.bodies import CHAT, RequestBodies
 from hetlb.tools.workload.arrivals import PlannedRequest
 from hetlb.tools.workload.chats import estimate_tokens
@@ -52,7 +52,7 @@ ROWS = st.lists(
 def test_prompts_are_exact(rows: list[Row]) -> None:
     for row, ids, text in zip(rows, prompts(rows), prompts(rows, text=True), strict=True):
         assert len(ids) == row.input_tokens
-        assert all(0 <= token < VOCABULARY for token in ids)
+        assert all(0 <= token < VOCABULARY_TOKENS for token in ids)
         assert estimate_tokens(text) == row.input_tokens
     assert prompts(rows) == prompts(rows)
 

@@ -23,7 +23,7 @@ def run(policy: str, number: int, value: float, rate: float | str = 4.0) -> dict
 
 
 @given(st.lists(st.tuples(st.floats(-1e3, 1e3), st.floats(1, 1e3)), min_size=2, max_size=12))
-def test_the_interval_is_that_of_a_paired_t_test(pairs: list[tuple[float, float]]) -> None:
+def test_the_interval_equals_a_paired_t_test(pairs: list[tuple[float, float]]) -> None:
     from scipy import stats  # a second, which every process would spend on finding the tests
 
     values, baseline = (list(side) for side in zip(*pairs, strict=True))

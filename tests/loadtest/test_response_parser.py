@@ -142,7 +142,7 @@ def test_an_answer_that_came_whole() -> None:
     "name", ["completion-stream-usage", "chat-stream-usage", "completion-stream-eos-first"]
 )
 def test_recorded_streams_of_real_vllm(name: str) -> None:
-    """Counts are those of the usage event; an answer of EOS alone has no first token."""
+    """Counts come from the usage event; an answer of EOS alone has no first token."""
     raw = (RECORDINGS / f"{name}.http").read_bytes()
     lines = [line for line in raw.split(b"\n") if line.startswith(b"data:")]
     usage = next(json.loads(line[5:])["usage"] for line in lines if b'"choices":[]' in line)

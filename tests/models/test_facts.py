@@ -176,7 +176,7 @@ def test_keys_that_decide_nothing_are_taken() -> None:
     assert facts(LLAMA, **inert, use_cache=True, torch_dtype="float32", pretraining_tp=1) == facts(LLAMA)
 
 
-def test_a_window_without_a_list_is_that_of_all_layers_as_in_vllm() -> None:
+def test_a_window_without_a_list_holds_for_all_layers_as_in_vllm() -> None:
     mistral = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
     assert facts(mistral, sliding_window=4096).kv_windows == ((4096, 131_072.0),)
     assert facts(mistral, sliding_window=None).kv_bytes_per_token == 131_072

@@ -1,6 +1,6 @@
 """Tests of each option, in its folder; one that needs two has a folder of the second within the first.
 
-The loop and the proxy are those of `proxy`.
+The loop and the proxy come from `proxy`.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def random_placement(rng: random.Random, cluster: PlaceCluster) -> dict[str, tup
 
 
 class Steps:
-    """A clock that advances by a tick at every look: a search of so many steps, whatever the machine."""
+    """A clock that advances by a tick at every look: a search of a fixed number of steps."""
 
     def __init__(self, tick: float = 1.0) -> None:
         self._tick = tick

@@ -54,7 +54,7 @@ def test_layers_follow_the_memory_of_the_stages() -> None:
     assert sum(divide_layers([1] * 3, 10)) == 1
 
 
-def test_kv_capacity_is_that_of_the_stage_with_the_least_room(tmp_path: Path) -> None:
+def test_kv_capacity_comes_from_the_stage_with_the_least_room(tmp_path: Path) -> None:
     found = market(tmp_path)
     # One L: 0.9 * 48305799168 - 16e9 bytes, by 131072 a token.
     assert capacity_of(found, found.models["m"], [ConfigurationStage("L", 1, Fraction(1))]) == 209619

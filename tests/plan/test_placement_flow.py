@@ -71,7 +71,7 @@ def flow_by_linear_program(cluster: PlaceCluster, placement: Placement, *, parti
 
 @settings(max_examples=examples(10))
 @given(seed=st.integers(0, 10**6), partial=st.booleans())
-def test_the_flow_is_that_of_the_linear_program_and_obeys_all_capacities(seed: int, partial: bool) -> None:
+def test_the_flow_equals_the_linear_program_and_obeys_all_capacities(seed: int, partial: bool) -> None:
     rng = random.Random(seed)
     cluster = random_cluster(rng, nodes=rng.randint(3, 9), layers=rng.randint(3, 6))
     cluster = replace(cluster, partial_inference=partial)

@@ -206,7 +206,7 @@ def test_a_search_is_repeatable_and_its_judge_has_the_last_word() -> None:
     assert all(fits(cluster, candidate.placement) for candidate in runs[0].candidates)
     judged = [each.simulated for each in runs[0].candidates if each.simulated is not None]
     assert runs[0].best.simulated == max(judged)
-    # Half of those of a window go on to the next one, which is twice as long.
+    # Half of the candidates of a window go on to the next one, which is twice as long.
     windows = [each.window_s for each in runs[0].candidates if each.simulated is not None]
     assert windows[0] == 80.0
     for window in (20.0, 40.0):

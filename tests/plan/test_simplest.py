@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.tools.plan.rent_program import Configuration, ConfigurationStage
-from hetlb.tools.plan.simplest import TIE, without_ties
+from hetlb.tools.plan.simplest import TIE_SHARE, without_ties
 
 
 def made(name: str, gpus: dict[str, int], stages: int, **throughput: float) -> Configuration:
@@ -49,4 +49,4 @@ def test_no_more_than_the_tie_is_lost(found: list[tuple[int, int, float]]) -> No
         (size,) = each.gpus.values()
         per_gpu = max(other.throughput["a"] / other.gpus["g"] for other in kept)
         # A chain of ties loses once per link: sizes double at most twice, stages once.
-        assert per_gpu >= each.throughput["a"] / size / (1.0 + TIE) ** 6
+        assert per_gpu >= each.throughput["a"] / size / (1.0 + TIE_SHARE) ** 6

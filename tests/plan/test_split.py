@@ -112,7 +112,7 @@ clusters = st.builds(
 
 @pytest.mark.parametrize("rows", [(1237, 221), (268, 279), (1673, 60)])
 @pytest.mark.parametrize("limits", [(500_000, 256, 2048), (30_000, 256, 2048), (500_000, 256, 16384)])
-def test_rates_are_those_of_the_engine_model(rows: tuple[int, int], limits: tuple[int, int, int]) -> None:
+def test_rates_equal_the_engine_model(rows: tuple[int, int], limits: tuple[int, int, int]) -> None:
     """A group that does both, and prefill alone: the arithmetic against a saturated engine."""
     latency = LatencyModel(k1=1e-4, k2=0.0, k3=0.0, k4=2e-2, k5=1e-7, k6=1e-5, k7=0.0, k8=2e-2)
     engine = EngineLimits(limits[0], max_num_seqs=limits[1], max_num_batched_tokens=limits[2])
@@ -133,7 +133,7 @@ def test_an_slo_lowers_rates_down_to_nothing() -> None:
         assert values[-1] == 0.0 < values[0]
 
 
-def test_memory_is_that_of_the_tightest_stage() -> None:
+def test_memory_comes_from_the_tightest_stage() -> None:
     of = cluster([machine("h", "H100", 2), machine("l", "L40", 2)], OPT_30B)
     stages = (GroupStage(0, 2, 36), GroupStage(1, 2, 12))
     usable = of.machines[0].usable_bytes, of.machines[1].usable_bytes

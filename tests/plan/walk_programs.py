@@ -1,4 +1,4 @@
-"""Programs that stand for those of a plan's commands in a walk: `vllm serve` and `hetlb stage`.
+"""Programs that stand for a plan's commands in a walk: `vllm serve` and `hetlb stage`.
 
 `vllm` is the emulated engine with the flags that were printed, `hetlb stage` a worker of the toy model; all
 other commands of `hetlb` are its own.

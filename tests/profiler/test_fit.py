@@ -172,7 +172,7 @@ def test_the_report_names_the_worst_point_and_warns() -> None:
     assert result.reports["prefill"].max_error > 0.3
 
 
-def test_repeats_count_by_those_near_their_median() -> None:
+def test_repeats_count_by_the_ones_near_their_median() -> None:
     (point,) = merge_repeats(Point(StepKind.DECODE, 1, 8, s) for s in (1.0, 9.0, 2.0))
     assert point.seconds == 1.5
     assert point.uncertainty == pytest.approx(0.5 / 1.5)
@@ -273,7 +273,7 @@ def test_an_event_log_keeps_the_better_form() -> None:
 
 
 def test_long_prompts_are_read_by_their_own_slope() -> None:
-    """Short prompts lie on a plane, so that it has the least median error; a part attends to those before."""
+    """Short prompts lie on a plane, which has the least median error; a part attends to earlier ones."""
 
     def pass_s(batch: int, tokens: int, computed: int = 0) -> float:
         plane_s = 0.01 + 1e-3 * batch + 1e-5 * batch * tokens

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hetlb.balancer.core.types import Capacity
 from hetlb.tools.profiler.fit import StepKind
-from hetlb.tools.profiler.grid import DECODE_ROOM, DEFAULT_GRID, clip, token_budget
+from hetlb.tools.profiler.grid import DECODE_ROOM_TOKENS, DEFAULT_GRID, clip, token_budget
 
 
 def test_a_roomy_server_is_measured_on_the_default_grid() -> None:
@@ -31,7 +31,7 @@ def test_every_point_fits_the_server(blocks: int, block: int, seqs: int, longest
     sizes = clip(DEFAULT_GRID, capacity)
     assert len(sizes) == len(set(sizes))
     for size in sizes:
-        room = DECODE_ROOM if size.phase is StepKind.DECODE else 1
+        room = DECODE_ROOM_TOKENS if size.phase is StepKind.DECODE else 1
         assert 1 <= size.batch <= seqs
         assert size.length + room <= longest
         assert size.batch * math.ceil((size.length + room) / block) <= blocks
@@ -53,7 +53,7 @@ def test_a_small_server_still_gets_enough_points() -> None:
 
 
 def iterations(batch: int, length: int, budget: int) -> int:
-    """Passes of `budget` tokens over the prompts in order, of which those count in which a prompt ends."""
+    """Return the number of passes of `budget` tokens over the prompts in order in which a prompt ends."""
     counted, left = 0, [length] * batch
     while left:
         room, ended = budget, False

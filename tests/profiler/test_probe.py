@@ -72,7 +72,7 @@ async def test_the_host_time_of_an_idle_server_is_found(times: float) -> None:
 
 
 async def test_a_server_faster_than_its_tables_has_shorter_decode_steps() -> None:
-    """Tables of a slow attention kernel, as those of models without grouped heads have."""
+    """Tables of a slow attention kernel, as models without grouped heads have."""
     table = DecodeTable(5e-8, 0.0, (1, 64), (0.0066, 0.0080))
     tables = replace(ASSUMED, better_decode=table)
     true = replace(
@@ -123,6 +123,6 @@ async def test_a_profile_of_tables_takes_the_host_time_of_a_server(start: Start,
     assert await profile(*flags, "--probe", f"{engine.url}/v1") == 0
     host = load_profile(tmp_path / "p.yaml").host
     assert host is not None
-    # A step of the engine lasts 13 ms, that of the tables 2: a busy machine can only add to it.
+    # A step of the engine lasts 13 ms, a step of the tables 2: a busy machine can only add to it.
     assert host.iteration_s > 0.009
     assert await profile("--from", "roofline", "--out", str(tmp_path / "q.yaml"), "--probe", engine.url) == 2

@@ -79,13 +79,13 @@ class Proxy:
 
     @property
     def exchanges(self) -> list[RequestRecord]:
-        """Those that ended, in order."""
+        """The exchanges that ended, in order."""
         self.driver.settle()
         return self._exchanges
 
     @property
     def ended(self) -> list[tuple[str, str, int]]:
-        """Outcome, phase and status of those that ended."""
+        """Outcome, phase and status of the exchanges that ended."""
         return [(str(each.outcome), each.ended_in.value, each.status) for each in self.exchanges]
 
     async def settled(self) -> None:

@@ -1,4 +1,4 @@
-"""A wire to an engine that is cut, or goes silent, after so many bytes of an answer."""
+"""A wire to an engine that is cut, or goes silent, after a given number of bytes of an answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AFTER_HEAD = -1
 class Cut(NamedTuple):
     """End of an answer, in bytes with its head or `AFTER_HEAD`, and its kind: `fin`, `rst` or `hang`.
 
-    With `in_events` it comes behind so many events.
+    With `in_events` it comes behind this number of events.
     """
 
     after: int

@@ -66,7 +66,7 @@ class Loop(asyncio.SelectorEventLoop):
         return transport, protocol
 
     def turn(self, seconds: float = 0.0) -> None:
-        """Do what is due, and what becomes due within so many seconds."""
+        """Do what is due, and what becomes due within `seconds`."""
         self.call_later(seconds, self.stop)
         self.run_forever()
         if self.failures:

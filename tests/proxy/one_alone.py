@@ -23,7 +23,7 @@ from hetlb.balancer.exchange.exchange_states import Phase
 LABEL = "poison"
 #: The way to the guard itself.
 NOT_DOUBLED = {"fault", "__init__"}
-#: An event of vLLM with token ids, and the first one with those of the prompt.
+#: An event of vLLM with token ids, and the first one with the prompt's too.
 TEXT = b'"index":0,"text":"tok","logprobs":null,"finish_reason":null,"token_ids":[5]'
 EVENT = b'data: {"id":"c","created":1,"model":"m","choices":[{%b}]}\n\n' % TEXT
 FIRST = EVENT.replace(b'"token_ids"', b'"prompt_token_ids":[1,2],"token_ids"')

@@ -67,7 +67,7 @@ async def ask(port: int, number: int, rng: random.Random) -> str:
 
 
 def tasks() -> set[asyncio.Task[Any]]:
-    """All tasks but those of the engines' connections, which hetlb keeps open."""
+    """Return all tasks but the engines' connections, which hetlb keeps open."""
     return {task for task in asyncio.all_tasks() if "RequestHandler" not in str(task.get_coro())}
 
 

@@ -1,4 +1,4 @@
-"""Connections to bootstrap servers are counted, swept and closed like those to engines."""
+"""Connections to bootstrap servers are counted, swept and closed like connections to engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from helpers import HANG_S, turns_until
 from proxy.memory import End, Loop
 
-from hetlb.balancer.clients.access import PLAIN_ACCESS, EngineAccess
+from hetlb.balancer.clients.access import PLAIN_ACCESS
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.engines.engine_pools import EnginePool, EnginePools
 from hetlb.balancer.engines.upstream import SideCall
@@ -19,6 +19,7 @@ from hetlb.balancer.exchange.ends import End as LeaseEnd
 from hetlb.balancer.http.http1 import ResponseHead
 
 PORT = 8998
+URL = f"http://127.0.0.1:{PORT}"
 IDLE_S = 10.0
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -40,7 +41,7 @@ def loop() -> Iterator[Loop]:
 
 
 def asked(loop: Loop, pools: EnginePools) -> None:
-    """Ask the bootstrap server of `p` once, and have its answer."""
+    """Ask the server beside the engines once, and have its answer."""
     answers: list[bytes] = []
 
     def done(head: ResponseHead, body: bytes) -> None:
@@ -49,16 +50,14 @@ def asked(loop: Loop, pools: EnginePools) -> None:
     def failed(end: LeaseEnd | None, detail: str) -> None:
         raise AssertionError(detail)
 
-    pool = pools.bootstrap("p")
-    assert pool is not None
+    pool = pools.beside(URL)
     SideCall(pool, pool.head(b"GET /query"), b"", done, failed).send()
     loop.rest()
     assert answers == [b"{}"]
 
 
 def test_a_connection_to_a_bootstrap_server_is_counted_and_swept(loop: Loop) -> None:
-    access = {"p": EngineAccess(kv_bootstrap=f"http://127.0.0.1:{PORT}")}
-    pools = EnginePools(loop, ProxyTable(upstream_idle_s=IDLE_S), access, lambda then: False)
+    pools = EnginePools(loop, ProxyTable(upstream_idle_s=IDLE_S), {}, lambda then: False)
     asked(loop, pools)
     assert pools.open_connections == 1
     pools.sweep(loop.time() + IDLE_S / 2)
@@ -68,18 +67,15 @@ def test_a_connection_to_a_bootstrap_server_is_counted_and_swept(loop: Loop) -> 
     assert pools.open_connections == 0
 
 
-def test_an_instance_that_left_takes_the_way_to_its_bootstrap_server_along(loop: Loop) -> None:
-    access = {"p": EngineAccess(kv_bootstrap=f"http://127.0.0.1:{PORT}")}
-    pools = EnginePools(loop, ProxyTable(upstream_idle_s=IDLE_S), access, lambda then: False)
+def test_a_server_beside_the_engines_is_forgotten_once_no_connection_is_left(loop: Loop) -> None:
+    pools = EnginePools(loop, ProxyTable(upstream_idle_s=IDLE_S), {}, lambda then: False)
     asked(loop, pools)
-    before = pools.bootstrap("p")
-    gone = access.pop("p")
+    before = pools.beside(URL)
     pools.drop_unused(set())
     assert pools.open_connections == 1  # it may be in use, and ends by itself
     pools.sweep(loop.time() + 2 * IDLE_S)
     pools.drop_unused(set())
-    access["p"] = gone
-    assert pools.bootstrap("p") is not before
+    assert pools.beside(URL) is not before
 
 
 class ClosedFirst:

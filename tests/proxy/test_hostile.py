@@ -8,7 +8,7 @@ import pytest
 from proxy.memory import End, Proxy
 
 from hetlb.balancer.core.types import Health
-from hetlb.balancer.engines.upstream import MAX_INTERIM
+from hetlb.balancer.engines.upstream import MAX_INTERIM_ANSWERS
 from hetlb.balancer.http.connection_states import ClientState, Reading
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import MAX_SMALL_CHUNKS
@@ -205,7 +205,9 @@ def test_a_body_in_tiny_chunks_is_refused(make: Callable[..., Proxy]) -> None:
     assert b"small chunks" in client.got
 
 
-@pytest.mark.parametrize(("count", "status"), [(MAX_INTERIM, b"200"), (MAX_INTERIM + 1, b"502")])
+@pytest.mark.parametrize(
+    ("count", "status"), [(MAX_INTERIM_ANSWERS, b"200"), (MAX_INTERIM_ANSWERS + 1, b"502")]
+)
 def test_interim_answers_are_bounded(
     make: Callable[..., Proxy], engines: Engines, count: int, status: bytes
 ) -> None:

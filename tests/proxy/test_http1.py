@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.balancer.http.http1 import (
-    LONGEST_KNOWN_BYTES,
     MAX_HEAD_BYTES,
-    MOST_KNOWN,
+    MAX_KNOWN_HEAD_BYTES,
+    MAX_KNOWN_HEADS,
     ChunkedDecoder,
     GateError,
     KnownHeads,
@@ -337,8 +337,8 @@ def test_an_answer_without_a_body_is_known_as_such() -> None:
 
 def test_known_heads_are_forgotten_when_they_are_too_many() -> None:
     heads = KnownHeads(parse_request_head)
-    for number in range(3 * MOST_KNOWN):
+    for number in range(3 * MAX_KNOWN_HEADS):
         heads.find(head(f"X-Request-Id: {number}"))
-        assert len(heads._whole) <= MOST_KNOWN
-    heads.find(head("X-Long: " + "x" * LONGEST_KNOWN_BYTES))
-    assert all(len(raw) <= LONGEST_KNOWN_BYTES for raw in heads._whole)
+        assert len(heads._whole) <= MAX_KNOWN_HEADS
+    heads.find(head("X-Long: " + "x" * MAX_KNOWN_HEAD_BYTES))
+    assert all(len(raw) <= MAX_KNOWN_HEAD_BYTES for raw in heads._whole)

@@ -29,7 +29,7 @@ def chunks(count: int, size: int = 1) -> bytes:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_so_many_small_chunks_are_let_in_and_one_more_for_each_of_usual_size(whole: bool) -> None:
+def test_a_number_of_small_chunks_is_let_in_and_one_more_for_each_of_usual_size(whole: bool) -> None:
     """Tiny chunks add no allowance of their own until they are as much as one of the least size."""
 
     def taken(data: bytes, most_small: int = MOST) -> bool:

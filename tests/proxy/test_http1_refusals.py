@@ -6,9 +6,9 @@ import pytest
 
 from hetlb.balancer.http import http1
 from hetlb.balancer.http.http1 import (
-    LONGEST_KNOWN_BYTES,
     MAX_HEAD_BYTES,
     MAX_HEADERS,
+    MAX_KNOWN_HEAD_BYTES,
     MAX_LINE_BYTES,
     ChunkedDecoder,
     GateError,
@@ -137,7 +137,7 @@ def test_a_head_at_its_limit_is_found_and_one_byte_more_is_not() -> None:
     [b"M\xc3\xbcller", b"M\xfcller", b"\xe9", "\u65e5\u672c".encode(), b"\xc2\xa0", b"\xf0\x9f\x99\x82"],
 )
 def test_values_of_headers_may_have_bytes_that_are_not_ascii(value: bytes) -> None:
-    """RFC 9110, 5.5 (obs-text). Those that frame a message may not."""
+    """RFC 9110, 5.5 (obs-text). Headers that frame a message may not."""
     head, _ = parse_request_head(asked(b"X-User: " + value))
     assert head.fields[b"x-user"] == value
     for name in (b"Transfer-Encoding: chunked", b"Content-Length: 5", b"Host: h"):
@@ -295,8 +295,8 @@ def test_only_heads_of_a_bearable_length_are_remembered() -> None:
     known = KnownHeads(parse)
     for line in (b"X-Length: none", b"Content-Length: 5"):
         short = asked(line)
-        longest = asked(line, b"Pad: " + b"x" * (LONGEST_KNOWN_BYTES - len(short) - len(b"Pad: \r\n")))
-        assert len(longest) == LONGEST_KNOWN_BYTES
+        longest = asked(line, b"Pad: " + b"x" * (MAX_KNOWN_HEAD_BYTES - len(short) - len(b"Pad: \r\n")))
+        assert len(longest) == MAX_KNOWN_HEAD_BYTES
         longer = longest.replace(b"Pad: ", b"Pad: x")
         for raw in (longest, longest, longer, longer):
             known.find(raw)

@@ -117,7 +117,7 @@ def test_a_tokenizer_is_not_asked_about_images() -> None:
     assert estimator.tokens("m", b"abcd" * 1000, 400, 1) == 100 + START_TOKENS_PER_MEDIUM
 
 
-async def test_an_image_counts_by_what_the_engine_said_of_those_before(start: Start) -> None:
+async def test_an_image_counts_as_the_engine_counted_earlier_ones(start: Start) -> None:
     """On real sockets: the estimate of a chat with an image converges to the engine's own count."""
     content = [{"type": "text", "text": "what is this?"}, CHAT[0]]
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()

@@ -20,7 +20,7 @@ from hetlb.balancer.core.types import (
     ProbeResult,
 )
 from hetlb.inputs.urls import Origin, origin
-from hetlb.options.members import AT_ONCE, LEAVES_AT, Members
+from hetlb.options.members import LEAVES_AT, TURN_INSTANCES, Members
 from hetlb.options.source import Found
 
 
@@ -89,7 +89,7 @@ async def test_an_answer_costs_what_changed_in_it() -> None:
         given = servers(count)
         first = await roster.cost("dns", given)
         assert sum(roster.joined) == count
-        assert max(roster.joined) <= AT_ONCE
+        assert max(roster.joined) <= TURN_INSTANCES
         same, equal = await roster.cost("dns", list(given)), await roster.cost("dns", servers(count))
         given[7] = replace(given[7], url="http://10.9.9.9:8000")
         moved = await roster.cost("dns", given)
@@ -98,7 +98,7 @@ async def test_an_answer_costs_what_changed_in_it() -> None:
         assert (sum(roster.joined), roster.joined[-1]) == (count + 1, 1)
         assert roster.left == [1, 1]
         await roster.cost("dns", [])
-        assert (sum(roster.left), max(roster.left)) == (count + 1, AT_ONCE)
+        assert (sum(roster.left), max(roster.left)) == (count + 1, TURN_INSTANCES)
         costs.append((first / count, same, equal, moved, heavier, gone))
     assert costs[0] == costs[1] == costs[2]
     assert costs[0][1:3] == (0, 0)

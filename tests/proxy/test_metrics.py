@@ -26,7 +26,7 @@ from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, USAGE, Upstream, Visit,
 from hetlb.balancer.core.types import CAUSES, EngineSample, InstanceRemoved, Outcome
 from hetlb.balancer.exchange.scheduler_side import SWEEP_S
 from hetlb.balancer.fleet.service import FleetService
-from hetlb.balancer.telemetry.counters import ITL_S, MODELS_MAX, Totals
+from hetlb.balancer.telemetry.counters import ITL_S, MAX_MODELS, Totals
 from hetlb.balancer.telemetry.histograms import FINE_MS, GapHistogram, Histogram
 from hetlb.options.admin import prometheus
 from hetlb.options.admin.prometheus import MetricsPage
@@ -159,7 +159,7 @@ async def test_every_metric_is_described_and_every_description_is_of_one(tmp_pat
         assert family.documentation.endswith("."), name
 
 
-async def test_units_and_endings_are_those_of_prometheus(tmp_path: Path) -> None:
+async def test_units_and_endings_follow_prometheus(tmp_path: Path) -> None:
     for name, family in (await everything(tmp_path)).items():
         assert (family.type == "counter") == name.endswith("_total"), name
         assert not re.search(r"_(ms|millis\w*|percent|minutes?|kb|mb)(_|$)", name), name
@@ -216,7 +216,7 @@ async def test_a_stream_is_counted_in_every_histogram(tmp_path: Path) -> None:
     served = value(found, "hetlb_instance_served_seconds_total", server="i0")
     assert served == pytest.approx(value(found, "hetlb_e2e_request_latency_seconds_sum", model="m"), abs=0.1)
     assert value(found, "hetlb_instance_predicted_seconds_total", server="i0") > 0
-    # Two tokens of each of the last two answers, predicted from those before.
+    # Two tokens of each of the last two answers, predicted from the earlier ones.
     assert value(found, "hetlb_predicted_output_ratio_sum", model="m") > 0
 
 
@@ -422,12 +422,12 @@ def test_a_name_with_quotes_and_line_ends_stays_one_label() -> None:
 
 def test_adapters_without_end_share_the_last_label() -> None:
     totals = Totals()
-    for number in range(3 * MODELS_MAX):
+    for number in range(3 * MAX_MODELS):
         totals.model(f"adapter-{number}").ttft.observe(1.0)
     found = written(source(1, totals))
     models = {sample.labels["model"] for sample in found["hetlb_time_to_first_token_seconds"].samples}
-    assert len(models) == MODELS_MAX + 1
-    assert value(found, "hetlb_time_to_first_token_seconds_count", model="other") == 2 * MODELS_MAX
+    assert len(models) == MAX_MODELS + 1
+    assert value(found, "hetlb_time_to_first_token_seconds_count", model="other") == 2 * MAX_MODELS
 
 
 async def test_a_large_page_lets_the_loop_turn(monkeypatch: pytest.MonkeyPatch) -> None:

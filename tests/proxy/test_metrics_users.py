@@ -78,7 +78,7 @@ def test_every_metric_and_label_named_is_one(where: str, expression: str) -> Non
         assert label in labels | EVERYWHERE, f"{where}: {label}"
 
 
-def test_values_of_labels_are_those_there_are() -> None:
+def test_values_of_labels_exist() -> None:
     known = {"outcome": set(Outcome), "health": set(Health), "result": {"done", "refused"},
              "hetlb_state state": set(State), "hetlb_cause cause": set(SEVERITIES),
              "hetlb_instance_state state": set(AdminState),

@@ -1,4 +1,4 @@
-"""A plain `hetlb serve` imports what every fleet needs; what only some fleets use is imported by those."""
+"""A plain `hetlb serve` imports what every fleet needs; fleets that need more import the rest."""
 
 from __future__ import annotations
 

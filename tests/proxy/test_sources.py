@@ -14,8 +14,8 @@ from proxy.growing import fleet
 from proxy.services import METRICS, Engine, Running, document, said, serving
 from proxy.upstreams import plain
 
-from hetlb.balancer.config.discovery import parse_selector, select_profile
 from hetlb.errors import ConfigError
+from hetlb.options.profiles.selectors import parse_selector, select_profile
 from hetlb.options.source import Found
 
 PROFILE: dict[str, Any] = {

@@ -110,7 +110,7 @@ def test_where_a_prompt_goes_does_not_tell_that_another_tenant_has_sent_it(proxy
     proxy.loop.rest()
 
 
-def test_a_claimed_share_lies_within_that_of_the_key(proxy: Proxy) -> None:
+def test_a_claimed_share_lies_within_the_keys(proxy: Proxy) -> None:
     proxy.server.router._tenant_header = b"x-team"
     client = ask(proxy, "bob", "/v1/completions", b'{"model":"m","prompt":"x"}', "x-team: ann")
     (exchange,) = proxy.driver.exchanges.values()

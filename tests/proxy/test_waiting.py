@@ -1,4 +1,4 @@
-"""Clients that wait: heartbeats, the time that a client says it has, when those turned away come again."""
+"""Clients that wait: heartbeats, the time that a client says it has, and when refused clients come again."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Scheduled:
 
 @dataclass
 class PlainBatch:
-    """One batch: its sequences, and those preempted for it, but for any whose last token is on its way."""
+    """One batch: its sequences, and sequences preempted for it whose last token is not on its way."""
 
     scheduled: list[Scheduled]
     preempted: list[PlainSequence]
@@ -104,7 +104,7 @@ class PlainBatch:
 
 @dataclass
 class PlainOutcome:
-    """Result of a batch: the numbers of the sequences that got a token, and of those that finished."""
+    """Result of a batch: the numbers of the sequences that got a token, and of the finished ones."""
 
     tokens: list[int]
     finished: list[int]

@@ -582,7 +582,7 @@ def test_no_output_ends_with_its_prefill() -> None:
     assert engine.idle
 
 
-def test_limits_of_a_batch_that_a_profile_leaves_out_are_those_of_vllm_on_its_gpu() -> None:
+def test_limits_of_a_batch_that_a_profile_leaves_out_are_vllms_on_its_gpu() -> None:
     profile = msgspec.convert(
         {
             "version": 1,

@@ -167,7 +167,7 @@ def test_littles_law_holds() -> None:
     rate = len(plan) / end
     mean_time = sum(record.e2el_s for record in result.records) / len(plan)
     assert in_system == pytest.approx(rate * mean_time)
-    # Far below saturation nothing waits: the mean time is close to that of a lone request.
+    # Far below saturation nothing waits: the mean time is close to a lone request's.
     alone = simulate(setup, engines, load(1, 0.0)).records[0].e2el_s
     assert mean_time < 4 * alone
 

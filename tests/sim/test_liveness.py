@@ -42,7 +42,7 @@ def run(
 
 
 def requests_per_s(places: int) -> float:
-    """About what one instance with so many places in use does of the requests here."""
+    """Return about the requests/s that one instance serves with `places` places in use."""
     rows = generate.independent(400, random.Random(9), answer=ANSWER)
     plan = make_plan(rows, None, float("inf"), random.Random(9))
     return float(run(plan, "single", (places,), (131_072,)).summary()["request_throughput"])

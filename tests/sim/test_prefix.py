@@ -52,7 +52,7 @@ class Ask:
         return EngineSequence(self.prompt, self.output, pieces=self.pieces, answer=self.answer)
 
     def tokens(self) -> list[Hashable]:
-        """Every token that gets into the cache, by what it is."""
+        """Return a name of every token that gets into the cache."""
         named: list[Hashable] = [(key, i) for key, tokens in self.pieces for i in range(tokens)]
         named += [("own", id(self), i) for i in range(self.own)]
         answer = ("out", id(self)) if self.answer is None else self.answer

@@ -80,7 +80,7 @@ def test_a_cell_in_company_is_what_it_is_alone() -> None:
         assert run_sweep(study(1.0, 3.0), [CELLS[index]]) == [together[index]]
 
 
-def test_yardsticks_are_those_of_the_references() -> None:
+def test_yardsticks_equal_the_references() -> None:
     whole = study(1.0, 3.0, 1.0)
     ran = run_sweep(whole, [StudyCell("paper", math.inf, 7)])[0]
     plan = whole.load.plan(math.inf, 7)
@@ -184,7 +184,7 @@ def test_waiting_requests_are_seen_at_the_proxy_and_in_the_engines() -> None:
     assert max(moment.held for moment in late.watched.series.moments) > 100
 
 
-def test_inside_a_stretch_the_blocks_are_those_of_stepping() -> None:
+def test_inside_a_stretch_the_blocks_equal_stepping() -> None:
     limits = EngineLimits(kv_cache_tokens=4000, block_size=16, max_num_seqs=8)
     fast, slow = EngineModel(FAST, limits), EngineModel(FAST, limits)
     for engine in (fast, slow):

@@ -119,7 +119,7 @@ async def rig(
 
 
 class Collector:
-    """A receiver that takes so many tokens."""
+    """A receiver that takes `count` tokens."""
 
     def __init__(self, count: int) -> None:
         self._count = count

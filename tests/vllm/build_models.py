@@ -60,7 +60,7 @@ def built(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    # One with experts first: the first one's groups of GPUs are those of all.
+    # One with experts first: its groups of GPUs serve for all.
     asked = sorted(json.load(sys.stdin).items(), key=lambda each: "expert" not in json.dumps(each[1]))
     for name, config in asked:
         with tempfile.TemporaryDirectory() as folder:

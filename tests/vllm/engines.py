@@ -13,7 +13,7 @@ Promises:
   ``start_new_session=True``): a waiting vLLM engine spins on ``sched_yield``, and under Linux 6.18 with
   ``sched_autogroup`` a spinning session starves every other one for seconds; a client in its own session
   got all chunks of a stream at once, 2 s late. ``data/README.md`` has the figures.
-- one server per core: ``VLLM_CPU_OMP_THREADS_BIND`` gets a core of its own from those this process may
+- one server per core: ``VLLM_CPU_OMP_THREADS_BIND`` gets a core of its own from the cores this process may
   use, so that two models of unequal size are a steady unequal pair.
 
 Standard library only, and nothing of hetlb: it must also say something when hetlb is broken.
@@ -38,7 +38,7 @@ REPO_ROOT = Path(__file__).resolve().parents[2]
 VENV_PYTHON = REPO_ROOT / ".venv-vllm" / "bin" / "python"
 SERVED_MODEL_NAME = "tiny"
 
-# Below the range from which Linux gives ports to outgoing connections, so that none of those can take
+# Below the range from which Linux gives ports to outgoing connections, so that none of these can take
 # the port between our look and vLLM's bind, seconds later.
 PORTS = range(20000, 32000)
 

@@ -1,4 +1,4 @@
-"""Limits of a batch without flags, by GPU, held against those that the installed vLLM takes."""
+"""Limits of a batch without flags, by GPU, held against the installed vLLM's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ print(json.dumps(found))
 """
 
 
-def test_limits_are_those_that_vllm_takes() -> None:
+def test_limits_equal_vllms() -> None:
     asked = json.dumps([(name, size * _GIB) for name, size in GPUS])
     done = subprocess.run(
         [str(VENV_PYTHON), "-c", ASK], input=asked, capture_output=True, text=True, check=False

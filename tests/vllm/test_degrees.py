@@ -28,7 +28,7 @@ def shape_of(name: str) -> ModelShape:
 
 
 @pytest.mark.timeout(1800)
-def test_degrees_are_those_that_vllm_accepts() -> None:
+def test_degrees_are_accepted_by_vllm() -> None:
     asked = {
         name: {**raw, "_sizes": [size for _, size in (*shape.feed_forward, *shape.experts)]}
         for name, raw in CONFIGS.items()

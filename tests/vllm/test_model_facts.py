@@ -37,7 +37,7 @@ def asked(script: str, question: Any) -> str:
 
 
 @pytest.mark.timeout(600)
-def test_defaults_are_those_of_transformers() -> None:
+def test_defaults_equal_transformers() -> None:
     """Written anew by: this test's question piped to `make_model_defaults.py`."""
     code = "".join(path.read_text() for path in sorted(MODELS.glob("*.py")))
     keys = set(re.findall(r'"([A-Za-z_0-9]+)"', code)) | {
@@ -48,7 +48,7 @@ def test_defaults_are_those_of_transformers() -> None:
 
 
 @pytest.mark.timeout(1800)
-def test_parameters_are_those_of_transformers() -> None:
+def test_parameters_equal_transformers() -> None:
     counted = json.loads(asked("count_parameters.py", sorted(set(FAMILIES) - LEFT_OUT)).splitlines()[-1])
     assert len(counted) > 60
     wrong = []
@@ -62,7 +62,7 @@ def test_parameters_are_those_of_transformers() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_parameters_and_caches_are_those_of_vllm() -> None:
+def test_parameters_and_caches_equal_vllm() -> None:
     """Of public models in one table. States are not compared: on CPUs vLLM keeps them in 32 bits."""
     public = {}
     for file in ("published.json", "parameters.json"):

@@ -77,7 +77,7 @@ class Stream:
 
 
 async def stream(http: httpx.AsyncClient, url: str, number: int, tokens: int, into: list[Stream]) -> Stream:
-    """One streamed completion of exactly so many tokens, read to its end, however it ends."""
+    """Send one streamed completion of exactly `tokens` tokens, read to its end, however it ends."""
     seen = Stream(time.monotonic())
     into.append(seen)
     prompt = random.Random(f"faults {number}").choices(range(1000, 2000), k=24)
@@ -97,7 +97,7 @@ async def stream(http: httpx.AsyncClient, url: str, number: int, tokens: int, in
 
 @contextlib.asynccontextmanager
 async def crowd(url: str, clients: int, tokens: int) -> AsyncIterator[list[Stream]]:
-    """So many clients that ask again and again; what they saw, until the block ends."""
+    """Yield the streams of `clients` that ask again and again until the block ends."""
     seen: list[Stream] = []
 
     async def client(number: int) -> None:

@@ -36,7 +36,7 @@ def named(form: Form) -> str:
 
 
 def spec_of(form: Form, folder: Path) -> ServerSpec:
-    """A server of two ranks, one on each of two cores where there are so many."""
+    """Return a server of two ranks, each on a core of its own where there are two."""
     spec = ServerSpec(named(form), "tiny-fast", core=0, max_num_seqs=4)
     if form.connector is not None:
         name = READER if form.role is Role.PREFILL else DECODER

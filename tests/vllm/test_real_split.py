@@ -62,7 +62,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             yield Running(connector, reader, decoder, proxy, folder)
 
 
-async def test_every_answer_is_that_of_one_server_and_no_prompt_is_computed_twice(running: Running) -> None:
+async def test_every_answer_equals_one_servers_and_no_prompt_is_computed_twice(running: Running) -> None:
     rng = random.Random(running.connector)
     lengths = [rng.randint(100, 3500) for _ in range(REQUESTS)]
     before = split_pair.sums(running.decoder, "vllm:prompt_tokens_by_source_total")

@@ -37,7 +37,7 @@ TIMES = int(os.environ.get("HETLB_SPLIT_TIMES", "10"))
 CONNECTORS = os.environ.get("HETLB_SPLIT_CONNECTORS", ",".join(split_pair.CONNECTORS)).split(",")
 FAILS, RECOMPUTES = "fails", "recomputes"
 ROLES = {READER: "prefill", FAILS: "decode", RECOMPUTES: "decode"}
-#: KV blocks of 128 tokens: few enough that later prompts soon take those that were given up.
+#: KV blocks of 128 tokens: few enough that later prompts soon take blocks that were given up.
 BLOCKS = 160
 
 
@@ -127,7 +127,7 @@ class Bed:
     async def _keep_stepping(self) -> None:
         """Ask the prefill server for a token now and then.
 
-        Without NIXL's progress thread it answers reads only while its engine steps, and those of requests
+        Without NIXL's progress thread it answers reads only while its engine steps, and reads of requests
         that were given up hold blocks of the decode server until then.
         """
         body = body_of(8, "a step", max_tokens=1)

@@ -1,4 +1,4 @@
-"""Two real vLLM servers whose numbers of KV layers differ, as those of a pipeline stage and a whole model do.
+"""Two real vLLM servers whose numbers of KV layers differ, as for a pipeline stage and a whole model.
 
 Every pull fails at the handshake, the decode server computes the prompt anew, and its answer is right. hetlb
 sees that by the decode server's counters, and stops splitting requests between both within 20.
@@ -20,7 +20,7 @@ import split_pair
 from engines import Server, ServerSpec, free_ports
 from split_pair import DECODER, READER, Address
 
-from hetlb.options.split.fetch_checks import MOST_MISSED, MOST_UNJUDGED
+from hetlb.options.split.fetch_checks import MAX_MISSED_TRANSFERS, MAX_UNJUDGED_TRANSFERS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -90,7 +90,7 @@ async def test_a_pair_of_other_layers_is_left_alone_within_20_requests(
         status = (await client.get(proxy.admin + "/v1/status")).json()
     print(results, status["advice"])
     assert results["done"] == 0
-    assert MOST_MISSED <= results["not_fetched"] <= MOST_UNJUDGED
+    assert MAX_MISSED_TRANSFERS <= results["not_fetched"] <= MAX_UNJUDGED_TRANSFERS
     assert f"read at {READER} do not reach {DECODER}" in status["advice"]
     sources = split_pair.sums(decoder, "vllm:prompt_tokens_by_source_total")
     assert sources["external_kv_transfer"] == 0.0

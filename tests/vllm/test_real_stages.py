@@ -78,7 +78,7 @@ async def plain(http: httpx.AsyncClient, url: str, prompt: list[int], count: int
 async def streamed(
     http: httpx.AsyncClient, url: str, prompt: list[int], count: int, leave_after: int | None = None
 ) -> tuple[list[int], dict[str, Any] | None]:
-    """Tokens of a stream and its error event; leaves after so many tokens."""
+    """Return the tokens of a stream and its error event; leave after `leave_after` tokens."""
     tokens: list[int] = []
     request = body(prompt, count, stream=True)
     async with http.stream("POST", f"{url}/v1/completions", json=request) as reply:

@@ -76,7 +76,7 @@ async def test_a_client_that_did_not_ask_sees_no_usage_event(client: openai.Asyn
         assert event.choices, "the usage event came through"
 
 
-async def test_the_bytes_of_a_stream_are_those_of_a_plain_vllm(
+async def test_the_bytes_of_a_stream_equal_a_plain_vllms(
     proxy: real.Proxy, servers: list[Server], http: httpx.AsyncClient
 ) -> None:
     body = {"model": "tiny", "prompt": tokens(9, "bytes"), "max_tokens": 6, "stream": True, **EXACT}

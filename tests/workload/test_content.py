@@ -80,5 +80,5 @@ def test_the_size_of_a_block_is_read_from_the_lengths(size: int, lengths: list[i
     assert block_tokens(rows) == expected
 
 
-def test_the_size_of_a_block_without_blocks_is_that_of_mooncake() -> None:
+def test_the_size_of_a_block_without_blocks_is_mooncakes() -> None:
     assert block_tokens([Row(None, 5, 1), Row(None, 9, 1, hash_ids=("sys=3",))]) == 512

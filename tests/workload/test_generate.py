@@ -42,7 +42,7 @@ def test_lengths_have_their_median_and_their_ends() -> None:
     assert Lengths(7).draw(rng) == 7
 
 
-def test_shared_prompts_begin_with_one_of_so_many() -> None:
+def test_shared_prompts_begin_with_one_of_few() -> None:
     rows = generate.shared_prompts(300, random.Random(1), prompts=5, prefix_tokens=1000)
     spans = {content.spans for content in contents_of(rows)}
     assert spans == {((("", f"prompt-{i}", 1000), 1000),) for i in range(5)}

@@ -1,4 +1,4 @@
-"""The figures of a run are those NumPy and `vllm bench serve` would give for the same requests."""
+"""The figures of a run are what NumPy and `vllm bench serve` would give for the same requests."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
     st.lists(st.tuples(seconds, st.integers(min_value=1, max_value=5)), min_size=1, max_size=20),
     st.floats(min_value=0, max_value=100),
 )
-def test_weighted_percentiles_are_those_of_the_values_written_out(
+def test_weighted_percentiles_equal_the_values_written_out(
     pairs: list[tuple[float, int]], percent: float
 ) -> None:
     written_out = sorted(value for value, count in pairs for _ in range(count))

@@ -30,7 +30,7 @@ class EngineAccess:
 
     `authorization` is the value of that header; without one, `passthrough` lets the client's own through.
     `tls` is there for https. `address` is connected to in place of the URL's host, where that was resolved
-    once and for all. `kv_bootstrap` is the URL of its Mooncake bootstrap server. `confined`: its name may not
+    once and for all. `confined`: its name may not
     lead to an address where no engine can be (`hetlb.addresses`).
     """
 
@@ -38,7 +38,6 @@ class EngineAccess:
     passthrough: bool = False
     tls: ssl.SSLContext | None = None
     address: str | None = None
-    kv_bootstrap: str | None = None
     confined: bool = False
 
 
@@ -116,7 +115,6 @@ def load_access(fleet: Fleet) -> Access:
             authorization=_bearer(model_keys.get(spec.model) if key is None else key),
             passthrough=proxy.passthrough_authorization,
             tls=_engine_tls(spec.url, authorities, named, contexts),
-            kv_bootstrap=table.kv_bootstrap,
         )
     listen = fleet.file.listen.tls
     return Access(

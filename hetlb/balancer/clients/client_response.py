@@ -88,7 +88,7 @@ class ClientResponse:
     ) -> bytes:
         """Return the client's head. From here on the answer is what it is.
 
-        `answer` is the engine's, `length` that of its body where it is known, `lines` are of hetlb's own.
+        `answer` is the engine's, `length` its body's where it is known, `lines` are of hetlb's own.
         """
         asked, delimited = self._head, True
         self.state = transition.take(self.state)

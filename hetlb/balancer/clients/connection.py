@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from hetlb.balancer.clients.server import ProxyServer
     from hetlb.balancer.interfaces import ClientKey
 
-#: Bytes of a next request that may wait behind the one being answered.
-_MAX_PIPELINED: Final = 64 << 10
-#: A read of this size or more is a turn of its own: more is waiting in the kernel.
-_LARGE_READ: Final = 128 << 10
-#: Bodies of at least this many bytes are parsed in a turn of their own.
-_LARGE_BODY: Final = 256 << 10
+#: Maximum bytes of a next request that may wait behind the one being answered.
+_MAX_PIPELINED_BYTES: Final = 64 << 10
+#: Least bytes of a read that takes a turn of its own: more is waiting in the kernel.
+_LARGE_READ_BYTES: Final = 128 << 10
+#: Least bytes of a body that is parsed in a turn of its own.
+_LARGE_BODY_BYTES: Final = 256 << 10
 #: Seconds before the minimum rate of a body applies.
 _BODY_GRACE_S: Final = 5.0
 _LEAST_BODY_BYTES_PER_S: Final = 1024.0
@@ -39,8 +39,8 @@ _LEAST_BODY_BYTES_PER_S: Final = 1024.0
 _BODY_STOP_S: Final = 10.0
 #: Seconds in which a refused client may still send before its connection is dropped.
 LINGER_S: Final = 2.0
-#: Kernel send buffer of a client's connection, in bytes.
-_SEND_BUFFER: Final = 64 << 10
+#: Bytes of the kernel's send buffer of a client's connection.
+_SEND_BUFFER_BYTES: Final = 64 << 10
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
 _IDLE: Final = ClientState.IDLE
 _HEAD: Final = ClientState.HEAD
@@ -76,7 +76,7 @@ class ClientConnection(PacedReader):
         self.state = _IDLE
         self._head: RequestHead | None = None
         self._tenant: ClientKey | None = None
-        #: Bytes of the body that are counted among those of all connections.
+        #: Bytes of the body that count in the bodies of all connections.
         self._held = 0
         self._exchange: Exchange | None = None
         self._now = server.driver.now
@@ -94,7 +94,7 @@ class ClientConnection(PacedReader):
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
             peer = transport.get_extra_info("peername")
             if peer:
                 self.address = str(peer[0])
@@ -106,7 +106,7 @@ class ClientConnection(PacedReader):
     def data_received(self, data: bytes) -> None:
         state = self.state
         if state is _CLOSING or state is _CLOSED:
-            if len(data) >= _LARGE_READ:
+            if len(data) >= _LARGE_READ_BYTES:
                 self._continue_later()  # what is thrown away has its turn like anything else
             return
         self._reader.feed(data)
@@ -115,7 +115,7 @@ class ClientConnection(PacedReader):
             return
         if state is _IDLE:
             self._since = self._now()  # the head's time begins with its first byte
-        if len(data) >= _LARGE_READ:
+        if len(data) >= _LARGE_READ_BYTES:
             self._continue_later()
         self._advance()
 
@@ -243,7 +243,7 @@ class ClientConnection(PacedReader):
         reading, reader = self.reading, self._reader
         if reading is _TURN or self.state is _CLOSING or self._transport is None:
             return
-        full = len(reader.buffer) - reader.at > _MAX_PIPELINED
+        full = len(reader.buffer) - reader.at > _MAX_PIPELINED_BYTES
         if full and reading is _OPEN:
             self._hold_back()
         elif not full and reading is _HELD:
@@ -302,7 +302,7 @@ class ClientConnection(PacedReader):
                 if reader.unread:
                     self._continue_later()
             elif reader.read_body():
-                if reader.held >= _LARGE_BODY and state is not _READ:
+                if reader.held >= _LARGE_BODY_BYTES and state is not _READ:
                     self.state = states.BODY_READ.take(self.state)  # to look at it is a turn of its own
                     self._continue_later()
                 else:

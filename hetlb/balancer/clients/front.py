@@ -18,6 +18,7 @@ from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.errors import ConfigError
+from hetlb.extras import option
 from hetlb.logs import LogWriter
 
 if TYPE_CHECKING:
@@ -81,11 +82,11 @@ class Front:
         self.server.configure(fleet.file.proxy, access)
         router = self.server.router
         router.names = router.classes = None
-        if any(each.aliases or each.fallback for each in fleet.written.models):
+        if fleet.uses("model_names"):
             router.names = hook("model_names", fleet.written)
-        if any(each.classes for each in fleet.file.models):
+        if fleet.uses("classes"):
             router.classes = hook("classes", fleet.service_classes)
-        router.resume = fleet.resume
+        router.resume = option("resume").ways_of(fleet.file) if fleet.uses("resume") else {}
 
     def _requests_ended(self, ended: Sequence[RequestRecord]) -> None:
         now = self._driver.now()

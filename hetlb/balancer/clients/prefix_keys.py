@@ -18,7 +18,7 @@ from hetlb.balancer.core.prefix_index import PrefixKey
 from hetlb.balancer.http.openai_body import Call
 
 #: Maximum bytes of text, and of a list of token ids, that have keys.
-_LAST_BYTES: Final = 4 << 20
+_MAX_KEYED_BYTES: Final = 4 << 20
 _FIRST_BYTES: Final = FIRST_TOKENS * BYTES_PER_TOKEN
 _SESSION: Final = re.compile(rb"[\x21-\x7e]{1,256}")
 #: The end of one element of a list of messages, content parts or tools and the start of the next. It cannot
@@ -43,7 +43,7 @@ def session_key(session: bytes | None, owner: str | None, model: str) -> PrefixK
 def token_ids(call: Call) -> list[array[int]] | None:
     """Return the token ids of each prompt; None where they are no ids, or too many for keys."""
     data = call.ids
-    if not 0 < len(data) <= _LAST_BYTES:
+    if not 0 < len(data) <= _MAX_KEYED_BYTES:
         return None
     try:
         lists = _lists.decode(data) if call.ids_nested else [_one_list.decode(data)]
@@ -84,7 +84,7 @@ def text_keys(call: Call, model: str, owner: str | None = None) -> tuple[PrefixK
     text = call.tools + call.text if call.tools else call.text
     if call.prompts > 1:
         text = _beginning_of_all(text)
-    text = text[:_LAST_BYTES].rstrip(b' \t\r\n]"')
+    text = text[:_MAX_KEYED_BYTES].rstrip(b' \t\r\n]"')
     length = len(text)
     if length < _FIRST_BYTES:
         return ()

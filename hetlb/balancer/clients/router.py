@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
 #: Maximum characters of the path of a refused request in the request log.
-_MOST_PATH: Final = 128
+_MAX_PATH_CHARACTERS: Final = 128
 #: Paths of answers that can go on at another instance.
 _RESUMED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 #: Balancers ask here, and have no key.
@@ -57,7 +57,7 @@ _PLAIN: Final = Kind.PLAIN
 _REALTIME: Final = Kind.REALTIME
 _MULTIPART: Final = b"multipart/"
 _FORM: Final = b"application/x-www-form-urlencoded"
-#: CORS: lines of every answer to a page of another origin, and those of the question before (Fetch, 3.2).
+#: CORS: lines of every answer to a page of another origin, and lines for the preflight (Fetch, 3.2).
 _CORS_LINES: Final = (
     b"access-control-allow-origin: %b\r\nvary: Origin\r\n"
     b"access-control-expose-headers: x-request-id, x-hetlb-instance, retry-after\r\n"
@@ -93,7 +93,7 @@ class Router:
         self.resume: Mapping[tuple[str, str], Resume] = {}
         #: Makes the attempts of requests that no option has to do with.
         self._plain = PlainMaker(driver)
-        #: Makes those of answers that may go on elsewhere, None before the first.
+        #: Makes the attempts of answers that may go on elsewhere, None before the first.
         self._resumption: Any = None
         #: Makes the ids of every request's spans, None without tracing.
         self.tracing: SpanMaker | None = None
@@ -127,7 +127,7 @@ class Router:
         return tenant
 
     def cors_lines(self, head: RequestHead) -> bytes:
-        """Header lines by which a browser lets a page of another origin read the answer; b"" for others."""
+        """Return header lines that let a browser's page of another origin read the answer; b"" for others."""
         origin = head.fields.get(b"origin") if self._origins else None
         if origin is None or not self._origins & {origin.lower(), b"*"}:
             return b""
@@ -233,7 +233,7 @@ class Router:
         text = label_of(head)
         if text is None:
             text = engine_text = self._label_prefix + hex(request.id)[2:]
-        else:  # engines take it for their own id: no tenant may choose that of another
+        else:  # engines take it for their own id: no tenant may choose another one's
             engine_text = text if tenant is None else f"{text}.{hex(request.id)[2:]}"
         outgoing = EngineRequest(head, call.body, engine_text)
         exchange = Exchange(driver, client, outgoing, kind, call, request, text, self._plain, owner)
@@ -347,7 +347,9 @@ class Router:
         driver = self._driver
         request_id = driver.next_id()
         label = label_of(head) or self._label_prefix + hex(request_id)[2:]
-        path = head.path if len(head.path) <= _MOST_PATH else head.path[:_MOST_PATH] + "..."
+        path = (
+            head.path if len(head.path) <= _MAX_PATH_CHARACTERS else head.path[:_MAX_PATH_CHARACTERS] + "..."
+        )
         owner = None if tenant is None else tenant.name
         request = Request(request_id, "", 0, generates=False)
         record = RequestRecord(request, _PLAIN, head.method, path, label, owner, since, 1, 0)

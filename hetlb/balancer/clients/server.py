@@ -35,7 +35,7 @@ class ProxyServer:
         self.connections: dict[ClientConnection, None] = {}
         #: Bytes of bodies that have not come whole yet, over all connections.
         self.held_bytes = 0
-        #: Those that were a WebSocket and wait for the client's side to close; told when there is none.
+        #: Connections that were a WebSocket and wait for the client's side to close; told when there is none.
         self.parting: set[ClientConnection] = set()
         self._all_parted: asyncio.Future[None] | None = None
         #: True if each connection ends with the answer it is at: no further request is taken.
@@ -98,7 +98,7 @@ class ProxyServer:
     async def start(self, host: str, port: int, sockets: Sequence[socket.socket] = ()) -> tuple[str, int]:
         """Accept connections; returns the address in use. Raises `OSError` if it cannot be bound.
 
-        With `sockets`, which are bound already, on those.
+        `sockets` are bound already; then the connections come from these.
         """
         loop = self.driver.loop
         tls: dict[str, Any] = {}

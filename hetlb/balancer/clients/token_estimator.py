@@ -1,6 +1,6 @@
 """Prompt tokens estimated without tokenising on the hot path.
 
-Token ids are counted, and text where a local tokenizer is configured; other text, and media, by what engines'
+Token ids are counted, and text where a local tokenizer is configured; other text, and media, as the engines'
 `usage` taught about a model.
 """
 
@@ -16,8 +16,8 @@ from hetlb.errors import ConfigError
 #: Bytes per token before anything was learnt: English text and common vocabularies.
 START_BYTES_PER_TOKEN: Final = 4.0
 #: Bounds of bytes per token.
-_LEAST: Final = 0.5
-_MOST: Final = 16.0
+_LEAST_BYTES_PER_TOKEN: Final = 0.5
+_MOST_BYTES_PER_TOKEN: Final = 16.0
 #: Tokens of an image, sound or video before anything was learnt.
 START_TOKENS_PER_MEDIUM: Final = 600.0
 #: Maximum bytes of a prompt that a local tokenizer counts: it takes about a millisecond.
@@ -58,7 +58,7 @@ class LearntRatio:
 
 
 def bytes_per_token() -> LearntRatio:
-    return LearntRatio(START_BYTES_PER_TOKEN, 200.0, 200_000.0, _LEAST, _MOST)
+    return LearntRatio(START_BYTES_PER_TOKEN, 200.0, 200_000.0, _LEAST_BYTES_PER_TOKEN, _MOST_BYTES_PER_TOKEN)
 
 
 def tokens_per_medium() -> LearntRatio:

@@ -7,25 +7,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import msgspec
 
-from hetlb.balancer.config.discovery import gpu_of, parse_selector, select_profile
 from hetlb.balancer.config.fleet_tables import (
     OWN_HEADERS,
     FleetFile,
     InstanceTable,
-    KvEventsTable,
     ModelTable,
-    PickTable,
     PolicyTable,
-    Resume,
+    gpu_of,
 )
 from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.objective import ServiceClass
-from hetlb.balancer.core.policies.base import COMBINE_FORMS, PlannedType, PolicyParams
+from hetlb.balancer.core.policies.base import COMBINE_FORMS, PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.predictor import PREDICTORS, LengthSample
 from hetlb.balancer.core.queue import QueueLimits
@@ -33,15 +30,13 @@ from hetlb.balancer.core.types import Capacity, InstanceSpec, Role
 from hetlb.balancer.hooks import hook
 from hetlb.errors import ConfigError
 from hetlb.extras import option
-from hetlb.inputs.mistakes import Mistakes, did_you_mean, listed, one_of, short
-from hetlb.inputs.urls import Origin, bracketed, check_base, check_publisher, check_url, origin
+from hetlb.inputs.mistakes import Mistakes, one_of, short
+from hetlb.inputs.option_keys import options_of, stated_keys
+from hetlb.inputs.urls import Origin, check_url, origin
 from hetlb.inputs.yaml_file import load_yaml, with_lines
 
 if TYPE_CHECKING:
     from hetlb.balancer.interfaces import EngineProfile
-
-#: vLLM's own default: `VLLM_MOONCAKE_BOOTSTRAP_PORT`.
-MOONCAKE_BOOTSTRAP_PORT: Final = 8998
 
 
 class Listed(msgspec.Struct, frozen=True):
@@ -49,12 +44,6 @@ class Listed(msgspec.Struct, frozen=True):
 
     key: str
     table: InstanceTable
-
-    @property
-    def kv_events(self) -> KvEventsTable | None:
-        """Its publisher of KV events, None without one."""
-        stated = self.table.kv_events
-        return KvEventsTable(endpoint=stated) if isinstance(stated, str) else stated
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +77,10 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         """Resolve a discovered instance, with the profile its labels select. Raises `InputError`."""
         return resolve_instance(table, model, "", self.base, cache, self.file.profiles)[0]
 
+    def uses(self, name: str) -> bool:
+        """Return whether the file states a key that an option reads."""
+        return any(owner == name for _, owner in stated_keys(self.file))
+
     @property
     def where(self) -> str:
         """Prefix of errors about this fleet."""
@@ -106,7 +99,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.path is None:
             return []
-        tables = msgspec.structs.replace(self.written, discovery=None, pick=PickTable())
+        tables = msgspec.structs.replace(self.written, discovery=None, pick=None)
         return [self.path, *sorted({self.base / name for name in _file_names(msgspec.to_builtins(tables))})]
 
     @property
@@ -114,16 +107,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         """Policy parameters as the scheduler's type."""
         p = self.file.policy
         first = self.file.models[0].name if self.file.models else ""
-        types = tuple(
-            PlannedType(
-                each.model or first,
-                each.input_tokens,
-                each.output_tokens,
-                each.share,
-                tuple(each.instances.items()),
-            )
-            for each in p.types
-        )
+        types = option("plans").planned_types(p.types, first) if p.types else ()
         worth, weights = tuple(p.worth.items()), tuple(p.weights.items())
         return PolicyParams(p.theta, p.combine, worth, types, p.adapter_load_s, weights)
 
@@ -145,17 +129,6 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         return classes
 
     @property
-    def resume(self) -> dict[tuple[str, str], Resume]:
-        """Mode of resuming answers, by model and class ("" without one)."""
-        found = {}
-        for model in self.file.models:
-            stated = self.file.proxy.resume if model.resume is None else model.resume
-            found[model.name, ""] = stated
-            for name, table in model.classes.items():
-                found[model.name, name] = stated if table.resume is None else table.resume
-        return found
-
-    @property
     def queue_limits(self) -> QueueLimits:
         """Queue limits as the scheduler's type."""
         return QueueLimits(**msgspec.structs.asdict(self.file.queue))
@@ -166,7 +139,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         return HealthParams(**msgspec.structs.asdict(self.file.health))
 
 
-#: Keys whose value is the path of a file, beside those that end with `_file`.
+#: Keys whose value is the path of a file, beside keys that end with `_file`.
 _FILE_KEYS = frozenset({"profile", "tokenizer", "cert", "key"})
 
 
@@ -182,17 +155,6 @@ def _file_names(tables: Any, key: str = "") -> Iterator[str]:
         yield tables
 
 
-def _resume_mistakes(model: ModelTable, key: str) -> Iterator[str]:
-    """Yield a line for each `resume: true`, which went."""
-    stated = {f"{key}.resume": model.resume}
-    stated |= {f"{key}.classes.{name}.resume": each.resume for name, each in model.classes.items()}
-    for where, how in stated.items():
-        if how is True:
-            from hetlb.inputs.gone import RESUME_BY_TEXT
-
-            yield f"{where}: {RESUME_BY_TEXT}"
-
-
 def _check_secret(file: str | None, env: str | None, key: str) -> None:
     """Raise `ConfigError` where both `{key}_file` and `{key}_env` are stated."""
     if file is not None and env is not None:
@@ -200,34 +162,13 @@ def _check_secret(file: str | None, env: str | None, key: str) -> None:
         raise ConfigError(f"{key}_file: expected either {name}_file or {name}_env, got both")
 
 
-def _checked(instance: InstanceTable, url: str, key: str) -> InstanceTable:
-    """Check the addresses of an instance at `url`, and how its key is stated. Raises `ConfigError`."""
-    bootstrap = instance.kv_bootstrap
-    if bootstrap is not None:
-        bootstrap = check_url(bootstrap, f"{key}.kv_bootstrap")
-    elif url:
-        bootstrap = f"http://{bracketed(urlsplit(url).hostname or '')}:{MOONCAKE_BOOTSTRAP_PORT}"
+def _check_access(instance: InstanceTable, url: str, key: str) -> None:
+    """Check how the key of an instance at `url` and its authorities are stated. Raises `ConfigError`."""
     if instance.ca_file is not None and not url.startswith("https://"):
         raise ConfigError(
             f"{key}.ca_file: expected one only where the url begins with https://, got {short(url)}"
         )
     _check_secret(instance.api_key_file, instance.api_key_env, f"{key}.api_key")
-    if (events := Listed(key, instance).kv_events) is not None:
-        check_publisher(events.endpoint, f"{key}.kv_events")
-        if events.replay is not None:
-            check_publisher(events.replay, f"{key}.kv_events.replay")
-    return msgspec.structs.replace(instance, kv_bootstrap=bootstrap)
-
-
-def _role_mistakes(model: ModelTable, key: str) -> Iterator[str]:
-    """Roles with which the instances of a model cannot serve requests."""
-    roles = [instance.role for instance in model.instances]
-    if model.kv_transfer is None:
-        for i, role in enumerate(roles):
-            if role != "both":
-                yield f"{key}.instances[{i}].role: expected both where there is no kv_transfer, got {role!r}"
-    elif all(role == "prefill" for role in roles):
-        yield f"{key}.instances: expected one with the role decode or both, got none"
 
 
 def check_policy(table: PolicyTable, where: str) -> None:
@@ -270,7 +211,9 @@ def resolve_instance(
         raise ConfigError(f"{key}name: expected letters, digits and . _ : - (128 at most), got {short(name)}")
     profile: EngineProfile | None = None
     labels = instance.labels if instance.gpu is None else {**instance.labels, "gpu": instance.gpu}
-    named = instance.profile or select_profile(labels, profiles)
+    named = instance.profile
+    if named is None and profiles:
+        named = hook("profiles.selectors", labels, profiles)
     if named is not None:
         path = base / named
         if path not in cache:
@@ -295,81 +238,53 @@ def resolve_instance(
 def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
     """Check a whole fleet and read its profiles. Raises one `ConfigError` with all mistakes."""
     where = f"{path}: " if path else ""
-    base = path.parent if path else Path()
     mistakes = Mistakes()
+    fleet = Fleet(path=path, file=file, written=file, instances=())
+    resolved = _Resolved(fleet, mistakes)
+    try:
+        options = options_of(file)
+    except ConfigError as error:
+        missing = ConfigError(f"{where}{error}")
+        raise with_lines(path, [missing]) if path else missing from None
     with mistakes.here():
         check_policy(file.policy, where)
     with mistakes.here():
-        if file.tracing is not None:
-            check_base(file.tracing.otlp_endpoint, f"{where}tracing.otlp_endpoint", "http://collector:4318")
-    with mistakes.here():
         _check_secret(file.admin.token_file, file.admin.token_env, f"{where}admin.token")
-    for text in file.profiles:
-        with mistakes.here():
-            parse_selector(text, f"{where}profiles")
-    mistakes.add(ConfigError(where + each) for each in _mistakes_across(file, base))
-    fleet = Fleet(path=path, file=file, written=file, instances=())
-    resolved = _Resolved(fleet, mistakes)
+    mistakes.add(ConfigError(where + each) for each in _mistakes_across(file))
     for m, model in enumerate(file.models):
         resolved.add_model(model, f"{where}models[{m}]")
-    unknown = [name for name in file.policy.worth if name not in fleet.listed]
-    mistakes.add(ConfigError(f"{where}policy.worth: {one_of(name, fleet.listed)}") for name in unknown)
-    for t, planned in enumerate(file.policy.types):
-        unknown = [name for name in planned.instances if name not in fleet.listed]
-        keys = f"{where}policy.types[{t}].instances"
-        mistakes.add(ConfigError(f"{keys}: {one_of(name, fleet.listed)}") for name in unknown)
+    for each in options.values():
+        if (of_option := getattr(each, "mistakes", None)) is not None:
+            mistakes.add(ConfigError(where + line) for line in of_option(fleet))
     if mistakes.found:
         raise with_lines(path, mistakes.found) if path else mistakes.found[0]
     return msgspec.structs.replace(fleet, instances=tuple(resolved.specs))
 
 
-def _mistakes_across(file: FleetFile, base: Path) -> Iterator[str]:
-    """Mistakes in the tables that need no instance resolved, without the name of the file."""
+def _mistakes_across(file: FleetFile) -> Iterator[str]:
+    """Mistakes in the balancer's own keys that need no instance resolved, without the name of the file."""
     for h, header in enumerate(file.proxy.forward_headers):
         if header.lower() in OWN_HEADERS or header.lower().startswith("proxy-"):
             yield (
                 f"proxy.forward_headers[{h}]: expected one that neither frames, addresses nor authorises a "
                 f"message, got {short(header)}"
             )
-    if file.proxy.resume is True:
-        from hetlb.inputs.gone import RESUME_BY_TEXT
-
-        yield f"proxy.resume: {RESUME_BY_TEXT}"
     if not file.models and file.discovery is None:
         yield "models: expected at least one model, got none"
-    for text, profile in file.profiles.items():
-        if not (base / profile).is_file():
-            yield f"profiles.{text}: expected the path of a latency profile, got {profile!r}: no such file"
     names = [model.name for model in file.models]
-    seen = set(names)
     for m, model in enumerate(file.models):
         key = f"models[{m}]"
-        yield from _pattern_mistakes(model, key)
+        yield from pattern_mistake(model.name, f"{key}.name")
         if model.name in names[:m]:
             yield f"{key}.name: expected a name used once, got {model.name!r} again"
         if not model.instances and file.discovery is None:
             yield f"{key}.instances: expected at least one instance, got none"
-        yield from _role_mistakes(model, key)
-        yield from _resume_mistakes(model, key)
-        if model.classes:
-            yield from option("classes.class_tables").class_mistakes(model.classes, f"{key}.classes")
-        for alias in model.aliases:
-            if alias in seen:
-                yield f"{key}.aliases: expected names used once, got {alias!r} again"
-            seen.add(alias)
-        others = sorted({*names} - {model.name})
-        if model.fallback is not None and model.fallback not in others:
-            among = f", one of {listed(others)}" if others else ""
-            got = f"{short(model.fallback)}{did_you_mean(model.fallback, others)}"
-            yield f"{key}.fallback: expected another model of this file{among}, got {got}"
 
 
-def _pattern_mistakes(model: ModelTable, key: str) -> Iterator[str]:
-    """Yield mistakes of names that are patterns, as other balancers know them."""
-    where = {"name": model.name, **{f"aliases[{a}]": alias for a, alias in enumerate(model.aliases)}}
-    for place, name in where.items():
-        if "*" in name:
-            yield f"{key}.{place}: expected the name of a model, got the pattern {short(name)}: name each"
+def pattern_mistake(name: str, key: str) -> Iterator[str]:
+    """Yield the mistake of a model's name that is a pattern, as other balancers know them."""
+    if "*" in name:
+        yield f"{key}: expected the name of a model, got the pattern {short(name)}: name each"
 
 
 class _Resolved:
@@ -402,9 +317,10 @@ class _Resolved:
         link = None
         if model.kv_transfer is not None:
             known = None if profile is None else profile.kv_bytes_per_token
-            link = hook("split.kv_tables", model.kv_transfer, known)
+            link = hook("split.kv_tables", model.kv_transfer, instance, key, known)
         spec = replace(spec, role=Role(instance.role), kv_transfer=link)
-        self._add(spec, _checked(instance, spec.url, key), key)
+        _check_access(instance, spec.url, key)
+        self._add(spec, instance, key)
         if profile is not None:
             fleet.profiles[spec.name] = profile
 

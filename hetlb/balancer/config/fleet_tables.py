@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from hetlb.balancer.config.discovery import DiscoveryTable
-from hetlb.balancer.core.objective import LEAST_TARGET_MS, MOST_TARGET_MS
+from hetlb.inputs.option_keys import FileTable, of
 from hetlb.inputs.yaml_file import NonNegative, Port, Positive, PositiveInt, Share
 
 
-class TlsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A PEM certificate (with its chain) and its private key, as paths."""
-
-    cert: str
-    key: str
-
-
-class Listen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Listen(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Address of the main listener; with `tls` it speaks TLS there and nothing else."""
 
     host: str = "127.0.0.1"
     port: Port = 8080
-    tls: TlsTable | None = None
+    tls: Annotated[Any, of("certificates")] = None
 
 
-class Admin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Admin(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The admin listener. Elsewhere than on loopback it needs a token; with `tls` it speaks TLS alone.
 
     `registration_networks` are the networks (CIDR) in which instances may be registered.
@@ -34,42 +27,31 @@ class Admin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     host: str = "127.0.0.1"
     port: Port = 8081
-    tls: TlsTable | None = None
+    tls: Annotated[Any, of("certificates")] = None
     token_file: str | None = None
     token_env: str | None = None
     registration: bool = False
     registration_networks: tuple[str, ...] = ()
 
 
-class PlannedTypeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A type of request in a plan: its model, mean lengths in tokens, its share, each instance's of it."""
-
-    type: str
-    share: Positive = 1.0
-    input_tokens: Positive
-    output_tokens: Positive
-    model: str | None = None
-    instances: dict[str, NonNegative] = {}
-
-
-class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PolicyTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The policy and its parameters.
 
     `theta` and `combine` form the paper's workload; `predictor` guesses output lengths, from `trace`
     where it needs a data set; `seed` makes random draws repeatable.
     `worth` of instances, in requests per second, and `types` of requests are of a plan (written by
     `hetlb rent`). `adapter_load_s` is the time to load a LoRA
-    adapter that is in none of an engine's slots; `weights` are those of terms of `hetlb`.
+    adapter that is in none of an engine's slots; `weights` are the weights of the terms of `hetlb`.
     """
 
     name: str = "hetlb"
     theta: Positive = 2.0
     combine: str = "power"
     predictor: str | None = None
-    trace: str | None = None
+    trace: Annotated[str | None, of("length_samples")] = None
     seed: int = 0
-    worth: dict[str, NonNegative] = {}
-    types: tuple[PlannedTypeTable, ...] = ()
+    worth: Annotated[dict[str, NonNegative], of("plans")] = {}
+    types: Annotated[Any, of("plans")] = ()
     adapter_load_s: NonNegative = 0.25
     weights: dict[str, NonNegative] = {}
 
@@ -78,7 +60,7 @@ class QueueTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """The bounded queue in front of the instances.
 
     `tenant_share` is how much of it one tenant may hold, `tenant_weights` the share of what is served that
-    each gets while several wait, by name, 1 for those not named.
+    each gets while several wait, by name, 1 for others.
     """
 
     max_requests: PositiveInt = 16_384
@@ -120,7 +102,7 @@ HeaderName: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9-]{1,64}
 Resume: TypeAlias = bool | Literal["ids"]
 
 
-class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ProxyTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits, timeouts and keys of the data plane. Sizes in bytes.
 
     `session_header` names a conversation, `tenant_header` whose share of a full fleet a request is of;
@@ -131,7 +113,7 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     being read.
     `max_connections` of clients None is half of the process's file descriptors: the other half is for
     engines. `workers` processes share the port. `forward_headers` names headers of clients that reach the
-    engines besides those that always do. `trusted_proxies` are the networks (CIDR) of proxies whose
+    engines besides the usual ones. `trusted_proxies` are the networks (CIDR) of proxies whose
     `X-Forwarded-For` tells the client's address for the log. `cors_origins` are the origins
     (`https://chat.example`, or `*`) whose pages may read answers in a browser.
     """
@@ -152,70 +134,27 @@ class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     request_log_format: Literal["keyvalue", "json"] = "keyvalue"
     session_header: str = "x-session-id"
     tenant_header: str | None = None
-    api_keys_file: str | None = None
+    api_keys_file: Annotated[str | None, of("api_keys")] = None
     passthrough_authorization: bool = False
     forward_headers: tuple[HeaderName, ...] = ()
     trusted_proxies: tuple[str, ...] = ()
     cors_origins: tuple[OriginText, ...] = ()
     heartbeat_s: NonNegative = 0.0
-    resume: Resume = False
+    resume: Annotated[Resume, of("resume")] = False
     max_connections: PositiveInt | None = None
-    workers: Annotated[int, msgspec.Meta(ge=1, le=MOST_WORKERS)] = 1
+    workers: Annotated[int, msgspec.Meta(ge=1, le=MOST_WORKERS), of("relays")] = 1
 
 
-class TracingTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Collector of spans: its address (OTLP over HTTP).
-
-    `service_name` is what they are found by; `sample_ratio` is the share that is kept of the requests of
-    clients that do not say whether theirs is.
-    """
-
-    otlp_endpoint: str
-    service_name: str = "hetlb"
-    sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+#: Labels that name the GPU of an instance; all but the first are of Kubernetes' nodes.
+GPU_LABELS = ("gpu", "nvidia.com/gpu.product", "amd.com/gpu.product-name", "cloud.google.com/gke-accelerator")
 
 
-class SharedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Sharing of several processes of one fleet, over Valkey or Redis (`url`, or the variable `url_env`).
-
-    `group` keeps fleets apart that use one server. A process that was silent for `silent_s` is gone.
-    """
-
-    url: str | None = None
-    url_env: str | None = None
-    group: str = "hetlb"
-    silent_s: Annotated[float, msgspec.Meta(ge=0.2, le=60)] = 1.0
+def gpu_of(labels: Mapping[str, str]) -> str:
+    """Return the GPU named by labels, "" if none."""
+    return next((labels[name] for name in GPU_LABELS if labels.get(name)), "")
 
 
-class PickTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The endpoint picker of `hetlb pick`: where gateways reach it (gRPC), and what it tells them.
-
-    With `tls` it speaks TLS; with `client_ca_file` only to gateways whose certificate those authorities have
-    signed. On an address of other machines it needs both, or `any_gateway`: every peer is one.
-    `fallbacks` are named behind the chosen instance, for the gateway's own retries. `buffer_bytes`:
-    Envoy's `per_connection_buffer_limit_bytes`, the largest body that it keeps where it streams the request.
-    `objectives` are priorities by the names in `x-gateway-inference-objective`: the higher goes first, below
-    0 does not wait.
-    """
-
-    host: str = "127.0.0.1"
-    port: Port = 9002
-    tls: TlsTable | None = None
-    client_ca_file: str | None = None
-    any_gateway: bool = False
-    fallbacks: Annotated[int, msgspec.Meta(ge=0, le=16)] = 2
-    buffer_bytes: PositiveInt = 8 << 20
-    objectives: dict[str, int] = msgspec.field(default_factory=dict)
-
-
-class KvEventsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Source of vLLM's KV events (`--kv-events-config`): ZeroMQ addresses."""
-
-    endpoint: str
-    replay: str | None = None
-
-
-class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class InstanceTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One server. `name` defaults to the address in `url`.
 
     `api_key_file` or `api_key_env` say where its key stands; `ca_file` holds the authorities that may have
@@ -228,79 +167,54 @@ class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     name: str | None = None
     url: str | None = None
-    profile: str | None = None
+    profile: Annotated[str | None, of("profiles")] = None
     weight: Positive = 1.0
     api_key_file: str | None = None
     api_key_env: str | None = None
     ca_file: str | None = None
-    kv_events: str | KvEventsTable | None = None
+    kv_events: Annotated[Any, of("kv_events")] = None
     labels: dict[str, str] = {}
     max_num_seqs: PositiveInt | None = None
     gpu: str | None = None
-    role: Literal["prefill", "decode", "both"] = "both"
-    kv_bootstrap: str | None = None
+    role: Annotated[Literal["prefill", "decode", "both"], of("split")] = "both"
+    kv_bootstrap: Annotated[str | None, of("split")] = None
 
 
-ConnectorName: TypeAlias = Literal["nixl", "mooncake"]
-
-
-class KvTransferTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Hand-over of KV blocks between instances of a model: the connector of vLLM, and what is known of it.
-
-    `lease_s` is the engines' `kv_lease_duration` (Mooncake: `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`), whole
-    seconds in vLLM. The others are the first estimate of a transfer's time.
-    """
-
-    connector: ConnectorName
-    lease_s: Annotated[float, msgspec.Meta(ge=1)] | None = None
-    bytes_per_token: Positive | None = None
-    bandwidth_bytes_per_s: Positive | None = None
-    latency_s: NonNegative | None = None
-
-
-#: Targets within which scores, sums of their ratios, are numbers.
-_Target: TypeAlias = Annotated[float, msgspec.Meta(ge=LEAST_TARGET_MS, le=MOST_TARGET_MS)]
-
-
-class ClassTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Objective of one class of requests: targets in milliseconds that a share `attainment` is to meet.
-
-    `background` requests take only what the other classes leave over. A second until the first token weighs
-    `first_token_weight` of the rest, where no target is stated. With `refuse_hopeless` a request that can no
-    longer meet its targets gets 503.
-    """
-
-    ttft_ms: _Target | None = None
-    tpot_ms: _Target | None = None
-    e2e_ms: _Target | None = None
-    attainment: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.95
-    background: bool = False
-    first_token_weight: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
-    refuse_hopeless: bool = False
-    resume: Resume | None = None
-
-
-class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One pool: the instances that serve one model; its key is for those without one of their own.
+class ModelTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One pool: the instances that serve one model; its key is for instances without one of their own.
 
     `kv_transfer` lets one instance prefill a prompt and another decode the answer.
     `aliases` are further names for clients. `fallback` is the model that answers while no instance of this
-    one takes requests. `classes` are those of its requests by name, the default first.
+    one takes requests. `classes` are its requests' by name, the default first.
     """
 
     name: str
     instances: tuple[InstanceTable, ...] = ()
-    aliases: tuple[str, ...] = ()
-    fallback: str | None = None
+    aliases: Annotated[tuple[str, ...], of("model_names")] = ()
+    fallback: Annotated[str | None, of("model_names")] = None
     tokenizer: str | None = None
     api_key_file: str | None = None
     api_key_env: str | None = None
-    kv_transfer: ConnectorName | KvTransferTable | None = None
-    classes: dict[str, ClassTable] = {}
-    resume: Resume | None = None
+    kv_transfer: Annotated[Any, of("split")] = None
+    classes: Annotated[Any, of("classes")] = {}
+    resume: Annotated[Resume | None, of("resume")] = None
 
 
-class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DiscoveryTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Sources of instances besides `models`.
+
+    `files` are files or folders of files with `models`, as in a fleet file. `poll_s` is the polling interval
+    of files. `ttl_s` is the default lifetime of registrations, 0 for unlimited.
+    """
+
+    files: Annotated[tuple[str, ...], of("instance_files")] = ()
+    dns: Annotated[Any, of("dns")] = ()
+    kubernetes: Annotated[Any, of("kubernetes")] = ()
+    poll_s: Positive = 1.0
+    ttl_s: NonNegative = 0.0
+
+
+class FleetFile(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A fleet file as written. With `watch` it is read again whenever it or a file that it names changes."""
 
     version: Literal[1]
@@ -312,9 +226,9 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     health: HealthTable = HealthTable()
     scrape: ScrapeTable = ScrapeTable()
     proxy: ProxyTable = ProxyTable()
-    tracing: TracingTable | None = None
-    pick: PickTable = PickTable()
-    shared: SharedTable | None = None
-    profiles: dict[str, str] = {}
+    tracing: Annotated[Any, of("tracing")] = None
+    pick: Annotated[Any, of("pick")] = None
+    shared: Annotated[Any, of("shared_view")] = None
+    profiles: Annotated[dict[str, str], of("profiles")] = {}
     discovery: DiscoveryTable | None = None
     watch: bool = True

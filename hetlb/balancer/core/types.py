@@ -137,7 +137,8 @@ class KvLink(PickleByFields):
     """Link over which instances of one model transfer KV blocks.
 
     A prefill instance keeps blocks that were not fetched for `lease_s`. The other figures give the first
-    estimate of a transfer's time, which each pair's own times correct.
+    estimate of a transfer's time, which each pair's own times correct. `bootstrap` is the URL of the
+    instance's Mooncake bootstrap server.
     """
 
     connector: Connector
@@ -145,6 +146,7 @@ class KvLink(PickleByFields):
     bytes_per_token: float = 131_072.0
     bandwidth_bytes_per_s: float = 5e9
     latency_s: float = 0.01
+    bootstrap: str | None = None
 
     @property
     def concurrent(self) -> bool:

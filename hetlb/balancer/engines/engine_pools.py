@@ -245,7 +245,7 @@ class EnginePool(Upstream):
 
 
 class EnginePools:
-    """Pools by incarnation, and those to bootstrap servers of KV transfers by URL."""
+    """Pools by incarnation, and pools to bootstrap servers of KV transfers by URL."""
 
     def __init__(
         self,
@@ -288,12 +288,11 @@ class EnginePools:
             )
         return pool
 
-    def bootstrap(self, name: str) -> EnginePool | None:
-        """Return connections to the bootstrap server of an instance, None where none is known."""
-        url = self._access.get(name, PLAIN_ACCESS).kv_bootstrap
-        if url is not None and url not in self._pools:
+    def beside(self, url: str) -> EnginePool:
+        """Return connections to a server that is asked about requests and answers none."""
+        if url not in self._pools:
             self._pools[url] = EnginePool(url, self._loop, PLAIN_ACCESS, self._table)
-        return None if url is None else self._pools[url]
+        return self._pools[url]
 
     def configure(self, table: ProxyTable, targets: Iterable[Target]) -> None:
         self._table = table
@@ -316,12 +315,11 @@ class EnginePools:
         return sum(pool.open_connections for pool in self.all())
 
     def drop_unused(self, live: set[int]) -> None:
-        """Close connections to other incarnations and unused bootstrap servers, once they carry nothing."""
-        known = {each.kv_bootstrap for each in self._access.values()}
+        """Close connections to other incarnations, and forget servers without any."""
         for key, pool in list(self._pools.items()):
             if isinstance(key, int) and key not in live:
                 pool.close()
-            if key not in live and key not in known and not pool.open_connections:
+            if key not in live and not pool.open_connections:
                 del self._pools[key]
 
     def sweep(self, now: float) -> None:

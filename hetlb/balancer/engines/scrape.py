@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hetlb.scrape")
 
-#: A page beyond this is none: a list of a thousand models has 100 KiB.
+#: Maximum bytes of a page of models: a list of a thousand has 100 KiB.
 _MAX_PAGE_BYTES = 1 << 20
-#: Metrics are read line by line and not kept: each of 32 data-parallel engines has some 60 KiB.
+#: Maximum bytes of a page of metrics, read line by line: each of 32 data-parallel engines has some 60 KiB.
 _MAX_METRICS_BYTES = 64 << 20
-#: An engine with such a page is asked for its metrics this seldom.
+#: Seconds until an engine whose page is larger is asked again.
 _TOO_LARGE_PAUSE_S = 60.0
-#: The model list is read again after this many rounds, and whenever an instance comes back.
-_MODELS_EVERY = 10
+#: Rounds between reads of the model list, which is also read when an instance comes back.
+_MODELS_EVERY_ROUNDS = 10
 
 
 class _TooLargeError(Exception):
@@ -202,7 +202,7 @@ class EngineWatch:
             result, detail = await self._probe(name)
             if result is ProbeResult.OK and rounds_until_models <= 0:
                 # What it serves is known before it is said to be up: another may be at its address by now.
-                rounds_until_models = _MODELS_EVERY if await self._read_models(name) else 0
+                rounds_until_models = _MODELS_EVERY_ROUNDS if await self._read_models(name) else 0
             if result is not None:
                 self._learned(Probed(name, result, detail))
             if result is ProbeResult.OK:
@@ -401,7 +401,7 @@ def _log_absent(instance: Instance) -> None:
 
 
 def _log_models(name: str, model: str, before: tuple[str, ...] | None, now: tuple[str, ...]) -> None:
-    """Log that an engine serves other models than `before`, or than `model`, that of the file ("": none)."""
+    """Log that an engine serves other models than `before`, or than the file's `model` ("": none)."""
     shown = ", ".join(map(escape, now))
     if model and model not in now:
         text = "%s serves %s, not %s: it gets requests for what it serves"

@@ -1,4 +1,4 @@
-"""Connections to engines, one protocol each; they carry clients' requests and those of the proxy's own.
+"""Connections to engines, one protocol each; they carry clients' requests and the proxy's own.
 
 One that was idle and fails before its answer began is replaced by a fresh one without the client noticing;
 one whose answer was not cleanly framed is never used again.
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from hetlb.balancer.engines.engine_pools import EnginePool
 
 #: Maximum number of interim answers (1xx).
-MAX_INTERIM: Final = 16
+MAX_INTERIM_ANSWERS: Final = 16
 #: Bytes of an answer that are looked at before other connections have their turn, where that is costly.
 TURN_BYTES: Final = 16 << 10
-#: A read of this size or more is a turn of its own: more is waiting in the kernel.
-_LARGE_READ: Final = 64 << 10
+#: Least bytes of a read that takes a turn of its own: more is waiting in the kernel.
+_LARGE_READ_BYTES: Final = 64 << 10
 #: Maximum bytes of the answer to a request of the proxy's own.
 _MAX_ANSWER_BYTES: Final = 4 << 20
-#: Bodies up to this size are written in one piece with their head.
-_COPIED_BYTES: Final = 16 << 10
+#: Maximum bytes of a body that is written in one piece with its head.
+_MAX_COPIED_BYTES: Final = 16 << 10
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
 _IDLE: Final = EngineState.IDLE
 _OPEN: Final = Reading.OPEN
@@ -162,7 +162,7 @@ class EngineConnection(PacedReader):
     def send(self, head: bytes, body: bytes) -> None:
         transport = self._transport
         assert transport is not None, "expected a connection that was made"
-        if len(body) <= _COPIED_BYTES:
+        if len(body) <= _MAX_COPIED_BYTES:
             transport.write(head + body)
         else:
             transport.writelines((head, body))
@@ -243,7 +243,7 @@ class EngineConnection(PacedReader):
         self._rest_at = at + size
         if self._rest_at >= len(self._rest):
             self._rest, self._rest_at = b"", 0
-        if self._rest or size >= _LARGE_READ or self.reading is _TURN:
+        if self._rest or size >= _LARGE_READ_BYTES or self.reading is _TURN:
             self._continue_later()
         self._receive_or_fail(carried, data)
 
@@ -294,8 +294,8 @@ class EngineConnection(PacedReader):
                     self._rest, self._rest_at, data = data + self._rest[self._rest_at :], 0, b""
                     break
                 self._interim += 1
-                if self._interim > MAX_INTERIM:
-                    raise GateError(502, f"The engine sent more than {MAX_INTERIM} interim answers.")
+                if self._interim > MAX_INTERIM_ANSWERS:
+                    raise GateError(502, f"The engine sent more than {MAX_INTERIM_ANSWERS} interim answers.")
             self.state = states.HEAD_READ.take(self.state)
             self.head = head
             self._decoder = ChunkedDecoder() if head.chunked else None

@@ -12,7 +12,7 @@ from typing import Final
 from hetlb.balancer.core.health import Verdict, verdict
 from hetlb.balancer.core.types import Outcome
 
-#: An answer that its client held up for this long in all may break off for that reason.
+#: Seconds in all for which a client must hold up an answer that breaks off for this reason.
 HELD_UP_S: Final = 1.0
 
 

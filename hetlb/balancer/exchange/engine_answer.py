@@ -16,14 +16,14 @@ from hetlb.balancer.http.transfer_fields import TransferFilter, harmless
 #: RFC 5842, 7.2.
 LOOP_STATUS: Final = 508
 #: Statuses of an engine that has no room now, if it says when to come again.
-_BUSY: Final = (429, 503)
+_BUSY_STATUSES: Final = (429, 503)
 _EVENTS: Final = b"text/event-stream"
 #: Content types of answers with fields that are looked at.
 _WITH_FIELDS: Final = (b"application/json", b"text/event-stream")
 
 
 class EngineAnswer:
-    """Answer of one lease. `length` is that of the body where it is known, `stream` None of a plain answer.
+    """Answer of one lease. `length` is its body's where it is known, `stream` None of a plain answer.
 
     `whole_only`: nothing goes out before all of it is there. `tail`: the last bytes of a plain body. `waits`:
     what comes is `kept` until it is known that the client gets it.
@@ -73,7 +73,7 @@ class EngineAnswer:
     @property
     def is_busy(self) -> bool:
         """True if the engine says that it has no room now."""
-        return self.head.status in _BUSY
+        return self.head.status in _BUSY_STATUSES
 
     @property
     def busy_s(self) -> float | None:
@@ -87,7 +87,7 @@ class EngineAnswer:
 
     @property
     def lost(self) -> bytes | None:
-        """The event of a stream by which the engine said that it has failed, None if it did not."""
+        """The event of a stream in which the engine reported its failure, None if it did not."""
         return None if self.stream is None else self.stream.lost
 
     def read(self, payload: bytes, now: float) -> bytes:
@@ -97,7 +97,7 @@ class EngineAnswer:
         return b"" if self.whole_only else payload
 
     def read_last(self, payload: bytes) -> bytes:
-        """Look at the last bytes of the body; returns those to pass on, but for an unfinished event."""
+        """Look at the last bytes of the body; return the bytes to pass on, without an unfinished event."""
         if self.stream is not None:
             return self.stream.feed(payload) if payload else payload
         if payload or self.whole_only:

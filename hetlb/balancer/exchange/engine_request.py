@@ -1,4 +1,4 @@
-"""The request as engines get it: head, body, and the id by which they know it."""
+"""The request as engines get it: head, body, and its id at the engine."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ class Exchange:
         *,
         end: End | None = None,
     ) -> None:
-        """Answer in our own words, with these header lines. `end` is that of the lease, if any."""
+        """Answer in our own words, with these header lines. `end` is the lease's, if any."""
         response = self.response
         if response.state is STARTED:
             end = ends.BROKEN if end is None or end.outcome is Outcome.NO_RESPONSE else end

@@ -21,10 +21,10 @@ from hetlb.turns import Turns
 
 logger = logging.getLogger("hetlb.proxy")
 
-#: Seconds in which an error in work of no request is logged once.
+#: Seconds between two log lines of one error in work of no request.
 _LOG_S: Final = 60.0
 #: Number of such errors that are remembered.
-_PLACES: Final = 256
+_REMEMBERED_ERRORS: Final = 256
 
 
 class Guard:
@@ -73,7 +73,7 @@ class Guard:
         """Log an error in work of no request, the same place once a minute."""
         now, told = self._host.now(), _told(error)
         if now - self._logged_at.get(told, -math.inf) >= _LOG_S:
-            if len(self._logged_at) >= _PLACES:
+            if len(self._logged_at) >= _REMEMBERED_ERRORS:
                 self._logged_at.clear()
             self._logged_at[told] = now
             tell(logger, Event.INTERNAL, "%s failed: %s", what, told)

@@ -32,8 +32,8 @@ from hetlb.balancer.http.http1 import ResponseHead
 from hetlb.balancer.http.sse import is_comment
 
 #: Bytes of a busy engine's answer that are kept; more than that waits in its connection.
-_KEPT_BYTES: Final = 64 << 10
-#: A stream whose engine is known to stand still for this long ends, in seconds.
+_MAX_KEPT_BYTES: Final = 64 << 10
+#: Seconds of a known standstill of its engine after which a stream ends.
 _HUNG_S: Final = 20.0
 #: Kinds of which a stream ends with `[DONE]`.
 _WITH_END: Final = (Kind.CHAT, Kind.COMPLETION)
@@ -176,11 +176,11 @@ class Plain(Attempt):
         return True
 
     def first_bytes(self, answer: EngineAnswer, payload: bytes, now: float, *, whole: bool) -> bytes | None:
-        """Look at the first bytes of a body; return those that go on, None if none do for now."""
+        """Look at the first bytes of a body; return the bytes that go on, None if none do for now."""
         if answer.waits:
             answer.kept += payload
             answer.kept_whole = whole
-            if len(answer.kept) > _KEPT_BYTES and self.engine is not None:
+            if len(answer.kept) > _MAX_KEPT_BYTES and self.engine is not None:
                 self.engine.pause()
             return None
         if whole and not payload:

@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hetlb.proxy")
 
-#: After a pause of this process, nothing is concluded from silence for this long, in seconds.
+#: Seconds after a pause of this process in which nothing is concluded from silence.
 _OWN_STALL_S: Final = 1.0
-#: Requests that found the budget of retries used up are looked at again after this time, in seconds.
+#: Seconds until requests that found the budget of retries used up are looked at again.
 _NEXT_MOVES_S: Final = 0.05
 DECISIONS_KEPT: Final = 1000
-#: A decision keeps figures of every instance: of a large fleet fewer are kept, so that they stay some 10 MB.
+#: Candidates kept with decisions, some 10 MB: of a large fleet fewer decisions are kept.
 CANDIDATES_KEPT: Final = 50_000
 _HEALTH: Final = {
     Health.UP: Event.INSTANCE_UP,
@@ -292,7 +292,7 @@ class SchedulerDriver(SchedulerSide):
         self.carrier.ticked()
 
     def sweep(self, now: float) -> None:
-        """Look which instances work, and send elsewhere what waits at those that do not."""
+        """Look which instances work, and send elsewhere what waits at instances that do not."""
         scheduler, carrier = self.scheduler, self.carrier
         if carrier.stalls.since(now - _OWN_STALL_S):
             return  # what came meanwhile is not read yet
@@ -310,7 +310,7 @@ class SchedulerDriver(SchedulerSide):
             self._mover = self.carrier.loop.call_later(_NEXT_MOVES_S, self._move_stranded)
 
     def _move(self, leases: list[Lease], place: Callable[[Lease, float], list[Command]], now: float) -> bool:
-        """Send those elsewhere that may be taken back. Return True if some stay."""
+        """Send leases elsewhere that may be taken back. Return True if some stay."""
         left = False
         for lease in leases:
             if self.carrier.may_turn_away(lease):

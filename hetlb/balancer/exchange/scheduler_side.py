@@ -2,7 +2,7 @@
 
 Facts go to a `SchedulerSide`: the scheduler of this process (`balancer/exchange/scheduler_driver.py`), or one
 that is reached over a channel (`options/relays/relay_driver.py`). Commands go to a `Carrier`: the exchanges
-of this process (`balancer/exchange/driver.py`), or those of relays (`options/relays/relay_host.py`).
+of this process (`balancer/exchange/driver.py`), or the exchanges of relays (`options/relays/relay_host.py`).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from hetlb.balancer.engines.engine_pools import Target
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.request_record import RequestRecord
 
-#: Deadlines of requests are looked at this often.
+#: Seconds between looks at the deadlines of requests.
 SWEEP_S: Final = 0.5
-#: A timer that is so late says that this process stood still; it is due this often.
+#: Lateness of a timer, in seconds, that shows that this process stood still; and seconds between its calls.
 STALL_S: Final = 0.25
 BEAT_S: Final = 0.1
-#: An instance from which something came within so many seconds is not failed by a probe.
+#: Seconds after part of an answer in which a probe does not fail its instance.
 EMITS_S: Final = 2.0
 #: Seconds over which ended requests are counted, in slices of one.
 WINDOW_S: Final = 10
-#: Longest `Retry-After` in seconds, and the part of each by which it is spread: not all come back together.
-_LONGEST_S: Final = 40.0
-_SPREAD: Final = 0.5
+#: Longest `Retry-After` in seconds, and the largest share added at random: not all come back together.
+_LONGEST_RETRY_AFTER_S: Final = 40.0
+_SPREAD_SHARE: Final = 0.5
 
 
 class DrainRate:
@@ -57,7 +57,7 @@ class DrainRate:
 
     def spread(self, wait_s: float) -> float:
         """Return a wait within the bounds, up to half as long again by chance."""
-        return min(_LONGEST_S, max(1.0, wait_s)) * (1.0 + _SPREAD * self._rng.random())
+        return min(_LONGEST_RETRY_AFTER_S, max(1.0, wait_s)) * (1.0 + _SPREAD_SHARE * self._rng.random())
 
     def _turn(self, now: float) -> None:
         """Forget the slices that have left the window."""
@@ -123,7 +123,7 @@ class SchedulerSide(ABC):
     ) -> None:
         """End a lease; with `retry` the scheduler says what becomes of its request.
 
-        `generated`: so many tokens of its answer are part of the prompt now, None where it begins again.
+        `generated`: tokens of its answer that are part of the prompt now, None where it begins again.
         """
 
     @abstractmethod
@@ -238,11 +238,11 @@ class Carrier(ABC):
 
     @abstractmethod
     def tokens_so_far(self, lease: Lease) -> int:
-        """Output tokens of a lease: all of them, or those that came until now."""
+        """Output tokens of a lease: all of them, or the tokens until now."""
 
     @abstractmethod
     def tokens_at(self) -> dict[str, float]:
-        """Return the time of the newest part of a stream by instance, of those with streams."""
+        """Return the time of the newest part of a stream by instance, where it has streams."""
 
     def emits(self, name: str) -> bool:
         """Return True if part of an answer came from an instance lately."""

@@ -8,8 +8,8 @@ from hetlb.balancer.http.sse import SseWatcher
 from hetlb.balancer.http.text_shape import TextShape, pass_events, text_shape
 from hetlb.balancer.telemetry.histograms import FINE_MS, GapHistogram
 
-#: Of a stream whose shape changes so often it is seldom looked for.
-_MOST_VAIN: Final = 32
+#: Events in a row without the known shape after which a shape is seldom looked for.
+_MOST_VAIN_EVENTS: Final = 32
 LAST_EVENT: Final = b"data: [DONE]\n\n"
 
 
@@ -24,7 +24,7 @@ class StreamedAnswer(SseWatcher):
     def __init__(self, hold_usage: bool, silent: int, hides_ids: bool = False) -> None:
         """`silent` events at its beginning are no text. `hides_ids`: the client gets no token ids."""
         super().__init__(hold_usage)
-        #: The event by which the engine said that it has failed; it was not passed on.
+        #: The event in which the engine reported its failure; it was not passed on.
         self.lost: bytes | None = None
         self._hides_ids = hides_ids
         self._silent = silent
@@ -33,7 +33,7 @@ class StreamedAnswer(SseWatcher):
         self._gaps: GapHistogram | None = None
         #: Counts of the times between its tokens, by milliseconds.
         self._fine: list[int] | None = None
-        #: Shape of its events of text: those of this shape go on as the engine framed them.
+        #: Shape of its events of text: events of this shape go on as the engine framed them.
         self._shape: TextShape | None = None
         #: Shapes in a row that no event had.
         self._vain = 0
@@ -84,7 +84,7 @@ class StreamedAnswer(SseWatcher):
         # The first event of a chat only says who speaks: it is no text.
         if self._begins and self.between and self.events > 1:
             self._vain += 1
-            if self._vain <= _MOST_VAIN or not self._vain % _MOST_VAIN:
+            if self._vain <= _MOST_VAIN_EVENTS or not self._vain % _MOST_VAIN_EVENTS:
                 self._shape = text_shape(self._read_last, hide_ids=self._hides_ids)
         self._read_last = b""
 

@@ -15,9 +15,9 @@ from hetlb.balancer.config.fleet_tables import Admin
 from hetlb.errors import HetlbError
 from hetlb.extras import option
 
-#: Connections without a request at most, and seconds that one may take for a head. (Prometheus asks
-#: at most every minute or so, and connects again.)
+#: Maximum number of connections without a request.
 MOST_CONNECTIONS: Final = 256
+#: Seconds that a connection may take for a head. (Prometheus asks about every minute, and connects again.)
 IDLE_S: Final = 20.0
 #: Seconds that a body may take.
 _BODY_S: Final = 10.0

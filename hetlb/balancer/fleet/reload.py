@@ -45,5 +45,5 @@ _FIXED: Final[dict[str, Callable[[FleetFile], object]]] = {
 
 
 def needs_restart(then: FleetFile, now: FleetFile) -> list[str]:
-    """Return the keys that differ from those at the start and cannot be swapped."""
+    """Return the keys that differ from the start and cannot be swapped."""
     return [key for key, of in _FIXED.items() if of(then) != of(now)]

@@ -40,7 +40,7 @@ logger = logging.getLogger("hetlb.proxy")
 #: The source of instances that were registered over HTTP.
 REGISTRATION: Final = "registration"
 #: Instances that come or go in one turn of the event loop.
-AT_ONCE: Final = 64
+TURN_INSTANCES: Final = 64
 
 
 def _nothing(*_: object) -> None:
@@ -158,13 +158,13 @@ class Roster:
             {spec.name: access.engines[spec.name] for spec in new.values() if spec.name in same}
         )
         share = Share()
-        for begin in range(0, len(gone), AT_ONCE):
-            self._leave(gone[begin : begin + AT_ONCE])
+        for begin in range(0, len(gone), TURN_INSTANCES):
+            self._leave(gone[begin : begin + TURN_INSTANCES])
             await share.spent()
         for spec in updated:
             self.update(spec)
-        for begin in range(0, len(come), AT_ONCE):
-            some = come[begin : begin + AT_ONCE]
+        for begin in range(0, len(come), TURN_INSTANCES):
+            some = come[begin : begin + TURN_INSTANCES]
             self._leave([spec.name for spec in some])  # a source gave one of that name meanwhile
             self._add(some, lambda spec: access.engines[spec.name])
             await share.spent()

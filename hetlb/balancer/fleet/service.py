@@ -28,7 +28,6 @@ from hetlb.balancer.clients.front import Front, Listener
 from hetlb.balancer.clients.server import ProxyServer
 from hetlb.balancer.clients.token_estimator import TokenEstimator, load_tokenizers
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.config.fleet_tables import KvEventsTable
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Health
@@ -44,7 +43,8 @@ from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.build import version_line
 from hetlb.errors import ConfigError, InputError
-from hetlb.extras import check_extra, option
+from hetlb.extras import option
+from hetlb.inputs.option_keys import options_of
 from hetlb.inputs.urls import bracketed
 from hetlb.logs import plain_line
 from hetlb.systemd import NO_LISTENERS, Listeners
@@ -65,9 +65,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hetlb.proxy")
 
 FIRST_ROUND_S = 1.0
-#: So many new containers more than went, before the garbage collector looks.
-_GARBAGE = 20_000
-#: After SIGTERM readiness says no for this long before the listener closes, so that balancers notice.
+#: Excess of new containers over gone ones after which the garbage collector looks.
+_GARBAGE_CONTAINERS = 20_000
+#: Seconds between SIGTERM, when readiness says no, and the end of the listener: balancers notice meanwhile.
 READINESS_LAG_S = 5.0
 
 
@@ -293,9 +293,9 @@ class FleetService(ABC):
 
     def _read_kv_events(self, fleet: Fleet) -> None:
         for name, listed in fleet.listed.items():
-            self._follow(name, listed.kv_events)
+            self._follow(name, listed.table.kv_events)
 
-    def _follow(self, name: str, publisher: KvEventsTable | None) -> None:
+    def _follow(self, name: str, publisher: object | None) -> None:
         """Read the KV events of an instance from here on, None: no more."""
         if publisher is not None and self._kv_events is None:
             self._kv_events = hook("kv_events", self.scheduling.kv_events)
@@ -379,7 +379,7 @@ class Service(FleetService):
         return ProxyServer(self.driver, self)
 
     async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Predecessor | None = None) -> None:
-        """Probe, then listen, on given `listeners` or those of `takeover`. Raises `HetlbError`."""
+        """Probe, then listen, on given `listeners` or the ones of `takeover`. Raises `HetlbError`."""
         if takeover is not None:
             self._takeover, listeners = takeover, takeover.listeners
         self._front.open_log()
@@ -490,7 +490,7 @@ def tune_gc() -> None:
     """Collect garbage seldom, and only what requests leave behind: hardly anything of them is a cycle."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_GARBAGE, 10, 10)
+    gc.set_threshold(_GARBAGE_CONTAINERS, 10, 10)
 
 
 def require_urls(fleet: Fleet) -> Access:
@@ -500,26 +500,10 @@ def require_urls(fleet: Fleet) -> Access:
             raise ConfigError(
                 f"{fleet.where}{spec.name}: url: expected the server's URL, but the key is missing"
             )
-    discovery = fleet.file.discovery
-    for key, module, extra, wanted in (
-        ("tracing", "opentelemetry.exporter.otlp.proto.http", "otel", fleet.file.tracing is not None),
-        ("discovery.dns", "dns.resolver", "discovery", discovery is not None and discovery.dns),
-        ("discovery.kubernetes", "lightkube", "discovery", discovery is not None and discovery.clusters),
-        ("shared", "redis", "pick", _over_redis(fleet)),
-    ):
-        if wanted:
-            check_extra(f"{fleet.where}{key}", module, extra)
-    if any(fleet.resume.values()):
-        option("resume")
-    if any(spec.kv_transfer is not None for spec in fleet.instances):
-        option("split")
+    for each in options_of(fleet.file).values():
+        if (check := getattr(each, "check_serving", None)) is not None:
+            check(fleet)
     return load_access(fleet)
-
-
-def _over_redis(fleet: Fleet) -> bool:
-    """Return whether peers share over Valkey or Redis."""
-    shared = fleet.file.shared
-    return shared is not None and not (shared.url or "").startswith("hub:")
 
 
 def ready_line(

@@ -1,6 +1,6 @@
 """Headers that are forwarded to an engine and back to a client, kept for a head that comes again.
 
-Of a client's headers only those on a list reach an engine, and none that belongs to one connection
+Of a client's headers only listed ones reach an engine, and none that belongs to one connection
 (RFC 9110, 7.6.1, and what `Connection` names). `Via` says that a request passed here, so that one that comes
 back is noticed. Lengths, names of instances and of requests are put in for each message by the sender.
 """
@@ -35,7 +35,7 @@ _NOT_RETURNED = _HOP_BY_HOP | {
 
 
 class ForwardRules:
-    """Headers of clients that reach the engines, and the name by which this proxy knows its own requests.
+    """Headers of clients that reach the engines, and the name in `Via` of this proxy's own requests.
 
     `extra` are further names (`proxy.forward_headers`); `own` is the pseudonym in `Via` (RFC 9110, 7.6.3).
     """

@@ -16,7 +16,7 @@ MAX_HEAD_BYTES: Final = 32 << 10
 MAX_LINE_BYTES: Final = 16 << 10
 MAX_HEADERS: Final = 64
 #: Maximum bytes of a chunk-size line.
-_MAX_CHUNK_LINE: Final = 18
+_MAX_CHUNK_LINE_BYTES: Final = 18
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -287,11 +287,12 @@ def parse_response_head(head: bytes, method: bytes) -> tuple[ResponseHead, int |
 _LENGTH_FIELD: Final = b"\ncontent-length: "
 #: As most clients write it: compared as it stands, it costs no lower-case copy.
 _TITLED_LENGTH_FIELD: Final = b"\nContent-Length: "
-#: Lengths from here on are compared as they stand.
-_LONG: Final = 10**15
-#: Maximum number of known heads of either kind, beyond which all are forgotten, and maximum bytes of one.
-MOST_KNOWN: Final = 256
-LONGEST_KNOWN_BYTES: Final = 4 << 10
+#: Least length that is compared as text.
+_LONG_LENGTH: Final = 10**15
+#: Maximum number of known heads of either kind, beyond which all are forgotten.
+MAX_KNOWN_HEADS: Final = 256
+#: Maximum bytes of a known head.
+MAX_KNOWN_HEAD_BYTES: Final = 4 << 10
 
 Head = TypeVar("Head", RequestHead, ResponseHead)
 
@@ -317,32 +318,32 @@ class KnownHeads(Generic[Head]):
         said, size, digit = 0, len(raw), 0
         if at > len(_LENGTH_FIELD):
             # Digit by digit: compiled, a tenth of what `find`, `isdigit` and `int` cost.
-            while end < size and 0x30 <= (digit := raw[end]) <= 0x39 and said < _LONG:
+            while end < size and 0x30 <= (digit := raw[end]) <= 0x39 and said < _LONG_LENGTH:
                 said = said * 10 + digit - 0x30
                 end += 1
         known, key = self._whole, raw
         # Anything but the usual spelling of a plain number is compared as it stands.
-        if digit == 0x0D and end > at and raw[at] != 0x30 and said < _LONG and _begins_length(raw, at):
+        if digit == 0x0D and end > at and raw[at] != 0x30 and said < _LONG_LENGTH and _begins_length(raw, at):
             known, key = self._sized, raw[:at] + raw[end:]
         found = known.get(key)
         if found is not None:
             return found if known is self._whole else (found[0], said)
         found = self._parse(raw)
         # Else the length was said of a body that never comes.
-        if len(raw) <= LONGEST_KNOWN_BYTES and (known is self._whole or found[1] == said):
-            if len(known) >= MOST_KNOWN:
+        if len(raw) <= MAX_KNOWN_HEAD_BYTES and (known is self._whole or found[1] == said):
+            if len(known) >= MAX_KNOWN_HEADS:
                 known.clear()
             known[key] = found
         return found
 
 
 def _begins_length(raw: bytes, at: int) -> bool:
-    """Return True if the value that begins at `at` is that of a Content-Length."""
+    """Return True if the value that begins at `at` belongs to a Content-Length."""
     field = raw[at - len(_LENGTH_FIELD) : at]
     return field in (_TITLED_LENGTH_FIELD, _LENGTH_FIELD) or field.lower() == _LENGTH_FIELD
 
 
-#: Chunks of any size that a request body may have, and mean bytes of each beyond those.
+#: Chunks of any size that a request body may have, and mean bytes of each further chunk.
 MAX_SMALL_CHUNKS: Final = 16 << 10
 LEAST_CHUNK_BYTES: Final = 64
 #: States of a decoder of chunks: the part that it reads next.
@@ -405,7 +406,7 @@ class ChunkedDecoder:
             position += len(piece)
             self._line += piece
             if self._state == _SIZE:
-                if len(self._line) > _MAX_CHUNK_LINE:
+                if len(self._line) > _MAX_CHUNK_LINE_BYTES:
                     raise GateError(400, "A chunk size is malformed.")
                 if line_end < 0:
                     continue

@@ -1,7 +1,7 @@
 """Numbers and truth values that are written otherwise than JSON has them, read as vLLM's classes read them.
 
-Those are Pydantic's, which reads 100.0, "100" and true as integers, and "yes" as true (its conversion table,
-lax mode); 100.5 is refused. Only a body that is not read as it stands gets here.
+The classes are Pydantic's, which reads 100.0, "100" and true as integers, and "yes" as true (its conversion
+table, lax mode); 100.5 is refused. Only a body that is not read as it stands gets here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _INTEGERS: Final = (
 )  # fmt: skip
 _INTEGER = re.compile(r"[+-]?[0-9]+(?:_[0-9]+)*(?:\.0+)?")
 _MOST_DIGITS: Final = 4300
-#: Values of float that an integer may have come from.
+#: Largest float that is read as an integer.
 _MOST_FLOAT: Final = 2.0**63
 _TRUE: Final = ("1", "true", "t", "yes", "y", "on")
 _FALSE: Final = ("0", "false", "f", "no", "n", "off")

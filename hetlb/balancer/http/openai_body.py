@@ -19,7 +19,7 @@ MAX_INJECT_BYTES: Final = 256 << 10
 #: Maximum number of prompts in one request.
 MAX_PROMPTS: Final = 16_384
 #: Bytes of prompt that a sound in a form counts as (about 600 tokens).
-MEDIA_BYTES: Final = 2400
+MEDIUM_BYTES: Final = 2400
 
 #: First byte of a list.
 _FIRST = re.compile(rb"\[[ \t\r\n]*(.)", re.S)
@@ -37,7 +37,7 @@ _REMOTE: Final = re.compile(
 )
 _decoder = msgspec.json.Decoder(RequestFields)
 _BOM: Final = b"\xef\xbb\xbf"
-#: Priorities beyond it count as it.
+#: Largest size of a priority: beyond, it counts as this.
 _MOST_PRIORITY: Final = 1 << 31
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
 _NO_OUTPUT: Final = Kind.NO_OUTPUT
@@ -54,7 +54,7 @@ class Call:
     estimated it from `text_bytes` (without encoded media) and the number of `media`. `prompts` is how many
     prompts are prefilled, `n` how often each is decoded; `priority` is vLLM's, lower goes first. `text`,
     `tools` and `ids` are raw JSON: the prompts, the tools of a chat, and prompts of token ids (`ids_nested`:
-    a list for each); `cache_salt` keeps its prefixes apart from those of others.
+    a list for each); `cache_salt` keeps its prefixes apart from others.
     """
 
     __slots__ = (

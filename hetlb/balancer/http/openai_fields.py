@@ -37,7 +37,7 @@ class RequestFields(msgspec.Struct):
     previous_response_id: str | None = None
     request_id: msgspec.Raw = msgspec.Raw(b"")
     cache_salt: str | None = None
-    #: Those that hetlb alone sets, and what may hold one (`transfer_fields.py`).
+    #: Fields that hetlb alone sets, and fields that may hold one (`transfer_fields.py`).
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"")
     ec_transfer_params: msgspec.Raw = msgspec.Raw(b"")
     vllm_xargs: msgspec.Raw = msgspec.Raw(b"")

@@ -29,7 +29,7 @@ class RequestReader:
         self.searched = 0
         self._blank_lines = 0
         self._decoder: ChunkedDecoder | None = None
-        #: Bytes of the body that are to come; of a chunked one those that came.
+        #: Bytes of the body that are to come; of a chunked one, bytes that came.
         self._left = 0
         self._limit = 0
         #: A body that came in one piece; the pieces so far of another.

@@ -13,7 +13,7 @@ def retry_after_s(fields: Mapping[bytes, bytes]) -> float | None:
     """Return the seconds after which to come again, None where the head does not say or says 0.
 
     `retry-after-ms` (OpenAI's) comes before `retry-after`, which is in seconds or a date (RFC 9110, 10.2.3).
-    A date is compared with that of the answer, else with this machine's clock.
+    A date is compared with the date of the answer, else with this machine's clock.
     """
     if (ms := number(fields.get(b"retry-after-ms"))) is not None and ms > 0.0:
         return ms / 1e3

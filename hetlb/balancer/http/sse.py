@@ -116,7 +116,7 @@ class SseWatcher:
         return not self._tail and not self._ending
 
     def feed(self, data: bytes) -> bytes:
-        """Look at the next bytes of the stream; returns those to pass on (maybe with some held before)."""
+        """Look at the next bytes of the stream; return the bytes to pass on (maybe with some held before)."""
         if not self._begun or self._after_cr or data.find(b"\r") >= 0:
             data = self._lines(data)
         return self._take(data)

@@ -10,7 +10,7 @@ from mypy_extensions import i64, mypyc_attr
 from hetlb.balancer.http.http1 import CHUNK_LINES
 
 #: Maximum bytes of an event before its choices: an id, a name of a model.
-_MAX_BEGINNING: Final = 1024
+_MAX_BEGINNING_BYTES: Final = 1024
 _CHOICES = re.compile(rb'"choices":\s?\[\s?\{')
 _GOES_ON = re.compile(rb'"finish_reason":\s?null')
 #: The text of a choice, and of a message.
@@ -21,7 +21,7 @@ _USAGE = re.compile(rb'"usage":(?!\s?null)')
 _ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _NAMED = re.compile(rb"(?:(?:event|id|retry):[^\r\n]*(?:\r\n|\n|\r))*")
 #: Maximum bytes of an event that passes by its shape.
-_MOST: Final = 4095
+_MAX_EVENT_BYTES: Final = 4095
 
 
 @mypyc_attr(acyclic=True)
@@ -54,7 +54,7 @@ def text_shape(data: bytes, *, hide_ids: bool = False) -> TextShape | None:
     `hide_ids`: its token ids are taken out of what passes; None if it has none. Behind it lines end in LF.
     """
     before, line, end = _last_event(data)
-    found = _CHOICES.search(line, 0, _MAX_BEGINNING)
+    found = _CHOICES.search(line, 0, _MAX_BEGINNING_BYTES)
     if found is None or line.find(b"\\", 0, found.start()) >= 0 or line.find(b'"error"') >= 0:
         return None
     if _USAGE.search(line) is not None:
@@ -128,7 +128,7 @@ def pass_events(chunks: bytes, shape: TextShape) -> tuple[int, bytes]:
     before: list[bytes] | None = None  # made for a second event
     while position < length:
         start, size = position, 0
-        while start < length and size < _MOST:
+        while start < length and size < _MAX_EVENT_BYTES:
             digit = chunks[start]
             if 48 <= digit <= 57:
                 digit -= 48
@@ -141,7 +141,13 @@ def pass_events(chunks: bytes, shape: TextShape) -> tuple[int, bytes]:
             if size == 0:
                 break
         start += 2
-        if size == 0 or size > _MOST or start > length or chunks[start - 2] != 13 or chunks[start - 1] != 10:
+        if (
+            size == 0
+            or size > _MAX_EVENT_BYTES
+            or start > length
+            or chunks[start - 2] != 13
+            or chunks[start - 1] != 10
+        ):
             return 0, b""
         position = start + size + 2
         begun = start + width

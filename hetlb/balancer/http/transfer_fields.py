@@ -16,8 +16,8 @@ from hetlb.errors import NOT_JSON
 FIELDS: Final = ("kv_transfer_params", "ec_transfer_params")
 #: Objects in which an engine looks for them too.
 _HOLDERS: Final = ("vllm_xargs", "sampling_params", "extra_args")
-#: `sampling_params.extra_args` is the deepest place.
-_DEEPEST: Final = 2
+#: Depth of the deepest place of a field: `sampling_params.extra_args`.
+_DEEPEST_LEVEL: Final = 2
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -27,7 +27,7 @@ def without_transfer_fields(body: bytes, depth: int = 0) -> bytes:
     changed = False
     for name in FIELDS:
         changed = fields.pop(name, None) is not None or changed
-    for name in _HOLDERS if depth < _DEEPEST else ():
+    for name in _HOLDERS if depth < _DEEPEST_LEVEL else ():
         held = bytes(fields.get(name, b""))
         if held[:1] == b"{" and (kept := without_transfer_fields(held, depth + 1)) != held:
             fields[name] = msgspec.Raw(kept)
@@ -51,8 +51,8 @@ def _escaped(name: str) -> str:
 
 
 _NAME: Final = re.compile(f'"(?:{"|".join(map(_escaped, FIELDS))})"'.encode())
-#: Longest name in quotes, every character escaped.
-_REACH: Final = 2 + 6 * max(map(len, FIELDS))
+#: Bytes of the longest name in quotes, every character escaped.
+_REACH_BYTES: Final = 2 + 6 * max(map(len, FIELDS))
 #: End of every name.
 _COMMON: Final = b"_transfer_params"
 _BLANKS: Final = re.compile(rb"[ \t\r\n]*")
@@ -100,14 +100,14 @@ class TransferFilter:
         if self._place == _OUTSIDE:
             seen = self._before + data if self._before else data
             if harmless(seen):
-                self._before = seen[-_REACH:]
+                self._before = seen[-_REACH_BYTES:]
                 return data
         else:
             seen = data
         start = len(seen) - len(data)
         out = bytearray(seen)
         self._empty(seen, out)
-        self._before = seen[-_REACH:] if self._place == _OUTSIDE else b""
+        self._before = seen[-_REACH_BYTES:] if self._place == _OUTSIDE else b""
         return bytes(out[start:])
 
     def _empty(self, seen: bytes, out: bytearray) -> None:

@@ -35,7 +35,7 @@ RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.11, 1.25, 1.5, 2.0, 3.0, 5
 DECISION_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1)
 LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
-#: Seconds expected of a part of a latency model before what was seen says anything.
+#: Least expected seconds of a part of a latency model that say anything about it.
 LEAST_EVIDENCE_S: Final = 1.0
 #: Looked up here and not for every request: a member of an enum costs as much as a call.
 _OK: Final = Outcome.OK
@@ -46,7 +46,7 @@ STATUS_CLASSES: Final = ("none", "2xx", "2xx", "2xx", "4xx", "5xx")
 #: Resolution of the event loop's clock, seconds.
 CLOCK_S: Final = 0.001
 #: Models with series of their own (engines may list many adapters); further ones are `other`.
-MODELS_MAX: Final = 64
+MAX_MODELS: Final = 64
 OTHER_MODELS: Final = "other"
 OTHER_TENANTS: Final = "other"
 
@@ -64,7 +64,7 @@ PARTS: Final = ("prefill", "mixed", "decode")
 
 ACCOUNT_COUNTS = ("cached_prompt_tokens", "output_tokens", "prompt_tokens", "queue_s", "requests")
 #: Accounts of their own (a header may name tenants); further ones are `other`.
-ACCOUNTS_MAX: Final = 4096
+MAX_ACCOUNTS: Final = 4096
 
 
 class ModelTotals:
@@ -91,7 +91,7 @@ class InstanceTotals:
         #: By outcome.
         self.requests: dict[str, int] = {}
         self.output_tokens = 0
-        #: Tokens of all prompts, each prompt once; and those that the engine read from its prefix cache.
+        #: Tokens of all prompts, each prompt once; prompt tokens that the engine read from its prefix cache.
         self.prompt_tokens = 0
         self.cached_prompt_tokens = 0
         #: Tokens of prompts that were believed to be there at dispatch.
@@ -156,7 +156,7 @@ class Totals:
         self.retries = 0
         #: Answers that went on at another instance, by model and reason.
         self.resumptions: dict[tuple[str, str], int] = {}
-        #: Requests whose KV blocks were to go from one instance to another, by what came of it.
+        #: Transfers of a request's KV blocks from one instance to another, by result.
         self.kv_transfers = dict.fromkeys(KV_TRANSFER_RESULTS, 0)
         self.reloads = {"done": 0, "refused": 0}
         self.models: dict[str, ModelTotals] = {}
@@ -174,7 +174,7 @@ class Totals:
         """Return the counters of a name that the fleet serves."""
         totals = self.models.get(name)
         if totals is None:
-            if len(self.models) >= MODELS_MAX:
+            if len(self.models) >= MAX_MODELS:
                 name = OTHER_MODELS
             totals = self.models.setdefault(name, ModelTotals())
         return totals
@@ -194,7 +194,7 @@ class Totals:
         key = (tenant or "", model)
         account = self.accounts.get(key)
         if account is None:
-            if len(self.accounts) >= ACCOUNTS_MAX:
+            if len(self.accounts) >= MAX_ACCOUNTS:
                 key = (OTHER_TENANTS, OTHER_MODELS)
             account = self.accounts.setdefault(key, AccountTotals())
         return account
@@ -216,7 +216,7 @@ class Totals:
 
     def count(self, outcome: Outcome, phase: str, model: str, status: int) -> None:
         """Note that a request ended. `model` is one that the fleet serves, `OTHER_MODELS` or ""."""
-        if model and model not in self.models and len(self.models) >= MODELS_MAX:
+        if model and model not in self.models and len(self.models) >= MAX_MODELS:
             model = OTHER_MODELS
         key = (outcome._value_, phase, model, STATUS_CLASSES[status // 100 if status < 600 else 5])
         self.requests[key] = self.requests.get(key, 0) + 1

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from hetlb.balancer.core.binary_search import first_at_least
 
-#: Gaps below this many milliseconds are counted by the millisecond.
+#: Milliseconds of a gap below which gaps are counted by the millisecond.
 FINE_MS: Final = 2048
 
 

@@ -85,7 +85,7 @@ class RequestRecord:
         )
         #: Tokens of all prompts by the engine's `usage`, None without one.
         self.usage_prompt_tokens: int | None = None
-        #: Those of them that the engine read from its prefix cache, None where it does not say.
+        #: Prompt tokens that the engine read from its prefix cache, None where it does not say.
         self.cached_tokens: int | None = None
         #: Seconds from dispatch to the end, as the latency model predicted them at dispatch.
         self.expected_s = 0.0
@@ -118,7 +118,7 @@ class RequestRecord:
         return self.resumed_tokens + (0 if lease is None else lease.output_tokens)
 
     def counted(self, completion: int | None, prompt: int | None, cached: int | None) -> bool:
-        """Take an engine's counts of tokens in place of estimates; True if that of the prompt makes sense."""
+        """Take an engine's counts of tokens in place of estimates; True if the prompt's count makes sense."""
         lease = self.lease
         assert lease is not None, "expected an answer of an instance"
         if completion is not None and 0 <= completion <= 1 << 31:

@@ -1,7 +1,7 @@
-"""LoRA adapters: those an engine is believed to have in its slots (vLLM's `max_loras`), the time to load one.
+"""LoRA adapters: which an engine is believed to have in its slots (vLLM's `max_loras`), the time to load one.
 
-A batch holds requests of at most so many adapters. One that is in no slot is loaded in place of the adapter
-that was used longest ago and runs nothing; where all slots have requests, it waits for one of them to end.
+A batch holds requests of at most `max_loras` adapters. An adapter in no slot replaces the idle one that was
+used longest ago; where all slots have requests, it waits for one of them to end.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.core.instance import DEFAULT_MAX_LORAS
 from hetlb.balancer.core.types import LeaseId
 
-#: First tokens by which the time to load an adapter is known: the newest so many, and so many at least.
-_SEEN: Final = 31
-_ENOUGH: Final = 5
-#: The least time that is learnt: with none at all nothing would be learnt any more.
+#: First tokens that teach the time to load an adapter: the newest kept, and the fewest needed.
+_SAMPLES: Final = 31
+_LEAST_SAMPLES: Final = 5
+#: Least time to load that is learnt, in seconds: 0 would mean that no load is expected, so none observed.
 _LEAST_S: Final = 1e-3
 
 
 @mypyc_attr(acyclic=True)
 class AdapterSlots:
-    """The adapters that one engine lists, and those that it is believed to have in its slots."""
+    """The adapters that one engine lists, and the adapters that it is believed to have in its slots."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names
         self.slots = DEFAULT_MAX_LORAS
-        #: Requests by adapter, of those that have some; adapters in slots, the one used last at the end.
+        #: Requests by adapter, where there are some; adapters in slots, the one used last at the end.
         self._running: dict[str, int] = {}
         self._used: dict[str, None] = {}
 
@@ -98,10 +98,10 @@ class AdapterSlots:
 
 
 class AdapterLoadTime:
-    """Seconds in which engines load an adapter: stated at first, then as first tokens show.
+    """Seconds that an engine needs to load an adapter: stated at first, then learnt from first tokens.
 
-    By how much later than expected a first token is (at the median) where an adapter was loaded than where it
-    had a slot is the time to load it.
+    The time is the median delay of first tokens where an adapter was loaded, less the median where it had a
+    slot.
     """
 
     def __init__(self, stated_s: float) -> None:
@@ -109,19 +109,19 @@ class AdapterLoadTime:
         #: Leases of requests for adapters until their first token: seconds from the dispatch until it is
         #: expected without a load, and whether the adapter is loaded.
         self.expected: dict[LeaseId, tuple[float, bool]] = {}
-        self._loaded: deque[float] = deque(maxlen=_SEEN)
-        self._others: deque[float] = deque(maxlen=_SEEN)
+        self._loaded: deque[float] = deque(maxlen=_SAMPLES)
+        self._others: deque[float] = deque(maxlen=_SAMPLES)
 
     def first_token(self, lease: LeaseId, took_s: float) -> None:
-        """Note that the first token of a lease came so long after its dispatch."""
+        """Note that the first token of a lease came `took_s` after its dispatch."""
         if (expected := self.expected.pop(lease, None)) is not None:
             self.observe(took_s - expected[0], expected[1])
 
     def observe(self, late_s: float, loaded: bool) -> None:
         """Note that the first token of a request for an adapter came `late_s` after it was expected."""
         (self._loaded if loaded else self._others).append(late_s)
-        if len(self._loaded) >= _ENOUGH:
-            usual_s = _median(self._others) if len(self._others) >= _ENOUGH else 0.0
+        if len(self._loaded) >= _LEAST_SAMPLES:
+            usual_s = _median(self._others) if len(self._others) >= _LEAST_SAMPLES else 0.0
             self.seconds = max(_LEAST_S, _median(self._loaded) - usual_s)
 
 

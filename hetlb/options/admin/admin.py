@@ -192,7 +192,7 @@ class AdminApi:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        # By what the request was routed to, not by how its path is spelt.
+        # By the route, not by the spelling of the path.
         if request.match_info.handler in (self._healthz, self._readyz, self._page_file):
             return await handler(request)
         token = self.control.access.admin_token

@@ -35,8 +35,8 @@ def speed_source(instance: Instance) -> BeliefSource:
 def believed(instance: Instance, tokens_per_s: float, now: float) -> dict[str, Any]:
     """Return the part `believes` of an instance's document.
 
-    `tokens_per_s` are weighted tokens at the mean request. `speed.factor` is by how much longer than its
-    profile (or the default) it takes; `age_s` is that of the newest evidence, None for what has none;
+    `tokens_per_s` are weighted tokens at the mean request. `speed.factor` multiplies the times of its
+    profile (or the default); `age_s` is the age of the newest evidence, None without any;
     `confidence` 0 to 1. `host` are seconds of the host for each step, `value`, and for each request.
     """
     speed, latency, sample = instance.speed, instance.latency, instance.sample

@@ -1,7 +1,7 @@
 """Causes of a state that is not well: one table behind status, dashboard, `top`, alerts and `/metrics`.
 
-Each has a severity, a sentence and advice. The state of a model is the worst severity among its causes. That
-of a wait follows from the oldest request alone: it never gets milder while that wait grows.
+Each has a severity, a sentence and advice. The state of a model is the worst severity among its causes. A
+wait's severity follows from the oldest request alone: it never gets milder while that wait grows.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import AdminState, Health
 from hetlb.options.recent import InstanceShare
 
-#: An instance that takes this many times as long as its profile says is slow.
-SLOW: Final = 1.5
+#: Factor on a profile's time from which an instance is slow.
+SLOW_FACTOR: Final = 1.5
 #: The same by its engine's own count of tokens in the last seconds, which is less sure.
-PACE: Final = 2.5
+PACE_FACTOR: Final = 2.5
 #: Share of answers that fail by an engine's doing, and their least number.
-FAILING: Final = 0.05
+FAILING_SHARE: Final = 0.05
 LEAST_FAILED: Final = 3
 #: Share of requests that end as their client's mistakes, and the least number of requests.
-CLIENTS_OWN: Final = 0.5
+CLIENTS_OWN_SHARE: Final = 0.5
 LEAST_ENDED: Final = 10
-#: A request that waits for this long is trouble, in seconds.
+#: Seconds of waiting from which a request is trouble.
 LONG_WAIT_S: Final = 5.0
-#: A report of an instance that is older than this is stale, in seconds.
+#: Age of an instance's report, in seconds, beyond which it is stale.
 STALE_S: Final = 5.0
-#: Requests of a class are recent for this long, in seconds.
+#: Seconds for which requests of a class are recent.
 RECENT_S: Final = 60.0
-#: Share of what waits that one tenant of several has.
-HOG: Final = 0.6
+#: Share of the waiting requests that makes one tenant of several a cause, and their least number.
+HOG_SHARE: Final = 0.6
 LEAST_WAITING: Final = 8
 
 
@@ -130,14 +130,14 @@ def of_instance(each: Instance, share: InstanceShare | None, now: float) -> Stat
         serves = ", ".join(each.served) or "nothing"
         sentence = f"{name} serves {serves}, not {each.spec.model}"
         return StateCause("other_model", name, sentence, "Correct the name in the fleet file.")
-    if share is not None and share.failed >= LEAST_FAILED and share.failed > FAILING * share.ended:
+    if share is not None and share.failed >= LEAST_FAILED and share.failed > FAILING_SHARE * share.ended:
         sentence = f"{100 * share.failed / share.ended:.0f} % of what {name} answers fails"
         return StateCause("fails", name, sentence, f"The log of {name} says why.")
     stale_s = 0.0 if each.sample_at is None else now - each.sample_at
     slower = each.speed.factor if each.speed.seen else 1.0
-    if each.speed.pace >= PACE and stale_s <= STALE_S:
+    if each.speed.pace >= PACE_FACTOR and stale_s <= STALE_S:
         slower = max(slower, each.speed.pace)
-    if each.profiled and slower >= SLOW:
+    if each.profiled and slower >= SLOW_FACTOR:
         sentence = f"{name} takes {slower:.1f} times as long as its profile says"
         return StateCause("slow", name, sentence, "Look at its GPU, or profile it again.")
     if stale_s > STALE_S:
@@ -166,7 +166,7 @@ def of_transfers(pairs: Sequence[tuple[str, str]], among: Sequence[Instance]) ->
 
 def of_clients(refused: int, ended: int) -> StateCause | None:
     """Return the cause of requests that are mostly wrong, None if they are not."""
-    if ended < LEAST_ENDED or refused < CLIENTS_OWN * ended:
+    if ended < LEAST_ENDED or refused < CLIENTS_OWN_SHARE * ended:
         return None
     sentence = f"{100 * refused / ended:.0f} % of the requests are refused as their clients' mistakes"
     return StateCause("client_errors", "", sentence, "Look in the request log which client sends them.")
@@ -179,7 +179,7 @@ def of_tenants(waiting: Mapping[str, int], served: Set[str]) -> StateCause | Non
     """
     total = sum(waiting.values())
     name, count = max(waiting.items(), key=lambda each: each[1], default=("", 0))
-    if total < LEAST_WAITING or len(served | waiting.keys()) < 2 or count < HOG * total:
+    if total < LEAST_WAITING or len(served | waiting.keys()) < 2 or count < HOG_SHARE * total:
         return None
     sentence = f"tenant {name or 'without a name'} has {count} of {total} requests that wait"
     return StateCause("tenant_hog", name, sentence, "Others go first; limit its key, or add a server.")

@@ -13,7 +13,7 @@ from hetlb.errors import NOT_JSON, InputError
 from hetlb.inputs.mistakes import short
 from hetlb.options.admin.admin import AdminApi, reply
 
-#: An instance that leaves later than this has not been given notice yet.
+#: Longest notice, in seconds: an instance that leaves later has been given none yet.
 _MOST_NOTICE_S = 86_400
 
 

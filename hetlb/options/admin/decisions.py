@@ -16,7 +16,7 @@ TokensSoFar: TypeAlias = Callable[[Lease], int]
 def decision_summary(dispatch: Dispatch, tokens_so_far: TokensSoFar) -> dict[str, Any]:
     """Return a decision without its candidates. `lease` is its number, new for every try.
 
-    Times in seconds on the proxy's clock. `output_tokens` are those of all sequences so far, or in all.
+    Times in seconds on the proxy's clock. `output_tokens` count all sequences so far, or in all.
     """
     lease = dispatch.lease
     decode = lease.decode

@@ -28,11 +28,11 @@ from hetlb.options.admin.causes import (
 )
 from hetlb.options.recent import BIN_S, InstanceShare, Recent
 
-#: Requests that ended within these seconds count.
+#: Seconds in which ended requests count.
 WINDOW_S: Final = 30.0
-#: From this load on a model is busy.
-BUSY: Final = 0.8
-#: Arrivals are counted over this long, in seconds, and at least over this long.
+#: Load from which a model is busy.
+BUSY_LOAD: Final = 0.8
+#: Seconds over which arrivals are counted, and the least.
 ARRIVALS_S: Final = 10.0
 LEAST_S: Final = 1.0
 
@@ -182,7 +182,7 @@ def _of_model(
         load = max(load, 1.0) if waiting else load
     headroom = None if capacity is None else max(0.0, capacity * (1.0 - load))
     state = worst(causes)
-    if state is State.WELL and load >= BUSY:
+    if state is State.WELL and load >= BUSY_LOAD:
         state, advice = State.BUSY, f"Little room is left ({limited_by}): plan for another server."
     elif causes:
         advice = headline(causes, waiting)

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
-#: A slice of the page takes about this long; then the event loop goes round once.
+#: Seconds of a slice of the page, after which the event loop goes round once.
 SLICE_S = 0.001
-#: Lines written at once.
-_LINES: Final = 256
+#: Lines of the page written at once.
+_WRITTEN_LINES: Final = 256
 
 
 Series: TypeAlias = Iterable[tuple[str, float | Histogram | GapHistogram | None]]
@@ -60,7 +60,7 @@ FIGURES: Final = {
     "hetlb_queue_requests": "Requests waiting for an instance, by model.",
     "hetlb_model_instances": "Instances of the model that take requests.",
     "hetlb_model_saturation_ratio": "Load over the slots, or the KV cache, if more.",
-    "hetlb_model_free_places": "Sequences that could run besides those that do.",
+    "hetlb_model_free_places": "Sequences that could run besides the running ones.",
     "hetlb_model_capacity_assumed": "1 while the slots of an instance are a guess.",
     "hetlb_tenant_requests_total": "Requests of the tenant that ended.",
     "hetlb_tenant_prompt_tokens_total": "Prompt tokens of its requests.",
@@ -76,7 +76,7 @@ FIGURES: Final = {
     "hetlb_instance_requests_total": "Leases that ended, by instance and outcome.",
     "hetlb_instance_output_tokens_total": "Tokens generated.",
     "hetlb_instance_prompt_tokens_total": "Tokens of prompts, each prompt once.",
-    "hetlb_instance_cached_prompt_tokens_total": "Those read from a cache.",
+    "hetlb_instance_cached_prompt_tokens_total": "Prompt tokens read from a cache.",
     "hetlb_instance_expected_cached_prompt_tokens_total": (
         "Prompt tokens that were believed to be in the prefix cache when the request was sent."
     ),
@@ -354,7 +354,7 @@ class MetricsPage:
                     kind = "histogram"
                 yield f"# HELP {name} {HELP[name]}\n# TYPE {name} {kind}\n"
                 lines = iter(series)
-                while some := list(islice(lines, _LINES)):
+                while some := list(islice(lines, _WRITTEN_LINES)):
                     yield "".join([_series(name, *each) for each in some])
         yield generate_latest(self._process).decode()
 

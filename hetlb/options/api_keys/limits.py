@@ -17,13 +17,13 @@ from hetlb.options.api_keys.api_keys import LimitsTable
 WINDOW_S: Final = 60.0
 #: Seconds within which requests count as one entry: a window holds at most 600 of them.
 _SLOT_S: Final = 0.1
-#: Times are rounded: a client that comes again this much later does come after the window.
+#: Seconds to which times are rounded up, so that a client that comes again then is after the window.
 _CLOCK_S: Final = 0.001
-#: Tokens of an answer before any of the key has ended, and how much a new one moves the mean.
-_FIRST_ANSWER: Final = 256.0
-_WEIGHT: Final = 0.1
-#: A request may end at any time: so many in flight are tried again this soon.
-_IN_FLIGHT_AGAIN_S: Final = 1.0
+#: Tokens of an answer before any of the key has ended, and weight of a new one in the mean.
+_FIRST_ANSWER_TOKENS: Final = 256.0
+_ANSWER_WEIGHT: Final = 0.1
+#: Seconds until a retry where a key has too many requests in flight, as one may end at any time.
+_IN_FLIGHT_RETRY_S: Final = 1.0
 
 
 class _Slot:
@@ -112,7 +112,7 @@ class Limiter:
         self._requests = Window()
         self._tokens = Window()
         self._in_flight = 0
-        self._answer = _FIRST_ANSWER
+        self._answer = _FIRST_ANSWER_TOKENS
         self.limits = limits
 
     def admit(self, prompt_tokens: int, max_tokens: int, now: float) -> Ticket:
@@ -123,7 +123,7 @@ class Limiter:
             tokens.forget(now)
         reserved = prompt_tokens + (max_tokens or round(self._answer))
         if limits.in_flight is not None and self._in_flight >= limits.in_flight:
-            raise self._refusal(f"{limits.in_flight} requests in flight", _IN_FLIGHT_AGAIN_S, now)
+            raise self._refusal(f"{limits.in_flight} requests in flight", _IN_FLIGHT_RETRY_S, now)
         if limits.requests_per_minute is not None:
             wait_s = requests.room_in_s(1, limits.requests_per_minute, now)
             if wait_s > 0.0:
@@ -145,7 +145,7 @@ class Limiter:
         self._in_flight -= 1
         self._tokens.settle(ticket.slot, prompt_tokens + output_tokens - ticket.reserved, now)
         if output_tokens:
-            self._answer += _WEIGHT * (output_tokens - self._answer)
+            self._answer += _ANSWER_WEIGHT * (output_tokens - self._answer)
 
     def used(self, tokens: int, now: float) -> None:
         self._tokens.forget(now)

@@ -7,8 +7,8 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 
-from hetlb.balancer.config.fleet_tables import TlsTable
 from hetlb.errors import ConfigError
+from hetlb.options.certificates.tls_table import TlsTable
 
 
 def server_context(table: TlsTable, key: str, base: Path) -> ssl.SSLContext:

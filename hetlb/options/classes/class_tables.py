@@ -5,10 +5,36 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from typing import Annotated, TypeAlias
 
-from hetlb.balancer.config.fleet_tables import ClassTable
-from hetlb.balancer.core.objective import ServiceClass
+import msgspec
+
+from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.config.fleet_tables import Resume
+from hetlb.balancer.core.objective import LEAST_TARGET_MS, MOST_TARGET_MS, ServiceClass
 from hetlb.inputs.mistakes import short
+from hetlb.inputs.option_keys import FileTable, of
+
+#: Targets within which scores, sums of their ratios, are numbers.
+_Target: TypeAlias = Annotated[float, msgspec.Meta(ge=LEAST_TARGET_MS, le=MOST_TARGET_MS)]
+
+
+class ClassTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Objective of one class of requests: targets in milliseconds that a share `attainment` is to meet.
+
+    `background` requests take only what the other classes leave over. A second until the first token weighs
+    `first_token_weight` of the rest, where no target is stated. With `refuse_hopeless` a request that can no
+    longer meet its targets gets 503.
+    """
+
+    ttft_ms: _Target | None = None
+    tpot_ms: _Target | None = None
+    e2e_ms: _Target | None = None
+    attainment: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.95
+    background: bool = False
+    first_token_weight: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
+    refuse_hopeless: bool = False
+    resume: Annotated[Resume | None, of("resume")] = None
 
 
 def service_classes(tables: Mapping[str, ClassTable]) -> dict[str, ServiceClass]:
@@ -31,8 +57,13 @@ def _service_class(name: str, table: ClassTable) -> ServiceClass:
     )
 
 
-def class_mistakes(classes: Mapping[str, ClassTable], key: str) -> Iterator[str]:
-    """Yield names that are no header values, and classes that contradict themselves."""
+def mistakes(fleet: Fleet) -> Iterator[str]:
+    """Yield a line for each name that is no header value, and each class that contradicts itself."""
+    for m, model in enumerate(fleet.file.models):
+        yield from _class_mistakes(model.classes, f"models[{m}].classes")
+
+
+def _class_mistakes(classes: Mapping[str, ClassTable], key: str) -> Iterator[str]:
     for name, table in classes.items():
         stated = any(ms is not None for ms in (table.ttft_ms, table.tpot_ms, table.e2e_ms))
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):

@@ -9,11 +9,11 @@ from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.speed import RecentRate
 from hetlb.balancer.core.types import Lease
 
-#: Means follow the newest requests, as many as this.
-_NEWEST: Final = 64.0
-#: Of the share of answers that may miss a target the control aims at this part.
+#: Newest requests that the means follow.
+_NEWEST_REQUESTS: Final = 64.0
+#: Part of the share of answers that may miss a target at which the control aims.
 _AIMED_SHARE: Final = 0.5
-#: A miss of this long ago counts 1/e in the control, seconds: the load may have been another one.
+#: Age of a miss, in seconds, at which it counts 1/e in the control: the load may have been another one.
 _FORGET_S: Final = 60.0
 #: Bound of `margin`'s logarithm: twenty times what is expected to come.
 _MOST_PRESSURE: Final = 3.0
@@ -82,11 +82,11 @@ class Protected:
         """Note that a request came."""
         self._rate = self._rate.plus(1.0, now)
         self.count = count = self.count + 1
-        gain = 1.0 / count if count < _NEWEST else 1.0 / _NEWEST
+        gain = 1.0 / count if count < _NEWEST_REQUESTS else 1.0 / _NEWEST_REQUESTS
         self.newest_s = now
         self.prompt += gain * (prompt - self.prompt)
         self.output += gain * (output - self.output)
-        if count % _NEWEST == 0.0:
+        if count % _NEWEST_REQUESTS == 0.0:
             self._begin(service)
         else:
             self._tighten(service)
@@ -106,7 +106,7 @@ class Protected:
         rise = -1.0 if met else (1.0 / aimed - 1.0 if aimed > 0.0 else math.inf)
         self.pressure *= math.exp((self._answered_s - now) / _FORGET_S)
         self._answered_s = now
-        self.pressure = min(_MOST_PRESSURE, max(0.0, self.pressure + rise / _NEWEST))
+        self.pressure = min(_MOST_PRESSURE, max(0.0, self.pressure + rise / _NEWEST_REQUESTS))
 
     def rate(self, now: float) -> float:
         """Return the requests per second of late."""

@@ -32,7 +32,7 @@ class ServiceClasses:
         return None
 
     def of(self, model: str, head: RequestHead, allowed: Sequence[str] | None) -> ServiceClass:
-        """Return the class of a request, of those that its key may use. Raises `GateError` (400, 403)."""
+        """Return the class of a request, one that its key may use. Raises `GateError` (400, 403)."""
         classes = self._by_model.get(model)
         if not classes:
             return UNSTATED

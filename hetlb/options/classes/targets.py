@@ -1,4 +1,4 @@
-"""Cost of missed targets: the request's own, those of requests that run, and room for tighter classes."""
+"""Cost of missed targets: the request's own, the running requests', and room for tighter classes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hetlb.balancer.core.policies.sight import KEPT_FREE, ROOM, SchedulingContex
 from hetlb.options.classes.protected import Protected
 
 #: Share of the target of its first token that a request with targets waits for room beside tighter classes.
-_PATIENCE: Final = 0.3
+_PATIENCE_SHARE: Final = 0.3
 #: First tokens of a tighter class that a prompt may make late, times the margin squared.
-_MOST_LATE: Final = 0.25
+_MOST_LATE_TOKENS: Final = 0.25
 #: Steps of the search for a batch.
 _HALVINGS: Final = 6
 
@@ -40,7 +40,7 @@ def probability_of_miss(ctx: SchedulingContext, each: Sight) -> float:
 
 
 def stake_s(ctx: SchedulingContext, each: Sight) -> float:
-    """Seconds that a missed target costs: those of the answer, at the attainment as many as it takes."""
+    """Return the cost of a missed target: the answer's seconds over the share that may miss."""
     service = ctx.request.service
     first_s = service.ttft_s if service.ttft_s < math.inf else each.first_token_s
     step_s = service.tpot_s if service.tpot_s < math.inf else each.step_s
@@ -79,7 +79,7 @@ def keep_free(ctx: SchedulingContext, sights: Sequence[Sight]) -> bool:
     for protected in cast("list[Protected]", ctx.demand.protected):
         if not service.background and protected.tightness() >= targets:
             break
-        if protected.hopeless or (not service.background and ctx.waited_s > _PATIENCE * targets[0]):
+        if protected.hopeless or (not service.background and ctx.waited_s > _PATIENCE_SHARE * targets[0]):
             continue
         rate += protected.rate(ctx.now)
         if rate > 0.0:
@@ -115,7 +115,7 @@ def _keep_free(ctx: SchedulingContext, sights: Sequence[Sight], protected: Prote
         left += _served(each, protected, each.load.batch + each.own, tokens, each.used_tokens)
         late_s = _first_token_beside_s(ctx, each, protected) - protected.ttft_s
         late = rate * late_s * (per_s / total if total > 0.0 else 1.0)
-        if left < wanted or late * protected.margin * protected.margin > _MOST_LATE:
+        if left < wanted or late * protected.margin * protected.margin > _MOST_LATE_TOKENS:
             each.state, kept = KEPT_FREE, True
     return kept
 
@@ -135,9 +135,10 @@ def _first_token_beside_s(ctx: SchedulingContext, each: Sight, protected: Protec
 def _served(each: Sight, protected: Protected, batch: float, tokens: float, used: float) -> float:
     """Return the requests/s of a class that an instance serves in time beside a batch of an engine.
 
-    Those with targets in the batch are of them. The batch holds `tokens`; `used` of the KV cache are taken.
-    First tokens wait for a step and for prompts: at a utilization rho by prompts of s seconds a share
-    rho exp(-2 (1 - rho) t / s) waits longer than t (heavy traffic, service times alike; Kingman 1961).
+    Members with targets in the batch belong to the class. The batch holds `tokens`; `used` tokens of the KV
+    cache are taken. First tokens wait for a step and for prompts: at a utilization rho by prompts of s
+    seconds a share rho exp(-2 (1 - rho) t / s) waits longer than t (heavy traffic, service times alike;
+    Kingman 1961).
     """
     load, latency = each.load, each.load.latency
     context = max(1.0, protected.prompt + protected.output / 2.0)

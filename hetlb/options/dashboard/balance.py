@@ -1,7 +1,7 @@
 """True if the work is shared as the speeds say, by model: figures per instance and one sentence.
 
 Work is weighted tokens (`core.demand.size_of`): output tokens and a share of the prompt's. The share that an
-instance should have is its speed at the mean request over that of all that take requests.
+instance should have is its speed at the mean request over the speeds of all that take requests.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import AdminState, Health
 from hetlb.options.recent import InstanceShare, Recent
 
-#: Requests that ended within so many seconds count, and those that run, as far as they are.
+#: Seconds of ended requests that count; running ones count with their tokens so far.
 WINDOW_S: Final = 60.0
-#: Shares that differ by no more than this are alike.
-NEAR: Final = 0.1
-#: An instance with less than this share of the work is idle.
-IDLE: Final = 0.02
-#: Below this share of the places in use the load is light.
-LIGHT: Final = 0.5
+#: Largest difference of shares that are alike.
+NEAR_SHARE: Final = 0.1
+#: Share of the work below which an instance is idle.
+IDLE_SHARE: Final = 0.02
+#: Share of the places in use below which the load is light.
+LIGHT_SHARE: Final = 0.5
 _BY_SPEED: Final = frozenset({"hetlb", "paper", "paper-memory", "planned"})
 
 
@@ -52,17 +52,18 @@ def sentence(
     if len(able) == 1:
         return True, f"{able[0].name} is the only one that takes requests{tail}."
     off = max(able, key=lambda part: abs(part.work_share - part.speed_share))
-    if abs(off.work_share - off.speed_share) <= NEAR + 1 / max(1, requests):
+    if abs(off.work_share - off.speed_share) <= NEAR_SHARE + 1 / max(1, requests):
         worst = round(100 * abs(off.work_share - off.speed_share))
-        begin = "Balanced" if worst <= 100 * NEAR else "Few requests"
-        return True, f"{begin}: shares of work and speed agree within {worst} point{'s'[worst == 1 :]}{tail}."
+        plural = "" if worst == 1 else "s"
+        begin = "Balanced" if worst <= 100 * NEAR_SHARE else "Few requests"
+        return True, f"{begin}: shares of work and speed agree within {worst} point{plural}{tail}."
     less = min(able, key=lambda part: part.work_share - part.speed_share)
     more = max(able, key=lambda part: part.work_share - part.speed_share)
-    state = "idle" if less.work_share < IDLE else "given less than its share"
+    state = "idle" if less.work_share < IDLE_SHARE else "given less than its share"
     begin = f"{less.name} is {state} ({_of(less)}), {more.name} has {_of(more)}: "
     if policy not in _BY_SPEED:
         return False, f"{begin}the policy {policy} does not consider speed{tail}."
-    if not waiting and more.busy < LIGHT:
+    if not waiting and more.busy < LIGHT_SHARE:
         return True, f"{begin}the load is light, and a request ends soonest there{tail}."
     if waiting:
         return False, f"{begin}{waiting} requests wait: too large for it, or waiting for a faster one{tail}."

@@ -11,8 +11,8 @@ from hetlb.options.dashboard.pages import asset
 
 #: Seconds between two snapshots.
 INTERVAL_S = 1.0
-LISTENERS_MAX = 64
-#: A listener that takes nothing for this long is dropped.
+MAX_LISTENERS = 64
+#: Seconds after which a listener that takes nothing is dropped.
 _WRITE_TIMEOUT_S = 10.0
 _HEADERS = {
     "Content-Type": "text/event-stream",
@@ -67,7 +67,7 @@ class EventStream:
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         """Answer `GET /v1/events` until the listener leaves or the server stops."""
-        if self._closed or self.listeners >= LISTENERS_MAX:
+        if self._closed or self.listeners >= MAX_LISTENERS:
             raise web.HTTPServiceUnavailable(text=f"{self.listeners} pages are open, no more are served")
         response, sent = web.StreamResponse(headers=_HEADERS), b""
         self.listeners += 1

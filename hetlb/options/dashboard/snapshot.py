@@ -16,7 +16,7 @@ from hetlb.balancer.core.types import Outcome
 from hetlb.balancer.telemetry.histograms import weighted_percentile
 from hetlb.options.dashboard import balance
 from hetlb.options.dashboard.page import EventStream, page_file
-from hetlb.options.recent import BIN_S, BINS, POINTS, Recent, Stretch, latencies
+from hetlb.options.recent import BIN_S, BINS, KEPT_POINTS, Recent, Stretch, latencies
 
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService
@@ -82,7 +82,7 @@ def _shown(recent: Recent, now: float) -> list[Stretch]:
 
 
 def levels(recent: Recent, now: float) -> dict[str, Any]:
-    """Columns `queue`, `in_flight` and `kv_reserved` (by instance), aligned with those of `series`."""
+    """Return the columns `queue`, `in_flight` and `kv_reserved` (by instance), aligned with `series`."""
     shown = [each.levels for each in _shown(recent, now)]
     names = dict.fromkeys(name for each in shown if each is not None for name in each[1])
 
@@ -138,6 +138,6 @@ def accuracy(recent: Recent) -> dict[str, Any]:
             round(expected_s, 4),
             round(took_s, 4),
         )
-        for _, name, predicted, tokens, expected_s, took_s in recent.points[-POINTS:]
+        for _, name, predicted, tokens, expected_s, took_s in recent.points[-KEPT_POINTS:]
     ]
     return {"instances": list(names), "points": points}

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dns.exception import DNSException
 from dns.resolver import NXDOMAIN, Resolver
 
-from hetlb.balancer.config.discovery import DnsTable
 from hetlb.inputs.urls import bracketed
+from hetlb.options.dns.dns_table import DnsTable
 from hetlb.options.source import Found, Publish, SourceFailedError
 
 #: Seconds that an answer may take.
 _TIMEOUT_S = 2.0
-#: A TTL of 0 is asked again after so long.
-_LEAST_S = 0.1
+#: Least seconds until a name is asked again, whatever its TTL.
+_LEAST_TTL_S = 0.1
 
 
 class DnsSource:
@@ -45,7 +45,7 @@ class DnsSource:
             # Thousands of records take a tenth of a second to read.
             found, ttl_s = await asyncio.to_thread(self._ask)
             publish(found)
-            await asyncio.sleep(max(_LEAST_S, min(ttl_s, self._table.interval_s)))
+            await asyncio.sleep(max(_LEAST_TTL_S, min(ttl_s, self._table.interval_s)))
 
     def _ask(self) -> tuple[list[Found], float]:
         """Return the servers there are now, and for how many seconds the answer holds."""

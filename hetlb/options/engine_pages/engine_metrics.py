@@ -1,8 +1,8 @@
 """Metrics pages of engines to an `EngineSample`, by the names of `engine_tables`.
 
 Any text (HTML, NaN, negative, repeated or missing series) gives a sample, with None for what is absent or
-absurd and the names of those. A server of several data-parallel engines has one series per engine: counts and
-KV tokens are summed; KV use is the mean weighted by capacity, and that of the fullest. Within an engine the
+absurd and the names of these. A server of several data-parallel engines has one series per engine: counts and
+KV tokens are summed; KV use is the mean weighted by capacity, and the fullest engine's. Within an engine the
 ranks of one model repeat a figure, and priorities divide one that is there as a whole too.
 """
 
@@ -48,11 +48,11 @@ _RANKS: Final = (
 #: Labels of the replicas of one page: each is an engine of its own.
 _REPLICAS: Final = ("ReplicaId", "WorkerId", "replica", "pod", "instance", "model")
 _PRIORITY: Final = "priority"
-#: Texts of labels that were read and are kept: they are the same at every scrape, but for those of a restart.
-_LABELS_KEPT: Final = 1024
-#: More engines than this behind one URL is nonsense.
+#: Number of read label texts that are kept: they are the same at every scrape until a restart.
+_KEPT_LABELS: Final = 1024
+#: Maximum number of engines behind one URL: more is nonsense.
 _MAX_ENGINES: Final = 4096
-#: More requests or tokens than this on one server is nonsense.
+#: Maximum number of requests or tokens on one server: more is nonsense.
 _MAX_COUNT: Final = 1 << 40
 _BEGAN: Final = "process_start_time_seconds"
 _NAMES: Final = frozenset(
@@ -67,7 +67,7 @@ _NAMES: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class EngineCounters(PickleByFields):
-    """Counters of a server since it started; `iterations` are those in which a token came out."""
+    """Counters of a server since it started; `iterations` count only iterations with a token."""
 
     iterations: int | None
     prompt_tokens: int | None
@@ -85,7 +85,7 @@ class EngineCounters(PickleByFields):
         return 1.0 + (self.accepted_tokens - (before.accepted_tokens or 0)) / drafts if drafts > 0 else None
 
 
-@lru_cache(_LABELS_KEPT)
+@lru_cache(_KEPT_LABELS)
 def _known(name: bytes) -> tuple[str, str]:
     """Return the prefix of a name's table, and the name as tables spell it if it is read; "" for none."""
     prefix, found = spelled(name.decode("utf-8", "replace"))
@@ -219,7 +219,7 @@ def _asleep(series: Series) -> bool | None:
 
 
 def _adapters(series: Series) -> tuple[int | None, tuple[str, ...] | None]:
-    """Adapters that a batch may hold, and those of the newest series, which run; None where not told."""
+    """Return adapters that a batch may hold, and the newest series' (running ones); None where not listed."""
     told = series.get(LORA_INFO[0])
     if not told:
         return None, None
@@ -272,7 +272,7 @@ def _by_engine(
     return engines
 
 
-@lru_cache(_LABELS_KEPT)
+@lru_cache(_KEPT_LABELS)
 def _place(text: str, engine_label: str) -> tuple[str, str, str]:
     """Return what labels say of the place of a series: engine, priority, and all others but ranks."""
     labels = {name: value for name, value in _LABEL.findall(text) if name not in _RANKS}
@@ -373,7 +373,7 @@ def _kv_tokens(series: Series, missing: list[str], invalid: list[str]) -> tuple[
     return per_engine, block_size
 
 
-@lru_cache(_LABELS_KEPT)
+@lru_cache(_KEPT_LABELS)
 def _cache_config(text: str) -> tuple[str, int | None, int | None, bool | None]:
     """Parse the labels of a `CACHE_CONFIG`: engine, block size, KV tokens, prefix caching."""
     labels = dict(_LABEL.findall(text))

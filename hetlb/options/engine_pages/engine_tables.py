@@ -1,6 +1,6 @@
-"""Engines that hetlb knows by their metrics page: what each calls its figures, and what each lacks.
+"""Engines that hetlb knows by their metrics page: the names of their figures, and the figures they lack.
 
-Names are those of the engines' own documentation as of 2026: vLLM, SGLang, llama.cpp's server, TensorRT-LLM
+Names come from the engines' own documentation as of 2026: vLLM, SGLang, llama.cpp's server, TensorRT-LLM
 (`trtllm-serve`), Text Generation Inference, LMDeploy, Triton, and engines that keep vLLM's names behind
 another prefix or none (Aphrodite, FastDeploy, NIM). What is not on a page is booked by hetlb alone.
 """
@@ -21,8 +21,8 @@ class EngineTable:
     """Names of one engine's figures, the present one first; () for what it does not tell.
 
     `prefix` begins the names of all its metrics; `lacks` says what follows from what it does not tell. A name
-    may be followed by the one label that its series must have: `name{kind="max"}`. `all_requests` are those
-    that run and those that wait; `kv_tokens` are tokens, or blocks of `block_tokens` each. `engine_label`
+    may be followed by the one label that its series must have: `name{kind="max"}`. `all_requests` count
+    running and waiting ones; `kv_tokens` are tokens, or blocks of `block_tokens` each. `engine_label`
     tells the data-parallel engines of a server apart; `tokens` count what it computes, answers first, and are
     summed. `tells_config` is True with vLLM's series of the configuration.
     """
@@ -67,7 +67,7 @@ VLLM: Final = EngineTable(
     ("vllm:num_requests_running",),
     # The second name is its parts, by reason.
     ("vllm:num_requests_waiting", "vllm:num_requests_waiting_by_reason"),
-    # The second name is that of vLLM before 0.10 (V0); a router that reads only dead names balances blindly.
+    # The second name comes from vLLM before 0.10 (V0); a router that reads only dead names balances blindly.
     ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
     tokens=("vllm:generation_tokens_total", "vllm:prompt_tokens_total"),
     tells_config=True,
@@ -123,7 +123,7 @@ LMDEPLOY: Final = EngineTable(
 )
 _TRITON_REQUESTS: Final = "nv_trt_llm_request_metrics"
 _TRITON_BLOCKS: Final = "nv_trt_llm_kv_cache_block_metrics"
-#: Triton with the backend of TensorRT-LLM; with that of vLLM its page has the names of vLLM.
+#: Triton with the backend of TensorRT-LLM; with the backend of vLLM its page has the names of vLLM.
 TRITON: Final = EngineTable(
     "triton",
     "Triton",

@@ -13,8 +13,8 @@ from typing import Final
 #: Lines of one name that are kept: an engine has one for each of its ranks, priorities and models.
 MOST_SERIES: Final = 4096
 #: Maximum bytes of a line, and of a name.
-_MOST_LINE: Final = 64 << 10
-_MOST_NAME: Final = 128
+_MAX_LINE_BYTES: Final = 64 << 10
+_MAX_NAME_BYTES: Final = 128
 #: Labels, a value, a time stamp and an exemplar, behind a name.
 _SAMPLE: Final = re.compile(
     r'\s*(?:\{((?:[^"{}]++|"(?:[^"\\]++|\\.)*+")*+)\})?\s+(\S+)(?:\s+[^\s#]\S*)?\s*(?:\s#.*)?$', re.DOTALL
@@ -44,7 +44,7 @@ class SeriesReader:
         if end < 0:
             if not self._skips:
                 self._rest += data
-                if len(self._rest) > _MOST_LINE:
+                if len(self._rest) > _MAX_LINE_BYTES:
                     self._rest, self._skips = b"", True
             return
         lines = self._rest + data[:end]
@@ -52,7 +52,7 @@ class SeriesReader:
             cut = lines.find(b"\n")
             lines = lines[cut + 1 :] if cut >= 0 else b""
         self._rest, self._skips = data[end + 1 :], False
-        if len(self._rest) > _MOST_LINE:
+        if len(self._rest) > _MAX_LINE_BYTES:
             self._rest, self._skips = b"", True
         self._read(lines)
 
@@ -68,7 +68,7 @@ class SeriesReader:
                 continue
             quoted = line[:2] == b'{"'  # its name is the first of the labels
             name = line[2:].partition(b'"')[0] if quoted else line.split(None, 1)[0].partition(b"{")[0]
-            if len(name) > _MOST_NAME:
+            if len(name) > _MAX_NAME_BYTES:
                 continue
             prefix, known = self._known(name)
             if prefix:

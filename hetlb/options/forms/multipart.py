@@ -9,7 +9,7 @@ import re
 from typing import Final
 
 from hetlb.balancer.http.http1 import GateError
-from hetlb.balancer.http.openai_body import MEDIA_BYTES, Call
+from hetlb.balancer.http.openai_body import MEDIUM_BYTES, Call
 from hetlb.balancer.http.openai_fields import MAX_MODEL_CHARACTERS
 from hetlb.balancer.http.transfer_fields import has_transfer_fields
 
@@ -24,8 +24,8 @@ _PARAMETER = re.compile(
     |([!#$%&'+.^_`|~0-9A-Za-z-]+\*)=[^"\\;\s]*)?[ \t]*""",
     re.X,
 )
-#: The line end behind a boundary, the headers of a part and the empty line.
-_MAX_PART_HEAD: Final = 4096
+#: Maximum bytes of the line end behind a boundary, the headers of a part and the empty line.
+_MAX_PART_HEAD_BYTES: Final = 4096
 #: Header lines of one part, and parts of one form: vLLM's largest has some thirty.
 MAX_PART_LINES: Final = 16
 MAX_PARTS: Final = 256
@@ -46,14 +46,14 @@ def read_form(content_type: bytes, body: bytes) -> Call:
     if not body.startswith(boundary, start):
         raise GateError(400, "The multipart body does not begin with its boundary.")
     call = Call(body)
-    call.text_bytes = MEDIA_BYTES
+    call.text_bytes = MEDIUM_BYTES
     at, parts = start + len(boundary), 0
     seen: set[bytes] = set()
     while body[at : at + 2] != b"--":
         parts += 1
         if parts > MAX_PARTS:
             raise GateError(400, f"The multipart body has more than {MAX_PARTS} parts.")
-        head_end = body.find(b"\r\n\r\n", at, at + _MAX_PART_HEAD)
+        head_end = body.find(b"\r\n\r\n", at, at + _MAX_PART_HEAD_BYTES)
         value_at = head_end + 4
         # A part that begins with a boundary has no value for some, and that value for others.
         if head_end < 0 or body[at : at + 2] != b"\r\n" or body.startswith(boundary, value_at):

@@ -1,7 +1,7 @@
 """Instances by files beside the fleet file."""
 
-from hetlb.balancer.config.discovery import DiscoveryTable
 from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.config.fleet_tables import DiscoveryTable
 from hetlb.options.instance_files.file_source import FileSource
 
 

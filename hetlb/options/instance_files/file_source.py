@@ -47,7 +47,7 @@ class FileSource:
                 )  # fmt: skip
 
     def _read(self) -> list[str]:
-        """Read all files; returns the mistakes of those that stay as they were."""
+        """Read all files; return the mistakes of files that stay as they were."""
         mistakes: list[str] = []
         known: dict[Path, list[Found]] = {}
         for path in [each for folder in self._paths for each in files_of(folder)]:

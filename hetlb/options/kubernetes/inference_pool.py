@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from hetlb.balancer.config.discovery import KubernetesTable
 from hetlb.errors import ConfigError
+from hetlb.options.kubernetes.cluster_tables import KubernetesTable
 from hetlb.options.kubernetes.kubernetes import PODS, ApiServer, Item, ServersOf, Watch, kind_of, servers_of
 from hetlb.options.source import Publish
 

@@ -24,25 +24,26 @@ from lightkube.generic_resource import GenericNamespacedResource, create_namespa
 from lightkube.operators import Operator
 from lightkube.types import OnErrorAction, OnErrorResult
 
-from hetlb.balancer.config.discovery import GPU_LABELS, ClusterTable, KubernetesTable
+from hetlb.balancer.config.fleet_tables import GPU_LABELS
 from hetlb.errors import ConfigError
 from hetlb.inputs.urls import bracketed
+from hetlb.options.kubernetes.cluster_tables import ClusterTable, KubernetesTable
 from hetlb.options.source import Found, Publish, SourceFailedError
 
 #: Folder of a pod's own token, authority and namespace.
 ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-#: A watch is ended by the server after so long, and given up when nothing comes for a little longer.
+#: Seconds after which the server ends a watch, which is given up when nothing comes for a little longer.
 WATCH_S: Final = 60
 _CONNECT_S: Final = 5.0
 _LIST_S: Final = 30.0
 #: Seconds between two connections of a watch.
 _AGAIN_S: Final = 0.2
 #: Objects of one page of a list.
-_PAGE: Final = 500
+_PAGE_OBJECTS: Final = 500
 #: Connections of a watch that break one after the other before the source has failed.
-_MOST_BROKEN: Final = 5
+_MOST_BROKEN_CONNECTIONS: Final = 5
 #: Status of a version that the server does not know any more.
-_EXPIRED: Final = 410
+_EXPIRED_STATUS: Final = 410
 
 
 class Metadata(msgspec.Struct, rename="camel"):
@@ -56,7 +57,7 @@ class Metadata(msgspec.Struct, rename="camel"):
 
 
 class Item(msgspec.Struct, rename="camel"):
-    """Part of an object: what is read of those that are watched here and in `inference_pool`."""
+    """Part of an object: the fields that are read here and in `inference_pool`."""
 
     metadata: Metadata = msgspec.field(default_factory=Metadata)
     spec: Spec | None = None
@@ -245,7 +246,7 @@ class Watch:
                     self._publish()
                     await self._follow(client, version)
                 except httpx2.HTTPStatusError as error:
-                    if _answer(error)[0] != _EXPIRED:
+                    if _answer(error)[0] != _EXPIRED_STATUS:
                         raise
         except httpx2.HTTPStatusError as error:
             status, reason = _answer(error)
@@ -264,7 +265,7 @@ class Watch:
         """Take all objects; return the version that they are of."""
         items = {}
         async with asyncio.timeout(_LIST_S):
-            listed = client.list(self._kind, chunk_size=_PAGE, **self._only)
+            listed = client.list(self._kind, chunk_size=_PAGE_OBJECTS, **self._only)
             async for each in listed:
                 item = msgspec.convert(dict(each), Item)
                 items[item.metadata.name] = item
@@ -282,7 +283,7 @@ class Watch:
                 self._items.pop(item.metadata.name, None)
             elif what != "BOOKMARK":
                 self._items[item.metadata.name] = item
-            if self._due is None:  # those of one read together
+            if self._due is None:  # changes of one read together
                 self._due = asyncio.get_running_loop().call_soon(self._publish)
 
     def _publish(self) -> None:
@@ -299,13 +300,13 @@ def _answer(error: httpx2.HTTPStatusError) -> tuple[int, str]:
 
 def _after(error: Exception, count: int) -> OnErrorResult:
     """Return what follows a broken watch: another connection, unless the server refuses or is gone."""
-    if isinstance(error, httpx2.HTTPStatusError) or count > _MOST_BROKEN:
+    if isinstance(error, httpx2.HTTPStatusError) or count > _MOST_BROKEN_CONNECTIONS:
         return OnErrorResult(OnErrorAction.RAISE)
     return OnErrorResult(OnErrorAction.RETRY)
 
 
 class ServersOf:
-    """Servers of objects. Those of an object that is as before are the same: an answer costs what changed."""
+    """Servers of objects. An unchanged object keeps its servers: an answer costs what changed."""
 
     def __init__(self, make: Callable[[Item], list[Found]]) -> None:
         self._make = make
@@ -372,7 +373,7 @@ def servers_of(pod: Item, ports: list[int], table: KubernetesTable) -> list[Foun
     says_so = any(each.type == "Ready" and each.status == "True" for each in status.conditions)
     if not status.pod_ip or not says_so or pod.metadata.deletion_timestamp is not None:
         return []
-    # Its own labels, and those of its node that say what GPU it has.
+    # Its own labels, and its node's labels that name the GPU.
     node = {} if pod.spec is None else pod.spec.node_selector
     labels = {name: value for name, value in node.items() if name in GPU_LABELS} | pod.metadata.labels
     # As the reference picker of InferencePools names them.

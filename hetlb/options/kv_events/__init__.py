@@ -1,5 +1,10 @@
 """KV events: blocks of caches as engines report them."""
 
-from hetlb.options.kv_events.kv_events import KvEventReader as hook
+from typing import Any
 
-__all__ = ["hook"]
+from hetlb.options.kv_events.kv_events import KvEventReader as hook
+from hetlb.options.kv_events.publishers import KvEventsTable, mistakes
+
+TABLES: dict[str, Any] = {"kv_events": str | KvEventsTable | None}
+
+__all__ = ["TABLES", "hook", "mistakes"]

@@ -16,8 +16,8 @@ from typing import Final, TypeAlias
 from hetlb.balancer.core.engine_blocks import PromptBlocks
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 
-#: More blocks than this are not followed.
-MOST_BLOCKS: Final = 1 << 20
+#: Maximum number of blocks that are followed.
+MAX_BLOCKS: Final = 1 << 20
 _MASK: Final = (1 << 62) - 1
 
 
@@ -84,7 +84,7 @@ def _next(chain: int, content: int) -> int:
 
 
 class BlockIndex:
-    """Blocks in one engine's cache, and those that the prompts of live leases will add."""
+    """Blocks in one engine's cache, and blocks that the prompts of live leases will add."""
 
     def __init__(self) -> None:
         self.live = False
@@ -186,8 +186,8 @@ class BlockIndex:
             else:
                 self._chains[name] = chain
                 self._stored.add(chain)
-        if len(self._chains) > MOST_BLOCKS:
-            self.doubt(f"more than {MOST_BLOCKS} blocks")
+        if len(self._chains) > MAX_BLOCKS:
+            self.doubt(f"more than {MAX_BLOCKS} blocks")
 
     def _remove(self, name: int) -> None:
         copies = self._copies.get(name)

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
-from hetlb.balancer.config.fleet_tables import KvEventsTable
 from hetlb.balancer.telemetry.events import Event, Rarely
 from hetlb.options.kv_events.block_index import (
     BlocksCleared,
@@ -25,6 +24,7 @@ from hetlb.options.kv_events.block_index import (
     KvEventBatch,
     block_digests,
 )
+from hetlb.options.kv_events.publishers import KvEventsTable, publisher_of
 from hetlb.options.kv_events.zmtp import ZmtpConnection, ZmtpError
 from hetlb.turns import Share
 
@@ -34,10 +34,10 @@ logger = logging.getLogger("hetlb.kv_events")
 PART_BLOCKS: Final = 256
 #: Memory that one publisher may take, bytes: a message, its numbers, what waits for it.
 MOST_PUBLISHER_BYTES: Final = 16 << 20
-#: A replay that is silent for so many seconds has failed.
+#: Seconds of silence after which a replay has failed.
 _REPLAY_S: Final = 5.0
-#: A connection that ended is made again after so many seconds.
-_AGAIN_S: Final = 0.2
+#: Seconds between attempts to connect again.
+_RECONNECT_S: Final = 0.2
 
 BlockHash: TypeAlias = int | bytes
 _Hashes: TypeAlias = tuple[BlockHash, ...]
@@ -106,7 +106,7 @@ _decode_arrays: Final = msgspec.msgpack.Decoder(_Arrays).decode
 _decode_maps: Final = msgspec.msgpack.Decoder(_Maps).decode
 _decode_extras: Final = msgspec.msgpack.Decoder(tuple[tuple[Any, ...] | None, ...] | None).decode
 #: Bytes of extra keys that are looked at: they are of any type, and take fifty times as much memory.
-_MOST_EXTRAS: Final = 64 << 10
+_MAX_EXTRA_BYTES: Final = 64 << 10
 
 
 def read_batch(payload: bytes) -> Iterator[KvEvent]:
@@ -155,8 +155,8 @@ def _name(block_hash: BlockHash) -> int:
 
 def _extras(raw: msgspec.Raw, adapter: str) -> list[str]:
     """Extra keys of each block beside its tokens: its salt, its images. The adapter is a name of its own."""
-    if len(raw) > _MOST_EXTRAS:
-        raise ValueError(f"expected at most {_MOST_EXTRAS} bytes of extra keys, got {len(raw)}")
+    if len(raw) > _MAX_EXTRA_BYTES:
+        raise ValueError(f"expected at most {_MAX_EXTRA_BYTES} bytes of extra keys, got {len(raw)}")
     return ["\0".join(str(key) for key in keys or () if key != adapter) for keys in _decode_extras(raw) or ()]
 
 
@@ -168,8 +168,9 @@ class KvEventReader:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._tables: dict[str, KvEventsTable] = {}
 
-    def set(self, name: str, table: KvEventsTable | None) -> None:
+    def set(self, name: str, stated: str | KvEventsTable | None) -> None:
         """Read the events of an instance from there from now on; None: no more."""
+        table = publisher_of(stated)
         if self._tables.get(name) == table:
             return
         task = self._tasks.pop(name, None)
@@ -200,7 +201,7 @@ class KvEventReader:
                 stream.lose(str(error))
             except Exception:  # never the end of serving
                 stream.lose("reading its events failed", exc_info=True)
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(_RECONNECT_S)
 
 
 class _Stream:

@@ -12,11 +12,11 @@ from typing import Final
 
 from hetlb.turns import Share
 
-#: Bounds of a message: bytes of all its frames, and frames.
-MOST_BYTES: Final = 1 << 20
-MOST_FRAMES: Final = 8
+#: Maximum bytes of all frames of a message, and maximum number of its frames.
+MAX_MESSAGE_BYTES: Final = 1 << 20
+MAX_FRAMES: Final = 8
 #: Bytes that may wait to be read.
-_BUFFER: Final = 64 << 10
+_BUFFER_BYTES: Final = 64 << 10
 #: Seconds in which a connection must be there, its handshake done.
 _CONNECT_S: Final = 5.0
 
@@ -49,9 +49,11 @@ class ZmtpConnection:
             raise ZmtpError(f"expected tcp://host:port or ipc:///path, got {address!r}")
         async with asyncio.timeout(_CONNECT_S):
             if found["path"]:
-                streams = await asyncio.open_unix_connection(found["path"], limit=_BUFFER)
+                streams = await asyncio.open_unix_connection(found["path"], limit=_BUFFER_BYTES)
             else:
-                streams = await asyncio.open_connection(found["host"], int(found["port"]), limit=_BUFFER)
+                streams = await asyncio.open_connection(
+                    found["host"], int(found["port"]), limit=_BUFFER_BYTES
+                )
             connection = cls(*streams)
             try:
                 await connection._shake_hands(kind.encode())
@@ -70,7 +72,7 @@ class ZmtpConnection:
     async def receive(self) -> list[bytes]:
         """Return the frames of the next message. The event loop is shared: a peer has one turn at a time."""
         frames: list[bytes] = []
-        left = MOST_BYTES
+        left = MAX_MESSAGE_BYTES
         while True:
             flags, frame = await self._frame(left)
             if flags & _COMMAND:
@@ -79,8 +81,8 @@ class ZmtpConnection:
             left -= len(frame)
             if not flags & _MORE:
                 return frames
-            if len(frames) == MOST_FRAMES:
-                raise ZmtpError(f"expected at most {MOST_FRAMES} frames of a message, got more")
+            if len(frames) == MAX_FRAMES:
+                raise ZmtpError(f"expected at most {MAX_FRAMES} frames of a message, got more")
 
     async def _frame(self, most: int) -> tuple[int, bytes]:
         await self._share.spent()
@@ -91,7 +93,7 @@ class ZmtpConnection:
         if flags & _LONG:
             size = int.from_bytes(bytes([size]) + await read(7), "big")
         if size > most:
-            raise ZmtpError(f"expected at most {MOST_BYTES} bytes of a message, got more")
+            raise ZmtpError(f"expected at most {MAX_MESSAGE_BYTES} bytes of a message, got more")
         return flags, await read(size)
 
     async def _shake_hands(self, kind: bytes) -> None:
@@ -103,6 +105,6 @@ class ZmtpConnection:
             raise ZmtpError("expected a peer without authentication")
         ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
         self._writer.write(bytes([_COMMAND, len(ready)]) + ready)
-        flags, frame = await self._frame(MOST_BYTES)
+        flags, frame = await self._frame(MAX_MESSAGE_BYTES)
         if not flags & _COMMAND or not frame.startswith(b"\x05READY"):
             raise ZmtpError("expected a peer that is ready")

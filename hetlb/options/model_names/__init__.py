@@ -1,7 +1,7 @@
-"""Names of models beside those of the engines: aliases and fallbacks."""
+"""Names of models beside the engines' own: aliases and fallbacks."""
 
-from hetlb.options.model_names.model_names import ModelNames
+from hetlb.options.model_names.model_names import ModelNames, mistakes
 
 hook = ModelNames.of
 
-__all__ = ["hook"]
+__all__ = ["hook", "mistakes"]

@@ -1,15 +1,17 @@
-"""Names that clients may use besides those of the engines: aliases, and models that stand in for others."""
+"""Names that clients may use besides the engines' own: aliases, and models that stand in for others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from hetlb.balancer.config.fleet import Fleet, pattern_mistake
 from hetlb.balancer.config.fleet_tables import FleetFile
 from hetlb.balancer.http.openai_body import Call
+from hetlb.inputs.mistakes import did_you_mean, listed, short
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -63,3 +65,21 @@ def rename_in_json(body: bytes, model: str) -> bytes:
 def rename_in_form(body: bytes, at: int, asked: str, model: str) -> bytes:
     """Return a form with another model in the place of `asked`, which stands at `at`."""
     return body[:at] + model.encode() + body[at + len(asked.encode()) :]
+
+
+def mistakes(fleet: Fleet) -> Iterator[str]:
+    """Yield a line for each alias that is another name too, and each fallback that is no other model."""
+    names = [model.name for model in fleet.file.models]
+    seen = set(names)
+    for m, model in enumerate(fleet.file.models):
+        key = f"models[{m}]"
+        for a, alias in enumerate(model.aliases):
+            yield from pattern_mistake(alias, f"{key}.aliases[{a}]")
+            if alias in seen:
+                yield f"{key}.aliases: expected names used once, got {alias!r} again"
+            seen.add(alias)
+        others = sorted({*names} - {model.name})
+        if model.fallback is not None and model.fallback not in others:
+            among = f", one of {listed(others)}" if others else ""
+            got = f"{short(model.fallback)}{did_you_mean(model.fallback, others)}"
+            yield f"{key}.fallback: expected another model of this file{among}, got {got}"

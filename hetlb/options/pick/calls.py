@@ -18,7 +18,7 @@ from hetlb.options.pick.stream_states import StreamState
 
 #: Bytes of a message beside the body in it, at most: headers, metadata, attributes. A byte of them costs more
 #: than one of a body, in time and in memory.
-MAX_BESIDE_BODY: Final = 128 << 10
+MAX_BESIDE_BODY_BYTES: Final = 128 << 10
 #: Tags of the fields `request_body`, `response_body` of a ProcessingRequest, and `body` of an HttpBody.
 _BODIES: Final = (0x22, 0x2A)
 _BODY: Final = 0x0A
@@ -96,19 +96,19 @@ class ProcessCall:
 
 def receive(stream: HttpStream, data: bytes) -> None:
     """Give a message to its stream. Raises `DecodeError` and `MalformedMessage`."""
-    if len(data) > MAX_BESIDE_BODY and not is_body(data):
-        raise MalformedMessage(f"expected at most {MAX_BESIDE_BODY} bytes beside a body")
+    if len(data) > MAX_BESIDE_BODY_BYTES and not is_body(data):
+        raise MalformedMessage(f"expected at most {MAX_BESIDE_BODY_BYTES} bytes beside a body")
     stream.receive(messages.ProcessingRequest.FromString(data))
 
 
 def is_body(data: bytes) -> bool:
-    """Return True if a large message is a body but for `MAX_BESIDE_BODY` bytes: reading it is copying it."""
+    """Return True if a large message is a body but for `MAX_BESIDE_BODY_BYTES`: reading it is copying it."""
     if data[0] not in _BODIES:
         return False
     length, at = _varint(data, 1)
-    if len(data) - length > MAX_BESIDE_BODY or data[at] != _BODY:
+    if len(data) - length > MAX_BESIDE_BODY_BYTES or data[at] != _BODY:
         return False
-    return len(data) - _varint(data, at + 1)[0] <= MAX_BESIDE_BODY
+    return len(data) - _varint(data, at + 1)[0] <= MAX_BESIDE_BODY_BYTES
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

@@ -15,7 +15,7 @@ _SUBSET_SPACE: Final = "envoy.lb.subset_hint"
 #: Headers of a message, at most (Envoy's own default is 100).
 _MAX_HEADERS: Final = 200
 #: Addresses of a subset, at most: each is looked up.
-_MAX_SUBSET: Final = 4096
+_MAX_SUBSET_ADDRESSES: Final = 4096
 #: Envoy's `response.code_details` of answers that are its own, by how they begin.
 _LOCAL_REPLIES: Final = (
     ("upstream_reset_before_response_started{remote_connection_failure", ends.NOT_ACCEPTED),
@@ -104,8 +104,8 @@ def subset(message: Any) -> tuple[str, ...] | None:
         found = tuple([str(each.string_value) for each in value.list_value.values])
     else:
         found = tuple([part.strip() for part in str(value.string_value).split(",") if part.strip()])
-    if len(found) > _MAX_SUBSET:
-        raise MalformedMessage(f"expected a subset of at most {_MAX_SUBSET} endpoints")
+    if len(found) > _MAX_SUBSET_ADDRESSES:
+        raise MalformedMessage(f"expected a subset of at most {_MAX_SUBSET_ADDRESSES} endpoints")
     return found
 
 

@@ -14,15 +14,16 @@ from hetlb.balancer.core.policies.base import PolicyParams, paper_terms
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command, EngineSample, Lease, Outcome, Request
 
-#: An engine's figure and the ledger are not of the same moment: so much above it is taken for noise.
-_SLACK: Final = 1
+#: Excess of an engine's figure over the ledger that is taken for noise, as they are not of the same moment:
+#: requests, and a share of the own ones.
+_SLACK_REQUESTS: Final = 1
 _SLACK_SHARE: Final = 0.05
 #: Tokens of a prompt where the engine does not say how full its cache is.
-_USUAL_PROMPT: Final = 512
+_USUAL_PROMPT_TOKENS: Final = 512
 #: The work of a request that is not known is the paper's, at its own constant.
 _PARAMS: Final = PolicyParams()
-#: More leases of others than this are not booked one by one.
-_MOST: Final = 4096
+#: Most leases of others that are booked one by one.
+_MOST_FOREIGN_LEASES: Final = 4096
 
 
 class ForeignLoad:
@@ -47,8 +48,8 @@ class ForeignLoad:
         booked = self._leases.setdefault(name, [])
         own = instance.sequences - len(booked)
         stated = (sample.running or 0) + (sample.waiting or 0)
-        foreign = min(_MOST, stated - own)
-        if foreign <= _SLACK + _SLACK_SHARE * own and (own or not foreign):
+        foreign = min(_MOST_FOREIGN_LEASES, stated - own)
+        if foreign <= _SLACK_REQUESTS + _SLACK_SHARE * own and (own or not foreign):
             foreign = 0
         foreign, self._seen[name] = min(foreign, self._seen.get(name, foreign)), foreign
         if foreign < len(booked):
@@ -57,7 +58,7 @@ class ForeignLoad:
         if new:
             used = (sample.kv_usage or 0.0) * instance.kv_cache_tokens
             used -= instance.occupancy.expected_kv_tokens(now)
-            prompt = max(1, int(used / new)) if used > 0 else _USUAL_PROMPT
+            prompt = max(1, int(used / new)) if used > 0 else _USUAL_PROMPT_TOKENS
             model = instance.served[0] if instance.served else instance.spec.model
             for _ in range(new):
                 request = Request(self._next, model, prompt)

@@ -1,7 +1,7 @@
 """Messages of Envoy's external processing, from the descriptor of `ext_proc.proto`.
 
-The types are made while the program starts, so that any version of the protobuf runtime will do. Those that
-say nothing but "go on" are kept as bytes.
+The types are made while the program starts, so that any version of the protobuf runtime will do. Constant
+messages ("go on") are kept as bytes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ RESPONSE_TRAILERS_GO_ON: Final = _present("response_trailers")
 
 
 def set_headers(mutation: Any, headers: Iterable[tuple[str, bytes]]) -> None:
-    """Add headers to a mutation; they replace those of the same name."""
+    """Add headers to a mutation; they replace headers of the same name."""
     for name, value in headers:
         option = mutation.set_headers.add()
         option.header.key = name
@@ -72,7 +72,7 @@ def set_headers(mutation: Any, headers: Iterable[tuple[str, bytes]]) -> None:
 
 
 def go_on_for(seconds: float) -> bytes:
-    """Tell Envoy to wait so much longer for the answer to what it sent last."""
+    """Return a message that lets Envoy wait `seconds` more for the answer to its last message."""
     response = ProcessingResponse()
     response.override_message_timeout.seconds = max(1, int(seconds))
     return bytes(response.SerializeToString())

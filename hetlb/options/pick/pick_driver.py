@@ -38,10 +38,10 @@ from hetlb.balancer.exchange.scheduler_side import Carrier
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.options.pick.foreign import ForeignLoad
 
-#: Instances of a large fleet out of which those for the gateway's retries are taken.
-_LOOKED_AT: Final = 32
-#: Fallbacks of larger fleets are not ranked.
-MOST_RANKED: Final = 128
+#: Instances of a large fleet from which the fallbacks for the gateway's retries are taken.
+_FALLBACK_CANDIDATES: Final = 32
+#: Most instances of a fleet whose fallbacks are ranked.
+MOST_RANKED_INSTANCES: Final = 128
 _REASONS: Final = {
     Outcome.CONNECT_FAILED: (RejectReason.CONNECT_FAILED, "No instance accepted the connection."),
     Outcome.NO_RESPONSE: (RejectReason.NO_RESPONSE, "The instance closed the connection without answering."),
@@ -144,7 +144,7 @@ class PickDriver(Driver):
             return []
         decision = self.picking.decisions[-1]
         chosen = decision.lease.instance
-        if len(self.scheduler.instances) > MOST_RANKED:
+        if len(self.scheduler.instances) > MOST_RANKED_INSTANCES:
             return self._neighbours(decision.lease, count)
         # One that is passed over has room: only the chosen one, which has failed then, was sooner.
         others = [
@@ -161,12 +161,12 @@ class PickDriver(Driver):
         number = len(instances)
         found: list[tuple[float, str]] = []
         for step in range(number):
-            each = instances[(request.id * _LOOKED_AT + step) % number]
+            each = instances[(request.id * _FALLBACK_CANDIDATES + step) % number]
             if request.subset is not None and each.name not in request.subset:
                 continue
             if each.name != lease.instance and each.routable and request.model in each.models:
                 found.append((each.sequences / each.max_num_seqs, each.name))
-                if len(found) >= _LOOKED_AT:
+                if len(found) >= _FALLBACK_CANDIDATES:
                     break
         found.sort()
         return [name for _, name in found[:count]]

@@ -27,8 +27,9 @@ from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import ConfigError
 from hetlb.inputs.urls import bracketed
 from hetlb.options.pick import messages
-from hetlb.options.pick.calls import MAX_BESIDE_BODY, ProcessCall
+from hetlb.options.pick.calls import MAX_BESIDE_BODY_BYTES, ProcessCall
 from hetlb.options.pick.pick_driver import PickDriver
+from hetlb.options.pick.pick_table import pick_table
 from hetlb.options.pick.stream import PickerState
 from hetlb.options.pick.tenant_names import FAIRNESS
 from hetlb.watched_files import Stamp, stamp
@@ -41,9 +42,9 @@ MAX_CONNECTIONS: Final = 1024
 MAX_CALLS_EACH: Final = 100
 MAX_CALLS: Final = 16_384
 #: Bytes of a call that are read ahead of the picker.
-_AHEAD_BYTES: Final = 64 << 10
+_READ_AHEAD_BYTES: Final = 64 << 10
 _MS: Final = 1000
-#: Longer than any drain: `close` ends it.
+#: Seconds beyond any drain: `close` ends it.
 _UNTIL_CLOSED_S: Final = 1e6
 #: Options of grpcio's server (grpc_types.h), beside the size of a message.
 _OPTIONS: Final = (
@@ -51,7 +52,7 @@ _OPTIONS: Final = (
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.max_concurrent_streams", MAX_CALLS_EACH),
     ("grpc.http2.max_requests_per_read", 2),
-    ("grpc.http2.lookahead_bytes", _AHEAD_BYTES),
+    ("grpc.http2.lookahead_bytes", _READ_AHEAD_BYTES),
     ("grpc.http2.bdp_probe", 0),  # it would raise what is read ahead, and pings at every read
     ("grpc.max_metadata_size", 8 << 10),
     ("grpc.absolute_max_metadata_size", 16 << 10),
@@ -93,7 +94,7 @@ class PickServer:
         self._driver = driver
         self._ready = ready
         self.router = Router(driver, view)
-        self.state = PickerState(driver, self.router, fleet.file.pick, driver.access)
+        self.state = PickerState(driver, self.router, pick_table(fleet), driver.access)
         self._fleet = fleet
         #: Certificates for gateways that connect from now on, None without TLS.
         self.tls = gateway_certificates(fleet)
@@ -134,7 +135,7 @@ class PickServer:
     async def start(self, host: str, port: int, sockets: Sequence[socket.socket] = ()) -> tuple[str, int]:
         """Accept gateways; returns the address in use. Raises `OSError` if it cannot be bound."""
         assert not sockets, "expected an address: grpcio takes no listening sockets"
-        largest = self.state.table.buffer_bytes + MAX_BESIDE_BODY
+        largest = self.state.table.buffer_bytes + MAX_BESIDE_BODY_BYTES
         server: Any = grpc.aio.server()
         self._grpc = server
         options = (*_OPTIONS, ("grpc.max_receive_message_length", largest))
@@ -196,7 +197,7 @@ class PickServer:
         return self._ready() and not self.state.stopping
 
     def stop_accepting(self) -> None:
-        """Take no further request; those that are open go on, and gateways are told to go elsewhere."""
+        """Take no further request; open ones go on, and gateways are told to go elsewhere."""
         if self._grpc is not None and not self.state.stopping:
             self._stopping = asyncio.create_task(self._grpc.stop(_UNTIL_CLOSED_S))
         self.state.stopping = True
@@ -238,7 +239,7 @@ def gateway_certificates(fleet: Fleet) -> GatewayCertificates | None:
 
     Raises `ConfigError`, also where any peer could be a gateway and the file does not say so.
     """
-    pick, where, base = fleet.file.pick, fleet.where, fleet.base
+    pick, where, base = pick_table(fleet), fleet.where, fleet.base
     if not (is_loopback(pick.host) or pick.any_gateway or (pick.tls and pick.client_ca_file)):
         raise ConfigError(
             f"{where}pick.host: expected a loopback address, or pick.tls and pick.client_ca_file beside it,"
@@ -278,7 +279,7 @@ def _check_free(host: str, port: int) -> None:
 
 def _stamp(fleet: Fleet) -> Stamp:
     """State of the files of the listener's TLS."""
-    table = fleet.file.pick
+    table = pick_table(fleet)
     if table.tls is None:
         return ()
     names = (table.tls.cert, table.tls.key, table.client_ca_file)

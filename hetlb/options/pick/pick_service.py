@@ -22,11 +22,12 @@ from hetlb.extras import option
 from hetlb.inputs.urls import bracketed, origin
 from hetlb.options.pick.pick_driver import PickDriver
 from hetlb.options.pick.pick_server import PickServer, gateway_certificates
+from hetlb.options.pick.pick_table import pick_table
 from hetlb.systemd import NO_LISTENERS, Listeners
 
-#: Names of instances are resolved again this often.
+#: Seconds between two resolutions of the names of instances.
 _RESOLVE_S: Final = 5.0
-#: Names that are looked up at once: a name server that does not answer holds up a start by 5 s for so many.
+#: Names that are looked up at once: a dead name server holds up a start by 5 s for every 32 names.
 _LOOKUPS: Final = 32
 
 
@@ -38,7 +39,7 @@ class PickService(Service):
     _hands_over = False  # gRPC's listener cannot be given to another process
 
     def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
-        pick = fleet.file.pick
+        pick = pick_table(fleet)
         super().__init__(fleet.with_tables(listen=Listen(host=pick.host, port=pick.port)), event_log)
         self._resolver: asyncio.Task[None] | None = None
         self.roster.on_coming = self._coming
@@ -85,7 +86,7 @@ class PickService(Service):
 
     def _discovery_sources(self) -> list[object]:
         fleet, table = self.fleet, self.fleet.file.discovery
-        if table is None or all(each.resource != "inferencepools" for each in table.clusters):
+        if table is None or not table.kubernetes:
             return super()._discovery_sources()
         objectives = hook("kubernetes", fleet, table, self.server.state.set_objectives)
         return [*super()._discovery_sources(), *objectives]

@@ -17,7 +17,6 @@ from typing import Any, Final
 
 from hetlb.balancer.clients.access import EngineAccess
 from hetlb.balancer.clients.router import Router
-from hetlb.balancer.config.fleet_tables import PickTable
 from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import RejectReason
 from hetlb.balancer.engines.upstream import Carried, Upstream
@@ -32,15 +31,16 @@ from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.options.pick import envoy_fields, messages
 from hetlb.options.pick import stream_states as rows
 from hetlb.options.pick.pick_driver import PickDriver
+from hetlb.options.pick.pick_table import PickTable
 from hetlb.options.pick.stream_states import StreamState
 from hetlb.options.pick.tenant_names import TenantNames
 
 logger = logging.getLogger("hetlb.pick")
 
 OBJECTIVE: Final = b"x-gateway-inference-objective"
-#: Larger pieces than this are not sent in full duplex mode (Envoy's recommendation).
-_PIECE: Final = 64 << 10
-#: A body of which nothing came in so many seconds has stopped.
+#: Maximum bytes of a piece in full duplex mode (Envoy's recommendation).
+_MAX_PIECE_BYTES: Final = 64 << 10
+#: Seconds without a byte after which a body has stopped.
 _BODY_STOP_S: Final = 10
 #: Seconds between two lines about an error of ours, or a gateway that does not reach an instance.
 _LOG_S: Final = 60.0
@@ -62,7 +62,7 @@ class PickerState:
         self.access = access
         self.addresses: dict[str, str] = {}
         self.names: dict[str, str] = {}
-        #: Priorities by the names of objectives: those of the cluster, and above them those of the file.
+        #: Priorities by the names of objectives: the cluster's, and above them the file's.
         self.objectives: dict[str, int] = dict(table.objectives)
         self.stopping = False
         #: Streams that are open.
@@ -366,9 +366,9 @@ class HttpStream(Upstream):
     def _send_body(self, body: bytes) -> None:
         """Give a request's body back to Envoy in full duplex mode."""
         last = not self._trailers
-        for at in range(0, max(1, len(body)), _PIECE):
-            piece = body[at : at + _PIECE]
-            end = last and at + _PIECE >= len(body)
+        for at in range(0, max(1, len(body)), _MAX_PIECE_BYTES):
+            piece = body[at : at + _MAX_PIECE_BYTES]
+            end = last and at + _MAX_PIECE_BYTES >= len(body)
             self._reply(messages.streamed_body("request_body", piece, end=end))
 
     def _release_body(self, body: bytes) -> None:
@@ -523,7 +523,7 @@ class HttpStream(Upstream):
             self._enter(rows.OWN_ANSWER)
 
 
-#: States in which an answer is under way, or is over; those in which nothing more is to be done.
+#: States in which an answer is under way, or is over; states in which nothing more is to be done.
 _ANSWER: Final = (StreamState.HEAD_SEEN, StreamState.ANSWERING, StreamState.PASSED)
 _OVER: Final = (StreamState.PASSED, StreamState.REFUSED, StreamState.CLOSED)
 

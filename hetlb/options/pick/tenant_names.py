@@ -1,4 +1,4 @@
-"""Tenants that a request may name without proving it: so many at once, all others share one."""
+"""Tenants that a request may name without proving it: a limited number at once, all others share one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Final
 
 #: The Gateway API's header of a fair share.
 FAIRNESS: Final = "x-gateway-inference-fairness-id"
-#: Names at once.
-MOST: Final = 256
-#: A name that no request had for so long makes room for another, in seconds.
+#: Maximum number of names at once.
+MAX_NAMES: Final = 256
+#: Seconds without a request after which a name makes room for another.
 _IDLE_S: Final = 60.0
 #: Tenant of the requests whose name found no room.
 OTHERS: Final = b"others"
@@ -34,7 +34,7 @@ class TenantNames:
         if name is None:
             return
         seen = self._seen
-        if seen.pop(name, None) is None and len(seen) >= MOST:
+        if seen.pop(name, None) is None and len(seen) >= MAX_NAMES:
             oldest = next(iter(seen))
             if now - seen[oldest] < _IDLE_S:
                 fields[self._field] = OTHERS

@@ -13,7 +13,7 @@ from hetlb.balancer.core.policies.base import Choice, PlannedType, Policy, Polic
 from hetlb.balancer.core.policies.hetlb import FULL, PASSED_OVER, Hetlb
 from hetlb.balancer.core.policies.sight import SchedulingContext
 from hetlb.balancer.core.types import Candidate
-from hetlb.options.plans.worth import ALIKE_LENGTHS, log_ratio
+from hetlb.options.plans.worth import ALIKE_LOG_LENGTHS, log_ratio
 
 #: A reason of `planned`, and the requests of a type after which what was given counts half.
 NO_SHARE: Final = "no share of this type in the plan"
@@ -26,7 +26,7 @@ class Planned(Hetlb):
     A request is of the types with the nearest prompt length, and of the one among them whose answers are as
     long as predicted; where none is it counts as a mean of them. Of the instances with room, by the rules of
     `hetlb`, it goes to the one that is furthest behind its share; where none with a share can be reached, or
-    nothing is planned for the model, the decision is that of `hetlb`.
+    nothing is planned for the model, the decision is `hetlb`'s.
     """
 
     name = "planned"
@@ -96,12 +96,14 @@ class Planned(Hetlb):
         if not types:
             return None
         prompt = [log_ratio(ctx.request.prompt_tokens, each.input_tokens) for each in types]
-        near = [each for each, off in zip(types, prompt, strict=True) if off <= min(prompt) + ALIKE_LENGTHS]
+        near = [
+            each for each, off in zip(types, prompt, strict=True) if off <= min(prompt) + ALIKE_LOG_LENGTHS
+        ]
         if len(near) == 1:
             return near[0]
         output = [log_ratio(ctx.predicted_output, each.output_tokens) for each in near]
         nearest = min(range(len(near)), key=lambda i: output[i])
-        return near[nearest] if output[nearest] <= ALIKE_LENGTHS else self._mean(near)
+        return near[nearest] if output[nearest] <= ALIKE_LOG_LENGTHS else self._mean(near)
 
     def _mean(self, types: Sequence[PlannedType]) -> PlannedType:
         """Return types that cannot be told apart as one."""

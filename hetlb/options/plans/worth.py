@@ -1,9 +1,9 @@
-"""Worth: which instances suit a request, by what the time of each is worth in a plan of `hetlb rent`.
+"""Worth: which instances suit a request, from the price of each one's time in a plan of `hetlb rent`.
 
-The program of a plan prices the time of every instance (the dual of "no more than all of its time"): so many
-requests per second of the planned mix it adds. A request that takes b seconds of an instance of worth p takes
-p b requests from the fleet. It suits the instances where that is least: an opportunity cost. While requests
-wait, each instance gets what suits it; only where nothing that waits suits it, it gets another one.
+The program of a plan prices the time of every instance (the dual of "no more than all of its time"): the
+requests per second of the planned mix that it adds. A request that takes b seconds of an instance of worth p
+takes p b requests from the fleet. It suits the instances where p b is least: an opportunity cost. While
+requests wait, each instance gets requests that suit it; only where none does, it gets another one.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hetlb.balancer.core.policies.base import PlannedType
 from hetlb.balancer.core.queue import Queued
 from hetlb.balancer.core.ready import Choices
 
-#: A request suits instances where it costs at most this share more than where it costs least.
-_ALIKE: Final = 0.05
+#: Largest excess cost, as a share of the least, at which an instance suits a request.
+_SUITING_SHARE: Final = 0.05
 #: Least worth of an instance, over the largest: one that adds nothing to a plan is no free one.
 _LEAST_WORTH: Final = 1e-3
-#: By how much more, for each time that as many younger requests went before it as run.
-_PATIENCE: Final = 0.1
-#: Lengths within this difference of their logarithms are alike.
-ALIKE_LENGTHS: Final = 0.1
+#: Growth of that share, for each time that as many younger requests went before it as run.
+_PATIENCE_SHARE: Final = 0.1
+#: Largest difference of the logarithms of lengths that are alike.
+ALIKE_LOG_LENGTHS: Final = 0.1
 _NONE: Final[frozenset[str]] = frozenset()
 #: Reason against an instance.
 _KEPT: Final = "a request waits that suits it better"
@@ -122,7 +122,7 @@ class Worth:
 
         Requests that came later have gone before it: `lag` of them for each that runs.
         """
-        most = 1.0 + _ALIKE + _PATIENCE * lag
+        most = 1.0 + _SUITING_SHARE + _PATIENCE_SHARE * lag
         return frozenset([name for name, cost in self._costs(kind, instances).items() if cost <= most])
 
     def _costs(self, kind: int, instances: Sequence[Instance]) -> dict[str, float]:
@@ -158,7 +158,7 @@ class Suits:
             each.number: worth.suiting(each.flow.name.kind, (newest - each.number) / running, able)
             for each in heads
         }
-        #: By level: what suits those that are as urgent.
+        #: By level: instances that suit the waiting requests of this level or a more urgent one.
         self._wanted: dict[int, frozenset[str]] = {}
         wanted = _NONE
         for each in heads:
@@ -178,7 +178,7 @@ class Suits:
 
 
 def _alike(length: float, other: float) -> bool:
-    return log_ratio(length, other) <= ALIKE_LENGTHS
+    return log_ratio(length, other) <= ALIKE_LOG_LENGTHS
 
 
 def log_ratio(length: float, other: float) -> float:

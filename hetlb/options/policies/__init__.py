@@ -1,1 +1,1 @@
-"""Policies beside the default: those to compare with, and the base of those of other packages."""
+"""Policies beside the default: baselines to compare with, and the base class for other packages."""

@@ -22,8 +22,8 @@ NOT_DRAWN: Final = "not drawn"
 _MATCH_THRESHOLD: Final = 0.3
 _BALANCE_ABS_THRESHOLD: Final = 64
 _BALANCE_REL_THRESHOLD: Final = 1.5
-#: `prefix` remembers so many prefixes, the ones used last.
-_PREFIXES_KEPT: Final = 65_536
+#: Number of prefixes that `prefix` remembers, the ones used last.
+_KEPT_PREFIXES: Final = 65_536
 #: Prefix of the key of a session among the keys of a request.
 _SESSION: Final = "session:"
 
@@ -68,7 +68,7 @@ class SmoothWeightedRoundRobin(Policy):
 class Random(Policy):
     """`random`: drawn in proportion to weight, as HAProxy's `balance random` does.
 
-    The least of exponential draws of rate w_i is that of i with probability w_i / sum of all w.
+    The least of exponential draws of rate w_i is draw i with probability w_i / sum of all w.
     """
 
     name = "random"
@@ -224,7 +224,7 @@ class PrefixMatch(Policy):
                 key = (request.model, name)
                 sent.setdefault(key, set()).add(chosen.tree.cache_id)
                 sent.move_to_end(key)
-        while len(sent) > _PREFIXES_KEPT:
+        while len(sent) > _KEPT_PREFIXES:
             sent.popitem(last=False)
 
 

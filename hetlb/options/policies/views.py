@@ -27,7 +27,7 @@ NO_TERMS = "no room by the policy"
 class View(PickleByFields):
     """One instance as a policy may see it for one request.
 
-    Tokens and sequences are those of all its data-parallel engines together; times are in seconds.
+    Tokens and sequences are summed over its data-parallel engines; times are in seconds.
     `own_sequences` of the request will run, prompts times `n`; `cached_tokens` of each prompt are believed to
     be in the prefix cache there; `pending_tokens` of prompts there are still to be computed. The last four
     are the forecast of the request there; `others_s` is added to the answers that run there.
@@ -84,8 +84,8 @@ def view(ctx: SchedulingContext, instance: Instance) -> View:
 class ViewPolicy(Policy):
     """Base of policies of other packages: the least sum of terms wins, the first in file order of equals.
 
-    `weights` are those of terms that do not count once. With `holds_back` a request waits at the proxy while
-    no instance has terms for it.
+    `weights` holds the weights other than 1, by term. With `holds_back` a request waits at the proxy while no
+    instance has terms for it.
     """
 
     weights: ClassVar[Mapping[str, float]] = {}

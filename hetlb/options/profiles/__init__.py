@@ -4,5 +4,6 @@ The tools read and write profiles too: they import this option, and no other.
 """
 
 from hetlb.options.profiles.profile_file import load_named as hook
+from hetlb.options.profiles.selectors import mistakes
 
-__all__ = ["hook"]
+__all__ = ["hook", "mistakes"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Final
 
 #: Tokens of a block of the KV cache.
-DEFAULT_BLOCK_SIZE: Final = 16
-#: Limits of small GPUs, and of those that are not known.
+DEFAULT_BLOCK_TOKENS: Final = 16
+#: Limits of small GPUs, and of unknown ones.
 DEFAULT_MAX_NUM_SEQS: Final = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS: Final = 2048
 _GIB: Final = 1 << 30

@@ -23,8 +23,8 @@ _REQUESTS: Final = 3
 _FIRST_TOKENS: Final = 5
 #: Seconds for all of it.
 BUDGET_S: Final = 10.0
-#: A step is held to be shorter than the tables say from this share on: the tables are no better.
-_FASTER: Final = 0.03
+#: Least relative error of the tables' step times that counts: the tables are no better.
+_FASTER_SHARE: Final = 0.03
 
 
 class HostProbe:
@@ -76,7 +76,7 @@ def with_host_time(
     tables = replace(latency, host_s=0.0, host_sequence_s=0.0, request_s=0.0)
     table_s = tables.step_s(1.0, prompt_tokens + output_tokens / 2.0)
     added_s = step_s - table_s
-    if added_s < -_FASTER * table_s:
+    if added_s < -_FASTER_SHARE * table_s:
         tables = corrected(tables, host_s=added_s)
     added_s = max(0.0, added_s)
     assumed_s = latency.host_s + latency.host_sequence_s

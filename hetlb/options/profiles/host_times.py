@@ -30,7 +30,7 @@ logger = logging.getLogger("hetlb.scrape")
 
 #: Ids of prompts: in the vocabulary of any model, past the low ids where special tokens live.
 _TOKEN_IDS: Final = range(1000, 2000)
-#: Tries of an instance, for those that clients have always ended.
+#: Tries of an instance, each ended by a client's request.
 _TRIES: Final = 5
 #: Seconds between two looks whether a client has sent a request meanwhile.
 _LOOK_S: Final = 0.05

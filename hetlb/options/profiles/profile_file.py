@@ -232,10 +232,10 @@ class FitReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     mixed: PhaseReport | None = None
 
 
-#: Errors above these make a fit one not to rely on: default sweeps have 1 to 5 % in the mean.
+#: Largest mean and maximum errors of a fit to rely on: default sweeps have 1 to 5 % in the mean.
 MEAN_ERROR_LIMIT = 0.10
 MAX_ERROR_LIMIT = 0.30
-#: A standard error above this makes a point one that a quieter machine should measure again.
+#: Largest standard error of a point: beyond, a quieter machine should measure it again.
 UNCERTAINTY_LIMIT = 0.05
 
 
@@ -432,7 +432,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def usual_capacity(self) -> Capacity:
-        """Return the limits, those of a batch that are not stated as vLLM has them on this GPU."""
+        """Return the limits; where the batch's are not stated, vLLM's for this GPU."""
         stated, hardware = self.capacity, self.hardware
         if self.engine.name.lower() != "vllm" or hardware is None:
             return stated

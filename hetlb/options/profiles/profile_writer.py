@@ -64,7 +64,7 @@ def _edited(text: str, old: Profile, new: Profile) -> str:
         if key.value in changed:
             begin = key.start_mark.index
             own = text[begin:end].splitlines(keepends=True)
-            # Comments behind a section are those of the next one, or of the file.
+            # Comments behind a section belong to the next one, or to the file.
             while own and own[-1].lstrip()[:1] in ("#", ""):
                 end -= len(own.pop())
             text = text[:begin] + yaml_text({key.value: changed.pop(key.value)}) + text[end:]
@@ -72,7 +72,7 @@ def _edited(text: str, old: Profile, new: Profile) -> str:
 
 
 def with_host(profile: Profile, found: LatencyModel) -> Profile:
-    """Return a profile whose host time is that of `found`, its own model as `HostProbe` has corrected it."""
+    """Return a profile with the host time of `found`, its own model as `HostProbe` has corrected it."""
     host = HostTime(iteration_s=found.host_s, sequence_s=found.host_sequence_s, request_s=found.request_s)
     note = (
         f"host.sequence_s: {1e3 * host.sequence_s:.3g} ms, of what a server added to an iteration of one "
@@ -81,7 +81,7 @@ def with_host(profile: Profile, found: LatencyModel) -> Profile:
     assumed = [line for line in profile.assumed if not line.startswith("host")]
     if found.better_decode != profile.latency.better_decode or found.k8 != profile.latency.k8:
         note = "decode: steps are shorter than the points by as much as that of one sequence was on a server"
-        # Times of a profile are of a step, those of a model of a token.
+        # Times of a profile are per step, times of a model per token.
         if (profile.engine.tokens_per_step or 1.0) == 1.0:
             profile = with_latency(profile, found)
     return msgspec.structs.replace(profile, host=host, assumed=(*assumed, note))

@@ -24,8 +24,8 @@ from hetlb.balancer.core.latency import (
 )
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 
-#: Batches up to this one are found without a search.
-_MOST_PIECES: Final = 1024
+#: Largest batch that is found without a search.
+_MOST_BATCHES: Final = 1024
 
 
 @mypyc_attr(acyclic=True)
@@ -89,7 +89,7 @@ class PrefillGrid(_Cells):
         self._cut(self.batches, self.lengths, math.exp(min([min(row) for row in self.log_ratio])))
 
     def factor(self, batch: float, length: float) -> float:
-        """Measured / predicted at a point; beyond the grid that of its edge."""
+        """Return measured / predicted at a point; beyond the grid, at its edge."""
         i, u = _position(self._first_batches, batch)
         j, v = _position(self._first_lengths, length)
         low = self.log_ratio[i]
@@ -266,7 +266,7 @@ class _Pieces(StepForm):
         pieces.reverse()
         found: list[_Piece] = []
         for piece, batch in zip(pieces, batches, strict=True):
-            found += [piece] * (min(batch, _MOST_PIECES) + 1 - len(found))
+            found += [piece] * (min(batch, _MOST_BATCHES) + 1 - len(found))
         object.__setattr__(self, "_end", float(len(found) - 1))
         object.__setattr__(self, "_pieces", found)
 
@@ -307,7 +307,7 @@ class DecodeTable(_Pieces):
         return own_s, self.token_s + self.context_s / batch
 
     def growth_s(self, batch: float) -> float:
-        """Seconds by which a step gets longer when each of its sequences has one more token."""
+        """Return the seconds that one more token for each sequence adds to a step."""
         return self.token_s * batch + self.context_s
 
     def step_s(self, batch: float, kv_tokens: float) -> float:

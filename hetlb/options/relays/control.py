@@ -19,15 +19,15 @@ from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.core.types import InstanceSpec
 
 Packet: TypeAlias = tuple[Any, ...]
-_MOST_BYTES = 60_000
+_MAX_MESSAGE_BYTES = 60_000
 
 
 @dataclass(frozen=True, slots=True)
 class ChildState:
     """Initial state of a process: the fleet's files as they were read last, and the changes since.
 
-    `own` is the name in `Via` by which all processes know their own requests. `registered` are instances that
-    stand in no file, with the address each is reached at; `admin` are states that an operator set; `entries`
+    `own` is the name in `Via` that marks the fleet's own requests. `registered` are instances that stand in
+    no file, with the address each is reached at; `admin` are states that an operator set; `entries`
     and `versions` are what engines said of their models, by instance.
     """
 
@@ -77,7 +77,7 @@ class ChildControl:
     def receive(self) -> tuple[Packet, list[int]] | None:
         """Return the next packet and its descriptors, if any. Raises `EOFError` at the end."""
         try:
-            data, fds, _, _ = socket.recv_fds(self._socket, _MOST_BYTES, 4)
+            data, fds, _, _ = socket.recv_fds(self._socket, _MAX_MESSAGE_BYTES, 4)
         except BlockingIOError:
             return None
         except OSError as error:

@@ -1,6 +1,6 @@
 """Sockets that the processes of one fleet listen on: every relay has one of its own on each address.
 
-They outlive the processes: those that come next accept on the same ones.
+They outlive the processes: the next ones accept on the same sockets.
 """
 
 from __future__ import annotations

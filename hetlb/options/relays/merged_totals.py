@@ -13,7 +13,7 @@ from hetlb.balancer.telemetry.counters import (
     Totals,
 )
 from hetlb.balancer.telemetry.histograms import GapHistogram, Histogram
-from hetlb.options.recent import POINTS, Recent, add_counts
+from hetlb.options.recent import KEPT_POINTS, Recent, add_counts
 
 
 def add_totals(whole: Totals, part: Totals) -> None:
@@ -41,7 +41,7 @@ def add_recent(whole: Recent, part: Recent) -> None:
     """Count what ended lately in another process."""
     for number, stretch in part.stretches.items():
         whole.stretch(number).add(stretch)
-    whole.points = sorted(whole.points + part.points)[-POINTS:]
+    whole.points = sorted(whole.points + part.points)[-KEPT_POINTS:]
 
 
 def _add(whole: Any, part: Any, names: Sequence[str]) -> None:

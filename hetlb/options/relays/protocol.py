@@ -1,7 +1,7 @@
 """Messages between a relay and the scheduler process (rules: docs/reference/messages.md).
 
 A message is an array that begins with its number. Fields may be appended within a version: a reader ignores
-those that it does not know. Times are in seconds and relative to now.
+fields that it does not know. Times are in seconds and relative to now.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Cancelled(RelayMessage, tag=6, frozen=True):
 class Report(RelayMessage, tag=8, frozen=True):
     """Counters, every half second and when asked.
 
-    `number` is that of the last `Ask`. `totals` holds all counters since the relay began (pickled `Totals`).
+    `number` is the last `Ask`'s. `totals` holds all counters since the relay began (pickled `Totals`).
     `tokens` are output tokens so far by lease, `streaming` the instances of which part of an answer came
     lately, `learnt` bytes and tokens of prompts by model, `recent` what ended since the last report (pickled
     `Recent`).
@@ -139,7 +139,7 @@ class Used(RelayMessage, tag=12, frozen=True):
 class DispatchMessage(RelayMessage, tag=33, frozen=True):
     """Send a request to an instance: a lease and what it booked. `expected_s` is foreseen until its end.
 
-    `model` is that of a request that named none. `limit_lines` are header lines about the limits of its key,
+    `model` is set for a request that named none. `limit_lines` are header lines about the limits of its key,
     None without limits. `gives_ids`: the engine takes and gives token ids, in requests of `max_model_len`
     tokens (0: not known).
     """
@@ -183,7 +183,7 @@ class InstanceAddress(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """Address of an instance. Another `incarnation` is another server, even under the same name.
 
     `registered` says that it stands in no file; `address` is then the one that its name was resolved to.
-    `leaves_in_s`: it is gone after so many seconds, None without a notice.
+    `leaves_in_s`: seconds until it is gone, None without a notice.
     """
 
     name: str
@@ -199,7 +199,7 @@ class ViewMessage(RelayMessage, tag=37, frozen=True):
     """State that relays answer from: instances, served names, `/v1/models` (a JSON array), readiness.
 
     It comes before the first `DispatchMessage` and before any to an instance that is new.
-    `block_tokens` are those of a block of engines that publish KV events, 0 where none does. `down` are names
+    `block_tokens` is the block size of engines that publish KV events, 0 where none does. `down` are names
     of which no instance takes requests.
     """
 
@@ -233,7 +233,7 @@ class Ask(RelayMessage, tag=40, frozen=True):
 
 
 class WorkMessage(RelayMessage, tag=42, frozen=True):
-    """Instances whose own counters moved lately, and those that stand still, with the seconds since then."""
+    """Instances whose own counters moved lately, and stalled instances with the seconds since then."""
 
     moving: list[str]
     stalled: dict[str, float]

@@ -57,7 +57,7 @@ REPORT_S: Final = 0.5
 
 #: Times that a relay tries to read the keys of a reload, and seconds between them.
 _RELOAD_TRIES: Final = 5
-_RELOAD_AGAIN_S: Final = 1.0
+_RELOAD_RETRY_S: Final = 1.0
 
 
 class Relay:
@@ -216,7 +216,7 @@ class Relay:
             self._access = require_urls(fleet)
         except HetlbError as error:
             if tries > 1:  # a secret may be half-written
-                self._loop.call_later(_RELOAD_AGAIN_S, self._reload, message, tries - 1)
+                self._loop.call_later(_RELOAD_RETRY_S, self._reload, message, tries - 1)
                 return
             text = "relay %d cannot follow a reload: %s: it leaves"
             tell(logger, Event.WORKER_FAILED, text, self.number, error, worker=f"relay {self.number}")

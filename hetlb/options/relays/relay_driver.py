@@ -47,7 +47,7 @@ from hetlb.served_models import read_model_list
 #: Bits of a request's id below the number of its relay.
 ID_BITS: Final = 32
 #: Leases of which the tokens so far are reported: what the dashboard lists.
-_RECENT: Final = 25
+_RECENT_LEASES: Final = 25
 
 
 class RelayDriver(SchedulerSide):
@@ -67,7 +67,7 @@ class RelayDriver(SchedulerSide):
         self._incarnations: dict[str, int] = {}
         self._next_incarnation = 1
         #: The newest leases, for reports.
-        self.recent: deque[Lease] = deque(maxlen=_RECENT)
+        self.recent: deque[Lease] = deque(maxlen=_RECENT_LEASES)
         #: Bytes and tokens of prompts since the last report, by model.
         self.learnt: dict[str, tuple[int, int]] = {}
         #: Models that engines served when connections to them were made again, by instance.
@@ -81,7 +81,7 @@ class RelayDriver(SchedulerSide):
     # --- the channel ---
 
     def live_leases(self) -> list[LiveRequest]:
-        """Leases that another scheduler process books again: those on instances still in the fleet."""
+        """Leases that another scheduler process books again: leases on instances still in the fleet."""
         now, live = self._driver.now(), []
         for exchange in self._driver.exchanges.values():
             lease = exchange.record.lease

@@ -48,7 +48,7 @@ from hetlb.options.relays.relay_driver import ID_BITS
 
 logger = logging.getLogger("hetlb.proxy")
 
-#: Relays wait so long for the live leases of the others when a scheduler process begins, in seconds.
+#: Seconds that relays wait for the live leases of the others when a scheduler process begins.
 RESTORE_S: Final = 0.2
 #: Seconds that relays may take to report.
 _ANSWER_S: Final = 1.0

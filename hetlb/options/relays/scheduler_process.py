@@ -43,9 +43,9 @@ from hetlb.systemd import NO_LISTENERS, Listeners
 
 logger = logging.getLogger("hetlb.workers")
 
-#: Several changes within so long are one message for the relays.
+#: Seconds in which several changes are one message for the relays.
 _VIEW_S: Final = 0.01
-#: The first round of probes of a successor takes so long at most: requests are waiting.
+#: Longest first round of probes of a successor, in seconds: requests are waiting.
 _NEXT_ROUND_S: Final = 0.2
 
 

@@ -40,20 +40,19 @@ from hetlb.systemd import NO_LISTENERS, Listeners
 
 logger = logging.getLogger("hetlb.workers")
 
-#: Time for a process to begin, in seconds.
+#: Seconds in which a process must begin.
 _START_S: Final = 60.0
-#: A process that served for so long before it died is replaced at once; others later and later.
+#: Seconds of service after which a dead process is replaced at once; others later and later.
 STEADY_S: Final = 10.0
 BACKOFF_S: Final = 0.5
 BACKOFF_CAP_S: Final = 30.0
-#: Without a scheduler process requests wait: its successor never waits longer than this.
+#: Longest wait for a successor of the scheduler process, in seconds: requests wait without one.
 SCHEDULER_BACKOFF_S: Final = 0.25
-#: A process is asked for a sign of life this often; it counts as silent, and is killed, after so long without
-#: one.
+#: Seconds between questions for a sign of life; without one a process counts as silent, then is killed.
 PING_S: Final = 0.5
 SILENT_S: Final = 1.5
 HANG_S: Final = 5.0
-#: After a stop processes get so long, beyond the grace of their requests, before they are killed.
+#: Seconds after a stop, beyond the grace of their requests, until processes are killed.
 _KILL_AFTER_S: Final = 5.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 SCHEDULER: Final = "scheduler"

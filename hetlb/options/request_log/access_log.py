@@ -19,14 +19,14 @@ _LINE_ENDS = re.compile(r"[\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 #: Escaped models, paths and tenants; cleared when full.
 _words: dict[str, str] = {}
-_MOST_WORDS: Final = 1024
+_KEPT_WORDS: Final = 1024
 
 
 def _word(text: str) -> str:
     """`escape` with a cache, for text that recurs."""
     word = _words.get(text)
     if word is None:
-        if len(_words) >= _MOST_WORDS:
+        if len(_words) >= _KEPT_WORDS:
             _words.clear()
         word = _words[text] = escape(text)
     return word

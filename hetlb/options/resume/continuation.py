@@ -22,7 +22,7 @@ from hetlb.options.resume.progress import Kept, Progress
 from hetlb.options.resume.resume_fields import CHAT_ONLY, NOT_READ, Asked, read_answer, read_asked, read_ids
 
 #: Maximum number of leases in a row that bring few tokens: an answer may be what engines fail of.
-MOST_RESUMED: Final = 5
+MAX_FRUITLESS_LEASES: Final = 5
 #: Minimum number of tokens that a lease brings, or it counts.
 _LEAST_TOKENS: Final = 16
 #: Prompt tokens that a template may add to one for each byte of the body.
@@ -149,7 +149,7 @@ class Continuation:
 
     @property
     def body(self) -> bytes | None:
-        """The body of this lease's request, None for that of the client."""
+        """The body of this lease's request, None for the client's own."""
         if self.second is None and self._hides_ids:
             body = self._outgoing.body
             if body.find(b'"return_token_ids"') < 0:
@@ -217,7 +217,7 @@ class Continuation:
     def _asking(
         self, draft: Draft, fields: dict[str, msgspec.Raw], asked: Asked, prompt: list[int] | None
     ) -> Draft | None:
-        """Finish the body of a draft: its limits are stated, and less by what was generated."""
+        """Finish the body of a draft: its limits are stated, less the generated tokens."""
         most = self._most_tokens(asked, None if prompt is None else len(prompt))
         if most is not None:
             if most <= draft.generated:
@@ -331,7 +331,7 @@ class Continuation:
 
     def may_go_on(self, answer: EngineAnswer | None, unsent: bool) -> bool:
         """Return True unless it is known already that an answer cannot; `unsent`: the client has nothing."""
-        if self._fruitless >= MOST_RESUMED:
+        if self._fruitless >= MAX_FRUITLESS_LEASES:
             return False
         if self.progress is None:  # of a plain answer that is not whole nothing was sent
             return unsent and answer is not None and answer.whole_only
@@ -379,7 +379,7 @@ class Continuation:
 
 
 class KeptStream(StreamedAnswer):
-    """A stream of which `progress` keeps what comes; `rest`: that of a second lease, None in the first.
+    """A stream whose events `progress` keeps; `rest`: the continuation of a second lease, None in the first.
 
     `hides_ids`: hetlb asked for token ids, and the client did not: it gets none.
     """

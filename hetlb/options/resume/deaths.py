@@ -15,9 +15,9 @@ from hetlb.balancer.core.types import Lease
 #: Maximum number of engines that die in an answer which goes on after it: the request may be what kills them.
 MOST_DEATHS: Final = 1
 #: Seconds for which a death says how often engines die.
-_LATELY_S: Final = 60.0
+_RECENT_S: Final = 60.0
 #: Number of deaths that are remembered.
-_REMEMBERED: Final = 256
+_KEPT_DEATHS: Final = 256
 
 
 class Death:
@@ -37,7 +37,7 @@ class Deaths:
     __slots__ = ("_deaths",)
 
     def __init__(self) -> None:
-        self._deaths: deque[Death] = deque(maxlen=_REMEMBERED)
+        self._deaths: deque[Death] = deque(maxlen=_KEPT_DEATHS)
 
     def of(self, lease: Lease, now: float) -> Death:
         """Return the death in which a lease ended: the same one for all leases from before it."""
@@ -52,5 +52,5 @@ class Deaths:
         """Return True if an answer with these deaths may be their cause: it is not risked once more."""
         if len(own) <= MOST_DEATHS:
             return False
-        cleared = sum(not each.answers and now - each.at <= _LATELY_S for each in self._deaths)
+        cleared = sum(not each.answers and now - each.at <= _RECENT_S for each in self._deaths)
         return cleared < len(own)

@@ -1,7 +1,7 @@
 """Progress of a streamed answer: what has come of it, as a second lease needs it to go on from there.
 
-Bytes are kept as they came, and read once an engine is lost, or where those of one stream, or of all
-together, are many. What a stream keeps is bounded: beyond that its answer is not resumed.
+Bytes are kept as they came, and read once an engine is lost, or where one stream's or all kept bytes
+are many. What a stream keeps is bounded: beyond that its answer is not resumed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hetlb.balancer.http.openai_fields import ChunkFields
 from hetlb.balancer.http.sse import data_of
 from hetlb.options.resume.resume_fields import NOT_READ
 
-#: Maximum bytes of a prompt's token ids that are kept: those of `MAX_INJECT_BYTES` of text.
-_MAX_PROMPT_IDS: Final = 1 << 19
+#: Maximum bytes of a prompt's token ids that are kept: as many as `MAX_INJECT_BYTES` of text have.
+_MAX_PROMPT_ID_BYTES: Final = 1 << 19
 #: Bytes of one stream that are kept as they came: some 800 events, read in 3 ms.
 _RAW_BYTES: Final = 256 << 10
 #: Bytes of text, of token ids and of an unfinished event of one stream.
@@ -45,7 +45,7 @@ class Progress:
 
     `raw` holds reads that were not looked at, as chunks. `texts` holds the text of each event as in its JSON,
     `ids` its token ids as a JSON list, a comma behind each; b"" in `ids` where not every event has some.
-    `prompt_ids` are those of the prompt, a JSON list. `why` says for what no continuation is known, "" while
+    `prompt_ids` are the prompt's, a JSON list. `why` says for what no continuation is known, "" while
     one is.
     """
 
@@ -127,7 +127,7 @@ class Progress:
             self.spoil("too long to be kept")
 
     def take(self, event: bytes, *, has_prompt: bool = True) -> None:
-        """Keep what one whole event says; `has_prompt`: token ids of a prompt are those of the client's."""
+        """Keep the contents of one whole event; `has_prompt`: its prompt's token ids are the client's."""
         if self.why:
             return
         try:
@@ -154,7 +154,7 @@ class Progress:
                 self.spoil("tool calls")
                 return
         prompt = bytes(chunk.prompt_token_ids or choice.prompt_token_ids)
-        if has_prompt and prompt[:1] == b"[" and len(prompt) <= _MAX_PROMPT_IDS:
+        if has_prompt and prompt[:1] == b"[" and len(prompt) <= _MAX_PROMPT_ID_BYTES:
             self.prompt_ids = prompt
         if choice.finish_reason == "abort":
             return  # no end, and nothing that the client has: vLLM gives up what it runs when it is stopped

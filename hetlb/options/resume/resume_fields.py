@@ -36,7 +36,7 @@ class _Format(msgspec.Struct):
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields of both kinds. Those without effect on a continuation are kept as they came."""
+    """Fields of both kinds. Fields without effect on a continuation are kept as they came."""
 
     model: str | None = None
     frequency_penalty: _Number | None = None
@@ -199,7 +199,7 @@ def _read_chat(body: _ChatBody) -> Asked | str:
 def _read_completion(body: _CompletionBody) -> Asked | str:
     if (name := _first_set(body, (*_NEVER, *_NEVER_OF_COMPLETIONS))) is not None:
         return name
-    if body.logprobs is not None:  # 0 asks for those of the tokens that were chosen
+    if body.logprobs is not None:  # 0 asks for the chosen tokens'
         return "logprobs"
     if (prompt := _read_prompt(bytes(body.prompt))) is None:
         return "prompt"

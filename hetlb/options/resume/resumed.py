@@ -42,8 +42,8 @@ _STREAMING: Final = Phase.STREAMING
 class Resumable(Maker):
     """Maker of the attempts of one request, and what they share.
 
-    `deaths` are those of engines in its answer; `checks` ask whether others live. `waiting` is called once
-    they have answered, None if nothing waits for that.
+    `deaths` counts engines that died in its answer; `checks` ask whether others live. `waiting` is called
+    once they have answered, None if nothing waits for the answers.
     """
 
     __slots__ = ("_driver", "all_deaths", "checks", "deaths", "rest", "waiting")

@@ -1,12 +1,13 @@
 """Shared view: several schedulers of one fleet tell each other their leases."""
 
-import os
 import secrets
+from typing import Any
 
-from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
-from hetlb.errors import ConfigError
+from hetlb.options.shared_view.shared_table import SharedTable, check_serving, shared_url
 from hetlb.options.shared_view.sharing import Sharing
+
+TABLES: dict[str, Any] = {"shared": SharedTable | None}
 
 
 def hook(table: SharedTable, key: str, scheduling: SchedulerDriver) -> Sharing:
@@ -17,17 +18,4 @@ def hook(table: SharedTable, key: str, scheduling: SchedulerDriver) -> Sharing:
     return sharing
 
 
-def shared_url(table: SharedTable, key: str) -> str:
-    """Return the address of the server. Raises `ConfigError` that names `key`."""
-    url = table.url
-    if table.url_env is not None:
-        if url is not None:
-            raise ConfigError(f"{key}.url: expected either url or url_env, got both")
-        url = os.environ.get(table.url_env)
-        if url is None:
-            raise ConfigError(f"{key}.url_env: expected the name of a variable that is set")
-    if url is None:
-        raise ConfigError(f"{key}.url: expected an address, but the key is missing")
-    if not url.startswith(("redis://", "rediss://", "unix://", "hub:")):
-        raise ConfigError(f"{key}.url: expected redis://, rediss://, unix:// or hub: at its beginning")
-    return url
+__all__ = ["TABLES", "check_serving", "hook", "shared_url"]

@@ -21,13 +21,13 @@ from hetlb.turns import Share
 #: Start of the URL of a hub: the path of its Unix socket follows.
 HUB: Final = "hub:"
 #: Messages that wait to be published, at most.
-_MOST_WAITING: Final = 1000
+_MAX_WAITING_MESSAGES: Final = 1000
 _RETRY_S: Final = 0.25
-#: Own messages come back: after so many times `silent_s` without any the connection is dead.
-_DEAF: Final = 2.0
+#: Multiple of `silent_s` without a message after which a connection is dead, as own messages come back.
+_DEAF_FACTOR: Final = 2.0
 #: Bytes that may wait for a peer of a hub that does not read, and bytes of one message.
-_MOST_UNREAD: Final = 64 << 20
-_MOST_FRAME: Final = 1 << 20
+_MAX_UNREAD_BYTES: Final = 64 << 20
+_MAX_FRAME_BYTES: Final = 1 << 20
 
 Receive: TypeAlias = Callable[[bytes], None]
 
@@ -64,7 +64,7 @@ class RedisTransport:
             url, socket_connect_timeout=limit_s, socket_timeout=limit_s, protocol=2
         )
         self._channel, self._silent_s = channel, silent_s
-        self._outbox: asyncio.Queue[bytes] = asyncio.Queue(_MOST_WAITING)
+        self._outbox: asyncio.Queue[bytes] = asyncio.Queue(_MAX_WAITING_MESSAGES)
         self._publisher: asyncio.Task[None] | None = None
         self.lost = False
 
@@ -84,7 +84,7 @@ class RedisTransport:
                 if message is not None:
                     heard_at = loop.time()
                     receive(message["data"])
-                elif loop.time() - heard_at > _DEAF * self._silent_s:
+                elif loop.time() - heard_at > _DEAF_FACTOR * self._silent_s:
                     raise ConnectionError("not even own messages come back")
 
     def send(self, message: bytes) -> None:
@@ -123,7 +123,7 @@ class RedisTransport:
 
 
 class _Frames(asyncio.Protocol):
-    """Messages of a connection, framed as those of a `MessageChannel`."""
+    """Messages of a connection, framed like a `MessageChannel`'s."""
 
     def __init__(self, closed: Callable[[_Frames], None]) -> None:
         self._closed = closed
@@ -141,7 +141,7 @@ class _Frames(asyncio.Protocol):
         if self._rest:
             data = self._rest + data
         try:
-            end = each_frame(data, _MOST_FRAME, self.frame)
+            end = each_frame(data, _MAX_FRAME_BYTES, self.frame)
         except msgspec.DecodeError:
             assert self.transport is not None
             self.transport.abort()
@@ -205,7 +205,7 @@ class HubTransport(_Frames):
         unsent, self._unsent = self._unsent, []
         if unsent and self.transport is not None:
             self.transport.write(b"".join(unsent))
-            if self.transport.get_write_buffer_size() > _MOST_UNREAD:
+            if self.transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
                 self.transport.abort()
 
     def discard(self) -> None:
@@ -254,7 +254,7 @@ class Hub:
             transport = member.transport
             if transport is not None and not transport.is_closing():
                 transport.write(frames)
-                if transport.get_write_buffer_size() > _MOST_UNREAD:
+                if transport.get_write_buffer_size() > _MAX_UNREAD_BYTES:
                     transport.abort()
 
     async def close(self) -> None:

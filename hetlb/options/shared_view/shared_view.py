@@ -5,9 +5,9 @@ scheduler as well: it counts in the ledger, its end teaches lengths, speeds and 
 
 Within the delay of that news all schedulers would choose the same instance: as many requests as peers book
 meanwhile are unseen at a decision. So their number is drawn, from none to all alike, and the decision is made
-as if so many requests like it had just been placed. And each scheduler prefers a share of the instances as
-its own, of every kind as many as the others, where the best of those is hardly worse than the best of all:
-the more so, the more requests are unseen.
+as if this number of requests like it had just been placed. And each scheduler prefers a share of the
+instances as its own, of every kind as many as the others, where the best of the share is hardly worse than
+the best of all: the more so, the more requests are unseen.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from hetlb.options.remote_leases import RemoteLeases
 #: Seconds over which the rate of peers' bookings is a mean.
 _RATE_S: Final = 1.0
 #: Requests that a decision assumes to be unseen, at most: each costs a decision.
-_MOST_UNSEEN: Final = 8.0
-#: An instance of the own share may be so much worse than the best, at most (a share of the score).
-_MOST_WORSE: Final = 0.15
-#: Larger fleets are not dealt out: that costs more than a decision.
-_MOST_DEALT: Final = 128
+_MOST_UNSEEN_REQUESTS: Final = 8.0
+#: Largest share of the score that an instance of the own share may be worse than the best.
+_MOST_WORSE_SHARE: Final = 0.15
+#: Most instances of a fleet that is dealt out: more cost more than a decision.
+_MOST_DEALT_INSTANCES: Final = 128
 
 
 class SharedView:
     """Leases of a scheduler for its peers, and theirs for it."""
 
     def __init__(self, scheduler: Scheduler, seed: int, name: str | None = None) -> None:
-        """`seed` and `name` differ from scheduler to scheduler; the name is by default that of the seed."""
+        """`seed` and `name` differ from scheduler to scheduler; the name is by default the seed in hex."""
         self._scheduler = scheduler
         self._name = f"{seed:x}" if name is None else name
         #: Names of the own share of the instances, and of what it was dealt from.
@@ -119,8 +119,8 @@ class SharedView:
         if not self._remote.of:
             return scheduler.on_arrival(request, now)
         expected = self._unseen(now)
-        if expected and len(scheduler.instances) <= _MOST_DEALT:
-            within = min(_MOST_WORSE, expected)
+        if expected and len(scheduler.instances) <= _MOST_DEALT_INSTANCES:
+            within = min(_MOST_WORSE_SHARE, expected)
             request = replace(request, preferred=self._share(), preferred_within=within)
         unseen = int(self._rng.random() * (0.5 + expected))
         if not unseen or len(scheduler.queue):
@@ -149,7 +149,7 @@ class SharedView:
     def _unseen(self, now: float) -> float:
         """Return the number of requests that peers book within the delay of their news."""
         rate = self._rate * math.exp((self._rate_at - now) / _RATE_S)
-        return min(_MOST_UNSEEN, rate * self.delay_s)
+        return min(_MOST_UNSEEN_REQUESTS, rate * self.delay_s)
 
     def _heard(self, now: float) -> None:
         """Count a request that a peer booked: its rate is a mean over the last second or so."""

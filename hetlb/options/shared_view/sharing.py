@@ -16,12 +16,12 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command
 from hetlb.balancer.telemetry.events import Event, Rarely, tell
 from hetlb.options.lease_wire import PART_BYTES, PART_CHANGES, WireChange, parts
 from hetlb.options.shared_view.peer_transport import transport_of
+from hetlb.options.shared_view.shared_table import SharedTable
 from hetlb.options.shared_view.shared_view import SharedView
 
 logger = logging.getLogger("hetlb.shared")
@@ -36,12 +36,12 @@ _LEAVE: Final = 3
 _RETRY_S: Final = 0.25
 #: Longest wait for the last messages to be published, in seconds; beyond `silent_s` peers need none of them.
 _LAST_WORDS_S: Final = 1.0
-#: A longer message is none.
-MOST_BYTES: Final = 2 * PART_BYTES
+#: Maximum bytes of a message.
+MAX_MESSAGE_BYTES: Final = 2 * PART_BYTES
 #: Peers at once, and their leases in all: a message beyond is none.
 _MOST_PEERS: Final = 256
 _MOST_LEASES: Final = 1 << 18
-#: An own message that was longer on its way says no more of the way.
+#: Longest way of an own message, in seconds, that says something of the way.
 _MOST_AGE_S: Final = 60.0
 #: Weight of one more echo in the mean age of news.
 _ECHO_WEIGHT: Final = 0.1
@@ -96,7 +96,7 @@ class Sharing:
         #: Messages so far.
         self.sent = self.received = self.rejected = 0
         self._rejections = Rarely()
-        #: The answer to those that asked for all that holds, and when the last one was sent.
+        #: The timer of the answer to peers that asked for the whole state, and when the last one was sent.
         self._answer: asyncio.TimerHandle | None = None
         self._answered_at = -_RETRY_S
         #: True while the server is reached.
@@ -148,7 +148,7 @@ class Sharing:
         self._send(_STATE, self.view.live(self._loop.time()))
 
     def _answer_all(self) -> None:
-        """Tell all that holds to those that asked since the last time."""
+        """Send the whole state to peers that asked since the last time."""
         self._answer, self._answered_at = None, self._loop.time()
         self._send_state()
 
@@ -199,8 +199,8 @@ class Sharing:
             self.view.delay_s += _ECHO_WEIGHT * (age_s - self.view.delay_s)
             return
         try:
-            if not isinstance(data, bytes) or len(data) > MOST_BYTES:
-                raise ValueError(f"expected a message of at most {MOST_BYTES >> 20} MiB")
+            if not isinstance(data, bytes) or len(data) > MAX_MESSAGE_BYTES:
+                raise ValueError(f"expected a message of at most {MAX_MESSAGE_BYTES >> 20} MiB")
             message = _decode(data)
             if message.name not in self._heard_at and len(self._heard_at) >= _MOST_PEERS:
                 raise ValueError(f"expected at most {_MOST_PEERS} peers")

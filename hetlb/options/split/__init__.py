@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hetlb.options.split.kv_tables import ConnectorName, KvTransferTable, mistakes
+
 if TYPE_CHECKING:
     from hetlb.options.split.kv_transfers import KvTransfers
+
+TABLES: dict[str, Any] = {"kv_transfer": ConnectorName | KvTransferTable | None}
 
 
 def hook(*args: Any) -> KvTransfers:
@@ -13,3 +17,6 @@ def hook(*args: Any) -> KvTransfers:
     from hetlb.options.split.kv_transfers import KvTransfers
 
     return KvTransfers(*args)
+
+
+__all__ = ["TABLES", "hook", "mistakes"]

@@ -4,7 +4,7 @@ A decode engine whose fetch fails may compute the prompt itself and answer as if
 counts prompt tokens by source (`vllm:prompt_tokens_by_source_total`: fetched, computed); its other counters
 count failed fetches as hits. Transfers whose first token has come are judged together at a scrape: each pair
 either fetched all of its tokens or none, and the pairs for which that comes nearest to what the engine
-counted are believed. A pair rests after `MOST_MISSED` failures in a row; after the rest it is tried again.
+counted are believed. A pair rests after `MAX_MISSED_TRANSFERS` in a row; after the rest it is tried again.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.core.instance import Instance
 
 #: Transfers in a row that failed before a pair rests.
-MOST_MISSED: Final = 8
-#: From this number on, transfers are judged without a pause.
-_ENOUGH: Final = 4
+MAX_MISSED_TRANSFERS: Final = 8
+#: Least number of transfers that are judged without a pause.
+_LEAST_TRANSFERS: Final = 4
 #: Transfers that a pair gets before the first of them is judged, and seconds after which it gets more.
-MOST_UNJUDGED: Final = 16
+MAX_UNJUDGED_TRANSFERS: Final = 16
 UNJUDGED_S: Final = 10.0
 #: Seconds for which a pair rests, doubled each time, and at most.
 REST_S: Final = 30.0
 MOST_REST_S: Final = 960.0
-#: Seconds by which an engine's counters may be behind its answers.
+#: Seconds that an engine's counters may lag behind its answers.
 LAG_S: Final = 0.25
 #: Pairs of one decode instance that are told apart; more are judged together.
 _MOST_PAIRS: Final = 6
 #: Cost of a verdict against what was believed before, as a share of the tokens.
-_CONTRADICTION: Final = 0.05
+_CONTRADICTION_SHARE: Final = 0.05
 
 FETCHED: Final = "done"
 NOT_FETCHED: Final = "not_fetched"
@@ -42,7 +42,7 @@ NOT_FETCHED: Final = "not_fetched"
 class PairRecord:
     """Verdicts on the transfers of one pair.
 
-    `unjudged` counts transfers booked since the last verdict, `missed` those in a row that failed.
+    `unjudged` counts transfers booked since the last verdict, `missed` failures in a row.
     """
 
     __slots__ = ("booked_at", "fetched", "missed", "names", "rests", "rests_until", "unjudged")
@@ -61,7 +61,7 @@ class PairRecord:
             self.rests_until = float("-inf")
             return
         self.missed += count
-        if self.missed >= MOST_MISSED and self.rests_until <= now:
+        if self.missed >= MAX_MISSED_TRANSFERS and self.rests_until <= now:
             self.rests_until = now + min(MOST_REST_S, REST_S * 2.0**self.rests)
             self.rests += 1
 
@@ -112,7 +112,7 @@ class FetchChecks:
         record = self._record(source, target)
         record.unjudged += 1
         record.booked_at = now
-        if record.unjudged >= MOST_UNJUDGED and not record.fetched:
+        if record.unjudged >= MAX_UNJUDGED_TRANSFERS and not record.fetched:
             self.restrained = True
 
     def checks(self, target: Instance) -> bool:
@@ -153,7 +153,7 @@ class FetchChecks:
         if not counted.due:
             counted.fetched = max(counted.fetched, int(fetched - coming))
             counted.computed = computed
-        elif now - counted.last_at >= LAG_S or len(counted.due) >= _ENOUGH:
+        elif now - counted.last_at >= LAG_S or len(counted.due) >= _LEAST_TRANSFERS:
             self._judge(target, counted, fetched, computed, coming, now)
 
     def _judge(
@@ -171,7 +171,7 @@ class FetchChecks:
         for able in _sets(list(sums)):
             own = sum([sums[source] for source in able])
             off = max(0.0, own - grown) + max(0.0, grown - own - coming)
-            cost = off / total + _CONTRADICTION * len(able ^ believed)
+            cost = off / total + _CONTRADICTION_SHARE * len(able ^ believed)
             if cost < least:
                 best, least = able, cost
         own = sum([sums[source] for source in best])
@@ -214,7 +214,7 @@ class FetchChecks:
             return True
         if record.rests_until > now:
             return False
-        waits = record.unjudged >= MOST_UNJUDGED and not record.fetched and self.checks(target)
+        waits = record.unjudged >= MAX_UNJUDGED_TRANSFERS and not record.fetched and self.checks(target)
         return not waits or now - record.booked_at > UNJUDGED_S
 
     def resting(self, now: float) -> list[PairRecord]:

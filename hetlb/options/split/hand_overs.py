@@ -264,12 +264,12 @@ class HandOvers:
 
     @property
     def held(self) -> int:
-        """Holds that have not ended."""
+        """Number of holds that have not ended."""
         return len(self._kept)
 
     @property
     def holds(self) -> list[Hold]:
-        """Those that have not ended."""
+        """Holds that have not ended."""
         return [hold for _, hold in self._kept.values()]
 
     def hold_of(self, number: int) -> Hold | None:

@@ -1,9 +1,9 @@
 """KV transfers: requests whose prompt one vLLM instance prefills and whose answer another one decodes.
 
-The prefill leg asks for one token with `kv_transfer_params`; those of its answer go on, as they are, in the
-body of the decode leg (NIXL). With Mooncake both legs are sent at once, with an engine id from the bootstrap
-server of the prefill instance. A prefill instance keeps the KV blocks for
-`lease_s`: KV that is fetched later is that of another prompt, and the answer is wrong with status 200. So the
+The prefill leg asks for one token with `kv_transfer_params`; the parameters in its answer go on, as they
+are, in the body of the decode leg (NIXL). With Mooncake both legs are sent at once, with an engine id from
+the bootstrap server of the prefill instance. A prefill instance keeps the KV blocks for `lease_s`: KV that is
+fetched later belongs to another prompt, and the answer is wrong with status 200. So the
 first token must come before the lease can have ended, by our clock, or one instance gets the whole request.
 Whether a prompt was fetched, or computed anew, the scheduler finds in the decode engine's counters
 (`fetch_checks.py`).
@@ -51,7 +51,7 @@ _MARGIN_SHARE: Final = 0.1
 _LEAST_MARGIN_S: Final = 0.5
 #: Maximum time of a decode leg in multiples of the expected one: where the prefill instance hangs, it never
 #: answers.
-_PATIENCE: Final = 5.0
+_PATIENCE_FACTOR: Final = 5.0
 #: Lower bound of that, in seconds: the first contact of two engines takes about 5 s on RDMA.
 _LEAST_PATIENCE_S: Final = 10.0
 _ASK: Final = (
@@ -103,7 +103,7 @@ class Split(Plain):
     """A request in two legs, from the dispatch of the prefill to the first token of the decode; plain then.
 
     `sent` is the lease of the decode leg once that is sent. `_body` is its body. `_pushed`: the prefill
-    instance sends the blocks by itself, and keeps those that are not asked for until the lease ends.
+    instance sends the blocks by itself, and keeps unfetched blocks until the lease ends.
     `_stopped`: the decode leg was running and its connection was closed.
     """
 
@@ -149,10 +149,10 @@ class Split(Plain):
         if self.state is TransferState.PREFILL:
             self._call.send()
             return
-        query = driver.pools.bootstrap(lease.instance)
-        if query is None:
+        if self._link.bootstrap is None:
             self._query_failed(ends.NOT_HANDED_OVER, "its bootstrap server is not known")
             return
+        query = driver.pools.beside(self._link.bootstrap)
         self._query = SideCall(
             query, query.head(b"GET /query"), b"", self._queried, self._query_failed, on_fault=exchange.fault
         )
@@ -227,7 +227,7 @@ class Split(Plain):
         self._splits.prefilled(self._prefill)
 
     def _prefill_refused(self, head: ResponseHead, body: bytes) -> None:
-        """Pass on an error of the prefill instance, but for those of a broken engine."""
+        """Pass on an error of the prefill instance, unless its engine is broken."""
         if head.status >= 500 and b"retry-after" not in head.fields:
             self._unsplit(ends.SERVER_ERROR, "prefill_error")
             return
@@ -259,7 +259,7 @@ class Split(Plain):
         lease_s = self._link.lease_s
         self._until = min(
             read_at + lease_s - max(_LEAST_MARGIN_S, _MARGIN_SHARE * lease_s),
-            now + max(_LEAST_PATIENCE_S, _PATIENCE * expected_s),
+            now + max(_LEAST_PATIENCE_S, _PATIENCE_FACTOR * expected_s),
         )
         if self.engine is None and self.answer is None:
             exchange.enter(states.DISPATCHED, now)
@@ -300,7 +300,7 @@ class Split(Plain):
         return super().first_bytes(answer, payload, now, whole=whole)
 
     def _may_begin(self, answer: EngineAnswer) -> bool:
-        """Return True if the decode leg's answer goes on, by what is kept of it: the split is over."""
+        """Return True if the decode leg's buffered answer is valid: it goes on, and the split is over."""
         status = answer.head.status
         if self.exchange.now() > self._until:
             self._late()
@@ -369,7 +369,7 @@ class Split(Plain):
         self._unsplit(ends.NOT_HANDED_OVER, "late")
 
     def _unsplit(self, end: End, why: str) -> None:
-        """Send the whole request to one instance. `end` is that of the leg that was going on."""
+        """Send the whole request to one instance. `end` is the end of the running leg."""
         self.exchange.back_to_queue(states.RETRIED)
         self._splits.unsplit(self.lease, end.told, why)
 

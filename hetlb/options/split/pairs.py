@@ -1,8 +1,7 @@
 """Pairs of instances for one request: one prefills the prompt, the other fetches its KV cache and decodes.
 
 The score of a pair has the terms of a whole request (`hetlb.balancer.core.policies.hetlb`), of which the
-prefill's are those of the source and the decode's those of the target, and the time of the transfer before
-the first token.
+prefill's count at the source and the decode's at the target, and the time of the transfer before
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from hetlb.options.split.split_choice import (
 )
 from hetlb.options.split.transfers import TransferTimes
 
-#: A pair must cost less than this share of what one instance costs: it takes two slots, and may fail.
-_WORTH: Final = 0.9
+#: Largest cost of a pair over one instance's: it takes two slots, and may fail.
+_WORTH_SHARE: Final = 0.9
 #: Share of its time that a decode instance is taken to spend on prompts, at most.
-_MOST_PREFILL: Final = 0.95
+_MOST_PREFILL_SHARE: Final = 0.95
 #: Share of the lease on held KV blocks in which an answer that is no stream is to end.
 _LEASE_SHARE: Final = 0.4
 
@@ -61,7 +60,7 @@ def choose_pair(
     """
     pairs = _Pairs(ctx, evaluation, transfers, mixed)
     whole = pairs.best_whole()
-    below = math.inf if whole is None else _WORTH * pairs.whole_score
+    below = math.inf if whole is None else _WORTH_SHARE * pairs.whole_score
     pair = pairs.best_pair(below)
     instances = evaluation.instances
     if pair is not None and pair.in_time:
@@ -125,7 +124,7 @@ class _Pairs:
         return found
 
     def best_pair(self, below: float) -> _Pair | None:
-        """Return the best pair with a score `below` a bound; those in time come first.
+        """Return the best pair with a score `below` a bound; pairs in time come first.
 
         Of sources and targets only the two best of each are combined: the cost of a decision must not grow
         with the square of the fleet.
@@ -208,7 +207,7 @@ class _Pairs:
         ready_s = source.first_token_s + self._transfers.estimate_s(instances[i], instances[j], sent, ctx.now)
         wait_s = self._wait_for_prefill_s(target)
         start_s = JOINING_STEPS * target.with_s
-        # Prompts prefilled at the target by then, and those still to come.
+        # Prompts prefilled at the target by then, and prompts still to come.
         prefill_s = join_s(instances[j], prompt) - start_s - ready_s
         late_s = wait_s if wait_s > prefill_s else prefill_s
         start_s += late_s
@@ -228,7 +227,7 @@ class _Pairs:
         return self._ctx.request.streamed or whole_s <= _LEASE_SHARE * link.lease_s
 
     def _delay_to_come_s(self, each: Sight, decode_s: float) -> float:
-        """Weighted seconds by which an answer that takes `decode_s` delays prompts yet to come there.
+        """Return the weighted seconds that an answer of `decode_s` delays prompts yet to come there.
 
         A prompt that comes while others decode waits for half a step and is prefilled in longer iterations.
         Every answer is charged all of that, though one more beside others adds little to it: else answers
@@ -237,13 +236,13 @@ class _Pairs:
         return self._first * each.prompts_per_s * decode_s * (0.5 * each.with_s + each.cost.beside_s)
 
     def _wait_for_prefill_s(self, each: Sight) -> float:
-        """Seconds by which prompts that are yet to come delay a sequence that joins, by those of late."""
+        """Return the seconds that future prefills delay a joining sequence, at their recent rate."""
         cost = each.cost
         share = each.seen.prefilling.per_s(self._ctx.now) * cost.token_prefill_s / each.load.engines
-        return min(share, _MOST_PREFILL) * cost.prefill_s if cost.prefill_s > each.with_s else 0.0
+        return min(share, _MOST_PREFILL_SHARE) * cost.prefill_s if cost.prefill_s > each.with_s else 0.0
 
     def candidates(self, pair: _Pair | None) -> list[Candidate]:
-        """Candidates for people; those that get no whole request by their role are not eligible."""
+        """Candidates for people; instances that get no whole request by their role are not eligible."""
         ctx, instances = self._ctx, self._evaluation.instances
         candidates = self._evaluation()
         for candidate, each in zip(candidates, self._evaluation.ratings, strict=True):

@@ -26,8 +26,8 @@ class SplitChoice:
 
     They are the same where one instance gets all of it, and -1 where the request is not to be split. Works
     are in seconds, `forecast` is of the prefill leg, `decode_first_s` and `decode_end_s` from the
-    dispatch of the decode leg to its first token and its end, without transfer. `candidates` are those of all
-    instances, and of pairs behind them.
+    dispatch of the decode leg to its first token and its end, without transfer. `candidates` are all
+    instances, and pairs behind them.
     """
 
     prefill: int

@@ -1,9 +1,9 @@
 """Times of transfers of KV caches from one instance to another, by pair, and verdicts on them.
 
 The first estimate of a time is `KvLink.nominal_s`. Each pair has a factor on it: the sum of the observed
-times over that of the nominal ones, older evidence counting less, so that a pair that was slow is tried
-again; without evidence that of all pairs together. The first transfer of a pair holds the handshake of the
-two engines and teaches nothing.
+times over the sum of the nominal ones, older evidence counting less, so that a pair that was slow is tried
+again; without evidence, the factor of all pairs together. The first transfer of a pair holds the handshake
+of the two engines and teaches nothing.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import KvLink
 from hetlb.options.split.fetch_checks import FetchChecks
 
-#: Evidence this old counts 1/e, in seconds.
+#: Age of evidence, in seconds, at which it counts 1/e.
 MEMORY_S: Final = 60.0
 #: Seconds of transfers as first estimated that stand against the first evidence.
 PRIOR_S: Final = 0.02
-#: Largest factor by which a nominal time is corrected, either way.
-MOST: Final = 64.0
+#: Largest factor on a nominal time, and inverse of the least.
+MOST_FACTOR: Final = 64.0
 
 #: Incarnations are below this: a pair is one number, which is found faster than a tuple.
 _SPAN: Final = 1 << 28
@@ -47,7 +47,7 @@ class _Evidence:
     def factor(self, now: float) -> float:
         keep = math.exp(-(now - self.at) / MEMORY_S)
         factor = (self.observed_s * keep + PRIOR_S) / (self.nominal_s * keep + PRIOR_S)
-        return min(MOST, max(1.0 / MOST, factor))
+        return min(MOST_FACTOR, max(1.0 / MOST_FACTOR, factor))
 
 
 class TransferTimes:

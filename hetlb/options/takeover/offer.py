@@ -35,12 +35,12 @@ logger = logging.getLogger("hetlb.proxy")
 
 #: First bytes of both sides; the number is the version of what follows.
 HELLO: Final = b"hetlb takeover 3\n"
-#: A frame of a successor, which says its steps alone, has at most so many bytes.
-_MOST_STEPS: Final = 4096
+#: Maximum bytes of a successor's frame, which names its steps alone.
+_MOST_STEP_BYTES: Final = 4096
 #: Descriptors that one packet can carry (SCM_MAX_FD of Linux).
 MOST_LISTENERS: Final = 253
 #: Seconds between tries of a process that took over to have the name itself.
-NAME_S: Final = 0.1
+NAME_RETRY_S: Final = 0.1
 #: Seconds that either side waits for the other's next step; engines are looked at meanwhile.
 STEP_S: Final = 30.0
 
@@ -121,7 +121,7 @@ class Offer:
                 if _is_of_another(address):
                     text = "a process of another user holds the name at which --replace looks for this one"
                     self._refusals.tell(logger, Event.HANDOVER_REFUSED, text)
-                await asyncio.sleep(NAME_S)
+                await asyncio.sleep(NAME_RETRY_S)
             waiting.listen(1)
             share = Share()
             while True:
@@ -170,7 +170,7 @@ class _Successor:
         self._scheduler = scheduler
         self._loop = asyncio.get_running_loop()
         self._journal = Journal(lambda: self._loop.call_soon(self._tell))
-        self._channel = MessageChannel(DECODER, self._receive, self._closed, _MOST_STEPS)
+        self._channel = MessageChannel(DECODER, self._receive, self._closed, _MOST_STEP_BYTES)
         self._opened = False
         #: Steps that came, None at the end.
         self._steps: asyncio.Queue[str | None] = asyncio.Queue()

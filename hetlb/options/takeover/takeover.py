@@ -16,12 +16,12 @@ from hetlb.options.takeover import offer
 from hetlb.options.takeover.offer import DECODER, HELLO, MOST_LISTENERS, Message, Step
 from hetlb.systemd import Listeners
 
-#: Name of the old process among those whose leases are booked, and the first id of its requests: peers of a
-#: shared view have those above it.
+#: Name of the old process among processes whose leases are booked, and the first id of its requests: peers
+#: of a shared view have ids above it.
 _OLD: Final = "old"
 _FIRST_ID: Final = -(1 << 41)
 #: Further looks for a name that is not there: from one process to the next it is free for a moment.
-_NAMELESS: Final = 3
+_NAME_TRIES: Final = 3
 #: Seconds for which a new process accepts before the old one leaves.
 PROVEN_S: Final = 1.0
 
@@ -48,9 +48,9 @@ class Takeover:
                         end.close()
                         looks += 1
                         replaced = replaced or isinstance(error, BlockingIOError)  # others ask it too
-                        if not replaced and looks > _NAMELESS:
+                        if not replaced and looks > _NAME_TRIES:
                             return None
-                        await asyncio.sleep(offer.NAME_S)
+                        await asyncio.sleep(offer.NAME_RETRY_S)
                         continue
                     try:
                         return await cls._ask(end)

@@ -23,10 +23,10 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 import hetlb
-from hetlb.balancer.config.fleet_tables import TracingTable
 from hetlb.balancer.core.types import CAUSES
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.telemetry.request_record import RequestRecord
+from hetlb.options.tracing.tracing_table import TracingTable
 
 #: Path of a collector that takes spans over HTTP, if its address has none.
 OTLP_PATH = "/v1/traces"
@@ -34,7 +34,7 @@ _TRACEPARENT = re.compile(rb"(?!ff)([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-(
 _RANDOM = 0x02
 #: Seconds that the last spans may take when the proxy stops.
 _CLOSE_S = 3.0
-_LONGEST_TEXT = 256
+_MAX_TEXT_CHARACTERS = 256
 #: `gen_ai.operation.name` of the endpoints that have one.
 _OPERATIONS = {
     Kind.CHAT: "chat",
@@ -244,4 +244,4 @@ def spans_url(endpoint: str) -> str:
 
 def _text(value: str) -> str:
     """Text from outside, so short and such that it can be sent: half a character would cost a whole batch."""
-    return value[:_LONGEST_TEXT].encode("utf-8", "replace").decode()
+    return value[:_MAX_TEXT_CHARACTERS].encode("utf-8", "replace").decode()

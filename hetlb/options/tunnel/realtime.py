@@ -1,7 +1,7 @@
 """`/v1/realtime`: a request for a WebSocket, and the tunnel that its answer is.
 
 Once the engine has agreed, both transports are handed over: bytes pass both ways unread, and the lease lasts
-until either side closes. The model is that of the handshake.
+until either side closes. The model is the handshake's.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ from typing import Any
 
 from hetlb.tools.openai.requests import bad, message_text
 
-#: Ids from here on are out of vocabulary: the largest vocabulary of models in common use.
-VOCABULARY = 262_144
+#: Size of the largest vocabulary of models in common use: ids from here on are out of it.
+VOCABULARY_TOKENS = 262_144
 BYTES_PER_TOKEN = 4
 #: Token ids from here on are of answers: the one that stands for the last has this id, the one before it one
 #: more, and so on; of an answer that has no end of its own each has this id.
-GENERATED = 196_608
+FIRST_ANSWER_ID = 196_608
 #: Tokens that a chat template adds to a message.
 TOKENS_PER_MESSAGE = 4
 #: Answers without `max_tokens` end by themselves: log-normal lengths, mean about 220 tokens.
@@ -34,7 +34,7 @@ def token_ids(text: str) -> list[int]:
     """Make as many token ids as `count_text` counts, the same ones for the same text."""
     data = text.encode("utf-8", "surrogatepass")
     pieces = [data[at : at + BYTES_PER_TOKEN] for at in range(0, len(data), BYTES_PER_TOKEN)] or [b""]
-    return [zlib.crc32(piece) % GENERATED for piece in pieces]
+    return [zlib.crc32(piece) % FIRST_ANSWER_ID for piece in pieces]
 
 
 def text_seed(text: str) -> int:

@@ -15,13 +15,13 @@ from hetlb.tools.emulator.real_time import EngineGroup, RealTimeEngine
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.engine_model import EngineModel
 
-#: uvicorn's: how long an idle connection stays open, seconds.
+#: Seconds that an idle connection stays open, as in uvicorn.
 KEEP_ALIVE_S = 5.0
 
 #: Longest sequence of a server whose KV cache sets no limit.
-_MOST_MODEL_LEN: Final = 1 << 20
+_MAX_MODEL_TOKENS: Final = 1 << 20
 #: Bytes of a header field, as vLLM's server takes them.
-_MOST_FIELD: Final = 64 << 10
+_MAX_FIELD_BYTES: Final = 64 << 10
 
 
 class EmulatedEngine(EngineGroup):
@@ -54,7 +54,7 @@ class EmulatedEngine(EngineGroup):
         except ValueError as error:
             raise ProfileError(f"{where}: {error}") from None
         names = _names(profile, served_model_names, where)
-        holds = min(limits.max_sequence_tokens - 1, _MOST_MODEL_LEN)
+        holds = min(limits.max_sequence_tokens - 1, _MAX_MODEL_TOKENS)
         stated = profile.engine.max_model_len if max_model_len is None else max_model_len
         if stated is not None and not 1 <= stated <= holds:
             key = f"{where}: engine.max_model_len" if max_model_len is None else "--max-model-len"
@@ -83,8 +83,8 @@ class EmulatedEngine(EngineGroup):
             handler_cancellation=True,
             shutdown_timeout=0.1,
             keepalive_timeout=keep_alive_s,
-            max_field_size=_MOST_FIELD,
-            max_line_size=_MOST_FIELD,
+            max_field_size=_MAX_FIELD_BYTES,
+            max_line_size=_MAX_FIELD_BYTES,
         )
 
     @property

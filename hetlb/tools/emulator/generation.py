@@ -13,8 +13,8 @@ import msgspec
 
 from hetlb.tools.emulator.counting import (
     BYTES_PER_TOKEN,
-    GENERATED,
-    VOCABULARY,
+    FIRST_ANSWER_ID,
+    VOCABULARY_TOKENS,
     answer_length,
     chat_text,
     count_text,
@@ -202,15 +202,15 @@ class Reader(msgspec.Struct, frozen=True):
     def _prompts(self, prompt: object, key: str) -> list[Prompt]:
         return [
             self._text_prompt(count_text(each), each) if isinstance(each, str) else self._token_prompt(each)
-            for each in prompts_of(prompt, VOCABULARY, key)
+            for each in prompts_of(prompt, VOCABULARY_TOKENS, key)
         ]
 
     def _token_prompt(self, ids: list[int]) -> Prompt:
         pieces = self._pieces(tuple(ids), 1)
         said = 0
-        while said < len(ids) and ids[-1 - said] >= GENERATED:
+        while said < len(ids) and ids[-1 - said] >= FIRST_ANSWER_ID:
             said += 1
-        left = ids[-1] - GENERATED if said and ids[-1] > GENERATED else None
+        left = ids[-1] - FIRST_ANSWER_ID if said and ids[-1] > FIRST_ANSWER_ID else None
         seed = zlib.crc32(b"%d,%d,%d" % (len(ids), ids[0], sum(ids)))
         return Prompt(len(ids), "", seed, pieces, said, left)
 

@@ -23,7 +23,7 @@ from hetlb.tools.emulator.replies import Reply, ReplyChoice
 from hetlb.tools.openai.requests import ApiError, read
 from hetlb.tools.sim.engine_sequence import SequenceState
 
-#: Seconds until an engine that does not answer is taken for dead, as in NIXL's handshake.
+#: Seconds until an engine that does not answer counts as dead, as in NIXL's handshake.
 CONNECT_S = 5.0
 
 

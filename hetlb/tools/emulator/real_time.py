@@ -84,7 +84,7 @@ class RealTimeEngine:
             self._begin(now)
 
     def abort(self, choices: Many[EmulatedSequence]) -> None:
-        """Drop these, wherever they are; those that have ended stay as they are."""
+        """Drop sequences, wherever they are; ended ones stay as they are."""
         for choice in choices:
             state = choice.state
             if state is SequenceState.FINISHED or state is SequenceState.ABORTED:
@@ -213,7 +213,7 @@ class EngineGroup:
             choice.runner.submit((choice,))
 
     def abort(self, choices: Many[EmulatedSequence]) -> None:
-        """Drop these sequences; those that have ended stay as they are."""
+        """Drop sequences; ended ones stay as they are."""
         for choice in choices:
             if choice.runner is not None:
                 choice.runner.abort((choice,))

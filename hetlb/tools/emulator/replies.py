@@ -1,4 +1,4 @@
-"""Answers of the emulated engine, in the shapes of vLLM 0.32 as far as a client can use them.
+"""Answers of the emulated engine, in the shapes of vLLM 0.32 that clients read.
 
 Their text is ` t0 t1 t2 ...`, one word a token, so that a reader sees what is missing or out of order.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from hetlb.tools.emulator.counting import GENERATED, token_ids
+from hetlb.tools.emulator.counting import FIRST_ANSWER_ID, token_ids
 from hetlb.tools.emulator.generation import Generation, Prompt
 from hetlb.tools.emulator.real_time import EmulatedSequence
 from hetlb.tools.emulator.tools import ToolCall
@@ -44,7 +44,7 @@ class Reply:
         self.id = f"{self.PREFIX}{request_id}"
         self.created = int(time.time())
         self.output_tokens = 0
-        #: Prefix of the number of a token: `x` where its KV cache is that of another prompt.
+        #: Prefix of a token's number: `x` where the KV cache of another prompt was fetched.
         self.word = "t"
         #: KV transfer: what the answer says of the blocks that are kept, and whence they are fetched.
         self.on_finished: Callable[[Reply], dict[str, Any] | None] | None = None
@@ -168,7 +168,7 @@ class ReplyChoice(EmulatedSequence):
         """Ids of its last token, None unless requested."""
         if not self.reply.generation.fields.return_token_ids:
             return None
-        return [GENERATED + (self.output_tokens - self.sent if self.finish_reason == "stop" else 0)]
+        return [FIRST_ANSWER_ID + (self.output_tokens - self.sent if self.finish_reason == "stop" else 0)]
 
     @property
     def prompt_ids(self) -> list[int] | None:

@@ -16,13 +16,13 @@ from hetlb.tools.openai.requests import ChatRequest, bad
 
 #: Share of an answer's tokens that are reasoning, by `reasoning_effort`.
 _EFFORTS = {"none": 0.0, "minimal": 0.0, "low": 0.25, "medium": 0.5, "high": 0.75}
-_THINKING = 0.5
+_THINKING_SHARE = 0.5
 #: Tokens of reasoning before a tool call.
 REASONING_BEFORE_CALL = 16
 #: Objects within objects of a schema that get arguments.
-_DEPTH = 8
+_MAX_DEPTH = 8
 #: Items of an array at most.
-_ITEMS = 4
+_MAX_ITEMS = 4
 _EXAMPLES: dict[str, Any] = {"string": "t0", "integer": 0, "number": 0, "boolean": False, "null": None}
 
 
@@ -84,7 +84,7 @@ def _arguments(schema: object) -> str:
 
 def example(schema: object, depth: int = 0) -> Any:
     """Return the least value that an everyday JSON schema accepts: required properties, first choices."""
-    if not isinstance(schema, dict) or depth > _DEPTH:
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         return {}
     for key in ("const", "default"):
         if key in schema:
@@ -101,7 +101,7 @@ def example(schema: object, depth: int = 0) -> Any:
     if kind == "array":
         count = schema.get("minItems")
         return [example(schema.get("items"), depth + 1)] * (
-            min(count, _ITEMS) if isinstance(count, int) else 0
+            min(count, _MAX_ITEMS) if isinstance(count, int) else 0
         )
     if isinstance(kind, str) and kind in _EXAMPLES:
         return _EXAMPLES[kind]
@@ -115,4 +115,4 @@ def reasoning_share(fields: ChatRequest) -> float:
     if fields.reasoning_effort is not None:
         return _EFFORTS[fields.reasoning_effort]
     thinks = (fields.chat_template_kwargs or {}).get("enable_thinking") is True
-    return _THINKING if thinks else 0.0
+    return _THINKING_SHARE if thinks else 0.0

@@ -30,7 +30,7 @@ _PREFIX_CACHE: dict[str, _Of] = {
     "prefix_cache_queries": lambda it: it.prompt_tokens,
     "prefix_cache_hits": lambda it: it.model.kv.hit_tokens,
 }
-#: With speculative decoding. A draft is one decode step: a token of its own, and those accepted.
+#: With speculative decoding. A draft is one decode step: a token of its own, and the accepted ones.
 _DRAFTS: dict[str, _Of] = {
     "spec_decode_num_drafts": lambda it: it.drafts,
     "spec_decode_num_accepted_tokens": lambda it: it.model.generated_tokens - it.drafts,

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from hetlb.errors import ConfigError
 from hetlb.inputs.urls import bracketed, check_url
 
-#: A line on stderr shows no more of a directive.
+#: Maximum characters of a directive in a line on stderr.
 _MOST_SHOWN_CHARACTERS = 400
 #: Keys that stand for none.
 _NO_KEYS = re.compile(

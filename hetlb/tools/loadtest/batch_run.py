@@ -1,4 +1,4 @@
-"""Requests of a batch, so many at once, each until it has a result: nothing is lost.
+"""Requests of a batch, at most a given number at once, each until it has a result: nothing is lost.
 
 A server that is full (429, 503) says when to come again. One that cannot be reached for `timeout_s`, or lets
 several requests in a row run into it, ends the run: the lines are not at fault.

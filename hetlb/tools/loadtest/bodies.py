@@ -35,7 +35,7 @@ _WORDS = [
     for vowel in "aeiou"
     for last in "bcdfghklmnprst"
 ][: len(TOKEN_IDS)]
-#: A block begins with a digest of its name in so many tokens: the rest is a slice of what all share.
+#: Tokens of the digest with which a block begins; the rest is a slice of text that all blocks share.
 _NAME_TOKENS = 4
 _POOL_STARTS = 1 << 14
 

@@ -21,7 +21,7 @@ from hetlb.tools.loadtest.load_result import LoadResult, verdict_of
 from hetlb.tools.loadtest.runs import LoadSpec, measure
 from hetlb.tools.loadtest.screen import Screen
 from hetlb.tools.workload.arrivals import Ramp, Rate
-from hetlb.tools.workload.records import CONFIDENCE, student_margin
+from hetlb.tools.workload.records import CONFIDENCE_LEVEL, student_margin
 
 Policy = TypeVar("Policy", bound="str | None")
 #: Figures that are compared: all that the contract names.
@@ -169,7 +169,7 @@ def comparisons(runs: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> l
                     "policy": policy,
                     "baseline": baseline,
                     "rounds": len(rounds),
-                    "confidence": CONFIDENCE,
+                    "confidence": CONFIDENCE_LEVEL,
                     "verdict": verdict_of(compared),
                     "figures": {
                         figure: paired(

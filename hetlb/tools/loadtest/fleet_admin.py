@@ -21,9 +21,9 @@ from hetlb.tools.workload.records import Counted
 _TIMEOUT = aiohttp.ClientTimeout(total=30)
 _IDLE_TIMEOUT_S = 60.0
 _POLL_S = 0.05
-#: Seconds between looks at the fleet during a run, and those for which a new report of every engine is waited
-#: for before and after it (the proxy asks each once a second).
+#: Seconds between looks at the fleet during a run.
 _LOOK_S = 0.5
+#: Seconds to wait, before and after a run, for a new report of every engine (the proxy asks once a second).
 _REPORT_TIMEOUT_S = 5.0
 
 
@@ -60,7 +60,7 @@ class FleetAdmin:
     async def reported(self) -> AsyncIterator[Counted]:
         """Figures that engines report during the block, complete after it; others are left out.
 
-        `preemptions` are those of the block; `kv_peak` is the largest share (0 to 1) of the KV cache in use
+        `preemptions` counts the block; `kv_peak` is the largest share (0 to 1) of the KV cache in use
         that was seen, one look a second: a shorter peak may be higher.
         """
         found: Counted = {}

@@ -1,4 +1,4 @@
-"""An open-loop load generator: every request goes out when it is due, whatever became of those before.
+"""An open-loop load generator: every request goes out when it is due, whatever became of earlier ones.
 
 Every planned request ends in exactly one record, failed ones with the kind of failure.
 """
@@ -24,9 +24,9 @@ from hetlb.tools.openai.answer_events import AnswerError
 from hetlb.tools.workload.arrivals import PlannedRequest
 from hetlb.tools.workload.records import RequestResult
 
-#: uvicorn closes idle connections after 5 s; the pool lets go of them before.
+#: Seconds that the pool keeps idle connections: uvicorn closes them after 5 s.
 KEEP_ALIVE_S = 2.0
-#: Large events and long prompts must not stall in the client's own buffers (vLLM issue 39963).
+#: Bytes of the client's buffers: large events and long prompts must not stall there (vLLM issue 39963).
 READ_BUFFER_BYTES = 1 << 20
 
 #: As in `vllm bench serve`.
@@ -255,7 +255,7 @@ class _Run:
 
 
 def allow_open_files(connections: int) -> None:
-    """Raise the soft limit on open files where so many connections need it (as far as the hard limit goes).
+    """Raise the soft limit on open files to what `connections` need, up to the hard limit.
 
     A client that runs out of files would look like a server that refuses.
     """

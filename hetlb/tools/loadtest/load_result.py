@@ -26,7 +26,8 @@ from hetlb.tools.workload.records import (
 VALID, SUSPECT = "VALID", "SUSPECT"
 #: The latencies that a goodput may set a limit to.
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
-#: A measurement error below this is of no concern; above it, it must be small beside what is measured.
+#: Largest measurement error that is of no concern in any case; above it, it must be small beside the measured
+#: value.
 ERROR_ALLOWED_MS = 5.0
 ERROR_ALLOWED_SHARE_OF_TTFT = 0.01
 #: A load that is due all at once waits in queues, whose order decides when an answer comes, not when its
@@ -75,7 +76,7 @@ class LoadResult:
         return {**figures, "client": self.client(figures)}
 
     def client(self, figures: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the verdict on the client, and what it rests on. `figures` are those of `summarize`."""
+        """Return the verdict on the client, and what it rests on. `figures` come from `summarize`."""
         late = sorted(lateness for record in self.records if (lateness := record.lateness_s) is not None)
         found: dict[str, Any] = {
             "p99_lateness_ms": 1e3 * percentile(late, 99),
@@ -103,7 +104,7 @@ class LoadResult:
     def figures(self, percentiles: Sequence[float] = (), **options: Any) -> dict[str, Any]:
         """`summary`, and what `hetlb bench` adds; `from_sent` counts from the time a request was sent.
 
-        `percentiles` are reported of every latency beside those that always are. `slo_attainment` is the
+        `percentiles` are reported of every latency beside the usual ones. `slo_attainment` is the
         share of all planned requests that met every limit of `goodput_slo_s` (null without limits): one that
         failed met none.
         """
@@ -132,10 +133,10 @@ class LoadResult:
         }
 
     def details(self) -> dict[str, Any]:
-        """Details of every request, in plan order; names and units (seconds) are those of vLLM.
+        """Details of every request, in plan order; names and units (seconds) as in vLLM.
 
         Times count from the start of the run. `session_ids` and `turns` are there where some requests have
-        them, null for those that have none.
+        them, null for requests without.
         """
         records = self.records
         sessions = [planned.row.session or None for planned in self.plan]

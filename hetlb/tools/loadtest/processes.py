@@ -26,7 +26,7 @@ READY_TIMEOUT_S = 120.0
 
 
 class HelperProcess:
-    """A `python -m hetlb …` child. `urls` are those in its ready line, in order; `log` takes its stderr."""
+    """A `python -m hetlb …` child. `urls` come from its ready line, in order; `log` takes its stderr."""
 
     def __init__(self, name: str, arguments: tuple[str, ...], log: Path) -> None:
         self.name = name

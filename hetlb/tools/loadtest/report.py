@@ -12,10 +12,10 @@ from rich.table import Table
 from hetlb.tools.loadtest.load_result import SUSPECT, verdict_of
 from hetlb.tools.tables import table
 
-#: More instances than this get no columns of their own.
+#: Most instances that get columns of their own.
 _MAX_INSTANCE_COLUMNS = 4
 #: Tokens per event above which some events hold several.
-_ONE_TOKEN = 1.05
+_ONE_TOKEN_RATIO = 1.05
 
 Run: TypeAlias = Mapping[str, Any]
 #: Heading and cell of a column. A heading that begins with `>` is of numbers, to the right.
@@ -51,7 +51,7 @@ def runs_table(
     """One line per run.
 
     `reference_tok_s` is what `% of sum` refers to: the total token throughput of all instances, each alone.
-    With `steady_tok_s`, that of all instances while each is full, `% of full` is the steady rate of the run,
+    `steady_tok_s` is the same while each instance is full: then `% of full` is the steady rate of the run,
     without its drain, in place of `% of sum`.
     `alone` are the runs it was measured in, shown above the others with their sum.
     """
@@ -113,7 +113,7 @@ def latency_table(runs: Sequence[Run], metrics: Sequence[str], percentiles: Sequ
     suspect = [_VERDICT] if verdict_of(runs) == SUSPECT else []
     columns = [*_name_columns(runs), *_latency_columns(keys, "\n", text), *suspect]
     caption = "milliseconds, from the time a request was due"
-    several = [per for run in runs if (per := run.get("tokens_per_event") or 0.0) > _ONE_TOKEN]
+    several = [per for run in runs if (per := run.get("tokens_per_event") or 0.0) > _ONE_TOKEN_RATIO]
     if several and "itl" in metrics:
         per = f"{min(several):.1f}" + (f" to {max(several):.1f}" if len(several) > 1 else "")
         caption += f"\nitl: between events, which hold {per} tokens; time per token: tpot"

@@ -68,7 +68,7 @@ class LoadSpec:
         )
 
     async def send(self, plan: Sequence[PlannedRequest], label: str, **options: Any) -> LoadResult:
-        """Send a plan once; `options` are those of `run_load`."""
+        """Send a plan once; `options` go to `run_load`."""
         bodies = self.bodies(plan, label)
         try:
             result = await run_load(

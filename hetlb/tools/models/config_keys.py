@@ -69,6 +69,7 @@ ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 #: Most layers, and most of any other size: larger ones are mistakes.
 MOST_LAYERS: Final = 4096
+#: Largest size of anything else: larger ones are mistakes.
 MOST_SIZE: Final = 1 << 32
 #: A key with one of these words may bear on sizes.
 _BEARING: Final = frozenset(

@@ -1,9 +1,9 @@
 """Degrees of tensor, expert and pipeline parallelism that vLLM accepts for a model.
 
-The rules are those of vLLM 0.32: heads (`ModelConfig.verify_with_parallel_config`), KV heads
+The rules come from vLLM 0.32: heads (`ModelConfig.verify_with_parallel_config`), KV heads
 (`QKVParallelLinear`), the vocabulary padded to 64 (`VocabParallelEmbedding`), feed-forward sizes
-(`ColumnParallelLinear`, `RowParallelLinear`), and blocks or groups of quantised weights, of which a GPU holds
-whole ones. `tests/vllm/test_degrees.py` holds them against the installed package.
+(`ColumnParallelLinear`, `RowParallelLinear`), and blocks or groups of quantised weights: a GPU holds whole
+ones. `tests/vllm/test_degrees.py` holds them against the installed package.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Final
 
 from hetlb.tools.models.layer import Heads
 
-#: vLLM pads a vocabulary to a multiple of this (`DEFAULT_VOCAB_PADDING_SIZE`).
-_VOCAB_PADDING: Final = 64
+#: Multiple to which vLLM pads a vocabulary (`DEFAULT_VOCAB_PADDING_SIZE`).
+_VOCAB_PADDING_TOKENS: Final = 64
 #: Most GPUs of one tensor-parallel group that are listed.
 MOST_DEGREE: Final = 64
 
@@ -55,7 +55,7 @@ def refusal(
             return f"{heads.queries} attention heads are not divisible by {t}"
         if heads.keys and max(heads.keys, t) % min(heads.keys, t):
             return f"{heads.keys} KV heads cannot be spread evenly over {t} GPUs"
-    padded = math.ceil(shape.vocab_size / _VOCAB_PADDING) * _VOCAB_PADDING
+    padded = math.ceil(shape.vocab_size / _VOCAB_PADDING_TOKENS) * _VOCAB_PADDING_TOKENS
     if padded % t:
         return f"a vocabulary of {shape.vocab_size}, padded to {padded}, is not divisible by {t}"
     split = shape.feed_forward + (() if expert_parallel else shape.experts)

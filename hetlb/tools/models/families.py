@@ -418,7 +418,7 @@ _NAMED: Final[Mapping[str, str]] = {
     "Phi3VForCausalLM": "phi3",
 }
 _CAUSAL: Final = re.compile(r"(\w+?)(ForCausalLM|LMHeadModel)")
-#: Model types by what is left of their names in those of architectures.
+#: Model types by their names without "_" and "text", as names of architectures have them.
 _SQUASHED: Final = {key.replace("_", "").removesuffix("text"): key for key in FAMILIES}
 
 

@@ -1,4 +1,4 @@
-"""Feed-forward parts: dense, and mixtures of experts with the rules of which layers are sparse."""
+"""Feed-forward parts: dense, and mixtures of experts with the rules for sparse layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def experts_of(keys: ConfigKeys, layer: int = 0) -> int:
 
 
 def is_sparse(keys: ConfigKeys, layer: int) -> bool:
-    """Return True if a layer of a mixture has experts, by whichever keys say so."""
+    """Return True if a layer of a mixture has experts."""
     types, by_rules = keys.texts("mlp_layer_types"), _sparse_by_rules(keys, layer)
     listed = next((name for name in ("moe_layers", "moe_layers_enum") if keys.value(name) is not None), None)
     each = keys.value("moe_layer_freq", 1)

@@ -20,8 +20,8 @@ from hetlb.tools.models.layer import Mixer, Scope
 #: Tokens of a block, as a kernel takes them; of latent attention beside states.
 _BLOCK_TOKENS: Final = 16
 _LATENT_BLOCK_TOKENS: Final = 128
-#: With fewer layers than this many times the rarest kind's, the commonest kind decides on the size of groups.
-_ALIKE: Final = 1.5
+#: Factor on the rarest kind's layers up to which the commonest kind decides on the size of groups.
+_ALIKE_FACTOR: Final = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def allocated(mixers: Sequence[Mixer], value_bytes: float) -> KvBytes:
     page = _page(layers)
     group = least = min(layers.values())
     most = max(layers.values())
-    if most < _ALIKE * least:
+    if most < _ALIKE_FACTOR * least:
         group = most
     return _together([(part, page(part), -(-count // group) * group) for part, count in layers.items()])
 

@@ -32,7 +32,7 @@ _LETTERS: Final = {"M": Scope.STATE, "*": Scope.FULL, "-": Scope.NONE, "E": Scop
 
 
 def listed(keys: ConfigKeys) -> list[Scope] | None:
-    """Return the kinds in `layer_types`, None without it. More than the layers: those of draft layers."""
+    """Return the kinds in `layer_types`, None without it; kinds of draft layers stand behind the layers."""
     types = keys.texts("layer_types")
     if types is None:
         return None
@@ -238,7 +238,7 @@ def compressed_layers(_: Family, keys: ConfigKeys) -> Sequence[Scope]:
 
 
 def lfm_layers(_: Family, keys: ConfigKeys) -> Sequence[Scope]:
-    """Return LFM2's layers: those in `full_attn_idxs` (or the list) attend, the others convolve."""
+    """Return LFM2's layers: layers in `full_attn_idxs` (or the list) attend, the others convolve."""
     found, indices = listed(keys), keys.wholes("full_attn_idxs")
     if found is not None:
         return found

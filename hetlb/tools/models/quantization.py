@@ -31,7 +31,7 @@ BitsOf = Callable[[str, bool], float]
 
 @dataclass(frozen=True)
 class Quantization:
-    """Bits of weights and cache. `block`: (rows, columns) of which a GPU holds whole ones."""
+    """Bits of weights and cache. `block`: (rows, columns); a GPU holds whole blocks."""
 
     bits_of: BitsOf = lambda name, experts: PLAIN_BITS
     cache_bits: float = PLAIN_BITS
@@ -113,7 +113,7 @@ class Patterns:
         ]
 
     def match(self, name: str) -> bool:
-        """Return True if a module is listed, by itself, a part of it, or what it is a part of."""
+        """Return True if a module, a part of it or a module around it is listed."""
         if any(e.match(f"{before}{name}") for e in self._expressions for before in ("model.", "")):
             return True
         for each in (name, *_members(name)):

@@ -10,11 +10,11 @@ from hetlb.tools.models.family import Family
 from hetlb.tools.models.layer import Mixer, Scope, linear, plain
 
 #: Bytes of a value of the model's own type, and of a 32-bit state.
-_BYTES, _LONG_BYTES = 2, 4
+_VALUE_BYTES, _STATE_BYTES = 2, 4
 
 
 def _state_bytes_of_value(keys: ConfigKeys) -> int:
-    return _LONG_BYTES if keys.value("state_dtype") == "float32" else _BYTES
+    return _STATE_BYTES if keys.value("state_dtype") == "float32" else _VALUE_BYTES
 
 
 def mamba2(_: Family, keys: ConfigKeys, layer: int, kind: Scope, name: str = "mixer") -> Mixer:
@@ -35,7 +35,7 @@ def mamba2(_: Family, keys: ConfigKeys, layer: int, kind: Scope, name: str = "mi
         + plain(f"{name}.conv1d", convolved * (kernel + keys.flag("mamba_conv_bias", True)))
         + plain(f"{name}.rest", 3 * heads + (inner if keys.flag("mamba_rms_norm", True) else 0))
     )
-    held = (kernel - 1) * convolved * _BYTES + heads * size * state * _state_bytes_of_value(keys)
+    held = (kernel - 1) * convolved * _VALUE_BYTES + heads * size * state * _state_bytes_of_value(keys)
     groups_whole = (("n_groups", groups),) if groups > 1 else ()
     return Mixer(kind, weights, state_bytes=held, whole=(("mamba heads", heads), *groups_whole))
 
@@ -43,7 +43,7 @@ def mamba2(_: Family, keys: ConfigKeys, layer: int, kind: Scope, name: str = "mi
 def mamba1(_: Family, keys: ConfigKeys, layer: int, kind: Scope, name: str = "mamba") -> Mixer:
     """Return a Mamba layer (arXiv 2312.00752)."""
     hidden, state, kernel = keys.whole("hidden_size"), keys.whole("mamba_state"), keys.whole("mamba_conv")
-    # Without other layers `intermediate_size` is that of the mixer, whatever `expand` says.
+    # Without other layers `intermediate_size` belongs to the mixer, whatever `expand` says.
     own = None if keys.stated("attn_layer_period") else keys.value("intermediate_size")
     inner = keys.value("mamba_d_inner") or own or keys.value("mamba_expand", 2) * hidden
     keys.expect("d_inner", (inner,), inner)
@@ -59,7 +59,7 @@ def mamba1(_: Family, keys: ConfigKeys, layer: int, kind: Scope, name: str = "ma
         + plain(f"{name}.conv1d", inner * (kernel + keys.flag("mamba_conv_bias", True)))
         + plain(f"{name}.rest", inner * state + inner + norms)
     )
-    held = (kernel - 1) * inner * _BYTES + inner * state * _state_bytes_of_value(keys)
+    held = (kernel - 1) * inner * _VALUE_BYTES + inner * state * _state_bytes_of_value(keys)
     return Mixer(kind, weights, state_bytes=held, whole=(("mamba channels", inner),))
 
 
@@ -79,7 +79,7 @@ def delta_net(_: Family, keys: ConfigKeys, layer: int, kind: Scope) -> Mixer:
         + plain("linear_attn.conv1d", convolved * kernel)
         + plain("linear_attn.rest", 2 * value_heads + value_size)
     )
-    held = (kernel - 1) * convolved * _BYTES
+    held = (kernel - 1) * convolved * _VALUE_BYTES
     held += value_heads * key_size * value_size * _state_bytes_of_value(keys)
     return Mixer(
         kind,
@@ -116,7 +116,7 @@ def kimi_delta(_: Family, keys: ConfigKeys, layer: int, kind: Scope) -> Mixer:
         + plain("self_attn.conv", 3 * wide * kernel)
         + plain("self_attn.rest", heads + wide + size)
     )
-    held = 3 * (kernel - 1) * wide * _BYTES + heads * size * size * _LONG_BYTES
+    held = 3 * (kernel - 1) * wide * _VALUE_BYTES + heads * size * size * _STATE_BYTES
     return Mixer(kind, weights, state_bytes=held, whole=(("linear attention heads", heads),))
 
 
@@ -131,7 +131,7 @@ def lightning(_: Family, keys: ConfigKeys, layer: int, kind: Scope) -> Mixer:
         + plain("self_attn.norm", wide)
     )
     return Mixer(
-        kind, weights, state_bytes=heads * size * size * _BYTES, whole=(("num_attention_heads", heads),)
+        kind, weights, state_bytes=heads * size * size * _VALUE_BYTES, whole=(("num_attention_heads", heads),)
     )
 
 
@@ -145,4 +145,4 @@ def short_conv(_: Family, keys: ConfigKeys, layer: int, kind: Scope) -> Mixer:
         + linear("conv.out_proj", hidden, hidden, bias)
         + plain("conv.conv", hidden * (kernel + bias))
     )
-    return Mixer(kind, weights, state_bytes=(kernel - 1) * hidden * _BYTES)
+    return Mixer(kind, weights, state_bytes=(kernel - 1) * hidden * _VALUE_BYTES)

@@ -1,8 +1,8 @@
-"""hetlb's own choice of paths: the least predicted time of a request and of those that it delays.
+"""hetlb's own choice of paths: the least predicted time of a request and of the requests that it delays.
 
 A decision depends on the ledgers and on what was dispatched before; nothing is random. Dynamic
 programming over the layers: the stages form a graph without cycles, ordered by their last layer, and the
-cheapest way to each follows from the cheapest ways to those before it.
+cheapest way to each follows from the cheapest ways to the stages before it.
 
 The cost of a path (s) has two parts.
 
@@ -26,14 +26,14 @@ from hetlb.tools.paths.stages import SINK, SOURCE, Edge, Hop, StageSpec
 
 #: Weight of a new observation in the means of prompts, outputs and times of a pass.
 _SMOOTHING: Final = 0.05
-#: Before anything was seen: prompt tokens, output tokens (about those of public chat traces).
-_PRIOR_PROMPT: Final = 750.0
-_PRIOR_OUTPUT: Final = 240.0
-#: Utilisations are kept below this, so that an overloaded stage is slow and not undefined.
-_FULL: Final = 0.95
-#: Convoys merge on the way: the weight of the time that a request adds to the batches of those on its link.
+#: Prompt tokens and output tokens before any request was seen: about the means of public chat traces.
+_PRIOR_PROMPT_TOKENS: Final = 750.0
+_PRIOR_OUTPUT_TOKENS: Final = 240.0
+#: Largest utilisation, so that an overloaded stage is slow and not undefined.
+_MAX_UTILISATION: Final = 0.95
+#: Weight of the time that a request adds to the batches on its link, as convoys merge on the way:
 #: 4 served more than 1 on four placements (bench/place/run.py); 0.3, 2 and 10 were tried on one or two.
-_CONVOY: Final = 4.0
+_CONVOY_WEIGHT: Final = 4.0
 #: Decoding requests of a small and of a large batch, between which a request's part in it is taken.
 _SMALL_BATCH, _LARGE_BATCH = 8.0, 64.0
 #: E[t^2] / E[t]^2 of the prompts' times: chat prompts vary about as much as their mean.
@@ -42,7 +42,7 @@ _PROMPT_SPREAD: Final = 1.6
 
 def _blocked_s(prompts_per_s: float, prompt_s: float) -> float:
     """Mean wait for the prompts in between: M/G/1."""
-    used = min(_FULL, prompts_per_s * prompt_s)
+    used = min(_MAX_UTILISATION, prompts_per_s * prompt_s)
     return prompts_per_s * _PROMPT_SPREAD * prompt_s * prompt_s / (2.0 * (1.0 - used))
 
 
@@ -60,7 +60,7 @@ class _Stage:
         self.batch_s = spec.layers * (2.0 * spec.decode(1.0) + spec.decode(_SMALL_BATCH))
 
     def total_s(self, requests: float, prompts_per_s: float, prompt_tokens: float) -> float:
-        """Time that so many requests in flight spend here per pass of each, at so many prompts/s."""
+        """Return the seconds that `requests` in flight spend here per pass of each, at `prompts_per_s`."""
         prompt_s = self.spec.layers * self.spec.prompt(prompt_tokens)
         return requests * (self.batch_s + _blocked_s(prompts_per_s, prompt_s))
 
@@ -85,7 +85,7 @@ class _Link:
     def total_s(self, requests: float, prompts_per_s: float, prompt_tokens: float) -> float:
         """Total of the path, as for a stage."""
         blocked_s = _blocked_s(prompts_per_s, prompt_tokens * self.token_s)
-        return requests * (self.latency_s + blocked_s + _CONVOY * self.batch_s * requests)
+        return requests * (self.latency_s + blocked_s + _CONVOY_WEIGHT * self.batch_s * requests)
 
 
 class LeastTime(PathPolicy):
@@ -105,8 +105,8 @@ class LeastTime(PathPolicy):
                 )
         stages = (name for name in self._next if name != SOURCE)
         self._order = [SOURCE, *sorted(stages, key=lambda name: self._specs[name].end)]
-        self._prompt_tokens = _PRIOR_PROMPT
-        self._output_tokens = _PRIOR_OUTPUT
+        self._prompt_tokens = _PRIOR_PROMPT_TOKENS
+        self._output_tokens = _PRIOR_OUTPUT_TOKENS
         #: Seconds of a decode pass: at first the layers' times alone, as if there were one stage per layer.
         all_s = sum(spec.decode(_SMALL_BATCH) for spec in self._specs.values())
         self._pass_s = 3.0 * self._network.layers * all_s / max(1, len(self._specs))

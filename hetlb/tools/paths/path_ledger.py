@@ -1,6 +1,6 @@
 """Ledger of the stages of a model: the ledger of `core.instance`, for requests that use several workers.
 
-A path books token-layers of KV on every stage it crosses and gives back exactly those, once, however
+A path books token-layers of KV on every stage it crosses and gives back exactly the same, once, however
 it ends. Figures are integers: a ledger is at any moment the sum over its leases.
 """
 
@@ -18,7 +18,7 @@ from hetlb.tools.paths.stages import SINK, SOURCE, Edge, Hop, StageSpec
 class PathLease:
     """One dispatch of one request over a path, which its policy chooses, and what it books on every stage.
 
-    `context_tokens` are those of the first pass: the prompt and, after a replay, the tokens so far. The
+    `context_tokens` counts the first pass: the prompt and, after a replay, the tokens so far. The
     driver counts `output_tokens` before it reports the end.
     """
 
@@ -77,7 +77,7 @@ class StageLedger:
         return self.kv_token_layers + lease.kv_tokens * spec.layers <= high_water * spec.kv_token_layers
 
     def acquire(self, lease: PathLease, layers: int) -> None:
-        """Book a lease that computes so many layers here."""
+        """Book a lease that computes `layers` layers here."""
         assert 0 < layers <= self.spec.layers, f"{lease!r} uses {layers} layers of {self.spec.name}"
         assert lease.id not in self.leases, f"{lease!r} crosses {self.spec.name} twice"
         self.leases[lease.id] = (lease, layers)

@@ -28,7 +28,7 @@ class PathLog:
         raw = asdict(network)
         raw["links"] = [[*edge, link.bytes_per_s, link.latency_s] for edge, link in network.links.items()]
         raw["flows"] = [[*edge, rate] for edge, rate in network.flows.items()]
-        for stage in raw["stages"]:  # those of workers have no limit, and JSON no infinity
+        for stage in raw["stages"]:  # stages of workers have no limit, and JSON no infinity
             del stage["nic_in_bytes_per_s"], stage["nic_out_bytes_per_s"]
         self._line({"format": _FORMAT, "version": _VERSION, "t": now, "network": raw})
 

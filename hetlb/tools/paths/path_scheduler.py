@@ -29,7 +29,7 @@ from hetlb.tools.paths.policies import (
 from hetlb.tools.paths.stages import StageNetwork, StageSpec
 
 #: Share of a stage's KV cache that expected use may reach (Helix's high-water mark).
-HIGH_WATER: Final = 0.85
+HIGH_WATER_SHARE: Final = 0.85
 
 #: Policies by name; the first is the default.
 PATH_POLICIES: Final[dict[str, type[PathPolicy]]] = {
@@ -40,7 +40,7 @@ PATH_POLICIES: Final[dict[str, type[PathPolicy]]] = {
 #: A lease is the command to send its request over its path now.
 PathCommand: TypeAlias = PathLease | Reject
 
-#: A request whose path broke so often is given up: it may be what breaks stages.
+#: Most replays of a request: after more it is given up, as it may be what breaks stages.
 MOST_REPLAYS: Final = 3
 
 #: Ends of a lease after which the rest of the answer can be computed elsewhere.
@@ -49,7 +49,7 @@ _REPLAYED = frozenset({Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE, Outcome.BROK
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    """A request without a path: `done_tokens` of its answer are there, so many `replays` were needed."""
+    """A request without a path, with `done_tokens` of its answer after `replays` replays."""
 
     request: Request
     done_tokens: int = 0
@@ -70,7 +70,7 @@ class PathScheduler:
         predictor: Predictor,
         *,
         policy: str = "hetlb",
-        high_water: float = HIGH_WATER,
+        high_water: float = HIGH_WATER_SHARE,
         queue_limit: int | None = None,
         seed: int = 0,
     ) -> None:
@@ -140,7 +140,7 @@ class PathScheduler:
         return self._flush(now) if self._queue else []
 
     def on_hop(self, sender: str, receiver: str, seconds: float) -> None:
-        """Note that a message left one stage and was computed by the next so many seconds later."""
+        """Note that a message left one stage and was computed by the next `seconds` later."""
         self._policy.hop_took(sender, receiver, seconds)
 
     def on_lease_ended(self, lease: PathLease, outcome: Outcome, now: float) -> list[PathCommand]:
@@ -187,7 +187,7 @@ class PathScheduler:
         return [*self._drop_misfits(), *self._flush(now)]
 
     def on_network(self, network: StageNetwork, now: float) -> list[PathCommand]:
-        """Stages came, went or changed: those had no lease. The ledgers of the others stay."""
+        """Take changed stages, none of which has a lease; the ledgers of the others stay."""
         ledgers = {stage.name: StageLedger(stage) for stage in network.stages}
         for name, ledger in self.ledgers.items():
             kept = name in ledgers and ledgers[name].spec == ledger.spec

@@ -1,8 +1,8 @@
 """Choosing the stages that a request passes: one policy per name.
 
 A path computes every layer once and in order, over links that exist, on stages that are up and have
-room in their KV cache; None where there is no such path now. `choose` changes nothing; a policy learns from
-what it is told afterwards.
+room in their KV cache; None where there is no such path now. `choose` changes nothing; a policy learns
+from the events reported afterwards.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 from hetlb.tools.paths.path_ledger import PathLease, StageLedger
 from hetlb.tools.paths.stages import SINK, SOURCE, Edge, Hop, StageNetwork
 
-#: Links with less than this share of a node's outgoing flow are not used by `iwrr` (Helix's rule).
+#: Least share of a node's outgoing flow of a link that `iwrr` uses (Helix's rule).
 LEAST_FLOW_SHARE: Final = 0.05
 #: Swarm's estimate of a hop before one was measured (s), and the weight of a new measurement.
 SWARM_PRIOR_S: Final = 0.05
@@ -96,7 +96,7 @@ class PathPolicy:
         """Note that a lease ended."""
 
     def hop_took(self, sender: str, receiver: str, seconds: float) -> None:
-        """Note that a message left `sender` and was computed by `receiver` so many seconds later."""
+        """Note that a message left `sender` and was computed by `receiver` `seconds` later."""
 
 
 class RandomPaths(PathPolicy):

@@ -101,7 +101,7 @@ def check_placement(cluster: PlaceCluster, placement: Placement, flow: Flow, bou
         if not linked or not 0.0 < rate <= cluster.link_rate((sender, receiver)) + slack:
             raise PlanError(f"{where}: expected a link with room for {rate} tokens/s")
         if not _continues(cluster, placement, sender, receiver):
-            raise PlanError(f"{where}: expected the layers behind those of {sender}")
+            raise PlanError(f"{where}: expected the layers behind {sender}'s")
         if sender == SOURCE:
             entered += rate
         else:

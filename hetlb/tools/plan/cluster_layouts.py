@@ -64,7 +64,7 @@ def lay_out(
         pipelines = best_pipelines(cluster, machine, throughputs.of, stages, [(1.0, sample.rows)])
         instances[kind] = found | {option.part: option for option in pipelines}
     fleet = LayoutFleet(cluster.machines, instances, sample.rows, target)
-    # Each machine gets its share of the rate by what it does at most.
+    # Each machine gets a share of the rate in proportion to its most.
     most = {kind: _most(machine, instances[kind]) for kind, machine in kinds.items()}
     total = sum(most[machine.kind] for machine in cluster.machines)
     evaluated = {
@@ -109,7 +109,7 @@ def servers_of(found: LayoutsFound, data_parallel: bool) -> list[VllmServer]:
 
 
 def _profile(found: LayoutsFound, machine: Machine, part: Part) -> ProfileOf:
-    """Return the file of a profile; that of a pipeline is to be written, being composed."""
+    """Return the file of a profile; a pipeline's is composed, so it is yet to be written."""
     if part.pipeline_parallel_size == 1:
         return found.cluster.path.parent / machine.profile_paths[part.tensor_parallel_size]
     profile = found.instances[machine.kind][part].profile

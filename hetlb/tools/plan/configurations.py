@@ -41,7 +41,7 @@ from hetlb.tools.profiler.sources import Measurements, make_profile
 from hetlb.tools.sim.staged_engine import EngineStage
 
 #: Bytes/s inside a rented machine where the file does not say.
-_USUAL_INSIDE = 60e9
+_USUAL_INSIDE_BYTES_PER_S = 60e9
 
 
 def candidates(market: Market, longest_tokens: dict[str, int]) -> list[Configuration]:
@@ -242,7 +242,7 @@ def capacity_of(market: Market, model: Model, stages: Sequence[ConfigurationStag
 
 
 def profile_on(market: Market, model: Model, offer: OfferTable, degree: int) -> Profile | None:
-    """Return the latency profile of the whole model on so many GPUs, None if unknown."""
+    """Return the latency profile of the whole model on `degree` GPUs, None if unknown."""
     written = offer.profiles.get(model.name, {}).get(str(degree))
     if written is not None:
         return market.profiles[written]
@@ -250,7 +250,7 @@ def profile_on(market: Market, model: Model, offer: OfferTable, degree: int) -> 
 
 
 def _inside(market: Market, gpu: str) -> float:
-    return market.file.links.rate_inside(gpu, _USUAL_INSIDE)
+    return market.file.links.rate_inside(gpu, _USUAL_INSIDE_BYTES_PER_S)
 
 
 def roofline_profile(market: Market, model: Model, offer: OfferTable, degree: int) -> Profile:

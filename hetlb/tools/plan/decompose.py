@@ -32,19 +32,19 @@ from hetlb.tools.plan.rent_program import (
 )
 from hetlb.tools.plan.rent_program import solve as solve_directly
 
-#: Below so many models one program is faster.
+#: Least number of models that are decomposed: below, one program is faster.
 FEWEST_MODELS = 3
-#: Relative gap of the small programs, at first and at the finest: their bounds, not their incumbents, prove.
-_COARSEST = 0.1
-_FINEST = 2e-4
+#: Relative gap of the small programs, at first and at the finest: bounds, not incumbents, prove.
+_COARSEST_GAP = 0.1
+_FINEST_GAP = 2e-4
 #: Seconds of a small program, and of a master over whole columns.
 _PRICING_S, _MASTER_S = 5.0, 4.0
-#: The solver's feasibility tolerance shows in the rate that a column reaches.
-_SLACK = 1e-5
+#: Share of a column's rate that the solver's feasibility tolerance may take.
+_RATE_TOLERANCE = 1e-5
 #: Share of the best prices that a step towards the master's keeps.
-_KEEP = 0.8
+_KEPT_SHARE = 0.8
 #: Points between plan and bound at which the next rounds look while they change neither.
-_WHERE = (0.65, 0.4, 0.2)
+_LOOK_SHARES = (0.65, 0.4, 0.2)
 #: Small programs are solved side by side, in threads: the solver works without the interpreter's lock.
 _THREADS = min(4, os.cpu_count() or 1)
 
@@ -127,7 +127,7 @@ class Decomposition:
         with ThreadPoolExecutor(_THREADS) as pool:
             while not self._limits.over and self.bound > self.reached * (1.0 + self._limits.gap):
                 before = self.reached, self.bound
-                rate = self.reached + (self.bound - self.reached) * _WHERE[stuck % len(_WHERE)]
+                rate = self.reached + (self.bound - self.reached) * _LOOK_SHARES[stuck % len(_LOOK_SHARES)]
                 self._price(rate, pool)
                 self._choose(rate)
                 stuck = 0 if (self.reached, self.bound) != before else stuck + 1
@@ -135,7 +135,7 @@ class Decomposition:
     def _price(self, rate: float, pool: ThreadPoolExecutor) -> None:
         """Price every model at `rate`, and learn new prices from the columns known then."""
         left = self.bound / self.reached - 1.0 if self.reached > 0.0 else INFINITY
-        arguments = rate, self._prices, self._limits, min(_COARSEST, max(_FINEST, 0.2 * left))
+        arguments = rate, self._prices, self._limits, min(_COARSEST_GAP, max(_FINEST_GAP, 0.2 * left))
         total = math.fsum(pool.map(lambda model: model.price(*arguments), self._models))
         if total > 1.0 + 1e-9:
             self.bound = min(self.bound, rate)
@@ -145,7 +145,7 @@ class Decomposition:
         solution, rows, _ = self._master(rate, SolveLimits())
         if solution is not None and (duals := np.abs(solution.duals[rows])).sum() > 0:
             # Prices of few columns are wild: a step from the best prices so far towards them.
-            self._prices = _KEEP * self._centre + (1.0 - _KEEP) * duals / duals.sum()
+            self._prices = _KEPT_SHARE * self._centre + (1.0 - _KEPT_SHARE) * duals / duals.sum()
 
     def _choose(self, rate: float) -> None:
         """Take one whole column a model that reaches `rate`, where they fit and serve more than before."""
@@ -172,7 +172,11 @@ class Decomposition:
         share = program.column(-1.0)
         picked: list[tuple[int, _Column]] = []
         for model in self._models:
-            able = [column for column in model.columns.values() if column.reaches >= rate * (1.0 - _SLACK)]
+            able = [
+                column
+                for column in model.columns.values()
+                if column.reaches >= rate * (1.0 - _RATE_TOLERANCE)
+            ]
             if not able:
                 return None, [], []
             indices = [program.column(upper=1.0, integer=integer) for _ in able]

@@ -83,7 +83,7 @@ class SolveLimits:
         return 0.0 if self.interrupted else max(0.0, self.deadline - self.clock())
 
     def within(self, seconds: float, gap: float | None = None) -> SolveLimits:
-        """Return the same limits, with a deadline so many seconds from now at most, and another gap."""
+        """Return the same limits, with a deadline at most `seconds` from now, and another gap."""
         deadline = min(self.deadline, self.clock() + seconds)
         return replace(self, deadline=deadline, gap=self.gap if gap is None else gap)
 

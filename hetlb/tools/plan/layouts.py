@@ -24,13 +24,13 @@ from hetlb.tools.sim.alone import batch_of
 from hetlb.tools.sim.study import engine_of
 from hetlb.tools.workload.records import summarize
 
-#: A run at a rate lasts so long in simulated time, within these numbers of requests.
+#: Length of a run at a rate in simulated seconds, and bounds of its requests.
 _RUN_S = 120.0
-_FEWEST, _MOST = 300, 2000
-#: All at once: requests for every sequence that the fleet runs together.
-_TURNS = 4
-#: A layout takes the place of another where the fleet gains this much.
-_GAIN = 1.01
+_LEAST_REQUESTS, _MOST_REQUESTS = 300, 2000
+#: Requests of a run at once for every sequence that the fleet runs together.
+_SEQUENCE_REQUESTS = 4
+#: Least throughput of a layout over another one's whose place it takes.
+_LEAST_GAIN = 1.01
 #: The most layouts of a machine that are simulated, and instances of a fleet.
 MOST_SIMULATED = 12
 MOST_INSTANCES = 64
@@ -54,7 +54,7 @@ def layout_name(layout: Layout) -> str:
 
 
 def layouts_of(gpus: int, parts: Sequence[Part], *, partly: bool) -> list[Layout]:
-    """Every multiset of parts on a machine; `partly`: those too that leave room for one more part."""
+    """Every multiset of parts on a machine; `partly`: also with room left for one more part."""
     ordered = sorted(parts, key=lambda part: (-part.gpus, part))
     least = min((part.gpus for part in parts), default=gpus + 1)
     found: list[Layout] = []
@@ -127,8 +127,8 @@ class LayoutFleet:
         at_once, wanted = math.isinf(request_rate), request_rate * _RUN_S
         if at_once:
             mean = sum(i + o / 2 for i, o in self.rows) / len(self.rows)
-            wanted = _TURNS * sum(batch_of(server.engine, mean) for server in servers)
-        count = round(min(_MOST, max(_FEWEST, wanted)))
+            wanted = _SEQUENCE_REQUESTS * sum(batch_of(server.engine, mean) for server in servers)
+        count = round(min(_MOST_REQUESTS, max(_LEAST_REQUESTS, wanted)))
         rows = list(self.rows)
         random.Random(self.seed).shuffle(rows)
         planned = arrivals(rows, request_rate, random.Random(self.seed), count)
@@ -140,7 +140,7 @@ class LayoutFleet:
         )
 
     def evaluate(self, machine: Machine, request_rate: float) -> list[Evaluated]:
-        """Layouts of one machine, best first; at a finite rate those that could be best are simulated."""
+        """Layouts of one machine, best first; at a finite rate only possible winners are simulated."""
         running, price, found = self.instances[machine.kind], machine.price_per_gpu_hour, []
         at_rate = math.isfinite(request_rate)
         for layout in layouts_of(machine.gpus, list(running), partly=at_rate and price is not None):
@@ -214,6 +214,6 @@ def choose_together(
                 changed = {**chosen, name: option.layout}
                 tried = fleet.simulate(changed, rate)
                 count += 1
-                if tried.figure > _GAIN * best.figure:
+                if tried.figure > _LEAST_GAIN * best.figure:
                     chosen, best, improved = changed, tried, True
     return FleetLayouts(chosen, best), replace(first, worth=worth)

@@ -25,12 +25,12 @@ from hetlb.tools.plan.workloads import Clustering, RequestType, cluster
 
 #: Rounds of measuring mixes and planning anew, and the relative difference that ends them.
 MOST_ROUNDS = 5
-AGREED = 0.005
+AGREED_SHARE = 0.005
 
 
 @dataclass(frozen=True)
 class Table:
-    """All that a plan is made from; the last two, of which `longest_tokens` is of a request, need a trace.
+    """All that a plan is made from; the last two need a trace. `longest_tokens` counts one request.
 
     `ties`: configurations left out of the problem, as simpler ones equal them.
     """
@@ -160,13 +160,13 @@ def make_plan(
     number = 1
     while True:
         corrected, disagreement = correct_mixes(measured, problem, plan)
-        if disagreement <= AGREED or number >= MOST_ROUNDS or limits.over:
+        if disagreement <= AGREED_SHARE or number >= MOST_ROUNDS or limits.over:
             break
         problem, number = corrected, number + 1
         plan = decompose.solve(problem, limits, on_progress)
         check_rent(problem, plan)
-    # What is promised is what was measured: rates that were too high are lowered, those too low are not
-    # raised, so that the bound still holds.
+    # The plan promises measured rates: too high ones are lowered, too low ones are not raised, so that
+    # the bound still holds.
     lowered, disagreement = correct_mixes(measured, problem, plan, lower_only=True)
     promised = assign(lowered, plan.counts, plan.bound)
     if promised is None:
@@ -220,7 +220,7 @@ def baselines(
 ) -> dict[str, dict[str, float]]:
     """Return the same budget (or target) spent otherwise; what serves nothing is left out.
 
-    `ties` are those of the table: one degree for all takes them, too.
+    `ties` are the table's: one degree for all takes them, too.
     """
     problem, plan, every = planned.problem, planned.plan, planned.problem.configurations
     tied = (*every, *ties)
@@ -261,7 +261,7 @@ def _solved(problem: Problem, limits: SolveLimits) -> RentPlan | None:
 
 
 def _uniform(problem: Problem) -> Problem:
-    """Return the budget divided evenly over the kinds of GPUs, as far as they are available."""
+    """Return the budget divided evenly over the available kinds of GPUs."""
     gpus = {gpu for c in problem.configurations for gpu in c.gpus}
     if problem.budget_per_hour == INFINITY:
         return problem

@@ -224,7 +224,7 @@ class Formulation:
         }
 
     def rates(self, values: NDArray[np.float64]) -> dict[tuple[str, str], float]:
-        """Requests/s by (type, configuration), each type's cut to what is asked for."""
+        """Return requests/s by (type, configuration), each type's cut to its demand."""
         found: dict[tuple[str, str], float] = {}
         for c, modes in zip(self.problem.configurations, self.modes, strict=True):
             for column, rates in zip(modes, c.modes, strict=True):

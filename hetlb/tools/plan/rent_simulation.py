@@ -1,7 +1,7 @@
 """A rented fleet under the production scheduler, in virtual time: what a plan really serves.
 
 All requests wait at the start, or come at more than the planned rate; types are mixed in the plan's
-proportions. The rate is that of tokens while the fleet is neither filling nor emptying, in requests:
+proportions. The rate counts tokens while the fleet is neither filling nor emptying, in requests:
 batches of alike answers that began together end together, so that completions come in waves.
 Models share nothing but the bill: each is simulated by itself,
 and the fleet serves the whole mix as fast as the slowest model serves its part.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hetlb.balancer.core.policies.base import PlannedType
-from hetlb.options.plans.worth import ALIKE_LENGTHS, busy_s, log_ratio
+from hetlb.options.plans.worth import ALIKE_LOG_LENGTHS, busy_s, log_ratio
 from hetlb.options.profiles.profile_file import Profile
 from hetlb.tools.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
 from hetlb.tools.plan.highs import LinearProgram, SolveLimits
@@ -28,15 +28,15 @@ from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.study import engine_of
 from hetlb.tools.workload.records import RequestResult, tokens_within
 
-#: A run lasts so many times as long as a request stays in the instance that turns its batch over most
-#: slowly; its requests, within these bounds.
-_TURNS = 10
-_FEWEST, _MOST = 2000, 24000
+#: Length of a run, in stays of a request in the instance that turns its batch over most slowly; bounds
+#: of its requests.
+_RUN_STAYS = 10
+_LEAST_REQUESTS, _MOST_REQUESTS = 2000, 24000
 #: The part of the completions that counts: later than filling, earlier than emptying.
-_FROM, _TO = 0.25, 0.80
-#: With arrivals: from this share of the time in which they come.
-_ARRIVED = 0.4
-#: Shares of a type below this are left out.
+_FROM_SHARE, _TO_SHARE = 0.25, 0.80
+#: With arrivals: share of their time from which completions count.
+_ARRIVED_SHARE = 0.4
+#: Least share of a type that is simulated.
 _LEAST_SHARE = 0.005
 
 
@@ -112,7 +112,7 @@ def _told_apart(kinds: Sequence[RequestType]) -> list[list[RequestType]]:
     found: list[list[RequestType]] = []
     for kind in kinds:
         for group in found:
-            alike = log_ratio(group[0].input_tokens, kind.input_tokens) <= ALIKE_LENGTHS
+            alike = log_ratio(group[0].input_tokens, kind.input_tokens) <= ALIKE_LOG_LENGTHS
             if alike and group[0].model == kind.model:
                 group.append(kind)
                 break
@@ -170,9 +170,9 @@ def simulate_plan(
         planned = arrivals(rows, load * plan.throughput * part, random.Random(seed))
         found = serve(servers, planned, [output for _, output in rows], model=model).records
         ended = sorted(record.last_token_s for record in found if record.last_token_s is not None)
-        from_s, to_s = _ARRIVED * planned[-1].scheduled_s, planned[-1].scheduled_s
+        from_s, to_s = _ARRIVED_SHARE * planned[-1].scheduled_s, planned[-1].scheduled_s
         if math.isinf(load):
-            from_s, to_s = ended[int(_FROM * len(ended))], ended[int(_TO * len(ended))]
+            from_s, to_s = ended[int(_FROM_SHARE * len(ended))], ended[int(_TO_SHARE * len(ended))]
         served = math.fsum(
             tokens_within(record, from_s, to_s) / (record.prompt_tokens + record.output_tokens)
             for record in found
@@ -200,7 +200,7 @@ def _load_of(
             batch = engine.limits.batch_of(tokens)
             own = math.fsum(rate for (_, c), rate in plan.rates.items() if c == configuration)
             stay_s = max(stay_s, batch / (own / len(names)))
-    count = round(min(_MOST, max(_FEWEST, _TURNS * stay_s * plan.throughput * share)))
+    count = round(min(_MOST_REQUESTS, max(_LEAST_REQUESTS, _RUN_STAYS * stay_s * plan.throughput * share)))
     rows = interleave([(kind.share, kind.rows) for kind in kinds], count)
     rng.shuffle(rows)
     return rows, servers

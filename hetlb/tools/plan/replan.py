@@ -17,8 +17,8 @@ from hetlb.tools.plan.highs import INFINITY, OnProgress, SolveLimits
 from hetlb.tools.plan.market import MoveCost
 from hetlb.tools.plan.rent_program import Formulation, Problem, RentPlan, assign, cost_of
 
-#: The gap of all programs: a better plan than this is not worth a move.
-_GAP = 1e-3
+#: Relative gap of all programs: a smaller gain is not worth a move.
+_RELATIVE_GAP = 1e-3
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def replan(
     on_progress: OnProgress | None = None,
 ) -> Replanned:
     """Return a plan for the changed `problem` that follows `old`. Raises `PlanError` where there is none."""
-    limits = replace(limits, gap=max(_GAP, limits.gap))
+    limits = replace(limits, gap=max(_RELATIVE_GAP, limits.gap))
     scratch = decompose.solve(problem, limits, on_progress)
     best = scratch
     if old:

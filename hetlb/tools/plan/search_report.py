@@ -31,7 +31,7 @@ _BAR_WIDTH = 24
 
 
 def result_document(found: LayoutsFound, servers: list[VllmServer]) -> dict[str, Any]:
-    """Return the figures of the contract, and those of layouts."""
+    """Return the figures of the contract, and figures of layouts."""
     target, machines = found.target, found.cluster.machines
     best = {machine.name: _best(found, machine) for machine in machines}
     return {
@@ -115,7 +115,7 @@ def _worth_document(worth: LayoutsWorth | None) -> dict[str, Any] | None:
 
 def print_result(found: LayoutsFound, document: Mapping[str, Any]) -> None:
     console = Console(highlight=False)
-    # The first machine of every kind stands for those alike.
+    # The first machine of every kind stands for all of it.
     kinds = {machine.kind: machine for machine in reversed(found.cluster.machines)}
     shown = [machine for machine in found.cluster.machines if kinds[machine.kind] is machine]
     console.print(_table(found, shown))

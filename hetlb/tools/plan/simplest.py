@@ -1,6 +1,6 @@
-"""Configurations without those that simpler ones equal: ties go to the fewest GPUs a server, then stages.
+"""Removal of configurations that simpler ones equal: ties go to the fewest GPUs a server, then stages.
 
-A larger server that serves no type more than `TIE` better than simpler servers on the same GPUs is left
+A larger server that serves no type more than `TIE_SHARE` better than simpler servers on the same GPUs is left
 out: it costs as much, fails as a whole, and its form may never have been started.
 """
 
@@ -12,7 +12,7 @@ from itertools import product
 from hetlb.tools.plan.rent_program import Configuration
 
 #: Relative gain of a larger server that is no gain: throughputs are simulated on a sample.
-TIE = 0.01
+TIE_SHARE = 0.01
 
 
 def without_ties(configurations: Sequence[Configuration]) -> list[Configuration]:
@@ -30,7 +30,7 @@ def _equalled(larger: Configuration, configurations: Sequence[Configuration]) ->
             name: sum(count * part.throughput.get(name, 0.0) for part, count in parts)
             for name in larger.throughput
         }
-        if all(rate <= (1.0 + TIE) * rates[name] for name, rate in larger.throughput.items()):
+        if all(rate <= (1.0 + TIE_SHARE) * rates[name] for name, rate in larger.throughput.items()):
             return True
     return False
 

@@ -1,6 +1,6 @@
 """Throughput of one instance: requests/s of a type or of a mix of types, by the engine model on a profile.
 
-The instance is saturated: more requests wait than it can run. The rate is that of admissions between the
+The instance is saturated: more requests wait than it can run. The rate counts admissions between the
 time when its first batch has turned over and the time when nothing waits any more, so neither filling nor
 emptying counts. With an SLO it is the highest rate of Poisson arrivals at which enough requests meet it.
 Results are kept on disk by content: profile, limits, requests, and the source of the engine model itself.
@@ -33,11 +33,11 @@ from hetlb.tools.sim.staged_engine import EngineStage, StagedEngine
 from hetlb.tools.sim.study import engine_of
 from hetlb.tools.workload.records import RequestResult
 
-#: Requests of one measurement: so many batches, within these bounds.
-_BATCHES = 6
-_FEWEST, _MOST = 300, 4000
-#: Of a mix so many times as many, in random order: which types meet in a batch varies.
-_OF_A_MIX = 5
+#: Length of one measurement, in batches; bounds of its requests.
+_RUN_BATCHES = 6
+_LEAST_REQUESTS, _MOST_REQUESTS = 300, 4000
+#: Multiplier of requests for a mix, which is shuffled: the types that meet in a batch vary.
+_MIX_FACTOR = 5
 #: Steps of the search for the rate that meets an SLO, and its requests.
 _SLO_STEPS = 8
 _SLO_REQUESTS = 600
@@ -80,7 +80,7 @@ def interleave(mix: Mix, count: int) -> list[tuple[int, int]]:
 def saturated_rate(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage] = ()) -> float:
     """Requests/s that one instance serves of this mix; 0 where some request does not fit it.
 
-    With `stages` it is a pipeline, of which `spec` is the composed engine: its rate stage by stage.
+    `stages` are the stages of a pipeline whose composed engine is `spec`: then the rate is stage by stage.
     """
     limits = spec.limits
     if any(i + o > limits.max_sequence_tokens for _, rows in mix for i, o in rows):
@@ -90,8 +90,8 @@ def saturated_rate(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage] = (
         math.fsum(share * sum(i + o / 2 for i, o in rows) / len(rows) for share, rows in mix) / total
     )
     batch = batch_of(spec, mean_tokens)
-    count = max(_FEWEST, min(_MOST, _BATCHES * batch))
-    rows = interleave(mix, count if len(mix) == 1 else _OF_A_MIX * count)
+    count = max(_LEAST_REQUESTS, min(_MOST_REQUESTS, _RUN_BATCHES * batch))
+    rows = interleave(mix, count if len(mix) == 1 else _MIX_FACTOR * count)
     if len(mix) > 1:
         random.Random(0).shuffle(rows)
     engine: EngineModel | StagedEngine = spec.model(IterationRule.TOKEN)
@@ -168,7 +168,7 @@ _decode_entry = msgspec.json.Decoder(tuple[str, NonNegative]).decode
 
 @dataclass
 class Measured:
-    """Throughputs by content. `path` None keeps them in memory; `runs` counts those that were simulated."""
+    """Throughputs by content. `path` None keeps them in memory; `runs` counts simulations."""
 
     path: Path | None = None
     slo: SloLimits | None = None

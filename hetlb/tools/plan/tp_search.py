@@ -25,7 +25,7 @@ from hetlb.tools.plan.common.composition import (
     compose_profile,
     engine_stages,
 )
-from hetlb.tools.plan.common.plan_tables import INSIDE, Machine
+from hetlb.tools.plan.common.plan_tables import INSIDE_BYTES_PER_S, Machine
 from hetlb.tools.plan.throughput import Mix, with_bubbles
 
 #: Seconds per batch of the link between stages inside a machine.
@@ -101,7 +101,7 @@ def _shares(cluster: Cluster, part: Part) -> list[Fraction]:
 
 
 def degrees(machine: Machine) -> list[int]:
-    """Every degree that divides the GPU count, and those of profiles that leave GPUs over."""
+    """Every degree that divides the GPU count, and degrees of profiles that leave GPUs over."""
     return sorted({d for d in range(1, machine.gpus + 1) if machine.gpus % d == 0} | machine.profiles.keys())
 
 
@@ -169,7 +169,7 @@ def _misfit(cluster: Cluster, machine: Machine, part: Part, room: Memory) -> str
 def _profile(cluster: Cluster, machine: Machine, part: Part, tokens: int, mix: Mix) -> Profile:
     """Return the profile of an instance with its KV cache; of a pipeline with its bubbles."""
     model, stages, degree = cluster.model, part.pipeline_parallel_size, part.tensor_parallel_size
-    measured, link = machine.profiles[degree], activation_link(model, INSIDE, _LINK_BATCH_S)
+    measured, link = machine.profiles[degree], activation_link(model, INSIDE_BYTES_PER_S, _LINK_BATCH_S)
     held = [
         StageProfile(
             measured, float(share), machine.gpu, degree, link if index < stages - 1 else LinkSeconds()

@@ -25,8 +25,8 @@ from hetlb.tools.workload.traces import read_trace
 
 #: Requests of a trace: (input tokens, output tokens).
 Rows = Sequence[tuple[int, int]]
-#: The part of a trace's rows that must be within the cluster's limits.
-_LEAST_PART = 0.5
+#: Least share of a trace's rows that must be within the cluster's limits.
+_LEAST_ROW_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class RowSample:
 
 
 def sample_rows(cluster: Cluster, trace: Path, count: int) -> RowSample:
-    """Rows spread evenly over the trace, in its order, of those within the cluster's limits."""
+    """Return rows within the cluster's limits, spread evenly over the trace, in its order."""
     limits = cluster.limits
     rows = [(row.input_tokens, max(1, row.output_tokens)) for row in read_trace(trace)]
     within = [(i, o) for i, o in rows if i <= limits.max_input_tokens and o <= limits.max_output_tokens]
-    if not within or len(within) < _LEAST_PART * len(rows):
+    if not within or len(within) < _LEAST_ROW_SHARE * len(rows):
         wanted, got = ("some row", "none") if not within else ("at least half of the rows", len(within))
         raise ConfigError(
             f"{cluster.path}: limits: expected {wanted} of {trace} within {limits.max_input_tokens} input "

@@ -19,7 +19,7 @@ from scipy.cluster.vq import kmeans2
 from hetlb.tools.workload.traces import read_trace
 
 #: Requests of a type that a throughput is measured on.
-SAMPLE = 200
+SAMPLE_REQUESTS = 200
 _STARTS = 4
 _STEPS = 50
 #: Rows of a trace that a plan is made from; of more, every n-th is taken.
@@ -34,9 +34,9 @@ def trace_rows(path: Path) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class RequestType:
-    """A type of request: its share among those for all models, and lengths of its requests as they come.
+    """A type of request: its share among the requests of all models, and sample lengths in trace order.
 
-    `rows`: (prompt tokens, output tokens), at least one where lengths are asked for.
+    `rows`: (prompt tokens, output tokens), at least one where lengths are needed.
     """
 
     name: str
@@ -81,7 +81,7 @@ def cluster(rows: Sequence[tuple[int, int]], count: int, model: str, seed: int =
     means, centres = np.zeros_like(lengths), np.zeros_like(points)
     for own in members:
         means[own], centres[own] = lengths[own].mean(axis=0), points[own].mean(axis=0)
-        chosen = own[np.linspace(0, len(own) - 1, min(SAMPLE, len(own))).astype(int)]
+        chosen = own[np.linspace(0, len(own) - 1, min(SAMPLE_REQUESTS, len(own))).astype(int)]
         sample = tuple((int(lengths[i][0]), int(lengths[i][1])) for i in chosen)
         types.append(RequestType("", model, len(own) / len(rows), sample))
     types.sort(key=lambda each: -each.share)

@@ -55,7 +55,7 @@ class Layout:
 
     @property
     def arguments(self) -> dict[str, int]:
-        """The layout in the words of the library. A dense model ignores those of experts."""
+        """The layout in the words of the library. A dense model ignores the sizes for experts."""
         gpus = self.tp * self.dp
         experts = (1, gpus) if self.expert_parallel else (gpus, 1)
         return {

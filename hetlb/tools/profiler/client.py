@@ -1,4 +1,4 @@
-"""One vLLM server as a profiler sees it: what it is, what it has done, and when tokens come.
+"""One vLLM server as a profiler sees it: its settings, its counters, and the times of tokens.
 
 A stamp is taken when bytes are read, before they are parsed; tokens are counted by the server's own running
 usage. What a person can mend (address, key, model) is an `InputError`.

@@ -39,18 +39,17 @@ Fitted: TypeAlias = tuple[float, float, float, float] | PnormPrefill | LaunchedP
 DEFAULT_PREFILL_GRID = tuple((b, n) for b in (1, 4, 16) for n in (128, 512, 2048, 4096))
 #: A step is a straight line in the length at a fixed batch, and bends in the batch: two lengths, six batches.
 DEFAULT_DECODE_GRID = tuple((b, n) for b in (1, 4, 16, 32, 64, 128) for n in (256, 4096))
-#: A table over the batch is taken where its held-out error, times this, is below that of k5..k8.
+#: Factor on the held-out error of a table over the batch, compared with k5..k8: below 1 it favours the table.
 _TABLE_GAIN = 0.75
-
-#: Prefill with launch times is taken where its held-out error, over this, is below that of the others.
+#: Divisor of the held-out error of prefill with launch times, against other forms: it must be clearly less.
 _LAUNCH_GAIN = 0.75
-#: A form that misses a point of a live sweep by more than this share gives way to the grid's.
-_POINT_ERROR = 0.03
+#: Relative error at a point of a live sweep above which a form gives way to the grid's.
+_LEAST_POINT_ERROR = 0.03
 
-#: Fewer points of a phase are not fitted.
+#: Least points of a phase that is fitted.
 _LEAST_POINTS = 8
-#: Up to so many points each is left out once; beyond, they are left out in this many groups.
-_FOLDS = 12
+#: Most groups of points that are left out in turn: with fewer points each is its own group.
+_MAX_FOLDS = 12
 
 
 class StepKind(StrEnum):
@@ -99,8 +98,8 @@ class Point:
     uncertainty: float = 0.0
 
 
-#: Samples this many deviations from the median do not count.
-_FAR = 3.0
+#: Deviations from the median from which samples do not count.
+_FAR_DEVIATIONS = 3.0
 
 
 def middle(seconds: Sequence[float], clock_s: float = 0.0) -> tuple[float, float]:
@@ -114,7 +113,7 @@ def middle(seconds: Sequence[float], clock_s: float = 0.0) -> tuple[float, float
         return seconds[0], 0.0
     centre = median(seconds)
     spread = 1.48 * median(abs(each - centre) for each in seconds)
-    near = [each for each in seconds if abs(each - centre) <= _FAR * max(spread, clock_s)]
+    near = [each for each in seconds if abs(each - centre) <= _FAR_DEVIATIONS * max(spread, clock_s)]
     found = fmean(near)
     deviation = max(stdev(near) if len(near) > 1 else 0.0, clock_s)
     return found, deviation / math.sqrt(len(near)) / max(found, 1e-12)
@@ -124,7 +123,7 @@ def middle(seconds: Sequence[float], clock_s: float = 0.0) -> tuple[float, float
 class FitResult:
     """A fitted latency model, the form taken of prefill and of decode, and what a reader should be warned of.
 
-    `reports` have the held-out errors of each phase (and, as `PHASE_paper`, those of the paper's form where
+    `reports` have the held-out errors of each phase (and, as `PHASE_paper`, of the paper's form where
     another was taken) under the names of `FitReport`. `tile` is None where no point shows it and none was
     stated.
     """
@@ -139,7 +138,7 @@ class FitResult:
 def merge_repeats(points: Iterable[Point], clock_s: float = 0.0) -> list[Point]:
     """Return one point for each phase and size, in sorted order: the middle of its repeats.
 
-    `clock_s`: deviation that the clock gives a time, of which a decode step is a mean over many.
+    `clock_s`: deviation that the clock gives a time; a decode step is a mean over many times.
     """
     repeats: dict[tuple[StepKind, int, int, int], list[Point]] = {}
     for point in points:
@@ -163,10 +162,10 @@ def fit(
 ) -> FitResult:
     """Fit all phases. `form` fixes the prefill form, None chooses by held-out error.
 
-    With `launched` the points hold the time in which a host launches kernels, as those of tables do not.
+    `launched` states that the points hold the time in which a host launches kernels; tables' points do not.
 
     The tile is that which the points show, or the usual one. Mixed points are fitted where there are at least
-    `LEAST_MIXED`. Raises `ProfileError` where a phase has too few or unusable points.
+    `LEAST_MIXED_POINTS`. Raises `ProfileError` where a phase has too few or unusable points.
     """
     merged = merge_repeats(points)
     by_phase = {phase: [p for p in merged if p.phase is phase] for phase in StepKind}
@@ -191,7 +190,7 @@ def fit(
         better_decode=table if isinstance(table, DecodeTable) else None,
         launch=launch,
     )
-    if len(mixed) >= LEAST_MIXED:
+    if len(mixed) >= LEAST_MIXED_POINTS:
         reports[StepKind.MIXED] = _report("kernels", mixed, held_out_mixed_errors(latency, mixed))
         latency = replace(latency, mixed=fit_mixed(latency, mixed))
     return FitResult(
@@ -219,7 +218,7 @@ def _choose(
     form: _AnyForm | None,
     tiles: Mapping[PrefillForm, int],
 ) -> tuple[Fitted, dict[str, PhaseReport]]:
-    """Fit in the form asked for, or that of the least held-out error; the first of `forms` is the paper's."""
+    """Fit in `form`, or in the form of the least held-out error; the first of `forms` is the paper's."""
     paper = forms[0]
     errors: dict[_AnyForm, _Array] = {}
     fitted: dict[_AnyForm, Fitted] = {}
@@ -236,7 +235,7 @@ def _choose(
     candidates = [each for each in errors if not (long and each is paper)] or [paper]
     if PrefillForm.LAUNCH in forms and PrefillForm.GRID in candidates:  # a live sweep
         smooth = (PrefillForm.PAPER, PrefillForm.PNORM)
-        allowed = np.array([max(_POINT_ERROR, 2.0 * point.uncertainty) for point in points])
+        allowed = np.array([max(_LEAST_POINT_ERROR, 2.0 * point.uncertainty) for point in points])
         missed = [each for each in smooth if (errors_on(fitted[each], points) > allowed).any()]
         candidates = [each for each in candidates if each not in missed]
     # By the median: with 12 points one that the others do not determine would decide the mean. Between
@@ -253,7 +252,7 @@ def _choose(
 
 
 def _preference(form: _AnyForm) -> float:
-    """Return the factor on the held-out error of a form by which it is compared with others."""
+    """Return the factor on the held-out error of a form, to compare forms."""
     if form is DecodeForm.TABLE:
         return _TABLE_GAIN
     return 1.0 / _LAUNCH_GAIN if form is PrefillForm.LAUNCH else 1.0
@@ -304,7 +303,7 @@ def held_out_errors(points: Sequence[Point], form: _AnyForm, *, tile: int = 1) -
     to it, which the finished one never has to within the grid.
     """
     corners, points = _corners(points)
-    folds = min(len(points), _FOLDS)
+    folds = min(len(points), _MAX_FOLDS)
     errors = np.zeros(len(points))
     for fold in range(folds):
         # A stride that shares no factor with the grid's rows, so that no fold is a whole row of it.
@@ -347,7 +346,7 @@ def fit_form(points: Sequence[Point], form: _AnyForm, tile: int = 1) -> Fitted:
 
 
 def seconds_of(fitted: Fitted, batch: float, length: float, passes: int = 1) -> float:
-    """Seconds that `batch` requests of `length` tokens take, in so many equal passes.
+    """Seconds that `batch` requests of `length` tokens take, in `passes` equal passes.
 
     Each pass is over whole prompts or a piece of one; attention is over the whole prompt.
     """
@@ -383,12 +382,12 @@ def fit_linear(points: Sequence[Point]) -> tuple[float, float, float, float]:
 
 
 #: Standard error of points at best, and weight of a mixed constant for each e-fold off the assumed one.
-_SURE = 0.01
+_SURE_ERROR = 0.01
 
 
 def _doubt(points: Sequence[Point]) -> _Array:
-    """Return how often the best uncertainty each point's is: its errors count by so much less."""
-    return np.array([max(1.0, point.uncertainty / _SURE) for point in points])
+    """Return each point's uncertainty over the least one: the divisor of its errors."""
+    return np.array([max(1.0, point.uncertainty / _SURE_ERROR) for point in points])
 
 
 def _arrays(points: Sequence[Point]) -> tuple[_Array, _Array, _Array, _Array]:
@@ -463,14 +462,14 @@ def shown_tile(points: Sequence[Point]) -> int | None:
 
 
 def with_grid(base: PnormPrefill, points: Sequence[Point]) -> PnormPrefill:
-    """Return `base` corrected by what was measured, bilinear in the logarithms of batch and length.
+    """Return `base` corrected by the measured points, bilinear in the logarithms of batch and length.
 
     Measured grids fall in places, so what is interpolated is made monotone: between two neighbours the
     logarithm of measured / base may fall at most as fast as the logarithm of base rises. The smallest
     such surface above the measurements and the largest below are averaged; the constraints are linear,
     so the mean keeps them. Beyond the grid the correction of its edge goes on.
     """
-    # The correction of a pass is looked up by what the pass computes, not by the prompt that it is a part of.
+    # The correction of a pass is looked up by the tokens of the pass, not of its whole prompt.
     points = merge_repeats(_one_pass(p) for p in points)
     single = [p for p in points if p.passes == 1]
     if len({p.batch for p in single}) > 1 and len({p.length for p in single}) > 1:
@@ -573,9 +572,9 @@ def fit_table(points: Sequence[Point]) -> DecodeTable:
 
 # --- mixed steps ----------------------------------------------------------------------------------------
 
-#: With fewer mixed points none are fitted.
-LEAST_MIXED = 2
-#: Factor by which the attention of decodes takes longer beside a prompt: 1.3 to 3.4 were measured.
+#: Least mixed points that are fitted.
+LEAST_MIXED_POINTS = 2
+#: Factor on the attention of decodes beside a prompt: 1.3 to 3.4 were measured.
 MIXED_FACTOR = 2.0
 #: Start of the search for the constants that are assumed 0, in tokens of a decode step's attention; of a
 #: sequence at least, in seconds: a host's time for it does not shrink with the GPU's.
@@ -609,7 +608,7 @@ def fit_mixed(latency: LatencyModel, points: Sequence[Point]) -> MixedTerm:
         term = MixedTerm(*(float(value) for value in start * np.exp(logs)))
         model = replace(latency, mixed=term)
         off = np.array([mixed_s(model, p) for p in points]) / seconds - 1.0
-        return np.concatenate([off / doubt, _SURE * logs])
+        return np.concatenate([off / doubt, _SURE_ERROR * logs])
 
     best = least_squares(residuals, np.zeros(4), bounds=(-8.0, 5.0), loss="soft_l1", f_scale=0.05)
     return MixedTerm(*(float(value) for value in start * np.exp(best.x)))

@@ -10,15 +10,15 @@ from itertools import pairwise
 from hetlb.balancer.core.types import Capacity
 from hetlb.tools.profiler.fit import DEFAULT_DECODE_GRID, StepKind
 
-#: Of the KV cache, what a point may fill.
+#: Share of the KV cache that a point may fill.
 _KV_SHARE = 0.9
 #: Tokens an answer may take beyond the cached length that a decode point stands for.
-DECODE_ROOM = 128
+DECODE_ROOM_TOKENS = 128
 _MIN_BATCHES = 2
 _MOST_LENGTHS = 6
-_SHORTEST = 16
+_SHORTEST_TOKENS = 16
 #: Tokens of a pass where the engine has not told: vLLM's least default.
-_USUAL_BUDGET = 2048
+_USUAL_BUDGET_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -44,7 +44,7 @@ class Size:
 
 #: Lengths at which tiles are full and others, on both sides of the CUDA graphs, alone as beside decodes.
 _LIVE_PREFILL = {1: (32, 128, 300, 700, 1500, 3000), 4: (128, 300, 1024, 4096), 16: (100, 400, 1024, 4096)}
-#: Corners that the others do not tell: one long context, and a large batch.
+#: Corners of a live grid that the other points do not show: one long context, and a large batch.
 _LIVE_CORNERS = ((1, 32768), (256, 1024))
 #: Prompt tokens, decodes beside them, tokens cached by each. The last is clipped to what the server can run.
 _LIVE_MIXED = (
@@ -94,7 +94,7 @@ def clip(grid: Iterable[Size], capacity: Capacity, *, fill: bool = True) -> list
 def _clip_mixed(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
     """Mixed points within the limits: a slot for the prompt beside the decodes, and one pass for both."""
     slots = (capacity.max_num_seqs or 1 << 20) - 1
-    budget = capacity.max_num_batched_tokens or _USUAL_BUDGET
+    budget = capacity.max_num_batched_tokens or _USUAL_BUDGET_TOKENS
     kept: dict[Size, None] = {}
     for size in sizes:
         batch = min(size.batch, slots)
@@ -107,14 +107,14 @@ def _clip_mixed(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
         if capacity.kv_cache_tokens is not None:
             room = capacity.updated(Capacity(kv_cache_tokens=max(1, capacity.kv_cache_tokens - prompt)))
         length = min(size.length, longest(StepKind.DECODE, batch, room))
-        if length >= _SHORTEST and prompt >= _SHORTEST:
+        if length >= _SHORTEST_TOKENS and prompt >= _SHORTEST_TOKENS:
             kept[Size(StepKind.MIXED, batch, length, prompt)] = None
     return sorted(kept)
 
 
 def _one_more(lengths: Sequence[int]) -> list[int]:
     """Return the lengths and one in the widest gap (by ratio), from the shortest that can be told."""
-    ends = [_SHORTEST, *lengths]
+    ends = [_SHORTEST_TOKENS, *lengths]
     low, high = max(pairwise(ends), key=lambda pair: pair[1] / pair[0])
     return sorted({*lengths, round((low * high) ** 0.5)})
 
@@ -124,7 +124,7 @@ def _fit_all(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
     for size in sizes:
         batch = min(size.batch, capacity.max_num_seqs or size.batch)
         length = min(size.length, longest(size.phase, batch, capacity))
-        if length < _SHORTEST:
+        if length < _SHORTEST_TOKENS:
             continue
         fitted = Size(size.phase, batch, length)
         # Two that were clipped to nearly the same would say the same.
@@ -136,7 +136,7 @@ def _fit_all(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
 
 def longest(phase: StepKind, batch: int, capacity: Capacity) -> int:
     """Return the most tokens that each of `batch` requests may have at a point."""
-    room = DECODE_ROOM if phase is StepKind.DECODE else 1
+    room = DECODE_ROOM_TOKENS if phase is StepKind.DECODE else 1
     limit = 1 << 20
     if capacity.max_model_len is not None:
         limit = capacity.max_model_len - room
@@ -151,8 +151,8 @@ def longest(phase: StepKind, batch: int, capacity: Capacity) -> int:
 def token_budget(observed: Iterable[tuple[int, int, int]]) -> int | None:
     """`max_num_batched_tokens` from prefills of (batch, length, iterations in which a prompt ended).
 
-    A pass takes the next so many tokens of the prompts in order; an iteration counts if a prompt ends in
-    it. The power of two that explains all of them; None where none or several do.
+    A pass takes the next tokens of the prompts in order, up to the budget; an iteration counts if a prompt
+    ends in it. The power of two that explains all of them; None where none or several do.
     """
     observed = list(observed)
     candidates = [1 << power for power in range(8, 18)]

@@ -20,13 +20,13 @@ _Array = NDArray[np.float64]
 
 #: Tokens up to which vLLM may capture CUDA graphs: twice its sequences, 512 at most.
 _GRAPH_TOKENS = (64, 128, 256, 512)
-#: Passes on each side of that limit at least.
-_LEAST_SIDE = 2
+#: Least passes on each side of that limit.
+_LEAST_PASSES = 2
 _TILES = (1, 64, 128, 256)
-#: A tile is believed where the error falls below this share of that without one.
+#: Share of the error without a tile below which a tile is believed.
 _TILE_GAIN = 0.9
-#: Launching takes so much longer beyond the graphs, as a share of the shortest pass, for it to be told.
-_STEP = 0.1
+#: Least rise of the launch time beyond the graphs, as a share of the shortest pass, that is fitted.
+_LEAST_RISE = 0.1
 #: Starts of launching beyond the graphs, over the shortest pass.
 _STARTS = (0.3, 3.0)
 
@@ -39,19 +39,19 @@ class LaunchedPrefill:
     launch: LaunchTime
 
     def pass_s(self, tokens: float, prompts: float, attended: float) -> float:
-        """Return the seconds of a pass over so many prompt tokens."""
+        """Return the seconds of a pass over `tokens` prompt tokens."""
         return self.launch.pass_s(self.form.pass_s(tokens, prompts, attended), tokens)
 
     def computing_s(self, seconds: float, tokens: float) -> float | None:
         """Return the seconds that a pass of `seconds` computes, None where launching hides them."""
         rest = seconds**LAUNCH_EXPONENT - self.launch.pass_s(0.0, tokens) ** LAUNCH_EXPONENT
-        if rest <= (_SHOWN * seconds) ** LAUNCH_EXPONENT:
+        if rest <= (_LEAST_COMPUTING_SHARE * seconds) ** LAUNCH_EXPONENT:
             return None
         return float(rest ** (1.0 / LAUNCH_EXPONENT))
 
 
-#: Share of a pass that computes at least, for its seconds to be told from those of launching.
-_SHOWN = 0.7
+#: Least share of a pass's seconds that computing takes, to tell it from launching.
+_LEAST_COMPUTING_SHARE = 0.7
 
 
 def fit_launched(
@@ -64,7 +64,7 @@ def fit_launched(
     tokens = batch * length / passes
     # Of limits with the same passes on each side the lowest counts.
     within = {int((tokens <= limit).sum()): limit for limit in reversed(_GRAPH_TOKENS)}
-    limits = [limit for n, limit in within.items() if _LEAST_SIDE <= n <= len(tokens) - _LEAST_SIDE]
+    limits = [limit for n, limit in within.items() if _LEAST_PASSES <= n <= len(tokens) - _LEAST_PASSES]
     if not limits:
         raise ProfileError("prefill: expected passes within CUDA graphs and beyond")
     tiles = _TILES if tile is None else (tile,)
@@ -77,7 +77,7 @@ def fit_launched(
         if min(error for error, _ in found.values()) > _TILE_GAIN * plain:
             found = {key: value for key, value in found.items() if key[1] == 1}
     best = min(found.values(), key=lambda each: each[0])[1]
-    if best.launch.eager_s - best.launch.graph_s < _STEP * float((seconds / passes).min()):
+    if best.launch.eager_s - best.launch.graph_s < _LEAST_RISE * float((seconds / passes).min()):
         raise ProfileError("prefill: expected passes beyond CUDA graphs that take longer")
     return best
 

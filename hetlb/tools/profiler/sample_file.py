@@ -40,7 +40,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SampleFile:
-    """The samples of one sweep, those read from the file and those added."""
+    """The samples of one sweep, read from the file and added."""
 
     def __init__(self, path: Path, identity: Identity) -> None:
         """Open or make the file. Raises `ProfileError` where it is another sweep's."""

@@ -40,12 +40,12 @@ from hetlb.tools.profiler.fit import (
 )
 
 #: Tokens of a tile where no point shows it: the usual size of GPU kernels of matrix products.
-ASSUMED_TILE = 128
+ASSUMED_TILE_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """Points, their source, and the engine, hardware and model as far as the source knows them.
+    """Points, their source, and the engine, hardware and model where the source knows them.
 
     `host` is None where the points hold no host time. `tile` is taken where they show none. `lone` are prompt
     tokens and seconds of single requests. `split_blocks`: sequences that fill the GPU with one block per KV
@@ -59,7 +59,7 @@ class Measurements:
     hardware: Hardware | None = None
     model: ModelInfo | None = None
     host: HostTime | None = None
-    tile: int | None = ASSUMED_TILE
+    tile: int | None = ASSUMED_TILE_TOKENS
     lone: tuple[tuple[int, float], ...] = ()
     split_blocks: float | None = None
     launch: LaunchTime | None = None
@@ -151,9 +151,9 @@ def _point(row: CsvRow) -> Point:
 class Roofline:
     """A GPU and a model in peak figures: FLOP/s and bytes/s of one GPU, and the shares really reached.
 
-    Time of a pass: weights and cache read from memory, or FLOPs computed, whichever is longer. Of experts
-    those count that the batch reaches, evenly spread over the GPUs. All
-    GPUs of the degree share the work; what they send each other costs `step_overhead_s`, with the host.
+    Time of a pass: weights and cache read from memory, or FLOPs computed, whichever is longer. Only experts
+    that the batch reaches count, evenly spread over the GPUs. All GPUs of the degree share the work; what
+    they send each other costs `step_overhead_s`, with the host.
     """
 
     peak_flops: float
@@ -309,7 +309,7 @@ def complete(
     """Return the fit with what its points do not show assumed; one phrase for each assumption.
 
     A phrase says what is taken, in which range it was found elsewhere, and what would measure it.
-    `split_blocks` are those of a kernel that splits contexts (`SplitKv`).
+    `split_blocks` belong to a kernel that splits contexts (`SplitKv`).
     """
     latency, assumed = result.latency, []
     better, table = forms_of(latency)[:2]
@@ -348,10 +348,10 @@ def complete(
         )
     for phase, what in ((StepKind.PREFILL, "prompts"), (StepKind.DECODE, "contexts")):
         most = max(p.length for p in points if p.phase is phase)
-        if most < _LONG:
+        if most < _LONG_TOKENS:
             assumed.append(f"{what} beyond {most} tokens: extrapolated; longer points measure them")
     return replace(result, latency=latency), tuple(assumed)
 
 
-#: Points of such a length say what long contexts cost.
-_LONG = 16384
+#: Length from which points say what long contexts cost.
+_LONG_TOKENS = 16384

@@ -20,7 +20,7 @@ from hetlb.errors import HetlbError, InputError
 from hetlb.options.engine_pages.engine_metrics import EngineCounters
 from hetlb.tools.profiler.client import EngineClient, ServerFacts, TokenTimes, distinct_prompts
 from hetlb.tools.profiler.fit import Point, StepKind, merge_repeats, middle
-from hetlb.tools.profiler.grid import DECODE_ROOM, Size, token_budget
+from hetlb.tools.profiler.grid import DECODE_ROOM_TOKENS, Size, token_budget
 from hetlb.tools.profiler.sample_file import Sample, SampleFile
 
 #: Repeats of a point, and their factor at most where its samples differ.
@@ -28,13 +28,13 @@ REPEATS, _MORE_REPEATS = 3, 15
 #: Deviation of the time between two events whose server's timers count milliseconds, as uvloop's do.
 _CLOCK_S = 4e-4
 #: Standard error, as a share, above which another sample of a point is taken.
-_SURE = 0.01
-#: A mixed step is impossible if it is shorter than its decodes alone by more than this share.
-_NOISY = 0.03
+_SURE_ERROR = 0.01
+#: Share by less than which a mixed step may be shorter than its decodes alone: noise.
+_NOISY_SHARE = 0.03
 #: Steps of a decode sample: enough to take this long, within these.
 _WINDOW_S, _MIN_STEPS, _MAX_STEPS = 0.4, 16, 96
-#: A sample that others disturbed is taken again so often.
-_TRIES = 3
+#: Tries of a sample that others disturb.
+_SAMPLE_TRIES = 3
 _WARM_UP_TOKENS = 512
 #: Seconds that the prompt before a prefill must outlast: the reading of the request, by its size.
 _READ_S, _READ_S_PER_TOKEN = 0.015, 2.5e-6
@@ -45,16 +45,16 @@ _PLUG_TOKENS = (64, 2048)
 _LONGEST_PLUG_TOKENS, _PLUG_TRIES = 8192, 8
 _POLL_S, _SETTLE_TIMEOUT_S = 0.02, 10.0
 #: vLLM takes at most 1,024 prompts a request; an engine that runs them all has no limit that matters here.
-_MOST_SEQS = 1000
+_MOST_SEQUENCES = 1000
 
 
-#: Of each phase, so many points are measured at least.
-_LEAST = {StepKind.PREFILL: 8, StepKind.DECODE: 8, StepKind.MIXED: 0}
+#: Least number of measured points of each phase.
+_LEAST_POINTS = {StepKind.PREFILL: 8, StepKind.DECODE: 8, StepKind.MIXED: 0}
 #: Lone requests that tell what a server adds to one.
-_LONE = 8
+_LONE_REQUESTS = 8
 #: Steps that all decodes make before a prompt is put beside them.
-_BEFORE_PROMPT = 4
-#: Decodes of a mixed point run for so long at least.
+_STEPS_BEFORE_PROMPT = 4
+#: Least seconds that the decodes of a mixed point run.
 _MIXED_WINDOW_S = 0.4
 
 
@@ -91,7 +91,7 @@ async def learn_max_num_seqs(client: EngineClient, facts: ServerFacts, rng: rand
     if not facts.counts or capacity.kv_cache_tokens is None:
         return None
     blocks = capacity.kv_cache_tokens // (capacity.block_size or 16)
-    count = min(_MOST_SEQS, blocks // 2)
+    count = min(_MOST_SEQUENCES, blocks // 2)
     answer = await client.send(distinct_prompts(rng, count, 4), 64)
     seen = found = None
     async with answer.reading() as reading:
@@ -180,12 +180,12 @@ class Sweep:
     # --- planning ---
 
     def _wanted(self, size: Size, taken: dict[Size, int]) -> int:
-        """Further samples wanted of a point: those asked for, then one more while they differ."""
+        """Return the further samples that a point needs: `repeats`, then one more while they differ."""
         count = taken.get(size, 0)
         if count < self.repeats:
             return self.repeats - count
         seconds = [s.seconds for s in self.file.samples if s.size == size and s.seconds is not None]
-        return int(middle(seconds, 0.0 if size.phase is StepKind.DECODE else _CLOCK_S)[1] > _SURE)
+        return int(middle(seconds, 0.0 if size.phase is StepKind.DECODE else _CLOCK_S)[1] > _SURE_ERROR)
 
     def _leave_out(self, taken: dict[Size, int], given_up: dict[Size, str]) -> None:
         """Leave out the dearest points until one sample of each fits most of the budget."""
@@ -194,7 +194,7 @@ class Sweep:
             if sum(cost.values()) <= 0.85 * self.budget_s:
                 return
             by_phase = {phase: [size for size in taken if size.phase is phase] for phase in StepKind}
-            droppable = [size for size in cost if len(by_phase[size.phase]) > _LEAST[size.phase]]
+            droppable = [size for size in cost if len(by_phase[size.phase]) > _LEAST_POINTS[size.phase]]
             if not droppable:
                 raise InputError(
                     f"--budget: expected at least {math.ceil(sum(cost.values()) / 0.85)}s for a server as "
@@ -268,7 +268,7 @@ class Sweep:
     async def _undisturbed(self, size: Size) -> Sample:
         """One undisturbed sample, or the reason there is none. Raises `BusyError`."""
         whole, merged, impossible = True, False, ""
-        for attempt in range(_TRIES):
+        for attempt in range(_SAMPLE_TRIES):
             whole, merged, impossible = True, False, ""
             if not await self._settled() and not self.force:
                 break
@@ -308,9 +308,13 @@ class Sweep:
         return Sample(size, reason="its requests never ran all at once")
 
     def _impossible(self, size: Size, seconds: float) -> str:
-        """Return why a time cannot be that of the step, "" if it can: a prompt makes no step shorter."""
+        """Return why a time cannot be the step's, "" if it can: a prompt makes no step shorter."""
         decode_s = self._step_s.get(Size(StepKind.DECODE, size.batch, size.length))
-        if size.phase is StepKind.MIXED and decode_s is not None and seconds < (1.0 - _NOISY) * decode_s:
+        if (
+            size.phase is StepKind.MIXED
+            and decode_s is not None
+            and seconds < (1.0 - _NOISY_SHARE) * decode_s
+        ):
             return f"always below the {1e3 * decode_s:.3g} ms of its decodes alone"
         return ""
 
@@ -342,9 +346,9 @@ class Sweep:
         steps = self._steps(size)
         length = max(1, size.length - steps // 2)
         prompts, tokens = await self._fill(size, length)
-        # Until the last prompt is prefilled those before it decode already.
+        # Until the last prompt is prefilled, earlier ones decode already.
         behind = self._passes(self._unread_tokens(size.batch, length))
-        asked = min(steps + behind + 4, DECODE_ROOM + steps // 2, self._context - length)
+        asked = min(steps + behind + 4, DECODE_ROOM_TOKENS + steps // 2, self._context - length)
         times = await self.client.complete(prompts, asked)
         seconds = _together(times)
         if seconds is not None:
@@ -374,7 +378,9 @@ class Sweep:
         """Seconds of the step that prefills a prompt beside decodes, and the prompt tokens of all of it."""
         step_s = self._near_step_s(size.batch)
         # They must still run when the prompt has found its way through the server.
-        steps = min(DECODE_ROOM, max(3 * _BEFORE_PROMPT, math.ceil(_MIXED_WINDOW_S / max(step_s, 1e-6))))
+        steps = min(
+            DECODE_ROOM_TOKENS, max(3 * _STEPS_BEFORE_PROMPT, math.ceil(_MIXED_WINDOW_S / max(step_s, 1e-6)))
+        )
         length = max(1, size.length - steps // 2)
         prompts, tokens = await self._fill(size, length)
         behind = self._passes(self._unread_tokens(size.batch, length))
@@ -382,7 +388,7 @@ class Sweep:
         answer = await self.client.send(prompts, asked)
         async with answer.reading() as reading:
             await answer.begun()
-            await asyncio.sleep(_BEFORE_PROMPT * step_s)
+            await asyncio.sleep(_STEPS_BEFORE_PROMPT * step_s)
             prompt = distinct_prompts(self.rng, 1, size.prefill_tokens)
             (alone,) = await self.client.complete(prompt, 1)
             times = await reading
@@ -391,7 +397,7 @@ class Sweep:
     async def lone_requests(self) -> list[tuple[int, float]]:
         """Prompt tokens and seconds to the first token of requests that nothing else disturbs."""
         found = []
-        for number in range(_LONE):
+        for number in range(_LONE_REQUESTS):
             await self._settled()
             tokens = max(1, min(self._context - 2, 32 * (1 + number)))
             prompts = distinct_prompts(self.rng, 1, tokens)
@@ -428,7 +434,7 @@ class Sweep:
 
 
 def _order(size: Size) -> tuple[int, int, int, int]:
-    """Prefills from the cheapest; decodes from the longest, whose prompts begin with those of the others."""
+    """Prefills from the cheapest; decodes from the longest, whose prompts begin with the shorter ones."""
     if size.phase is StepKind.PREFILL:
         return (0, size.tokens, size.batch, 0)
     return (1 if size.phase is StepKind.DECODE else 2, -size.length, size.batch, size.prefill_tokens)

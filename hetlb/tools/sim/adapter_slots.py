@@ -12,7 +12,7 @@ from hetlb.tools.sim.engine_sequence import EngineSequence
 
 
 class LoadedAdapters:
-    """The adapters of the running sequences, and those in slots. "" is the base model: in no slot."""
+    """The adapters of the running sequences, and the adapters in slots. "" is the base model: in no slot."""
 
     __slots__ = ("_last_step", "_running", "loads", "slots", "used")
 
@@ -56,7 +56,7 @@ class LoadedAdapters:
         return not known
 
     def evict(self) -> None:
-        """Drop adapters that the complete batch does not use, for those that it loads."""
+        """Drop adapters that the complete batch does not use, to make room for the adapters it loads."""
         while len(self._last_step) > self.slots:
             idle = ((used, other) for other, used in self._last_step.items() if other not in self._running)
             del self._last_step[min(idle)[1]]

@@ -2,8 +2,8 @@
 
 The requests of the log are sent to the engine model at the times at which the server got them. The error of
 the whole answer is then split: the times of prefill passes, mixed steps and decode steps and the host's time
-of an iteration and of a request are corrected one after the other, each by what fits the log best, and each
-share is by how much its correction moves the mean. What is left once all are corrected is scheduling,
+of an iteration and of a request are corrected one after the other, each to fit the log best, and each
+share is how much its correction moves the mean. What is left once all are corrected is scheduling,
 contents and chance. The shares and the rest add up to the error.
 """
 
@@ -41,13 +41,13 @@ PARTS = {
 }
 #: Name of the rest.
 REST = "scheduling"
-#: A mean error up to this share counts as right.
-RIGHT = 0.03
+#: Largest mean error that counts as right.
+RIGHT_ERROR = 0.03
 #: Loads at the arrival of a request: the larger of KV cache and slots in use, 1 where requests wait.
 LOADS = (("below 50 % load", 0.0, 0.5), ("at 50 to 80 % load", 0.5, 0.8), ("above 80 % load", 0.8, math.inf))
-_LEAST_OF_A_LOAD = 10
-#: Corrections are fitted to so many requests at most.
-_FITTED = 1500
+_LEAST_LOAD_REQUESTS = 10
+#: Most requests to which corrections are fitted.
+_MOST_FITTED = 1500
 #: Expected distance of factors from 1, in logarithms, and of seconds of the host from the profile's, per
 #: iteration and per request; and by how much a correction of that size must bring the log nearer.
 _SPREADS = (0.3, 0.3, 0.3, 0.002, 0.005)
@@ -140,7 +140,7 @@ def _load(model: EngineModel) -> float:
 
 @dataclass(frozen=True, slots=True)
 class MetricError:
-    """Means in seconds; `error` is that of the mean, with its sign.
+    """Means in seconds; `error` is the error of the mean, with its sign.
 
     `per_request` is the mean distance between measured and simulated over the mean measured; `relative`
     the mean, `median` and `p95` of the distance over the measured value of each request.
@@ -231,7 +231,7 @@ def fit_corrections(
     All requests are replayed; `chosen` ones are compared. The search starts from the part that explains most
     alone: parts that are nearly alike, such as decode steps and the host, are mistaken for each other else.
     """
-    part = requests[:_FITTED]
+    part = requests[:_MOST_FITTED]
     groups = _groups(part, None if chosen is None else np.array(chosen[: len(part)]))
     measured = _times(part)
     means = np.array([measured[group].mean(axis=0) for group in groups])
@@ -298,7 +298,7 @@ def _standard_errors(best: Any, count: int) -> tuple[float, float, float, float,
 
 
 def _groups(requests: Sequence[LoggedRequest], chosen: _Array | None) -> list[_Array]:
-    """Return indices of requests that came one after the other, and of those with prompts and answers alike.
+    """Return indices of requests that came one after the other, and of requests alike in prompt and answer.
 
     Their means move smoothly with a correction. Single requests do not: they catch an iteration or miss it.
     """
@@ -334,15 +334,15 @@ class Reach:
     @property
     def harms(self) -> bool:
         """True if the correction makes a load worse that it was not fitted to."""
-        return abs(self.after) > max(abs(self.before), RIGHT) + _HARM
+        return abs(self.after) > max(abs(self.before), RIGHT_ERROR) + _MOST_HARM
 
 
-#: By how much a correction may be worse at another load; and by how much forms may differ where it holds.
-_HARM, _AGREE = 0.01, 0.03
+#: Largest loss of a correction at another load, and largest difference of forms where it holds.
+_MOST_HARM, _MOST_DIFFERENCE = 0.01, 0.03
 #: Loads that are tried, as multiples of the log's rate.
-_TIMES = (1.0, 1.25, 1.5, 1.75, 2.0)
+_RATE_FACTORS = (1.0, 1.25, 1.5, 1.75, 2.0)
 #: Prompt tokens of a mixed step at which all forms of it take the same time.
-_PART = 512.0
+_FORM_TOKENS = 512.0
 
 
 def reach(requests: Sequence[LoggedRequest], engine: EngineSpec, found: Corrections) -> Reach:
@@ -352,11 +352,11 @@ def reach(requests: Sequence[LoggedRequest], engine: EngineSpec, found: Correcti
     shows how long mixed steps take there, not what that grows with: where corrected models in which it grows
     with decodes alone, or with pairs of decodes and prompt tokens, give other times, none is known.
     """
-    part = requests[:_FITTED]
+    part = requests[:_MOST_FITTED]
     before = replay(part, engine)
     middle = median(before.loads)
     quiet = [load < middle for load in before.loads]
-    if sum(quiet) < _LEAST_OF_A_LOAD:  # all alike: by time, then
+    if sum(quiet) < _LEAST_LOAD_REQUESTS:  # all alike: by time, then
         quiet = [index < len(part) // 2 for index in range(len(part))]
     lower = fit_corrections(part, engine, quiet)
     after = replay(part, replace(engine, latency=lower.applied(engine.latency)))
@@ -369,11 +369,11 @@ def reach(requests: Sequence[LoggedRequest], engine: EngineSpec, found: Correcti
         other = fit_corrections(part, replace(engine, latency=form))
         models.append(replace(engine, latency=other.applied(form)))
     times, sequences = 0.0, 0
-    for factor in _TIMES:
+    for factor in _RATE_FACTORS:
         faster = [replace(each, arrival_s=each.arrival_s / factor) for each in part]
         runs = [replay(faster, model) for model in models]
         means = [_means(run.requests) for run in runs]
-        if any(max(each) > (1.0 + _AGREE) * min(each) for each in zip(*means, strict=True)):
+        if any(max(each) > (1.0 + _MOST_DIFFERENCE) * min(each) for each in zip(*means, strict=True)):
             break
         times, sequences = factor, usual_batches(runs[0])[1]
     return Reach(metric, old[metric].error, off, times, sequences)
@@ -382,8 +382,8 @@ def reach(requests: Sequence[LoggedRequest], engine: EngineSpec, found: Correcti
 def _other_forms(k: LatencyModel, requests: Sequence[LoggedRequest]) -> list[LatencyModel]:
     """Return the model with mixed steps that grow with decodes, or with pairs of these and prompt tokens."""
     context = fmean(each.input_tokens + each.output_tokens / 2.0 for each in requests)
-    seconds = mixed_term(k).seconds(_PART, 1.0, context)
-    terms = (MixedTerm(seconds, 0.0, 0.0, 0.0), MixedTerm(0.0, seconds / _PART, 0.0, 0.0))
+    seconds = mixed_term(k).seconds(_FORM_TOKENS, 1.0, context)
+    terms = (MixedTerm(seconds, 0.0, 0.0, 0.0), MixedTerm(0.0, seconds / _FORM_TOKENS, 0.0, 0.0))
     return [replace(k, mixed=term) for term in terms]
 
 
@@ -432,12 +432,12 @@ class Comparison:
         wrong = [
             f"{label} ({metric.upper()} {100 * error:+.1f} %)"
             for label, (metric, error) in worst.items()
-            if abs(error) > RIGHT
+            if abs(error) > RIGHT_ERROR
         ]
-        if abs(off) <= RIGHT and not wrong:
+        if abs(off) <= RIGHT_ERROR and not wrong:
             return f"right within {max(1, math.ceil(100 * abs(off)))} %"
         if 0 < len(wrong) < len(worst):
-            return f"right within {100 * RIGHT:.0f} %, except {', '.join(wrong)}: {cause}"
+            return f"right within {100 * RIGHT_ERROR:.0f} %, except {', '.join(wrong)}: {cause}"
         return f"off by {100 * off:+.1f} % ({name.upper()}): {cause}"
 
 
@@ -471,7 +471,7 @@ def compare(log: Log, engines: dict[str, EngineSpec]) -> Comparison:
     by_load = {}
     for label, low, high in LOADS:
         here = [index for index, load in enumerate(loads) if low <= load < high]
-        if len(here) >= _LEAST_OF_A_LOAD:
+        if len(here) >= _LEAST_LOAD_REQUESTS:
             by_load[label] = errors([measured[i] for i in here], [simulated[i] for i in here])
     return Comparison(
         log.failed,

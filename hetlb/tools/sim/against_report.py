@@ -22,7 +22,7 @@ _MEASURED, _SIMULATED = "#24292f", "#d9480f"
 
 
 def engines(path: Path, log: Log, profile: Profile | None) -> dict[str, EngineSpec]:
-    """Return the engines of a log by name: those of its set-up, or of the profile. Raises `InputError`."""
+    """Return the engines of a log by name, from its set-up or the profile. Raises `InputError`."""
     names = sorted({each.instance for each in log.requests})
     if profile is not None:
         return dict.fromkeys(names, engine_of(profile))

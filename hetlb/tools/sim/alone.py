@@ -21,7 +21,7 @@ from hetlb.tools.workload.arrivals import PlannedRequest
 
 #: Batches that an engine serves for its rate while full, and the most requests for that.
 _FULL_BATCHES = 24
-_MOST_FULL = 4_000
+_MOST_FULL_REQUESTS = 4_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,8 @@ def mean_batch(spec: EngineSpec, plan: Sequence[PlannedRequest]) -> int:
 
 
 def requests_while_full(spec: EngineSpec, plan: Sequence[PlannedRequest]) -> int:
-    """Return requests, at least those of a plan, that keep an engine full until its rate is steady."""
-    return max(len(plan), min(_MOST_FULL, _FULL_BATCHES * mean_batch(spec, plan)))
+    """Return how many requests, at least a plan's, keep an engine full until its rate is steady."""
+    return max(len(plan), min(_MOST_FULL_REQUESTS, _FULL_BATCHES * mean_batch(spec, plan)))
 
 
 def full_tokens_per_s(spec: EngineSpec, plan: Sequence[PlannedRequest], rule: IterationRule) -> float:

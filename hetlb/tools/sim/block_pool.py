@@ -12,7 +12,7 @@ from typing import Final
 from hetlb.balancer.core.kv_need import KvNeed
 
 #: More tokens than a sequence has.
-ENDLESS: Final = 1 << 62
+ENDLESS_TOKENS: Final = 1 << 62
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
@@ -21,7 +21,7 @@ def blocks_for(tokens: int, block_size: int) -> int:
 
 
 #: Parts of a block where windows or states need other amounts than whole blocks.
-_PARTS: Final = 64
+_BLOCK_PARTS: Final = 64
 
 
 class BlockPool:
@@ -46,10 +46,10 @@ class BlockPool:
         self.grows = 1
         self.window = self.window_blocks = self.admitted_blocks = self.fixed = 0
         if need is not None:
-            self.total_blocks = total_blocks * _PARTS
-            self.grows = round(need.grows * _PARTS)
-            self.window = round(need.window * _PARTS)
-            self.fixed = -int(-need.state * _PARTS // block_size)
+            self.total_blocks = total_blocks * _BLOCK_PARTS
+            self.grows = round(need.grows * _BLOCK_PARTS)
+            self.window = round(need.window * _BLOCK_PARTS)
+            self.fixed = -int(-need.state * _BLOCK_PARTS // block_size)
             if self.window:  # a window may begin inside a block
                 last = max(0, round(need.window_tokens) - 1)
                 self.window_blocks = blocks_for(last, block_size) + 1
@@ -79,11 +79,11 @@ class BlockPool:
     def most_tokens(self) -> int:
         """Return the tokens of the largest holder."""
         full = self.total_blocks - self.fixed
-        inside = full // (self.grows + self.window) if self.grows + self.window else ENDLESS
+        inside = full // (self.grows + self.window) if self.grows + self.window else ENDLESS_TOKENS
         if inside < self.admitted_blocks or not self.window:
             return max(0, inside) * self.block_size
         if not self.grows:
-            return ENDLESS
+            return ENDLESS_TOKENS
         return (full - self.window * self.admitted_blocks) // self.grows * self.block_size
 
     def extend(self, held_tokens: int, tokens: int) -> bool:

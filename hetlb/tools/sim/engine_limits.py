@@ -9,7 +9,7 @@ from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.types import Capacity
 from hetlb.options.profiles.engine_defaults import (
-    DEFAULT_BLOCK_SIZE,
+    DEFAULT_BLOCK_TOKENS,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
 )
@@ -26,7 +26,7 @@ class EngineLimits(PickleByFields):
     """
 
     kv_cache_tokens: int
-    block_size: int = DEFAULT_BLOCK_SIZE
+    block_size: int = DEFAULT_BLOCK_TOKENS
     max_num_seqs: int = DEFAULT_MAX_NUM_SEQS
     max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
     enable_prefix_caching: bool = True
@@ -107,7 +107,7 @@ class EngineLimits(PickleByFields):
             tokens = need.scaled(tokens, capacity.max_model_len, in_flight)
         return cls(
             kv_cache_tokens=tokens,
-            block_size=capacity.block_size or DEFAULT_BLOCK_SIZE,
+            block_size=capacity.block_size or DEFAULT_BLOCK_TOKENS,
             max_num_seqs=seqs,
             max_num_batched_tokens=batched,
             enable_prefix_caching=capacity.enable_prefix_caching is not False,

@@ -99,7 +99,7 @@ class EngineModel:
         self.kv = KvBlocks(limits, shared=prefix_cache)
         self.adapters = LoadedAdapters(limits.max_loras)
         self.fetches = KvFetches()
-        #: Counters since the start; those of tokens count ended iterations.
+        #: Counters since the start; counters of tokens include ended iterations only.
         self.preemptions = 0
         self.generated_tokens = 0
         self.prefilled_tokens = 0
@@ -119,7 +119,7 @@ class EngineModel:
 
     @property
     def waiting(self) -> int:
-        """Sequences not admitted: the preempted and those whose KV cache is being fetched included."""
+        """Sequences not admitted, preempted ones and ones whose KV cache is being fetched included."""
         fetches = self.fetches
         return len(self._waiting) + len(self._delayed.arriving) + len(fetches.running) + len(fetches.ready)
 
@@ -403,7 +403,7 @@ class EngineModel:
         return IterationRun(1, first_s if first_s > 0 else 0.0, increment_s, count)
 
     def _make_room(self, demand: int) -> int:
-        """Preempt the latest until the decodes that stay have their blocks; returns what those need."""
+        """Preempt the latest until the decodes that stay have their blocks; return the number of these."""
         self._short = True
         decodes = self.decodes
         while demand > self.kv.pool.free_blocks:

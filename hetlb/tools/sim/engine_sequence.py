@@ -10,7 +10,7 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.tools.sim.block_pool import CachedSpan
 
-#: A stretch of a prompt: what it is, and how many tokens.
+#: A stretch of a prompt: its content's name, and its tokens.
 TokenSpan: TypeAlias = tuple[Hashable, int]
 
 
@@ -76,7 +76,7 @@ class EngineSequence:
         self.cached_tokens: int | None = None
         #: Prompt tokens whose KV cache is still to be fetched; 0 once that is done or given up.
         self.remote_tokens = remote_tokens
-        #: Tokens to transfer: those of `remote_tokens` that the engine's own prefix cache lacks.
+        #: Tokens to transfer: `remote_tokens` without the tokens in the engine's own prefix cache.
         self.fetch_tokens = 0
         self.held = held
         self.adapter = adapter
@@ -84,7 +84,7 @@ class EngineSequence:
         self.computed = 0  # tokens in the cache, while in PREFILL
         self.generated = 0  # output tokens, while not in DECODE
         self.offset = 0  # step counter minus tokens in the cache, while in DECODE
-        #: Spans of the prompt, and the answer as the last one; those of its first that are cached, and how
+        #: Spans of the prompt, and the answer as the last one; its first spans that are cached, and how
         #: many blocks it has in them.
         self.spans: tuple[TokenSpan, ...] = ()
         self.nodes: list[CachedSpan] = []

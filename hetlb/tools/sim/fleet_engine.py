@@ -35,7 +35,7 @@ LOOK: Final = 11
 class EngineSpec(PickleByFields):
     """One simulated engine: how fast it is and what it holds.
 
-    `changes` are pairs of a time (s) and a factor: iterations begun from then on take so many times as long.
+    `changes` are pairs of a time (s) and a factor on the duration of iterations begun from then on.
     `prefix_cache`: whether it keeps the blocks of prompts for later ones that begin alike. `max_model_len` is
     the most tokens of one sequence, where that is less than its KV cache holds. `adapter_load_s`: seconds to
     load a LoRA adapter that is in none of its slots.

@@ -14,7 +14,7 @@ from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.types import Outcome
 from hetlb.tools.workload.records import Counted, Gaps, RequestResult, summarize
 
-#: A series holds between half of this and this many moments (fewer only where a run is very short).
+#: Most moments of a series: it holds at least half of it (fewer only where a run is very short).
 _MOST_MOMENTS = 800
 
 
@@ -59,7 +59,7 @@ class FleetResult:
     outcomes: list[Outcome]
     gaps: Gaps
     counted: Counted
-    #: Requests whose KV cache was to be transferred; of them, those that were too late and computed again.
+    #: Requests whose KV cache was to be transferred; transfers that were too late and computed again.
     transfers: int = 0
     expired: int = 0
     classes: Mapping[str, ServiceClass] | None = None

@@ -58,7 +58,7 @@ from hetlb.tools.workload.arrivals import PlannedRequest
 from hetlb.tools.workload.content import UNSHARED
 from hetlb.tools.workload.records import Counted, Gaps
 
-#: Simulated engines are scraped as often as real ones by default.
+#: Seconds between scrapes of simulated engines, by default as of real ones.
 SCRAPE_INTERVAL_S: Final = 1.0
 
 #: States of a sequence that its engine has, without a token.
@@ -78,7 +78,7 @@ class FleetSimulation:
     `series` is filled meanwhile. The clock begins at `start_s`; nothing of the plan is due before. At each
     of `restarts_s` the proxy is replaced: a scheduler that knows nothing takes what arrives from then on, the
     old one serves what it has to the end. The first one has seen the answers of `history`. `classes` are
-    those of the requests by name, the default first. `links` carry KV caches between the instances; without
+    are the requests' by name, the default first. `links` carry KV caches between the instances; without
     them every pair has a link of its own, as the decode instance's `kv_transfer` describes it.
     """
 
@@ -105,7 +105,7 @@ class FleetSimulation:
         self._transfers = self._expired = 0
         self._model = model
         self._oracle = {planned.index: max(1, planned.output_tokens) for planned in plan}
-        #: The scheduler that takes what arrives now, and those it replaced that still have requests.
+        #: The scheduler that takes new arrivals, and replaced ones that still have requests.
         self.scheduler: Scheduler = Scheduler(
             setup, oracle=self._oracle, predictor=self._taught(history) if history else None
         )

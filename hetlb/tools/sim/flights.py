@@ -30,7 +30,7 @@ class Flight:
         self.lease: Lease | None = None
         self.outcome: Outcome | None = None
         self.running = planned.sequences
-        #: Those that its engine was sent.
+        #: Sequences sent to its engine.
         self.sequences: list[EngineRun] = []
         #: Its prompt on the prefill engine, until the decode engine has fetched it.
         self.held: tuple[FleetEngine, EngineRun] | None = None

@@ -72,10 +72,10 @@ class Prefills:
         self.budget = budget
         self.slots = 0
         #: Prompt tokens, in how many prompts, the longest part, and what they attend to
-        #: (`LatencyModel.mixed_step_s`): a later part of a prompt attends to those before.
+        #: (`LatencyModel.mixed_step_s`): a later part of a prompt attends to the earlier ones.
         self.tokens = self.prompts = self.longest = self.attended = 0
         #: Transferred prompts that compute one token, which costs what a decode costs; their cached tokens,
-        #: and those of the longest.
+        #: and the cached tokens of the longest.
         self.joining = self.joining_tokens = self.joining_longest = 0
         #: LoRA adapters loaded for it.
         self.loads = 0
@@ -90,7 +90,7 @@ class Prefills:
         self.attended += part * (part + 2 * computed)
 
     def join(self, tokens: int) -> None:
-        """Add a transferred prompt of `tokens` tokens, of which only the last is computed."""
+        """Add a transferred prompt of `tokens` tokens; only the last is computed."""
         self.budget -= 1
         self.joining += 1
         self.joining_tokens += tokens

@@ -6,11 +6,11 @@ computed. Blocks in use are shared and never evicted; the others count as free a
 used first, the end of a prompt before its beginning, when blocks are needed and no block without content is
 left. A prompt can be found as soon as its last part is scheduled, an answer once it ended.
 
-Contents are not text but names: a prompt is a sequence of pieces `(key, tokens)`, alike as far as the keys
-are; a key has always the same number of tokens. A piece is a node of a tree; the blocks that end in it are
-evicted from its end. Two that compute the same blocks at the same time (a turn sent before the answer to the
-last one has ended) each keep their own. One thing differs from vLLM: where a prompt ends with a kept block,
-which is computed again for its last token, only the newer copy is kept.
+Contents are not text but names: a prompt is a sequence of pieces `(key, tokens)`; prompts are alike until
+their keys differ; a key has always the same number of tokens. A piece is a node of a tree; the blocks that
+end in it are evicted from its end. Two sequences that compute the same blocks at the same time (a turn sent
+before the answer to the last one has ended) each keep their own. One thing differs from vLLM: where a prompt
+ends with a kept block, which is computed again for its last token, only the newer copy is kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 
-from hetlb.tools.sim.block_pool import ENDLESS, CachedSpan, blocks_for
+from hetlb.tools.sim.block_pool import ENDLESS_TOKENS, CachedSpan, blocks_for
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.engine_sequence import EngineSequence, SequenceState
 
@@ -27,7 +27,7 @@ class KvBlocks:
     """Blocks of one engine. The pool counts an unused cached block as free.
 
     A preempted sequence finds its own blocks again unless they were evicted; where they are `shared`, a
-    sequence finds those of all that begin alike, too.
+    sequence finds blocks of all sequences that begin alike, too.
     """
 
     __slots__ = (
@@ -53,18 +53,18 @@ class KvBlocks:
         """Name the content of a new sequence: what its pieces and its answer leave is its own."""
         own = object()
         if not self.shared:
-            sequence.spans = ((own, ENDLESS),)
+            sequence.spans = ((own, ENDLESS_TOKENS),)
             return
         rest = sequence.prompt_tokens - sum([tokens for _, tokens in sequence.pieces])
         if rest < 0:
             named = sequence.prompt_tokens - rest
             raise ValueError(f"pieces: expected at most {sequence.prompt_tokens} tokens, got {named}")
         if sequence.answer is None:
-            sequence.spans = (*sequence.pieces, (own, ENDLESS))
+            sequence.spans = (*sequence.pieces, (own, ENDLESS_TOKENS))
         elif rest:
-            sequence.spans = (*sequence.pieces, (own, rest), (sequence.answer, ENDLESS))
+            sequence.spans = (*sequence.pieces, (own, rest), (sequence.answer, ENDLESS_TOKENS))
         else:
-            sequence.spans = (*sequence.pieces, (sequence.answer, ENDLESS))
+            sequence.spans = (*sequence.pieces, (sequence.answer, ENDLESS_TOKENS))
 
     def find(self, sequence: EngineSequence, tokens: int) -> int | None:
         """Take what is cached of the first `tokens` tokens: how many, or None if the rest finds no room."""
@@ -110,7 +110,7 @@ class KvBlocks:
         return extended
 
     def trim(self, held_tokens: int, tokens: int) -> None:
-        """Give back the last blocks of a sequence, nothing of which was computed."""
+        """Give back the last blocks of a sequence, which hold nothing computed."""
         self.pool.release(held_tokens)
         self.pool.extend(0, tokens)
 
@@ -220,7 +220,7 @@ class KvBlocks:
                 self._prune(node)
 
     def _prune(self, node: CachedSpan) -> None:
-        """Take a node that holds nothing out of the tree, and those above that only led to it."""
+        """Take a node that holds nothing out of the tree, and nodes above that only led to it."""
         while not (node.blocks or node.users or node.children) and (parent := node.parent) is not None:
             if parent.children.get(node.key) is node:
                 del parent.children[node.key]

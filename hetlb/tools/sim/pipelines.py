@@ -7,11 +7,11 @@ The model, after Helix's simulator (Mei et al., ASPLOS 2025):
 
 - A stage runs one batch at a time: what has arrived when the last batch ended, first come first served,
   within its `BatchLimits`. A batch takes, for each layer, the prompt time of its prompt tokens plus the
-  decode time of its decoding requests (twice that of a single one), and once the copying of the activations
+  decode time of its decoding requests (twice a single one's), and once the copying of the activations
   that came in.
-- A stage that can be entered behind its first layer goes through its segments in turn; at each one those that
-  enter there join the batch.
-- Requests are messages of their own, or (`frames`) those of a batch to one receiver are one message.
+- A stage that can be entered behind its first layer goes through its segments in turn; requests that
+  enter at a segment join the batch there.
+- Requests are messages of their own, or (`frames`) a batch's requests to one receiver are one message.
 - A message passes the sender's NIC, the link and the receiver's NIC, each first in, first out and passing
   data on as it comes (cut-through), then the link's latency. Prompts are whole: no chunks.
 - The first pass of a request is its prefill and gives its first token; every further token is one pass from
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 #: Bytes/s at which a worker joins the activations of a batch and copies them to its device (Helix: 4 and 5
 #: GB/s).
 COPY_BYTES_PER_S: Final = 1.0 / (1.0 / 4e9 + 1.0 / 5e9)
-#: A query of an offline load arrives so long after the event that called for it (s).
+#: Seconds between an event and the query of an offline load that it calls for.
 FEED_DELAY_S: Final = 0.1
 #: Events between looks at whether a run is to stop.
-_LOOK: Final = 2048
+_LOOK_EVENTS: Final = 2048
 #: Requests between looks at how full a cluster is that begins full, and the seed of where its answers are.
-_FILL_LOOK: Final = 8
+_FILL_LOOK_REQUESTS: Final = 8
 _FILL_SEED: Final = 1
 
 # Order of events at the same instant.
@@ -337,9 +337,9 @@ class PipelineSimulation:
                     del self._open[command.request_id]
                     continue
                 self._go_on_with(command, output, rng.randrange(output))
-            if self._requests % _FILL_LOOK == 0 and scheduler.kv_usage() > load.high_water:
+            if self._requests % _FILL_LOOK_REQUESTS == 0 and scheduler.kv_usage() > load.high_water:
                 break
-        for _ in range(_FILL_LOOK):
+        for _ in range(_FILL_LOOK_REQUESTS):
             self._events.push(FEED_DELAY_S, _ARRIVAL, None)
 
     def _go_on_with(self, lease: PathLease, output_tokens: int, done: int) -> None:
@@ -374,7 +374,7 @@ class PipelineSimulation:
         while (event := events.pop(end)) is not None:
             now, kind, _, what = event
             self._taken += 1
-            if stop is not None and self._taken % _LOOK == 0 and stop():
+            if stop is not None and self._taken % _LOOK_EVENTS == 0 and stop():
                 self._result.window_s = max(0.0, now - begin)
                 break
             if kind == _TOKEN:

@@ -1,6 +1,6 @@
 """Many simulations of one fleet: every policy at every rate for every seed, on as many processes as asked.
 
-The results depend on what is asked for alone, not on the number of processes nor on which is ready
+The results depend on the study alone, not on the number of processes nor on which is ready
 first. Yardsticks (`bound`, `split`) are made once for all runs that share them. However a sweep ends, also
 by Ctrl-C or because its own process is killed, none of its processes is left.
 """
@@ -44,7 +44,7 @@ _PROMPT_WEIGHT = 0.15
 class Study:
     """Settings that all runs of a sweep have in common. The set-up's own policy and seed are not used.
 
-    `classes` are those of the requests by name, the default first.
+    `classes` are the requests' by name, the default first.
     """
 
     setup: SchedulerSetup

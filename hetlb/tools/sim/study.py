@@ -79,7 +79,7 @@ def _engine(fleet: Fleet, name: str, prefix_cache: bool) -> EngineSpec:
 
 
 def watch(cells: Sequence[StudyCell]) -> list[StudyCell]:
-    """Return the cells, those watched that a picture shows in detail.
+    """Return the cells, with `watched` set on cells that a picture shows in detail.
 
     They are the first seed's at the highest rate: latencies of requests that came all at once say little
     beyond the throughput, so `inf` is watched only where there is no other.
@@ -126,7 +126,7 @@ def median_run(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _median(values: Sequence[Any]) -> Any:
-    """Return the median of figures; of tables and lists that of each part, of anything else the first."""
+    """Return the median of figures; for tables and lists, of each part; for anything else, the first."""
     first = values[0]
     if isinstance(first, dict):
         return {key: _median([each[key] for each in values]) for key in first}

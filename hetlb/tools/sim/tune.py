@@ -22,7 +22,7 @@ FIGURES: Final = {
     "total_token_throughput": True, "attainment": True,
 }  # fmt: skip
 #: Factors on one weight, tried in turn, and rounds over all weights.
-_FACTORS: Final = (0.25, 0.5, 2.0, 4.0)
+_WEIGHT_FACTORS: Final = (0.25, 0.5, 2.0, 4.0)
 _ROUNDS: Final = 2
 
 Weights = Mapping[str, float]
@@ -93,7 +93,7 @@ def search(
     for _ in range(_ROUNDS):
         was = least
         for name in start:
-            for factor in _FACTORS:
+            for factor in _WEIGHT_FACTORS:
                 tried = {**best, name: start[name] * factor}
                 if tried != best and (found := mean(tried)) < least:
                     best, least = tried, found

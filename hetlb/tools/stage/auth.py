@@ -3,7 +3,7 @@
 Two HTTP requests: the connecting side names its session and a fresh nonce, and gets 401 with the stage's
 nonce and its proof; then it asks for the WebSocket with its own proof. A proof is an HMAC-SHA256 over both
 nonces; the key itself never travels, and a nonce is good for one connection. What follows is not encrypted:
-TLS does that. Without a key the proofs are those of an empty one. A web page can send none of these headers
+TLS does that. Without a key the proofs are made with an empty one. A web page can send none of these headers
 with a WebSocket, and one that names its origin is refused.
 """
 
@@ -21,8 +21,8 @@ from hetlb.errors import ConfigError
 
 NONCE_BYTES: Final = 32
 LEAST_KEY_BYTES: Final = 16
-#: Challenges of a stage that are open at once; the oldest is void.
-_MOST_OPEN: Final = 1024
+#: Maximum number of challenges of a stage that are open at once; the oldest is void.
+_MAX_CHALLENGES: Final = 1024
 
 _SESSION: Final = "x-hetlb-session"
 _NONCE: Final = "x-hetlb-nonce"
@@ -71,7 +71,7 @@ def challenge(headers: Headers) -> tuple[bytes, bytes] | None:
 
 
 def proof(stage_nonce: bytes, proof: bytes) -> dict[str, str]:
-    """Headers of the second request, besides those of the first."""
+    """Headers of the second request, besides the first one's."""
     return {_STAGE_NONCE: stage_nonce.hex(), _PROOF: proof.hex()}
 
 
@@ -100,7 +100,7 @@ class Challenges:
             raise NotProven("expected a greeting of this version")
         nonce = new_nonce()
         self._open[nonce] = None
-        if len(self._open) > _MOST_OPEN:
+        if len(self._open) > _MAX_CHALLENGES:
             self._open.popitem(last=False)
         return proof(nonce, stage_proof(self._key, client_nonce, nonce))
 

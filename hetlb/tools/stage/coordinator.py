@@ -286,7 +286,7 @@ class Coordinator:
         self._workers[lease.hops[0].stage].outgoing.append((each, pack(tokens)))
 
     def _flush(self) -> None:
-        """Send all queued passes: those to one stage together."""
+        """Send all queued passes: passes to one stage together."""
         for worker in self._workers.values():
             if worker.outgoing:
                 passes, worker.outgoing = worker.outgoing, []

@@ -29,10 +29,10 @@ _MOST_SEQUENCES: Final = 128
 _MOST_LOGPROBS: Final = 20
 _MOST_STOPS: Final = 128
 _MOST_STOP_CHARACTERS: Final = 4096
-#: A bias beyond this is this, as in vLLM and OpenAI's description.
+#: Largest bias, to which larger ones are cut, as in vLLM and OpenAI's description.
 _MOST_BIAS: Final = 100.0
-#: Longer texts are tokenized in a thread.
-_LONG_TEXT: Final = 20_000
+#: Least characters of a text that is tokenized in a thread.
+_LONG_TEXT_CHARACTERS: Final = 20_000
 
 #: Fields that would change the answer and are not supported, with the values that ask for nothing.
 _REFUSED: Final[dict[str, tuple[Any, ...]]] = {
@@ -110,7 +110,7 @@ class QuestionReader:
         return self._questions(fields, [tokens], logprobs, longest)
 
     async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if len(text) < _LONG_TEXT:
+        if len(text) < _LONG_TEXT_CHARACTERS:
             return self._text.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self._text.encode, text, add_special_tokens=add_special_tokens)
 

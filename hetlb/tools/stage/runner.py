@@ -39,7 +39,7 @@ class DeviceFault(Exception):
 
 
 class Runner(Protocol):
-    """Computes batches. What it raises fails a batch as a whole. `row_bytes` are those of one activation."""
+    """Computes batches. An exception fails a batch as a whole. `row_bytes`: bytes of one activation."""
 
     row_bytes: int
 

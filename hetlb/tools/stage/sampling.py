@@ -1,6 +1,6 @@
 """Choice of the next token from the logits of one position, with vLLM's parameters in vLLM's order.
 
-Log probabilities are those of the raw logits. Then: allowed tokens, bias, ban of stop tokens (`min_tokens`),
+Log probabilities come from the raw logits. Then: allowed tokens, bias, ban of stop tokens (`min_tokens`),
 penalties, temperature, min_p, top_k, top_p. A choice depends on logits, parameters and position alone (one
 Philox stream per seed and position): a request that is replayed elsewhere goes on as it would have. The
 arithmetic stays finite: logits that are not, and parameters that leave no token, are `CannotSample`.
@@ -29,7 +29,7 @@ def choose(
     """Return the token, and (token, log probability) of it and the most likely ones where they are asked for.
 
     `logits` has shape (vocabulary,) and is not changed; `output` holds the tokens of the answer so far, of
-    which those behind `sampling.history` are not part; `position` is that of the token before. Raises
+    the tokens behind `sampling.history` are not part; `position` is the last token's. Raises
     `CannotSample`.
     """
     if not np.isfinite(logits.max()):  # NaN if one of them is

@@ -14,9 +14,9 @@ from hetlb.tools.stage.runner import Runner
 from hetlb.tools.stage.stage_messages import RouteHop, Sampling
 
 #: Cached tokens of a request in a measured decode.
-CONTEXT: Final = 128
+CONTEXT_TOKENS: Final = 128
 _REPEATS: Final = 3
-#: No larger batch is measured once one took so long (s).
+#: Seconds of a batch from which no larger one is measured.
 _LONGEST_S: Final = 2.0
 
 Points = list[tuple[float, float]]
@@ -35,7 +35,7 @@ def measure(
 ) -> tuple[Points, Points]:
     """Return times of prompts by tokens and of decodes by requests. The pool is as before afterwards."""
     most = min(max_num_batched_tokens, max_positions, pool.token_layers // (end - first))
-    context = min(CONTEXT, max_positions - 1)
+    context = min(CONTEXT_TOKENS, max_positions - 1)
     rest = () if end == layers else (RouteHop("", end, layers),)
     route = (RouteHop("", first, end), *rest)
     prompts = _curve(runner, pool, route, [(n, 1, n, 0) for n in _steps(16, most, 4)])

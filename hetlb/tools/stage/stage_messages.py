@@ -43,7 +43,7 @@ _Packed: TypeAlias = Annotated[bytes, Meta(max_length=4 * _MOST_TOKENS)]
 _Leases: TypeAlias = Annotated[list[int], Meta(max_length=MOST_PASSES)]
 _Text: TypeAlias = Annotated[str, Meta(max_length=1024)]
 _Seconds: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e9)]
-#: As vLLM's server: there is no log probability below.
+#: Least log probability, as in vLLM's server.
 LEAST_LOGPROB: Final = -9999.0
 _LogProb: TypeAlias = Annotated[float, Meta(ge=LEAST_LOGPROB, le=0.0)]
 _Curve: TypeAlias = Annotated[list[tuple[_Seconds, _Seconds]], Meta(min_length=2, max_length=64)]

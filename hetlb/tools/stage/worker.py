@@ -1,7 +1,7 @@
 """A stage: takes passes from coordinators and other stages, computes its layers, sends on what comes out.
 
 Only peers with the key are listened to. What a lease holds is freed when its coordinator closes it, when
-the coordinator's connection ends, and when the stage itself gives it up, of which the coordinator is told.
+the coordinator's connection ends, and when the stage itself gives it up, which it tells the coordinator.
 Neither the input that waits nor the output that has not left grows without bound.
 """
 
@@ -49,7 +49,8 @@ from hetlb.tools.stage.stage_messages import (
 
 log = logging.getLogger("hetlb.stage")
 
-#: Connections that have proved nothing yet: how many, seconds of each, and limits of a request's head.
+#: Maximum number of connections that have proved nothing yet, seconds of each, and limits of a request's
+#: head.
 MOST_STRANGERS: Final = 64
 STRANGER_S: Final = 5.0
 _HEAD_LIMITS: Final[dict[str, Any]] = {"max_line_size": 1024, "max_field_size": 1024, "max_headers": 20}
@@ -57,9 +58,9 @@ _HEAD_LIMITS: Final[dict[str, Any]] = {"max_line_size": 1024, "max_field_size": 
 MOST_WAITING_BYTES: Final = 256 << 20
 #: Bytes for one next stage that may wait to leave before leases that go there pause.
 MOST_PENDING_BYTES: Final = 64 << 20
-#: Closed leases that are remembered: what is under way for them is void.
-_MOST_VOID: Final = 1 << 16
-#: A batch may take so many seconds, and so many times as long as the stage measured of itself; then it hangs.
+#: Maximum number of closed leases that are remembered: what is under way for them is void.
+_MAX_VOID_LEASES: Final = 1 << 16
+#: Longest time of a batch before it hangs: seconds, plus this factor on the stage's own measured time.
 _LEAST_DEADLINE_S: Final = 30.0
 _DEADLINE_FACTOR: Final = 20.0
 
@@ -68,7 +69,7 @@ _SESSION_SHIFT: Final = 32
 
 @dataclass(slots=True)
 class StageCounters:
-    """Work of a stage since it started. Tokens are those that passed it."""
+    """Work of a stage since it started. Tokens count once they passed it."""
 
     batches: int = 0
     busy_s: float = 0.0
@@ -250,7 +251,7 @@ class StageWorker:
         self._batcher.close(lease)
         self._wake.set()
         self._void[lease] = None
-        if len(self._void) > _MOST_VOID:
+        if len(self._void) > _MAX_VOID_LEASES:
             self._void.popitem(last=False)
 
     def _give_up(self, leases: Sequence[int], cause: Cause, reason: str) -> None:

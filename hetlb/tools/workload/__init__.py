@@ -1,4 +1,4 @@
-"""Workloads: what is asked of a fleet and when, for the simulator, the load generator and the planner.
+"""Workloads: requests and their times, for the simulator, the load generator and the planner.
 
 Rows of requests: `traces` (CSV files), `datasets` (other files, random lengths). What their prompts share:
 `content`. When they are due: `arrivals`.

@@ -2,7 +2,7 @@
 
 A plan is made before the run, from a seed and the rows of a trace alone, so that every policy meets the same
 load. Gaps are rescaled so that N requests take exactly N / R seconds, as `vllm bench serve` does (a short
-Poisson run is off its rate by several percent otherwise); its ramp is that of `vllm bench serve`, too. The
+Poisson run is off its rate by several percent otherwise); the ramp is the same as there, too. The
 first request is due at once; the gap that follows the last one counts too.
 """
 

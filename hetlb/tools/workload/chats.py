@@ -17,8 +17,8 @@ from hetlb.tools.workload.rows import Row
 from hetlb.tools.workload.trace_files import ARRIVALS, arrival_keys
 
 BYTES_PER_TOKEN = 4
-#: Conversations beyond these are left out, as by `vllm bench serve`: too short to measure, or too long for
-#: common limits.
+#: Bounds of conversations, as in `vllm bench serve`: others are too short to measure, or too long for common
+#: limits.
 CHAT_MIN_TOKENS = 4
 CHAT_MAX_PROMPT_TOKENS = 1024
 CHAT_MAX_TOKENS = 2048
@@ -65,7 +65,7 @@ def is_chats(file: RecordFile) -> bool:
 def chat_rows(file: RecordFile, answer_tokens: int | None) -> tuple[list[Row], list[str]]:
     """Return the first question and the length of its answer of each conversation, and what was left out.
 
-    `answer_tokens` replaces the length. Rows that are no conversation are counted, as are those beyond the
+    `answer_tokens` replaces the length. Rows that are no conversation are counted, as are rows beyond the
     limits of `vllm bench serve`.
     """
     rows, odd, beyond = [], file.odd, 0
@@ -194,7 +194,7 @@ _ASKED = (
 
 
 def asked_texts(body: dict[str, Any]) -> Iterable[str]:
-    """Yield the texts that a request asks with: strings, and those of messages."""
+    """Yield the texts that a request asks with: strings, and texts of messages."""
     for key in _ASKED:
         value = body.get(key)
         for each in value if isinstance(value, list) else [value]:

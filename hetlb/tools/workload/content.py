@@ -20,7 +20,7 @@ from hetlb.tools.workload.rows import Row, spans_of
 #: A span of a prompt: its name, and its length in tokens.
 Span: TypeAlias = tuple[Hashable, int]
 
-#: Tokens that one of the `hash_ids` stands for in Mooncake's traces; in those of others powers of two.
+#: Tokens of one of the `hash_ids` in Mooncake's traces; in other traces it is another power of two.
 HASH_BLOCK_TOKENS = 512
 _BLOCK_TOKENS = (HASH_BLOCK_TOKENS, *(1 << power for power in range(16)))
 

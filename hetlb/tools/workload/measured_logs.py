@@ -34,7 +34,7 @@ from hetlb.tools.workload.record_file import (
 from hetlb.tools.workload.rows import is_own, own_rows
 from hetlb.tools.workload.trace_files import ARRIVALS, INPUT, OUTPUT, known_trace
 
-#: Fewer requests say little about anything.
+#: Least requests of a log that say something.
 LEAST_REQUESTS = 10
 _BENCH = "vllm bench serve --save-result --save-detailed"
 

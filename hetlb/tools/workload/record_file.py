@@ -26,9 +26,9 @@ import msgspec
 from hetlb.errors import TraceError
 from hetlb.files import read_text
 
-#: A count above this is a mistake, not a prompt.
+#: Largest count of tokens: a larger one is a mistake, not a prompt.
 MOST_TOKENS = (1 << 31) - 1
-#: Beyond these a value is a mistake: seconds of an answer, seconds on any clock.
+#: Largest plausible seconds of an answer, and of any clock.
 LONGEST_S, LATEST_S = 1e8, 1e12
 #: Seconds of units as they stand in names of keys and beside values.
 UNITS_S = {
@@ -52,7 +52,7 @@ def squashed(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record: `where` it stands, and its values by key; those of a CSV file are text."""
+    """One record: `where` it stands, and its values by key; values of a CSV file are text."""
 
     where: str
     values: Mapping[str, Any]
@@ -193,7 +193,7 @@ def open_records(path: Path) -> RecordFile:
 def _with_names(
     path: Path, text: str, shape: str, records: list[Record], odd: int = 0, columns: Iterable[str] = ()
 ) -> RecordFile:
-    """Return a file of these records, whose keys are those of `columns` or of all of them."""
+    """Return a file of these records, with `columns` or the keys of all of them."""
     names: dict[str, str] = {}
     for key in columns or dict.fromkeys(key for each in records for key in each.values):
         names.setdefault(squashed(key), key)
@@ -201,7 +201,7 @@ def _with_names(
 
 
 def unwrapped(file: RecordFile) -> RecordFile | None:
-    """Return the records within those of a file of no known form, None where there are none.
+    """Return the records within the records of a file of no known form, None where there are none.
 
     They are the one list of objects of a document, or the values of objects beside the others
     (`{"usage": {"prompt_tokens": 7}}`).
@@ -226,7 +226,7 @@ def unwrapped(file: RecordFile) -> RecordFile | None:
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values with those of objects among them, which stand behind."""
+    """Return values with the keys of objects among them, which stand behind."""
     inner = [value for value in values.values() if isinstance(value, dict)]
     found = {key: value for key, value in values.items() if not isinstance(value, dict)}
     for each in inner:

@@ -1,6 +1,6 @@
 """Record of each request, and the figures made from it: one definition for proxy, simulator and bench.
 
-Keys and meanings are those of `vllm bench serve` (vLLM 0.32, `vllm/benchmarks/serve.py`), in
+Keys and meanings come from `vllm bench serve` (vLLM 0.32, `vllm/benchmarks/serve.py`), in
 milliseconds and unrounded, with one deliberate difference: latency counts from the time a request was due,
 not from when it was sent. A client or server that stalls would otherwise hide its own delay ("coordinated
 omission"; MLPerf LoadGen and wrk2 count the same way). Failed requests are in no percentile, in no token
@@ -40,10 +40,10 @@ Counted: TypeAlias = dict[str, dict[str, int | float]]
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 PERCENTILES = (90, 99)
-#: Of intervals of a mean.
-CONFIDENCE = 0.95
-#: Part of the steady window that is left out at its beginning: the system fills.
-STEADY_FROM = 0.2
+#: Confidence level of intervals of a mean.
+CONFIDENCE_LEVEL = 0.95
+#: Share of the steady window that is left out at its beginning: the system fills.
+STEADY_FROM_SHARE = 0.2
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class RequestResult:
     end_s: float | None = None
     error: str = ""
     itl_s: Floats | None = None
-    #: `output_tokens` are those of so many sequences, which grow at the same time.
+    #: Sequences that `output_tokens` belong to, which grow at the same time.
     sequences: int = 1
     #: Name of its service class, "" for the default.
     service: str = ""
@@ -150,7 +150,7 @@ def student_margin(values: Sequence[float]) -> float:
     """Half the width of the confidence interval of the mean of at least two values (Student's t)."""
     from scipy.special import stdtrit  # of the extra `tools`; most results need none
 
-    t = float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2))
+    t = float(stdtrit(len(values) - 1, (1 + CONFIDENCE_LEVEL) / 2))
     return t * statistics.stdev(values) / math.sqrt(len(values))
 
 
@@ -188,12 +188,12 @@ def summarize(
     goodput_slo_s: Mapping[str, float] | None = None,
     classes: Mapping[str, ServiceClass] | None = None,
 ) -> dict[str, Any]:
-    """Return the figures of one run; with `classes` those of each class of its requests, too.
+    """Return the figures of one run; with `classes`, of each class of its requests, too.
 
     `gaps` are the times between tokens where they were counted for the whole run; without it they are the
-    records' own. `instances` names the instances to report, by default those that the records name;
+    records' own. `instances` names the instances to report, by default all in the records;
     `counted` goes into their entries.
-    `goodput_slo_s` maps "ttft", "tpot", "e2el" to limits in seconds; without it all that completed count.
+    `goodput_slo_s` maps "ttft", "tpot", "e2el" to limits in seconds; without it all completed ones count.
     """
     done = [record for record in records if record.ok]
     start = min((record.scheduled_s for record in records), default=0.0)
@@ -261,15 +261,15 @@ def steady_figures(records: Sequence[RequestResult], start_s: float, end_s: floa
     """Rates while requests keep coming, and how long the run went on after that (`drain_s`).
 
     The window ends with the last due time; where all are due at once, with the last first token, since until
-    then something waits. It begins after `STEADY_FROM` of that time. Prompt tokens count at the first token,
-    output tokens evenly from the first to the last one, a request when it ends. `from_s` and `to_s` count
-    from the first due time; `offered_token_throughput` is None where all are due at once.
+    then something waits. It begins after `STEADY_FROM_SHARE` of that time. Prompt tokens count at the first
+    token, output tokens evenly from the first to the last one, a request when it ends. `from_s` and `to_s`
+    count from the first due time; `offered_token_throughput` is None where all are due at once.
     """
     done = [record for record in records if record.ok and record.last_token_s is not None]
     last_due_s = max((record.scheduled_s for record in records), default=start_s)
     at_once = last_due_s <= start_s
     to_s = max((_begun_s(record) for record in done), default=start_s) if at_once else last_due_s
-    from_s = start_s + STEADY_FROM * (to_s - start_s)
+    from_s = start_s + STEADY_FROM_SHARE * (to_s - start_s)
     seconds = to_s - from_s
     per_second = 1.0 / seconds if seconds > 0 else 0.0
     ended = sum(from_s < (record.last_token_s or 0.0) <= to_s for record in done)

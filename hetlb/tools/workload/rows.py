@@ -20,7 +20,7 @@ _KNOWN = {
 }
 #: A block or a span of a prompt: `NAME`, or `NAME=TOKENS`.
 _SPAN = re.compile(r"([\w-]+)(?:=(\d+))?")
-#: A request asks for at most so many prompts or samples: more is a mistake.
+#: Most prompts or samples of a request: more is a mistake.
 _MAX_SEQUENCES = 1 << 16
 
 
@@ -29,7 +29,7 @@ class Row:
     """One request to ask.
 
     `arrival_s` is None in traces without arrival times. `input_tokens` is the length of each of its
-    `sequences` prompts, `output_tokens` that of each of the `n` answers to each. `session` names the
+    `sequences` prompts, `output_tokens` the length of each of the `n` answers to each. `session` names the
     conversation and `turn` its place there: a prompt holds the conversation so far. `hash_ids` name what the
     prompt begins with, in order: `NAME` is one block of tokens (of a size that the reader knows),
     `NAME=TOKENS` a span of a stated length. `adapter` is the LoRA adapter that it asks for, `service` the

@@ -67,7 +67,7 @@ class TraceKeys:
     failed_without_output: bool = False
 
 
-#: Public traces by what is said of them: keys that all must be there, the more special ones first.
+#: Public traces by description: keys that all must be there, the more special ones first.
 TRACES: Mapping[str, TraceKeys] = {
     "Bailian's trace (chat_id, timestamp in s, input_length, output_length, hash_ids of 16 tokens)": (
         TraceKeys("timestamp", 1.0, "inputlength", "outputlength", 16, session="chatid")
@@ -94,7 +94,7 @@ TRACES: Mapping[str, TraceKeys] = {
 
 
 def known_trace(file: RecordFile) -> tuple[str, TraceKeys] | None:
-    """Return the public trace that a file's keys are those of, None for no one of them."""
+    """Return the public trace that has a file's keys, None without one."""
     for title, keys in TRACES.items():
         needed = [keys.input, keys.output, *([keys.session] if keys.session else [])]
         if file.has(*needed, *([keys.arrival] if keys.arrival else [])):
@@ -122,7 +122,7 @@ def named_columns(file: RecordFile) -> TraceKeys | None:
 
 
 def arrival_keys(file: RecordFile) -> list[str]:
-    """Return squashed keys of arrival times, those with a unit in their name first."""
+    """Return squashed keys of arrival times, keys with a unit in their name first."""
     with_unit = (begin + unit for begin in ARRIVALS for unit in (*UNITS_S, *_CLOCKS))
     return [key for key in (*with_unit, *ARRIVALS) if key in file.names]
 

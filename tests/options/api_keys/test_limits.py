@@ -125,7 +125,7 @@ async def test_requests_beyond_a_limit_are_429_and_say_when_to_come_again(tmp_pa
             assert outcomes(running.service.totals).count("rate_limited") == 2
 
 
-async def test_tokens_are_settled_by_what_the_engine_counted(tmp_path: Path) -> None:
+async def test_tokens_are_settled_by_the_engines_counts(tmp_path: Path) -> None:
     # The engine says 3 + 2 tokens; a request reserves its prompt (3) and max_tokens (5).
     keys(tmp_path, {"limits": {"tokens_per_minute": 20}})
     async with Engine() as engine:

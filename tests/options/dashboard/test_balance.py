@@ -56,7 +56,7 @@ def test_the_sentence(found: list[BalancePart], waiting: int, policy: str, balan
     assert sentence(found, waiting, policy) == (balanced, text)
 
 
-async def test_the_shares_are_those_of_the_requests(tmp_path: Path) -> None:
+async def test_shares_follow_the_requests(tmp_path: Path) -> None:
     async with Engine() as one, Engine() as two, serving(tmp_path, document(one, two)) as running:
         for _ in range(4):
             await running.ask()

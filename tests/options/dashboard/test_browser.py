@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 expect = playwright.expect
 
 TOKEN = "correct-horse-battery"
-#: Elements wider than their box, apart from those that scroll and those for screen readers.
+#: Elements wider than their box, apart from scrolling ones and ones for screen readers.
 CUT = """() => [document.documentElement,
     ...document.querySelectorAll('section, figure, .tiles > div, .bar, form')]
   .filter(each => each.scrollWidth > each.clientWidth + 1)

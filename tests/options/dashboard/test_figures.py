@@ -12,7 +12,7 @@ from proxy.rows import ended
 
 from hetlb.balancer.core.types import Outcome
 from hetlb.options.dashboard.snapshot import accuracy, levels, series
-from hetlb.options.recent import BIN_S, BINS, POINTS, Recent
+from hetlb.options.recent import BIN_S, BINS, KEPT_POINTS, Recent
 from hetlb.options.relays.merged_totals import add_recent
 
 #: Latencies are counted in steps of 4.4 %.
@@ -76,7 +76,7 @@ def test_the_last_five_minutes_stay_however_many_end_and_wherever() -> None:
     assert document["output_tokens_per_s"] == document["ok_per_s"]
     shares = whole.shares(60.0, 900.5)
     assert shares["a"].ended == shares["a"].output_tokens == sum(at >= 842.0 for at in times)
-    assert [point[0] for point in whole.points] == times[-POINTS:]
+    assert [point[0] for point in whole.points] == times[-KEPT_POINTS:]
 
 
 def test_points_are_of_one_sequence_and_from_dispatch_on() -> None:
@@ -96,10 +96,10 @@ def test_points_are_of_one_sequence_and_from_dispatch_on() -> None:
 
 def test_the_newest_points_stay() -> None:
     recent = Recent()
-    for number in range(5 * POINTS):
+    for number in range(5 * KEPT_POINTS):
         recent.finished(ended(float(number), tokens=number + 1))
     assert [point[2] for point in accuracy(recent)["points"]] == [
-        number + 1.0 for number in range(4 * POINTS, 5 * POINTS)
+        number + 1.0 for number in range(4 * KEPT_POINTS, 5 * KEPT_POINTS)
     ]
 
 

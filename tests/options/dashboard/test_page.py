@@ -213,7 +213,7 @@ async def test_the_stream_goes_on_and_ends_with_the_server() -> None:
 
 
 async def test_there_are_no_more_listeners_than_are_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "LISTENERS_MAX", 2)
+    monkeypatch.setattr(events, "MAX_LISTENERS", 2)
     stream = EventStream(Counted(), interval_s=3600)
     async with served(stream) as url, aiohttp.ClientSession() as session:
         async with session.get(url) as one, session.get(url) as two, session.get(url) as refused:

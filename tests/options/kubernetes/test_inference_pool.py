@@ -12,8 +12,8 @@ from helpers import HANG_S, turns_until
 from options.kubernetes.conftest import Cluster, serving
 from options.kubernetes.test_kubernetes import Seen, pod
 
-from hetlb.balancer.config.discovery import KubernetesTable
 from hetlb.errors import ConfigError
+from hetlb.options.kubernetes.cluster_tables import KubernetesTable
 from hetlb.options.kubernetes.inference_pool import InferencePoolSource, ObjectiveSource
 from hetlb.options.source import Sources
 
@@ -117,7 +117,7 @@ async def test_a_cluster_without_pools_is_told_of_and_asked_again(caplog: pytest
     assert "inferencepools answers 404: Not Found; what it gave last stays" in caplog.text
 
 
-async def test_priorities_are_those_of_the_pools_objectives() -> None:
+async def test_priorities_come_from_the_pools_objectives() -> None:
     def objective(name: str, pool: str, **spec: int) -> dict[str, Any]:
         return {"metadata": {"name": name}, "spec": {"poolRef": {"name": pool}, **spec}}
 

@@ -1,7 +1,7 @@
 """The watch of pods and EndpointSlices, against a server that behaves as the API's documentation says.
 
-No API server is at hand here: pages, resumed connections, bookmarks and expired versions are those of "API
-concepts", the objects those of core/v1 and discovery.k8s.io/v1.
+No API server is at hand here: pages, resumed connections, bookmarks and expired versions follow "API
+concepts", the objects core/v1 and discovery.k8s.io/v1.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from options.kubernetes.conftest import ApiServer
 
-from hetlb.balancer.config.discovery import KubernetesTable
 from hetlb.options.kubernetes import kubernetes
+from hetlb.options.kubernetes.cluster_tables import KubernetesTable
 from hetlb.options.kubernetes.kubernetes import Item, KubernetesSource
 from hetlb.options.source import Found, Sources
 

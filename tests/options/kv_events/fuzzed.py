@@ -30,7 +30,7 @@ def kv_events(data: bytes) -> None:
 
 
 def blocks(size: int, tokens: int = 16) -> bytes:
-    """KV events that store so many bytes of blocks."""
+    """Return KV events that store `size` bytes of blocks."""
     count = size // (tokens + 1)
     return msgpack.encode([0.5, [["BlockStored", [1] * count, None, [1] * (tokens * count), tokens]]])
 

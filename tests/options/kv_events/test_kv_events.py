@@ -23,7 +23,6 @@ from options.kv_events.kv_publisher import CLEARED, SIZE, Publisher, removed, st
 from proxy.services import Engine, Running, document, serving
 
 from hetlb.balancer.config.fleet import load_fleet
-from hetlb.balancer.config.fleet_tables import KvEventsTable
 from hetlb.errors import ConfigError
 from hetlb.options.kv_events import kv_events
 from hetlb.options.kv_events.block_index import (
@@ -35,7 +34,8 @@ from hetlb.options.kv_events.block_index import (
     block_digests,
 )
 from hetlb.options.kv_events.kv_events import MOST_PUBLISHER_BYTES, PART_BLOCKS, read_batch
-from hetlb.options.kv_events.zmtp import MOST_BYTES, ZmtpConnection, ZmtpError
+from hetlb.options.kv_events.publishers import KvEventsTable
+from hetlb.options.kv_events.zmtp import MAX_MESSAGE_BYTES, ZmtpConnection, ZmtpError
 
 
 @pytest_asyncio.fixture
@@ -202,13 +202,13 @@ def test_a_long_event_is_told_in_parts_that_mean_the_same() -> None:
 
 
 BOMBS = [
-    [[]] * (MOST_BYTES - 16),
-    [["BlockRemoved", []]] * (MOST_BYTES // 15 - 1),
-    [["BlockRemoved", [1] * (MOST_BYTES - 64)]],
-    [["BlockStored", [1], None, [1] * (MOST_BYTES - 64), 1]],
-    [["BlockStored", [1] * (MOST_BYTES // 2 - 64), None, [1] * (MOST_BYTES // 2), 1]],
-    [["BlockStored", [1], None, [1], 1, None, None, None, [[]] * (MOST_BYTES - 64)]],
-    [{"type": "x"}] * (MOST_BYTES // 8),
+    [[]] * (MAX_MESSAGE_BYTES - 16),
+    [["BlockRemoved", []]] * (MAX_MESSAGE_BYTES // 15 - 1),
+    [["BlockRemoved", [1] * (MAX_MESSAGE_BYTES - 64)]],
+    [["BlockStored", [1], None, [1] * (MAX_MESSAGE_BYTES - 64), 1]],
+    [["BlockStored", [1] * (MAX_MESSAGE_BYTES // 2 - 64), None, [1] * (MAX_MESSAGE_BYTES // 2), 1]],
+    [["BlockStored", [1], None, [1], 1, None, None, None, [[]] * (MAX_MESSAGE_BYTES - 64)]],
+    [{"type": "x"}] * (MAX_MESSAGE_BYTES // 8),
     [{"type": "BlockStored", "block_hashes": [1], "token_ids": [2**63], "block_size": 1}],
     [{"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 0}],
 ]
@@ -217,7 +217,7 @@ BOMBS = [
 @pytest.mark.parametrize("number", range(len(BOMBS)))
 def test_a_message_takes_a_bounded_amount_of_memory(number: int) -> None:
     payload = msgspec.msgpack.encode([1.0, BOMBS[number]])
-    assert len(payload) <= MOST_BYTES + 64
+    assert len(payload) <= MAX_MESSAGE_BYTES + 64
     tracemalloc.start()
     try:
         with contextlib.suppress(ValueError):

@@ -13,7 +13,7 @@ from proxy.upstreams import PLAIN_BODY
 
 from hetlb.balancer.clients.router import Router
 from hetlb.balancer.clients.token_estimator import TokenEstimator
-from hetlb.balancer.config.fleet_tables import PickTable, ProxyTable
+from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.health import HealthTracker
 from hetlb.balancer.core.throttle import Throttle
 from hetlb.balancer.core.types import Health
@@ -21,8 +21,9 @@ from hetlb.options.pick.calls import receive
 from hetlb.options.pick.envoy_fields import MalformedMessage
 from hetlb.options.pick.messages import STREAMED
 from hetlb.options.pick.pick_driver import PickDriver
+from hetlb.options.pick.pick_table import PickTable
 from hetlb.options.pick.stream import HttpStream, PickerState
-from hetlb.options.pick.tenant_names import MOST
+from hetlb.options.pick.tenant_names import MAX_NAMES
 
 #: The messages of a request and its answer, as Envoy sends them.
 HEADERS = request_headers(STREAMED).SerializeToString()
@@ -77,7 +78,7 @@ class Door:
         assert self.scheduler.in_flight == 0
         assert len(self.scheduler.queue) == 0
         assert self.state.held_bytes == 0
-        assert len(self.state.tenants) <= MOST
+        assert len(self.state.tenants) <= MAX_NAMES
         self.scheduler.check_integrity()
         # Nothing of one input is to be held against the next.
         instance = self.scheduler.instances[0]

@@ -15,7 +15,7 @@ from hetlb.tools.loadtest.processes import helper_processes
 
 
 @pytest.mark.envoy
-async def test_attainment_is_that_of_the_client(tmp_path: Path) -> None:
+async def test_attainment_is_the_clients(tmp_path: Path) -> None:
     port = free_port()
     with helper_processes() as helpers:
         urls = await engines(helpers, tmp_path, pick={"port": port})

@@ -19,10 +19,10 @@ from hetlb.balancer.core.types import (
     Request,
 )
 from hetlb.balancer.exchange.scheduler_side import StallWatch
-from hetlb.options.pick.pick_driver import MOST_RANKED, PickDriver
+from hetlb.options.pick.pick_driver import MOST_RANKED_INSTANCES, PickDriver
 
 
-@pytest.mark.parametrize("count", [30, 3 * MOST_RANKED])
+@pytest.mark.parametrize("count", [30, 3 * MOST_RANKED_INSTANCES])
 async def test_fallbacks_can_take_the_request_and_are_not_the_chosen_one(count: int) -> None:
     capacity = Capacity(max_num_seqs=8, kv_cache_tokens=100_000)
     scheduler = make_scheduler([spec(f"i{n}", capacity=capacity) for n in range(count)], "hetlb")

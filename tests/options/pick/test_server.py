@@ -288,7 +288,7 @@ async def test_frames_of_two_bytes_hold_little_more_than_their_bytes(tmp_path: P
 
 
 async def test_one_connection_has_a_bounded_number_of_calls(tmp_path: Path) -> None:
-    """Calls beyond it are refused at once, and keep those of other connections waiting for nothing."""
+    """Calls beyond it are refused at once, and do not hold up calls of other connections."""
     most = server.MAX_CALLS_EACH
     numbers = range(1, 4 * most, 2)
     async with picker(tmp_path) as made, insecure(made) as channel:

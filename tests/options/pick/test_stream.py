@@ -27,10 +27,10 @@ from options.pick.rig import Rig
 from proxy.upstreams import PLAIN_BODY
 
 from hetlb.options.pick import messages, stream_states
-from hetlb.options.pick.calls import MAX_BESIDE_BODY, is_body
+from hetlb.options.pick.calls import MAX_BESIDE_BODY_BYTES, is_body
 from hetlb.options.pick.messages import BUFFERED, FULL_DUPLEX, STREAMED
 from hetlb.options.pick.stream_states import StreamState
-from hetlb.options.pick.tenant_names import FAIRNESS, MOST, OTHERS, TenantNames
+from hetlb.options.pick.tenant_names import FAIRNESS, MAX_NAMES, OTHERS, TenantNames
 
 
 def test_every_state_of_a_stream_is_reached_and_left() -> None:
@@ -221,7 +221,7 @@ def rounds(made: Rig) -> int:
 async def test_tenants_that_anyone_may_name_are_bounded(tmp_path: Path) -> None:
     async with picker(tmp_path) as made, insecure(made) as channel:
         gateway, seen = Gateway(channel), set()
-        for number in range(MOST + 20):
+        for number in range(MAX_NAMES + 20):
             call = await gateway.open(x_gateway_inference_fairness_id=f"t{number}")
             await call.write(body_of("request_body", made.body()))
             await told(call)
@@ -229,7 +229,7 @@ async def test_tenants_that_anyone_may_name_are_bounded(tmp_path: Path) -> None:
             seen.add(exchange.record.request.tenant)
             call.cancel()
             await turns_until(lambda: not made.picker.driver.exchanges)
-        assert len(seen) == MOST + 1
+        assert len(seen) == MAX_NAMES + 1
         assert OTHERS.decode() in seen
 
 
@@ -243,7 +243,7 @@ def test_a_tenant_that_is_idle_makes_room_and_one_in_use_keeps_its_name(
         fields = {FAIRNESS.encode(): b"%d" % number}
         kept = number in last and fields[FAIRNESS.encode()] in names._seen
         names.confine(fields, now)
-        assert len(names) <= MOST
+        assert len(names) <= MAX_NAMES
         if fields[FAIRNESS.encode()] == OTHERS:
             assert not kept
         else:
@@ -255,11 +255,11 @@ def test_a_large_message_is_read_if_it_is_a_body(body: int, beside: int, answer:
     message = body_of("response_body" if answer else "request_body", bytes(body))
     message.attributes["x"].fields["y"].string_value = "z" * beside
     data = message.SerializeToString()
-    if len(data) > MAX_BESIDE_BODY:
-        assert is_body(data) == (len(data) - body <= MAX_BESIDE_BODY)
+    if len(data) > MAX_BESIDE_BODY_BYTES:
+        assert is_body(data) == (len(data) - body <= MAX_BESIDE_BODY_BYTES)
 
 
 @given(st.binary(max_size=40))
 def test_whatever_begins_a_large_message_is_no_error(beginning: bytes) -> None:
-    data = beginning + bytes(MAX_BESIDE_BODY + 1)
+    data = beginning + bytes(MAX_BESIDE_BODY_BYTES + 1)
     is_body(data)

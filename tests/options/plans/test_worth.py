@@ -73,7 +73,7 @@ def test_a_request_that_many_overtook_goes_anywhere() -> None:
     assert 2 in order
 
 
-def test_answers_that_are_not_known_are_those_of_the_plan() -> None:
+def test_unknown_answers_are_the_plans() -> None:
     types = (PlannedType("m", 1000.0, 20.0, 3.0), PlannedType("m", 1000.0, 200.0, 1.0))
     worth = Worth((("a", 1.0),), types)
     assert worth.kind("m", 950, 200) == worth.kind("m", 990, 205)

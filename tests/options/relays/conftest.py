@@ -15,7 +15,7 @@ from options.relays.processes import Serve, Serving, at_rest
 
 @pytest.fixture
 async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
-    """Start a fleet file with so many workers; in the end all figures must be zero and no process left."""
+    """Start a fleet file with `workers` workers; in the end all figures must be zero and no process left."""
     running: list[Serving] = []
 
     async def start(fleet: dict[str, Any], *flags: str, workers: int = 2) -> Serving:

@@ -139,7 +139,7 @@ class Serving:
                 await asyncio.sleep(_POLL_S)
 
     async def both_serve(self, count: int = 2) -> list[Reply]:
-        """Ask until so many workers have answered: all replies."""
+        """Ask until `count` workers have answered; return all replies."""
         replies: list[Reply] = []
         async with asyncio.timeout(HANG_S):
             while len({worker_of(reply) for reply in replies}) < count:
@@ -154,7 +154,7 @@ def worker_of(reply: Reply) -> str:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started, of those that are alive."""
+    """Return the living processes that a process has started."""
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -167,7 +167,7 @@ def name_of(pid: int) -> str:
 
 
 def alive(pids: list[int]) -> list[int]:
-    """Those of these processes that there are."""
+    """Return the processes that are alive."""
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 

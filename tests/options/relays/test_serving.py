@@ -60,7 +60,7 @@ class Turns(Engine):
         visit.send(plain())
 
     async def has_served(self, count: int) -> list[str]:
-        """The first so many, when they have come."""
+        """Return the first `count` requests, when they have come."""
         async with asyncio.timeout(HANG_S), self.arrived:
             await self.arrived.wait_for(lambda: len(self.order) >= count)
         return self.order
@@ -76,7 +76,7 @@ async def test_a_balancer_that_asks_for_health_is_told_that_it_serves(serve: Ser
             assert (await proxy.ask("/health", "GET")).status == 200
 
 
-async def test_figures_counters_and_decisions_are_those_of_all(serve: Serve) -> None:
+async def test_figures_counters_and_decisions_are_of_all_processes(serve: Serve) -> None:
     async with Engine() as one, Engine() as two:
         proxy = await serve(document(one, two), workers=2)
         assert len(proxy.relays) == 2
@@ -110,7 +110,7 @@ async def test_figures_counters_and_decisions_are_those_of_all(serve: Serve) -> 
 
 
 async def lines(proxy: Serving, count: int) -> list[str]:
-    """The lines of the request log, once there are so many; each is whole."""
+    """Return the lines of the request log, once there are `count`; each is whole."""
     async with asyncio.timeout(HANG_S), proxy._news:
         await proxy._news.wait_for(lambda: sum("request=" in line for line in proxy.errors) >= count)
     found = [line for line in proxy.errors if "request=" in line]

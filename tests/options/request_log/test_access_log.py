@@ -232,7 +232,7 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
         (["10.0.0.0/8"], "203.0.113.9", "127.0.0.1"),
     ],
 )
-async def test_the_address_of_a_client_is_that_of_the_last_proxy_that_is_trusted(
+async def test_the_address_of_a_client_is_before_the_last_trusted_proxy(
     tmp_path: Path, trusted: list[str], forwarded: str, client: str
 ) -> None:
     async with Engine() as engine:

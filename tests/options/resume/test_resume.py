@@ -27,7 +27,7 @@ from hetlb.balancer.core.types import (
     Outcome,
 )
 from hetlb.balancer.exchange.exchange_states import Phase
-from hetlb.options.resume.continuation import MOST_RESUMED
+from hetlb.options.resume.continuation import MAX_FRUITLESS_LEASES
 from hetlb.tools.emulator import EmulatedEngine
 
 HOWS = ("fin", "rst")
@@ -286,7 +286,7 @@ async def resumed(
 
 @pytest.mark.parametrize("kind", ["completions", "chat"])
 @pytest.mark.parametrize("most", [40, 60])
-async def test_limits_are_less_by_what_there_is(
+async def test_limits_are_less_by_the_tokens_so_far(
     start: Start, engine: EmulatedEngine, kind: str, most: int
 ) -> None:
     """A model that would stop after 50 tokens, within the limits or not, and not before `min_tokens`."""
@@ -515,6 +515,6 @@ async def test_an_answer_is_resumed_as_long_as_it_gets_on(
         assert sum(proxy.driver.totals.resumptions.values()) == 9
         return
     assert (got.failed, got.done) == (True, False)
-    assert sum(proxy.driver.totals.resumptions.values()) == MOST_RESUMED
+    assert sum(proxy.driver.totals.resumptions.values()) == MAX_FRUITLESS_LEASES
     [record] = proxy.exchanges
     assert record.output_tokens >= len(got.said) - 1

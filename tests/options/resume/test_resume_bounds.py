@@ -390,7 +390,7 @@ async def test_where_engines_die_without_their_requests_doing_an_answer_is_in_mo
         got = await ask(url, "completions", asked)
         assert got.failed
         assert len(killers.dead) == 2 + 3
-        got = await ask(url, "completions", asked)  # those deaths are its own: they excuse nothing
+        got = await ask(url, "completions", asked)  # these deaths are its own: they excuse nothing
         assert got.failed
         assert len(killers.dead) == 5 + 3
 

@@ -33,7 +33,7 @@ async def ask(port: int, body: bytes) -> bytes:
 
 
 class Hostile:
-    """Engines that send `first` to the first request and `second` to those after it."""
+    """Engines that send `first` to the first request and `second` to later ones."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

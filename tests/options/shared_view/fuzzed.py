@@ -9,8 +9,8 @@ from fuzz.costs import Make, Reader, framed, framed_in, many
 from helpers import make_scheduler, spec
 from msgspec import msgpack
 
-from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.options.lease_wire import PART_CHANGES
+from hetlb.options.shared_view.shared_table import SharedTable
 from hetlb.options.shared_view.sharing import _VERSION, Sharing
 
 #: The loop of `sharing`, which lives as long as it.

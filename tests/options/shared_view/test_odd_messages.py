@@ -12,13 +12,13 @@ import pytest
 from helpers import make_scheduler, request, spec
 from options.shared_view.fuzzed import TARGETS
 
-from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.balancer.core.journal import Booked, Change, Ended
 from hetlb.balancer.core.types import Outcome
 from hetlb.build import compiled
 from hetlb.options.lease_wire import PART_BYTES, PART_CHANGES, WireBooked, WireChange, to_wire
 from hetlb.options.shared_view import sharing
-from hetlb.options.shared_view.sharing import MOST_BYTES, Sharing
+from hetlb.options.shared_view.shared_table import SharedTable
+from hetlb.options.shared_view.sharing import MAX_MESSAGE_BYTES, Sharing
 
 NAME = "ab12"
 
@@ -168,11 +168,11 @@ async def test_many_leases_come_in_parts_that_mean_the_same(
 @pytest.mark.parametrize("change", [[1, 1], [2, 1, "ok", 0, None], [3, {str(n): 1 for n in range(4000)}]])
 @pytest.mark.parametrize("keys", [0, 4096])
 def test_a_message_takes_a_bounded_amount_of_memory(change: list[Any], keys: int) -> None:
-    """Whatever comes in `MOST_BYTES`: what is kept of it, and what was while it was read."""
+    """Whatever comes in `MAX_MESSAGE_BYTES`: what is kept of it, and what was while it was read."""
     if keys:
         change = lease(facts={"prefix_keys": [["", None]] * keys})
     size = len(msgspec.msgpack.encode(change))
-    data = message([change] * min(PART_CHANGES, MOST_BYTES // size))
+    data = message([change] * min(PART_CHANGES, MAX_MESSAGE_BYTES // size))
     tracemalloc.start()
     try:
         sharing._decode(data)

@@ -12,7 +12,7 @@ from faults.rig import Rig
 from faults.upstream_cases import QUIET, whole
 from proxy.upstreams import SSE_HEAD, chunk, plain
 
-from hetlb.options.split.fetch_checks import MOST_MISSED
+from hetlb.options.split.fetch_checks import MAX_MISSED_TRANSFERS
 
 #: A lease so short that a case can wait for it, and longer than a prompt takes on a busy machine.
 SHORT = {"connector": "nixl", "lease_s": 3.0}
@@ -121,7 +121,7 @@ async def all_up(rig: Rig) -> None:
 
 
 async def good(rig: Rig, mode: str, runs: int, *, stream: bool = True) -> None:
-    """A request that meets `mode` is answered whole, in so many runs."""
+    """Check that a request that meets `mode` is answered whole, in `runs` runs."""
     if not rig.first_bytes:
         await all_up(rig)
     answer = await rig.ask(mode, runs=runs, stream=stream)
@@ -148,7 +148,7 @@ async def not_in_time(rig: Rig) -> None:
 @case("K2", "load-fails", engines=2, outcomes={"ok": 12}, modes=PAIR, kv_transfer=LONG, scrape=QUIET)
 async def transfer_fails(rig: Rig) -> None:
     for number in range(12):  # then the pair rests, and one engine gets the whole request
-        await good(rig, "pair-load-fails", 3 if number < MOST_MISSED else 1)
+        await good(rig, "pair-load-fails", 3 if number < MAX_MISSED_TRANSFERS else 1)
     assert await rig.health("i0") == await rig.health("i1") == "up"
 
 

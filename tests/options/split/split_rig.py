@@ -57,7 +57,7 @@ class Rig:
 
     @property
     def handovers(self) -> dict[str, int]:
-        """Results of the hand-overs, those results that occurred."""
+        """Return the number of hand-overs by result, where there are some."""
         return {name: count for name, count in self.service.driver.totals.kv_transfers.items() if count}
 
     async def idle(self) -> None:

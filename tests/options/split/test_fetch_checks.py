@@ -15,8 +15,8 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.options.split.fetch_checks import (
     FETCHED,
     LAG_S,
-    MOST_MISSED,
-    MOST_UNJUDGED,
+    MAX_MISSED_TRANSFERS,
+    MAX_UNJUDGED_TRANSFERS,
     NOT_FETCHED,
     REST_S,
     UNJUDGED_S,
@@ -88,10 +88,10 @@ def test_a_failing_pair_is_found_beside_one_that_works(
 def test_a_pair_rests_and_is_tried_again() -> None:
     checks = FetchChecks()
     engine = Engine(checks)
-    for _ in range(MOST_MISSED):
+    for _ in range(MAX_MISSED_TRANSFERS):
         engine.answer(A, 500, fetched=False)
     engine.scrape()
-    assert checks.take_results() == {NOT_FETCHED: MOST_MISSED}
+    assert checks.take_results() == {NOT_FETCHED: MAX_MISSED_TRANSFERS}
     assert not checks.usable(A, TARGET, engine.now)
     assert [each.names for each in checks.resting(engine.now)] == [("i1", "i9")]
     engine.now += REST_S
@@ -109,7 +109,7 @@ def test_a_pair_rests_and_is_tried_again() -> None:
 def test_an_unjudged_pair_gets_few_requests() -> None:
     checks = FetchChecks()
     engine = Engine(checks)
-    for _ in range(MOST_UNJUDGED):
+    for _ in range(MAX_UNJUDGED_TRANSFERS):
         assert checks.usable(A, TARGET, engine.now)
         checks.booked(A, TARGET, engine.now)
     assert not checks.usable(A, TARGET, engine.now)
@@ -119,7 +119,7 @@ def test_an_unjudged_pair_gets_few_requests() -> None:
 def test_an_engine_without_counters_is_not_judged() -> None:
     checks = FetchChecks()
     checks.sampled(TARGET, None, None, 0.0, 1.0)
-    for _ in range(2 * MOST_UNJUDGED):
+    for _ in range(2 * MAX_UNJUDGED_TRANSFERS):
         checks.booked(A, TARGET, 1.0)
         checks.answered(A, TARGET, 100.0, 1.0)
     assert not checks.checks(TARGET)
@@ -130,10 +130,10 @@ def test_an_engine_without_counters_is_not_judged() -> None:
 def test_prompts_that_the_engine_had_are_no_failure() -> None:
     checks = FetchChecks()
     engine = Engine(checks)
-    for _ in range(2 * MOST_MISSED):
+    for _ in range(2 * MAX_MISSED_TRANSFERS):
         checks.answered(A, TARGET, 100.0, engine.now)  # neither fetched nor computed: cached
     engine.scrape()
-    assert checks.take_results() == {FETCHED: 2 * MOST_MISSED}
+    assert checks.take_results() == {FETCHED: 2 * MAX_MISSED_TRANSFERS}
 
 
 @pytest.mark.parametrize("gone", [True, False])

@@ -251,7 +251,7 @@ def test_mixed_roles_split_where_the_bandwidth_is_worth_it() -> None:
 def test_prompts_go_from_faster_readers_to_slower_ones_unless_roles_say_otherwise(
     slower: float, roles: tuple[Role, Role], expected: tuple[str, str] | None
 ) -> None:
-    """`b` reads so many times slower than `a`, which is busy; any pair is cheap enough."""
+    """`b` reads `slower` times slower than `a`, which is busy; any pair is cheap enough."""
     specs = [
         part("a", roles[0], latency=FAST),
         part("b", roles[1], latency=replace(FAST, k1=slower * FAST.k1, k4=slower * FAST.k4)),

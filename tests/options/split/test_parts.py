@@ -23,7 +23,7 @@ from hetlb.options.split.hand_overs import Parts
         ("b", "", True),
     ],
 )
-def test_parts_go_to_those_with_a_role(roles: str, parts: str, mixed: bool) -> None:
+def test_parts_go_to_instances_with_a_role(roles: str, parts: str, mixed: bool) -> None:
     of = {"p": Role.PREFILL, "d": Role.DECODE, "b": Role.BOTH}
     kinds = roles.split()
     _, filtered = fleet(*(linked(f"{kind}{n}", of[kind]) for n, kind in enumerate(kinds)))
@@ -36,7 +36,7 @@ def test_without_a_link_none_is_split() -> None:
     assert (Parts(filtered).instances, names(filtered.able)) == ([], "d")
 
 
-def test_parts_are_those_that_fit_had_it_not_and_are_not_restrained() -> None:
+def test_parts_fit_had_it_not_and_are_not_restrained() -> None:
     scheduler, filtered = fleet(
         linked("p", Role.PREFILL, kv=1000),
         linked("q", Role.PREFILL, kv=3000),

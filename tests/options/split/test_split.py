@@ -17,7 +17,7 @@ DATA = Path(__file__).parents[2] / "vllm" / "data"
 
 @pytest.mark.parametrize("connector", ["nixl", "nixl-push", "mooncake"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_answer_is_that_of_one_engine_and_its_prompt_is_computed_once(
+async def test_the_answer_equals_one_engines_and_its_prompt_is_computed_once(
     tmp_path: Path, connector: str, stream: bool
 ) -> None:
     async with rig(tmp_path, connector) as fleet:
@@ -89,7 +89,7 @@ async def test_what_cannot_be_split_goes_to_one_engine(tmp_path: Path, body: dic
         await fleet.idle()
 
 
-async def test_stop_words_minimum_and_usage_are_those_of_the_client(tmp_path: Path) -> None:
+async def test_stop_words_minimum_and_usage_are_the_clients(tmp_path: Path) -> None:
     async with rig(tmp_path) as fleet:
         body = {
             "model": "m", "prompt": [1] * 400, "max_tokens": 9, "min_tokens": 5, "stop": ["zzz"],

@@ -1,4 +1,4 @@
-"""Transfers by what decode engines fetched: counted as `done` or not, and pairs that fail are left alone."""
+"""Transfers counted as `done` or not from the decode engine's counters; pairs that fail are left alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from helpers import HANG_S
 from options.split.split_rig import WHOLE, Rig, rig
 
-from hetlb.options.split.fetch_checks import MOST_MISSED, MOST_UNJUDGED
+from hetlb.options.split.fetch_checks import MAX_MISSED_TRANSFERS, MAX_UNJUDGED_TRANSFERS
 
 
 async def checked(fleet: Rig, name: str) -> None:
@@ -42,7 +42,7 @@ async def test_a_pair_that_fetches_nothing_is_left_alone(tmp_path: Path, policy:
         await fleet.idle()
         results = fleet.handovers
         assert "done" not in results
-        assert MOST_MISSED <= sum(results.values()) <= MOST_UNJUDGED
+        assert MAX_MISSED_TRANSFERS <= sum(results.values()) <= MAX_UNJUDGED_TRANSFERS
         assert (await fleet.ask())[3] is None
         assert fleet.handovers == results
         admin = f"http://127.0.0.1:{fleet.service.admin.address[1]}"
@@ -63,7 +63,7 @@ async def test_the_other_pair_goes_on(tmp_path: Path) -> None:
         await fleet.idle()
         after = [(await fleet.ask(prompt=[2] * (300 + 7 * n)))[3] for n in range(24)]
         await fleet.idle()
-        assert "e1" not in after[MOST_MISSED:]
+        assert "e1" not in after[MAX_MISSED_TRANSFERS:]
         assert after.count("e0") >= 12
         checks = fleet.service.scheduler.placement.splits.transfers.checks
         resting = [each.names for each in checks.resting(fleet.service.driver.now())]

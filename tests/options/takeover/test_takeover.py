@@ -196,7 +196,7 @@ async def test_a_name_that_another_user_holds_is_said_at_the_start(caplog: pytes
     await offer.close()
 
 
-async def test_a_process_that_many_ask_is_not_taken_for_that_of_another_user() -> None:
+async def test_a_process_that_many_ask_is_not_taken_for_another_users() -> None:
     address, loop = ("127.0.0.1", 2), asyncio.get_running_loop()
     with local_socket() as running, contextlib.ExitStack() as others:
         running.bind(name_of(address))
@@ -358,7 +358,7 @@ async def test_upgrades_under_load(tmp_path: Path) -> None:
 
 
 async def upgrades(tmp_path: Path, times: int, count: int, workers: tuple[int, ...]) -> None:
-    """Replace the process so often, each time with so many open streams and 200 requests/s beside them."""
+    """Replace the process `times` times, each with `count` open streams and 200 requests/s beside them."""
     streams = Streams()
     async with Upstream(streams) as engine:
         fleet = document(engine, proxy={"request_log": False})

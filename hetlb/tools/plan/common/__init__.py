@@ -1,1 +1,1 @@
-"""Parts that the planners share: memory of instances, and latency of those with several stages."""
+"""Parts that the planners share: memory of instances, and latency of instances with several stages."""

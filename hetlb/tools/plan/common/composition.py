@@ -1,11 +1,11 @@
-"""Latency of an instance whose layers are divided over stages (pipeline parallelism), as that of one engine.
+"""Latency of an instance whose layers are divided over stages (pipeline parallelism), as one engine.
 
 A pipeline of S stages keeps S batches in flight, each a part of the instance's work. A batch comes round in
 the time that its stages and links take together, or S times the slowest stage where that is longer; the S of
 them are one larger iteration. With equal stages and free links an iteration over some work takes what the
 profile says of an S-th of that work: the same GPUs as replicas, of one KV cache.
 
-Coefficients are composed one by one, so that an iteration of unequal stages is never shorter than that of the
+Coefficients are composed one by one, so that an iteration of unequal stages is never shorter than on the
 slowest one, and every field of `LatencyModel` is composed or refused (`_FIELDS`).
 """
 
@@ -82,7 +82,7 @@ def roofline_of(table: RooflineTable, model: Model, degree: int) -> Roofline:
 def estimated(
     model: Model, table: RooflineTable, gpu: str, degree: int, memory_bytes: int | None
 ) -> dict[str, Any]:
-    """Source, hardware, model and engine of a profile by peak figures of so many GPUs."""
+    """Source, hardware, model and engine of a profile by peak figures of `degree` GPUs."""
     batched, seqs = batch_limits(gpu, memory_bytes)
     return {
         "source": ProfileSource(
@@ -206,7 +206,7 @@ def _mixed(turn: _Round, latencies: Sequence[LatencyModel]) -> MixedTerm | None:
 
     return MixedTerm(
         sequence_s=turn.part(values("sequence_s")),
-        # Prompt tokens and decodes of a batch are both an S-th of those of the iteration.
+        # Prompt tokens and decodes of a batch are both an S-th of the iteration's.
         pair_s=turn.part(values("pair_s")) / turn.stages,
         token_s=turn.part(values("token_s")),
         context_s=turn.of(values("context_s")),

@@ -23,9 +23,9 @@ from hetlb.tools.plan.common.capacity import usable_bytes
 from hetlb.tools.plan.common.quantities import Quantity, read_bytes, read_memory, read_parameters, read_rate
 
 #: Bytes/s between GPUs of one machine and between machines where the file does not say: PCIe 4 x16, 5 Gbit/s.
-INSIDE, BETWEEN = 25e9, 0.625e9
-#: A stated size that is off by more than this is named: it may be of another model.
-_MOST_OFF = 0.1
+INSIDE_BYTES_PER_S, BETWEEN_BYTES_PER_S = 25e9, 0.625e9
+#: Largest error of a stated size that is not named: the size may be of another model.
+_MOST_OFF_SHARE = 0.1
 
 
 # --- the model ------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     `kv_bytes_per_token` are of all layers that keep tokens, windows too: the unit of a cache's tokens, as in
     vLLM. `facts` are of its `config.json`, with what was stated in their place; None without one: degrees are
-    not checked then. `notes` name stated sizes that are far from those of `config.json`.
+    not checked then. `notes` name stated sizes that are far from `config.json`.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         return self.parameters * self.bytes_per_parameter
 
     def kv_bytes_at(self, tensor_parallel_size: int) -> float:
-        """Return the bytes of a token on all GPUs of a group: those with too few KV heads keep copies."""
+        """Return the bytes of a token on all GPUs of a group: GPUs with too few KV heads keep copies."""
         return self.kv_bytes_per_token * self.known.replication(tensor_parallel_size)
 
     def needed(self, tokens: float) -> float:
@@ -84,7 +84,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def known(self) -> ModelFacts:
-        """Return the facts; without a `config.json` those of a dense model that attends in full."""
+        """Return the facts; without a `config.json`, of a dense model that attends in full."""
         if self.facts is not None:
             return self.facts
         return stated_facts(
@@ -127,7 +127,7 @@ def read_model(table: PlanModelTable, path: Path, where: str, needed: Sequence[s
 
 
 def _with_facts(model: Model, table: PlanModelTable, found: ModelFacts, where: str) -> Model:
-    """Return the model with its facts; stated sizes win. Raises `ConfigError` for those of another model."""
+    """Return the model with its facts; stated sizes win. Raises `ConfigError` for another model's facts."""
     for key in ("layers", "hidden_size", "attention_heads"):
         stated, own = getattr(table, key), getattr(found, key)
         if stated is not None and stated != own:
@@ -149,7 +149,7 @@ def _with_facts(model: Model, table: PlanModelTable, found: ModelFacts, where: s
             ("bytes_per_parameter", each or 0.0, found.weight_bytes / found.parameters),
             ("kv_bytes_per_token", model.kv_bytes_per_token, found.kv_bytes_per_token),
         )
-        if stated and abs(stated - own) > _MOST_OFF * own
+        if stated and abs(stated - own) > _MOST_OFF_SHARE * own
     )
     return msgspec.structs.replace(
         model,
@@ -181,7 +181,7 @@ class MachineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """One machine, or `count` alike. Machines of one `site` are near each other.
 
     `profiles` maps a tensor-parallel degree to a latency profile of the whole model; one of a degree that
-    does not divide `gpus` is for layouts of unequal instances. `place` reads that of degree 1, as a stage is
+    does not divide `gpus` is for layouts of unequal instances. `place` reads degree 1, as a stage is
     one GPU; `roofline` is what `split` takes for degrees without one.
     """
 
@@ -218,7 +218,7 @@ class Machine:
     price_per_gpu_hour: float | None = None
 
     def usable(self, gpus: int) -> Fraction:
-        """Bytes of so many GPUs for weights and KV cache."""
+        """Bytes of `gpus` GPUs for weights and KV cache."""
         return usable_bytes(gpus, self.memory_bytes, self.gpu_memory_utilization, self.reserved_bytes_per_gpu)
 
     @cached_property
@@ -308,10 +308,10 @@ class LinkRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Bytes/s between GPUs inside a machine, by kind of GPU (or `default`), and between machines."""
 
     inside: dict[str, Positive] = {}
-    between: Positive = BETWEEN
+    between: Positive = BETWEEN_BYTES_PER_S
     latency_s: NonNegative = 2e-4
 
-    def rate_inside(self, gpu: str, usual: float = INSIDE) -> float:
+    def rate_inside(self, gpu: str, usual: float = INSIDE_BYTES_PER_S) -> float:
         """Bytes/s inside a machine of these GPUs."""
         return self.inside.get(gpu, self.inside.get("default", usual))
 
@@ -395,4 +395,4 @@ def _rates_of_matrix(
                     "differently as machines of their own"
                 )
     count = len(machines)
-    return tuple(tuple(rates_of.get((i, j), INSIDE) for j in range(count)) for i in range(count))
+    return tuple(tuple(rates_of.get((i, j), INSIDE_BYTES_PER_S) for j in range(count)) for i in range(count))

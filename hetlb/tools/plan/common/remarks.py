@@ -9,8 +9,8 @@ from hetlb.errors import ConfigError
 from hetlb.options.profiles.profile_file import Profile, profiles_of
 from hetlb.tools.plan.common.plan_tables import Machine, Model
 
-#: A profile's own model differs if its cache of a token is off by more than this.
-_MOST_OFF = 0.02
+#: Largest relative difference of a token's cache at which a profile is of the plan's own model.
+_MOST_OFF_SHARE = 0.02
 
 
 def _same_name(one: str, other: str) -> bool:
@@ -20,7 +20,7 @@ def _same_name(one: str, other: str) -> bool:
 
 
 def other_model(model: Model, profile: Profile) -> bool:
-    """Return True if a profile states another model than that of the plan, or its cache is of other bytes."""
+    """Return True if a profile states another model than the plan, or its cache is of other bytes."""
     own = profile.model
     if own is None:
         return False
@@ -28,7 +28,7 @@ def other_model(model: Model, profile: Profile) -> bool:
         return True
     bytes_each, facts = own.kv_bytes_per_token, model.known
     return bytes_each is not None and all(
-        known > 0 and abs(bytes_each - known) > _MOST_OFF * known
+        known > 0 and abs(bytes_each - known) > _MOST_OFF_SHARE * known
         for known in (facts.kv_bytes_per_token, facts.allocated.per_token)
     )
 

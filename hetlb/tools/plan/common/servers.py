@@ -37,7 +37,7 @@ PLACEHOLDER = ".invalid"
 #: The file of a profile, or what makes one, which is written under its name.
 ProfileOf: TypeAlias = Path | Callable[[], Profile]
 #: Words for the heading of a fleet file.
-FILL_IN = "Fill in the hosts (NAME.invalid): `hetlb serve --check` names those that are missing."
+FILL_IN = "Fill in the hosts (NAME.invalid): `hetlb serve --check` names missing ones."
 
 
 def simulated_limits(profile: Profile) -> tuple[int, int]:
@@ -108,7 +108,7 @@ class VllmServer:
             words.append("--enable-expert-parallel")
         environment = {}
         if connector is not None:
-            # A side channel per rank: the next server's begins behind those of this one.
+            # A side channel per rank: the next server's begin behind this server's.
             side_channel = _FIRST_SIDE_CHANNEL + 16 * (self.port - FIRST_PORT)
             environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = host_of(self.gpus[0][0])
             environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side_channel)

@@ -1,6 +1,6 @@
 """Capacity of a group of GPUs in a role: the cost models, and the search for its parallelism.
 
-`ProfileCost`: the latency profile of every stage (or one estimated from a roofline), composed to that of a
+`ProfileCost`: the latency profile of every stage (or one estimated from a roofline), composed to one of a
 pipeline, and the rates of `rates`; what the simulator takes, so planned and simulated figures are comparable.
 
 `PaperCost`: appendix A of HexGen-2 (ICLR 2025), with the true size of a layer and of its KV cache where the
@@ -56,8 +56,8 @@ from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.study import engine_of
 
 #: Divisions of the layers over unlike machines: shares of proportion to speed, the rest to memory.
-_BLENDS = (1.0, 0.5, 0.0)
-#: Latency of a transfer inside a machine; `links.latency_s` is that between machines.
+_BLEND_SHARES = (1.0, 0.5, 0.0)
+#: Latency of a transfer inside a machine; `links.latency_s` holds between machines.
 _INSIDE_LATENCY_S = 5e-6
 #: Batches at which an estimated step of a mixture is stated.
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -65,7 +65,7 @@ _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _CORNER = 8.0
 #: Layers' time of the whole model is taken at this batch and context to say how fast GPUs decode.
 _SPEED_BATCH, _SPEED_CONTEXT = 32, 1024
-#: A KV cache below this holds nothing; rows of the workload that the bubbles of a pipeline are found on.
+#: Least tokens of a usable KV cache; rows of the workload that the bubbles of a pipeline are found on.
 _FEWEST_TOKENS = 16
 _BUBBLE_ROWS = 100
 
@@ -124,7 +124,7 @@ class GroupTable:
         return replace(group, stages=stages)
 
     def _promising(self, composition: Composition, role: Role) -> list[ServerGroup]:
-        """All groups that hold the model and a request, those that promise the most first."""
+        """All groups that hold the model and a request, the most promising first."""
         key = self._alike(composition), role
         if key not in self._ranked:
             found = []
@@ -172,7 +172,7 @@ class GroupTable:
             memory = [cluster.machines[m].usable_bytes for m in machines]
             if min(memory) <= 0.0:
                 continue
-            for blend in _BLENDS if len(set(machines)) > 1 else (1.0,):
+            for blend in _BLEND_SHARES if len(set(machines)) > 1 else (1.0,):
                 weights = [
                     blend * s / sum(speeds) + (1.0 - blend) * b / sum(memory)
                     for s, b in zip(speeds, memory, strict=True)
@@ -188,7 +188,7 @@ class GroupTable:
 
 
 class ProfileCost:
-    """Rates by latency profiles; those of GPUs without one are estimated from their peak figures."""
+    """Rates by latency profiles; profiles that are missing are estimated from the GPUs' peak figures."""
 
     def __init__(self, cluster: SplitCluster) -> None:
         self._cluster = cluster
@@ -292,7 +292,7 @@ def estimated_profile(
     exchanged_s = 4.0 * cluster.model.layers * (degree - 1) / degree * size / (link_bytes_per_s or math.inf)
     facts = model.known
     token_s = 2.0 * facts.passed_parameters / flops + exchanged_s
-    # A prompt reaches all experts but a few; a decode step those that its sequences choose.
+    # A prompt reaches all experts but a few; a decode step the experts that its sequences choose.
     floor_s = facts.touched_bytes(math.inf) / bandwidth + overhead_s
     steps = tuple(
         facts.touched_bytes(batch) / bandwidth + overhead_s + exchanged_s * batch for batch in _BATCHES

@@ -17,7 +17,7 @@ from hetlb.tools.plan.disaggregation.split_cluster import Composition, Role, Ser
 from hetlb.tools.plan.disaggregation.split_search import SplitsFound, search
 from hetlb.tools.plan.highs import SolveLimits
 
-_WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_SPLIT_WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _ROUNDING = 1e-9
 #: Seconds of the search for plans beside the best.
 SEARCH_S = 20.0
@@ -38,7 +38,7 @@ class Exhaustive:
             if groups:
                 self._options.append((composition, groups))
         # Per weight: the most that a GPU of each machine may add.
-        self._densities = [self._density(weight) for weight in _WEIGHTS]
+        self._densities = [self._density(weight) for weight in _SPLIT_WEIGHTS]
         self.best: SplitPlan | None = None
         self.complete = False
         self._most = 0.0
@@ -67,7 +67,7 @@ class Exhaustive:
             if plan.throughput > self._most * (1.0 + _ROUNDING):
                 self.best, self._most = plan, plan.throughput
         left = self._left
-        for weight, density in zip(_WEIGHTS, self._densities, strict=True):
+        for weight, density in zip(_SPLIT_WEIGHTS, self._densities, strict=True):
             more = sum(n * each for n, each in zip(left, density, strict=True))
             if weight * prefill + (1.0 - weight) * decode + both + more <= self._most * (1.0 + _ROUNDING):
                 return True
@@ -100,7 +100,7 @@ def _value(group: ServerGroup, weight: float) -> float:
 
 
 def find_exhaustively(table: GroupTable, limits: SolveLimits) -> SplitsFound:
-    """Return the best plan of all and, for the simulation that chooses, those of a search."""
+    """Return the best plan of all and, for the simulation that chooses, the plans of a search."""
     every = Exhaustive(table)
     best = every.run(limits)
     colocated = Exhaustive(table, (Role.BOTH,)).run(limits)

@@ -21,7 +21,7 @@ from hetlb.tools.plan.highs import LinearProgram, SolveLimits
 #: Share of a link that a plan uses. Transfers come at random, and a scheduler that chooses request by request
 #: follows no flow: over fuller links KV caches wait, and fill the prefill groups that keep them meanwhile.
 LINK_SHARE = 0.4
-#: Flows below this share of the total are rounding.
+#: Least share of the total flow: smaller ones are rounding.
 _LEAST_SHARE = 1e-9
 
 

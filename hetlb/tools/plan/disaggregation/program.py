@@ -2,10 +2,10 @@
 
 With `complete` templates, no plan serves more than `bound` requests/s.
 
-Machines that are alike are a class (in a small cluster every machine is one), and a template is a group of so
-many GPUs of machines of some classes in a role. The program chooses how many of each template, and how much
-KV flows from class to class: what prefill templates of a class emit and decode templates take in, within the
-links between the classes. Which machine a group is on is left to `place`, first fit by size.
+Machines that are alike are a class (in a small cluster every machine is one), and a template is a group of
+GPUs, a number of each class of machines, in a role. The program chooses how many of each template, and how
+much KV flows from class to class: what prefill templates of a class emit and decode templates take in, within
+the links between the classes. Which machine a group is on is left to `place`, first fit by size.
 
 A template has what its group promises, until a solution uses it: then its pipeline is simulated and the
 program solved again, first without integers. So few templates are simulated, and every bound holds.
@@ -28,17 +28,17 @@ from hetlb.tools.plan.disaggregation.network import LINK_SHARE
 from hetlb.tools.plan.disaggregation.split_cluster import Composition, Role, ServerGroup, SplitCluster
 from hetlb.tools.plan.highs import INFINITY, LinearProgram, OnProgress, SolveLimits
 
-#: Every machine is a class of its own in clusters of up to so many.
+#: Most machines of a cluster in which each machine is a class of its own.
 _FEW_MACHINES = 8
-#: With so few GPUs every composition is a template.
+#: Most GPUs for which every composition is a template.
 _FEW_GPUS = 8
-#: With more templates than this the program takes too long; groups across machines that gain nothing go.
+#: Most templates that the program takes in time; of more, groups across machines that gain nothing go.
 _MANY_TEMPLATES = 2000
 #: The most choices of templates that are placed.
 _MOST_CHOICES = 8
-#: A template of which so few are used in a solution is not in it.
-_LEAST_NUMBER = 1e-6
-#: Machines of one group; beyond two, all hold equally many of its GPUs.
+#: Least use of a template in a solution: below, it is rounding.
+_LEAST_TEMPLATE_USE = 1e-6
+#: Most machines of one group; beyond two, all hold equally many of its GPUs.
 _MOST_MACHINES = 8
 
 #: (class, GPUs in one machine of it), sorted.
@@ -96,7 +96,7 @@ class Templates:
             self.templates = list(self._worthwhile())
 
     def _worthwhile(self) -> Iterator[Template]:
-        """Yield groups inside one machine, and those across machines that serve more than inside."""
+        """Yield groups inside one machine, and groups across machines that serve more than inside."""
         inside: dict[tuple[int, Role], float] = {}
         for template in self.templates:
             if len(template.shape) == 1:
@@ -145,7 +145,7 @@ class Templates:
     ) -> Solved | None:
         """Return the best numbers of templates in these roles found within the limits.
 
-        First of those that are exact, which takes no simulation, then of all.
+        Templates with exact capacities come first, as they take no simulation; then all.
         """
         choices: list[Choice] = []
         bound = math.inf
@@ -162,7 +162,7 @@ class Templates:
                 solution = program.solve(limits, on_progress=on_progress, on_solution=incumbents.append)
                 if solution is None:
                     break
-                used = [at for at in own if solution.values[numbers[at]] > _LEAST_NUMBER]
+                used = [at for at in own if solution.values[numbers[at]] > _LEAST_TEMPLATE_USE]
                 if integer and (limits.over or not self._simulate(used)):
                     bound = solution.bound if promised else math.inf
                     # Layouts that the program met on its way to all templates may need simulations.

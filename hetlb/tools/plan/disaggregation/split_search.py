@@ -17,7 +17,7 @@ from hetlb.tools.plan.disaggregation.program import Choice, Templates
 from hetlb.tools.plan.disaggregation.split_cluster import Role, SplitPlan
 from hetlb.tools.plan.highs import OnProgress, SolveLimits
 
-#: Shares of the time that is left, most of which is not needed, for the templates and for the program without
+#: Shares of the time left, most of it not needed, for the templates and for the program without
 #: splitting, whose simulations the other one has, too; and the least seconds of either.
 _TEMPLATES_SHARE, _COLOCATED_SHARE, _LEAST_S = 0.3, 0.6, 0.3
 

@@ -17,7 +17,7 @@ from hetlb.tools.plan.disaggregation.split_cluster import ServerGroup, SplitClus
 def servers_of(cluster: SplitCluster, plan: SplitPlan) -> list[VllmServer]:
     """Return one server a group, in the order of the plan, with the limits that its capacity rests on.
 
-    A pipeline across machines runs on a Ray cluster. vLLM's limit of tokens is that of the batch of a stage.
+    A pipeline across machines runs on a Ray cluster. vLLM's limit of tokens is the limit of a stage's batch.
     """
     taken = [0] * len(cluster.machines)
     from_trace = len(cluster.workload.rows) > 1  # then the longest request is known

@@ -1,6 +1,6 @@
 """Plans under the production scheduler, in virtual time: what their groups and links really serve.
 
-Requests arrive at random (Poisson) a little faster than the plan serves them. Throughput is that of
+Requests arrive at random (Poisson) a little faster than the plan serves them. Throughput counts
 completions once the fleet is full. Groups are the engines of their latency profiles, KV caches take the links
 of the plan.
 """
@@ -28,16 +28,16 @@ from hetlb.tools.sim.study import engine_of
 from hetlb.tools.workload.records import RequestResult
 
 #: Offered load, as a share of the planned throughput.
-LOAD = 1.05
+LOAD_SHARE = 1.05
 #: Weight of a plan that splits in simulation: it has more that can fail, so it must serve a good deal more.
-_WORTH = 0.95
-#: Plans that serve this share of the most are as good: the simplest of them is chosen.
-_AS_GOOD = 0.98
-#: The run lasts so many times as long as a request stays in the slowest group; its requests, within bounds.
-_TURNS = 6.0
-_FEWEST, _MOST = 2000, 8000
-#: Completions count from this share of the arrivals' time on, until the last arrival.
-_FROM = 0.45
+_SPLIT_WEIGHT = 0.95
+#: Least share of the best throughput of plans that are as good: the simplest of them is chosen.
+_AS_GOOD_SHARE = 0.98
+#: Length of the run, in stays of a request in the slowest group; bounds of its requests.
+_RUN_STAYS = 6.0
+_LEAST_REQUESTS, _MOST_REQUESTS = 2000, 8000
+#: Share of the arrivals' time from which completions count, until the last arrival.
+_FROM_SHARE = 0.45
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,8 @@ def simulate_plan(
 ) -> Simulated:
     """Return a plan under a policy at `rate` requests/s (a little above the plan's); `count` requests."""
     servers, links = make_servers(cluster, plan, cost)
-    offered = plan.throughput * LOAD if rate is None else rate
-    number = count or round(min(_MOST, max(_FEWEST, _wanted(cluster, plan))))
+    offered = plan.throughput * LOAD_SHARE if rate is None else rate
+    number = count or round(min(_MOST_REQUESTS, max(_LEAST_REQUESTS, _wanted(cluster, plan))))
     rng = random.Random(seed)
     rows = list(cluster.workload.rows)
     drawn = [rng.choice(rows) for _ in range(number)] if len(rows) > 1 else rows * number
@@ -125,7 +125,7 @@ def judge(
     *,
     seed: int = 0,
 ) -> list[Judged]:
-    """Plans by what they serve in simulation, the best first; those that there was time for, one at least."""
+    """Plans by their simulated throughput, the best first; at least one, and no more than time allows."""
     judged: list[Judged] = []
     for plan in plans:
         if judged and limits.over:
@@ -143,13 +143,13 @@ def choose(
         "simulated": None,
         "colocated": None if colocated is None else {"throughput_req_s": colocated.throughput},
     }
-    if count == 0 or limits.over or _wanted(cluster, best) > 2 * _MOST:
+    if count == 0 or limits.over or _wanted(cluster, best) > 2 * _MOST_REQUESTS:
         return best, figures
     cost = ProfileCost(cluster)
     judged = judge(cluster, candidates(found.plans, count), cost, limits, seed=limits.seed)
     if colocated is not None and not limits.over:
         # At the load of the best split plan: what it does not serve of that, it cannot.
-        rate = LOAD * max(best.throughput, colocated.throughput)
+        rate = LOAD_SHARE * max(best.throughput, colocated.throughput)
         by_policy = {
             policy: simulate_plan(cluster, colocated, cost, policy=policy, rate=rate, seed=limits.seed)
             for policy in ("hetlb", "rr")
@@ -178,10 +178,10 @@ def simplest(judged: Sequence[Judged]) -> Judged:
     """Return the simplest of the plans that serve nearly the most in simulation."""
 
     def worth(each: Judged) -> float:
-        return each[1].request_throughput * (_WORTH if each[0].splits else 1.0)
+        return each[1].request_throughput * (_SPLIT_WEIGHT if each[0].splits else 1.0)
 
     most = max(map(worth, judged))
-    able = [each for each in judged if worth(each) >= _AS_GOOD * most]
+    able = [each for each in judged if worth(each) >= _AS_GOOD_SHARE * most]
     return min(able, key=lambda each: (complexity(each[0]), -worth(each)))
 
 
@@ -194,8 +194,8 @@ def complexity(plan: SplitPlan) -> tuple[int, int, bool]:
 
 
 def candidates(plans: Sequence[SplitPlan], count: int) -> list[SplitPlan]:
-    """Return plans to simulate: the best by their capacity, and the simplest of those as good."""
-    able = [plan for plan in plans if plan.throughput >= _AS_GOOD * plans[0].throughput]
+    """Return plans to simulate: the best by capacity, and the simplest among equally good ones."""
+    able = [plan for plan in plans if plan.throughput >= _AS_GOOD_SHARE * plans[0].throughput]
     simple = min(able, key=lambda plan: (complexity(plan), -plan.throughput))
     found = different(plans, count)
     return found if any(plan is simple for plan in found) else different([*found[: count - 1], simple], count)
@@ -236,11 +236,11 @@ def _wanted(cluster: SplitCluster, plan: SplitPlan) -> float:
         for group in plan.groups
         if group.role is not Role.PREFILL
     )
-    return _TURNS * stay_s * plan.throughput
+    return _RUN_STAYS * stay_s * plan.throughput
 
 
 def _measure(records: Sequence[RequestResult], last_s: float, transfers: int) -> Simulated:
-    first_s = _FROM * last_s
+    first_s = _FROM_SHARE * last_s
     ended = [r for r in records if r.ok and r.end_s is not None and first_s <= r.end_s <= last_s]
     arrived = [r for r in records if r.ok and r.scheduled_s >= first_s]
     seconds = max(1e-9, last_s - first_s)

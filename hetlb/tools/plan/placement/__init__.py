@@ -1,1 +1,1 @@
-"""Layers of one model placed on machines none of which holds all of it."""
+"""Layers of one model on machines that each hold a part of it."""

@@ -9,8 +9,8 @@ are alike (kind, layers, region) are counted, not named. At a flow the linear pr
 says how many layers its machines can cover; the flow is reached where whole blocks cover all. Blocks are made
 when their price is right: the cheapest branch of every number of layers at every rate (a knapsack over
 groups), then the cheapest branches whose rates reach the flow (a knapsack over rates). The highest flow is
-found by bisection. Where the chain goes from one region to the next, both blocks must have so many branches
-that the slow links between them carry the flow together.
+found by bisection. Where the chain goes from one region to the next, both blocks must have enough branches
+for the slow links between them to carry the flow together.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _PROGRAM_S = 2.0
 #: The most machines of a group in one branch.
 _MOST_ALIKE = 40
 #: Parts of a flow: rates are rounded down to whole parts.
-_PARTS = 500
+_FLOW_PARTS = 500
 _WORTH = 1e-6
-#: Layers that a machine costs at least.
-_LEAST_PRICE = 0.01
+#: Least price of a machine, in layers.
+_LEAST_PRICE_LAYERS = 0.01
 #: Share of a flow that the links must carry for a higher one to be tried.
-_LINKS_CARRY = 0.97
-#: Links between regions are tried with room for so many times the flow.
+_CARRIED_SHARE = 0.97
+#: Room of links between regions, in flows; each is tried.
 _LINK_ROOMS = (1.2, 2.0)
 
 
@@ -100,7 +100,7 @@ class Branches:
         shares = [(g, int(self._held[g, at])) for g, n in enumerate(counts) for _ in range(n)]
         over = sum(held for _, held in shares) - layers
         while over > 0:
-            # One layer less where the machine is slowest, of those that keep the rate.
+            # One layer less where the machine is slowest, among machines that keep the rate.
             i = max(
                 (i for i, (_, held) in enumerate(shares) if held > 1),
                 key=lambda i: (self._keeps(shares[i], rate), 1.0 / self._speed(shares[i])),
@@ -153,9 +153,9 @@ class BlockChain:
                 reached = max(reached, self._flows.value(self._flows.held(placement)))
                 if reached > most:
                     best, most = placement, reached
-                if reached >= _LINKS_CARRY * flow:
+                if reached >= _CARRIED_SHARE * flow:
                     break
-            if reached >= _LINKS_CARRY * flow:
+            if reached >= _CARRIED_SHARE * flow:
                 low = flow
             else:
                 high = flow
@@ -164,7 +164,11 @@ class BlockChain:
     def _cover(self, flow: float, width: int, limits: SolveLimits) -> list[_Block] | None:
         """Whole blocks for all layers, None where none were found. `width`: branches where a region ends."""
         known: dict[_Block, None] = {}
-        covered, prices, bonus = 0.0, np.full(len(self._groups), _LEAST_PRICE), [0.0] * len(self._regions)
+        covered, prices, bonus = (
+            0.0,
+            np.full(len(self._groups), _LEAST_PRICE_LAYERS),
+            [0.0] * len(self._regions),
+        )
         for _ in range(_MOST_ROUNDS):
             if limits.over:
                 return None
@@ -177,8 +181,8 @@ class BlockChain:
             assert solution is not None, "expected no blocks at all to be feasible"
             covered = sum(b.layers * solution.values[c] for b, c in zip(known, columns, strict=True))
             duals = np.abs(solution.duals)
-            # No machine is free of charge, else blocks would waste those that are not scarce.
-            prices = np.maximum(duals[: len(self._groups)], _LEAST_PRICE)
+            # No machine is free of charge, else blocks would waste machines that are not scarce.
+            prices = np.maximum(duals[: len(self._groups)], _LEAST_PRICE_LAYERS)
             bonus = list(duals[len(self._groups) :])
             if any(solution.values[slack] > 1e-6 for slack in slacks):
                 covered = 0.0
@@ -225,7 +229,7 @@ class BlockChain:
             cost, taken = branches.cheapest(prices)
             for wide in (False, True) if len(self._regions) > 1 and width > 1 else (False,):
                 rates = np.minimum(branches.rates, flow / width) if wide else branches.rates
-                parts = np.floor(rates * (1.0 + 1e-9) / flow * _PARTS).astype(int)
+                parts = np.floor(rates * (1.0 + 1e-9) / flow * _FLOW_PARTS).astype(int)
                 total, chosen = _cheapest_cover(parts, cost)
                 gain = bonus[r] if wide and bonus else 0.0
                 for layers in range(1, cost.shape[1]):
@@ -245,7 +249,7 @@ class BlockChain:
         parts: NDArray[np.int64],
         chosen: NDArray[np.int16],
     ) -> _Block:
-        left, made = _PARTS, []
+        left, made = _FLOW_PARTS, []
         while left > 0:
             t = int(chosen[left, layers])
             left = max(0, left - int(parts[t]))
@@ -306,17 +310,17 @@ def _cheapest_cover(
 ) -> tuple[NDArray[np.float64], NDArray[np.int16]]:
     """Return the least cost of branches whose parts add up to the flow, by layers, and the branch taken last.
 
-    `parts[t]`: those of a branch of rate t; `cost[t, layers]`: its price. The second array is by parts still
+    `parts[t]`: parts of a branch of rate t; `cost[t, layers]`: its price. The second array is by parts still
     to cover and layers.
     """
     able = parts > 0
     cost = np.where(able[:, None], cost, np.inf)
-    best = np.full((_PARTS + 1, cost.shape[1]), np.inf)
+    best = np.full((_FLOW_PARTS + 1, cost.shape[1]), np.inf)
     best[0] = 0.0
     chosen = np.zeros(best.shape, dtype=np.int16)
     step = np.maximum(parts, 1)
-    for left in range(1, _PARTS + 1):
+    for left in range(1, _FLOW_PARTS + 1):
         reached = best[np.maximum(0, left - step)] + cost
         chosen[left] = reached.argmin(axis=0)
         best[left] = reached.min(axis=0)
-    return best[_PARTS], chosen
+    return best[_FLOW_PARTS], chosen

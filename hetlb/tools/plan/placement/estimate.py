@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hetlb.tools.paths.path_scheduler import HIGH_WATER
+from hetlb.tools.paths.path_scheduler import HIGH_WATER_SHARE
 from hetlb.tools.paths.stages import SOURCE, Edge
 from hetlb.tools.plan.placement.place_cluster import PlaceCluster, Placement
 
@@ -28,11 +28,11 @@ _Array = NDArray[np.float64]
 KV_SHARE = 0.8
 #: Rounds of the fixed point; the relative change is below 1 % long before.
 _ROUNDS = 14
-#: Utilisation is kept below 1, so that an overloaded node is slow instead of undefined.
-_FULL = 0.98
+#: Largest utilisation, so that an overloaded node is slow instead of undefined.
+_MAX_UTILISATION = 0.98
 _MOST_DECODES = 1024
-#: Convoys merge on the way: batches wait longer with the square of the hops (fitted to simulations).
-_CONVOYS = 0.0042
+#: Growth of a batch's wait with the square of the hops, as convoys merge on the way (fitted to simulations).
+_CONVOY_WEIGHT = 0.0042
 
 
 class Estimator:
@@ -107,13 +107,13 @@ class _Nodes:
         ]
         kv_tokens = np.array([holding.kv_token_layers for holding in holdings]) / layers
         #: Requests in flight at which the first node is full.
-        self.most_in_flight = HIGH_WATER * float((kv_tokens / self._share).min()) / owner.request_tokens
+        self.most_in_flight = HIGH_WATER_SHARE * float((kv_tokens / self._share).min()) / owner.request_tokens
         self._tables = np.stack([owner._decode_s[node.kind] for node in used])
         self._index = np.arange(len(used))
-        self._waits = 1.0 + _CONVOYS * float(self._share.sum()) ** 2
+        self._waits = 1.0 + _CONVOY_WEIGHT * float(self._share.sum()) ** 2
 
     def _decode_s(self, decodes: _Array) -> _Array:
-        """Time of a batch of so many decodes, linear between whole numbers."""
+        """Return the time of batches of `decodes`, linear between whole numbers."""
         at = np.clip(decodes, 1.0, _MOST_DECODES - 2.0)
         low = at.astype(int)
         below, above = self._tables[self._index, low], self._tables[self._index, low + 1]
@@ -121,14 +121,18 @@ class _Nodes:
         return times
 
     def times(self, rate: float) -> tuple[float, float]:
-        """Seconds that a decode pass and a prompt pass spend on nodes at so many requests/s."""
+        """Return the seconds that a decode pass and a prompt pass spend on nodes at `rate` requests/s."""
         prompts = rate * self._share
         decodes = prompts * self._output
-        blocked = prompts * self._prompt_square / (2.0 * (1.0 - np.minimum(_FULL, prompts * self._prompt)))
+        blocked = (
+            prompts
+            * self._prompt_square
+            / (2.0 * (1.0 - np.minimum(_MAX_UTILISATION, prompts * self._prompt)))
+        )
         alone = 2.0 * self._decode_s(np.ones_like(prompts))
         batch = self._decode_s(decodes * (alone + blocked))
         batch = self._decode_s(decodes * (alone + blocked + batch))
-        used = np.minimum(_FULL, prompts * (batch + self._prompt))
+        used = np.minimum(_MAX_UTILISATION, prompts * (batch + self._prompt))
         queue = used / (2.0 * (1.0 - used)) * (batch + self._prompt)
         decode = alone + blocked + self._waits * batch
         return float((self._share * decode).sum()), float(
@@ -151,9 +155,9 @@ class _Links:
         self._output = owner._output
 
     def times(self, rate: float) -> tuple[float, float]:
-        """Seconds that a decode pass and a prompt pass spend on links at so many requests/s."""
+        """Return the seconds that a decode pass and a prompt pass spend on links at `rate` requests/s."""
         prompts = rate * self._share
-        used = np.minimum(_FULL, prompts * (self._prompt + self._output * self._token))
+        used = np.minimum(_MAX_UTILISATION, prompts * (self._prompt + self._output * self._token))
         waits = prompts * self._prompt_square / (2.0 * (1.0 - used))
         decode = float((self._share * (self._latency + waits + self._token)).sum())
         return decode, float((self._share * (self._latency + waits + self._prompt)).sum())

@@ -1,7 +1,7 @@
 """Failures of machines: the flow that is left, and the cheapest move of layers afterwards.
 
 Machines that are alike and hold the same layers fail alike, so each class is looked at once. The move is
-another machine's, of any class, to layers of the lost one; of those that give back the most flow, the one
+another machine's, of any class, to layers of the lost one; among moves that give back the most flow, the one
 that loads the fewest layers.
 """
 
@@ -38,7 +38,7 @@ class Loss:
 
 
 def losses(flows: PlacementFlows, placement: Placement, limits: SolveLimits) -> list[Loss]:
-    """Return the loss of every class of nodes that hold layers, those that the limits leave time for."""
+    """Return the loss of every class of nodes that hold layers, until the limits end."""
     alike: dict[tuple[object, ...], list[PlaceNode]] = {}
     for node in flows.cluster.nodes:
         if node.name in placement:
@@ -88,7 +88,7 @@ def _loss(
 
 
 def _targets(placement: Placement, lost: Interval, most: int) -> Iterator[Interval]:
-    """Layers between boundaries near those of the lost machine, some of which it held."""
+    """Yield ranges between boundaries near the lost machine's that hold some of its layers."""
     bounds = sorted({bound for interval in placement.values() for bound in interval})
     starts = sorted(bounds, key=lambda bound: abs(bound - lost[0]))[:_MOST_BOUNDS]
     stops = sorted(bounds, key=lambda bound: abs(bound - lost[1]))[:_MOST_BOUNDS]

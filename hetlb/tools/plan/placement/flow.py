@@ -21,15 +21,15 @@ from hetlb.tools.paths.stages import SINK, SOURCE, Edge
 from hetlb.tools.plan.highs import LinearProgram, SolveLimits
 from hetlb.tools.plan.placement.place_cluster import Interval, PlaceCluster, Placement
 
-#: Residual capacities below this share of the largest one are rounding, not capacity.
+#: Least residual capacity over the largest one: smaller ones are rounding.
 _RELATIVE_EPSILON = 1e-13
-#: Flows below this share of the total are rounding of the solver of `balanced`.
+#: Least share of the total flow: smaller ones are rounding of the solver of `balanced`.
 _LEAST_SHARE = 1e-7
-#: Larger networks take a maximum flow as it comes: links of one, and seconds of the solver.
+#: Most links of a network whose maximum flow is balanced, and seconds of the solver.
 _MOST_LINKS = 3000
 _MOST_S = 2.0
 #: The limits of `balanced` leave room for the rounding of the maximum flow.
-_ROOM = 1.0 + 1e-9
+_ROOM_FACTOR = 1.0 + 1e-9
 
 
 class Dinic:
@@ -168,7 +168,7 @@ class PlacementFlows:
         total, program = flow.tokens_per_s, LinearProgram()
 
         def column(rate: float) -> int:
-            index = program.column(upper=min(1.0, rate / total) * _ROOM)
+            index = program.column(upper=min(1.0, rate / total) * _ROOM_FACTOR)
             program.subtract_square(index, total / rate)
             return index
 
@@ -201,7 +201,7 @@ class PlacementFlows:
         return [edge for edge in found if edge is not None]
 
     def _edge(self, tail: int, head: int) -> Edge | None:
-        """Return the link of an arc, None for that of a node."""
+        """Return the link of an arc, None for the arc of a node."""
         edge = self._ends[tail], self._ends[head]
         return None if edge[0] == edge[1] else edge
 

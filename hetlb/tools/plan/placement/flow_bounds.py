@@ -13,13 +13,13 @@ from hetlb.tools.plan.highs import LinearProgram, SolveLimits
 from hetlb.tools.plan.placement.place_cluster import PlaceCluster
 
 #: Bisection ends at this width, relative to the bound (or to the first one, where no flow is possible).
-_WIDTH = 1e-9
+_RELATIVE_WIDTH = 1e-9
 #: A cover counts as violated by more than this share of 1; less is left to the scaling of the prices.
-_VIOLATED = 1e-6
+_LEAST_VIOLATION = 1e-6
 #: Covers that are added before the prices are scaled as they are (never met).
 _MOST_COVERS = 200
 #: Steps of branch and bound between looks at the clock.
-_LOOK = 4096
+_LOOK_STEPS = 4096
 
 
 def compute_bound(cluster: PlaceCluster) -> float:
@@ -51,8 +51,8 @@ def flow_bound(cluster: PlaceCluster, limits: SolveLimits | None = None) -> floa
     ]
     numbers = [len(group.nodes) for group in groups]
     low, high = 0.0, compute_bound(cluster)
-    least = _WIDTH * _WIDTH * high
-    while high - low > max(least, _WIDTH * high) and not limits.over:
+    least = _RELATIVE_WIDTH * _RELATIVE_WIDTH * high
+    while high - low > max(least, _RELATIVE_WIDTH * high) and not limits.over:
         middle = (low + high) / 2.0
         if _coverable(items, numbers, middle, limits) >= cluster.model.layers * (1.0 - 1e-9):
             low = middle
@@ -84,7 +84,7 @@ def _coverable(items: list[_Item], numbers: list[int], flow: float, limits: Solv
         cost, cover = _cheapest_cover(items, answer.values.tolist(), flow, limits)
         if limits.over:
             return math.inf
-        if cost >= 1.0 - _VIOLATED or number == _MOST_COVERS:
+        if cost >= 1.0 - _LEAST_VIOLATION or number == _MOST_COVERS:
             # Prices scaled up to the cheapest cover are feasible: a bound even where rounding left one short.
             return -answer.objective / min(1.0, cost)
         shares = [math.fsum(item.share for item in cover if item.group == g) for g in range(len(numbers))]
@@ -105,7 +105,7 @@ def _cheapest_cover(
     steps = 0
     while stack:
         steps += 1
-        if steps % _LOOK == 0 and limits.over:
+        if steps % _LOOK_STEPS == 0 and limits.over:
             break
         index, left, cost, taken = stack.pop()
         if left <= 0.0:

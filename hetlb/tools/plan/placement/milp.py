@@ -56,5 +56,5 @@ def solve(
     for (g, first, length), (z, _) in columns.items():
         for _ in range(round(solution.values[z])):
             placement[free[g].pop().name] = (first, first + length)
-    # Those left over hold the first layer.
+    # Nodes left over hold the first layer.
     return min(most, solution.bound), placement | {node.name: (0, 1) for nodes in free for node in nodes}

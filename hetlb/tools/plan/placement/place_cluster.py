@@ -169,8 +169,8 @@ class PlaceCluster:
 def machine_kind(machine: Machine, model: Model, input_tokens: float, output_tokens: float) -> MachineKind:
     """Return times and limits of one GPU by layers held, from the whole model's profile and memory.
 
-    A machine with some of the layers takes their share of every time and every byte. The rates are those of
-    requests of these mean lengths in the batches that the KV cache holds. No holdings: not even one layer
+    A machine with some of the layers takes their share of every time and every byte. The rates hold for
+    requests of these mean lengths in the batches that the KV cache holds. Without holdings not even one layer
     fits.
     """
     profile, layers = machine.profiles[1], model.layers

@@ -1,4 +1,4 @@
-"""A placement as stages (`hetlb stage`, coordinator, fleet), and as vLLM servers where those do."""
+"""A placement as stages (`hetlb stage`, coordinator, fleet), and as vLLM servers where they hold it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COORDINATOR_PORT = 9200
 KEY_FILE = "stage.key"
 #: Share of a plan's flow from which fixed pipelines are the better choice.
 _VLLM_SHARE = 0.95
-_UTILIZATION = 0.9
+_MEMORY_UTILIZATION = 0.9
 
 
 def stage_commands(
@@ -88,7 +88,7 @@ def vllm_plan(
 ) -> dict[str, Any] | None:
     """Return the same machines as vLLM servers with pipeline parallelism, None where there are none.
 
-    They are the plan's own pipelines where those share no machine and hold whole stages, else `separate`.
+    They are the plan's own pipelines where these share no machine and hold whole stages, else `separate`.
     """
     found = pipelines(flow)
     if _shared(found) or not all(_whole_stages(placement, pipeline) for pipeline in found):
@@ -132,7 +132,7 @@ def _server(cluster: PlaceCluster, placement: Placement, index: int, names: Sequ
         model=cluster.model.name,
         form=Form(pipeline_parallel_size=len(names), machines=len(hosts)),
         gpus=[(host, tuple(gpus)) for host, gpus in hosts.items()],
-        utilization=_UTILIZATION,
+        utilization=_MEMORY_UTILIZATION,
         layers=[placement[name][1] - placement[name][0] for name in names],
     )
 

@@ -27,14 +27,14 @@ from hetlb.tools.plan.placement.place_search import PlacementCandidate, Placemen
 from hetlb.tools.sim.pipelines import OfflineLoad, PipelineResult, PipelineSimulation
 from hetlb.tools.workload.arrivals import gaps_s
 
-#: Shares of the time for the bound, and by the end of which the search ends; the rest is for failures.
+#: Share of the time for the bound, and share after which the search ends; the rest is for failures.
 _BOUND_SHARE, _SEARCH_SHARE = 0.1, 0.9
 #: The same with a placement given: there is no search.
 _GIVEN_SHARE = 0.7
 #: Seconds of virtual time before the measurement: of an empty cluster, and of one that begins full.
 _WARM_UP_S, _FULL_WARM_UP_S = 60.0, 10.0
-#: A run that was stopped counts from this share of its window on.
-_LEAST_SHARE = 0.3
+#: Least share of its window of a stopped run that counts.
+_LEAST_WINDOW_SHARE = 0.3
 #: Seconds for which an online load of a run that goes on has arrivals.
 _MOST_WINDOW_S = 3600.0
 
@@ -72,7 +72,7 @@ class PlacementSimulator:
             result = simulation.run_offline(OfflineLoad(), warm_up_s=_WARM_UP_S, measured_s=seconds)
         else:
             result = simulation.run_online(self.arrivals(seconds), warm_up_s=_WARM_UP_S, measured_s=seconds)
-        return result if result.window_s >= _LEAST_SHARE * seconds else None
+        return result if result.window_s >= _LEAST_WINDOW_SHARE * seconds else None
 
     def arrivals(self, seconds: float) -> list[float]:
         """Return the times at which requests of an online load arrive."""

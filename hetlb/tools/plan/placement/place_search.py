@@ -40,7 +40,7 @@ Judge = Callable[[Placement, Flow], JudgedRun]
 #: The interval of every node, in their order.
 Layout = list[Interval]
 
-#: Shares of the time by the end of which constructions and annealing end; with a judge (who has the rest) and
+#: Shares of the time after which constructions and annealing end, with a judge (which takes the rest) and
 #: without.
 _ENDS_JUDGED = (0.1, 0.55)
 _ENDS_ALONE = (0.3, 1.0)
@@ -48,18 +48,18 @@ _ENDS_ALONE = (0.3, 1.0)
 _ISLANDS_JUDGED, _ISLANDS_ALONE = 2, 4
 #: Simple rules that a plan is compared with.
 BASELINES = ("swarm", "separate-pipelines", "petals")
-#: Machines that a construction leaves over are tried in so many places each.
+#: Places tried for each machine that a construction leaves over.
 _PLACES = 8
-#: Up to so many machines the integer program can prove the highest flow in seconds.
-_MOST_EXACT = 30
+#: Most machines for which the integer program can prove the highest flow in seconds.
+_EXACT_NODES = 30
 #: Temperatures at the beginning and the end, as shares of the score at the beginning.
 _FLOW_HEAT = (0.06, 0.003)
 _ESTIMATE_HEAT = (0.02, 0.001)
-#: A placement whose layers are better covered is preferred among those of equal flow.
+#: Weight of coverage of layers among placements of equal flow.
 _COVER_WEIGHT = 0.1
 #: Candidates that are simulated, at least and at most.
 _FEWEST_LISTED, _MOST_LISTED = 2, 80
-#: Seconds of the first window of a simulation. Rounds of a race cost so many times the first window of all.
+#: Seconds of the first window of a simulation; the cost of a race's rounds, in first windows.
 FIRST_WINDOW_S = 20.0
 _ROUNDS_COST = 2.5
 #: Share of a bound from which on the highest flow of blocks is looked for.
@@ -70,7 +70,7 @@ _LEAST_SHARE = 0.3
 class PlacementCandidate:
     """A placement with what is known of it. Tokens/s; None where it was not simulated.
 
-    `window_s` is that of its simulation; `rule` names the simple rule that it follows, "" for none.
+    `window_s` is its simulation's; `rule` names the simple rule that it follows, "" for none.
     """
 
     placement: Placement
@@ -99,7 +99,7 @@ class PlacementsFound:
 
 
 def _by_throughput(candidate: PlacementCandidate) -> tuple[float, float, float, float]:
-    """Order of candidates: those that were simulated longest, which were the better half, come first."""
+    """Order of candidates: the longest simulated, which were the better half, come first."""
     return (
         candidate.window_s,
         candidate.simulated or 0.0,
@@ -153,7 +153,7 @@ class PlacementSearch:
         ends = _ENDS_ALONE if self._judge is None else _ENDS_JUDGED
         constructing, annealing = (limits.within(share * seconds) for share in ends)
         layouts = self._construct(constructing)
-        if self._judge is not None:  # constructions first, those of simple rules before others
+        if self._judge is not None:  # constructions of simple rules first
             built = list(self._known.values())
             self._enter(sorted(built, key=lambda each: (not each.rule, -each.estimate)), limits)
         if not self._done and not limits.over:
@@ -194,7 +194,7 @@ class PlacementSearch:
         named["chains"] = chains(cluster, self._rng)
         yield from ((name, placement) for name, placement in named.items() if placement is not None)
         yield from self._block_chains(limits)
-        if len(cluster.nodes) <= _MOST_EXACT and not self._cluster.partial_inference and not limits.over:
+        if len(cluster.nodes) <= _EXACT_NODES and not self._cluster.partial_inference and not limits.over:
             best = self._best()
             start = None if best is None else best.placement
             self._bound, solved = solve(cluster, limits, min(self._bound, compute_bound(cluster)), start)
@@ -224,7 +224,7 @@ class PlacementSearch:
             yield "blocks by region", own
 
     def _complete(self, placement: Placement, limits: SolveLimits) -> Layout:
-        """Return a layout of all nodes: those left over go where they add most flow, or thinnest cover."""
+        """Return a layout of all nodes: nodes left over go where they add most flow, or thinnest cover."""
         layout = self._layout(placement)
         places = sorted(set(placement.values()))
         cover = self._cover(layout)
@@ -276,7 +276,7 @@ class PlacementSearch:
                 return
 
     def _layout(self, placement: Placement) -> Layout:
-        """Return a layout of all nodes; those that a heuristic leaves out hold the first layer."""
+        """Return a layout of all nodes; nodes that a heuristic leaves out hold the first layer."""
         return [placement.get(name, (0, 1)) for name in self._flows.names]
 
     def _best(self) -> PlacementCandidate | None:

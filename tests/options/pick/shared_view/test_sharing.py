@@ -19,13 +19,13 @@ from options.pick.rig import Rig, rig
 from options.pick.test_faults import BESIDE, beside
 
 from hetlb.balancer.config.fleet import load_fleet
-from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.balancer.core.journal import Begun, Booked, Ended
 from hetlb.balancer.core.types import Outcome, Request
 from hetlb.cli.main import main
 from hetlb.options.lease_wire import WireBooked, WireChange, to_wire
 from hetlb.options.pick.pick_service import PickService
 from hetlb.options.shared_view.peer_transport import Hub
+from hetlb.options.shared_view.shared_table import SharedTable
 from hetlb.options.shared_view.sharing import Sharing
 
 SERVER = shutil.which("valkey-server") or shutil.which("redis-server")

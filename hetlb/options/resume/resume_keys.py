@@ -1,0 +1,32 @@
+"""Ways of resuming answers, as the fleet file states them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.config.fleet_tables import FleetFile, Resume
+from hetlb.inputs.gone import RESUME_BY_TEXT
+
+
+def ways_of(file: FleetFile) -> dict[tuple[str, str], Resume]:
+    """Return the way of resuming answers by model and class ("" without one)."""
+    found = {}
+    for model in file.models:
+        stated = file.proxy.resume if model.resume is None else model.resume
+        found[model.name, ""] = stated
+        for name, table in model.classes.items():
+            found[model.name, name] = stated if table.resume is None else table.resume
+    return found
+
+
+def mistakes(fleet: Fleet) -> Iterator[str]:
+    """Yield a line for each `resume: true`, which went."""
+    stated = {"proxy.resume": fleet.file.proxy.resume}
+    for m, model in enumerate(fleet.file.models):
+        key = f"models[{m}]"
+        stated |= {f"{key}.resume": model.resume or False}
+        stated |= {f"{key}.classes.{name}.resume": each.resume for name, each in model.classes.items()}
+    for where, how in stated.items():
+        if how is True:
+            yield f"{where}: {RESUME_BY_TEXT}"

@@ -1,0 +1,46 @@
+"""Peers of one fleet, as the fleet file states them."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import msgspec
+
+from hetlb.balancer.config.fleet import Fleet
+from hetlb.errors import ConfigError
+from hetlb.extras import check_extra
+
+
+class SharedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Sharing of several processes of one fleet, over Valkey or Redis (`url`, or the variable `url_env`).
+
+    `group` keeps fleets apart that use one server. A process that was silent for `silent_s` is gone.
+    """
+
+    url: str | None = None
+    url_env: str | None = None
+    group: str = "hetlb"
+    silent_s: Annotated[float, msgspec.Meta(ge=0.2, le=60)] = 1.0
+
+
+def shared_url(table: SharedTable, key: str) -> str:
+    """Return the address of the server. Raises `ConfigError` that names `key`."""
+    url = table.url
+    if table.url_env is not None:
+        if url is not None:
+            raise ConfigError(f"{key}.url: expected either url or url_env, got both")
+        url = os.environ.get(table.url_env)
+        if url is None:
+            raise ConfigError(f"{key}.url_env: expected the name of a variable that is set")
+    if url is None:
+        raise ConfigError(f"{key}.url: expected an address, but the key is missing")
+    if not url.startswith(("redis://", "rediss://", "unix://", "hub:")):
+        raise ConfigError(f"{key}.url: expected redis://, rediss://, unix:// or hub: at its beginning")
+    return url
+
+
+def check_serving(fleet: Fleet) -> None:
+    """Raise `ConfigError` unless the package is installed, where peers meet at a server."""
+    if not (fleet.file.shared.url or "").startswith("hub:"):
+        check_extra(f"{fleet.where}shared", "redis", "pick")
