@@ -250,7 +250,7 @@ def _load(able: Sequence[Instance], waiting: int, rate: float, capacity: float |
     by_time = 0.0 if capacity is None or waiting else min(1.0, rate / capacity) if capacity else 0.0
     load = max(by_slots, by_kv, by_time)
     if waiting and waiting > running:
-        full = running >= slots or by_kv >= BUSY
+        full = running >= slots or by_kv >= BUSY_LOAD
         return load, f"the queue: {'all servers are full' if full else 'no server is given more now'}"
     if load == by_slots:
         fullest = max(able, key=lambda each: each.unfinished_sequences / each.max_num_seqs)
