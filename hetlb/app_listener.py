@@ -1,6 +1,6 @@
 """One way of listening off the hot path: admin, emulated engines, stages and their coordinators.
 
-What is served is an application of aiohttp. With `most_idle`, a connection without a request is dropped after
+It serves an application of aiohttp. With `most_idle`, a connection without a request is dropped after
 `idle_s`, and the oldest where more than `most_idle` have none: silent clients keep no other out.
 """
 
@@ -109,7 +109,7 @@ class AppListener:
         return [each.fileno() for server in self._servers for each in server.sockets]
 
     async def close(self, *, at_once: bool = False) -> None:
-        """Stop listening, harmless if that is done; `at_once`: connections break, as of a killed process."""
+        """Stop listening, if not done before; `at_once`: connections break, as of a killed process."""
         servers, self._servers = self._servers, []
         for server in servers:
             server.close()

@@ -39,7 +39,7 @@ def require(*packages: str) -> None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
-@cache  # decisions ask for some; what raises is asked for again
+@cache  # decisions ask for some; a failed import is tried again
 def option(name: str) -> ModuleType:
     """Return an option's package, or a module of it. Raises `ConfigError` where its folder is missing."""
     folder = name.partition(".")[0]

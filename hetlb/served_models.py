@@ -1,4 +1,4 @@
-"""Readers of what an engine says at `/v1/models` and `/version`; an answer that says nothing is no error."""
+"""Readers of an engine's `/v1/models` and `/version`; an answer without their fields is no error."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Turns of readers on the event loop: no peer has more than a few milliseconds of it at a time.
 
-Every reader of what a peer sends (client, engine, WebSocket, gRPC, ZeroMQ, Redis, stage) stops when its turn
+Every reader of a peer's bytes (client, engine, WebSocket, gRPC, ZeroMQ, Redis, stage) stops when its turn
 is over and goes on in a later one; meanwhile timers, other peers and new connections are served. All readers
 of a loop share one queue, so that many busy peers together take no more of each iteration than one.
 
@@ -34,7 +34,7 @@ def turns(loop: asyncio.AbstractEventLoop | None = None) -> Turns:
 
 
 class Turns:
-    """Readers with more to read than one turn takes, in the order in which they asked for another."""
+    """Readers with more to read than one turn takes, in the order of their requests for another."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._call_soon = loop.call_soon

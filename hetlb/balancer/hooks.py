@@ -1,4 +1,4 @@
-"""Hooks: how an option is found; `interfaces.py` says what each gives to the balancer.
+"""Hooks: how an option is found; `interfaces.py` has the types of their results.
 
 An option is a folder of `hetlb/options`, whose package (or a module of it) has one function `hook`. The
 balancer imports no option: it asks for one by name where the fleet file, a flag or a request needs it.
@@ -12,5 +12,5 @@ from hetlb.extras import option
 
 
 def hook(name: str, *args: Any, **named: Any) -> Any:
-    """Call the hook of an option; return what it gives. Raises `ConfigError` where its folder is missing."""
+    """Call the hook of an option; return its result. Raises `ConfigError` where its folder is missing."""
     return option(name).hook(*args, **named)

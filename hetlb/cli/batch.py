@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run what has no result yet; 0 if every request was answered, else 1."""
+    """Run the requests without a result; return 0 if every request was answered, else 1."""
     if args.requests.resolve() == args.results.resolve():
         raise InputError(f"{args.results}: expected another file than that of the requests")
     jobs = read_jobs(args.requests)

@@ -47,7 +47,7 @@ _FULL_KV_SHARE: Final = 0.8
 #: Factor between the KV tokens of a profile and its server from which the GPU or the degree is another.
 _OTHER_KV_FACTOR: Final = 2
 _DEFAULT_FILE: Final = Path("fleet.yaml")
-#: Next steps where a server does not answer, by a word of what happened; the last one for all else.
+#: Next steps where a server does not answer, by a word of the error; the last one for all else.
 _NEXT_STEPS: Final = (
     ("expired", "renew its certificate"),
     ("is not valid for", "use a name that stands in the certificate"),
@@ -68,7 +68,7 @@ _PLACEHOLDER: Final = ".invalid"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Result of one check: `name` says what was checked, `advice` what to do, "" if it passed."""
+    """Result of one check: `name` of the checked thing, `advice` for a failure, "" if it passed."""
 
     name: str
     ok: bool
@@ -242,7 +242,7 @@ def _of_server(seen: Seen) -> Iterator[Check]:
 
 
 def _wrong_address(seen: Seen) -> tuple[str, str] | None:
-    """Return what is wrong with an address, and what to do; None if an engine may be there."""
+    """Return the mistake of an address, and advice; None if an engine may be there."""
     facts = seen.facts
     if seen.own:
         return f"hetlb's own address ({seen.own})", "give the address of the engine: hetlb would ask itself"
@@ -266,7 +266,7 @@ def _wrong_address(seen: Seen) -> tuple[str, str] | None:
 
 
 def _wrong_slots(seen: Seen) -> str:
-    """Return how the stated number of slots differs from what the engine does, "" if nothing shows that."""
+    """Return the difference of the stated number of slots from the engine's, "" if nothing shows any."""
     sample, stated = seen.facts.sample, seen.spec.capacity.max_num_seqs
     if not seen.spec.slots_stated or stated is None or sample is None or sample.running is None:
         return ""
@@ -279,7 +279,7 @@ def _wrong_slots(seen: Seen) -> str:
 
 def _wrong_profile(seen: Seen, profile: Profile) -> str:
     """Return why a profile may be wrong for its server, "" if nothing shows that."""
-    # Names of models as vLLM was started with them; paths tell nothing.
+    # Names of models as vLLM was started with them; paths have no meaning.
     roots = [str(entry.get("root") or "") for entry in seen.facts.entries]
     named = [root for root in roots if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", root)]
     if named and (own := other_model(profile, named)):
@@ -403,7 +403,7 @@ def _print(found: Sequence[Check]) -> None:
     console.print(f"\n{len(found)} checks, {wrong or 'none'} of them wrong")
 
 
-# --- what `hetlb serve --check` looks at ---
+# --- checks of `hetlb serve --check` ---
 
 
 def check_filled_in(fleet: Fleet) -> None:

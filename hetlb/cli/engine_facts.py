@@ -60,7 +60,7 @@ class EngineFacts:
 
     @property
     def title(self) -> str:
-        """Return what it is, with its version, as far as it is known."""
+        """Return its name, with its version if known."""
         if self.coordinates:
             return f"coordinator of stages, {self.version}"
         if self.table is None and (self.is_ollama or self.version is None):
@@ -83,7 +83,7 @@ class EngineFacts:
 
     @property
     def coordinates(self) -> bool:
-        """Return whether it is the coordinator of stages."""
+        """Return True for the coordinator of stages."""
         return (self.version or "").startswith("hetlb-") and bool(self.stages)
 
     @property

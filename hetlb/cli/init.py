@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the file; warnings, and what a file to move from had besides, go to stderr."""
+    """Print the file; warnings, and unused parts of a file to move from, go to stderr."""
     if bool(args.urls) == (args.source is not None):
         raise InputError("expected either addresses of servers or --from FILE")
     if args.source is not None:

@@ -95,7 +95,7 @@ COMMANDS = {
 }
 #: Commands whose examples `hetlb --help` shows.
 _FIRST = ("demo", "init", "doctor", "serve", "status")
-#: Commands that say what has ended when they are interrupted.
+#: Commands that print the finished part when they are interrupted.
 _REPORTING = ("bench", "batch")
 
 
@@ -157,7 +157,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 
 def _parsed(arguments: Sequence[str], command: str) -> argparse.Namespace:
-    """Return the parsed arguments. Raises `InputError`, of a flag that went with what to use."""
+    """Return the parsed arguments. Raises `InputError`, for a removed flag with its replacement."""
     parser = build_parser(command if command in COMMANDS else "")
     try:
         known, unknown = parser.parse_known_args(arguments)

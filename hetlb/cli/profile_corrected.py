@@ -20,7 +20,7 @@ from hetlb.tools.workload.measured_logs import read_log
 
 
 def write_corrected(args: argparse.Namespace, path: Path) -> int:
-    """Correct the profile `--start` by a log and write it. Raises `TraceError` if the log cannot tell."""
+    """Correct the profile `--start` by a log and write it. Raises `TraceError` if the log is too poor."""
     if args.start is None:
         raise InputError("--start: expected the profile that is to be corrected (--from log:), got none")
     if args.facts.file != FactsFile(name=args.facts.file.name):

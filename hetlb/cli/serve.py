@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_alone(fleet: Fleet) -> None:
-    """Raise `InputError` where the file asks for several processes of what only one can do."""
+    """Raise `InputError` where the file wants several processes for a feature of one."""
     where, shared, workers = fleet.where, fleet.file.shared, fleet.file.proxy.workers
     hands_over = any(spec.kv_transfer is not None for spec in fleet.instances)
     if hands_over and workers > 1:
@@ -109,7 +109,7 @@ def prepare_process() -> None:
 
 
 def _warn_of_descriptors(fleet: Fleet) -> None:
-    """Say where the configured clients need more descriptors than allowed: one each, and one to an engine."""
+    """Log where the configured clients need more descriptors than allowed: one each, and one to an engine."""
     limit = fleet.file.proxy.max_connections
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit is not None and hard != resource.RLIM_INFINITY and 2 * limit > hard:
@@ -140,7 +140,7 @@ async def _serve(fleet: Fleet, event_log: Path | None, replace: bool) -> None:
 async def run_service(
     service: Service, listeners: Listeners = NO_LISTENERS, takeover: Takeover | None = None
 ) -> None:
-    """Start a service, say so, and serve until stopped."""
+    """Start a service, log it, and serve until stopped."""
     try:
         await service.start(listeners, takeover)
         tune_gc()

@@ -20,7 +20,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def stoppable() -> Iterator[Callable[[Coroutine[Any, Any, _T]], _T]]:
     """Give a function that runs a coroutine on uvloop until SIGINT, SIGTERM or SIGHUP; see below.
 
-    Signals that come once it has ended are ignored: what has ended is then written and printed.
+    Later signals are ignored: the results of finished work are then written and printed.
     """
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
 

@@ -1,4 +1,4 @@
-"""The last minutes by stretches of time, for the dashboard and the status: what ended, and what waited."""
+"""The last minutes by stretches of time, for the dashboard and the status: ended and waiting requests."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def latencies(counts: dict[int, int]) -> list[tuple[float, int]]:
 
 
 class Recent:
-    """The stretches of the last minutes by their numbers, and points: predictions against what came.
+    """The stretches of the last minutes by their numbers, and points: predicted and actual times.
 
     A point is the end's time, the instance, predicted and actual output tokens of one sequence, predicted and
     actual seconds from dispatch on.

@@ -41,13 +41,13 @@ class EngineAccess:
     confined: bool = False
 
 
-#: Access to an engine of which nothing is said: no key, no TLS.
+#: Access to an engine without settings: no key, no TLS.
 PLAIN_ACCESS = EngineAccess()
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """All of it, for one fleet. `tenants`, by the SHA-256 of their keys, is None where no key is needed."""
+    """Access to one fleet. `tenants`, by the SHA-256 of their keys, is None where no key is needed."""
 
     engines: Mapping[str, EngineAccess]
     model_keys: Mapping[str, bytes] = field(repr=False)
@@ -72,7 +72,7 @@ class Access:
 
 
 def load_access(fleet: Fleet) -> Access:
-    """Read what the fleet names. Raises `ConfigError`."""
+    """Read the keys and certificates of a fleet. Raises `ConfigError`."""
     where, base, proxy, admin = fleet.where, fleet.base, fleet.file.proxy, fleet.file.admin
     if proxy.passthrough_authorization and proxy.api_keys_file is not None:
         raise ConfigError(
@@ -80,10 +80,8 @@ def load_access(fleet: Fleet) -> Access:
             "got true: the engines would see those keys"
         )
     networks = tuple(
-        _network(text, f"{where}admin.registration_networks") for text in admin.registration_networks
+        network_of(text, f"{where}admin.registration_networks") for text in admin.registration_networks
     )
-    for text in fleet.file.proxy.trusted_proxies:
-        _network(text, f"{where}proxy.trusted_proxies")
     model_keys = {}
     for m, model in enumerate(fleet.file.models):
         key = read_secret(model.api_key_file, model.api_key_env, f"{where}models[{m}].api_key", base)
@@ -179,7 +177,8 @@ def _bearer(key: bytes | None) -> bytes | None:
 # --- networks ----------------------------------------------------------------------------------------
 
 
-def _network(text: str, where: str) -> Network:
+def network_of(text: str, where: str) -> Network:
+    """Return the network at a key. Raises `ConfigError`."""
     try:
         return ipaddress.ip_network(text)
     except ValueError as caught:

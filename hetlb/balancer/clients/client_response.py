@@ -86,7 +86,7 @@ class ClientResponse:
         lines: bytes,
         transition: Transition[Response] = COMMITTED,
     ) -> bytes:
-        """Return the client's head. From here on the answer is what it is.
+        """Return the client's head; afterwards the answer cannot be another one.
 
         `answer` is the engine's, `length` its body's where it is known, `lines` are of hetlb's own.
         """
@@ -131,7 +131,7 @@ class ClientResponse:
         return self.state is HEARTBEATS or (self._comments and self._head.http11)
 
     def given_up_at(self, since: float, arrived_at: float) -> float:
-        """Time at which the client is about to give up waiting: for the rest of an answer since `since`."""
+        """Time at which the client gives up waiting for the rest of an answer since `since`."""
         if self.state is HEARTBEATS:
             return math.inf  # heartbeats keep it from that
         if self._patience_s is None:
@@ -139,7 +139,7 @@ class ClientResponse:
         return (since if self.state is STARTED else arrived_at) + self._patience_s
 
     def beat(self, now: float, comment: bytes = _HEARTBEAT) -> None:
-        """Tell the client of a stream that it is not forgotten; the first time this sends a head, 200."""
+        """Send a heartbeat to the client of a stream; the first time this sends a head, 200."""
         self.beat_at = now
         if self.state is NOTHING:
             self.write(self.head(_WAITING, None, b"", HEARTBEAT))
@@ -180,12 +180,12 @@ class ClientResponse:
 
     @property
     def held_up(self) -> bool:
-        """True if the client did not read for so long that the answer may have broken off for it."""
+        """True if the client did not read for `HELD_UP_S`: the answer may have broken off for it."""
         return self.held_since is not None or self._held_s >= ends.HELD_UP_S
 
 
 def _patience_s(head: RequestHead) -> float:
-    """Seconds that the client says it waits for an answer; infinity if it does not say."""
+    """Seconds that the client waits for an answer by its own headers; infinity without any."""
     patience_s = math.inf
     for name, value in head.headers:
         if (unit_s := _PATIENCE.get(name)) is not None and (stated := number(value)):

@@ -83,7 +83,7 @@ class ClientConnection(PacedReader):
         #: Time at which the body began, or its last piece came.
         self._fed_at = 0.0
         self._since = 0.0
-        #: Since when the client does not read what is written.
+        #: Time since which the client does not read, None while it does.
         self._stalled_since: float | None = None
 
     # --- asyncio's side ---
@@ -107,7 +107,7 @@ class ClientConnection(PacedReader):
         state = self.state
         if state is _CLOSING or state is _CLOSED:
             if len(data) >= _LARGE_READ_BYTES:
-                self._continue_later()  # what is thrown away has its turn like anything else
+                self._continue_later()  # discarded bytes have their turn like any others
             return
         self._reader.feed(data)
         if state is _ANSWERING or self._stalled_since is not None or self.reading is _TURN:
@@ -191,7 +191,7 @@ class ClientConnection(PacedReader):
             self._resume_reading()
 
     def end(self, *, keep: bool) -> None:
-        """Note that the answer is out; `keep` says that the client can tell where it ended."""
+        """Note that the answer is out; `keep`: the client knows where it ended."""
         head, self._head, self._exchange = self._head, None, None
         if not keep or head is None or not head.keep_alive or self._server.stopping:
             self._close(states.LAST_ANSWERED)
@@ -201,7 +201,7 @@ class ClientConnection(PacedReader):
         self._read_on()
 
     def break_off(self) -> None:
-        """End an answer that must not look complete: what was written goes out, then the connection ends."""
+        """End an answer that must not look complete: sent bytes go out, then the connection ends."""
         self._exchange = None
         if self.state is _UPGRADED:
             if self._transport is None or self._transport.is_closing():
@@ -215,7 +215,7 @@ class ClientConnection(PacedReader):
             self._close(states.LAST_ANSWERED)
 
     def forsake(self, exchange: object) -> None:
-        """Drop the connection if it still waits for an exchange: that one has failed and says nothing."""
+        """Drop the connection if it still waits for an exchange that has failed without an answer."""
         if self._exchange is exchange:
             self._exchange = None
             self.abort()
@@ -223,14 +223,14 @@ class ClientConnection(PacedReader):
     # --- from the listener ---
 
     def _read_on(self) -> None:
-        """Read on, what is there already in a turn of its own: pipelined requests must not nest."""
+        """Read on, buffered bytes in a turn of their own: pipelined requests must not nest."""
         if self._reader.unread and self.state is not _CLOSING:
             self._continue_later()
         else:
             self._bound_reading()
 
     def turn_came(self) -> None:
-        """Read on, or go on throwing away what is of no use."""
+        """Read the next request, or discard the rest of an unused one."""
         if self.state is _CLOSING:
             self._resume_reading()
         elif self.state is not _UPGRADED:
@@ -265,7 +265,7 @@ class ClientConnection(PacedReader):
             self._transport.abort()
 
     def sweep(self, now: float) -> None:
-        """End what has taken too long: heads, bodies, idle connections, clients that do not read."""
+        """End late heads and bodies, idle connections, and clients that do not read."""
         table, state = self._server.table, self.state
         if self._stalled_since is not None and now - self._stalled_since > table.write_timeout_s:
             self.abort()
@@ -349,7 +349,7 @@ class ClientConnection(PacedReader):
         return True
 
     def _count_held(self) -> None:
-        """Count what came of a body that is not whole. Raises `Refusal` where all of them are too much."""
+        """Count the bytes of an incomplete body. Raises `Refusal` where all bodies hold too much."""
         server, more = self._server, self._reader.held - self._held
         if more:
             self._fed_at = self._now()
@@ -359,7 +359,7 @@ class ClientConnection(PacedReader):
                 raise Refusal(error_responses.TOO_MANY_BYTES, "Too many bytes of bodies are being read.")
 
     def _release(self) -> None:
-        """Drop the parts of a body that is whole, or of no use any more."""
+        """Drop the parts of a body that is complete or unused."""
         self._server.held_bytes -= self._held
         self._held = 0
         self._reader.drop_body()
@@ -386,12 +386,12 @@ class ClientConnection(PacedReader):
             server.driver.submit(taken)
 
     def _send(self, data: bytes) -> None:
-        """Send what is no answer of an exchange (compiled code cannot call what the property gives)."""
+        """Send bytes outside of an exchange (compiled code cannot call what the property gives)."""
         if self._transport is not None:
             self._transport.write(data)
 
     def _refuse(self, error: GateError) -> None:
-        """Answer what did not pass, and close: what follows on this connection cannot be trusted."""
+        """Answer a refused request, and close: later bytes on this connection cannot be trusted."""
         answer, retry_after_s, lines = error_responses.refused_for(error)
         # A body that was read whole leaves the connection in a known state.
         known = self._reader.whole and (answer.status in (400, 403, 404, 405) or lines != b"")
@@ -420,7 +420,7 @@ class ClientConnection(PacedReader):
         self._since = self._now()
         if self._transport is None or self._transport.is_closing():
             return
-        self.hold(False)  # what still comes is thrown away, its end is heard
+        self.hold(False)  # further bytes are discarded, their end is noticed
         if self._transport.can_write_eof():
             with contextlib.suppress(OSError):  # the client has reset the connection
                 self._transport.write_eof()
@@ -428,7 +428,7 @@ class ClientConnection(PacedReader):
             self._transport.close()  # TLS has no half-closed connections; its goodbye waits for the client's
 
     def _close(self, transition: Transition[ClientState]) -> None:
-        """End the connection when what was written is out."""
+        """End the connection when all written bytes are out."""
         self.state = transition.take(self.state)
         self._since = self._now()
         if self._transport is not None:

@@ -46,7 +46,7 @@ class Listener(Protocol):
 
 
 class Front:
-    """The listener over `driver`, and all that is kept of a request that ended."""
+    """The listener over `driver`, and the records of ended requests."""
 
     def __init__(self, driver: Driver, server: Listener, fleet: Fleet, access: Access) -> None:
         self._driver = driver
@@ -102,7 +102,7 @@ class Front:
             self._lines.write(self._write_line(record, time.time() - self._driver.now()))
 
     async def stop(self, grace_s: float) -> None:
-        """Accept no more, and let what is open end within `grace_s`."""
+        """Accept no more, and end open requests within `grace_s`."""
         self.server.stop_accepting()
         await self._driver.drain(grace_s)
 

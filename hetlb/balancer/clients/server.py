@@ -24,23 +24,23 @@ _PART_S: Final = 1.0
 
 
 class ProxyServer:
-    """Accepts connections of clients, and holds what all of them share."""
+    """The listener of clients, and the state that its connections share."""
 
     def __init__(self, driver: Driver, view: FleetView) -> None:
         self.driver = driver
         self.router = Router(driver, view)
         self.table: ProxyTable = driver.table
         self.heads = KnownHeads(parse_request_head)
-        #: Oldest first (the values say nothing).
+        #: Connections, the oldest first (the values are unused).
         self.connections: dict[ClientConnection, None] = {}
         #: Bytes of bodies that have not come whole yet, over all connections.
         self.held_bytes = 0
         #: Connections that were a WebSocket and wait for the client's side to close; told when there is none.
         self.parting: set[ClientConnection] = set()
         self._all_parted: asyncio.Future[None] | None = None
-        #: True if each connection ends with the answer it is at: no further request is taken.
+        #: True if each connection ends with its current answer: no further request is taken.
         self.stopping = False
-        #: True if connections are still served, each with one more answer that says that it is the last.
+        #: True if connections are still served, each with one more answer that announces the end.
         self.leaving = False
         #: Connections with more to read than one turn takes wait here for another.
         self.turns = turns(driver.loop)
@@ -129,7 +129,7 @@ class ProxyServer:
         return [each.fileno() for server in self._servers for each in server.sockets]
 
     def stop_accepting(self) -> None:
-        """Close the listener; open connections end with the answer they are at."""
+        """Close the listener; open connections end with their current answer."""
         for server in self._servers:
             server.close()
         self.leaving = False
@@ -138,7 +138,7 @@ class ProxyServer:
             connection.close_if_idle()
 
     async def close(self) -> None:
-        """Drop whatever connection is left, once clients of sessions have seen why they ended."""
+        """Drop all connections, once clients of sessions have the reason for their end."""
         if self.parting:
             waiter = self._all_parted = self.driver.loop.create_future()
             await asyncio.wait([waiter], timeout=_PART_S)

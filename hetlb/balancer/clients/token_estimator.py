@@ -53,7 +53,7 @@ class LearntRatio:
 
     @property
     def sums(self) -> tuple[float, float]:
-        """Upper and lower sum, as far as they are remembered."""
+        """Upper and lower sum of the remembered samples."""
         return self._above, self._below
 
 

@@ -1,1 +1,1 @@
-"""Connections to engines, and what is asked of them beside requests."""
+"""Connections to engines, and requests of the proxy's own."""

@@ -67,7 +67,7 @@ class EnginePool(Upstream):
         stalled_since: Callable[[float], bool] = lambda then: False,
         on_reconnect: Callable[[bytes], None] | None = None,
     ) -> None:
-        """`stalled_since` tells whether this process stood still since a time: then no engine was slow.
+        """`stalled_since` returns True if this process stood still since a time: then no engine was slow.
 
         `on_reconnect` gets the engine's `/v1/models` where it closed connections before: it may be another.
         """
@@ -95,7 +95,7 @@ class EnginePool(Upstream):
         self.heads = KnownHeads(_parse_answer_head)
 
     def configure(self, access: EngineAccess, table: ProxyTable) -> None:
-        """Set what holds for requests and connections from now on: key, certificates, times."""
+        """Set key, certificates and times for later requests and connections."""
         self._connect_timeout_s = table.connect_timeout_s
         self._idle_s = table.upstream_idle_s
         self._address = access.address or self._host
@@ -140,7 +140,7 @@ class EnginePool(Upstream):
             self._checks.pop(carried)[0].abort()
 
     def lost(self) -> None:
-        """Note that the engine closed or refused a connection: what answers next may be another."""
+        """Note that the engine closed or refused a connection: another process may answer next."""
         self._lost = True
 
     def put_back(self, connection: EngineConnection) -> None:
@@ -157,7 +157,7 @@ class EnginePool(Upstream):
             self._idle.remove(connection)
 
     def sweep(self, now: float) -> None:
-        """Close what has been idle for too long; wait no longer for an engine to say what it serves."""
+        """Close idle connections, and end waits for an engine's models, after their limits."""
         for carried, (check, began) in list(self._checks.items()):
             if now - began > self._connect_timeout_s:
                 check.abort()
@@ -267,7 +267,7 @@ class EnginePools:
         return self._pools[lease.incarnation]
 
     def find(self, lease: Lease) -> EnginePool | None:
-        """Return the pool of an instance, None where it is gone."""
+        """Return the pool of an instance, None if it was removed."""
         return self._pools.get(lease.incarnation)
 
     def all(self) -> list[EnginePool]:

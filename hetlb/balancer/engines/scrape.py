@@ -1,4 +1,4 @@
-"""Watch over the engines: health, what they serve, how full they are, for the scheduler and for the log.
+"""Watch over the engines: health, models and load, for the scheduler and for the log.
 
 Whatever an engine answers, the watch goes on. A refused connection is told apart from a slow answer, and
 trouble of our own (no file descriptors, no ports) is no instance's failure.
@@ -68,7 +68,7 @@ def _nothing(_: str) -> None:
 
 
 class EngineWatch:
-    """One watching task per instance; what it finds out goes to the scheduler as it is."""
+    """One watching task per instance; the scheduler gets its findings."""
 
     def __init__(
         self, table: ScrapeTable, scheduling: SchedulerDriver, access: Mapping[str, EngineAccess]
@@ -123,7 +123,7 @@ class EngineWatch:
         self._tasks[name] = asyncio.create_task(self._watch(name), name=f"watch {name}")
 
     def pause(self, name: str) -> None:
-        """Stop watching a server for now; what is known of it stays."""
+        """Stop watching a server for now; its state stays."""
         if task := self._tasks.pop(name, None):
             task.cancel()
 
@@ -201,7 +201,7 @@ class EngineWatch:
             started = loop.time()
             result, detail = await self._probe(name)
             if result is ProbeResult.OK and rounds_until_models <= 0:
-                # What it serves is known before it is said to be up: another may be at its address by now.
+                # Its models are read before it counts as up: another server may be at its address by now.
                 rounds_until_models = _MODELS_EVERY_ROUNDS if await self._read_models(name) else 0
             if result is not None:
                 self._learned(Probed(name, result, detail))
@@ -216,7 +216,7 @@ class EngineWatch:
                         self._tell_once(name, f"its /metrics has more than {_MAX_METRICS_BYTES} bytes")
                 if sample is not None:
                     if sample.began is None:
-                        rounds_until_models = 0  # only its list tells whether it is the process it was
+                        rounds_until_models = 0  # only its list shows whether it is the same process
                     elif sample.began != began:
                         if began is not None:
                             await self._read_models(name)  # another process has its address
@@ -414,7 +414,7 @@ def _log_models(name: str, model: str, before: tuple[str, ...] | None, now: tupl
 def _log_other_than_profiled(
     name: str, profile: EngineProfile, entries: Sequence[Mapping[str, Any]], version: str | None
 ) -> None:
-    """Warn where an engine is not what its profile was measured on; `entries` are of its `/v1/models`."""
+    """Warn where an engine differs from its profile's; `entries` are of its `/v1/models`."""
     serves = {str(entry[key]) for entry in entries for key in ("id", "root") if entry.get(key)}
     model, measured = profile.measured_on
     if model is not None and serves and model not in serves:

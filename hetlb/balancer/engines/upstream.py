@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: Maximum number of interim answers (1xx).
 MAX_INTERIM_ANSWERS: Final = 16
-#: Bytes of an answer that are looked at before other connections have their turn, where that is costly.
+#: Bytes of an answer that are parsed before other connections have their turn, where parsing is costly.
 TURN_BYTES: Final = 16 << 10
 #: Least bytes of a read that takes a turn of its own: more is waiting in the kernel.
 _LARGE_READ_BYTES: Final = 64 << 10
@@ -41,7 +41,7 @@ _UNANSWERED: Final = {EngineState.HEAD: ends.HEAD_CUT, EngineState.SENDING: ends
 
 
 class Carried:
-    """One request as a connection sees it: what to send, and what is told of the answer.
+    """One request as a connection sees it: the bytes to send, and the reports about its answer.
 
     A class and not a protocol: compiled, its methods are called without a lookup by name. `plain`: what comes
     of the answer is passed on as it stands.
@@ -94,7 +94,7 @@ class Upstream:
         raise NotImplementedError
 
     def cancel(self, carried: Carried) -> None:
-        """Stop sending a request, if that is going on."""
+        """Stop sending a request that is being sent."""
         raise NotImplementedError
 
 
@@ -125,7 +125,7 @@ class EngineConnection(PacedReader):
         self.may_upgrade = False
 
     def _leave(self) -> None:
-        """Drop this connection and what was read of it; the pool forgets it."""
+        """Drop this connection and all unread bytes; the pool forgets it."""
         if self.state is not EngineState.CLOSED:
             self.state = states.CLOSED.take(self.state)
         self.pool.forget(self)
@@ -191,7 +191,7 @@ class EngineConnection(PacedReader):
             self._resume_reading()
 
     def abort(self) -> None:
-        """Drop the connection at once: the engine stops working for what it carries."""
+        """Drop the connection at once: the engine stops working for its request."""
         self.carried = None
         self._leave()
         if self._transport is not None:
@@ -234,9 +234,9 @@ class EngineConnection(PacedReader):
             self._failed(carried, error)
 
     def _take_part(self, carried: Carried) -> None:
-        """Look at the next part of what was read; the others have their turn before more is read."""
+        """Parse the next part of the buffer; the other connections have their turn before more is read."""
         at, size = self._rest_at, len(self._rest) - self._rest_at
-        # What is passed on as it stands costs nothing to look at.
+        # Bytes that pass unchanged cost nothing to parse.
         if self.head is None or self._decoder is not None or not carried.plain:
             size = min(size, TURN_BYTES)
         data = self._rest[at : at + size]
@@ -326,7 +326,7 @@ class EngineConnection(PacedReader):
         self._end(carried, payload, clean)
 
     def _end(self, carried: Carried, payload: bytes, clean: bool) -> None:
-        """End a whole answer: free the connection first, so that what comes next may use it."""
+        """End a whole answer: free the connection first, so that the next request may use it."""
         assert self.head is not None
         self.carried = None
         self.pool.busy.discard(self)
@@ -374,7 +374,7 @@ class EngineConnection(PacedReader):
     def _lost(self, carried: Carried, state: EngineState, exc: Exception | None) -> None:
         """Tell a request that its connection is lost, which was in `state`."""
         if state is EngineState.RESENT:
-            # It was closed while idle and we learnt it too late: that is no failure.
+            # It was closed while idle and we learnt it too late: no failure.
             carried.engine_lost_idle()
         elif state is EngineState.BODY:
             if self._decoder is None and self._left is None and exc is None:
@@ -382,7 +382,7 @@ class EngineConnection(PacedReader):
             else:
                 carried.engine_failed(ends.BROKEN, "the engine's answer broke off")
         else:
-            # Part of an answer is an answer: only an engine that said nothing may be replaced.
+            # Part of an answer is an answer: only an engine that sent nothing may be replaced.
             end = _UNANSWERED.get(state, ends.DROPPED)
             carried.engine_failed(end, "the engine closed the connection")
 

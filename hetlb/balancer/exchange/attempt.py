@@ -29,7 +29,7 @@ class Attempt(Carried):
         """Send the request to the instance of the lease."""
 
     def takes(self, lease: Lease) -> bool:
-        """Return True if this attempt goes on with another lease, or has ended the exchange for it."""
+        """Return True if this attempt continues with another lease, or has ended the exchange for it."""
         return False
 
     def move(self) -> bool:
@@ -40,28 +40,28 @@ class Attempt(Carried):
         """Stop reading the engine while the client does not read (`held`)."""
 
     def sweep(self, now: float, table: ProxyTable) -> None:
-        """End what has waited for too long. Called about twice a second."""
+        """End waits beyond their limits. Called about twice a second."""
 
     def wait(self) -> None:
-        """Keep what comes of the answer: it is not known yet whether the client gets it."""
+        """Keep the answer: it is not known yet whether the client gets it."""
 
     def let_go(self) -> None:
         """Pass on an answer that was kept: no other instance gets its request."""
 
     def head(self) -> bytes:
-        """Return the client's response head. From here on the answer is what it is."""
+        """Return the client's response head; afterwards the answer cannot be another one."""
         raise NotImplementedError
 
     def cut(self) -> bytes:
-        """Return what ends the part of an answer that the client has; what was held is dropped."""
+        """Return the bytes that end the client's part of an answer; held ones are dropped."""
         return b""
 
     def leave(self) -> None:
-        """Stop the engine, if it is at work. May be called again."""
+        """Stop the engine, if it works for this request. May be called again."""
 
     @property
     def waits(self) -> bool:
-        """True if what comes of the answer is kept."""
+        """True if the bytes of the answer are kept."""
         return False
 
     @property

@@ -50,7 +50,7 @@ class Splits(Maker):
 
     @abstractmethod
     def judged(self) -> None:
-        """Count what the scheduler has found about earlier ones."""
+        """Count the scheduler's findings about earlier leases."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -113,9 +113,9 @@ class Driver(Host):
             self.guard.ended(exchange, error)
 
     def try_again(self, record: RequestRecord, lease: Lease, end: End) -> None:
-        """End a lease whose request waits again: the scheduler decides what becomes of it.
+        """End a lease whose request waits again: the scheduler decides about it.
 
-        What is missing of an answer of which a part was kept goes on elsewhere.
+        The missing rest of a partly kept answer goes on elsewhere.
         """
         generated: int | None = None
         if record.resumed:
@@ -156,7 +156,7 @@ class Driver(Host):
         self.guard.ended(exchange, error)
 
     def dropped(self, exchange: Exchange) -> None:
-        """End an exchange that could not end itself; the guard gives back what was booked for it."""
+        """End an exchange that could not end itself; the guard gives back its bookings."""
         record = exchange.record
         del self.exchanges[record.request.id]
         self.pools.drop(exchange.attempt)
@@ -319,7 +319,7 @@ class Driver(Host):
                 self._move_away(each.name, each.leaves_at, now)
 
     def _move_away(self, name: str, gone_at: float, now: float) -> None:
-        """Move what cannot end before its instance leaves, evenly until then, the shortest first."""
+        """Move requests that end after their instance leaves, evenly until then, the shortest first."""
         left_s = gone_at - NOTICE_MARGIN_S - now
         late = []
         for each in self.exchanges.values():

@@ -1,4 +1,4 @@
-"""Answer of the engine of one lease: its head, what is known of its body, and how it ends."""
+"""Answer of the engine of one lease: its head, the state of its body, and how it ends."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class EngineAnswer:
         self._transfers: TransferFilter | None = None
 
     def wait(self) -> None:
-        """Keep what comes: it is not known yet whether the client gets it."""
+        """Keep the bytes: it is not known yet whether the client gets them."""
         self.waits, self.kept, self.kept_whole = True, b"", False
         #: Failure of its engine meanwhile, None without one.
         self.failure: tuple[End, str] | None = None
@@ -72,12 +72,12 @@ class EngineAnswer:
 
     @property
     def is_busy(self) -> bool:
-        """True if the engine says that it has no room now."""
+        """True if the engine reports that it has no room now."""
         return self.head.status in _BUSY_STATUSES
 
     @property
     def busy_s(self) -> float | None:
-        """Seconds after which to come again, None unless the engine has no room now and says so."""
+        """Seconds until a retry, None unless the engine reports that it has no room now."""
         return retry_after_s(self.head.fields) if self.is_busy else None
 
     @property

@@ -8,7 +8,7 @@ from hetlb.balancer.engines.upstream import EngineConnection
 from hetlb.balancer.http.http1 import RequestHead
 from hetlb.balancer.http.openai_body import with_field
 
-#: Methods of a request that has no body and does not say so.
+#: Methods whose requests may lack both a body and its length.
 _BODILESS = frozenset({b"GET", b"HEAD", b"DELETE"})
 
 
@@ -23,7 +23,7 @@ class EngineRequest:
         self.body = body
 
     def salt(self) -> None:
-        """Salt it so that engines use nothing cached before, unless it says which caches are its own."""
+        """Salt it so that engines use nothing cached before, unless it names its own caches."""
         if b'"cache_salt"' not in self.body:
             salt = b'"hetlb-%b"' % secrets.token_hex(8).encode("ascii")
             self.body = with_field(self.body, b"cache_salt", salt)

@@ -60,7 +60,7 @@ class Host(Carrier):
 
     @abstractmethod
     def abandon(self, request_id: RequestId) -> None:
-        """Give back whatever the scheduler has of a request."""
+        """Give back all bookings of a request at the scheduler."""
 
 
 class Maker(ABC):
@@ -144,7 +144,7 @@ class Exchange:
     # --- from the client's connection ---
 
     def client_gone(self) -> None:
-        """Stop what is done for the client, which left."""
+        """Stop the work for the client, which left."""
         if self.phase is not _DONE:
             self.finish(ends.LEFT, client_gone=True)
 
@@ -160,7 +160,7 @@ class Exchange:
     # --- from the clock ---
 
     def sweep(self, now: float, table: ProxyTable) -> None:
-        """End what has waited for too long, send heartbeats where due. Called about twice a second."""
+        """End waits beyond their limits, send heartbeats where due. Called about twice a second."""
         response, record = self.response, self.record
         if self.phase is _QUEUED and response.given_up_at(self.since, record.arrived_at) <= now:
             retry_after_s = self.host.give_up(record.request.id)

@@ -28,7 +28,7 @@ _REMEMBERED_ERRORS: Final = 256
 
 
 class Guard:
-    """Ends one exchange at which an error was raised, and logs errors of work that is no exchange's."""
+    """Ends one exchange at which an error was raised, and logs errors outside of exchanges."""
 
     def __init__(self, host: Host, turns: Turns) -> None:
         self._host = host
@@ -63,14 +63,14 @@ class Guard:
         self._turns.later(take_turn)
 
     def run(self, work: Callable[[], None], what: str) -> None:
-        """Do work of no request. An error is logged, the same place once a minute."""
+        """Do work outside of requests. An error is logged, the same place once a minute."""
         try:
             work()
         except Exception as error:
             self.log(error, what)
 
     def log(self, error: Exception, what: str) -> None:
-        """Log an error in work of no request, the same place once a minute."""
+        """Log an error in work outside of requests, the same place once a minute."""
         now, told = self._host.now(), _told(error)
         if now - self._logged_at.get(told, -math.inf) >= _LOG_S:
             if len(self._logged_at) >= _REMEMBERED_ERRORS:

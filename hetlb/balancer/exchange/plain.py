@@ -54,7 +54,7 @@ class Plain(Attempt):
         self.exchange = exchange
         self.response = exchange.response
         self.lease = lease
-        #: Lease to whose engine the request goes, the connection to it, and whether that is being made.
+        #: Lease to whose engine the request goes, the connection to it, and whether it is being made.
         self.sent = lease
         self.engine: EngineConnection | None = None
         self.connecting = False
@@ -149,7 +149,7 @@ class Plain(Attempt):
         if answer.refuses:
             self.refused(answer)
         elif answer.is_stream:
-            answer.length = None  # what is taken out of it makes it shorter
+            answer.length = None  # bytes that are taken out make it shorter
             # The first event of a chat only says who speaks: it is no text.
             answer.stream = self.stream(exchange.record.kind is _CHAT)
             self.plain = False
@@ -383,7 +383,7 @@ class Plain(Attempt):
             exchange.refuse(error_responses.BAD_UPSTREAM, text, end=end)
 
     def try_again(self, end: End) -> None:
-        """Let the scheduler decide what becomes of the request: nothing of an answer came."""
+        """Let the scheduler decide about the request: nothing of an answer came."""
         exchange = self.exchange
         dropped = end.outcome is Outcome.NO_RESPONSE
         if dropped and exchange.dropped:
@@ -424,7 +424,7 @@ class Plain(Attempt):
 
     @property
     def most_hung_s(self) -> float:
-        """Seconds for which a stream waits for an engine that is known to stand still."""
+        """Seconds for which a stream waits for an engine that stands still."""
         return _HUNG_S
 
     def sweep(self, now: float, table: ProxyTable) -> None:
@@ -482,7 +482,7 @@ class Plain(Attempt):
         return begun
 
     def count_moved(self) -> None:
-        """Count a live engine as left, with what it has said."""
+        """Count a live engine as left, with the tokens so far."""
         self.leave()
         model = self.exchange.record.request.model
         self.driver.counted.resumed(model, ends.NOTICE.name, ends.NOTICE.told, self.lease)

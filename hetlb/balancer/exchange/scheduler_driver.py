@@ -97,7 +97,7 @@ class SchedulerDriver(SchedulerSide):
         self._end_s: list[float] = []
         self._ticker: asyncio.TimerHandle | None = None
         self._mover: asyncio.TimerHandle | None = None
-        #: Names of the instances that have stalled, as last told.
+        #: Names of the instances that have stalled, as last reported.
         self._stalled: set[str] = set()
         self._look_for_splits()
         scheduler.contain(policy_failed)
@@ -292,10 +292,10 @@ class SchedulerDriver(SchedulerSide):
         self.carrier.ticked()
 
     def sweep(self, now: float) -> None:
-        """Look which instances work, and send elsewhere what waits at instances that do not."""
+        """Check which instances work, and send elsewhere the requests that wait at others."""
         scheduler, carrier = self.scheduler, self.carrier
         if carrier.stalls.since(now - _OWN_STALL_S):
-            return  # what came meanwhile is not read yet
+            return  # bytes that came meanwhile are not read yet
         if scheduler.in_flight or any(each.account.wary(now) for each in scheduler.instances):
             self.carry_out(scheduler.on_sweep(carrier.tokens_at(), now, by_counters=self.by_counters))
         self._tell_stalls(now)
@@ -303,7 +303,7 @@ class SchedulerDriver(SchedulerSide):
             self._move_stranded()
 
     def _move_stranded(self) -> None:
-        """Send elsewhere what waits at instances that do not work; the rest soon if the budget is used up."""
+        """Send elsewhere requests that wait at stalled instances; the rest soon if the budget is used up."""
         self._mover, now = None, self.carrier.now()
         left = self._move(self.scheduler.stranded(now), self.scheduler.on_stranded, now)
         if left and self.scheduler.retrying:
@@ -369,7 +369,7 @@ def _log_health(command: HealthChanged, totals: Totals) -> None:
 
 
 def _retry_after_s(reject: Reject, drain_rate: DrainRate, waiting: int, now: float) -> float | None:
-    """Seconds until the client of a rejected request should try again, None where that is of no use."""
+    """Seconds until the client of a rejected request should retry, None where a retry is useless."""
     if reject.retry_after_s is None:
         return None
     if reject.reason in (RejectReason.QUEUE_FULL, RejectReason.QUEUE_EXPIRED):

@@ -1,4 +1,4 @@
-"""Both sides of a driver: the scheduler as exchanges see it, and what carries out its commands.
+"""Both sides of a driver: the scheduler as exchanges see it, and the executor of its commands.
 
 Facts go to a `SchedulerSide`: the scheduler of this process (`balancer/exchange/scheduler_driver.py`), or one
 that is reached over a channel (`options/relays/relay_driver.py`). Commands go to a `Carrier`: the exchanges
@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Final
 
 from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.rate import RecentRate
 from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Reject, RequestId
 from hetlb.balancer.engines.engine_pools import Target
 from hetlb.balancer.telemetry.counters import Totals
@@ -28,8 +29,8 @@ STALL_S: Final = 0.25
 BEAT_S: Final = 0.1
 #: Seconds after part of an answer in which a probe does not fail its instance.
 EMITS_S: Final = 2.0
-#: Seconds over which ended requests are counted, in slices of one.
-WINDOW_S: Final = 10
+#: Least rate at which requests are taken to end, per second.
+_LEAST_RPS: Final = 0.1
 #: Longest `Retry-After` in seconds, and the largest share added at random: not all come back together.
 _LONGEST_RETRY_AFTER_S: Final = 40.0
 _SPREAD_SHARE: Final = 0.5
@@ -38,33 +39,22 @@ _SPREAD_SHARE: Final = 0.5
 class DrainRate:
     """Rate at which requests ended lately, and the `Retry-After` of clients that are turned away."""
 
-    __slots__ = ("_counts", "_rng", "_second")
+    __slots__ = ("_rate", "_rng")
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._counts = [0] * WINDOW_S
-        self._second = 0
+        self._rate = RecentRate()
 
     def ended(self, now: float) -> None:
-        self._turn(now)
-        self._counts[self._second % WINDOW_S] += 1
+        self._rate = self._rate.plus(1.0, now)
 
     def retry_after_s(self, waiting: int, now: float) -> float:
-        """Seconds until another try makes sense, with `waiting` requests in the queue."""
-        self._turn(now)
-        rate_rps = max(1, sum(self._counts)) / WINDOW_S
-        return self.spread(waiting / rate_rps)
+        """Return seconds until another try makes sense, with `waiting` requests in the queue."""
+        return self.spread(waiting / max(_LEAST_RPS, self._rate.per_s(now)))
 
     def spread(self, wait_s: float) -> float:
         """Return a wait within the bounds, up to half as long again by chance."""
         return min(_LONGEST_RETRY_AFTER_S, max(1.0, wait_s)) * (1.0 + _SPREAD_SHARE * self._rng.random())
-
-    def _turn(self, now: float) -> None:
-        """Forget the slices that have left the window."""
-        second = int(now)
-        for passed in range(max(self._second + 1, second - WINDOW_S + 1), second + 1):
-            self._counts[passed % WINDOW_S] = 0
-        self._second = max(self._second, second)
 
 
 class SchedulerSide(ABC):
@@ -88,7 +78,7 @@ class SchedulerSide(ABC):
     @property
     @abstractmethod
     def block_tokens(self) -> int:
-        """Tokens of a block of engines that tell of theirs, 0 where none does or it is not known here."""
+        """Tokens of a block of engines that publish blocks, 0 where none does or it is not known here."""
 
     @property
     @abstractmethod
@@ -121,7 +111,7 @@ class SchedulerSide(ABC):
     def lease_ended(
         self, lease: Lease, outcome: Outcome, now: float, *, retry: bool, generated: int | None = None
     ) -> None:
-        """End a lease; with `retry` the scheduler says what becomes of its request.
+        """End a lease; with `retry` the scheduler decides about its request.
 
         `generated`: tokens of its answer that are part of the prompt now, None where it begins again.
         """
@@ -137,7 +127,8 @@ class SchedulerSide(ABC):
     def refused(self, lease: Lease, busy: bool, retry_after_s: float | None, now: float) -> None:
         """Note that an engine refused a request and ran nothing of it; `busy`: it has no room.
 
-        Another instance may get it. `retry_after_s`: when to come again, None where the engine did not say.
+        Another instance may get it. `retry_after_s`: seconds until a retry, None where the engine did not
+        state any.
         """
 
     def hung_s(self, lease: Lease, now: float) -> float | None:
@@ -153,7 +144,7 @@ class SchedulerSide(ABC):
 
     @abstractmethod
     def abandon(self, request_id: RequestId, now: float) -> None:
-        """End whatever the scheduler has of a request, of which its exchange has lost track."""
+        """End all bookings of a request that its exchange does not know any more."""
 
     @abstractmethod
     def came_back(self, instance: str) -> None:
@@ -175,7 +166,7 @@ class SchedulerSide(ABC):
 
 
 class StallWatch:
-    """True if this process stood still: what came meanwhile was not heard, and no engine was slow."""
+    """True if this process stood still: bytes were not read meanwhile, and no engine was slow."""
 
     __slots__ = ("_beater", "_due", "_loop", "_stalled_at")
 
@@ -204,7 +195,7 @@ class StallWatch:
 
 
 class Carrier(ABC):
-    """Base of what carries out a scheduler's commands: the clock, counters and sweeps of its process."""
+    """Base of the executors of a scheduler's commands: the clock, counters and sweeps of its process."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -234,7 +225,7 @@ class Carrier(ABC):
         return False
 
     def turned_away(self, lease: Lease) -> None:
-        """Give a request another lease: its engine refused it, or says nothing."""
+        """Give a request another lease: its engine refused it, or is silent."""
 
     @abstractmethod
     def tokens_so_far(self, lease: Lease) -> int:

@@ -1,4 +1,4 @@
-"""Reload of the fleet file: what is read again, and what only a restart changes."""
+"""Reload of the fleet file: the keys that are read again, and the keys that only a restart changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetlb.errors import ConfigError
 
 
 def read_again(running: Fleet) -> Fleet:
-    """Return the fleet as its file has it now, with the listeners where they are. Raises `InputError`."""
+    """Return the fleet as its file is now, with the listeners where they are. Raises `InputError`."""
     if running.path is None:
         raise ConfigError("there is no file to reload: hetlb was started with --instance")
     read = load_fleet(running.path)
@@ -27,7 +27,7 @@ def read_again(running: Fleet) -> Fleet:
     )
 
 
-#: Keys that cannot be swapped, and what of the file they stand for.
+#: Keys that cannot be swapped, and their values in the file.
 _FIXED: Final[dict[str, Callable[[FleetFile], object]]] = {
     **{
         key: attrgetter(key)

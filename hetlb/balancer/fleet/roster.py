@@ -48,7 +48,7 @@ def _nothing(*_: object) -> None:
 
 
 class Roster:
-    """The instances of a fleet, wherever they are from; it alone changes `engines`, their keys."""
+    """The instances of a fleet from all sources; it alone changes `engines`, their keys."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Roster:
 
     @cached_property
     def members(self) -> FleetMembers:
-        """Instances that stand in no file, and where they are from."""
+        """Instances that stand in no file, and their sources."""
         found: FleetMembers = hook("members", self)
         return found
 
@@ -102,7 +102,7 @@ class Roster:
 
     @property
     def lifetime_s(self) -> float:
-        """Seconds that a registration holds where it does not say so, 0 for ever."""
+        """Seconds that a registration holds where it states none, 0 for ever."""
         discovery = self._fleet.file.discovery
         return 0.0 if discovery is None else discovery.ttl_s
 
@@ -146,7 +146,7 @@ class Roster:
     # --- the fleet file ---
 
     async def replace(self, fleet: Fleet, access: Access) -> str:
-        """Take the instances of another fleet file; what is the same keeps its load. Says what changed."""
+        """Take the instances of another fleet file; unchanged ones keep their load. Return the changes."""
         old, new = self.specs(), {spec.name: spec for spec in fleet.instances}
         found = {name for name in old if self.source_of.get(name) not in (None, REGISTRATION)}
         same = {name for name in old if name in new and same_place(old[name], new[name])}
@@ -172,7 +172,7 @@ class Roster:
         return done + (f", {len(updated)} changed" if updated else "")
 
     def refresh(self) -> None:
-        """Choose profiles again after `replace`, and have what was found since names became free."""
+        """Choose profiles again after `replace`, and add found servers whose names became free."""
         self._profiles.clear()
         if "members" in vars(self):
             self.members.refresh()

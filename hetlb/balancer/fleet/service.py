@@ -100,7 +100,7 @@ class FleetService(ABC):
         self._engines: dict[str, EngineAccess] = dict(self.access.engines)
         self.admin = AdminListener(self.access.admin_tls)
         self._seen = SeenFiles(fleet.named_files)
-        #: The file as it was at the start: what cannot be reloaded is compared with it.
+        #: The file as it was at the start, to compare the keys that cannot be reloaded.
         self._started = fleet.written
         self._event_log: SchedulerLog | None = None if event_log is None else hook("event_log", event_log)
         #: Clock, seconds.
@@ -146,7 +146,7 @@ class FleetService(ABC):
 
     @abstractmethod
     def _drive(self) -> SchedulerDriver:
-        """Make the driver of the scheduler, and what carries out its commands."""
+        """Make the driver of the scheduler, and the executor of its commands."""
 
     # --- start-up ---
 
@@ -192,7 +192,7 @@ class FleetService(ABC):
 
     @abstractmethod
     async def _reload_by_signal(self) -> None:
-        """Read the fleet file again; what comes of it is logged."""
+        """Read the fleet file again and log the result."""
 
     # --- the fleet view of the listener ---
 
@@ -212,7 +212,7 @@ class FleetService(ABC):
     def models(self) -> list[dict[str, Any]]:
         return self.watch.model_list()
 
-    # --- what the admin surface sees and does ---
+    # --- for the admin surface ---
 
     @property
     @abstractmethod
@@ -241,14 +241,14 @@ class FleetService(ABC):
         """Collect the counters of all processes."""
 
     async def settled(self) -> None:
-        """Return when what an operator changed is in force in all processes."""
+        """Return when an operator's change is in force in all processes."""
 
     def set_policy(self, name: str) -> None:
         self.scheduling.set_policy(name)
         tell(logger, Event.POLICY, "the policy is %s", name, policy=name)
 
     async def reload(self) -> str:
-        """Read the fleet file again, whole or not at all; says what changed. Raises `InputError`."""
+        """Read the fleet file again, whole or not at all; return the changes. Raises `InputError`."""
         async with self._reloading:
             reloads = self.scheduling.carrier.counted.reloads
             self._seen.before_reading()
@@ -274,7 +274,7 @@ class FleetService(ABC):
         """Give other processes a fleet that is about to be in force."""
 
     async def _swap(self, fleet: Fleet, access: Access) -> str:
-        """Serve another fleet from now on; what was kept as it is keeps its load. Says what changed."""
+        """Serve another fleet from now on; unchanged instances keep their load. Return the changes."""
         running, self.fleet, self.access = self.fleet, fleet, access
         done = await self.roster.replace(fleet, access)
         self._configure(fleet, access)
@@ -326,7 +326,7 @@ class FleetService(ABC):
 
     @abstractmethod
     def _leave(self) -> None:
-        """Another process accepts now: end what is open here."""
+        """Another process accepts now: end the open requests here."""
 
     # --- shutdown ---
 
@@ -454,7 +454,7 @@ class Service(FleetService):
             await self.reload()
         systemd.notify("READY=1")
 
-    # --- what the admin surface sees ---
+    # --- for the admin surface ---
 
     @property
     def lost_lines(self) -> int:
@@ -509,7 +509,7 @@ def require_urls(fleet: Fleet) -> Access:
 def ready_line(
     address: tuple[str, int], tls: object | None, admin_address: tuple[str, int], admin_tls: object | None
 ) -> str:
-    """Return the line of a proxy that accepts requests; what the two listeners show is None without TLS."""
+    """Return the line of a proxy that accepts requests; the certificates are None without TLS."""
     return f"hetlb ready on {_url(address, tls)} (admin {_url(admin_address, admin_tls)})"
 
 

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """Kind of an endpoint, as far as scheduling goes."""
+    """Kind of an endpoint for scheduling."""
 
     COMPLETION = "completion"
     CHAT = "chat"

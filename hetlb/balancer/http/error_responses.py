@@ -154,7 +154,7 @@ def refusal(
     close: bool = False,
     head_only: bool = False,
 ) -> bytes:
-    """Return a whole response that says why there is no other, with these header lines."""
+    """Return a whole response with the reason of a refusal, with these header lines."""
     if answer.should_retry is not None:
         lines = b"x-should-retry: %b\r\n" % (b"true" if answer.should_retry else b"false") + lines
     if retry_after_s is not None:
@@ -168,7 +168,7 @@ def refusal(
 
 
 def refused_for(error: GateError) -> tuple[Answer, float | None, bytes]:
-    """Return the answer to what did not pass, seconds until it may come again, and header lines."""
+    """Return the answer to a refused request, seconds until a retry, and header lines."""
     if isinstance(error, Refusal):
         return error.answer, error.retry_after_s if error.answer.should_retry else None, error.lines
     return bad_request(error.status), None, b""

@@ -1,7 +1,8 @@
 """HTTP/1.1 framing and the strict gate, without sockets: bytes in, heads and payloads out.
 
-What is ambiguous is rejected, never repaired. Heads are split here by their empty line, checked as raw bytes,
-then parsed by llhttp (httptools); bodies are framed here, so that the end of a message is known to the byte.
+Ambiguous messages are rejected, never repaired. Heads are split here by their empty line, checked as raw
+bytes, then parsed by llhttp (httptools); bodies are framed here, so that the end of a message is known to the
+byte.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _METHODS = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"OPTIONS", b
 
 
 class GateError(Exception):
-    """A message that is not let through: `status` for the client, a sentence saying why."""
+    """A message that is refused: `status` for the client, a sentence with the reason."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -142,7 +143,7 @@ def head_end(buffer: bytes | bytearray, limit: int = MAX_HEAD_BYTES, *, begin: i
 
 
 def _check_raw(head: bytes) -> None:
-    """Refuse what llhttp would repair or overlook: bare line feeds, folded lines, control bytes, sizes."""
+    """Refuse bytes that llhttp would repair or overlook: bare line feeds, folded lines, controls, sizes."""
     if head.count(b"\n") != head.count(b"\r\n") or head.count(b"\r") != head.count(b"\n"):
         raise GateError(400, "The head has a line that does not end in CR LF.")
     if b"\n " in head or b"\n\t" in head:
@@ -156,7 +157,7 @@ def _check_raw(head: bytes) -> None:
 
 
 def parse_request_head(head: bytes) -> tuple[RequestHead, int | None]:
-    """Parse one whole request head: what it says, and its Content-Length. Raises `GateError`."""
+    """Parse one whole request head and its Content-Length. Raises `GateError`."""
     _check_raw(head)
     if _REQUEST_LINE.match(head) is None:
         # llhttp lets several blanks and other versions pass.
@@ -193,7 +194,7 @@ def parse_request_head(head: bytes) -> tuple[RequestHead, int | None]:
 
 
 def _take_fields(head: RequestHead) -> int | None:
-    """Check the headers of a request and take from them what matters: its Content-Length, if it has one."""
+    """Check the headers of a request; return its Content-Length, if it has one."""
     length: int | None = None
     host: bytes | None = None
     connection = b""

@@ -19,7 +19,7 @@ _Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS_LIMIT)]
 
 
 class RequestFields(msgspec.Struct):
-    """Fields of a request body that tell its work."""
+    """Fields of a request body that determine its work."""
 
     model: Annotated[str, msgspec.Meta(max_length=MAX_MODEL_CHARACTERS)] | None = None
     stream: bool | None = None
@@ -115,7 +115,7 @@ class ChoiceFields(msgspec.Struct):
 
 
 class ChunkFields(msgspec.Struct):
-    """Fields of an event of a completion or a chat that tell how to go on from it."""
+    """Fields of an event of a completion or a chat that are needed to continue it."""
 
     id: str = ""
     created: int = 0
@@ -125,7 +125,7 @@ class ChunkFields(msgspec.Struct):
 
 
 class PrefillFields(msgspec.Struct):
-    """Fields of a prefill instance's answer: its id, and what there is about fetching the KV blocks."""
+    """Fields of a prefill instance's answer: its id, and the parameters to fetch the KV blocks."""
 
     id: str | None = None
     kv_transfer_params: msgspec.Raw = msgspec.Raw(b"")

@@ -73,7 +73,7 @@ class RequestReader:
         end = head_end(buffer, begin=at, seen=self.searched)
         if not end:
             self.searched = len(buffer) - at
-            self.buffer, self.at = buffer[at:], 0  # what was read before it is not kept
+            self.buffer, self.at = buffer[at:], 0  # read bytes are not kept
             return b""
         self.at = end
         self.searched = self._blank_lines = 0
@@ -114,7 +114,7 @@ class RequestReader:
         return decoder.done
 
     def body(self) -> bytes:
-        """Return the body that is whole; nothing of it is left here."""
+        """Return the whole body, which is not kept here."""
         body = bytes(self._begun) if self._begun else self._whole
         self.drop_body()
         return body

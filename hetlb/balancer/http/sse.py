@@ -29,13 +29,13 @@ _NO_ERROR: Final = (*_NO_VALUE, b'""', b"false", b"{}", b"[]")
 #: Fields that hold a plain answer, of OpenAI, Anthropic and Cohere; first bytes of a list and an object.
 _ANSWERS: Final = ("choices", "output", "content", "message", "data", "results")
 _NESTED: Final = (b"[", b"{")
-#: Fields that say nothing where an event has no choice.
+#: Fields without meaning in an event without a choice.
 _NAMES: Final = ("id", "object", "created", "model", "choices", "usage")
 _FIELD_BEGINS: Final = re.compile(rb"(?:\A|[\r\n])[^:\r\n]")
 _FINISH_REASON: Final = b'"finish_reason"'
 _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
 
-#: Names of errors for which a request is at fault, of the APIs of OpenAI and Anthropic.
+#: Types of errors of a request's own fault, of the APIs of OpenAI and Anthropic.
 _REFUSALS: Final = re.compile(
     r"invalid_|rate_limit_|not_found|authentication|permission|billing|insufficient_quota"
     r"|request_too_large|context_length_exceeded|content_policy_violation"
@@ -90,12 +90,12 @@ class SseWatcher:
         self._each = False
         self._max_held = MAX_HELD_BYTES
         self._begun = False
-        self._first = b""  # what may be the beginning of a byte order mark
+        self._first = b""  # possible beginning of a byte order mark
         self._after_cr = False  # the last byte was CR: a line feed behind it ends no line of its own
-        self._tail = bytearray()  # the unfinished event at the end of what was fed
+        self._tail = bytearray()  # the unfinished event at the end of the input
         self._passing = 0  # how much of the tail was passed on already
         self._long = False  # the tail is what was kept of an event too long to be read
-        self._odd = False  # something came that is neither an event that is read nor a comment
+        self._odd = False  # bytes came that are neither an event that is read nor a comment
         #: Event that ends a choice and waits for the next one, b"" for none.
         self._ending = b""
         #: Events that carry content: about one per token.
@@ -112,7 +112,7 @@ class SseWatcher:
 
     @property
     def between(self) -> bool:
-        """True if what was fed ended with an event: the next byte begins one."""
+        """True if the input ended with an event: the next byte begins one."""
         return not self._tail and not self._ending
 
     def feed(self, data: bytes) -> bytes:
@@ -217,14 +217,14 @@ class SseWatcher:
         return ending and ending + _END
 
     def cut(self) -> bytes:
-        """Drop what was held of a stream that broke off; return the end of a begun event."""
+        """Drop held bytes of a stream that broke off; return the end of a begun event."""
         part_is_out = self.part_is_out
         self._tail.clear()
         self._passing = 0
         return self.release() + (_END if part_is_out else b"")
 
     def _keep(self) -> bytes:
-        """Pass on of an unfinished event what cannot be held for good."""
+        """Pass on the bytes of an unfinished event that cannot be held for good."""
         tail = self._tail
         comments = b""
         if not self._passing and not self._long and bytes(tail[:1]) in _COMMENT:
@@ -276,7 +276,7 @@ class SseWatcher:
         return b"".join(kept)
 
     def _read_and_pass(self, event: bytes, kept: list[bytes]) -> None:
-        """Read one whole event and add to `kept` what goes on."""
+        """Read one whole event and add its passed bytes to `kept`."""
         data = data_of(event)
         if not data:
             self._odd = True
@@ -295,7 +295,7 @@ class SseWatcher:
             kept.append(event + _END)
 
     def _pass_on(self, event: bytes, data: bytes) -> bytes:
-        """Choose what goes on of an event that was read, b"" for nothing."""
+        """Return the passed bytes of an event that was read, b"" for none."""
         return event
 
     def _passed_in_parts(self) -> None:

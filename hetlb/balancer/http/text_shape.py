@@ -1,4 +1,4 @@
-"""Shape of the events of text of one stream: what is the same in all of them passes unread."""
+"""Shape of the events of text of one stream: parts that are the same in all of them pass unread."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ class Totals:
         self.instance(name).ended(outcome)
 
     def resumed(self, model: str, reason: str, outcome: Outcome, lease: Lease) -> None:
-        """Note that an answer goes on elsewhere: its lease ended, with a part of it."""
+        """Note that an answer continues elsewhere: its lease ended, with a part of it."""
         key = (model, reason)
         self.resumptions[key] = self.resumptions.get(key, 0) + 1
         instance = self.instance(lease.instance)
@@ -222,7 +222,7 @@ class Totals:
         self.requests[key] = self.requests.get(key, 0) + 1
 
     def believed(self, lease: Lease) -> None:
-        """Count what the scheduler expected of an ended lease: cached prompt tokens, decode time."""
+        """Count the scheduler's expectations of an ended lease: cached prompt tokens, decode time."""
         instance = self.instance(lease.instance)
         if lease.shared is not None:
             prompts = lease.request.sequences // max(1, lease.request.samples)

@@ -1,4 +1,4 @@
-"""Events of the proxy: what happens to it that is no request (docs/reference/events.md)."""
+"""Events of the proxy outside of requests (docs/reference/events.md)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def tell(
 
 
 class Rarely:
-    """Logs what a stranger can cause as often as it likes: once in `every_s`, with the number left out."""
+    """Log of events that a stranger can cause at will: one line in `every_s`, with the number left out."""
 
     def __init__(self, every_s: float = 10.0) -> None:
         self._every_s = every_s

@@ -1,4 +1,4 @@
-"""Decisions as documents: what was asked, the instances considered, the one chosen, and what came of it."""
+"""Decisions as documents: the request, the instances considered, the chosen one, and the outcome."""
 
 from __future__ import annotations
 

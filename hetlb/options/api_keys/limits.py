@@ -78,7 +78,7 @@ class Window:
         return max(_CLOCK_S, until + WINDOW_S - now + _CLOCK_S)
 
     def lines(self, name: bytes, limit: int, now: float) -> bytes:
-        """Header lines: the limit, what is left of it, and when nothing counts any more."""
+        """Header lines: the limit, its rest, and the time until the window is empty."""
         slots = self._slots
         if slots and slots[0].until + WINDOW_S <= now:
             self.forget(now)
@@ -152,7 +152,7 @@ class Limiter:
         self._tokens.add(tokens, now)
 
     def headers(self, now: float) -> bytes:
-        """Return the lines that OpenAI's SDKs read: limits, what is left, when they are whole again."""
+        """Return the lines that OpenAI's SDKs read: limits, their rests, and when they are whole again."""
         limits = self.limits
         lines = b""
         if limits.requests_per_minute is not None:
@@ -168,7 +168,7 @@ class Limiter:
 
 
 class Ticket:
-    """One request that a limiter let in: what was reserved for it."""
+    """One request that a limiter let in, with its reservations."""
 
     __slots__ = ("limiter", "reserved", "slot")
 

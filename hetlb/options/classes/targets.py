@@ -55,7 +55,7 @@ def lost_by_others_s(ctx: SchedulingContext, each: Sight) -> float:
         return 0.0
     batch, output = each.load.batch, max(1.0, protected.output)
     sequences = ctx.request.sequences / each.own * batch
-    # Half-grown in the mean, they are delayed by its prompt and by longer steps for what is left.
+    # Half-grown in the mean, they are delayed by its prompt and by longer steps for the rest of their tokens.
     prompt_s = (each.others_s - each.slower_s) / sequences if sequences > 0.0 else 0.0
     left = min(ctx.predicted_output, output / 2.0)
     more_s = (max(0.0, prompt_s) + left * max(0.0, each.with_s - now_s)) / output
@@ -154,7 +154,7 @@ def _served(each: Sight, protected: Protected, batch: float, tokens: float, used
     most = room if room < most else most
     decoding = each.with_s / each.step_s if batch > 0.0 else 1.0  # the rest of its time goes to prompts
     limit_s = protected.step_s * decoding
-    if batch > 0.0:  # errors seen beside background say nothing of an idle instance
+    if batch > 0.0:  # errors seen beside background do not hold for an idle instance
         limit_s /= each.instance.errors.step.quantile(protected.attainment)
     low, high, late = 0.0, max(0.0, most), 1.0 - protected.attainment
     for _ in range(_HALVINGS):

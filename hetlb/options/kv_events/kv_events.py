@@ -126,7 +126,7 @@ def _events(payload: bytes) -> Iterator[KvEvent]:
         kind = raw.type if isinstance(raw, _MappedEvent) else type(raw).__name__.removeprefix("_")
         if kind == "AllBlocksCleared":
             yield BlocksCleared()
-        # Copies in other memory, and the further groups of hybrid models, say nothing of their own.
+        # Copies in other memory, and the further groups of hybrid models, add nothing.
         elif isinstance(raw, _AllBlocksCleared) or raw.medium not in (None, "GPU") or raw.group_idx:
             continue
         elif kind == "BlockRemoved":
@@ -196,7 +196,7 @@ class KvEventReader:
             try:
                 await stream.run()
             except (OSError, EOFError, TimeoutError):
-                pass  # the engine is not there: what is missed is seen by its number
+                pass  # the engine is not there: missed events show by their numbers
             except ZmtpError as error:
                 stream.lose(str(error))
             except Exception:  # never the end of serving
@@ -255,7 +255,7 @@ class _Stream:
         await self._apply(number, payload)
 
     async def _apply(self, number: int, payload: bytes) -> None:
-        """Tell the scheduler of a batch, a part in each turn."""
+        """Give the scheduler a batch, a part in each turn."""
         self._next = number + 1
         begins, blocks = number == 0, 0
         part: list[KvEvent] = []

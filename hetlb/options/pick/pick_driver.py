@@ -1,6 +1,6 @@
 """Driver of the scheduler for an endpoint picker: Envoy owns the connections, each request is a stream.
 
-What the proxy's driver does with connections to engines, Envoy does. A request is sent once: where an engine
+Envoy does the work of the proxy's driver with connections to engines. A request is sent once: where an engine
 fails, Envoy's retries go down the list that it got, and the lease follows.
 """
 

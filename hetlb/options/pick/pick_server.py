@@ -56,7 +56,7 @@ _OPTIONS: Final = (
     ("grpc.http2.bdp_probe", 0),  # it would raise what is read ahead, and pings at every read
     ("grpc.max_metadata_size", 8 << 10),
     ("grpc.absolute_max_metadata_size", 16 << 10),
-    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: what is sent is what is held
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: sent bytes are held bytes
     ("grpc.server_handshake_timeout_ms", 10 * _MS),
     # A connection without a call holds no place of `MAX_CONNECTIONS`.
     ("grpc.max_connection_idle_ms", 10 * _MS),

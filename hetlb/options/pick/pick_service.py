@@ -97,7 +97,7 @@ class PickService(Service):
             await self._resolve()
 
     async def _resolve(self) -> None:
-        """Find the `ip:port` of every instance; one whose name does not resolve now keeps what it had."""
+        """Find the `ip:port` of every instance; one whose name does not resolve now keeps its last one."""
         state, found, lookups = self.server.state, {}, asyncio.Semaphore(_LOOKUPS)
         urls = {each.name: each.spec.url for each in self.scheduler.instances}
         named = {url for url in urls.values() if _literal(url) is None}

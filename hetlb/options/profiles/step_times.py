@@ -408,7 +408,8 @@ def corrected(
     host_s += k.host_s
     if mixed != 1.0:
         k = replace(k, mixed=mixed_term(k))
-    found = k.with_factors(prefill, mixed, decode, max(0.0, host_s), max(0.0, k.request_s + request_s))
+    request_s = max(0.0, k.request_s + request_s)
+    found = k.with_factors(prefill, mixed, decode, max(0.0, host_s), request_s, k.host_sequence_s)
     table = cast("DecodeTable | None", found.better_decode)
     if host_s < 0.0:
         # If the host takes less than the profile says, the steps' own times hold it.

@@ -1,6 +1,6 @@
 """Control channel between the supervisor and a child: rare, small messages, some with a descriptor.
 
-A message is one packet of a Unix socket: a pickled tuple, its first item its kind. What may be large (the
+A message is one packet of a Unix socket: a pickled tuple, its first item its kind. Large data (the
 state of the fleet) goes as a memory file, of which the packet carries the descriptor.
 """
 

@@ -467,7 +467,7 @@ class Supervisor:
 
 
 class _Stderr(logging.Handler):
-    """Lines to stderr where it takes them at once: a reader that is slow must not stop the supervisor."""
+    """Lines to stderr without blocking: a slow reader must not stop the supervisor."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError):

@@ -169,11 +169,11 @@ class _Pairs:
         return usable
 
     def _prefill_score(self, each: Sight) -> float:
-        """Return the part of a pair's score that is the source's."""
+        """Return the source's part of a pair's score."""
         return self._first * (each.first_token_s + each.coming_s) + max(0.0, each.others_s - each.slower_s)
 
     def _decode_score(self, each: Sight) -> float:
-        """Return the part of a pair's score that is the target's, without what depends on the source."""
+        """Return the target's part of a pair's score, without terms that depend on the source."""
         decode_s = self.decode_s(each)
         first_s = self._first * JOINING_STEPS * each.with_s
         finish = self._evaluation.weights[FINISH] * each.finish_s

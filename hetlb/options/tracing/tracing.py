@@ -188,7 +188,7 @@ class Tracing:
         return trace.set_span_in_context(trace.NonRecordingSpan(parent), _NO_CONTEXT)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Send what is left, for at most `timeout_s`."""
+        """Send the rest, for at most `timeout_s`."""
         last = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         last.start()
         last.join(timeout_s)

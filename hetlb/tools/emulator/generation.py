@@ -44,7 +44,7 @@ _ANSWER = re.compile(r"\n?((?: t[0-9]+)+)\Z")
 
 
 def split_answer(text: str) -> tuple[str, int]:
-    """Return a prompt without the first words of an answer at its end, and how many they are."""
+    """Return a prompt without the first words of an answer at its end, and the number of these words."""
     found = _ANSWER.search(text)
     if found is None:
         return text, 0

@@ -3,7 +3,7 @@
 `nixl`: an answer to `do_remote_decode` holds the parameters of the fetch, and the blocks stay for `lease_s`.
 `nixl-push`: the engine that has the blocks writes them, to the request of the same id. `mooncake`: the fetch
 may come first and waits for the prompt; `/query` is the bootstrap server.
-What is fetched after the lease gives wrong text with status 200, as with vLLM (` x0 x1 ...`).
+A fetch after the lease gives wrong text with status 200, as with vLLM (` x0 x1 ...`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _waits(choice: EmulatedSequence) -> bool:
 
 @dataclass(eq=False)
 class KvExchange:
-    """Transfers of one server: what it keeps for others, and what it fetches from them.
+    """Transfers of one server: blocks kept for others, and fetches from them.
 
     `address` is its own, once it listens. Counters are vLLM's.
     """
@@ -113,7 +113,7 @@ class KvExchange:
             choice.remote_tokens = choice.prompt_tokens
             reply.kv_source = params
 
-    # --- what is kept for others ---
+    # --- blocks kept for others ---
 
     def _offer(self, reply: Reply, params: dict[str, Any]) -> dict[str, Any] | None:
         """Hold a prefilled prompt; returns the `kv_transfer_params` of the answer."""
@@ -190,7 +190,7 @@ class KvExchange:
             await early
         return "ready"
 
-    # --- what is fetched ---
+    # --- fetches ---
 
     def fetch(self, choice: EmulatedSequence) -> None:
         """Note that the engine has blocks for a prompt whose KV cache is elsewhere."""

@@ -95,7 +95,7 @@ class FleetAdmin:
             except HetlbError:
                 return []
             read = [each for each in instances if each["signal_age_s"] is not None]
-            # From before the question was sent: what is said to be this old is at least as new.
+            # From before the question was sent: the report is at least as new as its stated age.
             new = [each for each in read if each["signal_age_s"] < asked_s - since_s]
             if len(new) == len(read) or time.monotonic() > since_s + _REPORT_TIMEOUT_S:
                 return new

@@ -1,6 +1,6 @@
 """Result of a load test: its figures, the details of every request, and the verdict on the client.
 
-A run is VALID, or SUSPECT with reasons: a client that is slow, or answers that are not what was asked for,
+A run is VALID, or SUSPECT with reasons: a client that is slow, or answers other than requested,
 are named instead of being reported as the server's latency.
 """
 
@@ -76,7 +76,7 @@ class LoadResult:
         return {**figures, "client": self.client(figures)}
 
     def client(self, figures: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the verdict on the client, and what it rests on. `figures` come from `summarize`."""
+        """Return the verdict on the client, and its grounds. `figures` come from `summarize`."""
         late = sorted(lateness for record in self.records if (lateness := record.lateness_s) is not None)
         found: dict[str, Any] = {
             "p99_lateness_ms": 1e3 * percentile(late, 99),
@@ -102,7 +102,7 @@ class LoadResult:
         return {"verdict": SUSPECT if reasons else VALID, "reasons": reasons, **found}
 
     def figures(self, percentiles: Sequence[float] = (), **options: Any) -> dict[str, Any]:
-        """`summary`, and what `hetlb bench` adds; `from_sent` counts from the time a request was sent.
+        """`summary`, and more figures for `hetlb bench`; `from_sent` counts from the time a request was sent.
 
         `percentiles` are reported of every latency beside the usual ones. `slo_attainment` is the
         share of all planned requests that met every limit of `goodput_slo_s` (null without limits): one that

@@ -50,7 +50,7 @@ def runs_table(
 ) -> Table:
     """One line per run.
 
-    `reference_tok_s` is what `% of sum` refers to: the total token throughput of all instances, each alone.
+    `reference_tok_s` is the base of `% of sum`: the total token throughput of all instances, each alone.
     `steady_tok_s` is the same while each instance is full: then `% of full` is the steady rate of the run,
     without its drain, in place of `% of sum`.
     `alone` are the runs it was measured in, shown above the others with their sum.

@@ -1,6 +1,6 @@
 """Results in files: the JSON document of a bench, and a CSV with a line per run.
 
-The document holds what is needed to make the same load again (command, versions, seed, salt); a
+The document holds the settings that make the same load again (command, versions, seed, salt); a
 file is complete or not there.
 """
 

@@ -57,7 +57,7 @@ _decode = msgspec.json.Decoder(AnswerEvent).decode
 
 
 class AnswerError(Exception):
-    """The server sent something that is no answer. `kind` names it in a few words."""
+    """A server's bytes that are no answer. `kind` names them in a few words."""
 
     def __init__(self, kind: str, detail: object = "") -> None:
         super().__init__(kind)

@@ -16,7 +16,7 @@ from hetlb.tools.paths.stages import SINK, SOURCE, Edge, Hop, StageSpec
 
 @dataclass(eq=False, slots=True)
 class PathLease:
-    """One dispatch of one request over a path, which its policy chooses, and what it books on every stage.
+    """One dispatch of one request over a path, which its policy chooses, and its bookings on every stage.
 
     `context_tokens` counts the first pass: the prompt and, after a replay, the tokens so far. The
     driver counts `output_tokens` before it reports the end.

@@ -45,7 +45,7 @@ class PathPolicy:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Set up what the policy itself keeps."""
+        """Set up the policy's own state."""
 
     def _prune(self) -> None:
         """Leave out stages from which no token comes out."""

@@ -70,7 +70,7 @@ def layouts_of(gpus: int, parts: Sequence[Part], *, partly: bool) -> list[Layout
     return found
 
 
-# --- what a layout is worth -----------------------------------------------------------------------------
+# --- worth of a layout ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Evaluated:
 
 @dataclass
 class LayoutFleet:
-    """Machines with what can run on each kind of them, and the requests to expect."""
+    """Machines with the instances that each kind of them can run, and the requests to expect."""
 
     machines: Sequence[Machine]
     instances: Mapping[tuple[object, ...], Mapping[Part, Option]]
@@ -182,7 +182,7 @@ def _rank(each: Evaluated) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class FleetLayouts:
-    """A layout of every machine that has one, and what they are worth together; None where not simulated."""
+    """A layout of every machine that has one, and their worth together; None where not simulated."""
 
     layouts: dict[str, Layout]
     worth: LayoutsWorth | None = None

@@ -1,4 +1,4 @@
-"""MARKET.yaml: what can be rented, what is to be served, and for how much.
+"""MARKET.yaml: instances for rent, the requests to serve, and the budget.
 
 Whatever is wrong comes out as one `ConfigError` line that names file, key, value and what was
 expected. Shares may be counts: they are divided by their sum. Paths are relative to the file.

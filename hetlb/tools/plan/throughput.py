@@ -147,7 +147,7 @@ def rate_within(spec: EngineSpec, mix: Mix, slo: SloLimits) -> float:
 
 @cache
 def _engine_digest() -> str:
-    """Return the source of the engine model and of what it computes with: a change forgets all results."""
+    """Return the source of the engine model and of its modules: a change forgets all results."""
     digest = hashlib.sha256()
     tools = Path(__file__).parents[1]
     latency = tools.parent / "balancer" / "core" / "latency.py"
@@ -162,7 +162,7 @@ def default_cache() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "hetlb" / "throughput.jsonl"
 
 
-#: One line of the cache: the digest of what was measured, and requests/s.
+#: One line of the cache: the digest of the measured inputs, and requests/s.
 _decode_entry = msgspec.json.Decoder(tuple[str, NonNegative]).decode
 
 
@@ -195,7 +195,7 @@ class Measured:
         """Requests/s of all types of a mix together."""
         spec = engine_of(profile)
         total = math.fsum(share for share, _ in mix)
-        # Proportions to three digits: plans that differ in the tenth digit are the same to an engine.
+        # Proportions to three digits: further ones are the same to an engine.
         rounded = [(float(f"{share / total:.{_RATIO_DIGITS}g}"), list(rows)) for share, rows in mix]
         text = repr((_engine_digest(), spec, rounded, self.slo, tuple(stages)))
         key = hashlib.sha256(text.encode()).hexdigest()

@@ -59,7 +59,7 @@ class RequestType:
 
 @dataclass(frozen=True, slots=True)
 class Clustering:
-    """Types found in a trace, and how good they are.
+    """Types found in a trace, and the quality of the division.
 
     `explained`: share of the variance of the logarithms of both lengths that lies between the types. Errors
     are mean relative distances of a request's length from its type's mean.

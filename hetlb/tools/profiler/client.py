@@ -1,7 +1,7 @@
 """One vLLM server as a profiler sees it: its settings, its counters, and the times of tokens.
 
 A stamp is taken when bytes are read, before they are parsed; tokens are counted by the server's own running
-usage. What a person can mend (address, key, model) is an `InputError`.
+usage. Errors that a person can mend (address, key, model) are `InputError`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SILENCE_TIMEOUT_S = 120.0
 
 
 class ServerFailed(HetlbError):
-    """The server went away, hangs, or does not do what it was asked."""
+    """The server went away, hangs, or answers something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class CompletionStream:
 
     @contextlib.asynccontextmanager
     async def reading(self) -> AsyncIterator[asyncio.Task[list[TokenTimes]]]:
-        """Read beside what the block does; leaving it aborts what the server has not answered."""
+        """Read during the block; leaving it aborts the server's unfinished requests."""
         task = asyncio.create_task(self.read())
         try:
             yield task

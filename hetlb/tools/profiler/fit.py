@@ -35,7 +35,7 @@ _Array = NDArray[np.float64]
 #: The four constants of the paper's form, or a better form.
 Fitted: TypeAlias = tuple[float, float, float, float] | PnormPrefill | LaunchedPrefill | DecodeTable
 
-#: The default grid of what can be asked at any size: it fits as well as three times as many points.
+#: The default grid, which can be measured at any size: it fits as well as three times as many points.
 DEFAULT_PREFILL_GRID = tuple((b, n) for b in (1, 4, 16) for n in (128, 512, 2048, 4096))
 #: A step is a straight line in the length at a fixed batch, and bends in the batch: two lengths, six batches.
 DEFAULT_DECODE_GRID = tuple((b, n) for b in (1, 4, 16, 32, 64, 128) for n in (256, 4096))
@@ -121,7 +121,7 @@ def middle(seconds: Sequence[float], clock_s: float = 0.0) -> tuple[float, float
 
 @dataclass(frozen=True, slots=True)
 class FitResult:
-    """A fitted latency model, the form taken of prefill and of decode, and what a reader should be warned of.
+    """A fitted latency model, the form taken of prefill and of decode, and warnings for a reader.
 
     `reports` have the held-out errors of each phase (and, as `PHASE_paper`, of the paper's form where
     another was taken) under the names of `FitReport`. `tile` is None where no point shows it and none was

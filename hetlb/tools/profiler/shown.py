@@ -132,7 +132,7 @@ def listing_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def differences(a: Profile, b: Profile) -> list[str]:
-    """Respects in which two profiles are of different things, where both say."""
+    """Return the respects in which two profiles are of different things, where both state them."""
     facts = [
         ("models", a.model and a.model.name, b.model and b.model.name),
         ("GPUs", a.hardware and a.hardware.gpu, b.hardware and b.hardware.gpu),

@@ -50,7 +50,7 @@ _MOST_SEQUENCES = 1000
 
 #: Least number of measured points of each phase.
 _LEAST_POINTS = {StepKind.PREFILL: 8, StepKind.DECODE: 8, StepKind.MIXED: 0}
-#: Lone requests that tell what a server adds to one.
+#: Lone requests that measure the server's own time for one.
 _LONE_REQUESTS = 8
 #: Steps that all decodes make before a prompt is put beside them.
 _STEPS_BEFORE_PROMPT = 4
@@ -209,7 +209,7 @@ class Sweep:
         if size.phase is StepKind.PREFILL:
             return (size.tokens + self._plug_tokens(size)) * self._token_s + 0.05
         step_s = self._step_s.get(size, self._near_step_s(size.batch))
-        # With prefixes kept, a point's first sample prefills its prompts; what longer ones left counts.
+        # With prefixes kept, a point's first sample prefills its prompts; blocks of longer ones count.
         read = 0 if self.facts.prefix_cache and size in self._step_s else size.tokens
         return read * self._token_s + self._steps(size) * step_s + 0.05
 

@@ -1,4 +1,4 @@
-"""A log of a real server against the engine model: replay, errors with sign, and what they come from.
+"""A log of a real server against the engine model: replay, errors with sign, and their causes.
 
 The requests of the log are sent to the engine model at the times at which the server got them. The error of
 the whole answer is then split: the times of prefill passes, mixed steps and decode steps and the host's time
@@ -210,7 +210,7 @@ class Corrections:
         return corrected(k, **{field: getattr(self, field) for field in fields})
 
     def described(self) -> list[str]:
-        """One phrase for each part: how far it is off, and whether the log shows that."""
+        """One phrase for each part: its error, and whether the log shows it."""
         found = []
         for (part, (field, _)), error in zip(PARTS.items(), self.errors, strict=True):
             value = getattr(self, field)
@@ -226,7 +226,7 @@ class Corrections:
 def fit_corrections(
     requests: Sequence[LoggedRequest], engine: EngineSpec, chosen: Sequence[bool] | None = None
 ) -> Corrections:
-    """Return the corrections with which the replay is nearest to the log; near none where it does not decide.
+    """Return the corrections with which the replay is nearest to the log; near none where it is undecided.
 
     All requests are replayed; `chosen` ones are compared. The search starts from the part that explains most
     alone: parts that are nearly alike, such as decode steps and the host, are mistaken for each other else.
@@ -423,7 +423,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """One sentence: how right the model is, where it is not, and what that comes from."""
+        """One sentence: the errors of the model, and their causes."""
         name, off = _worst(self.errors)
         shares = self.split_ttft if name == "ttft" else self.split
         largest = max(shares, key=lambda part: abs(shares[part]))

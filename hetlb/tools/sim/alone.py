@@ -1,6 +1,6 @@
 """One engine with all its requests at once and no scheduler: its rate to the last answer, and while full.
 
-The first is what `FleetSimulation` gives with one instance, at a fraction of the work. It contains the drain,
+The first equals `FleetSimulation` with one instance, at a fraction of the work. It contains the drain,
 which is the longer part of a run the fewer requests there are; the rate while full does not.
 """
 
@@ -26,7 +26,7 @@ _MOST_FULL_REQUESTS = 4_000
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """Figures of a run to the end: what fitted the engine, its prompt and output tokens, seconds."""
+    """Figures of a run to the end: the fitting requests, their prompt and output tokens, seconds."""
 
     requests: int
     tokens: int

@@ -66,12 +66,12 @@ class BlockPool:
         return self.used_blocks / self.total_blocks
 
     def held(self, tokens: int) -> int:
-        """Return what a holder of `tokens` tokens has."""
+        """Return the blocks of a holder of `tokens` tokens."""
         blocks = -(-tokens // self.block_size)
         return self.grows * blocks + self.beside(blocks, self.window_blocks)
 
     def beside(self, blocks: int, window_blocks: int) -> int:
-        """Return what a holder of `blocks` blocks has beside the blocks that grow."""
+        """Return the blocks of a holder of `blocks` blocks beside the ones that grow."""
         if not self.window and not self.fixed:
             return 0
         return self.window * min(blocks, window_blocks) + (self.fixed if blocks else 0)

@@ -256,7 +256,7 @@ class _Workers:
         return future
 
     def wait(self, futures: Iterable[Future[Any]]) -> None:
-        """Wait until all of these are done. Raises what the first that fails raises."""
+        """Wait until all of these are done. Raises the error of the first that fails."""
         for future in as_completed(futures):
             if self._pool is not None:
                 self._count()

@@ -25,7 +25,7 @@ _Looks = Mapping[str, Mapping[str, Any]]
 
 
 def write_sweep_plot(path: Path, runs: Sequence[Mapping[str, Any]], ran: Sequence[Ran]) -> None:
-    """Draw `runs` (as in the JSON) and what was watched of `ran`. Raises `InputError`."""
+    """Draw `runs` (as in the JSON) and the watched ones of `ran`. Raises `InputError`."""
     watched = [each for each in ran if each.watched is not None]
     looks = {
         name: line_style(index) for index, name in enumerate(dict.fromkeys(run["policy"] for run in runs))

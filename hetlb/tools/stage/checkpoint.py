@@ -94,7 +94,7 @@ class _Scaling(msgspec.Struct, kw_only=True):
 
 
 class _ConfigJson(msgspec.Struct, kw_only=True):
-    """The keys of config.json that decide what is computed; null is as if there were no key."""
+    """The keys of config.json that decide the computation; null is as if there were no key."""
 
     model_type: Literal["llama", "mistral", "qwen2", "qwen3"]
     num_hidden_layers: _Size

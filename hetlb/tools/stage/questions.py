@@ -1,4 +1,4 @@
-"""Requests as a coordinator takes them: prompts as tokens, what ends an answer, how tokens are chosen.
+"""Requests as a coordinator takes them: prompts as tokens, ends of an answer, choice of tokens.
 
 A field that is not supported and would change the answer is refused with a sentence, never ignored.
 """

@@ -1,4 +1,4 @@
-"""Interface between a worker and what computes: batches, the rows that break them, other hardware's times."""
+"""Interface between a worker and its device: batches, the rows that break them, other hardware's times."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class StageChannel:
         self._sender: asyncio.Task[None] | None = None
 
     def open(self, socket: _Socket) -> None:
-        """Use a connection: send what waits."""
+        """Use a connection: send the queued frames."""
         self._socket = socket
         self._sender = asyncio.create_task(self._send(socket))
 

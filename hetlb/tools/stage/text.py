@@ -117,11 +117,11 @@ class TextModel:
             return str(self._template.render(messages=messages, **self._special, **variables))
         except TemplateError:
             raise
-        except Exception as error:  # whatever a template does with what a client sent
+        except Exception as error:  # a template may raise anything for a client's input
             raise TemplateError(f"The chat template does not take these messages: {error}") from error
 
     def stream(self, *, skip_special_tokens: bool) -> Callable[[int], str]:
-        """Return a decoder of one answer: token in, the text that is complete now out."""
+        """Return a decoder of one answer: token in, newly complete text out."""
         decoder = self._decode_stream(skip_special_tokens=skip_special_tokens)
         tokenizer = self._tokenizer
         return lambda token: decoder.step(tokenizer, token) or ""

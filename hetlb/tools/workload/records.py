@@ -48,7 +48,7 @@ STEADY_FROM_SHARE = 0.2
 
 @dataclass(slots=True)
 class RequestResult:
-    """One request: times in seconds on one clock, None for what did not happen or was not seen.
+    """One request: times in seconds on one clock, None for events that did not happen or were not seen.
 
     `last_token_s` is when its last text came; of an answer that came whole, when it was complete (it has
     no `first_token_s` then). `end_s` is when nothing more could come. `error` is "" or a few words that

@@ -249,7 +249,7 @@ def compose_profile(name: str, model: Model, parts: Sequence[StageProfile], kv_c
         engine = msgspec.structs.replace(
             first, kv_cache_tokens=kv_cache_tokens, tensor_parallel_size=parts[0].gpus
         )
-        # The cache is counted by the facts of the model that is planned, whatever model was measured.
+        # The cache is counted by the facts of the planned model, not of the measured one.
         facts = profiles[0].model if model.facts is None else model_info(model.facts)
         return msgspec.structs.replace(profiles[0], engine=engine, model=facts)
     links = LinkSeconds(*(math.fsum(getattr(p.link, key) for p in parts) for key in ("token_s", "batch_s")))

@@ -32,7 +32,7 @@ _MOST_OFF_SHARE = 0.1
 
 
 class PlanModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The model. `config` is its `config.json`; what is stated beside it wins."""
+    """The model. `config` is its `config.json`; keys stated beside it win."""
 
     name: str
     parameters: Quantity | None = None
@@ -46,7 +46,7 @@ class PlanModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A model with what planning needs of it; sizes in bytes, 0 where nothing was stated.
+    """A model with the facts for planning; sizes in bytes, 0 where none was stated.
 
     `kv_bytes_per_token` are of all layers that keep tokens, windows too: the unit of a cache's tokens, as in
     vLLM. `facts` are of its `config.json`, with what was stated in their place; None without one: degrees are
@@ -182,7 +182,7 @@ class MachineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     `profiles` maps a tensor-parallel degree to a latency profile of the whole model; one of a degree that
     does not divide `gpus` is for layouts of unequal instances. `place` reads degree 1, as a stage is
-    one GPU; `roofline` is what `split` takes for degrees without one.
+    one GPU; `split` takes `roofline` for degrees without one.
     """
 
     name: str

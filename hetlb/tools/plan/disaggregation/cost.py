@@ -101,7 +101,7 @@ class GroupTable:
         return self._moved(next(iter(self._promising(composition, role)), None), composition)
 
     def sure(self, composition: Composition, role: Role) -> ServerGroup | None:
-        """Return the best group that serves what it promises: one without bubbles."""
+        """Return the best group that serves its promised rate: one without bubbles."""
         found = (each for each in self._promising(composition, role) if each.is_exact)
         return self._moved(next(found, None), composition)
 

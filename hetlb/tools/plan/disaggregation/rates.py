@@ -123,7 +123,7 @@ def _mean(loads: list[tuple[float, float]]) -> float:
 
 
 def _full_batch(limits: EngineLimits, workload: RequestLengths) -> float:
-    """Sequences that run at once, each with room to its end: what finds none is preempted."""
+    """Sequences that run at once, each with room to its end: others are preempted."""
     return limits.batch_of(workload.final_tokens)
 
 

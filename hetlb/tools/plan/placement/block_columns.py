@@ -142,7 +142,7 @@ class BlockChain:
         for _ in range(_HALVINGS):
             if limits.over:
                 break
-            # Nearer to what is known: whole blocks seldom come close to the bound.
+            # Nearer to the known flow: whole blocks seldom come close to the bound.
             flow = 0.6 * low + 0.4 * high
             reached = 0.0
             for room in _LINK_ROOMS if len(self._regions) > 1 else (1.0,):

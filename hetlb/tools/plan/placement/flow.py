@@ -264,6 +264,6 @@ def pipelines(flow: Flow) -> list[Pipeline]:
             left[sender][receiver] -= amount
             if left[sender][receiver] <= least:
                 del left[sender][receiver]
-        if path[-1] == SINK:  # else what rounding has left
+        if path[-1] == SINK:  # else a rest of rounding
             found.append(Pipeline(tuple(path[1:-1]), amount))
     return sorted(found, key=lambda pipeline: -pipeline.tokens_per_s)

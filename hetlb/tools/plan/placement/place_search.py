@@ -68,7 +68,7 @@ _LEAST_SHARE = 0.3
 
 @dataclass(slots=True)
 class PlacementCandidate:
-    """A placement with what is known of it. Tokens/s; None where it was not simulated.
+    """A placement with its figures. Tokens/s; None where it was not simulated.
 
     `window_s` is its simulation's; `rule` names the simple rule that it follows, "" for none.
     """
@@ -409,7 +409,7 @@ class PlacementSearch:
     def _race(self, limits: SolveLimits) -> None:
         """Successive halving: more candidates over the first window, then the better half over twice that.
 
-        Runs go on where they stopped. The best goes first, so that what a limit ends leaves the best known.
+        Runs go on where they stopped. The best goes first, so that a limit leaves the best known.
         """
         left = limits.left_s
         if left <= 0.0:

@@ -1,4 +1,4 @@
-"""Prefix keys: names of what a prompt begins with, so that its engine's prefix cache can be reckoned with.
+"""Prefix keys: names of the parts with which a prompt begins, to foresee the engine's prefix cache.
 
 Keys are digests of the prompt's raw JSON or token ids, or the client's own name of its conversation.
 """
@@ -9,13 +9,19 @@ import re
 from array import array
 from collections.abc import Iterator
 from hashlib import blake2b
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from hetlb.balancer.core.prefix_cuts import BYTES_PER_TOKEN, FIRST_TOKENS, cuts
 from hetlb.balancer.core.prefix_index import PrefixKey
+from hetlb.balancer.exchange.scheduler_side import SchedulerSide
+from hetlb.balancer.http.http1 import RequestHead
 from hetlb.balancer.http.openai_body import Call
+from hetlb.extras import option
+from hetlb.options.prefix_keys.prefix_cuts import BYTES_PER_TOKEN, FIRST_TOKENS, cuts
+
+if TYPE_CHECKING:
+    from hetlb.balancer.core.engine_blocks import PromptBlocks
 
 #: Maximum bytes of text, and of a list of token ids, that have keys.
 _MAX_KEYED_BYTES: Final = 4 << 20
@@ -28,6 +34,29 @@ _BOUNDARY: Final = re.compile(rb'\}\s*,\s*\{\s*"(?:role|content|type)"')
 _NEXT_STRING: Final = re.compile(rb'"\s*,\s*"')
 _one_list = msgspec.json.Decoder(list[int])
 _lists = msgspec.json.Decoder(list[list[int]])
+
+
+def keys_of(
+    head: RequestHead,
+    call: Call,
+    model: str,
+    owner: str | None,
+    session_header: bytes,
+    scheduling: SchedulerSide,
+) -> tuple[tuple[PrefixKey, ...], PromptBlocks | None]:
+    """Return the keys of a request's prompts, and digests of its blocks where engines tell theirs."""
+    ids = token_ids(call) if call.ids else None
+    keys = id_keys(ids, model, call.cache_salt, owner) if ids else text_keys(call, model, owner)
+    blocks: PromptBlocks | None = None
+    if ids and call.prompts == 1 and (block_tokens := scheduling.block_tokens):
+        block_digests = option("kv_events.block_index").block_digests
+        salt = () if call.cache_salt is None else (call.cache_salt,)
+        # The last token of a prompt is always computed.
+        blocks = block_tokens, block_digests(ids[0][:-1], block_tokens, salt)
+    session = session_key(head.fields.get(session_header), owner, model)
+    if session is not None and call.prompts == 1:
+        keys = (session, *keys)
+    return keys, blocks
 
 
 def session_key(session: bytes | None, owner: str | None, model: str) -> PrefixKey | None:
@@ -102,7 +131,7 @@ def text_keys(call: Call, model: str, owner: str | None = None) -> tuple[PrefixK
 def _seeded(kind: str, model: str, salt: str | None, owner: str | None) -> blake2b:
     """Return a digest that differs by kind, model and `cache_salt`, as vLLM's caches do.
 
-    By the owner of a key too: where a prompt is sent must not tell a tenant that another has sent it.
+    The owner of a key is part of it: the choice of an instance must not tell a tenant of another's prompt.
     """
     return blake2b(f"{kind}\0{model}\0{salt or ''}\0{owner or ''}\0".encode(), digest_size=12)
 
@@ -125,7 +154,7 @@ def _beginning_of_all(text: bytes) -> bytes:
 
 
 def _common(first: bytes | array[int], last: bytes | array[int]) -> int:
-    """Length of what two sequences begin with, by bisection: slices are compared at memory speed."""
+    """Return the length of the common prefix of two sequences, by bisection: comparing slices is fast."""
     low, high = 0, min(len(first), len(last))
     while low < high:
         middle = (low + high + 1) // 2
