@@ -24,7 +24,7 @@ _SAFE = re.compile(r"[!#-<>-\[\]-~]+")
 
 
 def escape(text: str) -> str:
-    """Text from outside as one safe word: other than visible ASCII, quotes, `=` and `\\` become `%xx`."""
+    """Return text as one safe word: other than visible ASCII, quotes, `=` and `\\` become `%xx`."""
     if _SAFE.fullmatch(text) is not None:
         return text
     return _UNSAFE.sub(lambda match: "".join(f"%{byte:02x}" for byte in match[0].encode()), text) or "-"
@@ -38,7 +38,7 @@ class KeyValueFormatter(logging.Formatter):
     """`time=… level=… event=… message="…"`, then the fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, and a traceback below it where there is one."""
+        """Return one line, and a traceback below it where there is one."""
         parts = [
             f"time={_time(record.created)} level={record.levelname.lower()}",
             f"event={getattr(record, 'event', 'log')} message={_quoted(record.getMessage())}",

@@ -67,7 +67,7 @@ class Members:
         self._look(source, [*gone, *(name for name in given if name in waiting)] if gone or waiting else ())
 
     def refresh(self) -> None:
-        """Profiles may be chosen otherwise now, and names of the fleet file may be free."""
+        """Try again: profiles may be chosen otherwise now, and names of the fleet file may be free."""
         for source, given in self._given.items():
             self._look(source, given)
 

@@ -89,7 +89,7 @@ def _count(counts: dict[int, int], seconds: float) -> None:
 
 
 def latencies(counts: dict[int, int]) -> list[tuple[float, int]]:
-    """Seconds in the middle of each step and how often they were, in order."""
+    """Return the seconds in the middle of each step and how often they were, in order."""
     return [(2.0 ** ((step + 0.5) / _STEPS_PER_OCTAVE), counts[step]) for step in sorted(counts)]
 
 
@@ -172,7 +172,7 @@ class Recent:
         return stretch
 
     def shares(self, window_s: float, now: float) -> dict[str, InstanceShare]:
-        """Work of each instance in the stretches of the last `window_s`, the running one among them."""
+        """Return each instance's work in the stretches of the last `window_s`, the running one among them."""
         last, whole = math.floor(now / BIN_S), Stretch()
         for number in range(last + 1 - math.ceil(window_s / BIN_S), last + 1):
             if number in self.stretches:

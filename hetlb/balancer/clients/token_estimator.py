@@ -78,7 +78,7 @@ class TokenEstimator:
         self._counters = dict(counters or {})
 
     def tokens(self, model: str, text: bytes, text_bytes: float, media: int = 0) -> int:
-        """Tokens of a prompt, at least 1: counted where the model has a local tokenizer, else estimated.
+        """Return the tokens of a prompt, at least 1: counted with the model's tokenizer, else estimated.
 
         `text` is the prompt as JSON; `text_bytes` is its length without encoded media.
         """
@@ -116,7 +116,7 @@ class TokenEstimator:
 
 
 def load_tokenizers(paths: Mapping[str, Path]) -> dict[str, Callable[[str], int]]:
-    """Counters from `tokenizer.json` files (or the folders that hold them). Raises `ConfigError`."""
+    """Return counters from `tokenizer.json` files (or the folders that hold them). Raises `ConfigError`."""
     counters: dict[str, Callable[[str], int]] = {}
     for model, path in paths.items():
         try:

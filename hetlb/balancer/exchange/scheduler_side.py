@@ -229,7 +229,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def tokens_so_far(self, lease: Lease) -> int:
-        """Output tokens of a lease: all of them, or the tokens until now."""
+        """Return the output tokens of a lease: all of them, or the tokens until now."""
 
     @abstractmethod
     def tokens_at(self) -> dict[str, float]:

@@ -67,7 +67,7 @@ class AdapterSlots:
         return True if name in self.names and len(self._running) < self.slots else None
 
     def cost_s(self, name: str, load_s: float, wait_s: float) -> float:
-        """Seconds that a request costs beyond one whose adapter is in a slot.
+        """Return the seconds that a request costs beyond one whose adapter is in a slot.
 
         `load_s` also for the adapter that leaves; `wait_s` if all slots have requests.
         """

@@ -18,7 +18,7 @@ class BeliefSource(StrEnum):
 
 
 def slots_source(instance: Instance) -> BeliefSource:
-    """Origin of the number of sequences that it is believed to run at once."""
+    """Return the origin of the number of sequences that it is believed to run at once."""
     if instance.spec.slots_stated:
         return BeliefSource.STATED
     if instance.capacity.max_num_seqs is not None:

@@ -40,7 +40,7 @@ def decision_summary(dispatch: Dispatch, tokens_so_far: TokensSoFar) -> dict[str
 
 
 def decision_document(dispatch: Dispatch, tokens_so_far: TokensSoFar) -> dict[str, Any]:
-    """One entry of `GET /v1/decisions`: the summary and every candidate, in file order."""
+    """Return one entry of `GET /v1/decisions`: the summary and every candidate, in file order."""
     return {
         **decision_summary(dispatch, tokens_so_far),
         "candidates": [candidate.document() for candidate in dispatch.candidates],

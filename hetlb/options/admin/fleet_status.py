@@ -228,7 +228,7 @@ def _served_when_full(able: Sequence[Instance], served: float, now: float) -> fl
 
 
 def _capacity(scheduler: Scheduler, model: str, able: Sequence[Instance]) -> float | None:
-    """Requests/s that the instances serve of the mean request, None while a speed is a guess."""
+    """Return the requests/s that the instances serve of the mean request, None while a speed is a guess."""
     if any(speed_source(each) is BeliefSource.ASSUMED for each in able):
         return None
     demand = scheduler.placement.demands.get(model)
@@ -240,7 +240,7 @@ def _capacity(scheduler: Scheduler, model: str, able: Sequence[Instance]) -> flo
 
 
 def _load(able: Sequence[Instance], waiting: int, rate: float, capacity: float | None) -> tuple[float, str]:
-    """Share taken of the scarcest resource, and its name: slots, KV cache, computing time, the queue."""
+    """Return the taken share of the scarcest resource, and its name: slots, KV cache, time, the queue."""
     slots = sum(each.max_num_seqs for each in able)
     running = sum(each.unfinished_sequences for each in able)
     by_slots = (running + waiting) / slots

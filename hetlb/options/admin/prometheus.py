@@ -383,7 +383,7 @@ def _escape(text: str) -> str:
 
 
 def _pairs(**labels: str) -> str:
-    """Labels without the braces around them."""
+    """Return the labels without the braces around them."""
     return ",".join([f'{name}="{_escape(value)}"' for name, value in labels.items()])
 
 

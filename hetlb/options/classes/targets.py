@@ -27,7 +27,7 @@ def set_losses(ctx: SchedulingContext, sights: Sequence[Sight]) -> None:
 
 
 def probability_of_miss(ctx: SchedulingContext, each: Sight) -> float:
-    """Probability that the request misses a target there."""
+    """Return the probability that the request misses a target there."""
     service, waited_s, errors = ctx.request.service, ctx.waited_s, each.instance.errors
     met = 1.0
     if service.ttft_s < math.inf:
@@ -48,7 +48,7 @@ def stake_s(ctx: SchedulingContext, each: Sight) -> float:
 
 
 def lost_by_others_s(ctx: SchedulingContext, each: Sight) -> float:
-    """Seconds lost by requests with targets that run there and miss them because of this one."""
+    """Return the seconds lost by requests with targets that run there and miss them because of this one."""
     protected, now_s = cast("Protected | None", ctx.demand.tightest), each.seen.now_s
     # Requests with targets may run there for other models, or since before this process.
     if protected is None or protected.tpot_s == math.inf or now_s <= 0.0:

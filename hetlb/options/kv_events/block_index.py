@@ -129,7 +129,7 @@ class BlockIndex:
         self.live, self.reason = False, reason
 
     def held(self, model: str, blocks: PromptBlocks) -> int:
-        """Tokens of a prompt that are in the cache, or will be when it is read."""
+        """Return the tokens of a prompt that are in the cache, or will be when it is read."""
         if blocks[0] != self.block_tokens:
             return 0
         stored, pending = self._stored, self._pending

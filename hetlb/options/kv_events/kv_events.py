@@ -110,7 +110,7 @@ _MAX_EXTRA_BYTES: Final = 64 << 10
 
 
 def read_batch(payload: bytes) -> Iterator[KvEvent]:
-    """Parts (`PART_BLOCKS`) of a message that concern the engine's own cache. Raises `ValueError`."""
+    """Yield parts (`PART_BLOCKS`) of a message that concern the engine's own cache. Raises `ValueError`."""
     try:
         yield from _events(payload)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -137,7 +137,7 @@ def _events(payload: bytes) -> Iterator[KvEvent]:
 
 
 def _stored(raw: _BlockStored | _MappedEvent) -> Iterator[BlocksStored]:
-    """Parts of a `BlockStored`: each one's parent is the last block of the part before."""
+    """Yield the parts of a `BlockStored`: each one's parent is the last block of the part before."""
     size, adapter, parent = raw.block_size, raw.lora_name or "", raw.parent_block_hash
     extras = _extras(raw.extra_keys, adapter)
     blocks = min(len(raw.block_hashes), len(raw.token_ids) // size)
@@ -154,7 +154,7 @@ def _name(block_hash: BlockHash) -> int:
 
 
 def _extras(raw: msgspec.Raw, adapter: str) -> list[str]:
-    """Extra keys of each block beside its tokens: its salt, its images. The adapter is a name of its own."""
+    """Return the extra keys of each block: its salt, its images. The adapter is a name of its own."""
     if len(raw) > _MAX_EXTRA_BYTES:
         raise ValueError(f"expected at most {_MAX_EXTRA_BYTES} bytes of extra keys, got {len(raw)}")
     return ["\0".join(str(key) for key in keys or () if key != adapter) for keys in _decode_extras(raw) or ()]

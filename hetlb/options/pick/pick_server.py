@@ -104,14 +104,14 @@ class PickServer:
         self._stopping: asyncio.Task[None] | None = None
 
     def configure(self, table: ProxyTable, access: Access) -> None:
-        """Names, limits and keys that hold from now on; the Gateway API names the header of a fair share.
+        """Take names, limits and keys for now; the Gateway API names the header of a fair share.
 
         The certificate is read again when its files change.
         """
         if table.tenant_header is None:
             table = msgspec.structs.replace(table, tenant_header=FAIRNESS)
         self.router.configure(table)
-        self.router.tenants = access.tenants
+        self.router.keys = access.keys
         self.state.tenants.configure(table.tenant_header or FAIRNESS)
 
     @property
@@ -130,7 +130,7 @@ class PickServer:
         return []
 
     def leave(self) -> None:
-        """Nothing to do: no other process takes over."""
+        """Do nothing: no other process takes over."""
 
     async def start(self, host: str, port: int, sockets: Sequence[socket.socket] = ()) -> tuple[str, int]:
         """Accept gateways; returns the address in use. Raises `OSError` if it cannot be bound."""
@@ -159,7 +159,7 @@ class PickServer:
         return host, port
 
     def _credentials(self, tls: GatewayCertificates) -> grpc.ServerCredentials:
-        """Credentials of the listener; one that was read again is shown from the next handshake on."""
+        """Return credentials of the listener; one that was read again is shown from the next handshake on."""
         shown = tls
 
         def newest() -> Any:
@@ -235,7 +235,7 @@ class GatewayCertificates:
 
 
 def gateway_certificates(fleet: Fleet) -> GatewayCertificates | None:
-    """Certificate of the listener, and the authorities of its gateways; None without TLS.
+    """Return the certificate of the listener, and the authorities of its gateways; None without TLS.
 
     Raises `ConfigError`, also where any peer could be a gateway and the file does not say so.
     """
@@ -278,7 +278,7 @@ def _check_free(host: str, port: int) -> None:
 
 
 def _stamp(fleet: Fleet) -> Stamp:
-    """State of the files of the listener's TLS."""
+    """Return the state of the files of the listener's TLS."""
     table = pick_table(fleet)
     if table.tls is None:
         return ()

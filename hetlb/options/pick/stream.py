@@ -75,7 +75,7 @@ class PickerState:
         self._told_at: dict[str, float] = {}
 
     def set_addresses(self, addresses: Mapping[str, str]) -> None:
-        """Instances are reached at these addresses from now on."""
+        """Take the addresses at which instances are reached from now on."""
         self._told_at = {name: at for name, at in self._told_at.items() if not name}
         self.addresses = dict(addresses)
         self.names = {address: name for name, address in addresses.items()}
@@ -341,7 +341,7 @@ class HttpStream(Upstream):
         headers = [(envoy_fields.ENDPOINT, endpoint.encode("ascii")), ("x-request-id", taken.outgoing.label)]
         access = shared.access.get(name)
         authorization = None if access is None else access.authorization
-        if authorization is not None or (shared.router.tenants is not None and not _passes(access)):
+        if authorization is not None or (shared.router.keys is not None and not _passes(access)):
             mutation.remove_headers.extend(_KEYS)
         if authorization is not None:
             headers.append(("authorization", authorization))

@@ -104,7 +104,7 @@ class PowerOfTwoChoices(LeastRequests):
 
 
 def kv_used_tokens(instance: Instance, now: float) -> float:
-    """Tokens in use: the reserved ones, or the engine's report if that is more and fresh."""
+    """Return the tokens in use: the reserved ones, or the engine's report if that is more and fresh."""
     sample, at, promised = instance.sample, instance.sample_at, float(instance.kv_tokens)
     if sample is None or sample.kv_usage is None or at is None or now - at > SIGNAL_STALE_S:
         return promised
@@ -260,7 +260,7 @@ class PrefixMatch(Policy):
         ]
 
     def _matched(self, request: Request) -> dict[int, int]:
-        """Tokens of the longest prefix that each cache was sent."""
+        """Return the tokens of the longest prefix that each cache was sent."""
         found: dict[int, int] = {}
         for name, tokens in request.prefix_keys:
             if tokens is not None:

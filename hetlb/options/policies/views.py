@@ -55,7 +55,7 @@ class View(PickleByFields):
 
 
 def view(ctx: SchedulingContext, instance: Instance) -> View:
-    """View of an instance for the request of a decision."""
+    """Return the view of an instance for the request of a decision."""
     request, sight = ctx.request, foreseen(ctx, instance)
     return View(
         prompt_tokens=request.prompt_tokens,
@@ -91,11 +91,11 @@ class ViewPolicy(Policy):
     weights: ClassVar[Mapping[str, float]] = {}
 
     def terms(self, view: View) -> Mapping[str, float] | None:
-        """Terms of the score by name; None if the request cannot go there now."""
+        """Return the terms of the score by name; None if the request cannot go there now."""
         raise NotImplementedError
 
     def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
-        """Candidate of an instance. Raises `HetlbError` naming the policy if its terms are no numbers."""
+        """Return the candidate of an instance. Raises `HetlbError` if the policy's terms are no numbers."""
         try:
             found = self.terms(view(ctx, instance))
             if found is None:

@@ -84,7 +84,7 @@ def token_ids(call: Call) -> list[array[int]] | None:
 def id_keys(
     ids: list[array[int]], model: str, salt: str | None, owner: str | None = None
 ) -> tuple[PrefixKey, ...]:
-    """Keys of the ids that all prompts begin with; their tokens are exact."""
+    """Return the keys of the ids that all prompts begin with; their tokens are exact."""
     length = len(ids[0])
     if len(ids) > 1:
         first, last = min(ids), max(ids)
@@ -103,7 +103,7 @@ def id_keys(
 
 
 def text_keys(call: Call, model: str, owner: str | None = None) -> tuple[PrefixKey, ...]:
-    """Keys of the text that all prompts begin with: tools, then messages or the prompt, as raw JSON.
+    """Return keys of the text that all prompts begin with: tools, then messages or the prompt, as raw JSON.
 
     A key's tokens are the prompt's estimated ones in proportion to its bytes.
     """

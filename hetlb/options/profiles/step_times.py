@@ -114,7 +114,7 @@ def _position(cell: _Cell, value: float) -> tuple[int, float]:
 
 
 def in_tiles(tokens: float, tile: float) -> float:
-    """Tokens that a dense kernel computes: whole tiles, of half the size where they are two at most."""
+    """Return the tokens that a dense kernel computes: whole tiles, of half the size where at most two."""
     if tile <= 1.0:
         return tokens
     if tokens <= 2.0 * tile:
@@ -145,7 +145,7 @@ class PnormPrefill(PassForm):
         check_numbers(self, 1.0, "p")
 
     def prefill_s(self, batch: float, input_tokens: float) -> float:
-        """Seconds to prefill `batch` prompts of `input_tokens` tokens each in one forward pass."""
+        """Return the seconds to prefill `batch` prompts of `input_tokens` tokens each in one forward pass."""
         return self.pass_s(batch * input_tokens, batch, batch * input_tokens * input_tokens)
 
     def pass_s(
@@ -158,7 +158,7 @@ class PnormPrefill(PassForm):
         decodes_s: float = 0.0,
         least_s: float = 0.0,
     ) -> float:
-        """Seconds of a pass over `tokens` prompt tokens of `prompts` prompts, beside `decodes` single tokens.
+        """Return the seconds of a pass over `tokens` of `prompts` prompts, beside `decodes` single tokens.
 
         `attended` is the sum of length squared over whole prompts; a chunk of c tokens behind o computed
         ones counts c * (c + 2 * o). The dense part takes at least `floor_s`; attention takes `decodes_s` more
@@ -297,7 +297,7 @@ class DecodeTable(_Pieces):
         self._cut(self.batches, self.seconds)
 
     def step_line(self, batch: float) -> tuple[float, float]:
-        """Seconds of one step of `batch` sequences, and seconds more per token that they hold together."""
+        """Return the seconds of one step of `batch` sequences, and the seconds more per token they hold."""
         pieces = self._pieces
         piece = pieces[int(batch)] if batch < self._end else pieces[-1]
         while piece.high < batch:  # once at most, as points are whole numbers, but for very large ones
@@ -311,7 +311,7 @@ class DecodeTable(_Pieces):
         return self.token_s * batch + self.context_s
 
     def step_s(self, batch: float, kv_tokens: float) -> float:
-        """Seconds of one step of `batch` sequences that hold `kv_tokens` together."""
+        """Return the seconds of one step of `batch` sequences that hold `kv_tokens` together."""
         own_s, token_s = self.step_line(batch)
         return own_s + token_s * kv_tokens
 
@@ -336,7 +336,7 @@ class MixedTerm(MixedForm):
         check_numbers(self, 0.0, "sequence_s", "pair_s", "token_s", "context_s")
 
     def seconds(self, tokens: float, batch: float, kv_tokens: float) -> float:
-        """Seconds for `batch` decodes over `kv_tokens` beside `tokens` prompt tokens."""
+        """Return the seconds for `batch` decodes over `kv_tokens` beside `tokens` prompt tokens."""
         shared_s = self.token_s * kv_tokens
         alone_s = self.context_s * kv_tokens / batch
         return (self.sequence_s + self.pair_s * tokens) * batch + (
@@ -344,7 +344,7 @@ class MixedTerm(MixedForm):
         )
 
     def chain_s(self, tokens: float) -> float:
-        """Seconds in which one block of threads runs through a context."""
+        """Return the seconds in which one block of threads runs through a context."""
         return self.context_s * tokens
 
 
@@ -367,7 +367,7 @@ class SplitKv(SplitForm):
                 raise ValueError(f"{name}: expected a number above 0, got {value}")
 
     def seconds(self, batch: float, longest: float) -> float:
-        """Least seconds of attention in a step of `batch` sequences, the longest of `longest` tokens."""
+        """Return the least seconds of attention in a step of `batch` sequences, the longest of `longest`."""
         padded = math.ceil(batch / 8.0) * 8.0 if batch > 4.0 else math.ceil(batch)
         splits = math.floor(self.blocks / padded)
         return self.context_s * longest / (splits if splits > 1.0 else 1.0)

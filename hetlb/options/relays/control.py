@@ -106,7 +106,7 @@ class ChildControl:
 
 
 def content_of(fd: int) -> bytes:
-    """Content of a packet of `send_large`; closes the descriptor."""
+    """Return the content of a packet of `send_large`; closes the descriptor."""
     try:
         return os.pread(fd, os.fstat(fd).st_size, 0)
     finally:

@@ -187,7 +187,7 @@ class RelayHost(Carrier):
             link.send(message)
 
     def tokens_so_far(self, lease: Lease) -> int:
-        """Output tokens of a lease: all of them, or as of its relay's last report."""
+        """Return the output tokens of a lease: all of them, or as of its relay's last report."""
         found = None if lease.ended else self._open.get(lease.request.id)
         if found is None or found.lease is not lease:
             return lease.output_tokens
@@ -436,5 +436,5 @@ class RelayHost(Carrier):
 
 
 def _prompt_tokens(request: Request) -> int:
-    """Tokens of all prompts of a request, as known at its arrival."""
+    """Return the tokens of all prompts of a request, as known at its arrival."""
     return request.prompt_tokens * (request.sequences // max(1, request.samples))

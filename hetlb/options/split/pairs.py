@@ -54,7 +54,7 @@ class _Pair:
 def choose_pair(
     ctx: SchedulingContext, evaluation: Evaluation, transfers: TransferTimes, mixed: bool
 ) -> SplitChoice | None:
-    """Instances of both legs, or one instance for all; None if none would get the request now.
+    """Return the instances of both legs, or one instance for all; None if none would get the request now.
 
     `mixed`: all instances have the role `both`.
     """
@@ -181,7 +181,7 @@ class _Pairs:
 
     @staticmethod
     def decode_s(each: Sight) -> float:
-        """Seconds from the first token on, prompts to come included."""
+        """Return the seconds from the first token on, prompts to come included."""
         return each.end_s - each.first_token_s
 
     def _suits(self, i: int, j: int) -> bool:
@@ -242,7 +242,7 @@ class _Pairs:
         return min(share, _MOST_PREFILL_SHARE) * cost.prefill_s if cost.prefill_s > each.with_s else 0.0
 
     def candidates(self, pair: _Pair | None) -> list[Candidate]:
-        """Candidates for people; instances that get no whole request by their role are not eligible."""
+        """Return candidates for people; instances whose role gets no whole request are not eligible."""
         ctx, instances = self._ctx, self._evaluation.instances
         candidates = self._evaluation()
         for candidate, each in zip(candidates, self._evaluation.ratings, strict=True):

@@ -238,10 +238,10 @@ def _own_attributes(record: RequestRecord, method: str, route: str) -> dict[str,
 
 
 def spans_url(endpoint: str) -> str:
-    """Address for spans: a collector's, with the usual path unless it has one."""
+    """Return the address for spans: a collector's, with the usual path unless it has one."""
     return endpoint.rstrip("/") + OTLP_PATH if urlsplit(endpoint).path in ("", "/") else endpoint
 
 
 def _text(value: str) -> str:
-    """Text from outside, so short and such that it can be sent: half a character would cost a whole batch."""
+    """Return text cut to valid UTF-8: one bad span would cost its batch."""
     return value[:_MAX_TEXT_CHARACTERS].encode("utf-8", "replace").decode()

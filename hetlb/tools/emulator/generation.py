@@ -97,7 +97,7 @@ class Generation(msgspec.Struct, kw_only=True):
         return int(output_tokens * self.reasoning)
 
     def length(self, prompt: Prompt, index: int, max_model_len: int) -> tuple[int, str]:
-        """Output tokens of answer `index` to `prompt`, and its finish_reason."""
+        """Return the output tokens of answer `index` to `prompt`, and its finish_reason."""
         if not self.generates:
             return 0, "stop"
         room = max_model_len - prompt.tokens

@@ -152,7 +152,7 @@ class KvExchange:
             runner.release_held(held.choice)
 
     def routes(self) -> list[web.RouteDef]:
-        """Paths at which other servers ask; `/query` is the bootstrap server's."""
+        """Return the paths at which other servers ask; `/query` is the bootstrap server's."""
 
         async def pull(request: web.Request) -> web.Response:
             asked = await request.json()
@@ -257,7 +257,7 @@ class KvExchange:
             await self._ask("done", source)
 
     async def _ask(self, what: str, source: dict[str, Any]) -> dict[str, Any]:
-        """One question to the server that has the blocks. Raises where it does not answer."""
+        """Ask the server that has the blocks one question. Raises where it does not answer."""
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S)
             self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))

@@ -86,7 +86,7 @@ class RequestBodies:
         return planned.generates and self.stream
 
     def headers(self, planned: PlannedRequest) -> dict[str, str]:
-        """Class, tenant, and the conversation by a digest that the salt decides too."""
+        """Return the class, tenant, and the conversation by a digest that the salt decides too."""
         row, found = planned.row, {}
         if row.session and self.session_header:
             digest = hashlib.blake2b(f"{self.salt}/{row.session}".encode(), digest_size=12)

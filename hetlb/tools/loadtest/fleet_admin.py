@@ -150,7 +150,7 @@ def _note_kv(found: Counted, instances: list[dict[str, Any]]) -> None:
 
 
 def busy_figures(fleet: Mapping[str, Any]) -> list[str]:
-    """Figures that show a fleet is not idle and ready, in words; empty if it is."""
+    """Return the figures that show a fleet is not idle and ready, in words; empty if it is."""
     found = [f"{key} in the queue: {value}" for key, value in fleet["queue"].items() if value != 0]
     for instance in _instances(fleet):
         found += [

@@ -34,7 +34,7 @@ def platform_document() -> dict[str, Any]:
 
 
 def default_filename(model: str, rates: str, when: datetime) -> str:
-    """`RATEqps-MODEL-DATE.json`, as `vllm bench serve` names its results."""
+    """Return `RATEqps-MODEL-DATE.json`, as `vllm bench serve` names its results."""
     name = f"{rates}qps-{model.rsplit('/', 1)[-1]}-{when:%Y%m%d-%H%M%S}.json"
     return re.sub(r"[^\w.,+-]", "_", name)
 

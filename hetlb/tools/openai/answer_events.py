@@ -66,7 +66,7 @@ class AnswerError(Exception):
 
 
 def read_answer(payload: bytes) -> AnswerEvent:
-    """One event or a whole answer. Raises `AnswerError`."""
+    """Return one event or a whole answer. Raises `AnswerError`."""
     try:
         event = _decode(payload)
     except NOT_JSON as error:

@@ -97,7 +97,7 @@ class StageLedger:
 
 
 def kv_by_layer(ledgers: Iterable[StageLedger], layers: int) -> list[tuple[float, float]]:
-    """KV tokens of each layer, booked and in all, summed over the stages that are up and hold it."""
+    """Return KV tokens of each layer, booked and in all, summed over the stages that are up and hold it."""
     booked, total = [0.0] * layers, [0.0] * layers
     for ledger in ledgers:
         spec = ledger.spec

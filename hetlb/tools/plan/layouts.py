@@ -44,17 +44,17 @@ def gpus_of(layout: Layout) -> int:
 
 
 def counted(layout: Layout) -> list[tuple[Part, int]]:
-    """Each part with its number, the largest first."""
+    """Return each part with its number, the largest first."""
     return [(part, len(list(alike))) for part, alike in groupby(layout)]
 
 
 def layout_name(layout: Layout) -> str:
-    """`1 x tp4 + 1 x tp2`."""
+    """Return `1 x tp4 + 1 x tp2`."""
     return " + ".join(f"{count} x {part.name}" for part, count in counted(layout))
 
 
 def layouts_of(gpus: int, parts: Sequence[Part], *, partly: bool) -> list[Layout]:
-    """Every multiset of parts on a machine; `partly`: also with room left for one more part."""
+    """Return every multiset of parts on a machine; `partly`: also with room left for one more part."""
     ordered = sorted(parts, key=lambda part: (-part.gpus, part))
     least = min((part.gpus for part in parts), default=gpus + 1)
     found: list[Layout] = []
@@ -140,7 +140,7 @@ class LayoutFleet:
         )
 
     def evaluate(self, machine: Machine, request_rate: float) -> list[Evaluated]:
-        """Layouts of one machine, best first; at a finite rate only possible winners are simulated."""
+        """Return layouts of one machine, best first; at a finite rate only possible winners are simulated."""
         running, price, found = self.instances[machine.kind], machine.price_per_gpu_hour, []
         at_rate = math.isfinite(request_rate)
         for layout in layouts_of(machine.gpus, list(running), partly=at_rate and price is not None):
@@ -157,7 +157,7 @@ class LayoutFleet:
 
 
 def _worth_simulating(found: Sequence[Evaluated]) -> list[Evaluated]:
-    """Layouts with the most tokens/s for every number of GPUs, and the one with the largest instances."""
+    """Return the layouts with most tokens/s for every number of GPUs, and one with the largest instances."""
     by_gpus: dict[int, list[Evaluated]] = {}
     for each in found:
         by_gpus.setdefault(gpus_of(each.layout), []).append(each)
@@ -172,7 +172,7 @@ def _worth_simulating(found: Sequence[Evaluated]) -> list[Evaluated]:
 
 
 def _rank(each: Evaluated) -> tuple[float, float, float]:
-    """Most goodput; within 1 % the cheapest where prices are known, then the one with the most tokens/s."""
+    """Return the layout of most goodput; within 1 % the cheapest with known prices, then most tokens/s."""
     assert each.worth is not None
     return (-round(each.worth.slo_attainment, 2), each.cost_per_hour or 0.0, -each.throughput_tok_s)
 
@@ -194,7 +194,7 @@ def choose_together(
     *,
     simulated: bool = True,
 ) -> tuple[FleetLayouts, FleetLayouts]:
-    """Layouts that serve best together, and each machine's own best, which they were changed from."""
+    """Return layouts that serve best together, and each machine's own best, which they were changed from."""
     options = {machine.name: found for machine in fleet.machines if (found := evaluated[machine.kind])}
     first = FleetLayouts({name: found[0].layout for name, found in options.items()})
     if not simulated or not options or sum(map(len, first.layouts.values())) > MOST_INSTANCES:

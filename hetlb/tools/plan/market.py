@@ -41,7 +41,7 @@ class OfferTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     roofline: RooflineTable | None = None
 
     def usable(self, gpus: int) -> Fraction:
-        """Bytes of `gpus` GPUs for weights and KV cache."""
+        """Return the bytes of `gpus` GPUs for weights and KV cache."""
         memory = self.memory_bytes or 0
         return usable_bytes(gpus, memory, self.gpu_memory_utilization, self.reserved_bytes_per_gpu)
 

@@ -107,7 +107,7 @@ class Problem:
         return tuple(dict.fromkeys(workload.model for workload in self.workloads))
 
     def price(self, configuration: Configuration) -> float:
-        """Price of one instance per hour."""
+        """Return the price of one instance per hour."""
         return math.fsum(self.prices[gpu] * count for gpu, count in configuration.gpus.items())
 
     def most(self, configuration: Configuration) -> float:
@@ -126,7 +126,7 @@ class Problem:
         )
 
     def worth(self, plan: RentPlan) -> float:
-        """Throughput of a plan, or with a target rate its cost below 0: the more the better."""
+        """Return the throughput of a plan, or with a target rate its cost below 0: the more the better."""
         return plan.throughput if self.request_rate is None else -plan.cost_per_hour
 
 
@@ -144,7 +144,7 @@ class RentPlan:
     bound: float = INFINITY
 
     def gap(self, problem: Problem) -> float:
-        """Relative distance of the plan from the bound."""
+        """Return the relative distance of the plan from the bound."""
         if problem.request_rate is not None:
             return self.cost_per_hour / self.bound - 1.0 if self.bound > 0 else INFINITY
         return max(0.0, self.bound / self.throughput - 1.0) if self.throughput > 0 else INFINITY

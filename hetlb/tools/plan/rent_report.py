@@ -200,7 +200,7 @@ def _baseline_grid(document: dict[str, Any]) -> Grid:
 
 
 def trust_lines(document: dict[str, Any]) -> list[str]:
-    """Lines that say what the plan rests on and how far it can be trusted."""
+    """Return the lines that say what the plan rests on and how far it can be trusted."""
     gap = document["gap"]
     lines = [
         f"solver: at most {gap:.2%} from the best plan there is, {document['solve_s']:.1f} s"

@@ -19,7 +19,7 @@ from hetlb.tools.plan.rent_simulation import instance_names, planned_types, prof
 
 
 def _places(table: Table, plan: RentPlan) -> dict[tuple[str, int], tuple[str, tuple[int, ...]]]:
-    """Machine and GPUs of every stage, by the instance's name and the stage's number."""
+    """Return the machine and GPUs of every stage, by the instance's name and the stage's number."""
     wanted = [
         (-stage.tensor_parallel_size, stage.gpu, order, name, s)
         for order, (configuration, own) in enumerate(instance_names(plan).items())
@@ -41,7 +41,7 @@ def _places(table: Table, plan: RentPlan) -> dict[tuple[str, int], tuple[str, tu
 
 
 def servers_of(table: Table, plan: RentPlan) -> list[VllmServer]:
-    """One server an instance, in the order of the plan; a pipeline across machines runs on a Ray cluster."""
+    """Return one server an instance, in the plan's order; a pipeline across machines runs on Ray."""
     market, places = table.market, _places(table, plan)
     found = []
     for configuration, own in instance_names(plan).items():

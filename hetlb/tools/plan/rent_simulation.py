@@ -51,7 +51,7 @@ class SimulatedFleet:
 
 
 def instance_names(plan: RentPlan) -> dict[str, list[str]]:
-    """Names of the instances of every configuration: its own and a number."""
+    """Return the names of the instances of every configuration: its own and a number."""
     return {name: [f"{name}-{index}" for index in range(count)] for name, count in plan.counts.items()}
 
 

@@ -64,7 +64,7 @@ class SloLimits:
 
 
 def interleave(mix: Mix, count: int) -> list[tuple[int, int]]:
-    """`count` requests of a mix, every type spread evenly: the next is of the type that is most behind."""
+    """Return `count` requests of a mix, every type spread evenly: the type most behind is next."""
     total = math.fsum(share for share, _ in mix)
     given = [0] * len(mix)
     rows: list[tuple[int, int]] = []
@@ -78,7 +78,7 @@ def interleave(mix: Mix, count: int) -> list[tuple[int, int]]:
 
 
 def saturated_rate(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage] = ()) -> float:
-    """Requests/s that one instance serves of this mix; 0 where some request does not fit it.
+    """Return the requests/s that one instance serves of this mix; 0 where some request does not fit it.
 
     `stages` are the stages of a pipeline whose composed engine is `spec`: then the rate is stage by stage.
     """
@@ -103,7 +103,7 @@ def saturated_rate(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage] = (
 
 
 def bubbles(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage]) -> float:
-    """Share of a composed engine's throughput on a mix that its pipeline reaches, at most 1.
+    """Return the share of a composed engine's throughput on a mix that its pipeline reaches, at most 1.
 
     A batch that holds a prompt is longer than one that only decodes, and stages wait for it.
     """
@@ -157,7 +157,7 @@ def _engine_digest() -> str:
 
 
 def default_cache() -> Path:
-    """`$XDG_CACHE_HOME/hetlb/throughput.jsonl`."""
+    """Return `$XDG_CACHE_HOME/hetlb/throughput.jsonl`."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "hetlb" / "throughput.jsonl"
 
@@ -192,7 +192,7 @@ class Measured:
         return self.of_mix(profile, [(1.0, kind.rows)], stages)
 
     def of_mix(self, profile: Profile, mix: Mix, stages: Sequence[EngineStage]) -> float:
-        """Requests/s of all types of a mix together."""
+        """Return the requests/s of all types of a mix together."""
         spec = engine_of(profile)
         total = math.fsum(share for share, _ in mix)
         # Proportions to three digits: further ones are the same to an engine.

@@ -27,7 +27,7 @@ _MOST_ROWS = 20_000
 
 
 def trace_rows(path: Path) -> list[tuple[int, int]]:
-    """Prompt and output tokens of a trace's requests, at least 1 of each, evenly thinned out."""
+    """Return the prompt and output tokens of a trace's requests, at least 1 of each, evenly thinned out."""
     every = [(row.input_tokens, max(1, row.output_tokens)) for row in read_trace(path)]
     return every[:: max(1, math.ceil(len(every) / _MOST_ROWS))]
 
@@ -93,7 +93,7 @@ def cluster(rows: Sequence[tuple[int, int]], count: int, model: str, seed: int =
 
 
 def _best_labels(points: NDArray[np.float64], count: int, seed: int) -> NDArray[np.int32]:
-    """Labels of the tightest of several clusterings."""
+    """Return the labels of the tightest of several clusterings."""
     best, least = np.zeros(len(points), dtype=np.int32), math.inf
     for start in range(_STARTS):
         rng = np.random.default_rng((seed, start))

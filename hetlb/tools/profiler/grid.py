@@ -92,7 +92,7 @@ def clip(grid: Iterable[Size], capacity: Capacity, *, fill: bool = True) -> list
 
 
 def _clip_mixed(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
-    """Mixed points within the limits: a slot for the prompt beside the decodes, and one pass for both."""
+    """Return mixed points within the limits: a slot for the prompt, and one pass for it and the decodes."""
     slots = (capacity.max_num_seqs or 1 << 20) - 1
     budget = capacity.max_num_batched_tokens or _USUAL_BUDGET_TOKENS
     kept: dict[Size, None] = {}
@@ -149,7 +149,7 @@ def longest(phase: StepKind, batch: int, capacity: Capacity) -> int:
 
 
 def token_budget(observed: Iterable[tuple[int, int, int]]) -> int | None:
-    """`max_num_batched_tokens` from prefills of (batch, length, iterations in which a prompt ended).
+    """Return `max_num_batched_tokens` from prefills of (batch, length, iterations in which a prompt ended).
 
     A pass takes the next tokens of the prompts in order, up to the budget; an iteration counts if a prompt
     ends in it. The power of two that explains all of them; None where none or several do.

@@ -27,7 +27,7 @@ _SIZES = (
 
 
 def errors_table(profile: Profile) -> Table:
-    """Held-out errors of each phase, in the form that was taken and in the paper's."""
+    """Return the held-out errors of each phase, in the form that was taken and in the paper's."""
     rows = []
     for phase in ("prefill", "prefill_paper", "decode", "decode_paper", "mixed"):
         if (error := getattr(profile.fit, phase, None)) is not None:
@@ -74,7 +74,7 @@ def _seconds(profile: Profile, kind: StepKind, batch: int, length: int) -> float
 
 
 def _origin(profile: Profile) -> str:
-    """Source of a profile in a word or two."""
+    """Return the source of a profile in a word or two."""
     source = profile.source
     if source is None:
         return "not stated"

@@ -210,7 +210,7 @@ class Corrections:
         return corrected(k, **{field: getattr(self, field) for field in fields})
 
     def described(self) -> list[str]:
-        """One phrase for each part: its error, and whether the log shows it."""
+        """Return one phrase for each part: its error, and whether the log shows it."""
         found = []
         for (part, (field, _)), error in zip(PARTS.items(), self.errors, strict=True):
             value = getattr(self, field)
@@ -264,7 +264,7 @@ def fit_corrections(
 
 
 def _times(requests: Sequence[LoggedRequest]) -> _Array:
-    """TTFT, TPOT and E2E of every request."""
+    """Return the TTFT, TPOT and E2E of every request."""
     return np.array([(each.ttft_s, each.tpot_s, each.e2e_s) for each in requests])
 
 
@@ -388,7 +388,7 @@ def _other_forms(k: LatencyModel, requests: Sequence[LoggedRequest]) -> list[Lat
 
 
 def _means(requests: Sequence[LoggedRequest]) -> tuple[float, float, float]:
-    """TTFT, TPOT and E2E of a replay."""
+    """Return the TTFT, TPOT and E2E of a replay."""
     tokens = sum(max(0, each.output_tokens - 1) for each in requests)
     ttft_s, e2e_s = fmean(each.ttft_s for each in requests), fmean(each.e2e_s for each in requests)
     return ttft_s, (e2e_s - ttft_s) * len(requests) / max(1, tokens), e2e_s
@@ -495,7 +495,7 @@ def _worst(found: dict[str, MetricError]) -> tuple[str, float]:
 
 
 def varies_enough(run: ReplayedRun) -> str:
-    """Reason for which a log cannot tell the parts of a model from each other; empty where it can.
+    """Return the reason for which a log cannot tell the parts of a model from each other; empty where it can.
 
     Prefill, mixed and decode times are told apart by steps of different batches: their middle nine tenths, by
     time, must span a factor of 2.
@@ -509,7 +509,7 @@ def varies_enough(run: ReplayedRun) -> str:
 
 
 def usual_batches(run: ReplayedRun) -> tuple[int, int]:
-    """Least and most sequences that decode together in the middle nine tenths of the time; 0 without any."""
+    """Return the least and most sequences in decode in the middle nine tenths of the time; 0 without any."""
     decoding = {batch: seconds for batch, seconds in run.batches.items() if batch}
     total_s = sum(decoding.values())
     if total_s <= 0.0:

@@ -44,7 +44,7 @@ class Alone:
 
 
 def run_alone(spec: EngineSpec, plan: Sequence[PlannedRequest], rule: IterationRule) -> Alone:
-    """All requests of a plan that fit the engine, at once and in order, to the end of the last answer."""
+    """Return the result of all fitting requests of a plan, at once and in order, to the last answer's end."""
     model = spec.model(rule)
     requests = tokens = 0
     for planned in plan:
@@ -125,7 +125,7 @@ def batch_of(spec: EngineSpec, tokens: float) -> int:
 
 
 def mean_batch(spec: EngineSpec, plan: Sequence[PlannedRequest]) -> int:
-    """Sequences of a plan that run at once."""
+    """Return the sequences of a plan that run at once."""
     tokens = math.fsum(planned.prompt_tokens + planned.answer_tokens / 2 for planned in plan)
     return batch_of(spec, tokens / max(1, len(plan)))
 
@@ -136,7 +136,7 @@ def requests_while_full(spec: EngineSpec, plan: Sequence[PlannedRequest]) -> int
 
 
 def full_tokens_per_s(spec: EngineSpec, plan: Sequence[PlannedRequest], rule: IterationRule) -> float:
-    """Prompt and output tokens/s while the engine is full."""
+    """Return the prompt and output tokens/s while the engine is full."""
     sequences = [each for planned in plan if spec.fits(planned) for each in sequences_of(planned)]
     sums = list(accumulate((each.prompt_tokens + each.output_tokens for each in sequences), initial=0))
     model = spec.model(rule)

@@ -16,7 +16,7 @@ ENDLESS_TOKENS: Final = 1 << 62
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
-    """Blocks that `tokens` tokens occupy: the last one may be partly filled."""
+    """Return the blocks that `tokens` tokens occupy: the last one may be partly filled."""
     return -(-tokens // block_size)
 
 

@@ -120,7 +120,7 @@ class _Node:
         self.kv_peak = 0
 
     def layer_s(self, prompt_tokens: int, decodes: int) -> float:
-        """Time of one layer on a batch."""
+        """Return the time of one layer on a batch."""
         if prompt_tokens >= len(self.prompt_s):
             self.prompt_s = self.spec.prompt.table(2 * prompt_tokens + 1)
         if decodes >= len(self.decode_s):
@@ -194,7 +194,7 @@ class PassTimes:
         return sum(self.seconds) / len(self.seconds) if self.seconds else 0.0
 
     def document(self) -> dict[str, float]:
-        """JSON of it."""
+        """Return the JSON of it."""
         if not self.seconds:
             return {}
         return {"mean": self.mean, **{f"p{p}": self.percentile(p / 100) for p in (5, 25, 50, 75, 95)}}
@@ -228,7 +228,7 @@ class PipelineResult:
         return (self.output_tokens + self.prompt_tokens) / self.window_s
 
     def document(self) -> dict[str, Any]:
-        """JSON of it, unrounded."""
+        """Return the JSON of it, unrounded."""
         return {
             "decode_tokens_per_s": self.decode_tokens_per_s,
             "total_tokens_per_s": self.total_tokens_per_s,
@@ -574,7 +574,7 @@ class PipelineSimulation:
 
 
 def _entries(network: StageNetwork, stage: StageSpec) -> list[int]:
-    """Layers at which requests may enter a stage: its first, and ends of others inside it."""
+    """Return the layers at which requests may enter a stage: its first, and ends of others inside it."""
     if not network.partial_inference:
         return [stage.first]
     inner = {other.end for other in network.stages if stage.first < other.end < stage.end}

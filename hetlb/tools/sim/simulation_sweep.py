@@ -138,7 +138,7 @@ def _order(rate: float | str) -> float | str:
 
 
 def _split(study: Study, seed: int, alone: Mapping[str, float]) -> dict[str, float]:
-    """Throughput of the fixed division of all requests at once; `alone` in tokens/s."""
+    """Return the throughput of the fixed division of all requests at once; `alone` in tokens/s."""
     plan, setup = study.load.plan(_INFINITE, seed), study.setup
     oracle = {planned.index: max(1, planned.output_tokens) for planned in plan}
     predictor = make_predictor(setup.predictor, rng=random.Random(seed), lengths=setup.lengths, oracle=oracle)
@@ -155,7 +155,7 @@ def fixed_split(
     *,
     model: str,
 ) -> float:
-    """Throughput, tokens/s, of a division in proportion to `alone`, each engine running its part alone.
+    """Return the tokens/s of a division in proportion to `alone`, each engine running its part alone.
 
     In plan order, with w = 0.15 * input + predicted output tokens, each request goes to the instance
     j with the least (A_j + w) / alone_j; ties go to the first in `alone`.
@@ -184,7 +184,7 @@ def fixed_split(
 
 
 def _alone(study: Study, name: str, order: float | str) -> tuple[float, float]:
-    """Tokens/s of one instance alone: on all requests of a run at once, in order, and while it is full."""
+    """Return the tokens/s of one instance alone: on all requests at once, in order, and while it is full."""
     load, spec = study.load, study.engines[name]
     plan = load.plan(order, 0)
     whole = run_alone(spec, plan, study.rule)

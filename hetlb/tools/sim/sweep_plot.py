@@ -55,7 +55,7 @@ def _legend(axis: Any) -> None:
 
 
 def _draw_throughput(axis: Any, runs: Sequence[Mapping[str, Any]], looks: _Looks) -> None:
-    """Tokens/s at every rate, the rates side by side."""
+    """Draw tokens/s at every rate, the rates side by side."""
     rates = list(dict.fromkeys(run["request_rate"] for run in runs))
     for policy, look in looks.items():
         mine = [run for run in runs if run["policy"] == policy]

@@ -191,7 +191,7 @@ class Coordinator:
         return min([stated, self.config.max_positions, *holds])
 
     def documents(self) -> list[dict[str, Any]]:
-        """One description per worker, for operators."""
+        """Return one description per worker, for operators."""
         found = []
         for name, worker in self._workers.items():
             ledger, welcome = self.scheduler.ledgers.get(name), worker.welcome

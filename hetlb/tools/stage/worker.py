@@ -328,7 +328,7 @@ class StageWorker:
         return results
 
     def _deadline(self, works: Sequence[Work]) -> float:
-        """Seconds after which a batch hangs."""
+        """Return the seconds after which a batch hangs."""
         layer_s = self._prompt_s(sum(work.count for work in works)) + self._decode_s(len(works))
         layers = self._welcome.end - self._welcome.first
         return self._deadline_s + _DEADLINE_FACTOR * layers * max(0.0, layer_s)

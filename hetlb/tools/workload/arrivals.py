@@ -67,7 +67,7 @@ class Waves:
     off_s: float
 
     def due_s(self, busy_s: float) -> float:
-        """Time at which the waves have been on for `busy_s` seconds altogether, seconds from the start."""
+        """Return the seconds from the start at which the waves have been on for `busy_s` seconds in all."""
         return busy_s + self.off_s * math.floor(busy_s / self.on_s)
 
 
@@ -91,7 +91,7 @@ class Ramp:
 
 
 def gaps_s(count: int, rate_rps: float, burstiness: float, rng: random.Random) -> list[float]:
-    """`count` gaps between arrivals, gamma-distributed with shape `burstiness` (1 is Poisson, inf constant).
+    """Return `count` gaps between arrivals, gamma-distributed with shape `burstiness` (1: Poisson).
 
     Their sum is exactly `count / rate_rps`. The coefficient of variation is `1 / sqrt(burstiness)`.
     """

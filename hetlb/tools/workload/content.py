@@ -38,7 +38,7 @@ class PromptContent:
     session: str = ""
 
     def keys(self, own: Hashable, tokens: int) -> tuple[tuple[str, int | None], ...]:
-        """Names of the beginning of a prompt of `tokens` tokens, cut as the proxy cuts its text.
+        """Return the names of the beginning of a prompt of `tokens` tokens, cut as the proxy cuts its text.
 
         Each comes with its length in tokens, None for all that the session has had so far. `own` names what
         the spans leave.

@@ -63,7 +63,7 @@ class LinkSeconds:
 
 
 def hidden_size(model: Model) -> float:
-    """Values of one token between layers: stated, or from parameters = 12 * layers * hidden^2."""
+    """Return the values of one token between layers: stated, or from parameters = 12 * layers * hidden^2."""
     return float(model.hidden_size) or math.sqrt(model.parameters / (12.0 * (model.layers or 32)))
 
 
@@ -82,7 +82,7 @@ def roofline_of(table: RooflineTable, model: Model, degree: int) -> Roofline:
 def estimated(
     model: Model, table: RooflineTable, gpu: str, degree: int, memory_bytes: int | None
 ) -> dict[str, Any]:
-    """Source, hardware, model and engine of a profile by peak figures of `degree` GPUs."""
+    """Return the source, hardware, model and engine of a profile by peak figures of `degree` GPUs."""
     batched, seqs = batch_limits(gpu, memory_bytes)
     return {
         "source": ProfileSource(
@@ -131,7 +131,7 @@ class _Round:
 def compose_latency(
     shares: Sequence[float], latencies: Sequence[LatencyModel], links: LinkSeconds
 ) -> LatencyModel:
-    """Stages as one engine: `latencies` are of the whole model on each stage, `shares` of its layers."""
+    """Return stages as one engine: `latencies` of the whole model on each stage, `shares` of its layers."""
     if len(latencies) == 1 and shares[0] == 1.0 and links == LinkSeconds():
         return latencies[0]
     turn, token_s, batch_s = _Round(shares, links), links.token_s, links.batch_s

@@ -218,7 +218,7 @@ class Machine:
     price_per_gpu_hour: float | None = None
 
     def usable(self, gpus: int) -> Fraction:
-        """Bytes of `gpus` GPUs for weights and KV cache."""
+        """Return the bytes of `gpus` GPUs for weights and KV cache."""
         return usable_bytes(gpus, self.memory_bytes, self.gpu_memory_utilization, self.reserved_bytes_per_gpu)
 
     @cached_property
@@ -312,7 +312,7 @@ class LinkRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     latency_s: NonNegative = 2e-4
 
     def rate_inside(self, gpu: str, usual: float = INSIDE_BYTES_PER_S) -> float:
-        """Bytes/s inside a machine of these GPUs."""
+        """Return the bytes/s inside a machine of these GPUs."""
         return self.inside.get(gpu, self.inside.get("default", usual))
 
     def check(self, path: Path) -> None:
@@ -337,7 +337,7 @@ class LinkTable(LinkRates, frozen=True, forbid_unknown_fields=True, kw_only=True
         return self.between if self.between_sites is None else self.between_sites
 
     def rates(self, path: Path, machines: Sequence[Machine]) -> tuple[tuple[float, ...], ...]:
-        """Bytes/s from each machine to each. Raises `ConfigError`."""
+        """Return the bytes/s from each machine to each. Raises `ConfigError`."""
         self.check(path)
         gpus = {machine.gpu for machine in machines}
         for gpu in self.inside:

@@ -138,7 +138,7 @@ def _kv_transfer(connector: str, role: Role) -> str:
 
 
 def numbered(servers: Iterable[VllmServer]) -> list[VllmServer]:
-    """Servers with ports that are free on their first machines."""
+    """Return the servers with ports that are free on their first machines."""
     ports: dict[str, Iterator[int]] = {}
     return [
         replace(server, port=next(ports.setdefault(server.gpus[0][0], count(FIRST_PORT))))

@@ -223,7 +223,7 @@ class Templates:
         sent: Sequence[list[tuple[int, float]]],
         taken: Sequence[list[tuple[int, float]]],
     ) -> None:
-        """Rows for the KV flows from class to class, within the links between them."""
+        """Add rows for the KV flows from class to class, within the links between them."""
         into: list[list[tuple[int, float]]] = [[] for _ in self.members]
         for c, entries in enumerate(sent):
             out = []
@@ -244,7 +244,7 @@ class Templates:
         return shares
 
     def _link(self, c: int, d: int) -> float:
-        """Requests/s whose KV cache all links between machines of two classes carry."""
+        """Return the requests/s whose KV cache all links between machines of two classes carry."""
         if c == d:
             return INFINITY
         rates = self.cluster.links.bytes_per_s
@@ -252,7 +252,7 @@ class Templates:
         return LINK_SHARE * total / self.cluster.kv_bytes
 
     def place(self, choice: Choice) -> list[tuple[Composition, Role]]:
-        """Machines for the chosen templates, the largest first; templates without room are left out."""
+        """Return machines for the chosen templates, the largest first; ones without room are left out."""
         machines = self.cluster.machines
         left = [machine.gpus for machine in machines]
         wanted = [template for template, count in choice for _ in range(count)]
@@ -274,7 +274,7 @@ class Templates:
 
 
 def _classes(cluster: SplitCluster) -> list[list[int]]:
-    """Machines that are alike: same GPUs, as many, same site and links."""
+    """Return the machines that are alike: same GPUs, as many, same site and links."""
     if len(cluster.machines) <= _FEW_MACHINES:
         return [[m] for m in range(len(cluster.machines))]
     classes: dict[tuple[object, ...], list[int]] = {}

@@ -135,7 +135,7 @@ def _flow_grid(document: dict[str, Any]) -> Table:
 
 
 def trust_lines(document: dict[str, Any]) -> list[str]:
-    """Lines about the grounds of the plan, and whether to split at all."""
+    """Return the lines about the grounds of the plan, and whether to split at all."""
     lines = []
     rate, colocated = document["throughput_req_s"], document["colocated"]
     if not document["split"]:

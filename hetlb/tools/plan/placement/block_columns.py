@@ -67,7 +67,7 @@ class Branches:
         self._held = np.array([[_most_layers(group.rates, rate) for rate in self.rates] for group in groups])
 
     def cheapest(self, prices: NDArray[np.float64]) -> tuple[NDArray[np.float64], list[NDArray[np.int16]]]:
-        """Least prices by rate and layers, and the machines taken, for `machines`; `prices` by group."""
+        """Return the least prices by rate and layers, and the machines taken; `prices` are by group."""
         layers = self._layers
         at = np.arange(layers + 1)[None, :]
         cost = np.full((len(self.rates), layers + 1), np.inf)
@@ -87,7 +87,7 @@ class Branches:
         return cost, taken
 
     def machines(self, rate: int, layers: int, taken: list[NDArray[np.int16]]) -> tuple[int, ...]:
-        """Machines of each group in the cheapest branch of the rate with this index."""
+        """Return the machines of each group in the cheapest branch of the rate with this index."""
         counts, left = [0] * len(self._groups), layers
         for g, count in zip(reversed(self._scope), reversed(taken), strict=True):
             counts[g] = int(count[rate, left])
@@ -162,7 +162,7 @@ class BlockChain:
         return best
 
     def _cover(self, flow: float, width: int, limits: SolveLimits) -> list[_Block] | None:
-        """Whole blocks for all layers, None where none were found. `width`: branches where a region ends."""
+        """Return whole blocks for all layers, None without any. `width`: branches where a region ends."""
         known: dict[_Block, None] = {}
         covered, prices, bonus = (
             0.0,
@@ -193,7 +193,7 @@ class BlockChain:
     def _program(
         self, blocks: Sequence[_Block], width: int, *, integer: bool
     ) -> tuple[LinearProgram, list[int], list[int]]:
-        """Columns of blocks, and of the wide ends that regions lack (relaxed only)."""
+        """Return the columns of blocks, and of the wide ends that regions lack (relaxed only)."""
         program = LinearProgram()
         columns = [program.column(0.0 if integer else float(b.layers), integer=integer) for b in blocks]
         for g, group in enumerate(self._groups):
@@ -282,7 +282,7 @@ class BlockChain:
         return placement
 
     def _ordered(self, blocks: list[_Block]) -> list[_Block]:
-        """Region by region; where two regions meet the blocks with most branches, which have most links."""
+        """Return blocks by region; where two regions meet, the ones with most branches, thus most links."""
         found: list[_Block] = []
         last = len(self._regions) - 1
         for region in range(len(self._regions)):
@@ -295,7 +295,7 @@ class BlockChain:
 
 
 def _slowest_between(cluster: PlaceCluster) -> float:
-    """Mean tokens/s of the links from one region to another, of the pair where it is least."""
+    """Return the mean tokens/s of the links from one region to another, of the pair where it is least."""
     region = {node.name: node.region for node in cluster.nodes}
     pairs: dict[tuple[str, str], list[float]] = {}
     for sender, receiver in cluster.links:

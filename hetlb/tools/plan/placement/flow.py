@@ -50,7 +50,7 @@ class Dinic:
         self._capacity += (capacity, 0.0)
 
     def arcs(self) -> Iterator[tuple[int, int, float, float]]:
-        """(tail, head, residual capacity, flow) of every arc."""
+        """Yield (tail, head, residual capacity, flow) of every arc."""
         head, capacity = self._head, self._capacity
         for arc in range(0, len(head), 2):
             yield head[arc + 1], head[arc], capacity[arc], capacity[arc + 1]
