@@ -451,7 +451,7 @@ def delay_of_reading_s(read_s: float, tokens: float, batch: float, step_s: float
 
 
 #: Model of an instance without a profile until it has shown its speed: an 8B model at bf16 on
-#: one 80 GB card, rounded. Only ratios between instances matter to a placement, and `core.instance`
+#: one 80 GB card, rounded. Only ratios between instances matter to a placement, and `core.speed`
 #: corrects the factor from the first answers on.
 DEFAULT_LATENCY = LatencyModel(k1=4e-5, k2=5e-4, k3=0.0, k4=1e-2, k5=3e-8, k6=3e-5, k7=0.0, k8=1e-2)
 
