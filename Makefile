@@ -4,7 +4,7 @@
 #   make test       the tests (real sockets, no GPU, some minutes)
 #   make test-compiled  the tests of what is compiled, slow ones too, on the compiled hot path (needs a C compiler)
 #   make test-python  the tests of core and proxy on another Python, as PYTHON=python3.13; test-pythons: on all there are
-#   make test-without-options  all the rest of the tests without each option (more than an hour); WITHOUT=split for one
+#   make test-without-options  without each option, what could ask for it (more than an hour); WITHOUT=split for one
 #   make test-slow  the fault matrix with fifty streams in the background, and as processes
 #   make check      formatting, lint, types, of the benches too
 #   make smoke      a short run of every bench, to see that it still runs (some minutes)
@@ -100,9 +100,10 @@ test-python:
 test-pythons:
 	for each in $(PYTHONS); do $(MAKE) test-python PYTHON=$$each || exit; done
 
-# Without the folder of an option and its own tests: all the rest, in a copy. WITHOUT names options, all by default.
+# Without the folder of an option and its own tests: files that ask for it, in a copy. WITHOUT names options, all by
+# default. The first run records which files ask (`make clean` forgets it).
 test-without-options: .venv/.dev
-	$(BIN)/python tests/without_options.py $(WITHOUT) --pytest='$(SPREAD)'
+	$(BIN)/python tests/without_options.py $(WITHOUT) --asked build/asked --pytest='$(SPREAD)'
 
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest $(SPREAD) -m 'slow and not vllm' $(SLOW)

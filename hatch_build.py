@@ -32,7 +32,7 @@ COMPILED = (
     "balancer/core/policies/*.py",
     *(
         f"balancer/clients/{name}.py"
-        for name in ("client_response", "connection", "prefix_keys", "router", "server", "token_estimator")
+        for name in ("client_response", "connection", "router", "server", "token_estimator")
     ),
     *(
         f"balancer/exchange/{name}.py"
@@ -63,6 +63,7 @@ COMPILED = (
     "options/kv_events/block_index.py",
     "options/length_samples/samples.py",
     *(f"options/plans/{name}.py" for name in ("planned", "worth")),
+    *(f"options/prefix_keys/{name}.py" for name in ("prefix_cuts", "prompt_keys")),
     "options/profiles/step_times.py",
     *(f"options/policies/{name}.py" for name in ("baselines", "views")),
     "options/message_channel.py",

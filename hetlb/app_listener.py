@@ -89,7 +89,7 @@ class AppListener:
             self._sweep()
 
     def _accepted(self) -> asyncio.BaseProtocol:
-        """Protocol of a new connection, for which the oldest idle ones make room."""
+        """Return the protocol of a new connection, for which the oldest idle ones make room."""
         server = None if self._runner is None else self._runner.server
         assert server is not None, "expected an open listener"
         if self.most_idle and len(server.connections) - len(self._busy) > self.most_idle:

@@ -75,7 +75,7 @@ class PlanError(HetlbError):
 
 
 def reason_of(error: BaseException) -> str:
-    """Short text of a request's error: the certificate's, else the socket's (`Connection refused`)."""
+    """Return short text of a request's error: the certificate's, else the socket's (`Connection refused`)."""
     if isinstance(error, TimeoutError):
         return "timeout"
     text = str(error)

@@ -24,7 +24,7 @@ EXTRAS = {
 
 
 def missing_extra(error: ModuleNotFoundError) -> InputError | None:
-    """Error to report for a failed import; None if no extra has the package."""
+    """Return the error to report for a failed import; None if no extra has the package."""
     package = (error.name or "").partition(".")[0]
     if package not in EXTRAS:
         return None

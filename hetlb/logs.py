@@ -38,7 +38,7 @@ class KeyValueFormatter(logging.Formatter):
     """`time=… level=… event=… message="…"`, then the fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, and a traceback below it where there is one."""
+        """Return one line, and a traceback below it where there is one."""
         parts = [
             f"time={_time(record.created)} level={record.levelname.lower()}",
             f"event={getattr(record, 'event', 'log')} message={_quoted(record.getMessage())}",

@@ -31,7 +31,7 @@ ROOMS = {
     "cli": {"balancer", "options", "tools"},
 }
 #: Options that the tools import themselves: profiles, metrics pages, prices of a plan.
-OF_TOOLS = {"engine_pages", "length_samples", "plans", "profiles"}
+OF_TOOLS = {"engine_pages", "length_samples", "plans", "prefix_keys", "profiles"}
 #: Folders of the same room that each folder may import.
 FOLDERS = {
     "balancer/core": set(),

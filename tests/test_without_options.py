@@ -44,8 +44,10 @@ MODEL = {"name": "m", "instances": [{"name": "a", "url": "http://127.0.0.1:1"}]}
 #: A key of the fleet file that asks for an option, and a file with it.
 ASKS = {
     "api_keys": ("proxy.api_keys_file", {"proxy": {"api_keys_file": "keys"}}),
+    "browsers": ("proxy.cors_origins", {"proxy": {"cors_origins": ["*"]}}),
     "certificates": ("listen.tls", {"listen": {"tls": {"cert": "cert.pem", "key": "key.pem"}}}),
     "classes": ("models[0].classes", {"models": [{**MODEL, "classes": {"a": {}}}]}),
+    "client_addresses": ("proxy.trusted_proxies", {"proxy": {"trusted_proxies": ["10.0.0.0/8"]}}),
     "dns": ("discovery.dns", {"discovery": {"dns": [{"name": "engines.invalid", "port": 1, "model": "m"}]}}),
     "instance_files": ("discovery.files", {"discovery": {"files": ["others"]}}),
     "kubernetes": ("discovery.kubernetes", {"discovery": {"kubernetes": {"selector": "app=vllm"}}}),

@@ -3,8 +3,8 @@
 The folder of `hetlb/options` goes, and with it every folder of that name in `tests/options`. With `--collect`
 the tests are found and not run, which imports all of their modules. Without a name it is each option in turn.
 
-What asks for no option is not changed by its absence: `--record FOLDER` runs all tests once and notes which
-files ask for which option, in any process; `--asked FOLDER` then runs these files alone.
+A test that asks for no option in any of its processes is not changed by its absence: with `--asked FOLDER`
+only the files that ask are run. A run of all tests records them where FOLDER is missing.
 """
 
 from __future__ import annotations
@@ -72,14 +72,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run the tests without an option.")
     parser.add_argument("options", nargs="*", choices=[*OPTIONS, []], metavar="OPTION")
     parser.add_argument("--collect", action="store_true", help="find the tests and run none")
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="run all tests, note what they ask for")
-    parser.add_argument("--asked", type=Path, metavar="FOLDER", help="run files that ask for the option")
+    parser.add_argument("--asked", type=Path, metavar="FOLDER", help="run only files that ask for the option")
     parser.add_argument("--pytest", default="", help="more arguments of pytest, as '-n 4 tests/core'")
     arguments = parser.parse_args()
     more = arguments.pytest.split() + (["--collect-only", "-qq"] if arguments.collect else [])
-    if arguments.record is not None:
-        return record(arguments.record, more)
-    asked = {} if arguments.asked is None else asking(arguments.asked)
+    asked: dict[str, set[str]] = {}
+    if arguments.asked is not None:
+        if not arguments.asked.is_dir() and (status := record(arguments.asked, more)):
+            return status
+        asked = asking(arguments.asked)
     failed = []
     for option in arguments.options or OPTIONS:
         files = sorted(asked.get(option, ()))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from aiohttp import web
 
+from hetlb.balancer.core.engine_blocks import PromptBlocks
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.core.prefix_index import PrefixKey
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, Command, Dispatch, EngineSample, Request
+from hetlb.balancer.exchange.scheduler_side import SchedulerSide
 from hetlb.balancer.http.http1 import RequestHead
 from hetlb.balancer.http.openai_body import Call
 from hetlb.balancer.telemetry.request_record import RequestRecord
@@ -54,6 +57,19 @@ class KeyLimits(Protocol):
 
     def configure(self, limits: Mapping[str, object]) -> None: ...
     def of(self, name: str) -> KeyLimiter | None: ...
+
+
+class BrowserPages(Protocol):
+    """Pages of other origins that may read answers (`browsers`)."""
+
+    def lines(self, head: RequestHead) -> bytes: ...
+    def permission(self, head: RequestHead) -> bytes: ...
+
+
+class ClientAddresses(Protocol):
+    """Addresses of clients behind trusted proxies (`client_addresses`)."""
+
+    def of(self, head: RequestHead, peer: str) -> str: ...
 
 
 class RequestSpans(Protocol):
@@ -105,6 +121,14 @@ class OtherNames(Protocol):
     def served(self, asked: str, available: Callable[[str], bool]) -> str: ...
     def entries(self, models: list[dict[str, Any]]) -> list[dict[str, Any]]: ...
     def rename(self, call: Call, model: str) -> bytes: ...
+
+
+#: Keys and blocks of a request's prompts, by its head, call, model, owner, header of sessions and scheduler
+#: (`prefix_keys`).
+PromptKeys: TypeAlias = Callable[
+    [RequestHead, Call, str, str | None, bytes, SchedulerSide],
+    tuple[tuple[PrefixKey, ...], PromptBlocks | None],
+]
 
 
 class RequestClasses(Protocol):

@@ -49,7 +49,7 @@ class AdminClient:
             )
 
     def document(self, path: str, *keys: str) -> dict[str, Any]:
-        """JSON object at a path, with at least these keys. Raises `InputError`."""
+        """Return the JSON object at a path, with at least these keys. Raises `InputError`."""
         with self._open(path, TIMEOUT_S) as reply:
             try:
                 body = reply.read()
@@ -77,7 +77,7 @@ class AdminClient:
         raise self._no_answer(OSError("the proxy closed the connection"))
 
     def _open(self, path: str, timeout_s: float) -> http.client.HTTPResponse:
-        """Response to a GET; the token is not sent to redirect targets."""
+        """Return the response to a GET; the token is not sent to redirect targets."""
         request = urllib.request.Request(self.url + path)
         if self._token:
             request.add_unredirected_header("Authorization", f"Bearer {self._token}")

@@ -105,7 +105,7 @@ class _Demo:
     async def _load(
         self, label: str, url: str, names: Sequence[str], *, direct: bool = False
     ) -> dict[str, Any]:
-        """One run of the plan, as `bench` reports it. `direct`: straight to the one engine named."""
+        """Return one run of the plan, as `bench` reports it. `direct`: straight to the one engine named."""
         plan: list[PlannedRequest] = self._plan
         progress = LoadProgress()
         # Prompts of its own for every run: no engine may know them from the run before.

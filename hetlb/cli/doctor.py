@@ -384,7 +384,7 @@ def _caching(seen: Seen) -> str | None:
 
 
 def _root(model: str, seen: Seen) -> str | None:
-    """Path or repository of the weights that a server serves under a model's name."""
+    """Return the path or repository of the weights that a server serves under a model's name."""
     entry: Mapping[str, object] = next(
         (each for each in seen.facts.entries if not model or each["id"] == model), {}
     )

@@ -195,7 +195,7 @@ def _decision(decision: dict[str, Any], clock_s: float) -> Group:
 
 
 def _candidates(title: str, candidates: list[dict[str, Any]], chosen: str | None) -> Group:
-    """Table of the weighted terms of the score, the forecast, and why each was chosen or not.
+    """Return the table of the weighted terms of the score, the forecast, and why each was chosen or not.
 
     Terms that are 0 everywhere are omitted; for policies without terms the paper's are shown.
     """
@@ -239,7 +239,7 @@ def _candidates(title: str, candidates: list[dict[str, Any]], chosen: str | None
 
 
 def _head(name: str, weight: float | None) -> str:
-    """Column header of a term: weight, name, unit."""
+    """Return the column header of a term: weight, name, unit."""
     words = name.removesuffix("_s").replace("_", "\n") + "\ns" * name.endswith("_s")
     return words if weight is None else f"{weight:g} x\n{words}"
 
@@ -249,7 +249,7 @@ def _figure(value: float | None) -> str:
 
 
 def _why(candidate: dict[str, Any], chosen: dict[str, Any] | None, candidates: list[dict[str, Any]]) -> str:
-    """Reason for which a candidate was chosen or not."""
+    """Return the reason for which a candidate was chosen or not."""
     if candidate is chosen:
         able = sum(each["eligible"] and each["score"] is not None for each in candidates)
         return f"chosen, lowest of {able}" if able > 1 else "chosen, the only one able"

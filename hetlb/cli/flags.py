@@ -17,7 +17,7 @@ from hetlb.errors import InputError, TraceError
 
 
 def declare(parser: argparse._ActionsContainer) -> Callable[..., None]:
-    """Short form of `add_argument` for a parser or a group.
+    """Return the short form of `add_argument` for a parser or a group.
 
     Takes name, help, metavar, type and default in this order, other arguments by keyword.
     """
@@ -40,7 +40,7 @@ def changed(table: Any, **values: Any) -> Any:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """`--json`, which `print_document` obeys."""
+    """Add `--json`, which `print_document` obeys."""
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 
@@ -78,7 +78,7 @@ def event_log(path: Path) -> Iterator[TextIO]:
 
 
 def secret(flag: str, variable: str) -> str:
-    """Value of the environment variable that a flag names. Raises `InputError` if it is not set."""
+    """Return value of the environment variable that a flag names. Raises `InputError` if it is not set."""
     value = os.environ.get(variable, "").strip()
     if not value:
         raise InputError(f"{flag}: expected a variable with a key, but {variable!r} is not set")
@@ -94,7 +94,7 @@ def number(text: str) -> float:
 
 
 def whole(least: float, most: float = math.inf, what: str = "a whole number") -> Callable[[str], int]:
-    """Flag type: integer from `least` to `most`."""
+    """Return the flag type: integer from `least` to `most`."""
     bounds = ("" if least == -math.inf else f" from {least}") + ("" if most == math.inf else f" to {most}")
 
     def read(text: str) -> int:
@@ -110,7 +110,7 @@ def whole(least: float, most: float = math.inf, what: str = "a whole number") ->
 
 
 def real(words: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """Flag type: number for which `fits` is true; `words` describe it in errors."""
+    """Return the flag type: number for which `fits` is true; `words` describe it in errors."""
 
     def read(text: str) -> float:
         value = number(text)

@@ -61,7 +61,7 @@ def _moved(path: Path) -> int:
 
 
 def why_unknown(facts: EngineFacts) -> str:
-    """Reason for which a server is left out of the file."""
+    """Return the reason for which a server is left out of the file."""
     if facts.trouble:
         return facts.trouble
     if facts.models_status in (401, 403):
@@ -70,7 +70,7 @@ def why_unknown(facts: EngineFacts) -> str:
 
 
 def fleet_text(found: list[EngineFacts], key_env: str | None) -> str:
-    """Text of the fleet file, servers grouped by model."""
+    """Return the text of the fleet file, servers grouped by model."""
     models: dict[str, list[EngineFacts]] = {}
     for facts in found:
         if facts.entries:
@@ -103,7 +103,7 @@ def fleet_text(found: list[EngineFacts], key_env: str | None) -> str:
 
 
 def about(facts: EngineFacts) -> str:
-    """Comment line that describes a server."""
+    """Return the comment line that describes a server."""
     parts = [f"vLLM {facts.version}" if facts.version else "version not told"]
     if facts.max_model_len is not None:
         parts.append(f"context {facts.max_model_len:,} tokens")

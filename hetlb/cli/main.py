@@ -113,7 +113,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Arguments of a parser and of its subparsers."""
+    """Yield the arguments of a parser and of its subparsers."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):

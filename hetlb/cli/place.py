@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_load(text: str) -> float:
-    """Value of `--load` in requests/s."""
+    """Return the value of `--load` in requests/s."""
     return math.inf if text == "offline" else FINITE(text)
 
 

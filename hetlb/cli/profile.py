@@ -118,7 +118,7 @@ def _about_files(args: argparse.Namespace) -> int:
 
 
 def _degrees(args: argparse.Namespace) -> list[int | None]:
-    """Degrees of `--tp`; several only with aiconfigurator. Raises `InputError`."""
+    """Return the degrees of `--tp`; several only with aiconfigurator. Raises `InputError`."""
     if args.tp is None:
         return [None]
     parts = args.tp.split(",")

@@ -62,7 +62,7 @@ def measure(args: argparse.Namespace, degree: int | None) -> tuple[Measurements,
 
 
 def parse_duration(text: str) -> float:
-    """`90`, `90s`, `5m`, `1.5h` in seconds. Raises `InputError`."""
+    """Return `90`, `90s`, `5m`, `1.5h` in seconds. Raises `InputError`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
     if match is None or float(match[1]) <= 0:
         raise InputError(f"--budget: expected a time such as 90s or 5m, got {text!r}")
@@ -160,7 +160,7 @@ async def _measure(
 async def _facts(
     args: argparse.Namespace, client: EngineClient, rng: random.Random, console: Console
 ) -> ServerFacts:
-    """Facts of the server, completed by flags and by probing. Raises `BusyError`."""
+    """Return the facts of the server, completed by flags and by probing. Raises `BusyError`."""
     facts = await client.facts(args.model)
     if not facts.counts:
         unseen = "warning: the server has no metrics: others' work and preemptions go unseen"

@@ -77,7 +77,7 @@ def read_table(args: argparse.Namespace, market: Market) -> tuple[Table, Measure
 def plan_once(
     args: argparse.Namespace, table: Table, measured: Measured, limits: SolveLimits, interrupt: Interrupt
 ) -> int:
-    """One plan, or a plan that follows another."""
+    """Return one plan, or a plan that follows another."""
     began = time.monotonic()
     replanned: Replanned | None = None
     with interrupt.catching(), bar("planning") as change:
@@ -110,7 +110,7 @@ def plan_once(
 
 
 def read_counts(path: Path) -> dict[str, int]:
-    """Instances by configuration of a plan that `--json` printed. Raises `ConfigError`."""
+    """Return the instances by configuration of a plan that `--json` printed. Raises `ConfigError`."""
     try:
         return {str(each["configuration"]): int(each["count"]) for each in read_object(path)["instances"]}
     except (ValueError, KeyError, TypeError) as error:

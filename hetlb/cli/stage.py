@@ -146,7 +146,7 @@ def _make_worker(args: argparse.Namespace, first: int, end: int) -> StageWorker:
 
 
 def _kv_blocks(args: argparse.Namespace, config: ModelConfig, loaded: TorchRunner, device: str) -> int:
-    """Blocks of one layer each that fit into the memory for the KV cache."""
+    """Return the blocks of one layer each that fit into the memory for the KV cache."""
     size = args.kv_cache_memory_bytes
     if size is None:
         size = loaded.free_bytes(_GPU_SHARE) if device != "cpu" else _CPU_KV_BYTES
@@ -171,7 +171,7 @@ def _paced(args: argparse.Namespace, loaded: Runner) -> Runner:
 
 
 def _tls(args: argparse.Namespace) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
-    """TLS contexts of this listener and of connections to other stages."""
+    """Return the TLS contexts of this listener and of connections to other stages."""
     try:
         server = None
         if args.ssl_certfile is not None:

@@ -124,7 +124,7 @@ class FleetScreen:
         self.trouble = ""
 
     def render(self, width: int, height: int | None) -> Group:
-        """Frame for a terminal of this size; `height` None shows everything.
+        """Return the frame for a terminal of this size; `height` None shows everything.
 
         Instances that are not up or not ready come first, the others in file order.
         """

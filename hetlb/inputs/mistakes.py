@@ -45,7 +45,7 @@ class Mistakes:
 
 
 def mistakes_in(raw: Any, kind: Any) -> list[str]:
-    """`key: expected …, got …` for each value of `raw` that is no `kind`, the first twenty."""
+    """Return `key: expected …, got …` for each value of `raw` that is no `kind`, the first twenty."""
     found = list(islice(_unusual_numbers(raw, ""), _MOST_LISTED))
     if not found:
         try:
@@ -58,7 +58,7 @@ def mistakes_in(raw: Any, kind: Any) -> list[str]:
 
 
 def did_you_mean(given: object, names: Iterable[str]) -> str:
-    """` (did you mean …?)` where one of `names` is close to what was given, else nothing."""
+    """Return ` (did you mean …?)` where one of `names` is close to what was given, else nothing."""
     close = difflib.get_close_matches(str(given), list(names), n=1) if isinstance(given, str) else []
     return f" (did you mean {close[0]}?)" if close else ""
 
@@ -75,7 +75,7 @@ def one_of(given: object, names: Collection[str]) -> str:
 
 
 def short(value: object) -> str:
-    """Representation of a value in at most 60 characters; only the start of a long one is read."""
+    """Return the representation of a value in at most 60 characters; only the start of a long one is read."""
     if isinstance(value, str) and len(value) > 60:
         return repr(value[:56])[:57] + "..."
     if isinstance(value, int) and value.bit_length() > 200:
@@ -85,7 +85,7 @@ def short(value: object) -> str:
 
 
 def _unusual_numbers(raw: Any, path: str) -> Iterator[str]:
-    """Errors of numbers that are infinite, NaN or out of range."""
+    """Yield the errors of numbers that are infinite, NaN or out of range."""
     if isinstance(raw, dict):
         for key, value in raw.items():
             yield from _unusual_numbers(value, f"{path}.{key}" if path else str(key))

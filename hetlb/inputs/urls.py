@@ -51,13 +51,13 @@ def check_publisher(address: str, where: str) -> None:
 
 
 def origin(url: str) -> Origin:
-    """Origin of a base URL; equal origins are one server."""
+    """Return the origin of a base URL; equal origins are one server."""
     parts = urlsplit(url)
     return parts.scheme, parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def bracketed(host: str) -> str:
-    """Host in URL form: IPv6 addresses in brackets."""
+    """Return the host in URL form: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host
 
 

@@ -64,7 +64,7 @@ def _shape(kind: Any) -> _Shape:
 
 
 def invalid(raw: Any, kind: Any, path: str) -> Iterator[str]:
-    """`key: expected …, got …` for every value of `raw`, at a path like `models[0]`, that is no `kind`."""
+    """Yield `key: expected …, got …` for values of `raw`, at a path like `models[0]`, that are no `kind`."""
     table, items, values = _shape(kind)
     before = f"{path}." if path else ""
     if table is not None and isinstance(raw, dict):
@@ -96,7 +96,7 @@ def invalid(raw: Any, kind: Any, path: str) -> Iterator[str]:
 
 
 def told(error: msgspec.ValidationError, raw: Any, kind: Any, path: str) -> str:
-    """`key: expected …, got …` of what msgspec says about the value at a path, or one inside it."""
+    """Return `key: expected …, got …` of what msgspec says about the value at a path, or one inside it."""
     message, _, inner = str(error).partition(" - at `$")
     for name, index in _STEP.findall(inner):
         try:

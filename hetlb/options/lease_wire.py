@@ -58,7 +58,7 @@ class RequestFacts(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
     @classmethod
     def of(cls, request: Request, *, blocks: bool = True) -> RequestFacts:
-        """Facts of a request; `blocks`: with the digests of its prompt's blocks."""
+        """Return the facts of a request; `blocks`: with the digests of its prompt's blocks."""
         service = request.service
         return cls(
             request.id, request.model, request.prompt_tokens, request.max_tokens, request.sequences,

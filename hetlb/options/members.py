@@ -33,7 +33,7 @@ _RESOLVE_S: Final = 5.0
 
 
 class Members:
-    """Keeps the roster as the sources say. A name or an address belongs to the source that gave it first.
+    """Keeper of the roster from the sources. A name or an address belongs to the source that gave it first.
 
     An answer costs what changed in it; where that is much the rest follows in later turns of the event loop.
     """
@@ -67,7 +67,7 @@ class Members:
         self._look(source, [*gone, *(name for name in given if name in waiting)] if gone or waiting else ())
 
     def refresh(self) -> None:
-        """Profiles may be chosen otherwise now, and names of the fleet file may be free."""
+        """Try again: profiles may be chosen otherwise now, and names of the fleet file may be free."""
         for source, given in self._given.items():
             self._look(source, given)
 
@@ -76,7 +76,7 @@ class Members:
             await turns().next()
 
     async def register(self, table: Mapping[str, Any]) -> bool:
-        """Add an instance, or say again that it is there. True where it is new. Raises `InputError`."""
+        """Add an instance, or renew its registration. True where it is new. Raises `InputError`."""
         roster, instance = self._roster, read_registration(table)
         ttl_s = roster.lifetime_s if instance.ttl_s is None else instance.ttl_s
         spec = roster.resolve(instance, instance.model)
@@ -160,7 +160,7 @@ class Members:
             self._roster.leave(there)
 
     def _place(self, source: str, servers: Sequence[Found]) -> None:
-        """Bring the roster to what the sources give; a server that cannot be added waits."""
+        """Bring the roster in line with the sources; a server that cannot be added waits."""
         coming: dict[Origin, InstanceSpec] = {}
         moved: list[str] = []
         for found in servers:
@@ -241,7 +241,7 @@ class Registration(InstanceTable, frozen=True, forbid_unknown_fields=True, kw_on
 
 def read_registration(table: Mapping[str, Any]) -> Registration:
     for key in ("profile", "api_key_file", "api_key_env", "ca_file"):
-        # A right to register is none to learn what is on this machine.
+        # A right to register is no right to learn about this machine.
         if table.get(key) is not None:
             raise ConfigError(f"{key}: expected none, only the fleet file may name files and variables")
     instance = convert(table, Registration)

@@ -1,4 +1,4 @@
-"""The last minutes by stretches of time, for the dashboard and the status: what ended, and what waited."""
+"""The last minutes by stretches of time, for the dashboard and the status: ended and waiting requests."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ def _count(counts: dict[int, int], seconds: float) -> None:
 
 
 def latencies(counts: dict[int, int]) -> list[tuple[float, int]]:
-    """Seconds in the middle of each step and how often they were, in order."""
+    """Return the seconds in the middle of each step and how often they were, in order."""
     return [(2.0 ** ((step + 0.5) / _STEPS_PER_OCTAVE), counts[step]) for step in sorted(counts)]
 
 
 class Recent:
-    """The stretches of the last minutes by their numbers, and points: predictions against what came.
+    """The stretches of the last minutes by their numbers, and points: predicted and actual times.
 
     A point is the end's time, the instance, predicted and actual output tokens of one sequence, predicted and
     actual seconds from dispatch on.

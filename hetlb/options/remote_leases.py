@@ -1,4 +1,4 @@
-"""Leases of other processes, booked here as their journals say (`balancer/core/journal.py`)."""
+"""Leases of other processes, booked here from their journals (`balancer/core/journal.py`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RemoteLeases:
         return sum([len(leases) for leases in self.of.values()])
 
     def receive(self, process: str, changes: Iterable[WireChange], now: float) -> list[Command]:
-        """Book what a process says, what began before what ended: its room has been given away there.
+        """Book a process's changes, begun leases before ended ones: their room has been given away there.
 
         The commands are for this scheduler's own requests.
         """
@@ -57,7 +57,7 @@ class RemoteLeases:
         return commands
 
     def gone(self, process: str, now: float) -> list[Command]:
-        """End the leases of a process that is no more; they count against no instance."""
+        """End the leases of a process that ended; they count against no instance."""
         commands: list[Command] = []
         for lease in self.of.pop(process, {}).values():
             commands += self._scheduler.on_lease_ended(lease, Outcome.CLIENT_GONE, now, retry=False)

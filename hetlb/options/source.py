@@ -1,4 +1,4 @@
-"""The interface of a source of instances, and what keeps one running."""
+"""The interface of a source of instances, and the task that keeps one running."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SourceFailedError(HetlbError):
 
 
 class Source(Protocol):
-    """One place that knows servers. `name` is what events call it."""
+    """One place that knows servers. `name` stands in events."""
 
     @property
     def name(self) -> str: ...

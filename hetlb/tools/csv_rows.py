@@ -26,7 +26,7 @@ class CsvRow:
         self._error = error
 
     def text(self, column: str) -> str:
-        """Non-empty printable text of a cell."""
+        """Return non-empty printable text of a cell."""
         value = self.cells[column].strip()
         if not value or not value.isprintable():
             raise self.error(column, "a name")
@@ -53,7 +53,7 @@ class CsvRow:
         return value
 
     def get(self, column: str) -> str:
-        """Text of an optional column, "" if missing."""
+        """Return the text of an optional column, "" if missing."""
         return self.cells.get(column, "").strip()
 
     def error(self, column: str, expected: str) -> InputError:

@@ -26,7 +26,7 @@ def new_figure(width_in: float, height_in: float) -> Any:
 
 
 def line_style(index: int) -> dict[str, Any]:
-    """Distinct colour and dashes of the line at `index`."""
+    """Return the distinct colour and dashes of the line at `index`."""
     return {
         "color": COLOURS[index % len(COLOURS)],
         "linestyle": _STYLES[index // len(COLOURS) % len(_STYLES)],

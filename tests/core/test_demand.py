@@ -34,7 +34,7 @@ def test_a_steady_stream_goes_on(rate: float) -> None:
                 sum(not demand.goes_on(1e6, now + gap_s * part / 20) for part in range(20)) * gap_s / 20
             )
         now += gap_s
-        demand.arrived(now, False)
+        demand.arrived(100.0, 50.0, now, False)
     assert ended_s < 0.1 * (now - 100.0)
 
 
@@ -42,18 +42,18 @@ def test_a_steady_stream_goes_on(rate: float) -> None:
 def test_a_burst_is_no_stream(count: int, spread_s: float, later_s: float) -> None:
     demand = Demand()
     for i in range(count):
-        demand.arrived(100.0 + i * spread_s / count, False)
+        demand.arrived(100.0, 50.0, 100.0 + i * spread_s / count, False)
     assert not demand.goes_on(1e6, 100.0 + spread_s + later_s)
 
 
 def test_a_stream_ends_some_gaps_after_its_last_request_and_begins_anew() -> None:
     demand = Demand()
     for number in range(40):
-        demand.arrived(100.0 + number, False)
+        demand.arrived(100.0, 50.0, 100.0 + number, False)
     assert demand.goes_on(16.0, 143.0)
     assert not demand.goes_on(16.0, 145.5)
     assert not demand.goes_on(0.5, 143.0), "nothing is expected so soon"
-    demand.arrived(200.0, False)
+    demand.arrived(100.0, 50.0, 200.0, False)
     assert not demand.goes_on(16.0, 200.0)
 
 
@@ -61,10 +61,10 @@ def test_a_stream_ends_some_gaps_after_its_last_request_and_begins_anew() -> Non
 def test_a_stream_is_seen_after_a_silence_as_soon_as_any_other(before: int) -> None:
     demand = Demand()
     for number in range(before):
-        demand.arrived(100.0 * number, False)
+        demand.arrived(100.0, 50.0, 100.0 * number, False)
     for number in range(4):
         assert not demand.goes_on(2.0, 50_000.0 + number)
-        demand.arrived(50_000.0 + number, False)
+        demand.arrived(100.0, 50.0, 50_000.0 + number, False)
     assert demand.goes_on(2.0, 50_003.0)
 
 
@@ -74,9 +74,9 @@ def test_a_burst_at_an_idle_fleet_is_no_stream_whatever_came_before(
 ) -> None:
     demand = Demand()
     for number in range(40):
-        demand.arrived(60.0 + number, False)
+        demand.arrived(100.0, 50.0, 60.0 + number, False)
     for i in range(count):
-        demand.arrived(100.0 + i * spread_s / count, i == 0)
+        demand.arrived(100.0, 50.0, 100.0 + i * spread_s / count, i == 0)
     assert not demand.goes_on(1e6, 100.0 + spread_s + later_s)
 
 
@@ -86,7 +86,7 @@ def test_asking_changes_nothing(gaps: list[float], horizon: float) -> None:
     for gap in gaps:
         now += gap
         for each in (asked, silent):
-            each.arrived(now, False)
+            each.arrived(100.0, 50.0, now, False)
         asked.goes_on(horizon, now + gap)
     assert asked.goes_on(horizon, now) is silent.goes_on(horizon, now)
 
@@ -175,3 +175,18 @@ def test_misses_beside_background_do_not_say_that_targets_cannot_be_met() -> Non
         for _ in range(20):
             protected.answered(lease, 3.0, alone)
         assert protected.hopeless == alone
+
+
+def test_the_rate_of_a_class_falls_as_soon_as_the_silence_says_so() -> None:
+    quick = ServiceClass("quick", ttft_s=1.0)
+    protected, rng, now = Protected(quick), random.Random(3), 0.0
+    seen = []
+    for _ in range(1000):
+        now += rng.expovariate(8.0)
+        protected.arrived(quick, 400.0, 100.0, now)
+        seen.append(protected.rate(now))
+    assert sum(seen[500:]) / 500 == pytest.approx(8.0, rel=0.15), "steady traffic is not read as less"
+    assert protected.rate(now + 10.0) < 2.5
+    for number in range(1, 9):
+        protected.arrived(quick, 400.0, 100.0, now + number)
+    assert protected.rate(now + 8.0) < 3.0

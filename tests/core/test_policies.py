@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import cast
 
 import pytest
 from helpers import FAST, dispatched, make_scheduler, request, spec
@@ -11,10 +12,15 @@ from hetlb.balancer.core.policies.base import COMBINE_FORMS, PlannedType, Policy
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.policies.sight import SchedulingContext
 from hetlb.balancer.core.predictor import make_predictor
-from hetlb.balancer.core.speed import PeakEwma
 from hetlb.balancer.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome, Request
 from hetlb.options.length_samples.samples import OraclePredictor
-from hetlb.options.policies.baselines import PrefixMatch, kv_used_tokens
+from hetlb.options.policies.baselines import (
+    DEFAULT_RTT_S,
+    PeakEwma,
+    PeakEwmaChoice,
+    PrefixMatch,
+    kv_used_tokens,
+)
 
 COMBINE_BY_HAND = {
     "power": lambda t, u, theta: t * theta**u,
@@ -116,10 +122,13 @@ def test_peak_ewma_jumps_up_at_once_and_decays_slowly() -> None:
 
 def test_peak_ewma_avoids_the_slow_one() -> None:
     scheduler = make_scheduler([spec("a"), spec("b")], "peak-ewma")
-    slow = dispatched(scheduler.on_arrival(request(1), 0.0))
+    slow = dispatched(scheduler.on_arrival(request(1), 1.0))
     scheduler.on_first_token(slow, 5.0)
     scheduler.on_lease_ended(slow, Outcome.OK, 5.0)
     assert slow.instance == "a"
+    policy = cast("PeakEwmaChoice", scheduler.placement.policy)
+    first = [policy.first_byte_s(each, 5.0) for each in scheduler.instances]
+    assert first == [4.0, DEFAULT_RTT_S], "it counts from the dispatch"
     chosen = [dispatched(scheduler.on_arrival(request(i), 5.0)).instance for i in range(2, 12)]
     assert chosen == ["b"] * 10
 

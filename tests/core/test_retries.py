@@ -332,12 +332,6 @@ def test_a_first_token_brings_a_suspect_up() -> None:
     assert scheduler.on_first_token(arrived(scheduler, 9), 0.6) == []
 
 
-def test_the_time_to_a_first_token_counts_from_its_dispatch() -> None:
-    scheduler = fleet("a")
-    scheduler.on_first_token(arrived(scheduler, 1, 100.0), 102.0)
-    assert named(scheduler, "a").peak_ewma.estimate_s(102.0) == pytest.approx(2.0)
-
-
 def adapters() -> Scheduler:
     scheduler = make_scheduler([spec("a")], "hetlb")
     scheduler.on_instance(CapacityLearned("a", Capacity(max_loras=2, max_num_seqs=8)), 0.0)

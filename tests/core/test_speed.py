@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.balancer.core.latency import LatencyModel, delay_of_reading_s
+from hetlb.balancer.core.rate import MEMORY_S
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.speed import MEMORY_S, MOST_PROFILED, MOST_UNPROFILED, PRIOR_S, TRUST, SpeedTracker
+from hetlb.balancer.core.speed import MOST_PROFILED, MOST_UNPROFILED, PRIOR_S, TRUST, SpeedTracker
 from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,

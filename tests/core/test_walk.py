@@ -20,7 +20,7 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Outcome
 from hetlb.build import compiled
 
-MOST_STAYS = 17
+MOST_STAYS = 18
 MOST_RETURNS = 4
 _POLICY = ("choose", "committed", "forecast")
 _POLICIES = ("hetlb.balancer.core.policies.", "hetlb.options.policies.", "hetlb.options.plans.")

@@ -19,7 +19,7 @@ from proxy.test_proxying import Client, post
 from proxy.upstreams import plain
 
 from hetlb.addresses import allowed_address
-from hetlb.balancer.clients.access import EngineAccess, _network, load_access
+from hetlb.balancer.clients.access import EngineAccess, load_access, network_of
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.cli.main import COMMANDS, build_parser, main
 from hetlb.errors import ConfigError, HetlbError
@@ -208,7 +208,7 @@ async def test_web_pages_cannot_use_a_listener_without_a_token(
     ],
 )
 def test_where_instances_may_be_registered(networks: list[str], address: str, allowed: bool) -> None:
-    inside = tuple(_network(text, "") for text in networks)
+    inside = tuple(network_of(text, "") for text in networks)
     if allowed:
         assert allowed_address([address], inside) == address
         return
@@ -217,7 +217,7 @@ def test_where_instances_may_be_registered(networks: list[str], address: str, al
 
 
 def test_the_first_address_that_is_allowed_is_taken() -> None:
-    networks = (_network("10.0.0.0/8", ""),)
+    networks = (network_of("10.0.0.0/8", ""),)
     assert allowed_address(["192.168.0.1", "10.0.0.2", "10.0.0.3"], networks) == "10.0.0.2"
 
 

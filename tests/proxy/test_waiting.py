@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import random
 import resource
 from collections.abc import Iterator
@@ -29,8 +30,9 @@ from proxy.upstreams import (
 )  # fmt: skip
 
 from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.rate import MEMORY_S
 from hetlb.balancer.core.types import AdminState, AdminStateSet
-from hetlb.balancer.exchange.scheduler_side import WINDOW_S, DrainRate
+from hetlb.balancer.exchange.scheduler_side import DrainRate
 
 BEAT = b": waiting\n\n"
 #: Shorter than anything: every sweep sends one.
@@ -497,15 +499,14 @@ class Least(random.Random):
 def test_the_wait_is_what_the_queue_takes_to_drain() -> None:
     rate = DrainRate(Least())
     assert rate.retry_after_s(0, 100.0) == 1.0
-    assert rate.retry_after_s(3, 100.0) == 30.0  # nothing ended lately: slower than one in the window
+    assert rate.retry_after_s(3, 100.0) == 30.0  # nothing ended lately
     assert rate.retry_after_s(10_000, 100.0) == 40.0
-    for tenth in range(1000):
-        rate.ended(100.0 + tenth / 100)  # 100 a second
-    assert rate.retry_after_s(500, 109.99) == 5.0
-    assert rate.retry_after_s(10, 109.99) == 1.0
-    # Half of them have left the window, then all.
-    assert rate.retry_after_s(500, 104.99 + WINDOW_S) == 10.0
-    assert rate.retry_after_s(500, 100.0 + 2 * WINDOW_S) == 40.0
+    for number in range(10_000):
+        rate.ended(100.0 + number / 100)  # 100 a second
+    assert rate.retry_after_s(500, 200.0) == pytest.approx(5.0, rel=0.01)
+    assert rate.retry_after_s(10, 200.0) == 1.0
+    assert rate.retry_after_s(500, 200.0 + MEMORY_S) == pytest.approx(5.0 * math.e, rel=0.01)
+    assert rate.retry_after_s(500, 200.0 + 20 * MEMORY_S) == 40.0
 
 
 def test_waits_are_spread_within_their_bounds() -> None:

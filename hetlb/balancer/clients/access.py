@@ -60,7 +60,7 @@ class Access:
     contexts: dict[Path | None, ssl.SSLContext]
 
     def unlisted(self, url: str, model: str, address: str | None) -> EngineAccess:
-        """Access to an instance that is in no file: the system's authorities, the key of its model."""
+        """Return access to an instance that is in no file: the system's authorities, the key of its model."""
         tls = _engine_tls(url, None, "instance", self.contexts)
         key = _bearer(self.model_keys.get(model))
         return EngineAccess(key, self.passthrough, tls, address, confined=address is None)
@@ -80,10 +80,8 @@ def load_access(fleet: Fleet) -> Access:
             "got true: the engines would see those keys"
         )
     networks = tuple(
-        _network(text, f"{where}admin.registration_networks") for text in admin.registration_networks
+        network_of(text, f"{where}admin.registration_networks") for text in admin.registration_networks
     )
-    for text in fleet.file.proxy.trusted_proxies:
-        _network(text, f"{where}proxy.trusted_proxies")
     model_keys = {}
     for m, model in enumerate(fleet.file.models):
         key = read_secret(model.api_key_file, model.api_key_env, f"{where}models[{m}].api_key", base)
@@ -179,7 +177,8 @@ def _bearer(key: bytes | None) -> bytes | None:
 # --- networks ----------------------------------------------------------------------------------------
 
 
-def _network(text: str, where: str) -> Network:
+def network_of(text: str, where: str) -> Network:
+    """Return the network at a key. Raises `ConfigError`."""
     try:
         return ipaddress.ip_network(text)
     except ValueError as caught:

@@ -131,7 +131,7 @@ class ClientResponse:
         return self.state is HEARTBEATS or (self._comments and self._head.http11)
 
     def given_up_at(self, since: float, arrived_at: float) -> float:
-        """Time at which the client gives up waiting for the rest of an answer since `since`."""
+        """Return the time at which the client gives up waiting for the rest of an answer since `since`."""
         if self.state is HEARTBEATS:
             return math.inf  # heartbeats keep it from that
         if self._patience_s is None:
@@ -185,7 +185,7 @@ class ClientResponse:
 
 
 def _patience_s(head: RequestHead) -> float:
-    """Seconds that the client waits for an answer by its own headers; infinity without any."""
+    """Return the seconds that the client waits for an answer by its own headers; infinity without any."""
     patience_s = math.inf
     for name, value in head.headers:
         if (unit_s := _PATIENCE.get(name)) is not None and (stated := number(value)):

@@ -6,8 +6,8 @@ Where keys are needed, nothing but `/health` and `/ping` is answered without one
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import ipaddress
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,6 @@ import msgspec
 
 import hetlb
 from hetlb.balancer.clients.client_response import ClientSide
-from hetlb.balancer.clients.prefix_keys import id_keys, session_key, text_keys, token_ids
 from hetlb.balancer.config.fleet_tables import ProxyTable, Resume
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.core.prefix_index import PrefixKey
@@ -36,11 +35,18 @@ from hetlb.balancer.http.http1 import GateError, RequestHead
 from hetlb.balancer.http.openai_body import Call, read_json
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.errors import ConfigError
-from hetlb.extras import option
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.engine_blocks import PromptBlocks
-    from hetlb.balancer.interfaces import ClientKey, OtherNames, RequestClasses, SpanMaker
+    from hetlb.balancer.interfaces import (
+        BrowserPages,
+        ClientAddresses,
+        ClientKey,
+        OtherNames,
+        PromptKeys,
+        RequestClasses,
+        SpanMaker,
+    )
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
@@ -57,15 +63,6 @@ _PLAIN: Final = Kind.PLAIN
 _REALTIME: Final = Kind.REALTIME
 _MULTIPART: Final = b"multipart/"
 _FORM: Final = b"application/x-www-form-urlencoded"
-#: CORS: lines of every answer to a page of another origin, and lines for the preflight (Fetch, 3.2).
-_CORS_LINES: Final = (
-    b"access-control-allow-origin: %b\r\nvary: Origin\r\n"
-    b"access-control-expose-headers: x-request-id, x-hetlb-instance, retry-after\r\n"
-)
-_PREFLIGHT: Final = (
-    b"access-control-allow-methods: GET, POST, DELETE\r\naccess-control-allow-headers: %b\r\n"
-    b"access-control-max-age: 600\r\n"
-)
 _READS: tuple[bytes, ...] = (b"GET", b"HEAD")
 
 
@@ -95,23 +92,32 @@ class Router:
         self._plain = PlainMaker(driver)
         #: Makes the attempts of answers that may go on elsewhere, None before the first.
         self._resumption: Any = None
+        #: Makes the keys of prompts' prefixes, None in an installation without it.
+        self._keys_of: PromptKeys | None = None
+        with contextlib.suppress(ConfigError):
+            self._keys_of = hook("prefix_keys")
         #: Makes the ids of every request's spans, None without tracing.
         self.tracing: SpanMaker | None = None
         #: Engines take our request ids for their own, and another proxy may count from 1 too.
         self._label_prefix = f"hetlb-{secrets.token_hex(4)}-"
 
     def configure(self, table: ProxyTable) -> None:
-        """Names of headers and paths that hold from now on."""
+        """Take the names of headers and paths that hold from now on."""
         self._extra_paths = frozenset(table.extra_paths)
-        self._origins = frozenset(each.encode("ascii") for each in table.cors_origins)
-        self._trusted = tuple(ipaddress.ip_network(each) for each in table.trusted_proxies)
+        #: Pages of other origins that may read answers, and addresses that other proxies tell; None without.
+        self._pages: BrowserPages | None = None
+        if table.cors_origins:
+            self._pages = hook("browsers", table.cors_origins)
+        self._forwarded: ClientAddresses | None = None
+        if table.trusted_proxies:
+            self._forwarded = hook("client_addresses", table.trusted_proxies)
         self._session_header = table.session_header.lower().encode()
         self._tenant_header = None if table.tenant_header is None else table.tenant_header.lower().encode()
 
     def authenticate(self, head: RequestHead) -> ClientKey | None:
         """Return the tenant of a request by its key; None if none is needed. Raises `GateError` (401)."""
         tenants = self.tenants
-        if tenants is None or (self._origins and head.method == b"OPTIONS"):
+        if tenants is None or (self._pages is not None and head.method == b"OPTIONS"):
             return None  # browsers ask for permission without a key
         authorization = head.fields.get(b"authorization")
         if authorization is not None:
@@ -128,10 +134,7 @@ class Router:
 
     def cors_lines(self, head: RequestHead) -> bytes:
         """Return header lines that let a browser's page of another origin read the answer; b"" for others."""
-        origin = head.fields.get(b"origin") if self._origins else None
-        if origin is None or not self._origins & {origin.lower(), b"*"}:
-            return b""
-        return _CORS_LINES % origin
+        return b"" if self._pages is None else self._pages.lines(head)
 
     def knows(self, path: str) -> bool:
         """Return True if something that takes a body is at a path."""
@@ -147,9 +150,8 @@ class Router:
                 "The request came back: an instance leads to this proxy.",
                 lines=b"via: 1.1 " + self._driver.forward_rules.own + b"\r\n",
             )
-        if self._origins and head.method == b"OPTIONS":
-            asked = head.fields.get(b"access-control-request-headers", b"*")
-            return error_responses.response(200, b"", lines=_PREFLIGHT % asked, close=not head.keep_alive)
+        if self._pages is not None and head.method == b"OPTIONS":
+            return self._pages.permission(head)
         path = head.path
         kind: Kind | None = ENDPOINTS.get(path)
         if kind is None and path in self._extra_paths:
@@ -238,7 +240,8 @@ class Router:
         outgoing = EngineRequest(head, call.body, engine_text)
         exchange = Exchange(driver, client, outgoing, kind, call, request, text, self._plain, owner)
         record = exchange.record
-        record.address = self._address_of(head, client.address) if self._trusted else client.address
+        forwarded = self._forwarded
+        record.address = client.address if forwarded is None else forwarded.of(head, client.address)
         if driver.resumes and request.generates and request.sequences == 1 and head.path in _RESUMED_PATHS:
             how = self.resume.get((model, service.name), driver.table.resume)
             if how is not False:
@@ -273,8 +276,10 @@ class Router:
         generates: bool = kind.generates
         prefix_keys: tuple[PrefixKey, ...] = ()
         blocks: PromptBlocks | None = None
-        if generates:
-            prefix_keys, blocks = self._prefix(head, call, model, owner)
+        if generates and self._keys_of is not None:
+            prefix_keys, blocks = self._keys_of(
+                head, call, model, owner, self._session_header, driver.scheduling
+            )
         splits = driver.splits if sequences == 1 else None
         return Request(
             id=driver.next_id(),
@@ -295,39 +300,6 @@ class Router:
             streamed=call.stream,
             service=service,
         )
-
-    def _prefix(
-        self, head: RequestHead, call: Call, model: str, owner: str | None
-    ) -> tuple[tuple[PrefixKey, ...], PromptBlocks | None]:
-        """Keys of the beginning of a request's prompt, and the digests of its blocks."""
-        ids = token_ids(call) if call.ids else None
-        keys = id_keys(ids, model, call.cache_salt, owner) if ids else text_keys(call, model, owner)
-        blocks: PromptBlocks | None = None
-        if ids and call.prompts == 1 and (block_tokens := self._driver.scheduling.block_tokens):
-            block_digests = option("kv_events.block_index").block_digests
-            salt = () if call.cache_salt is None else (call.cache_salt,)
-            # The last token of a prompt is always computed.
-            blocks = block_tokens, block_digests(ids[0][:-1], block_tokens, salt)
-        session = session_key(head.fields.get(self._session_header), owner, model)
-        if session is not None and call.prompts == 1:
-            keys = (session, *keys)
-        return keys, blocks
-
-    def _address_of(self, head: RequestHead, peer: str) -> str:
-        """Address of the client: of `peer` and `X-Forwarded-For` the last that is no trusted proxy."""
-        forwarded = head.fields.get(b"x-forwarded-for")
-        if forwarded is None:
-            return peer
-        for text in [peer, *reversed(forwarded.decode("latin-1").split(","))]:
-            text = text.strip()
-            try:
-                address = ipaddress.ip_address(text)
-            except ValueError:
-                break
-            peer = str(address)
-            if not any(address in network for network in self._trusted):
-                break
-        return peer
 
     def _claimed(self, head: RequestHead, owner: str | None) -> str | None:
         """Return the tenant that a header names (one of a key's owner, if there are keys)."""
@@ -353,7 +325,7 @@ class Router:
         owner = None if tenant is None else tenant.name
         request = Request(request_id, "", 0, generates=False)
         record = RequestRecord(request, _PLAIN, head.method, path, label, owner, since, 1, 0)
-        record.address = self._address_of(head, peer) if self._trusted else peer
+        record.address = peer if self._forwarded is None else self._forwarded.of(head, peer)
         record.outcome, record.status, record.ended_at = answer.outcome, answer.status, driver.now()
         driver.refused(answer.outcome, answer.status, record)
         return label

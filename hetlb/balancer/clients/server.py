@@ -88,7 +88,7 @@ class ProxyServer:
     # --- its listener ---
 
     def configure(self, table: ProxyTable, access: Access) -> None:
-        """Limits, names, keys and certificate that hold from now on; a listener with TLS stays one."""
+        """Take limits, names, keys and certificate that hold from now on; a listener with TLS stays one."""
         self.table = table
         self.router.configure(table)
         self.router.tenants = access.tenants

@@ -116,7 +116,7 @@ class TokenEstimator:
 
 
 def load_tokenizers(paths: Mapping[str, Path]) -> dict[str, Callable[[str], int]]:
-    """Counters from `tokenizer.json` files (or the folders that hold them). Raises `ConfigError`."""
+    """Return counters from `tokenizer.json` files (or the folders that hold them). Raises `ConfigError`."""
     counters: dict[str, Callable[[str], int]] = {}
     for model, path in paths.items():
         try:

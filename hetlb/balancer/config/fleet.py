@@ -120,7 +120,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def classes_of(self, model: str, named: Iterable[str]) -> dict[str, ServiceClass]:
-        """Service classes of a model. Raises `ConfigError` if a trace names another one."""
+        """Return the service classes of a model. Raises `ConfigError` if a trace names another one."""
         classes = self.service_classes.get(model, {})
         for name in named:
             if name and name not in classes:
@@ -344,7 +344,7 @@ def load_fleet(path: Path) -> Fleet:
 
 
 def fleet_from_urls(urls: list[str]) -> Fleet:
-    """Fleet of URLs without a file; models and speeds are learnt from the engines."""
+    """Return the fleet of URLs without a file; models and speeds are learnt from the engines."""
     specs: dict[str, InstanceSpec] = {}
     for url in urls:
         clean = check_url(url, "--instance")

@@ -132,13 +132,13 @@ class ProxyTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     shutdown_grace_s: NonNegative = 120.0
     request_log: bool = True
     request_log_format: Literal["keyvalue", "json"] = "keyvalue"
-    session_header: str = "x-session-id"
+    session_header: Annotated[str, of("prefix_keys")] = "x-session-id"
     tenant_header: str | None = None
     api_keys_file: Annotated[str | None, of("api_keys")] = None
     passthrough_authorization: bool = False
     forward_headers: tuple[HeaderName, ...] = ()
-    trusted_proxies: tuple[str, ...] = ()
-    cors_origins: tuple[OriginText, ...] = ()
+    trusted_proxies: Annotated[tuple[str, ...], of("client_addresses")] = ()
+    cors_origins: Annotated[tuple[OriginText, ...], of("browsers")] = ()
     heartbeat_s: NonNegative = 0.0
     resume: Annotated[Resume, of("resume")] = False
     max_connections: PositiveInt | None = None

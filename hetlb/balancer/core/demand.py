@@ -6,27 +6,26 @@ together with many others, an output token takes a step of its own).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Final
 
 from hetlb.balancer.core.class_targets import ProtectedClass
-from hetlb.balancer.core.instance import Instance, Parameters
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.instance_limits import Parameters
 from hetlb.balancer.core.latency import ideal_batch
 from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.core.rate import RecentRate
 from hetlb.balancer.core.types import Request
 from hetlb.extras import option
 
 #: Weight of a prompt token against one output token (0.075, 0.3: tokens/s at once 0.994, 0.994 x).
 PROMPT_WEIGHT: Final = 0.15
-#: Arrivals within so many seconds count as one: a burst is no stream (without, tokens/s at once 0.889 x).
-_TICK_S: Final = 0.25
-#: Arrivals of this long ago count 1/e.
-MEMORY_S: Final = 15.0
-#: So many ticks with arrivals are a stream (16, 2: p99 TTFT at 80 % 1.16, 0.97 x), which has
-#: ended after so many of their mean gaps without one (by an idle fleet alone: surges take 1.06 x as long).
-_STREAM: Final = 4
-_ENDED: Final = 5.0
+#: Seconds in which arrivals are one burst, which is no stream (without, tokens/s at once 0.889 x).
+_BURST_S: Final = 0.25
+#: Bursts that make a stream (16, 2: p99 TTFT at 80 % 1.16, 0.97 x).
+_STREAM_BURSTS: Final = 4
+#: Silence that ends a stream, in its mean gaps (by an idle fleet alone: surges take 1.06 x as long).
+_SILENT_GAPS: Final = 5.0
 
 
 def size_of(request: Request, predicted_output: float) -> float:
@@ -34,11 +33,11 @@ def size_of(request: Request, predicted_output: float) -> float:
     return max(1.0, request.sequences * (PROMPT_WEIGHT * request.prompt_tokens + predicted_output))
 
 
-#: The mean request follows the newest so many.
+#: Newest requests that the mean request follows.
 MIX_REQUESTS: Final = 1000.0
-#: An instance's speed is computed again when the mean request has changed by more than this share.
-_MIX_CHANGE: Final = 0.02
-#: Sequences of instances that are known again.
+#: Share by which the mean request changes before costs are computed again.
+_CHANGE_SHARE: Final = 0.02
+#: Sequences of instances whose costs are kept.
 _MOST_FLEETS: Final = 128
 
 
@@ -137,10 +136,10 @@ class Mix:
         old_prompt, old_output, old_booked, old_prefill = self._measured
         booked, prefill = self.booked, self.prefill
         if (
-            abs(mean_prompt - old_prompt) > _MIX_CHANGE * old_prompt
-            or abs(mean_output - old_output) > _MIX_CHANGE * old_output
-            or abs(booked - old_booked) > _MIX_CHANGE * old_booked
-            or abs(prefill - old_prefill) > _MIX_CHANGE * old_prefill
+            abs(mean_prompt - old_prompt) > _CHANGE_SHARE * old_prompt
+            or abs(mean_output - old_output) > _CHANGE_SHARE * old_output
+            or abs(booked - old_booked) > _CHANGE_SHARE * old_booked
+            or abs(prefill - old_prefill) > _CHANGE_SHARE * old_prefill
         ):
             self._measured = (mean_prompt, mean_output, booked, prefill)
             self._costs.clear()
@@ -196,20 +195,19 @@ class Mix:
 class Demand:
     """Demand for one model: the mean request, and whether and how fast requests keep arriving."""
 
-    __slots__ = ("_arriving", "_newest_at", "_ticks", "arrivals", "burst", "mix", "protected")
+    __slots__ = ("_bursts", "arrivals", "burst", "mix", "protected", "rate")
 
     def __init__(self) -> None:
-        #: Times of the newest ticks with arrivals since the fleet was idle, seconds.
-        self._ticks: list[float] = []
-        #: Requests that came so far.
+        #: Times of the newest bursts since the fleet was idle, seconds.
+        self._bursts: list[float] = []
+        #: Requests that came so far, and how many per second lately.
         self.arrivals = 0
+        self.rate = RecentRate()
         #: Requests that came since the fleet was idle.
         self.burst = 0
         self.mix = Mix()
         #: Classes with targets, the tightest first.
         self.protected: list[ProtectedClass] = []
-        #: Requests per second at the newest one, and when it came.
-        self._arriving = self._newest_at = 0.0
 
     def of_class(self, service: ServiceClass) -> ProtectedClass:
         """Return what is known of the requests of a class with targets."""
@@ -229,32 +227,30 @@ class Demand:
                 return each
         return None
 
-    def arrived(self, now: float, idle: bool) -> None:
-        """Record an arrival. `idle`: no instance had a request, so those before are no part of a stream."""
+    def arrived(self, prompt: float, output: float, now: float, idle: bool) -> None:
+        """Record an arrival as predicted, in tokens.
+
+        `idle`: no instance had a request, so those before are no part of a stream.
+        """
+        self.mix.add(prompt, output)
         self.arrivals += 1
         self.burst = 1 if idle else self.burst + 1
-        self._arriving = self.rate(now) + 1.0 / MEMORY_S
-        self._newest_at = now
-        tick_s, ticks = int(now / _TICK_S) * _TICK_S, self._ticks
-        if not ticks or tick_s > ticks[-1]:
+        burst_s, bursts = int(now / _BURST_S) * _BURST_S, self._bursts
+        if not bursts or burst_s > bursts[-1]:
             if idle:
-                ticks.clear()
-            ticks.append(tick_s)
-            if len(ticks) > _STREAM:
-                del ticks[0]
-
-    def rate(self, now: float) -> float:
-        """Return the requests per second of about the last `MEMORY_S`, newer ones weighing more."""
-        since_s = now - self._newest_at
-        return self._arriving * math.exp(-since_s / MEMORY_S) if since_s > 0.0 else self._arriving
+                bursts.clear()
+            bursts.append(burst_s)
+            if len(bursts) > _STREAM_BURSTS:
+                del bursts[0]
+        self.rate = self.rate.plus(1.0, now)
 
     def goes_on(self, horizon_s: float, now: float) -> bool:
         """Return True if another request is expected within `horizon_s`, by gaps since the fleet was idle.
 
         Requests that came at once are no stream: they wait, and are counted there.
         """
-        ticks = self._ticks
-        if len(ticks) < _STREAM:
+        bursts = self._bursts
+        if len(bursts) < _STREAM_BURSTS:
             return False
-        gap_s = (ticks[-1] - ticks[0]) / (_STREAM - 1)
-        return gap_s <= horizon_s and now - ticks[-1] <= _ENDED * gap_s
+        gap_s = (bursts[-1] - bursts[0]) / (_STREAM_BURSTS - 1)
+        return gap_s <= horizon_s and now - bursts[-1] <= _SILENT_GAPS * gap_s

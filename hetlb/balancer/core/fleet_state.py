@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from hetlb.balancer.core.health import HealthTracker
-from hetlb.balancer.core.instance import ChangeCounter, Instance
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.instance_limits import ChangeCounter
 from hetlb.balancer.core.prefix_index import PrefixIndex, Tree
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.ready import ReadyInstances
@@ -120,7 +121,7 @@ class FleetState:
         if not seen:
             return
         shown = [(each.speed.shown, max(_LEAST_WEIGHT, each.speed.confidence)) for each in seen]
-        if not profiled:
+        if not profiled and len(seen) > 1:
             for each, factor in zip(seen, averaged(shown), strict=True):
                 if factor != each.speed.factor:
                     each.speed.factor = factor

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from functools import cache
 from typing import Final
 
-from hetlb.balancer.core.binary_search import first_at_least
 from hetlb.balancer.core.types import Lease
 
-#: Ratios are those of the newest so many answers.
+#: Number of recent answers kept, and of those after which their ratios are sorted anew.
 _KEPT: Final = 200
+_SORTED_AFTER: Final = 32
 #: Spread of ln(true / forecast) that is assumed before answers have shown it, and its weight in answers.
 _PRIOR_SPREAD: Final = 0.25
 _PRIOR_WEIGHT: Final = 8.0
-#: Share of the answers that the bound is to cover whose coverage is shown.
-_BOUND: Final = 0.9
-#: A forecast is corrected by about so many of the newest answers: loads change meanwhile.
+#: Nominal coverage of the reported bound.
+_BOUND_SHARE: Final = 0.9
+#: Newest answers that correct a forecast: loads change meanwhile.
 _FOLLOWED: Final = 8.0
 #: Share of an error of the coverage by which the next bound differs.
 _LEVEL_GAIN: Final = 0.05
@@ -27,43 +28,39 @@ class Ratios:
     """True times over forecast ones of the newest answers."""
 
     def __init__(self) -> None:
-        #: True over forecast times, ascending.
+        #: True over forecast times, as they came, and ascending as of the last time that they were sorted.
+        self._ratios: deque[float] = deque(maxlen=_KEPT)
         self._ordered: list[float] = []
-        #: Raw, corrected and true times of each, and their sums.
-        self._times: deque[tuple[float, float, float]] = deque()
-        self._raw_s = self._corrected_s = self._true_s = 0.0
+        #: Corrected and true times of each.
+        self._times: deque[tuple[float, float]] = deque(maxlen=_KEPT)
         #: Raw and true times, newer ones weighing more: they correct the next forecast.
         self._newer_raw_s = self._newer_true_s = 0.0
         #: Share of the ratios by which the next answer is bound.
-        self._level = _BOUND
+        self._level = _BOUND_SHARE
         #: For each of the newest, whether it was within the bound that held before it.
         self._covered: deque[bool] = deque(maxlen=_KEPT)
+        #: Answers since the ratios were sorted.
+        self._unsorted = 0
 
     @property
     def samples(self) -> int:
         """Number of answers that are known."""
-        return len(self._times)
+        return len(self._ratios)
 
     def add(self, predicted_s: float, true_s: float) -> None:
         """Note that an answer took `true_s`; its forecast is judged as the answers before it correct it."""
         if predicted_s <= 0.0 or true_s <= 0.0:
             return
-        ratio = true_s / predicted_s
-        corrected_s = predicted_s * self.factor
+        ratios, ratio = self._ratios, true_s / predicted_s
         covered = ratio <= self.bound
         self._covered.append(covered)
-        self._level = max(0.5, min(1.0, self._level + _LEVEL_GAIN * (_BOUND - covered)))
-        if len(self._times) == _KEPT:
-            was_predicted_s, was_corrected_s, was_true_s = self._times.popleft()
-            del self._ordered[first_at_least(self._ordered, was_true_s / was_predicted_s)]
-            self._raw_s -= was_predicted_s
-            self._corrected_s -= was_corrected_s
-            self._true_s -= was_true_s
-        self._ordered.insert(first_at_least(self._ordered, ratio), ratio)
-        self._times.append((predicted_s, corrected_s, true_s))
-        self._raw_s += predicted_s
-        self._corrected_s += corrected_s
-        self._true_s += true_s
+        level = self._level + _LEVEL_GAIN * (_BOUND_SHARE - (1.0 if covered else 0.0))
+        self._level = 1.0 if level > 1.0 else (level if level > 0.5 else 0.5)
+        self._times.append((predicted_s * self.factor, true_s))
+        ratios.append(ratio)
+        self._unsorted += 1
+        if self._unsorted >= _SORTED_AFTER or len(ratios) < _SORTED_AFTER:
+            self._ordered, self._unsorted = sorted(ratios), 0
         keep = 1.0 - 1.0 / _FOLLOWED
         self._newer_raw_s = keep * self._newer_raw_s + predicted_s
         self._newer_true_s = keep * self._newer_true_s + true_s
@@ -80,13 +77,13 @@ class Ratios:
     @property
     def factor(self) -> float:
         """Mean true over mean forecast time: corrects a forecast. 1 while few answers are known."""
-        known = len(self._times) >= _PRIOR_WEIGHT
+        known = len(self._ratios) >= _PRIOR_WEIGHT
         return self._newer_true_s / self._newer_raw_s if known else 1.0
 
     def over(self, ratio: float) -> float:
         """Return the probability that an answer takes more than `ratio` times its forecast."""
         n = float(len(self._ordered))
-        seen = n - first_at_least(self._ordered, ratio)
+        seen = n - bisect_left(self._ordered, ratio)
         prior = 0.5 * math.erfc(math.log(max(ratio, 1e-9)) / (_PRIOR_SPREAD * math.sqrt(2.0)))
         return (seen + _PRIOR_WEIGHT * prior) / (n + _PRIOR_WEIGHT)
 
@@ -95,12 +92,18 @@ class Ratios:
         n = len(self._ordered)
         if n < _PRIOR_WEIGHT:
             return math.exp(_PRIOR_SPREAD * normal_quantile(share))
-        return self._ordered[min(n - 1, math.ceil(share * (n + 1)) - 1)]
+        rank = share * (n + 1)
+        above = int(rank)
+        return self._ordered[min(n - 1, above - 1 if above == rank else above)]
 
     @property
     def bias(self) -> float | None:
         """Mean corrected forecast over mean true time - 1, None before the first answer."""
-        return self._corrected_s / self._true_s - 1.0 if self._times and self._true_s > 0.0 else None
+        if not self._times:
+            return None
+        return (
+            math.fsum([each[0] for each in self._times]) / math.fsum([each[1] for each in self._times]) - 1.0
+        )
 
     @property
     def coverage(self) -> float | None:

@@ -170,8 +170,8 @@ class LatencyModel(PickleByFields):
     launch: LaunchForm | None = None
 
     def __post_init__(self) -> None:
-        for index in range(1, 9):
-            value = getattr(self, f"k{index}")
+        constants = (self.k1, self.k2, self.k3, self.k4, self.k5, self.k6, self.k7, self.k8)
+        for index, value in enumerate(constants, 1):
             if not math.isfinite(value):
                 raise ValueError(f"k{index}: expected a finite number, got {value}")
         check_numbers(self, 0.0, "host_s", "host_sequence_s", "request_s")
@@ -410,19 +410,20 @@ class LatencyModel(PickleByFields):
     def scaled(self, factor: float) -> LatencyModel:
         """Return the same engine, every duration multiplied by `factor`."""
         host_s, request_s = self.host_s * factor, self.request_s * factor
-        sequence_s = self.host_sequence_s * factor
-        return replace(
-            self.with_factors(factor, factor, factor, host_s, request_s), host_sequence_s=sequence_s
-        )
+        return self.with_factors(factor, factor, factor, host_s, request_s, self.host_sequence_s * factor)
 
     def with_factors(
-        self, prefill: float, mixed: float, decode: float, host_s: float, request_s: float
+        self,
+        prefill: float,
+        mixed: float,
+        decode: float,
+        host_s: float,
+        request_s: float,
+        host_sequence_s: float,
     ) -> LatencyModel:
-        """Return the model with factors on its parts."""
+        """Return the model with factors on its parts, and these times of the host."""
         better, table, term, split = self.better_prefill, self.better_decode, self.mixed, self.split_kv
-        launch = self.launch
-        return replace(
-            self,
+        return LatencyModel(
             k1=self.k1 * prefill,
             k2=self.k2 * prefill,
             k3=self.k3 * prefill,
@@ -435,9 +436,10 @@ class LatencyModel(PickleByFields):
             better_decode=None if table is None else scaled(table, decode),
             mixed=None if term is None else scaled(term, mixed),
             host_s=host_s,
+            host_sequence_s=host_sequence_s,
             request_s=request_s,
             split_kv=None if split is None else scaled(split, decode),
-            launch=None if launch is None else scaled(launch, mixed),
+            launch=None if self.launch is None else scaled(self.launch, mixed),
         )
 
 

@@ -17,7 +17,7 @@ from hetlb.balancer.core.types import Lease, LeaseId, Outcome, Request
 
 
 def nearest(value: float) -> int:
-    """`round` of a number from 0, without a call in Python."""
+    """Return `round` of a number from 0, without a call in Python."""
     whole = int(value)
     rest = value - whole
     return whole + 1 if rest > 0.5 or (rest == 0.5 and whole % 2) else whole
@@ -69,6 +69,7 @@ class Ledger:
         instance = leased[key]
         del leased[key]
         instance.release(lease, now)
+        instance.account.ended(lease.id)
         self._queue.service.ended(lease.request.tenant, lease.promised_tokens)
         if self.journals and lease.own:
             self.tell(Ended(lease.id, outcome, lease.output_tokens, lease.reported_cached_tokens))

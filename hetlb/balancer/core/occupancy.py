@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from mypy_extensions import mypyc_attr
 
 if TYPE_CHECKING:
-    from hetlb.balancer.core.instance import Instance
+    from hetlb.balancer.core.instance_ledger import InstanceLedger
 
 #: A scrape older than this says nothing about now.
 SIGNAL_STALE_S: Final = 5.0
@@ -33,7 +33,7 @@ class EngineLoad:
         "latency", "next_step_s", "next_token_s", "prompt_token_s", "slots", "step_s", "token_s",
     )  # fmt: skip
 
-    def __init__(self, instance: Instance, fewer: EngineLoad | None = None) -> None:
+    def __init__(self, instance: InstanceLedger, fewer: EngineLoad | None = None) -> None:
         """`fewer` is the load with one sequence less, if it is known."""
         sequences = instance.unfinished_sequences
         self.kv_cache_tokens = float(instance.kv_cache_tokens)
@@ -78,7 +78,7 @@ class Occupancy:
         "load", "now_s", "oldest_at", "pending", "prefilling", "running", "sample_at", "unread",
     )  # fmt: skip
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: InstanceLedger) -> None:
         self.load = load = instance.load
         running = instance.unfinished_sequences
         self.running = float(running)

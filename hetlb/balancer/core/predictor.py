@@ -102,6 +102,8 @@ class _Histogram:
         self._cum_totals: list[float] = []
         #: Of the caps that were asked for since: where they fall, and what is below.
         self._below: dict[int, tuple[int, float, float]] = {}
+        #: The bucket that holds a long answer.
+        self._long_at = 0
         self._unit = 1.0
         self._fresh = False
         self.seen = 0
@@ -169,13 +171,13 @@ class _Histogram:
             above = 0.0
         return (below_total + inside + cap * above) / n, n / self._unit
 
-    def quantile(self, share: float) -> float:
-        """Return the upper end of the bucket that holds this share of what was seen."""
+    @property
+    def long(self) -> float:
+        """Length that `LONG_SHARE` of what was seen stays within: the mean of the bucket that holds it."""
         if not self._fresh:
             self._refresh()
-        index = bisect.bisect_left(self._cum_counts, share * self._cum_counts[-1])
-        count = self._counts[index]
-        return self._totals[index] / count if count else 0.0
+        count = self._counts[self._long_at]
+        return self._totals[self._long_at] / count if count else 0.0
 
     def _refresh(self) -> None:
         counts, totals, used = self._counts, self._totals, self._used
@@ -183,6 +185,7 @@ class _Histogram:
         self._cum_counts = list(accumulate(counts[:end]))
         self._cum_totals = list(accumulate(totals[:end]))
         self._below.clear()
+        self._long_at = bisect.bisect_left(self._cum_counts, LONG_SHARE * self._cum_counts[-1])
         self._fresh = True
 
 
@@ -236,11 +239,14 @@ class OnlinePredictor(Predictor):
     def _long(self, histogram: _Histogram | None, own: _Histogram | None) -> float:
         """Return the quantile of what was seen, at least four times the prior while little was."""
         if own is not None and own.seen >= _SPREAD_SEEN:
-            return own.quantile(LONG_SHARE)
+            return own.long
         if histogram is None:
             return 4.0 * PRIOR_OUTPUT_TOKENS
-        seen = histogram.quantile(LONG_SHARE)
-        return seen if histogram.seen >= _SPREAD_SEEN else max(seen, 4.0 * PRIOR_OUTPUT_TOKENS)
+        return (
+            histogram.long
+            if histogram.seen >= _SPREAD_SEEN
+            else max(histogram.long, 4.0 * PRIOR_OUTPUT_TOKENS)
+        )
 
     def seen(self, model: str) -> float:
         histogram = self._by_model.get(model)
@@ -253,7 +259,7 @@ class OnlinePredictor(Predictor):
         return self.outlook(request)[1]
 
     def observe(self, request: Request, output_tokens: float) -> None:
-        tokens = min(max(1, round(output_tokens)), _MOST_LENGTH)
+        tokens = min(max(1, int(output_tokens + 0.5)), _MOST_LENGTH)
         histogram, own = self._by_model.get(request.model), self._tenant(request)
         if histogram is None:
             histogram = self._by_model[request.model] = _Histogram()

@@ -8,10 +8,16 @@ from collections.abc import Mapping, Sequence
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.balancer.core.instance import Instance, tokens_of
+from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import AdminState, Candidate, Health, Request, Role
 
 _ADMIN_REASON = {AdminState.DRAIN: "draining", AdminState.MAINT: "in maintenance"}
+
+
+def tokens_of(request: Request) -> int:
+    """Return tokens of its longest sequence, with the output that the client may ask for."""
+    output = 0 if not request.generates else (1 if request.max_tokens is None else request.max_tokens)
+    return (request.longest_prompt_tokens or request.prompt_tokens) + output
 
 
 @mypyc_attr(acyclic=True)

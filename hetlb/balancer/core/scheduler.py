@@ -152,8 +152,7 @@ class Scheduler:
             return [rejections.too_long(request, ready.instances)]
         demand = placement.demands[request.model]
         predicted, long = self.predictor.outlook(request) if request.generates else (0.0, 0.0)
-        demand.arrived(now, ready.idle)
-        demand.mix.add(request.prompt_tokens, predicted)
+        demand.arrived(request.prompt_tokens, predicted, now, ready.idle)
         if request.service.stated:
             protected = demand.of_class(request.service)
             protected.arrived(request.service, request.prompt_tokens, predicted, now)
@@ -206,7 +205,7 @@ class Scheduler:
         if adapter_load is not None:
             adapter_load.first_token(lease.id, now - lease.dispatched_at)
         if instance.speed.stood_at < lease.dispatched_at:
-            instance.peak_ewma.observe(now - lease.dispatched_at, now)
+            self.placement.policy.answered(instance, now - lease.dispatched_at, now)
         retries = self._retries
         if retries.leases:  # another instance answers: this one costs nothing more than any other
             retries.leases.discard(lease.id)
@@ -543,7 +542,8 @@ class Scheduler:
         dispatched_at = now - live.age_s
         if arrived:
             ready = self.fleet.ready.get(request.model)
-            self.placement.demands[request.model].arrived(now, ready is not None and ready.idle)
+            demand, idle = self.placement.demands[request.model], ready is not None and ready.idle
+            demand.arrived(request.prompt_tokens, live.predicted_output, now, idle)
         lease = self.ledger.grant(request, instance, live.predicted_output, live.work_ns, dispatched_at)
         lease.forecast_first_s = live.first_s
         instance.acquire(lease)

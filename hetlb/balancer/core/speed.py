@@ -22,9 +22,8 @@ from typing import Final
 from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.latency import LatencyModel, delay_of_reading_s
+from hetlb.balancer.core.rate import MEMORY_S, RecentRate
 
-#: Evidence this old counts 1/e, in seconds.
-MEMORY_S: Final = 15.0
 #: Seconds of answers in agreement with the model that stand against the first evidence.
 PRIOR_S: Final = 5.0
 #: The first prompts, of these seconds (a network adds some ms), correct a profile that is further off than
@@ -78,26 +77,6 @@ class Mark:
         self.prompts = prompts
         self.turns = turns
         self.stood_s = stood_s
-
-
-@mypyc_attr(acyclic=True)
-class RecentRate:
-    """Rate of a count over about its last `MEMORY_S` seconds, older events weighing less; never changed."""
-
-    __slots__ = ("_at", "_per_s")
-
-    def __init__(self, at: float, per_s: float = 0.0) -> None:
-        self._at = at
-        self._per_s = per_s
-
-    def plus(self, count: float, now: float) -> RecentRate:
-        """Return the rate with a count of now."""
-        return RecentRate(now, self.per_s(now) + count / MEMORY_S)
-
-    def per_s(self, now: float) -> float:
-        """Return the rate now."""
-        since = now - self._at
-        return self._per_s * math.exp(-since / MEMORY_S) if since > 0.0 else self._per_s
 
 
 class SpeedTracker:
@@ -323,35 +302,3 @@ def averaged(shown: Sequence[tuple[float, float]]) -> list[float]:
         last = bisect_right(factors, (factor * near, math.inf))
         found.append(math.exp((sums[last][1] - sums[first][1]) / (sums[last][0] - sums[first][0])))
     return found
-
-
-class PeakEwma:
-    """Linkerd's (tower's) peak EWMA of the time to the first byte, in seconds, for the policy `peak-ewma`.
-
-    A latency above the estimate replaces it at once; below it decays towards the new value with weight
-    `exp(-elapsed / DECAY_S)`, also towards zero while nothing is heard.
-    Source: tower `load::peak_ewma`, linkerd2-proxy `proxy::balance`.
-    """
-
-    DEFAULT_RTT_S = 0.030
-    DECAY_S = 10.0
-
-    def __init__(self, now: float) -> None:
-        self._rtt_s = self.DEFAULT_RTT_S
-        self._updated_at = now
-
-    def observe(self, rtt_s: float, now: float) -> None:
-        """Note that a first byte came after `rtt_s`."""
-        if rtt_s > self._rtt_s:
-            self._rtt_s = rtt_s
-        else:
-            keep = self._keep(now)
-            self._rtt_s = self._rtt_s * keep + rtt_s * (1.0 - keep)
-        self._updated_at = now
-
-    def estimate_s(self, now: float) -> float:
-        """Return the estimate now, decayed since the last observation."""
-        return self._rtt_s * self._keep(now)
-
-    def _keep(self, now: float) -> float:
-        return math.exp(-(now - self._updated_at) / self.DECAY_S)

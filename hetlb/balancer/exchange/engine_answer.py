@@ -118,7 +118,7 @@ class EngineAnswer:
         return payload if self._transfers is None and harmless(payload) else self.emptied(payload)
 
     def usage(self) -> tuple[int | None, int | None, int | None]:
-        """(completion tokens, prompt tokens, cached prompt tokens) of the lease, as the engine counted."""
+        """Return completion, prompt and cached prompt tokens of the lease, by the engine's counts."""
         stream = self.stream
         if stream is None:
             counts = usage_in_tail(self.tail)

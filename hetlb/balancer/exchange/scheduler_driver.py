@@ -112,7 +112,7 @@ class SchedulerDriver(SchedulerSide):
     # --- limits of keys ---
 
     def limit(self, limits: Mapping[str, object]) -> None:
-        """Limits of keys that hold from now on, by the name of the key."""
+        """Take limits of keys that hold from now on, by the name of the key."""
         if limits and self._limiters is None:
             self._limiters = hook("api_keys.limits")
         if self._limiters is not None:
@@ -369,7 +369,7 @@ def _log_health(command: HealthChanged, totals: Totals) -> None:
 
 
 def _retry_after_s(reject: Reject, drain_rate: DrainRate, waiting: int, now: float) -> float | None:
-    """Seconds until the client of a rejected request should retry, None where a retry is useless."""
+    """Return seconds until the client of a rejected request should retry, None where a retry is useless."""
     if reject.retry_after_s is None:
         return None
     if reject.reason in (RejectReason.QUEUE_FULL, RejectReason.QUEUE_EXPIRED):

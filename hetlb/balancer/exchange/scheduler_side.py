@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Final
 
 from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.rate import RecentRate
 from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Reject, RequestId
 from hetlb.balancer.engines.engine_pools import Target
 from hetlb.balancer.telemetry.counters import Totals
@@ -28,8 +29,8 @@ STALL_S: Final = 0.25
 BEAT_S: Final = 0.1
 #: Seconds after part of an answer in which a probe does not fail its instance.
 EMITS_S: Final = 2.0
-#: Seconds over which ended requests are counted, in slices of one.
-WINDOW_S: Final = 10
+#: Least rate at which requests are taken to end, per second.
+_LEAST_RPS: Final = 0.1
 #: Longest `Retry-After` in seconds, and the largest share added at random: not all come back together.
 _LONGEST_RETRY_AFTER_S: Final = 40.0
 _SPREAD_SHARE: Final = 0.5
@@ -38,33 +39,22 @@ _SPREAD_SHARE: Final = 0.5
 class DrainRate:
     """Rate at which requests ended lately, and the `Retry-After` of clients that are turned away."""
 
-    __slots__ = ("_counts", "_rng", "_second")
+    __slots__ = ("_rate", "_rng")
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._counts = [0] * WINDOW_S
-        self._second = 0
+        self._rate = RecentRate()
 
     def ended(self, now: float) -> None:
-        self._turn(now)
-        self._counts[self._second % WINDOW_S] += 1
+        self._rate = self._rate.plus(1.0, now)
 
     def retry_after_s(self, waiting: int, now: float) -> float:
-        """Seconds until another try makes sense, with `waiting` requests in the queue."""
-        self._turn(now)
-        rate_rps = max(1, sum(self._counts)) / WINDOW_S
-        return self.spread(waiting / rate_rps)
+        """Return seconds until another try makes sense, with `waiting` requests in the queue."""
+        return self.spread(waiting / max(_LEAST_RPS, self._rate.per_s(now)))
 
     def spread(self, wait_s: float) -> float:
         """Return a wait within the bounds, up to half as long again by chance."""
         return min(_LONGEST_RETRY_AFTER_S, max(1.0, wait_s)) * (1.0 + _SPREAD_SHARE * self._rng.random())
-
-    def _turn(self, now: float) -> None:
-        """Forget the slices that have left the window."""
-        second = int(now)
-        for passed in range(max(self._second + 1, second - WINDOW_S + 1), second + 1):
-            self._counts[passed % WINDOW_S] = 0
-        self._second = max(self._second, second)
 
 
 class SchedulerSide(ABC):
@@ -239,7 +229,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def tokens_so_far(self, lease: Lease) -> int:
-        """Output tokens of a lease: all of them, or the tokens until now."""
+        """Return the output tokens of a lease: all of them, or the tokens until now."""
 
     @abstractmethod
     def tokens_at(self) -> dict[str, float]:

@@ -56,7 +56,7 @@ class StreamedAnswer(SseWatcher):
         return passed
 
     def text_came(self, now: float) -> None:
-        """Text came. Called for about every token."""
+        """Note that text came. Called for about every token."""
         fine = self._fine
         if fine is not None:
             gap_s = now - self.text_at

@@ -111,7 +111,7 @@ class Roster:
         return self._fleet.resolve_found(table, model, self._profiles)
 
     def join(self, specs: Sequence[InstanceSpec], address: str | None = None) -> None:
-        """Instances that stand in no file came; their names resolve to `address`, or themselves."""
+        """Add instances that stand in no file; their names resolve to `address`, or themselves."""
         for spec in specs:
             self.registered[spec.name] = address
         self._add(specs, lambda spec: self._access.unlisted(spec.url, spec.model, address))

@@ -200,7 +200,7 @@ class FleetService(ABC):
         return not self.stopping and self._why_none() == ""
 
     def _why_none(self) -> str:
-        """Reason for which no request can be served, "" where some can."""
+        """Return the reason for which no request can be served, "" where some can."""
         routable = [each for each in self.scheduler.instances if each.routable]
         if not routable:
             return "no instance is routable"
@@ -326,7 +326,7 @@ class FleetService(ABC):
 
     @abstractmethod
     def _leave(self) -> None:
-        """Another process accepts now: end the open requests here."""
+        """End the open requests here: another process accepts now."""
 
     # --- shutdown ---
 

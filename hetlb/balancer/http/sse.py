@@ -459,7 +459,7 @@ _USUAL_USAGE = re.compile(
 
 
 def usage_in_tail(tail: bytes) -> tuple[int | None, int | None, int | None]:
-    """(completion tokens, prompt tokens, cached prompt tokens) of a plain JSON answer, from its last bytes.
+    """Return (completion tokens, prompt tokens, cached prompt tokens) of a plain JSON answer, from its end.
 
     Inside a JSON string the quotes of `"usage":` would be escaped, so generated text cannot forge it.
     """

@@ -44,7 +44,7 @@ def has_transfer_fields(value: bytes) -> bool:
 
 
 def _escaped(name: str) -> str:
-    """Pattern of a name of which any character may be escaped."""
+    """Return the pattern of a name of which any character may be escaped."""
     return "".join(
         rf"(?:{each}|\\u00{ord(each) >> 4}[{ord(each) & 15:x}{ord(each) & 15:X}])" for each in name
     )

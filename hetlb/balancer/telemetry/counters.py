@@ -110,7 +110,7 @@ class InstanceTotals:
         self.model_seen_s[part] += seen_s
 
     def model_factors(self) -> dict[str, float | None]:
-        """Seen over expected time by part of the latency model; None where too little was seen."""
+        """Return seen over expected time by part of the latency model; None where too little was seen."""
         return {
             part: self.model_seen_s[part] / expected_s if expected_s >= LEAST_EVIDENCE_S else None
             for part, expected_s in self.model_expected_s.items()

@@ -5,50 +5,65 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from operator import mul
+from operator import add, mul
 from typing import Any, Final
-
-from hetlb.balancer.core.binary_search import first_at_least
 
 #: Milliseconds of a gap below which gaps are counted by the millisecond.
 FINE_MS: Final = 2048
+#: Values of a histogram that are counted at once.
+_BATCH_VALUES: Final = 64
 
 
 class Histogram:
-    """Counts of values at or below each bound, in Prometheus' sense."""
+    """Counts of values at or below each bound, in Prometheus' sense. Values are counted in batches."""
 
-    __slots__ = ("_bounds", "counts", "total")
+    __slots__ = ("_bounds", "_counts", "_total", "_values")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = list(bounds)
         #: By the first bound that is not below the value; the last one for values above all.
-        self.counts = [0] * (len(self._bounds) + 1)
-        self.total = 0.0
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._total = 0.0
+        #: Values that are not counted yet.
+        self._values: list[float] = []
 
     def observe(self, value: float) -> None:
-        counts, at = self.counts, first_at_least(self._bounds, value)
-        counts[at] = counts[at] + 1
-        self.total += value
+        self._values.append(value)
+        if len(self._values) >= _BATCH_VALUES:
+            self._count()
 
     def observe_all(self, values: Sequence[float]) -> None:
-        bounds, counts = self._bounds, self.counts
+        self._values += values
+        self._count()
+
+    def _count(self) -> None:
+        """Count the values that wait."""
+        values, bounds, counts, at = sorted(self._values), self._bounds, self._counts, 0
         for value in values:
-            at = first_at_least(bounds, value)
+            while at < len(bounds) and bounds[at] < value:
+                at += 1
             counts[at] = counts[at] + 1
-        self.total += sum(values)
+        self._total += sum(values)
+        self._values.clear()
+
+    def add(self, other: Histogram) -> None:
+        """Count the values of another histogram of the same bounds too."""
+        self._counts = list(map(add, self._counts, other._counts))
+        self._total += other._total
+        self._values += other._values
 
     def figures(self) -> tuple[Sequence[float], list[int], float]:
         """Return the bounds, counts up to each (and, last, of all), and the sum."""
-        return self._bounds, list(accumulate(self.counts)), self.total
+        self._count()
+        return self._bounds, list(accumulate(self._counts)), self._total
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _histogram, (self._bounds, self.counts, self.total)
+        return _histogram, (self._bounds, self._counts, self._total, self._values)
 
 
-def _histogram(bounds: list[float], counts: list[int], total: float) -> Histogram:
+def _histogram(bounds: list[float], counts: list[int], total: float, values: list[float]) -> Histogram:
     histogram = Histogram(bounds)
-    histogram.counts = counts
-    histogram.total = total
+    histogram._counts, histogram._total, histogram._values = counts, total, values
     return histogram
 
 

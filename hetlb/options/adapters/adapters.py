@@ -12,7 +12,7 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.balancer.core.instance import DEFAULT_MAX_LORAS
+from hetlb.balancer.core.instance_limits import DEFAULT_MAX_LORAS
 from hetlb.balancer.core.types import LeaseId
 
 #: First tokens that teach the time to load an adapter: the newest kept, and the fewest needed.
@@ -55,7 +55,7 @@ class AdapterSlots:
                 self._trim()
 
     def told(self, running: Iterable[str]) -> None:
-        """Take over which adapters the engine says that it runs."""
+        """Take over the adapters that the engine reports as running."""
         for name in running:
             if name in self.names:
                 self._use(name)
@@ -67,7 +67,7 @@ class AdapterSlots:
         return True if name in self.names and len(self._running) < self.slots else None
 
     def cost_s(self, name: str, load_s: float, wait_s: float) -> float:
-        """Seconds that a request costs beyond one whose adapter is in a slot.
+        """Return the seconds that a request costs beyond one whose adapter is in a slot.
 
         `load_s` also for the adapter that leaves; `wait_s` if all slots have requests.
         """

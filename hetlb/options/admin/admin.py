@@ -112,7 +112,7 @@ def _from_a_page(request: web.Request) -> bool:
     try:
         name = request.url.raw_host or ""
     except ValueError:
-        return True  # a Host that is none
+        return True  # an invalid Host
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -134,7 +134,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 class AdminApi:
-    """Handlers of the admin listener: state to read, and what an operator changes."""
+    """Handlers of the admin listener: state to read, and changes of an operator."""
 
     def __init__(self, control: FleetService) -> None:
         self.control = control
@@ -169,7 +169,7 @@ class AdminApi:
         return app
 
     async def _start(self, _: web.Application) -> None:
-        """Begin to sample what the page shows over time, whether a page is open or not."""
+        """Begin to sample the page's series, whether a page is open or not."""
         self._sample()
 
     async def _close(self, _: web.Application) -> None:

@@ -1,4 +1,4 @@
-"""Beliefs about one instance, each with where it is from: stated, measured, learnt or assumed."""
+"""Beliefs about one instance, each with its source: stated, measured, learnt or assumed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hetlb.balancer.core.instance import Instance
 
 
 class BeliefSource(StrEnum):
-    """Origin of a figure: a person, a profile or the engine, what answers and metrics showed, a default."""
+    """Origin of a figure: a person, a profile or the engine, evidence of answers and metrics, a default."""
 
     STATED = "stated"
     MEASURED = "measured"
@@ -18,7 +18,7 @@ class BeliefSource(StrEnum):
 
 
 def slots_source(instance: Instance) -> BeliefSource:
-    """Origin of the number of sequences that it is believed to run at once."""
+    """Return the origin of the number of sequences that it is believed to run at once."""
     if instance.spec.slots_stated:
         return BeliefSource.STATED
     if instance.capacity.max_num_seqs is not None:

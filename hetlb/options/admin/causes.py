@@ -106,7 +106,7 @@ def in_order(causes: Sequence[StateCause]) -> list[StateCause]:
 
 
 def of_instance(each: Instance, share: InstanceShare | None, now: float) -> StateCause | None:
-    """Return what is wrong with an instance that should take requests, None if nothing is."""
+    """Return the cause of trouble at an instance that should take requests, None without any."""
     name, account = each.name, each.account
     if each.admin is not AdminState.READY:
         state = "is drained" if each.admin is AdminState.DRAIN else "is in maintenance"
@@ -165,7 +165,7 @@ def of_transfers(pairs: Sequence[tuple[str, str]], among: Sequence[Instance]) ->
 
 
 def of_clients(refused: int, ended: int) -> StateCause | None:
-    """Return the cause of requests that are mostly wrong, None if they are not."""
+    """Return the cause of mostly wrong requests, None if most are right."""
     if ended < LEAST_ENDED or refused < CLIENTS_OWN_SHARE * ended:
         return None
     sentence = f"{100 * refused / ended:.0f} % of the requests are refused as their clients' mistakes"

@@ -87,7 +87,7 @@ async def _noticed(api: AdminApi, name: str, deadline_s: float | None) -> web.Re
 
 
 async def register(api: AdminApi, request: web.Request) -> web.Response:
-    """Add an instance, or say again that it is there."""
+    """Add an instance, or renew its registration."""
     _check_registration(api)
     new = await api.control.roster.members.register(await _body(request))
     await api.control.settled()

@@ -1,4 +1,4 @@
-"""Decisions as documents: what was asked, the instances considered, the one chosen, and what came of it."""
+"""Decisions as documents: the request, the instances considered, the chosen one, and the outcome."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def decision_summary(dispatch: Dispatch, tokens_so_far: TokensSoFar) -> dict[str
 
 
 def decision_document(dispatch: Dispatch, tokens_so_far: TokensSoFar) -> dict[str, Any]:
-    """One entry of `GET /v1/decisions`: the summary and every candidate, in file order."""
+    """Return one entry of `GET /v1/decisions`: the summary and every candidate, in file order."""
     return {
         **decision_summary(dispatch, tokens_so_far),
         "candidates": [candidate.document() for candidate in dispatch.candidates],

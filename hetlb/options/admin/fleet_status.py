@@ -1,4 +1,4 @@
-"""Status of the fleet in one line: how well it is, arrivals against capacity, what limits it, what to do."""
+"""Status of the fleet in one line: its state, arrivals against capacity, the limit, and advice."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class ModelStatus:
     """Status of the instances of one model.
 
     Rates are in requests/s, None while the speed is a guess.
-    `load` is arrivals over capacity; before an arrival rate or a capacity is known, what is taken of the
-    scarcest thing. `sentence` says load, limit and headroom, `advice` what is wrong and what to do.
+    `load` is arrivals over capacity; before an arrival rate or a capacity is known, the share taken of the
+    scarcest thing. `sentence` says load, limit and headroom, `advice` the trouble and the remedy.
     """
 
     model: str
@@ -176,7 +176,7 @@ def _of_model(
     capacity = _capacity(scheduler, model, able)
     load, limited_by = _load(able, waiting, served, capacity)
     if capacity is not None and rate is not None:
-        # While requests wait the capacity is what is served, whatever the model of speed says.
+        # While requests wait the capacity is the served rate, whatever the model of speed predicts.
         capacity = min(capacity, max(served, 1.0 / WINDOW_S)) if waiting else capacity
         load = rate / capacity if capacity > 0.0 else load
         load = max(load, 1.0) if waiting else load
@@ -218,7 +218,7 @@ def _arrival_rate(scheduler: Scheduler, recent: Recent, model: str, now: float) 
 
 
 def _capacity(scheduler: Scheduler, model: str, able: Sequence[Instance]) -> float | None:
-    """Requests/s that the instances serve of the mean request, None while a speed is a guess."""
+    """Return the requests/s that the instances serve of the mean request, None while a speed is a guess."""
     if any(speed_source(each) is BeliefSource.ASSUMED for each in able):
         return None
     demand = scheduler.placement.demands.get(model)
@@ -230,7 +230,7 @@ def _capacity(scheduler: Scheduler, model: str, able: Sequence[Instance]) -> flo
 
 
 def _load(able: Sequence[Instance], waiting: int, rate: float, capacity: float | None) -> tuple[float, str]:
-    """Share taken of the scarcest thing, and what that is: slots, KV cache, computing time, the queue."""
+    """Share taken of the scarcest resource, and its name: slots, KV cache, computing time, the queue."""
     slots = sum(each.max_num_seqs for each in able)
     running = sum(each.unfinished_sequences for each in able)
     by_slots = (running + waiting) / slots

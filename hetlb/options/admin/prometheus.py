@@ -1,6 +1,6 @@
-"""The proxy's own `/metrics` page: what the driver counted, and gauges read from the scheduler when asked.
+"""The proxy's own `/metrics` page: the driver's counters, and gauges read from the scheduler on request.
 
-Labels take only values that configuration, code or the engines define, never what a client makes up; a series
+Labels take only values that configuration, code or the engines define, never a client's inventions; a series
 ends with its instance. Instances bear the label `server`: Prometheus itself sets `instance`. The page of a
 large fleet is written in slices of about a millisecond, so that a scrape delays no token.
 """
@@ -121,7 +121,7 @@ HELP: Final = {**FIGURES, **HISTOGRAMS}
 
 
 def _totals(source: FleetService, now: float) -> Iterator[Family]:
-    """Yield what was counted of the whole fleet."""
+    """Yield the counters of the whole fleet."""
     totals, scheduler = source.totals, source.scheduler
     policy, is_compiled = scheduler.placement.policy_name, str(compiled()).lower()
     build = _pairs(version=hetlb.__version__, policy=policy, compiled=is_compiled)
@@ -217,7 +217,7 @@ def _loads(source: FleetService, now: float) -> Iterator[Family]:
 
 
 def _peers(source: FleetService, now: float) -> Iterator[Family]:
-    """Yield what is known of other schedulers of the fleet, where there may be some."""
+    """Yield the figures of other schedulers of the fleet, where there may be some."""
     sharing = source.sharing
     if sharing is not None:
         yield "hetlb_shared_connected", [("", sharing.connected)]
@@ -229,7 +229,7 @@ def _peers(source: FleetService, now: float) -> Iterator[Family]:
 
 
 def _counted(source: FleetService, now: float) -> Iterator[Family]:
-    """Yield what was counted of each instance."""
+    """Yield the counters of each instance."""
     names = [(_pairs(server=each.name), each.name) for each in source.scheduler.instances]
     of = [(label, source.totals.instance(name)) for label, name in names]
     yield (
@@ -263,7 +263,7 @@ def _counted(source: FleetService, now: float) -> Iterator[Family]:
 
 
 def _instances(source: FleetService, now: float) -> Iterator[Family]:
-    """Yield what is believed of each instance, and what it reported."""
+    """Yield the beliefs about each instance, and its reports."""
     of = [(_pairs(server=each.name), each) for each in source.scheduler.instances]
     ratios = [(f'{at},figure="{name}"', r) for at, each in of for name, r in each.errors.by_figure]
     yield "hetlb_forecast_bias", [(label, each.bias) for label, each in ratios]
@@ -376,14 +376,14 @@ def _series(name: str, label: str, value: float | Histogram | GapHistogram | Non
 
 
 def _escape(text: str) -> str:
-    """Return the value of a label. Quotes would end it; what is not printable becomes a question mark."""
+    """Return the value of a label. Quotes would end it; unprintable characters become question marks."""
     if not text.isprintable():
         text = "".join(each if each.isprintable() else "?" for each in text)
     return text.replace("\\", r"\\").replace('"', r"\"")
 
 
 def _pairs(**labels: str) -> str:
-    """Labels without the braces around them."""
+    """Return the labels without the braces around them."""
     return ",".join([f'{name}="{_escape(value)}"' for name, value in labels.items()])
 
 

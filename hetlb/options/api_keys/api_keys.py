@@ -57,7 +57,7 @@ def load_api_keys(path: Path) -> tuple[Tenant, ...]:
 
 
 def _wrong(key: Tenant, seen: Collection[str]) -> str:
-    """Error of a key, given the hashes `seen` before it; "" if it is valid."""
+    """Return the error of a key, given the hashes `seen` before it; "" if it is valid."""
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", key.name):
         return f"name: expected letters, digits and . _ - (64 at most), got {short(key.name)}"
     if not isinstance(key.sha256, str) or not re.fullmatch(r"[0-9A-Fa-f]{64}", key.sha256):

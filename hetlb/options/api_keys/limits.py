@@ -65,7 +65,7 @@ class Window:
             self.total += more
 
     def room_in_s(self, amount: int, limit: int, now: float) -> float:
-        """Seconds until `amount` fits below `limit`, or until the window is empty."""
+        """Return the seconds until `amount` fits below `limit`, or until the window is empty."""
         total = self.total
         if not total or total + amount <= limit:
             return 0.0
@@ -78,7 +78,7 @@ class Window:
         return max(_CLOCK_S, until + WINDOW_S - now + _CLOCK_S)
 
     def lines(self, name: bytes, limit: int, now: float) -> bytes:
-        """Header lines: the limit, what is left of it, and when nothing counts any more."""
+        """Return the header lines: the limit, its rest, and the time until the window is empty."""
         slots = self._slots
         if slots and slots[0].until + WINDOW_S <= now:
             self.forget(now)
@@ -96,7 +96,7 @@ class Limiters:
         self._in_force: dict[str, Limiter] = {}
 
     def configure(self, limits: Mapping[str, LimitsTable]) -> None:
-        """Limits that hold from now on, by the name of the key."""
+        """Take limits that hold from now on, by the name of the key."""
         for name, table in limits.items():
             self._all.setdefault(name, Limiter(table)).limits = table
         self._in_force = {name: self._all[name] for name in limits}
@@ -152,7 +152,7 @@ class Limiter:
         self._tokens.add(tokens, now)
 
     def headers(self, now: float) -> bytes:
-        """Return the lines that OpenAI's SDKs read: limits, what is left, when they are whole again."""
+        """Return the lines that OpenAI's SDKs read: limits, their rests, and when they are whole again."""
         limits = self.limits
         lines = b""
         if limits.requests_per_minute is not None:
@@ -168,7 +168,7 @@ class Limiter:
 
 
 class Ticket:
-    """One request that a limiter let in: what was reserved for it."""
+    """One request that a limiter let in, with its reservations."""
 
     __slots__ = ("limiter", "reserved", "slot")
 
@@ -190,7 +190,7 @@ class Ticket:
 
 
 def duration(seconds: float) -> bytes:
-    """`6m0s`, `1.5s`, `20ms`: as OpenAI writes times."""
+    """Return `6m0s`, `1.5s` or `20ms`, as OpenAI writes times."""
     if seconds < 1.0:
         return b"%dms" % round(seconds * 1000)
     minutes, rest = divmod(round(seconds, 1), 60)

@@ -12,7 +12,7 @@ from hetlb.options.certificates.tls_table import TlsTable
 
 
 def server_context(table: TlsTable, key: str, base: Path) -> ssl.SSLContext:
-    """TLS context of a listener, 1.2 or newer. Raises `ConfigError` naming `key`."""
+    """Return the TLS context of a listener, 1.2 or newer. Raises `ConfigError` naming `key`."""
     cert_path, key_path = base / table.cert, base / table.key
     for name, path, label in (("cert", cert_path, b"CERTIFICATE"), ("key", key_path, b"PRIVATE KEY")):
         if label + b"-----" not in read_pem(path, f"{key}.{name}"):

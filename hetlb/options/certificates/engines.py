@@ -10,7 +10,7 @@ from hetlb.options.certificates.certificates import read_pem
 
 
 def engine_context(path: Path | None, key: str, known: dict[Path | None, ssl.SSLContext]) -> ssl.SSLContext:
-    """TLS context for connections to an engine: its certificate is verified. Raises `ConfigError`.
+    """Return the TLS context for connections to an engine: its certificate is verified. Raises `ConfigError`.
 
     `known` has one for each file of authorities, None for the system's, which takes a while to read.
     """

@@ -58,7 +58,7 @@ def _service_class(name: str, table: ClassTable) -> ServiceClass:
 
 
 def mistakes(fleet: Fleet) -> Iterator[str]:
-    """Yield a line for each name that is no header value, and each class that contradicts itself."""
+    """Yield a line for each name that is unfit for a header, and each class that contradicts itself."""
     for m, model in enumerate(fleet.file.models):
         yield from _class_mistakes(model.classes, f"models[{m}].classes")
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import Final
 
 from hetlb.balancer.core.objective import ServiceClass
-from hetlb.balancer.core.speed import RecentRate
+from hetlb.balancer.core.rate import RecentRate
 from hetlb.balancer.core.types import Lease
 
 #: Newest requests that the means follow.
 _NEWEST_REQUESTS: Final = 64.0
+#: Newest arrivals that bound the rate from above, and by how many standard deviations: 0.03 of steady traffic
+#: is read as less.
+_BOUNDING_ARRIVALS: Final = 16
+_MOST_DEVIATIONS: Final = 2.0
 #: Part of the share of answers that may miss a target at which the control aims.
 _AIMED_SHARE: Final = 0.5
 #: Age of a miss, in seconds, at which it counts 1/e in the control: the load may have been another one.
 _FORGET_S: Final = 60.0
-#: Bound of `margin`'s logarithm: twenty times what is expected to come.
+#: Bound of `margin`'s logarithm: twenty times the expected load.
 _MOST_PRESSURE: Final = 3.0
 #: A class of which as many answers have ended beside no background, and none met its targets, cannot be
 #: served in time.
@@ -29,15 +34,17 @@ class Protected:
     """
 
     __slots__ = (
-        "_answered_s", "_rate", "attainment", "count", "e2e_s", "ended", "ever_met", "name", "newest_s",
-        "output", "pressure", "prompt", "tpot_s", "ttft_s",
+        "_answered_s", "_arrivals_s", "_rate", "attainment", "count", "e2e_s", "ended", "ever_met", "name",
+        "newest_s", "output", "pressure", "prompt", "tpot_s", "ttft_s",
     )  # fmt: skip
 
     def __init__(self, service: ServiceClass) -> None:
         self.name = service.name
         self.count = 0
         self.prompt = self.output = self.newest_s = self._answered_s = 0.0
-        self._rate = RecentRate(0.0)
+        self._rate = RecentRate()
+        #: Times of the newest arrivals.
+        self._arrivals_s: deque[float] = deque(maxlen=_BOUNDING_ARRIVALS)
         #: Rises with each answer that misses a target, falls with each other one and with time: a leaky
         #: integral control.
         self.pressure = 0.0
@@ -64,7 +71,7 @@ class Protected:
 
     @property
     def hopeless(self) -> bool:
-        """True if no answer met its targets lately: no server can, whatever others leave over."""
+        """True if no answer met its targets lately: no server can meet them, whatever others leave over."""
         return not self.ever_met and self.ended >= _LEAST_ENDED
 
     @property
@@ -81,6 +88,7 @@ class Protected:
     def arrived(self, service: ServiceClass, prompt: float, output: float, now: float) -> None:
         """Note that a request came."""
         self._rate = self._rate.plus(1.0, now)
+        self._arrivals_s.append(now)
         self.count = count = self.count + 1
         gain = 1.0 / count if count < _NEWEST_REQUESTS else 1.0 / _NEWEST_REQUESTS
         self.newest_s = now
@@ -94,7 +102,7 @@ class Protected:
     def answered(self, lease: Lease, now: float, alone: bool) -> None:
         """Note that an answer ended well; the first token of a whole answer is unseen.
 
-        `alone`: the instance runs requests with targets only. A miss beside others says what they cost.
+        `alone`: the instance runs requests with targets only. A miss beside others shows their cost.
         """
         request, began_at, first_s = lease.request, lease.dispatched_at - lease.waited_s, 0.0
         if request.streamed and lease.first_token_at is not None:
@@ -109,5 +117,8 @@ class Protected:
         self.pressure = min(_MOST_PRESSURE, max(0.0, self.pressure + rise / _NEWEST_REQUESTS))
 
     def rate(self, now: float) -> float:
-        """Return the requests per second of late."""
-        return self._rate.per_s(now)
+        """Return the requests per second of late, at most what the newest arrivals leave probable."""
+        per_s, newest = self._rate.per_s(now), len(self._arrivals_s)
+        since_s = now - self._arrivals_s[0] if newest else 0.0
+        most = newest + _MOST_DEVIATIONS * math.sqrt(newest)
+        return min(per_s, most / since_s) if since_s > 0.0 else per_s

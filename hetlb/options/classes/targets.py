@@ -27,7 +27,7 @@ def set_losses(ctx: SchedulingContext, sights: Sequence[Sight]) -> None:
 
 
 def probability_of_miss(ctx: SchedulingContext, each: Sight) -> float:
-    """Probability that the request misses a target there."""
+    """Return the probability that the request misses a target there."""
     service, waited_s, errors = ctx.request.service, ctx.waited_s, each.instance.errors
     met = 1.0
     if service.ttft_s < math.inf:
@@ -48,14 +48,14 @@ def stake_s(ctx: SchedulingContext, each: Sight) -> float:
 
 
 def lost_by_others_s(ctx: SchedulingContext, each: Sight) -> float:
-    """Seconds lost by requests with targets that run there and miss them because of this one."""
+    """Return the seconds lost by requests with targets that run there and miss them because of this one."""
     protected, now_s = cast("Protected | None", ctx.demand.tightest), each.seen.now_s
     # Requests with targets may run there for other models, or since before this process.
     if protected is None or protected.tpot_s == math.inf or now_s <= 0.0:
         return 0.0
     batch, output = each.load.batch, max(1.0, protected.output)
     sequences = ctx.request.sequences / each.own * batch
-    # Half-grown in the mean, they are delayed by its prompt and by longer steps for what is left.
+    # Half-grown in the mean, they are delayed by its prompt and by longer steps for the rest of their tokens.
     prompt_s = (each.others_s - each.slower_s) / sequences if sequences > 0.0 else 0.0
     left = min(ctx.predicted_output, output / 2.0)
     more_s = (max(0.0, prompt_s) + left * max(0.0, each.with_s - now_s)) / output
@@ -154,7 +154,7 @@ def _served(each: Sight, protected: Protected, batch: float, tokens: float, used
     most = room if room < most else most
     decoding = each.with_s / each.step_s if batch > 0.0 else 1.0  # the rest of its time goes to prompts
     limit_s = protected.step_s * decoding
-    if batch > 0.0:  # errors seen beside background say nothing of an idle instance
+    if batch > 0.0:  # errors seen beside background do not hold for an idle instance
         limit_s /= each.instance.errors.step.quantile(protected.attainment)
     low, high, late = 0.0, max(0.0, most), 1.0 - protected.attainment
     for _ in range(_HALVINGS):

@@ -1,4 +1,4 @@
-"""True if the work is shared as the speeds say, by model: figures per instance and one sentence.
+"""Check whether the work is shared in proportion to speed, by model: figures per instance and one sentence.
 
 Work is weighted tokens (`core.demand.size_of`): output tokens and a share of the prompt's. The share that an
 instance should have is its speed at the mean request over the speeds of all that take requests.
@@ -76,7 +76,7 @@ def _of(part: BalancePart) -> str:
 def parts(
     instances: Sequence[Instance], shares: Mapping[str, InstanceShare], speed: Mapping[str, float]
 ) -> list[BalancePart]:
-    """Return the figures of the instances of one model, from what they did in `WINDOW_S` seconds."""
+    """Return the figures of the instances of one model over the last `WINDOW_S` seconds."""
     work = []
     for each in instances:
         own = shares.get(each.name) or InstanceShare()
@@ -97,7 +97,7 @@ def parts(
 
 
 def _out(instance: Instance) -> str:
-    """Reason for which an instance takes no requests, "" where it does."""
+    """Return the reason for which an instance takes no requests, "" where it does."""
     if instance.admin is not AdminState.READY:
         return "draining" if instance.admin is AdminState.DRAIN else "in maintenance"
     if instance.health.state is Health.EJECTED:
@@ -108,7 +108,7 @@ def _out(instance: Instance) -> str:
 def documents(
     scheduler: Scheduler, recent: Recent, pools: dict[str, list[Instance]], now: float
 ) -> list[dict[str, Any]]:
-    """Return the part of a snapshot that says whether each model's work is balanced."""
+    """Return the part of a snapshot about the balance of each model's work."""
     shares = recent.shares(WINDOW_S, now)
     waiting = scheduler.queue.by_model()
     found = []

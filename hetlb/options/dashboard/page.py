@@ -1,4 +1,4 @@
-"""Page of the dashboard as it is served: its public files, and one stream of snapshots for all viewers."""
+"""Page of the dashboard: its public files, and one stream of snapshots for all viewers."""
 
 from __future__ import annotations
 

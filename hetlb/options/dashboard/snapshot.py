@@ -97,7 +97,7 @@ def levels(recent: Recent, now: float) -> dict[str, Any]:
 
 
 def series(recent: Recent, now: float) -> dict[str, Any]:
-    """Rates and latencies of the last five minutes."""
+    """Return the rates and latencies of the last five minutes."""
     stretches = _shown(recent, now)
     outcomes: Counter[str] = Counter()
     for each in stretches:
@@ -128,7 +128,7 @@ def _percentile(counts: dict[int, int], percent: int) -> float | None:
 
 
 def accuracy(recent: Recent) -> dict[str, Any]:
-    """Predicted and actual tokens and seconds of the newest answers, by index of the instance."""
+    """Return the predicted and actual tokens and seconds of the newest answers, by index of the instance."""
     names: dict[str, int] = {}
     points = [
         (

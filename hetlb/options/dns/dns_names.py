@@ -36,7 +36,7 @@ class DnsSource:
             self._resolver.nameservers = [host for host, _, _ in first]
             self._resolver.nameserver_ports = {host: int(port) for host, _, port in first}
         self._resolver.cache = None
-        #: The servers of the last answer: one that is there again is the same object.
+        #: The servers of the last answer: a known server stays the same object.
         self._known: dict[tuple[str, float], Found] = {}
         self._resolver.lifetime = _TIMEOUT_S
 

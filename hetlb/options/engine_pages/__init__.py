@@ -1,4 +1,4 @@
-"""Metrics pages of engines, read: without it nothing is known but what hetlb books itself.
+"""Reader of the engines' metrics pages: without it hetlb knows only its own bookings.
 
 The tools read such pages too: they import this option.
 """

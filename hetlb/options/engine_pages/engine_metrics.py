@@ -1,9 +1,9 @@
 """Metrics pages of engines to an `EngineSample`, by the names of `engine_tables`.
 
-Any text (HTML, NaN, negative, repeated or missing series) gives a sample, with None for what is absent or
-absurd and the names of these. A server of several data-parallel engines has one series per engine: counts and
-KV tokens are summed; KV use is the mean weighted by capacity, and the fullest engine's. Within an engine the
-ranks of one model repeat a figure, and priorities divide one that is there as a whole too.
+Any text (HTML, NaN, negative, repeated or missing series) gives a sample, with None for figures that are
+absent or absurd and the names of these. A server of several data-parallel engines has one series per engine:
+counts and KV tokens are summed; KV use is the mean weighted by capacity, and the fullest engine's. Within an
+engine the ranks of one model repeat a figure, and priorities divide one that is there as a whole too.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class EnginePage:
         return EngineCounters(*(_count(self._page.series, names, [], []) for names in _COUNTERS))
 
     def sample(self) -> EngineSample:
-        """Return what the page says, once all of it was fed; of no known engine as vLLM, without figures."""
+        """Return the sample of the whole page; of an unknown engine as vLLM, without figures."""
         self._page.end()
         return _sample_of(self._page.series, self.table)
 
@@ -123,7 +123,7 @@ class EnginePage:
 
 
 def page_of(text: str) -> EnginePage:
-    """Return a page that is whole."""
+    """Return the sample of a whole page."""
     page = EnginePage()
     page.feed(text.encode("utf-8", "replace"))
     return page
@@ -211,7 +211,7 @@ def _sum(series: Series, table: EngineTable, names: tuple[str, ...], invalid: li
 
 
 def _asleep(series: Series) -> bool | None:
-    """Return True if an engine says that it is not awake; None where no engine tells."""
+    """Return True if an engine reports that it sleeps; None where no engine reports it."""
     awake = [
         value for labels, value in series.get(SLEEP_STATE[0], {}).items() if 'sleep_state="awake"' in labels
     ]
@@ -274,7 +274,7 @@ def _by_engine(
 
 @lru_cache(_KEPT_LABELS)
 def _place(text: str, engine_label: str) -> tuple[str, str, str]:
-    """Return what labels say of the place of a series: engine, priority, and all others but ranks."""
+    """Return the labels of the place of a series: engine, priority, and all others but ranks."""
     labels = {name: value for name, value in _LABEL.findall(text) if name not in _RANKS}
     # "0" is the engine of servers of before there were several.
     engine, priority = labels.pop(engine_label, "") or "0", labels.pop(_PRIORITY, "")
@@ -356,7 +356,7 @@ def _table_tokens(
 
 
 def _kv_tokens(series: Series, missing: list[str], invalid: list[str]) -> tuple[dict[str, int], int | None]:
-    """KV cache tokens by engine, and the block size."""
+    """Return the KV cache tokens by engine, and the block size."""
     name = CACHE_CONFIG[0]
     if name not in series:
         missing.append(name)
@@ -380,7 +380,7 @@ def _cache_config(text: str) -> tuple[str, int | None, int | None, bool | None]:
     size = _whole(labels.get("block_size"))
     tokens = _whole(labels.get("kv_cache_size_tokens"))
     if tokens is None and _whole(labels.get("mamba_block_size")) is None:
-        # The blocks of a hybrid model are of several kinds: their number times their size says nothing.
+        # The blocks of a hybrid model are of several kinds: their number times their size has no meaning.
         blocks = _whole(labels.get("num_gpu_blocks"))
         tokens = blocks * size if blocks and size else None
     caches = {"True": True, "False": False}.get(labels.get("enable_prefix_caching", ""))

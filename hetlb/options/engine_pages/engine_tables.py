@@ -2,7 +2,7 @@
 
 Names come from the engines' own documentation as of 2026: vLLM, SGLang, llama.cpp's server, TensorRT-LLM
 (`trtllm-serve`), Text Generation Inference, LMDeploy, Triton, and engines that keep vLLM's names behind
-another prefix or none (Aphrodite, FastDeploy, NIM). What is not on a page is booked by hetlb alone.
+another prefix or none (Aphrodite, FastDeploy, NIM). Figures that a page lacks are hetlb's bookings alone.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ PAGES: Final = ("/metrics", "/prometheus/metrics", "/v1/metrics")
 
 @dataclass(frozen=True, slots=True)
 class EngineTable:
-    """Names of one engine's figures, the present one first; () for what it does not tell.
+    """Names of one engine's figures, the present one first; () for figures that it lacks.
 
-    `prefix` begins the names of all its metrics; `lacks` says what follows from what it does not tell. A name
+    `prefix` begins the names of all its metrics; `lacks` has the consequences of missing figures. A name
     may be followed by the one label that its series must have: `name{kind="max"}`. `all_requests` count
     running and waiting ones; `kv_tokens` are tokens, or blocks of `block_tokens` each. `engine_label`
     tells the data-parallel engines of a server apart; `tokens` count what it computes, answers first, and are

@@ -24,7 +24,7 @@ Series = dict[str, dict[str, float]]
 
 
 class SeriesReader:
-    """Values by name and labels (as text) of what was fed.
+    """Values by name and labels (as text) of the lines so far.
 
     `known` returns the prefix and the name for the name of a line, "" for what is not read. Prefixes are in
     `seen`. A repeated series replaces itself; of several spellings of a name the first is read.
@@ -35,7 +35,7 @@ class SeriesReader:
         self.seen: set[str] = set()
         self._known = known
         self._spelled: dict[str, bytes] = {}
-        self._rest = b""  # the unfinished line at the end of what was fed
+        self._rest = b""  # the unfinished line at the end of the input
         self._skips = False  # that line is too long to be read
 
     def feed(self, data: bytes) -> None:

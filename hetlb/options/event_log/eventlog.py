@@ -57,7 +57,7 @@ FORMAT_VERSION: Final = 5
 
 
 class RecordingScheduler(Scheduler):
-    """A scheduler that writes every fact and what came of it to `write`, a line at a time."""
+    """A scheduler that writes every fact and its commands to `write`, a line at a time."""
 
     def __init__(self, setup: SchedulerSetup, *, write: Callable[[str], object]) -> None:
         self._write = write
@@ -175,7 +175,7 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-#: Fields of dataclasses that are not what JSON has: their classes. A list has one of them each.
+#: Fields of dataclasses whose types JSON lacks: their classes. A list has one of them each.
 _FIELDS: Final[dict[type[Any], dict[str, type[Any]]]] = {
     SchedulerSetup: {
         "specs": InstanceSpec,
@@ -227,7 +227,7 @@ def _read_kv_events(raw: dict[str, Any]) -> BlockEvents:
 
 
 def encode_command(command: Command) -> list[Any]:
-    """Return a command as a short JSON list: its kind, then what identifies it."""
+    """Return a command as a short JSON list: its kind, then its identity."""
     if isinstance(command, Dispatch):
         lease = command.lease
         said = ["dispatch", command.request_id, lease.id, lease.instance, lease.work_ns, lease.kv_tokens]
@@ -276,7 +276,7 @@ _CHANGES: Final = {each.__name__: each for each in get_args(InstanceChange)}
 
 @dataclass(frozen=True, slots=True)
 class Replayed(PickleByFields):
-    """One fact of a log: its line number, what was decided then and what is decided now."""
+    """One fact of a log: its line number, the decision then and the decision now."""
 
     line: int
     raw: dict[str, Any]
@@ -289,7 +289,7 @@ class Replayed(PickleByFields):
         return self.recorded == [encode_command(command) for command in self.commands]
 
 
-#: Facts of which a line has just what a method of `Scheduler` is told: its name, and what is no plain value.
+#: Facts whose line has just the arguments of a method of `Scheduler`: its name, and its other arguments.
 _METHODS: Final[dict[str, tuple[str, dict[str, type[Any]]]]] = {
     "arrival": ("on_arrival", {"request": Request}),
     "first_token": ("on_first_token", {"lease": Lease}),

@@ -29,12 +29,12 @@ class EventLog(LogWriter):
         self._descriptor = descriptor
 
     def scheduler(self, setup: SchedulerSetup) -> RecordingScheduler:
-        """Return a scheduler that writes every fact, and what came of it, to the file."""
+        """Return a scheduler that writes every fact, and its commands, to the file."""
         self.write(encode_setup(setup))
         return RecordingScheduler(setup, write=self.write)
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write what is left and close the file; harmless if it is closed."""
+        """Write the rest and close the file, if it is still open."""
         if self._descriptor >= 0:
             super().close(timeout_s)
             os.close(self._descriptor)

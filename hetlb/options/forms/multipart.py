@@ -1,6 +1,6 @@
 """Forms (multipart/form-data): a few fields are read, the file passes unread.
 
-What parsers of forms read in different ways is refused: the engine must see the same model as we do.
+Forms that parsers read in different ways are refused: the engine must see the same model as we do.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ def _part_name(head: bytes) -> tuple[bytes, bool]:
 def _named(line: bytes) -> tuple[bytes, bool] | None:
     """Return the name in a Content-Disposition and whether it is of a file; None where it has more readings.
 
-    An escaped quote is the end of a string to some readers: what follows must not look like a name to these.
+    An escaped quote is the end of a string to some readers: the text behind must not look like a name to
+    them.
     """
     begun = _DISPOSITION.match(line)
     if begun is None:
@@ -143,7 +144,7 @@ def _named(line: bytes) -> tuple[bytes, bool] | None:
 
 
 def _take_field(call: Call, name: bytes, value: bytes) -> None:
-    """Take what matters; of a longer `value` than is read one byte more came."""
+    """Take a field into the call; too long a `value` comes cut to one byte beyond the limit."""
     if name == b"model":
         try:
             call.model = value.decode() if len(value) <= _MOST_BYTES else None

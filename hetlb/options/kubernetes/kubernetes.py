@@ -92,7 +92,7 @@ class PoolReference(msgspec.Struct):
 
 
 class Spec(msgspec.Struct, rename="camel"):
-    """`spec` of a pod, an InferencePool or an InferenceObjective: what is read of each."""
+    """`spec` of a pod, an InferencePool or an InferenceObjective: the fields that are read."""
 
     node_selector: dict[str, str] = {}
     containers: list[Container] = []
@@ -299,7 +299,7 @@ def _answer(error: httpx2.HTTPStatusError) -> tuple[int, str]:
 
 
 def _after(error: Exception, count: int) -> OnErrorResult:
-    """Return what follows a broken watch: another connection, unless the server refuses or is gone."""
+    """Return the next state of a broken watch: another connection, unless the server refuses or is gone."""
     if isinstance(error, httpx2.HTTPStatusError) or count > _MOST_BROKEN_CONNECTIONS:
         return OnErrorResult(OnErrorAction.RAISE)
     return OnErrorResult(OnErrorAction.RETRY)

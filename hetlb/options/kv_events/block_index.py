@@ -88,7 +88,7 @@ class BlockIndex:
 
     def __init__(self) -> None:
         self.live = False
-        #: Reason why it is not live.
+        #: Reason if it is not live.
         self.reason = "no event has come yet"
         self.block_tokens = 0
         self._chains: dict[int, int] = {}  # by the engine's name of a block
@@ -129,7 +129,7 @@ class BlockIndex:
         self.live, self.reason = False, reason
 
     def held(self, model: str, blocks: PromptBlocks) -> int:
-        """Tokens of a prompt that are in the cache, or will be when it is read."""
+        """Return the tokens of a prompt that are in the cache, or will be when it is read."""
         if blocks[0] != self.block_tokens:
             return 0
         stored, pending = self._stored, self._pending
@@ -156,7 +156,7 @@ class BlockIndex:
         self._leases[lease_id] = chains
 
     def end(self, lease_id: int) -> None:
-        """Note that a lease ended: what its prompt brought in has been told by events."""
+        """Note that a lease ended: events have reported its prompt's blocks."""
         pending = self._pending
         for chain in self._leases.pop(lease_id, ()):
             left = pending[chain] - 1

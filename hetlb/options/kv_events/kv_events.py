@@ -110,7 +110,7 @@ _MAX_EXTRA_BYTES: Final = 64 << 10
 
 
 def read_batch(payload: bytes) -> Iterator[KvEvent]:
-    """Parts (`PART_BLOCKS`) of a message that concern the engine's own cache. Raises `ValueError`."""
+    """Yield parts (`PART_BLOCKS`) of a message that concern the engine's own cache. Raises `ValueError`."""
     try:
         yield from _events(payload)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -126,7 +126,7 @@ def _events(payload: bytes) -> Iterator[KvEvent]:
         kind = raw.type if isinstance(raw, _MappedEvent) else type(raw).__name__.removeprefix("_")
         if kind == "AllBlocksCleared":
             yield BlocksCleared()
-        # Copies in other memory, and the further groups of hybrid models, say nothing of their own.
+        # Copies in other memory, and the further groups of hybrid models, add nothing.
         elif isinstance(raw, _AllBlocksCleared) or raw.medium not in (None, "GPU") or raw.group_idx:
             continue
         elif kind == "BlockRemoved":
@@ -137,7 +137,7 @@ def _events(payload: bytes) -> Iterator[KvEvent]:
 
 
 def _stored(raw: _BlockStored | _MappedEvent) -> Iterator[BlocksStored]:
-    """Parts of a `BlockStored`: each one's parent is the last block of the part before."""
+    """Yield the parts of a `BlockStored`: each one's parent is the last block of the part before."""
     size, adapter, parent = raw.block_size, raw.lora_name or "", raw.parent_block_hash
     extras = _extras(raw.extra_keys, adapter)
     blocks = min(len(raw.block_hashes), len(raw.token_ids) // size)
@@ -196,7 +196,7 @@ class KvEventReader:
             try:
                 await stream.run()
             except (OSError, EOFError, TimeoutError):
-                pass  # the engine is not there: what is missed is seen by its number
+                pass  # the engine is not there: missed events show by their numbers
             except ZmtpError as error:
                 stream.lose(str(error))
             except Exception:  # never the end of serving
@@ -255,7 +255,7 @@ class _Stream:
         await self._apply(number, payload)
 
     async def _apply(self, number: int, payload: bytes) -> None:
-        """Tell the scheduler of a batch, a part in each turn."""
+        """Give the scheduler a batch, a part in each turn."""
         self._next = number + 1
         begins, blocks = number == 0, 0
         part: list[KvEvent] = []

@@ -36,7 +36,7 @@ class LengthDistribution:
         return list(self._lengths)
 
     def mean_capped(self, cap: int | None) -> float:
-        """E[min(O, cap)] in tokens: what a request with this `max_tokens` is expected to produce."""
+        """E[min(O, cap)] in tokens: the expected answer of a request with this `max_tokens`."""
         if cap is None or cap >= self._lengths[-1]:
             return self.mean
         below = bisect.bisect_right(self._lengths, cap)
@@ -86,7 +86,7 @@ class OraclePredictor(Predictor):
 def make(
     name: str, rng: random.Random, lengths: LengthSample | None, oracle: Mapping[RequestId, int] | None
 ) -> Predictor:
-    """Return the predictor called `name`. Raises `ValueError` if what it needs is not given."""
+    """Return the predictor called `name`. Raises `ValueError` where its data are missing."""
     if name == "oracle":
         if oracle is None:
             raise ValueError("the predictor 'oracle' exists only where true lengths are known")

@@ -38,7 +38,7 @@ class ProcessCall:
         self._out: deque[bytes] = deque()
         #: Held while something is written: grpcio takes one message of a call at a time.
         self._writing = asyncio.Lock()
-        #: Writes what was said outside of this call's own task.
+        #: Writer of messages from outside of this call's own task.
         self._writer: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -50,7 +50,7 @@ class ProcessCall:
         except asyncio.CancelledError:
             if self._task is None or stream.state is not StreamState.REFUSED:
                 raise
-            self._task.uncancel()  # it was refused outside of this task: that is all there is to say
+            self._task.uncancel()  # it was refused outside of this task: there is no more to send
         finally:
             self._task = None
             streams.discard(stream)
@@ -86,7 +86,7 @@ class ProcessCall:
                 await write(out.popleft())
 
     async def _write_outside(self) -> None:
-        """Write what was said while this call waits for a message."""
+        """Write queued messages while this call waits for a message."""
         with contextlib.suppress(grpc.aio.BaseError):  # the call is over, which its own task learns too
             await self._write()
             if self._task is not None and self._stream.state is StreamState.REFUSED:

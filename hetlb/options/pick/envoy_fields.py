@@ -34,7 +34,7 @@ class MalformedMessage(ValueError):
 
 
 def _checked(headers: Any) -> list[tuple[str, bytes]]:
-    """Names and values of a header map. Raises `GateError` (431) where it is too large."""
+    """Return the names and values of a header map. Raises `GateError` (431) where it is too large."""
     if len(headers) > _MAX_HEADERS:
         raise GateError(431, f"The request has more than {_MAX_HEADERS} headers.")
     found = [(str(each.key), bytes(each.raw_value or each.value)) for each in headers]
@@ -86,7 +86,7 @@ def response_head(headers: Any) -> ResponseHead:
 
 
 def served_by(message: Any) -> str:
-    """Address of the instance that Envoy reached, "" where it does not say."""
+    """Return the address of the instance that Envoy reached, "" where it does not say."""
     spaces = message.metadata_context.filter_metadata
     if LB_SPACE not in spaces:
         return ""
@@ -95,7 +95,7 @@ def served_by(message: Any) -> str:
 
 
 def subset(message: Any) -> tuple[str, ...] | None:
-    """Addresses that the gateway restricts a request to, None for all. Raises `MalformedMessage`."""
+    """Return addresses that the gateway restricts a request to, None for all. Raises `MalformedMessage`."""
     spaces = message.metadata_context.filter_metadata
     if _SUBSET_SPACE not in spaces or _SUBSET not in spaces[_SUBSET_SPACE].fields:
         return None

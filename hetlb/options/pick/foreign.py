@@ -39,7 +39,7 @@ class ForeignLoad:
         return sum(map(len, self._leases.values()))
 
     def look(self, name: str, sample: EngineSample, now: float) -> list[Command]:
-        """Book or give back what an engine's figures say, which the scheduler has read."""
+        """Book or give back leases for the excess of an engine's figures, which the scheduler has read."""
         if sample.running is None and sample.waiting is None:
             return []
         instance = self._scheduler.fleet.instances.get(name)
@@ -72,7 +72,7 @@ class ForeignLoad:
         return []
 
     def gone(self, name: str, now: float) -> list[Command]:
-        """Forget what runs at an engine that left or answers no more."""
+        """Forget the load of others at an engine that left or answers no more."""
         self._seen.pop(name, None)
         return self._give_back(name, len(self._leases.get(name, ())), now)
 

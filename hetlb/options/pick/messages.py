@@ -99,7 +99,7 @@ def streamed_body(part: str, body: bytes, *, end: bool) -> bytes:
 
 
 def replaced_body(part: str, body: bytes) -> bytes:
-    """Another piece of a body in place of the one that came; `part` as in `streamed_body`."""
+    """Return another piece of a body in place of the one that came; `part` as in `streamed_body`."""
     response = ProcessingResponse()
     getattr(response, part).response.body_mutation.body = body
     return bytes(response.SerializeToString())

@@ -1,6 +1,6 @@
 """Driver of the scheduler for an endpoint picker: Envoy owns the connections, each request is a stream.
 
-What the proxy's driver does with connections to engines, Envoy does. A request is sent once: where an engine
+Envoy does the work of the proxy's driver with connections to engines. A request is sent once: where an engine
 fails, Envoy's retries go down the list that it got, and the lease follows.
 """
 
@@ -95,7 +95,7 @@ class PickDriver(Driver):
         return self.streams[lease.request.id]
 
     def open_pool(self, incarnation: int, name: str, url: str) -> None:
-        """Nothing to open: the connections to engines are Envoy's."""
+        """Do nothing: the connections to engines are Envoy's."""
 
     def may_turn_away(self, lease: Lease) -> bool:
         return False  # it is with Envoy
@@ -139,7 +139,7 @@ class PickDriver(Driver):
         self.reject(Reject(request_id, RejectReason.QUEUE_FULL, detail), again_s)
 
     def fallbacks(self, count: int) -> list[str]:
-        """Names of the instances that come next after the decision made last, the best first."""
+        """Return the names of the instances that come next after the decision made last, the best first."""
         if count < 1:
             return []
         decision = self.picking.decisions[-1]

@@ -56,7 +56,7 @@ _OPTIONS: Final = (
     ("grpc.http2.bdp_probe", 0),  # it would raise what is read ahead, and pings at every read
     ("grpc.max_metadata_size", 8 << 10),
     ("grpc.absolute_max_metadata_size", 16 << 10),
-    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: what is sent is what is held
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: sent bytes are held bytes
     ("grpc.server_handshake_timeout_ms", 10 * _MS),
     # A connection without a call holds no place of `MAX_CONNECTIONS`.
     ("grpc.max_connection_idle_ms", 10 * _MS),
@@ -104,7 +104,7 @@ class PickServer:
         self._stopping: asyncio.Task[None] | None = None
 
     def configure(self, table: ProxyTable, access: Access) -> None:
-        """Names, limits and keys that hold from now on; the Gateway API names the header of a fair share.
+        """Take names, limits and keys for now; the Gateway API names the header of a fair share.
 
         The certificate is read again when its files change.
         """
@@ -130,7 +130,7 @@ class PickServer:
         return []
 
     def leave(self) -> None:
-        """Nothing to do: no other process takes over."""
+        """Do nothing: no other process takes over."""
 
     async def start(self, host: str, port: int, sockets: Sequence[socket.socket] = ()) -> tuple[str, int]:
         """Accept gateways; returns the address in use. Raises `OSError` if it cannot be bound."""
@@ -159,7 +159,7 @@ class PickServer:
         return host, port
 
     def _credentials(self, tls: GatewayCertificates) -> grpc.ServerCredentials:
-        """Credentials of the listener; one that was read again is shown from the next handshake on."""
+        """Return credentials of the listener; one that was read again is shown from the next handshake on."""
         shown = tls
 
         def newest() -> Any:
@@ -235,7 +235,7 @@ class GatewayCertificates:
 
 
 def gateway_certificates(fleet: Fleet) -> GatewayCertificates | None:
-    """Certificate of the listener, and the authorities of its gateways; None without TLS.
+    """Return the certificate of the listener, and the authorities of its gateways; None without TLS.
 
     Raises `ConfigError`, also where any peer could be a gateway and the file does not say so.
     """
@@ -278,7 +278,7 @@ def _check_free(host: str, port: int) -> None:
 
 
 def _stamp(fleet: Fleet) -> Stamp:
-    """State of the files of the listener's TLS."""
+    """Return the state of the files of the listener's TLS."""
     table = pick_table(fleet)
     if table.tls is None:
         return ()

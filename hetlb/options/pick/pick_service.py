@@ -97,7 +97,7 @@ class PickService(Service):
             await self._resolve()
 
     async def _resolve(self) -> None:
-        """Find the `ip:port` of every instance; one whose name does not resolve now keeps what it had."""
+        """Find the `ip:port` of every instance; one whose name does not resolve now keeps its last one."""
         state, found, lookups = self.server.state, {}, asyncio.Semaphore(_LOOKUPS)
         urls = {each.name: each.spec.url for each in self.scheduler.instances}
         named = {url for url in urls.values() if _literal(url) is None}
@@ -120,7 +120,7 @@ def check_pick(fleet: Fleet) -> None:
 
 
 def _literal(url: str) -> str | None:
-    """`ip:port` of a URL with an address in it, None of one with a name."""
+    """Return the `ip:port` of a URL with an address in it, None of one with a name."""
     _, host, port = origin(url)
     try:
         ipaddress.ip_address(host)
@@ -130,7 +130,7 @@ def _literal(url: str) -> str | None:
 
 
 async def _look_up(url: str, lookups: asyncio.Semaphore) -> str | None:
-    """`ip:port` of a URL with a name in it, its IPv4 address where it has both; None where it has none.
+    """Return the `ip:port` of a URL with a name in it, its IPv4 address where it has both; None without any.
 
     An address where no engine can be is none: gateways would send requests, with the engine's key, there.
     """

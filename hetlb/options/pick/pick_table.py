@@ -33,6 +33,6 @@ class PickTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 def pick_table(fleet: Fleet) -> PickTable:
-    """Return what the file says of the picker."""
+    """Return the picker's table of the file."""
     stated: PickTable = fleet.file.pick or PickTable()
     return stated

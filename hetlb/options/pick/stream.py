@@ -75,7 +75,7 @@ class PickerState:
         self._told_at: dict[str, float] = {}
 
     def set_addresses(self, addresses: Mapping[str, str]) -> None:
-        """Instances are reached at these addresses from now on."""
+        """Take the addresses at which instances are reached from now on."""
         self._told_at = {name: at for name, at in self._told_at.items() if not name}
         self.addresses = dict(addresses)
         self.names = {address: name for name, address in addresses.items()}
@@ -87,7 +87,7 @@ class PickerState:
         self.names[address] = name
 
     def strayed(self, instance: str, served: str) -> None:
-        """Note that a request for `instance` reached an address that the gateway was not told."""
+        """Note that a request for `instance` reached an address that the gateway did not get."""
         if not self._may_tell(instance):
             return
         address = self.addresses.get(instance, "-")
@@ -126,7 +126,7 @@ class HttpStream(Upstream):
         self._body: list[bytes] = []
         #: Bytes of the body so far.
         self.body_bytes = 0
-        #: Messages that the body came in, and what `sweep` knows of them.
+        #: Messages of the body, and the state of `sweep`.
         self._chunks = self._swept_chunks = -1
         self._taken_s = self._stopped_s = 0.0
         self._original = b""
@@ -190,7 +190,7 @@ class HttpStream(Upstream):
             exchange.client_gone()
 
     def _guarded(self, take: Callable[[Any], None], message: Any) -> None:
-        """Take a part of the request; what may not pass is answered."""
+        """Take a part of the request; a refused one is answered."""
         try:
             take(message)
         except GateError as error:
@@ -450,7 +450,7 @@ class HttpStream(Upstream):
             self._reply(messages.RESPONSE_TRAILERS_GO_ON)
 
     def _feed(self, piece: bytes, *, last: bool) -> bytes:
-        """Give a part of the answer to the exchange; returns what the client gets of it."""
+        """Give a part of the answer to the exchange; return the client's bytes of it."""
         exchange = self._exchange
         out = piece
         if exchange is not None and exchange.phase is not Phase.DONE:
@@ -467,7 +467,7 @@ class HttpStream(Upstream):
     # --- from the exchange, to which this is the client's side ---
 
     def write(self, data: bytes) -> None:
-        """Take what goes to the client: an answer of our own, or the engine's body behind a head."""
+        """Take bytes for the client: an answer of our own, or the engine's body behind a head."""
         if self.state is not StreamState.ANSWERING:
             if data.startswith(b"HTTP/1.1 "):
                 self._answer(data)
@@ -502,7 +502,7 @@ class HttpStream(Upstream):
             self._answer(error_responses.response(502, b""))
 
     def forsake(self, exchange: object) -> None:
-        """End the stream if the exchange is still at work on it: it has failed and says nothing."""
+        """End the stream if its exchange is still at work: it has failed without an answer."""
         if self._exchange is exchange and not self.over:
             self._answer(error_responses.response(500, b""))
 
@@ -529,7 +529,7 @@ _OVER: Final = (StreamState.PASSED, StreamState.REFUSED, StreamState.CLOSED)
 
 
 def _unsent(_: bytes) -> None:
-    """Nothing can be said on a stream that is closed."""
+    """Do nothing: a closed stream takes no more."""
 
 
 def _passes(access: EngineAccess | None) -> bool:

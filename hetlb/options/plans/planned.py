@@ -15,7 +15,7 @@ from hetlb.balancer.core.policies.sight import SchedulingContext
 from hetlb.balancer.core.types import Candidate
 from hetlb.options.plans.worth import ALIKE_LOG_LENGTHS, log_ratio
 
-#: A reason of `planned`, and the requests of a type after which what was given counts half.
+#: A reason of `planned`, and the requests of a type after which earlier ones count half.
 NO_SHARE: Final = "no share of this type in the plan"
 REMEMBERED: Final = 4096.0
 

@@ -79,7 +79,7 @@ class Worth:
         self._lengths: dict[int, tuple[float, float]] = {}
         self._known: dict[int, dict[str, float]] = {}
         self._of: tuple[int, int] = (0, 0)
-        #: Newest choices, and these without what is kept for others.
+        #: Newest choices, and the same without instances kept for others.
         self._everyone: Choices | None = None
         self._others: dict[frozenset[str], Choices] = {}
 
@@ -114,7 +114,7 @@ class Worth:
         return found
 
     def suits(self, heads: Sequence[Queued], able: Sequence[Instance]) -> Suits:
-        """Return what suits each of the heads of a line."""
+        """Return the instances that suit each head of a line."""
         return Suits(heads, self, able)
 
     def suiting(self, kind: int, lag: float, instances: Sequence[Instance]) -> frozenset[str]:
@@ -126,7 +126,7 @@ class Worth:
         return frozenset([name for name, cost in self._costs(kind, instances).items() if cost <= most])
 
     def _costs(self, kind: int, instances: Sequence[Instance]) -> dict[str, float]:
-        """Return what a request of a kind costs on each instance, over the least."""
+        """Return the cost of a request of a kind on each instance, over the least."""
         of = id(instances), instances[0].changes.count
         if of != self._of:
             self._of = of
@@ -164,7 +164,7 @@ class Suits:
         for each in heads:
             wanted |= self._suits[each.number]
             self._wanted[each.flow.name.level] = wanted
-        #: Instances that suit one that could not be placed.
+        #: Instances that suit a request that could not be placed.
         self._passed = _NONE
 
     def kept_from(self, entry: Queued) -> frozenset[str]:
@@ -172,7 +172,7 @@ class Suits:
         return (self._wanted[entry.flow.name.level] - self._suits[entry.number]) | self._passed
 
     def passed(self, entry: Queued) -> None:
-        """Note that an entry found no place: what suits it is kept for it."""
+        """Note that an entry found no place: its instances are kept for it."""
         if not entry.flow.background:
             self._passed |= self._suits[entry.number]
 

@@ -24,6 +24,9 @@ _BALANCE_ABS_THRESHOLD: Final = 64
 _BALANCE_REL_THRESHOLD: Final = 1.5
 #: Number of prefixes that `prefix` remembers, the ones used last.
 _KEPT_PREFIXES: Final = 65_536
+#: Seconds until a first byte that are assumed before an answer, and the decay of an estimate (Linkerd's).
+DEFAULT_RTT_S: Final = 0.030
+DECAY_S: Final = 10.0
 #: Prefix of the key of a session among the keys of a request.
 _SESSION: Final = "session:"
 
@@ -101,7 +104,7 @@ class PowerOfTwoChoices(LeastRequests):
 
 
 def kv_used_tokens(instance: Instance, now: float) -> float:
-    """Tokens in use: what is promised, or what the engine reports if that is more and fresh."""
+    """Return the tokens in use: the reserved ones, or the engine's report if that is more and fresh."""
     sample, at, promised = instance.sample, instance.sample_at, float(instance.kv_tokens)
     if sample is None or sample.kv_usage is None or at is None or now - at > SIGNAL_STALE_S:
         return promised
@@ -118,13 +121,61 @@ class LeastKv(Policy):
         return Candidate(instance.name, -free, kv_utilization=instance.kv_utilization)
 
 
+class PeakEwma:
+    """Linkerd's (tower's) peak EWMA of the time to the first byte, in seconds, for `peak-ewma`.
+
+    A latency above the estimate replaces it at once; below it decays towards the new value with weight
+    `exp(-elapsed / DECAY_S)`, also towards zero while nothing is heard.
+    Source: tower `load::peak_ewma`, linkerd2-proxy `proxy::balance`.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._rtt_s = DEFAULT_RTT_S
+        self._updated_at = now
+
+    def observe(self, rtt_s: float, now: float) -> None:
+        """Note that a first byte came after `rtt_s`."""
+        if rtt_s > self._rtt_s:
+            self._rtt_s = rtt_s
+        else:
+            keep = self._keep(now)
+            self._rtt_s = self._rtt_s * keep + rtt_s * (1.0 - keep)
+        self._updated_at = now
+
+    def estimate_s(self, now: float) -> float:
+        """Return the estimate now, decayed since the last observation."""
+        return self._rtt_s * self._keep(now)
+
+    def _keep(self, now: float) -> float:
+        return math.exp(-(now - self._updated_at) / DECAY_S)
+
+
 class PeakEwmaChoice(PowerOfTwoChoices):
     """`peak-ewma`: Linkerd's balancer, the cheaper of two drawn by peak EWMA times (in flight + 1)."""
 
     name = "peak-ewma"
 
+    def __init__(self, params: PolicyParams, rng: random.Random) -> None:
+        super().__init__(params, rng)
+        #: By name, with the incarnation that they are of.
+        self._times: dict[str, tuple[int, PeakEwma]] = {}
+
+    def first_byte_s(self, instance: Instance, now: float) -> float:
+        """Return the estimated time to the first byte of an instance."""
+        incarnation, known = self._times.get(instance.name, (-1, None))
+        return (
+            DEFAULT_RTT_S if known is None or incarnation != instance.incarnation else known.estimate_s(now)
+        )
+
+    def answered(self, instance: Instance, first_s: float, now: float) -> None:
+        incarnation, known = self._times.get(instance.name, (-1, None))
+        if known is None or incarnation != instance.incarnation:
+            known = PeakEwma(now)
+            self._times[instance.name] = instance.incarnation, known
+        known.observe(first_s, now)
+
     def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
-        return Candidate(instance.name, instance.peak_ewma.estimate_s(ctx.now) * (instance.in_flight + 1))
+        return Candidate(instance.name, self.first_byte_s(instance, ctx.now) * (instance.in_flight + 1))
 
 
 class Single(Policy):
@@ -209,7 +260,7 @@ class PrefixMatch(Policy):
         ]
 
     def _matched(self, request: Request) -> dict[int, int]:
-        """Tokens of the longest prefix that each cache was sent."""
+        """Return the tokens of the longest prefix that each cache was sent."""
         found: dict[int, int] = {}
         for name, tokens in request.prefix_keys:
             if tokens is not None:

@@ -55,7 +55,7 @@ class View(PickleByFields):
 
 
 def view(ctx: SchedulingContext, instance: Instance) -> View:
-    """View of an instance for the request of a decision."""
+    """Return the view of an instance for the request of a decision."""
     request, sight = ctx.request, foreseen(ctx, instance)
     return View(
         prompt_tokens=request.prompt_tokens,
@@ -91,7 +91,7 @@ class ViewPolicy(Policy):
     weights: ClassVar[Mapping[str, float]] = {}
 
     def terms(self, view: View) -> Mapping[str, float] | None:
-        """Terms of the score by name; None if the request cannot go there now."""
+        """Return the terms of the score by name; None if the request cannot go there now."""
         raise NotImplementedError
 
     def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:

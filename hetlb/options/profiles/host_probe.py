@@ -1,4 +1,4 @@
-"""Host time of an idle server, by a few lone requests: which to send, and what their times say.
+"""Host time of an idle server from a few lone requests: which to send, and how to read their times.
 
 Tables of kernels leave out what the host adds to every iteration and to every request. One sequence decoding
 alone shows the first: its step against the model's. The first tokens of short prompts show the second. A
@@ -21,7 +21,7 @@ _OUTPUT_TOKENS: Final = 200
 _REQUESTS: Final = 3
 #: Lone short prompts whose first tokens are timed.
 _FIRST_TOKENS: Final = 5
-#: Seconds for all of it.
+#: Seconds of the whole probe.
 BUDGET_S: Final = 10.0
 #: Least relative error of the tables' step times that counts: the tables are no better.
 _FASTER_SHARE: Final = 0.03

@@ -1,7 +1,7 @@
 """Host times of instances whose profiles assume one: measured unasked, while an instance is idle.
 
-A few lone requests to the engine tell (`host_probe.py`). A client's request that comes meanwhile ends them;
-the next idle moment is another try.
+A few lone requests to the engine measure them (`host_probe.py`). A client's request that comes meanwhile ends
+them; the next idle moment is another try.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _DisturbedError(Exception):
 
 
 class HostTimes:
-    """Measures host times; `change` puts what was found in force."""
+    """Measurements of host times; `change` puts them in force."""
 
     def __init__(self, watch: EngineWatch, change: Callable[[InstanceChange], None]) -> None:
         self._watch = watch
@@ -58,7 +58,7 @@ class HostTimes:
         return free and up and known and self._tries.get(_key(instance), 0) < _TRIES
 
     async def measure(self, instance: Instance) -> None:
-        """Measure the host time of an instance, write it into its profile where that may be, and say so."""
+        """Measure the host time of an instance, write it into its profile where allowed, and log it."""
         name, spec, key = instance.name, instance.spec, _key(instance)
         if spec.latency is None:
             return
@@ -101,7 +101,7 @@ class HostTimes:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _probe(self, instance: Instance, latency: LatencyModel) -> LatencyModel:
-        """Return the latency model with what lone requests show. Raises `_DisturbedError`, or what failed."""
+        """Return the latency model corrected by lone requests. Raises `_DisturbedError`, or the failure."""
         probe, rng = HostProbe(latency, instance.capacity.max_model_len), random.Random()
         while tokens := probe.next_tokens():
             probe.answered(*await self._complete(instance, rng.choices(_TOKEN_IDS, k=PROMPT_TOKENS), tokens))

@@ -64,7 +64,7 @@ class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def kv_need(self) -> KvNeed | None:
-        """Return what a sequence needs, in tokens of a KV cache; None where that is its tokens."""
+        """Return the need of a sequence in tokens of a KV cache; None where its tokens are the need."""
         windows = [(each.tokens, each.bytes_per_token) for each in self.kv_windows or ()]
         return kv_need(self.kv_bytes_per_token or 0.0, windows, self.state_bytes or 0.0)
 
@@ -302,7 +302,7 @@ _SECOND_VERSION = ("better_decode", "mixed", "split_kv", "launch", "host", "assu
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A latency profile: eight constants of one model on one engine, and what that engine can hold.
 
-    All else is what `hetlb profile` adds; any of it may be missing. `assumed` names what no point shows.
+    `hetlb profile` adds all else; any of it may be missing. `assumed` names figures that no point shows.
     """
 
     version: Literal[1, 2]
@@ -443,7 +443,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 def sections(latency: LatencyModel) -> dict[str, Any]:
-    """Profile sections with the constants of a latency model; the inverse of `Profile.latency`."""
+    """Return the profile sections with the constants of a latency model; the inverse of `Profile.latency`."""
     better = forms_of(latency).prefill
     prefill = None
     if better is not None:
@@ -461,7 +461,7 @@ def sections(latency: LatencyModel) -> dict[str, Any]:
 
 
 def _section(kind: Any, form: Any) -> Any:
-    """Section with the constants of the same names of a form; None without one."""
+    """Return the section with the constants of the same names of a form; None without one."""
     return None if form is None else kind(**{key: getattr(form, key) for key in kind.__struct_fields__})
 
 

@@ -17,7 +17,7 @@ from hetlb.options.profiles.profile_file import HostTime, Profile, load_profile,
 
 
 def profile_text(profile: Profile) -> str:
-    """Return the profile as YAML: one line per row of a grid, 6 digits, nothing that is empty."""
+    """Return the profile as YAML: one line per row of a grid, 6 digits, empty values left out."""
     return yaml_text(_written(msgspec.to_builtins(profile)))
 
 

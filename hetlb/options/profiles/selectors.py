@@ -22,7 +22,7 @@ def parse_selector(text: str, key: str) -> dict[str, str]:
 
 
 def select_profile(labels: Mapping[str, str], profiles: Mapping[str, str]) -> str | None:
-    """Profile of the most specific selector that matches the labels; the first of equal ones."""
+    """Return the profile of the most specific selector that matches the labels; the first of equal ones."""
     best: tuple[int, str] | None = None
     for text, profile in profiles.items():
         wanted = parse_selector(text, "profiles")

@@ -145,7 +145,7 @@ class PnormPrefill(PassForm):
         check_numbers(self, 1.0, "p")
 
     def prefill_s(self, batch: float, input_tokens: float) -> float:
-        """Seconds to prefill `batch` prompts of `input_tokens` tokens each in one forward pass."""
+        """Return the seconds to prefill `batch` prompts of `input_tokens` tokens each in one forward pass."""
         return self.pass_s(batch * input_tokens, batch, batch * input_tokens * input_tokens)
 
     def pass_s(
@@ -311,7 +311,7 @@ class DecodeTable(_Pieces):
         return self.token_s * batch + self.context_s
 
     def step_s(self, batch: float, kv_tokens: float) -> float:
-        """Seconds of one step of `batch` sequences that hold `kv_tokens` together."""
+        """Return the seconds of one step of `batch` sequences that hold `kv_tokens` together."""
         own_s, token_s = self.step_line(batch)
         return own_s + token_s * kv_tokens
 
@@ -336,7 +336,7 @@ class MixedTerm(MixedForm):
         check_numbers(self, 0.0, "sequence_s", "pair_s", "token_s", "context_s")
 
     def seconds(self, tokens: float, batch: float, kv_tokens: float) -> float:
-        """Seconds for `batch` decodes over `kv_tokens` beside `tokens` prompt tokens."""
+        """Return the seconds for `batch` decodes over `kv_tokens` beside `tokens` prompt tokens."""
         shared_s = self.token_s * kv_tokens
         alone_s = self.context_s * kv_tokens / batch
         return (self.sequence_s + self.pair_s * tokens) * batch + (
@@ -344,7 +344,7 @@ class MixedTerm(MixedForm):
         )
 
     def chain_s(self, tokens: float) -> float:
-        """Seconds in which one block of threads runs through a context."""
+        """Return the seconds in which one block of threads runs through a context."""
         return self.context_s * tokens
 
 
@@ -408,7 +408,8 @@ def corrected(
     host_s += k.host_s
     if mixed != 1.0:
         k = replace(k, mixed=mixed_term(k))
-    found = k.with_factors(prefill, mixed, decode, max(0.0, host_s), max(0.0, k.request_s + request_s))
+    request_s = max(0.0, k.request_s + request_s)
+    found = k.with_factors(prefill, mixed, decode, max(0.0, host_s), request_s, k.host_sequence_s)
     table = cast("DecodeTable | None", found.better_decode)
     if host_s < 0.0:
         # If the host takes less than the profile says, the steps' own times hold it.

@@ -1,6 +1,6 @@
 """Control channel between the supervisor and a child: rare, small messages, some with a descriptor.
 
-A message is one packet of a Unix socket: a pickled tuple, its first item its kind. What may be large (the
+A message is one packet of a Unix socket: a pickled tuple, its first item its kind. Large data (the
 state of the fleet) goes as a memory file, of which the packet carries the descriptor.
 """
 
@@ -106,7 +106,7 @@ class ChildControl:
 
 
 def content_of(fd: int) -> bytes:
-    """Content of a packet of `send_large`; closes the descriptor."""
+    """Return the content of a packet of `send_large`; closes the descriptor."""
     try:
         return os.pread(fd, os.fstat(fd).st_size, 0)
     finally:

@@ -30,7 +30,7 @@ def bind_listeners(fleet: Fleet, relays: int, given: Listeners) -> Listeners:
 
 
 def share_of(relay: int, relays: int, sockets: Sequence[socket.socket]) -> list[socket.socket]:
-    """Sockets of one relay: one on every address at least, and no socket is without a relay."""
+    """Return the sockets of one relay: one on every address at least, and no socket is without a relay."""
     by_address: dict[Any, list[socket.socket]] = {}
     for each in sockets:
         by_address.setdefault(each.getsockname(), []).append(each)
@@ -42,7 +42,7 @@ def share_of(relay: int, relays: int, sockets: Sequence[socket.socket]) -> list[
 
 
 def _bound(host: str, port: int, count: int) -> Iterator[socket.socket]:
-    """Sockets, `count` on each address of a host; several share the port."""
+    """Yield the sockets, `count` on each address of a host; several share the port."""
     infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     places = dict.fromkeys((family, kind, number, str(at[0])) for family, kind, number, _, at in infos)
     for family, kind, protocol, address in places:

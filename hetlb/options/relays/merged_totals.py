@@ -17,7 +17,7 @@ from hetlb.options.recent import KEPT_POINTS, Recent, add_counts
 
 
 def add_totals(whole: Totals, part: Totals) -> None:
-    """Count what another process has counted, but for what ended lately."""
+    """Add another process's counters, without its recently ended requests."""
     _add(whole, part, ("decisions", "retries"))
     for counts in ("requests", "classes", "reloads", "kv_transfers", "resumptions"):
         add_counts(getattr(whole, counts), getattr(part, counts))
@@ -38,7 +38,7 @@ def add_totals(whole: Totals, part: Totals) -> None:
 
 
 def add_recent(whole: Recent, part: Recent) -> None:
-    """Count what ended lately in another process."""
+    """Add the recently ended requests of another process."""
     for number, stretch in part.stretches.items():
         whole.stretch(number).add(stretch)
     whole.points = sorted(whole.points + part.points)[-KEPT_POINTS:]
@@ -54,5 +54,4 @@ def _add_histogram(whole: Histogram | GapHistogram, part: Histogram | GapHistogr
         whole.fine = list(map(add, whole.fine, part.fine))
         _add_histogram(whole.longer, part.longer)
     elif isinstance(whole, Histogram) and isinstance(part, Histogram):
-        whole.counts = list(map(add, whole.counts, part.counts))
-        whole.total += part.total
+        whole.add(part)

@@ -70,7 +70,7 @@ class LeaseChange(RelayMessage, tag=3, frozen=True):
 class Refused(RelayMessage, tag=5, frozen=True):
     """The engine refused the request with 4xx or 503; answered by `DispatchMessage` or `PassOnMessage`.
 
-    `busy`: with 429 or 503. `retry_after_s`: when to come again, None where it did not say.
+    `busy`: with 429 or 503. `retry_after_s`: seconds until a retry, None without any.
     """
 
     request: int

@@ -92,7 +92,7 @@ class Relay:
         self._reporter: asyncio.TimerHandle | None = None
         self._opening: set[asyncio.Task[None]] = set()
 
-    # --- what the listener answers itself ---
+    # --- answers of the listener's own ---
 
     def models(self) -> list[dict[str, Any]]:
         return self._models

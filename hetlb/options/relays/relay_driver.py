@@ -46,7 +46,7 @@ from hetlb.served_models import read_model_list
 
 #: Bits of a request's id below the number of its relay.
 ID_BITS: Final = 32
-#: Leases of which the tokens so far are reported: what the dashboard lists.
+#: Leases whose tokens so far are reported, for the dashboard's list.
 _RECENT_LEASES: Final = 25
 
 
@@ -60,7 +60,8 @@ class RelayDriver(SchedulerSide):
         self._channel: MessageChannel[FromScheduler] | None = None
         self._alone_since = driver.now()
         self._targets: dict[str, Target] = {}
-        #: Instances whose counters move, and since when others stand still, as the scheduler process says.
+        #: Instances whose counters move, and the times since when others stand still, from the scheduler
+        #: process.
         self._moving: frozenset[str] = frozenset()
         self._stalled: dict[str, float] = {}
         #: Incarnations of the instances as the scheduler process numbers them.
@@ -73,7 +74,7 @@ class RelayDriver(SchedulerSide):
         #: Models that engines served when connections to them were made again, by instance.
         self._read: dict[str, set[str]] = {}
         driver.pools.on_reconnect = self.reconnected
-        #: True if requests wait somewhere: what frees an instance is said at once then.
+        #: True if requests wait somewhere: ends that free an instance are sent at once then.
         self.others_wait = False
         self._view = ViewMessage([], [], "", b"[]", False)
         self._served: frozenset[str] = frozenset()
@@ -216,7 +217,7 @@ class RelayDriver(SchedulerSide):
 
     def refused(self, lease: Lease, busy: bool, retry_after_s: float | None, now: float) -> None:
         if self._channel is None:
-            return  # the client gets what the engine said
+            return  # the client gets the engine's answer
         request_id = lease.request.id
         self._driver.exchanges[request_id].attempt.wait()
         self._send(Refused(request_id, lease.id, busy, retry_after_s))
@@ -317,7 +318,7 @@ class RelayDriver(SchedulerSide):
                 self._driver.reject(Reject(exchange.record.request.id, RejectReason.NO_INSTANCE, detail), 1.0)
 
     def _has_room(self) -> bool:
-        """Return True if what waits without a scheduler process is within the queue's limits."""
+        """Return True if the requests that wait without a scheduler process are within the queue's limits."""
         limits, waiting = self._limits, self._queued()
         if limits.max_requests is not None and len(waiting) > limits.max_requests:
             return False

@@ -124,7 +124,7 @@ class RelayHost(Carrier):
         self._on_view = on_view
         self._open: dict[RequestId, _OpenRequest] = {}
         self._streaming_at: dict[str, float] = {}
-        #: Relays whose live leases are waited for, and what the others said meanwhile.
+        #: Relays whose live leases are waited for, and the others' messages meanwhile.
         self._awaited: set[int] = set()
         self._early: list[tuple[RelayLink, list[FromRelay]]] = []
         #: Called with an instance and its `/v1/models` after its engine closed connections.
@@ -136,7 +136,7 @@ class RelayHost(Carrier):
         self._work: tuple[list[str], dict[str, float]] = [], {}
         #: Token estimates that the relays learnt; each of them has its own, which begins with this one.
         self.token_estimator = TokenEstimator()
-        #: Counters of relays that are gone, and their lost lines; what ended lately at any relay.
+        #: Counters of ended relays, and their lost lines; recently ended requests of all relays.
         self._gone, self._gone_lost = Totals(), 0
         self.recent = Recent()
         #: Number of the last question for reports; set for a moment when one comes, or a relay has gone.
@@ -153,7 +153,7 @@ class RelayHost(Carrier):
     # --- relays ---
 
     def expect(self, lives: Iterable[int]) -> None:
-        """Hear nothing else for a moment until these relays have told their live leases."""
+        """Wait, for a moment at most, for the live leases of these relays alone."""
         self._awaited.update(lives)
         if self._awaited:
             self.loop.call_later(RESTORE_S, self._restored)
@@ -187,7 +187,7 @@ class RelayHost(Carrier):
             link.send(message)
 
     def tokens_so_far(self, lease: Lease) -> int:
-        """Output tokens of a lease: all of them, or as of its relay's last report."""
+        """Return the output tokens of a lease: all of them, or as of its relay's last report."""
         found = None if lease.ended else self._open.get(lease.request.id)
         if found is None or found.lease is not lease:
             return lease.output_tokens
@@ -260,7 +260,7 @@ class RelayHost(Carrier):
             self._restored()
 
     def _restored(self) -> None:
-        """Take what was said while live leases were waited for."""
+        """Take messages that came while live leases were waited for."""
         self._awaited.clear()
         early, self._early = self._early, []
         for link, messages in early:
@@ -409,7 +409,7 @@ class RelayHost(Carrier):
     # --- time ---
 
     def _tell_work(self, now: float) -> None:
-        """Tell the relays which instances work and which stand still, where that is news."""
+        """Tell the relays which instances work and which stand still, where it changed."""
         accounts = [(each.name, each.account) for each in self.scheduler.instances]
         moving = [name for name, account in accounts if account.works(now)]
         stalled = {
@@ -436,5 +436,5 @@ class RelayHost(Carrier):
 
 
 def _prompt_tokens(request: Request) -> int:
-    """Tokens of all prompts of a request, as known at its arrival."""
+    """Return the tokens of all prompts of a request, as known at its arrival."""
     return request.prompt_tokens * (request.sequences // max(1, request.samples))

@@ -81,7 +81,7 @@ class SchedulerProcess(FleetService):
         return self.driver.scheduling
 
     def _catch_up(self, state: ChildState) -> None:
-        """Know what the scheduler process before this one knew."""
+        """Take over the state of the scheduler process before this one."""
         scheduling, watch = self.scheduling, self.watch
         for spec, address in state.registered:
             self.roster.adopt(spec, address)
@@ -198,7 +198,7 @@ class SchedulerProcess(FleetService):
         if self._alone and not self.driver.links:
             self._stop.set()
 
-    # --- what relays answer themselves ---
+    # --- relays' own answers ---
 
     def _view_changed(self, at_once: bool = False) -> None:
         if not self._looked:
@@ -209,7 +209,7 @@ class SchedulerProcess(FleetService):
             self._view_timer = self._loop.call_later(_VIEW_S, self._send_view)
 
     def _send_view(self) -> None:
-        """Send relays what has changed, and the supervisor what a successor needs."""
+        """Send relays the changes, and the supervisor the state for a successor."""
         if self._view_timer is not None:
             self._view_timer.cancel()
             self._view_timer = None
@@ -235,7 +235,7 @@ class SchedulerProcess(FleetService):
         ]  # fmt: skip
 
     def _save(self, fleet: Fleet | None = None) -> None:
-        """Give the supervisor what a successor begins with; `fleet` is about to be in force."""
+        """Give the supervisor the initial state of a successor; `fleet` is about to be in force."""
         state = dataclasses.replace(
             self._state,
             fleet=self.fleet if fleet is None else fleet,
@@ -258,11 +258,11 @@ class SchedulerProcess(FleetService):
         await self.driver.refresh()
 
     async def settled(self) -> None:
-        """Return when what an operator changed is in force in all relays."""
+        """Return when an operator's change is in force in all relays."""
         self._send_view()
         await self.refresh()
 
-    # --- what the admin surface sees ---
+    # --- for the admin surface ---
 
     @property
     def totals(self) -> Totals:
@@ -282,7 +282,7 @@ class SchedulerProcess(FleetService):
             return "no relay serves"
         return super().readiness
 
-    # --- what an operator changes ---
+    # --- an operator's changes ---
 
     def set_policy(self, name: str) -> None:
         super().set_policy(name)

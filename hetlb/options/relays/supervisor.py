@@ -410,7 +410,7 @@ class Supervisor:
     # --- the end ---
 
     def _leave(self) -> None:
-        """Other processes accept now: close the listeners; every connection gets one more answer."""
+        """Close the listeners, as other processes accept now; every connection gets one more answer."""
         self._replaced = True
         for relay in self._relays:
             self._send(relay, "leave")
@@ -467,7 +467,7 @@ class Supervisor:
 
 
 class _Stderr(logging.Handler):
-    """Lines to stderr where it takes them at once: a reader that is slow must not stop the supervisor."""
+    """Lines to stderr without blocking: a slow reader must not stop the supervisor."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError):

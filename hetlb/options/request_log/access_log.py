@@ -23,7 +23,7 @@ _KEPT_WORDS: Final = 1024
 
 
 def _word(text: str) -> str:
-    """`escape` with a cache, for text that recurs."""
+    """Escape like `escape`, with a cache, for text that recurs."""
     word = _words.get(text)
     if word is None:
         if len(_words) >= _KEPT_WORDS:
@@ -57,7 +57,7 @@ def _time(epoch_s: float) -> str:
 
 
 def _level(outcome: str) -> str:
-    """`warning` where an engine or hetlb itself failed, else `info`."""
+    """Return `warning` where an engine or hetlb itself failed, else `info`."""
     cause = CAUSES[outcome]
     return "warning" if cause == "engine" or cause == "hetlb" else "info"
 
@@ -68,7 +68,7 @@ def _resumed(record: RequestRecord) -> str:
 
 
 def keyvalue_line(record: RequestRecord, epoch_s: float = 0.0) -> str:
-    """`key=value` words, with a newline. Text of a client never holds a blank; `epoch_s` as for JSON."""
+    """Return `key=value` words, with a newline. A client's text holds no blank; `epoch_s` as for JSON."""
     lease, outcome, cached, ttft_s = record.lease, record.outcome, record.cached_tokens, record.ttft_s
     assert outcome is not None, "expected a request that has ended"
     assert record.ended_at is not None, "expected a request that has ended"
@@ -131,5 +131,5 @@ FORMATS: dict[str, Callable[[RequestRecord, float], str]] = {"keyvalue": keyvalu
 
 
 def _whole(text: str) -> str:
-    """Text with lone surrogates and line ends replaced, so that it can be encoded on one line."""
+    """Return the text with lone surrogates and line ends replaced, so that it can be encoded on one line."""
     return _LINE_ENDS.sub("\ufffd", text)

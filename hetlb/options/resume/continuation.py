@@ -1,4 +1,4 @@
-"""Continuation of an answer at another instance: what came of it, and the request for the rest.
+"""Continuation of an answer at another instance: its parts so far, and the request for the rest.
 
 The engine is given the token ids of the prompt and of the answer so far, as a completion: greedy, it says
 what the first one would have said. Whether an answer may go on is decided when its request is sent, from one
@@ -21,7 +21,7 @@ from hetlb.balancer.http.sse import MAX_HELD_BYTES
 from hetlb.options.resume.progress import Kept, Progress
 from hetlb.options.resume.resume_fields import CHAT_ONLY, NOT_READ, Asked, read_answer, read_asked, read_ids
 
-#: Maximum number of leases in a row that bring few tokens: an answer may be what engines fail of.
+#: Maximum number of leases in a row that bring few tokens: the answer may be the cause of their failures.
 MAX_FRUITLESS_LEASES: Final = 5
 #: Minimum number of tokens that a lease brings, or it counts.
 _LEAST_TOKENS: Final = 16
@@ -33,12 +33,12 @@ _MAX_FIRST_BYTES: Final = 1 << 21
 #: Reason of an end that is none; inside text the quotes would be escaped.
 _ABORT: Final = b'"abort"'
 _ABORTED = re.compile(rb'"finish_reason":\s?"abort"')
-#: Errors at an event that is not of the expected form.
+#: Errors at an event of an unexpected form.
 _NOT_TRANSLATED: Final = (*NOT_READ, LookupError, TypeError, AttributeError)
 
 
 class Draft:
-    """Request for the rest of an answer: its body, and what of the progress is in its prompt.
+    """Request for the rest of an answer: its body, and the part of the progress that its prompt holds.
 
     `generated` tokens of the answer are in its prompt, `texts` and `ids` their events; the client has
     `ahead` behind them.
@@ -159,7 +159,7 @@ class Continuation:
         return self.second
 
     def draft(self) -> Draft | None:
-        """Make the request of the next lease from what has come; None where none is right: `why` says so."""
+        """Make the request of the next lease from the tokens so far; None where none is right, with `why`."""
         progress, asked = self.progress, self._asked
         if progress is None or asked is None:
             return None
@@ -234,7 +234,7 @@ class Continuation:
         return draft
 
     def take(self, draft: Draft | None) -> None:
-        """Go by a draft from now on; without one the request is the same again."""
+        """Adopt a draft; without one the request is the same again."""
         if draft is None:
             self._fruitless += 1
             return
@@ -280,7 +280,7 @@ class Continuation:
                 progress.take(event, has_prompt=not self.generated)
                 progress.bound()
                 if progress.why:
-                    return None  # another shape: what is said again could not be told from what is new
+                    return None  # another shape: repeated text could not be told from new text
                 if not self._adapt(choice, delta, fields, progress):
                     return None
             return b"data: " + msgspec.json.encode(fields)
@@ -290,7 +290,7 @@ class Continuation:
     def _adapt(
         self, choice: dict[str, Any], delta: dict[str, Any], fields: dict[str, Any], progress: Progress
     ) -> bool:
-        """Change in place what an event says. Return False if it says other than was said before."""
+        """Change the contents of an event in place. Return False if they differ from the earlier ones."""
         text, ids = choice.get("text", delta.get("content")) or "", choice.get("token_ids")
         if progress.ahead and text:
             size = min(len(progress.ahead), len(text))
@@ -418,7 +418,7 @@ class KeptStream(StreamedAnswer):
     def usage(self) -> tuple[int | None, int | None, int | None]:
         prompt, rest = self.prompt_tokens, self._rest
         if prompt is not None and rest is not None:
-            prompt -= rest.generated  # what earlier leases said was part of this one's prompt
+            prompt -= rest.generated  # the tokens of earlier leases were part of this one's prompt
         return self.completion_tokens, prompt, self.cached_tokens
 
     def _take(self, data: bytes) -> bytes:
@@ -455,7 +455,7 @@ class KeptStream(StreamedAnswer):
             if self._hides_ids:
                 event = _TOKEN_ID_LISTS.sub(rb"\1null", event)
         if data.find(_ABORT) >= 0 and _ABORTED.search(data) is not None:
-            self.lost = event  # vLLM gives up what it runs when it is stopped
+            self.lost = event  # vLLM ends its running requests when it is stopped
             return b""
         return event
 

@@ -14,7 +14,7 @@ from hetlb.balancer.core.types import Lease
 
 #: Maximum number of engines that die in an answer which goes on after it: the request may be what kills them.
 MOST_DEATHS: Final = 1
-#: Seconds for which a death says how often engines die.
+#: Seconds for which a death counts in the rate of deaths.
 _RECENT_S: Final = 60.0
 #: Number of deaths that are remembered.
 _KEPT_DEATHS: Final = 256

@@ -1,4 +1,4 @@
-"""Progress of a streamed answer: what has come of it, as a second lease needs it to go on from there.
+"""Progress of a streamed answer: its parts so far, in the form that a second lease needs.
 
 Bytes are kept as they came, and read once an engine is lost, or where one stream's or all kept bytes
 are many. What a stream keeps is bounded: beyond that its answer is not resumed.
@@ -69,7 +69,7 @@ class Progress:
         #: Number of events of earlier leases: they have just the text of their token ids.
         self.settled = 0
         self.prompt_ids = b""
-        #: Of the first event: what the client knows the answer by.
+        #: Of the first event: the identity of the answer for the client.
         self.id = self.model = ""
         self.created = 0
         #: Reason of its end, None while it goes on.
@@ -80,7 +80,7 @@ class Progress:
         #: True if the event of usage alone came.
         self.usage_sent = False
         self.why = ""
-        #: Text that the client has beyond `texts`: a lease is about to say it again.
+        #: Text that the client has beyond `texts`: a lease is about to repeat it.
         self.ahead = ""
 
     # Called for about every token.
@@ -99,7 +99,7 @@ class Progress:
             self.add_chunks(b"%x\r\n%b\r\n" % (len(payload), payload))
 
     def read(self) -> None:
-        """Look at what was only kept."""
+        """Read the bytes that were only kept."""
         raw = b"".join(self.raw)
         self.raw.clear()
         self._kept.bytes -= self._raw_bytes
@@ -190,7 +190,7 @@ class Progress:
         self.tokens = 0
 
     def spoil(self, why: str) -> None:
-        """Forget all of it: `why` says of what no continuation is known."""
+        """Forget all of it; `why` is the reason."""
         self.why = self.why or why
         self.release()
 

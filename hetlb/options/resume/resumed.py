@@ -40,7 +40,7 @@ _STREAMING: Final = Phase.STREAMING
 
 
 class Resumable(Maker):
-    """Maker of the attempts of one request, and what they share.
+    """Maker of the attempts of one request, and their common state.
 
     `deaths` counts engines that died in its answer; `checks` ask whether others live. `waiting` is called
     once they have answered, None if nothing waits for the answers.
@@ -51,7 +51,7 @@ class Resumable(Maker):
     def __init__(
         self, driver: Driver, kept: Kept, deaths: Deaths, kind: Kind, call: Call, outgoing: EngineRequest
     ) -> None:
-        """`kept`, `deaths`: what the streams of the process keep, and the deaths that it saw."""
+        """`kept`: bytes that the streams of the process keep; `deaths`: the deaths that it saw."""
         self._driver = driver
         self.all_deaths = deaths
         self.rest = Continuation(
@@ -79,7 +79,7 @@ class Resumable(Maker):
             record.not_resumed = self.rest.why
 
     def go_on(self) -> None:
-        """Call what waits, once all engines that were asked have answered."""
+        """Call `waiting`, once all engines that were asked have answered."""
         waiting = self.waiting
         if waiting is not None and not self.checks:
             self.waiting = None
@@ -118,7 +118,7 @@ class Resumed(Plain):
             self.exchange.refuse(answer, text, end=ends.OTHERWISE)
 
     def expect(self) -> None:
-        if not self.exchange.record.resumed:  # else what was expected of the first one stays
+        if not self.exchange.record.resumed:  # else the first one's forecast stays
             super().expect()
 
     def head_lines(self, pool: EnginePool) -> bytes:

@@ -1,7 +1,8 @@
 """One view of several schedulers: each books what the others have booked.
 
 A scheduler's journal (`balancer/core/journal.py`) goes to its peers, and a peer's lease is a lease of this
-scheduler as well: it counts in the ledger, its end teaches lengths, speeds and health, and places what waits.
+scheduler as well: it counts in the ledger, its end teaches lengths, speeds and health, and places waiting
+requests.
 
 Within the delay of that news all schedulers would choose the same instance: as many requests as peers book
 meanwhile are unseen at a decision. So their number is drawn, from none to all alike, and the decision is made
@@ -42,7 +43,7 @@ class SharedView:
         """`seed` and `name` differ from scheduler to scheduler; the name is by default the seed in hex."""
         self._scheduler = scheduler
         self._name = f"{seed:x}" if name is None else name
-        #: Names of the own share of the instances, and of what it was dealt from.
+        #: Names of the own share of the instances, and of the instances it was dealt from.
         self._own_share: tuple[str, ...] = ()
         self._share_of: tuple[str, ...] = ()
         #: Changes for peers. To be read by the transport.
@@ -79,14 +80,14 @@ class SharedView:
         return changes
 
     def live(self, now: float) -> list[WireChange]:
-        """All that a new peer must know: every live lease, and what waits."""
+        """Return all that a new peer must know: every live lease, and the waiting requests."""
         scheduler = self._scheduler
         return [*to_wire(scheduler.ledger.live(now)), WireWaiting(scheduler.queue.waiting_sizes())]
 
     # --- of peers ---
 
     def receive(self, peer: str, changes: Sequence[WireChange], now: float) -> list[Command]:
-        """Take over what a peer says; the commands are what this scheduler's own requests get of it."""
+        """Take over a peer's changes; return the commands for this scheduler's own requests."""
         for change in changes:
             if isinstance(change, WireBooked):
                 self._heard(now)
@@ -96,11 +97,11 @@ class SharedView:
         return self._remote.receive(peer, changes, now)
 
     def replace(self, peer: str, changes: Sequence[WireChange], now: float) -> list[Command]:
-        """Forget what a peer said before: `changes` are all that holds of it."""
+        """Replace the state of a peer by `changes`."""
         return self.gone(peer, now) + self.receive(peer, changes, now)
 
     def gone(self, peer: str, now: float) -> list[Command]:
-        """End the leases of a peer that is no more; they count against no instance."""
+        """End the leases of a peer that ended; they count against no instance."""
         commands = self._remote.gone(peer, now)
         if self._waits.pop(peer, None):
             self._say_elsewhere(now)
@@ -167,6 +168,6 @@ class SharedView:
 
 
 def _kind(instance: Instance) -> tuple[float, str]:
-    """Order in which instances of a kind are beside each other."""
+    """Return the order in which instances of a kind are beside each other."""
     latency = instance.spec.latency
     return 0.0 if latency is None else latency.step_s(1.0, 1.0), instance.name

@@ -1,4 +1,4 @@
-"""Sharing of several schedulers of one fleet, over a hub or Redis: live leases, and what waits.
+"""Sharing of several schedulers of one fleet, over a hub or Redis: live leases, and waiting requests.
 
 Each process hears of every change and of its own, whose way there and back is the age that the others' news
 have. It says something at least four times in `silent_s`, so that a silent peer is dead. It tells all it has
@@ -73,7 +73,7 @@ _decode_head = msgspec.msgpack.Decoder(_Head).decode
 
 
 class Sharing:
-    """Tells the other processes and hears of them; `name` is this one's, in hexadecimal digits."""
+    """Exchange of state with the other processes; `name` is this one's, in hexadecimal digits."""
 
     def __init__(
         self,
@@ -127,12 +127,12 @@ class Sharing:
     # --- out ---
 
     def _tell(self) -> None:
-        """Tell what changed in the last turn of the event loop."""
+        """Send the changes of the last turn of the event loop."""
         if self._tasks and (changes := self.view.take()):
             self._send(_CHANGES, changes)
 
     def _send(self, kind: int, changes: list[WireChange]) -> None:
-        """Send changes; where they are many, all that holds begins with its kind and the last ones end so."""
+        """Send changes in parts: of a state the first part has the `kind`, else the last one."""
         some = parts(changes)
         at = 0 if kind == _STATE else len(some) - 1
         for number, part in enumerate(some):
@@ -142,7 +142,7 @@ class Sharing:
             self._transport.send(message)
 
     def _send_state(self) -> None:
-        """Tell all that holds, after what changed before."""
+        """Send the whole state, after the earlier changes."""
         if changes := self.view.take():
             self._send(_CHANGES, changes)
         self._send(_STATE, self.view.live(self._loop.time()))
@@ -180,14 +180,14 @@ class Sharing:
             await asyncio.sleep(_RETRY_S)
 
     def _introduce(self) -> None:
-        """Tell all, and ask the others to."""
+        """Send the whole state, and ask the others for theirs."""
         self._transport.lost = False
         self._transport.discard()
         self._send_state()
         self._send(_ASK, [])
 
     def _receive(self, data: object) -> None:
-        """Take a message; one that is none is counted, and the next one is taken like any other."""
+        """Take a message; an invalid one is counted, and the next one is taken like any other."""
         now = self._loop.time()
         if not self.connected:
             self.connected = True
@@ -218,7 +218,7 @@ class Sharing:
         self._next[peer] = sequence + 1
         if kind == _STATE:
             self._carry_out(self.view.replace(peer, changes, now))
-        else:  # without one that came before, what changed since says nothing
+        else:  # without a whole state before, changes have no meaning
             self._carry_out(self.view.receive(peer, changes if whole else (), now))
         if not whole:
             self._send(_ASK, [])

@@ -13,7 +13,7 @@ TABLES: dict[str, Any] = {"kv_transfer": ConnectorName | KvTransferTable | None}
 
 
 def hook(*args: Any) -> KvTransfers:
-    """Return what carries requests out in two legs; a simulation decides alone."""
+    """Return the carrier of requests in two legs; a simulation decides alone."""
     from hetlb.options.split.kv_transfers import KvTransfers
 
     return KvTransfers(*args)

@@ -68,7 +68,7 @@ class PairRecord:
 
 @mypyc_attr(acyclic=True)
 class _Counted:
-    """Prompt tokens that a decode engine has fetched and computed, as last judged, and what is to be judged.
+    """Prompt tokens that a decode engine has fetched and computed, as last judged, and transfers to judge.
 
     `due`: source and tokens of transfers whose first token came; `last_at`: time of the last one.
     """
@@ -116,7 +116,7 @@ class FetchChecks:
             self.restrained = True
 
     def checks(self, target: Instance) -> bool:
-        """Return True if the engine of `target` says what it fetches."""
+        """Return True if the engine of `target` reports its fetches."""
         return target.incarnation in self._counted
 
     def answered(self, source: Instance, target: Instance, tokens: float, now: float) -> None:
@@ -135,7 +135,7 @@ class FetchChecks:
     def sampled(
         self, target: Instance, fetched: int | None, computed: int | None, coming: float, now: float
     ) -> None:
-        """Judge what is due by an engine's counters, None where it has none.
+        """Judge due transfers by an engine's counters, None where it has none.
 
         `coming`: tokens of transfers to it whose first token has not come, which may be counted already.
         """
@@ -159,7 +159,7 @@ class FetchChecks:
     def _judge(
         self, target: Instance, counted: _Counted, fetched: int, computed: int, coming: float, now: float
     ) -> None:
-        """Believe the set of pairs whose tokens come nearest to what was fetched."""
+        """Believe the set of pairs whose tokens come nearest to the fetched ones."""
         sums: dict[int, float] = {}
         counts: dict[int, int] = {}
         for source, tokens in counted.due:
@@ -186,7 +186,7 @@ class FetchChecks:
                 record.judge(reached, count, now)
                 self.restrained = self.restrained or record.rests > 0
         self._counted[target.incarnation] = kept = _Counted(fetched, computed)
-        # What was counted early belongs to transfers that are to be judged later.
+        # Tokens counted early belong to transfers that are to be judged later.
         kept.fetched -= int(min(coming, max(0.0, grown - own)))
 
     def _missed(self, source: int, target: int) -> bool:

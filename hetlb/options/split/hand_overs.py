@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hetlb.balancer.core.instance import Instance, tokens_of
+from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.journal import booked
 from hetlb.balancer.core.ledger import nearest
 from hetlb.balancer.core.placement import Decision, check_choice
 from hetlb.balancer.core.policies.base import Choice
 from hetlb.balancer.core.policies.sight import SchedulingContext
-from hetlb.balancer.core.ready import Choices, ReadyInstances
+from hetlb.balancer.core.ready import Choices, ReadyInstances, tokens_of
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (
     HAND_OVER,
@@ -245,7 +245,7 @@ class HandOvers:
             self.transfers.checks.failed(source, target, now)
 
     def released(self, hold: Hold, now: float) -> list[Command]:
-        """Note that a prefill instance was told that a prompt will not be fetched."""
+        """Note that a prefill instance was told to drop a prompt."""
         if hold.ended:
             return []
         self._let_go(hold)
@@ -260,7 +260,7 @@ class HandOvers:
         """Note that an instance is gone."""
         self.transfers.forget(incarnation)
 
-    # --- what is held ---
+    # --- holds ---
 
     @property
     def held(self) -> int:

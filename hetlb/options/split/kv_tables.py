@@ -22,7 +22,7 @@ ConnectorName: TypeAlias = Literal["nixl", "mooncake"]
 
 
 class KvTransferTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Hand-over of KV blocks between instances of a model: the connector of vLLM, and what is known of it.
+    """Hand-over of KV blocks between instances of a model: the connector of vLLM, and its figures.
 
     `lease_s` is the engines' `kv_lease_duration` (Mooncake: `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`), whole
     seconds in vLLM. The others are the first estimate of a transfer's time.

@@ -286,7 +286,7 @@ class Split(Plain):
             self.answer.wait()
 
     def refused(self, answer: EngineAnswer) -> None:
-        # While both legs are on their way, what this says of the engine waits for the other one's answer.
+        # While both legs are on their way, a refusal of this one waits for the other one's answer.
         if self.exchange.phase is not Phase.PREFILLING:
             super().refused(answer)
 
@@ -350,7 +350,7 @@ class Split(Plain):
         return self.state is TransferState.OVER
 
     def sweep(self, now: float, table: ProxyTable) -> None:
-        """Give up what comes too late."""
+        """End legs that are too late."""
         if self.state is TransferState.OVER:
             super().sweep(now, table)
         elif now > self._until:
@@ -398,7 +398,7 @@ class Split(Plain):
 
 
 class KvTransfers(Splits):
-    """KV transfers of one process, whose scheduler is in it too, and the calls that release what is kept."""
+    """KV transfers of one process, whose scheduler is in it too, and the calls that release kept blocks."""
 
     __slots__ = ("_carry_out", "_driver", "_releases", "_scheduler", "_told", "_totals")
 

@@ -54,7 +54,7 @@ class _Pair:
 def choose_pair(
     ctx: SchedulingContext, evaluation: Evaluation, transfers: TransferTimes, mixed: bool
 ) -> SplitChoice | None:
-    """Instances of both legs, or one instance for all; None if none would get the request now.
+    """Return the instances of both legs, or one instance for all; None if none would get the request now.
 
     `mixed`: all instances have the role `both`.
     """
@@ -169,11 +169,11 @@ class _Pairs:
         return usable
 
     def _prefill_score(self, each: Sight) -> float:
-        """Return the part of a pair's score that is the source's."""
+        """Return the source's part of a pair's score."""
         return self._first * (each.first_token_s + each.coming_s) + max(0.0, each.others_s - each.slower_s)
 
     def _decode_score(self, each: Sight) -> float:
-        """Return the part of a pair's score that is the target's, without what depends on the source."""
+        """Return the target's part of a pair's score, without terms that depend on the source."""
         decode_s = self.decode_s(each)
         first_s = self._first * JOINING_STEPS * each.with_s
         finish = self._evaluation.weights[FINISH] * each.finish_s
@@ -181,7 +181,7 @@ class _Pairs:
 
     @staticmethod
     def decode_s(each: Sight) -> float:
-        """Seconds from the first token on, prompts to come included."""
+        """Return the seconds from the first token on, prompts to come included."""
         return each.end_s - each.first_token_s
 
     def _suits(self, i: int, j: int) -> bool:

@@ -60,7 +60,7 @@ class TransferTimes:
         self.checks = FetchChecks()
 
     def estimate_s(self, source: Instance, target: Instance, tokens: float, now: float) -> float:
-        """Seconds to transfer the KV cache of `tokens` tokens."""
+        """Return the seconds to transfer the KV cache of `tokens` tokens."""
         link = target.spec.kv_transfer
         assert link is not None, f"{target.name} takes part in no KV transfer"
         evidence = self._pairs.get(_pair(source.incarnation, target.incarnation))

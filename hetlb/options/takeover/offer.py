@@ -199,7 +199,7 @@ class _Successor:
             pass
 
     def follow(self) -> None:
-        """Tell it of all leases, and from now on of what becomes of them and which are still granted."""
+        """Send all leases, and from now on their ends and new grants."""
         self._scheduler.subscribe(self._journal)
         self._send(self._scheduler.ledger.live(self._loop.time()))
         self._channel.send(Step("told"))
@@ -212,7 +212,7 @@ class _Successor:
             self._channel.send(change)
 
     def close(self) -> None:
-        """Tell what is left to be told, and close this end."""
+        """Send the rest, and close this end."""
         if not self._opened:
             self.end.close()
             return

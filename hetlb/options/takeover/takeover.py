@@ -20,7 +20,7 @@ from hetlb.systemd import Listeners
 #: of a shared view have ids above it.
 _OLD: Final = "old"
 _FIRST_ID: Final = -(1 << 41)
-#: Further looks for a name that is not there: from one process to the next it is free for a moment.
+#: Further tries for a name that is missing: between two processes it is free for a moment.
 _NAME_TRIES: Final = 3
 #: Seconds for which a new process accepts before the old one leaves.
 PROVEN_S: Final = 1.0
@@ -109,7 +109,7 @@ class Takeover:
                 raise HetlbError("--replace: the running process ended before it handed over")
 
     async def accepting(self) -> None:
-        """Tell the old process that requests are accepted here, once that has been so for a while."""
+        """Tell the old process, after a while, that requests are accepted here."""
         assert self._channel is not None, "expected a handover that has begun"
         await asyncio.sleep(PROVEN_S)
         self._channel.send(Step("accepting"))

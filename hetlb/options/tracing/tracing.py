@@ -188,7 +188,7 @@ class Tracing:
         return trace.set_span_in_context(trace.NonRecordingSpan(parent), _NO_CONTEXT)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Send what is left, for at most `timeout_s`."""
+        """Send the rest, for at most `timeout_s`."""
         last = threading.Thread(target=self._provider.shutdown, name="last spans", daemon=True)
         last.start()
         last.join(timeout_s)
@@ -238,7 +238,7 @@ def _own_attributes(record: RequestRecord, method: str, route: str) -> dict[str,
 
 
 def spans_url(endpoint: str) -> str:
-    """Address for spans: a collector's, with the usual path unless it has one."""
+    """Return the address for spans: a collector's, with the usual path unless it has one."""
     return endpoint.rstrip("/") + OTLP_PATH if urlsplit(endpoint).path in ("", "/") else endpoint
 
 

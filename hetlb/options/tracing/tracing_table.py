@@ -16,7 +16,7 @@ from hetlb.inputs.urls import check_base
 class TracingTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Collector of spans: its address (OTLP over HTTP).
 
-    `service_name` is what they are found by; `sample_ratio` is the share that is kept of the requests of
+    `service_name` is the key to find them; `sample_ratio` is the share that is kept of the requests of
     clients that do not say whether theirs is.
     """
 

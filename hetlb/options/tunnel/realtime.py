@@ -69,7 +69,7 @@ def model_asked_for(query: bytes) -> str | None:
 
 
 class Handshake(Maker):
-    """A checked request for a tunnel. `model` is the one it asks for, None where it says none."""
+    """A checked request for a tunnel. `model` is the requested one, None without any."""
 
     __slots__ = ("_driver", "_head", "model")
 
@@ -95,7 +95,7 @@ class Handshake(Maker):
 
 
 class TunnelEnd(asyncio.Protocol):
-    """One side of a tunnel: what comes there goes to the transport of the other side."""
+    """One side of a tunnel: its bytes go to the transport of the other side."""
 
     def __init__(self, tunnel: Tunnel, *, of_client: bool) -> None:
         self._tunnel = tunnel
@@ -128,7 +128,7 @@ class Tunnel(Plain):
         #: Transports once both sides have agreed.
         self._to_client: asyncio.Transport | None = None
         self._to_engine: asyncio.Transport | None = None
-        #: Time at which either side was heard last, and since which one takes no more.
+        #: Time of the last bytes of either side, and the time since which one takes no more.
         self._heard_at = 0.0
         self._full_since: float | None = None
         self._client_full = False
@@ -175,7 +175,7 @@ class Tunnel(Plain):
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """Take both transports over, with what came behind either head."""
+        """Take both transports over, with the bytes behind either head."""
         engine = self.engine
         assert engine is not None, "expected an answer on a connection"
         to_client, from_client = self.response.client.hand_over(TunnelEnd(self, of_client=True))
@@ -187,7 +187,7 @@ class Tunnel(Plain):
             to_engine.write(from_client)
 
     def came(self, data: bytes, *, from_client: bool) -> None:
-        """Pass on what came from one side."""
+        """Pass on the bytes of one side."""
         self._heard_at = self.exchange.now()
         other = self._to_engine if from_client else self._to_client
         assert other is not None, "expected both transports"
@@ -206,7 +206,7 @@ class Tunnel(Plain):
             other.resume_reading()
 
     def left(self, error: Exception | None, *, by_client: bool) -> None:
-        """Close the other side too, once what was written is out: one side has closed."""
+        """Close the other side too, once all written bytes are out: one side has closed."""
         if by_client:
             self._end(ends.LEFT)
         else:

@@ -25,7 +25,7 @@ _NORMAL = NormalDist()
 
 
 def count_text(text: str) -> int:
-    """Tokens of a text: one per 4 bytes of UTF-8, at least one."""
+    """Return the tokens of a text: one per 4 bytes of UTF-8, at least one."""
     size = len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
     return max(1, -(-size // BYTES_PER_TOKEN))
 
@@ -42,7 +42,7 @@ def text_seed(text: str) -> int:
 
 
 def answer_length(seed: int, index: int) -> int:
-    """Length of an answer that no limit cuts: deterministic, log-normal, at least one token."""
+    """Return the length of an answer that no limit cuts: deterministic, log-normal, at least one token."""
     uniform = (zlib.crc32(b"%d/%d" % (seed, index)) + 0.5) / 2**32
     return max(1, round(math.exp(ANSWER_MU + ANSWER_SIGMA * _NORMAL.inv_cdf(uniform))))
 

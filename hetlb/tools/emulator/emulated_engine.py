@@ -124,7 +124,7 @@ class EmulatedEngine(EngineGroup):
 
 
 def _names(profile: Profile, names: Sequence[str], where: str) -> tuple[str, ...]:
-    """Names of the served model. Raises `ProfileError`, `ConfigError`."""
+    """Return the names of the served model. Raises `ProfileError`, `ConfigError`."""
     if not names:
         if profile.model is None:
             raise ProfileError(

@@ -44,7 +44,7 @@ _ANSWER = re.compile(r"\n?((?: t[0-9]+)+)\Z")
 
 
 def split_answer(text: str) -> tuple[str, int]:
-    """Return a prompt without the first words of an answer at its end, and how many they are."""
+    """Return a prompt without the first words of an answer at its end, and the number of these words."""
     found = _ANSWER.search(text)
     if found is None:
         return text, 0
@@ -97,7 +97,7 @@ class Generation(msgspec.Struct, kw_only=True):
         return int(output_tokens * self.reasoning)
 
     def length(self, prompt: Prompt, index: int, max_model_len: int) -> tuple[int, str]:
-        """Output tokens of answer `index` to `prompt`, and its finish_reason."""
+        """Return the output tokens of answer `index` to `prompt`, and its finish_reason."""
         if not self.generates:
             return 0, "stop"
         room = max_model_len - prompt.tokens

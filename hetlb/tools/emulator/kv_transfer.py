@@ -3,7 +3,7 @@
 `nixl`: an answer to `do_remote_decode` holds the parameters of the fetch, and the blocks stay for `lease_s`.
 `nixl-push`: the engine that has the blocks writes them, to the request of the same id. `mooncake`: the fetch
 may come first and waits for the prompt; `/query` is the bootstrap server.
-What is fetched after the lease gives wrong text with status 200, as with vLLM (` x0 x1 ...`).
+A fetch after the lease gives wrong text with status 200, as with vLLM (` x0 x1 ...`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _waits(choice: EmulatedSequence) -> bool:
 
 @dataclass(eq=False)
 class KvExchange:
-    """Transfers of one server: what it keeps for others, and what it fetches from them.
+    """Transfers of one server: blocks kept for others, and fetches from them.
 
     `address` is its own, once it listens. Counters are vLLM's.
     """
@@ -113,7 +113,7 @@ class KvExchange:
             choice.remote_tokens = choice.prompt_tokens
             reply.kv_source = params
 
-    # --- what is kept for others ---
+    # --- blocks kept for others ---
 
     def _offer(self, reply: Reply, params: dict[str, Any]) -> dict[str, Any] | None:
         """Hold a prefilled prompt; returns the `kv_transfer_params` of the answer."""
@@ -152,7 +152,7 @@ class KvExchange:
             runner.release_held(held.choice)
 
     def routes(self) -> list[web.RouteDef]:
-        """Paths at which other servers ask; `/query` is the bootstrap server's."""
+        """Return the paths at which other servers ask; `/query` is the bootstrap server's."""
 
         async def pull(request: web.Request) -> web.Response:
             asked = await request.json()
@@ -190,7 +190,7 @@ class KvExchange:
             await early
         return "ready"
 
-    # --- what is fetched ---
+    # --- fetches ---
 
     def fetch(self, choice: EmulatedSequence) -> None:
         """Note that the engine has blocks for a prompt whose KV cache is elsewhere."""
@@ -257,7 +257,7 @@ class KvExchange:
             await self._ask("done", source)
 
     async def _ask(self, what: str, source: dict[str, Any]) -> dict[str, Any]:
-        """One question to the server that has the blocks. Raises where it does not answer."""
+        """Ask the server that has the blocks one question. Raises where it does not answer."""
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S)
             self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))

@@ -49,7 +49,7 @@ class RealTimeEngine:
         self.began_at = time.time()
         #: Prompt tokens whose prefill has ended, each prompt once.
         self.prompt_tokens = 0
-        #: Told of the tokens of an iteration that had some: prompts count where they end.
+        #: Called with the tokens of an iteration that had some: prompts count where they end.
         self.on_iteration: Callable[[float], object] = lambda tokens: None
         #: Sequences that have ended, by vLLM's finished_reason.
         self.finished = {"stop": 0, "length": 0, "abort": 0}
@@ -58,7 +58,7 @@ class RealTimeEngine:
         self._arrivals: deque[tuple[float, Many[EmulatedSequence]]] = deque()
         self._pending = 0  # sequences in `_arrivals` that were not aborted
         self._handle: asyncio.Handle | None = None  # None: idle
-        #: Told of a sequence whose KV cache is to be fetched.
+        #: Called with a sequence whose KV cache is to be fetched.
         self.on_fetch: Callable[[EmulatedSequence], None] | None = None
         self._boundary = 0.0  # when the iteration in flight ends, on the monotonic clock
 

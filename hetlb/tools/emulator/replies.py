@@ -46,7 +46,7 @@ class Reply:
         self.output_tokens = 0
         #: Prefix of a token's number: `x` where the KV cache of another prompt was fetched.
         self.word = "t"
-        #: KV transfer: what the answer says of the blocks that are kept, and whence they are fetched.
+        #: KV transfer: the answer's parameters for the kept blocks, and the source of fetched ones.
         self.on_finished: Callable[[Reply], dict[str, Any] | None] | None = None
         self.kv_source: dict[str, Any] | None = None
         self.kv_done = False
@@ -154,7 +154,7 @@ class ReplyChoice(EmulatedSequence):
         self.reply.finished(self)
 
     def _send(self, *, last: bool = False) -> None:
-        """Send the next token of a stream, and before the first one what opens it."""
+        """Send the next token of a stream, and before the first one its opening."""
         reply = self.reply
         if not self.sent:
             for event in reply.opening():

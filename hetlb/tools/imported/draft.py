@@ -1,4 +1,4 @@
-"""A fleet file in the making: servers by model, settings, and what of another file was left out."""
+"""A fleet file in the making: servers by model, settings, and the unused parts of another file."""
 
 from __future__ import annotations
 

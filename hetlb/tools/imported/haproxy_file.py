@@ -133,7 +133,7 @@ def _take_server(draft: FleetDraft, model: str, entry: _Entry, usual: Sequence[s
 
 
 def _options(instance: DraftInstance, words: Sequence[str]) -> tuple[list[str], list[str], bool]:
-    """Set weight and limit of a server; return the rest, what keeps it from traffic, and if it has TLS."""
+    """Set weight and limit of a server; return the rest, the reason it gets no traffic, and if it has TLS."""
     left: list[str] = []
     stopped: list[str] = []
     encrypted = False

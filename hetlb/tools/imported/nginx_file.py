@@ -34,7 +34,7 @@ _ASIDE: Final = re.compile(r"/(health|healthz|metrics|ping|version|docs|status)\
 
 @dataclass(slots=True)
 class Directive:
-    """One directive with its block, if it has one. `used`: it is in the draft, or read for what is in it."""
+    """One directive with its block, if it has one. `used`: it is in the draft, or read for its contents."""
 
     where: str
     words: list[str]
@@ -300,7 +300,7 @@ def _take_listen(draft: FleetDraft, listen: Directive) -> None:
 
 
 def _text(each: Directive) -> str:
-    """Return a directive with all that is in its block, on one line."""
+    """Return a directive with its whole block, on one line."""
     words = " ".join(word or '""' for word in each.words)
     return f"{words};" if each.block is None else f"{words} {{ {' '.join(map(_text, each.block))} }}"
 

@@ -31,7 +31,7 @@ BACKGROUND_LANES, LANES = 1024, 32
 _LANES_PER_S = 16.0
 #: Tries of a request whose connection breaks or whose server fails, before that is its result.
 _TRIES = 3
-#: Timeouts without an answer between them, after which the server is what does not answer.
+#: Timeouts without an answer between them, after which the server is at fault.
 _SILENT_TIMEOUTS = 3
 _LEAST_WAIT_S, _LONGEST_WAIT_S, _LONGEST_RETRY_AFTER_S = 0.25, 30.0, 600.0
 

@@ -86,7 +86,7 @@ class RequestBodies:
         return planned.generates and self.stream
 
     def headers(self, planned: PlannedRequest) -> dict[str, str]:
-        """Class, tenant, and the conversation by a digest that the salt decides too."""
+        """Return the class, tenant, and the conversation by a digest that the salt decides too."""
         row, found = planned.row, {}
         if row.session and self.session_header:
             digest = hashlib.blake2b(f"{self.salt}/{row.session}".encode(), digest_size=12)
@@ -126,7 +126,7 @@ class RequestBodies:
         return b"[%b]" % b",".join(several)
 
     def _made(self, planned: PlannedRequest, own: str) -> bytes:
-        """Return a prompt that goes on after the spans of its row with what the name `own` decides."""
+        """Return a prompt that continues the spans of its row with text drawn from the name `own`."""
         length = planned.prompt_tokens
         spans = spans_of(planned.row.hash_ids, length, self.hash_block_tokens)
         made = b"".join([self._block(f"block {name}", tokens) for name, tokens in spans])

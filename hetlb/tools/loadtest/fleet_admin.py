@@ -95,7 +95,7 @@ class FleetAdmin:
             except HetlbError:
                 return []
             read = [each for each in instances if each["signal_age_s"] is not None]
-            # From before the question was sent: what is said to be this old is at least as new.
+            # From before the question was sent: the report is at least as new as its stated age.
             new = [each for each in read if each["signal_age_s"] < asked_s - since_s]
             if len(new) == len(read) or time.monotonic() > since_s + _REPORT_TIMEOUT_S:
                 return new
@@ -150,7 +150,7 @@ def _note_kv(found: Counted, instances: list[dict[str, Any]]) -> None:
 
 
 def busy_figures(fleet: Mapping[str, Any]) -> list[str]:
-    """Figures that show a fleet is not idle and ready, in words; empty if it is."""
+    """Return the figures that show a fleet is not idle and ready, in words; empty if it is."""
     found = [f"{key} in the queue: {value}" for key, value in fleet["queue"].items() if value != 0]
     for instance in _instances(fleet):
         found += [

@@ -96,7 +96,7 @@ async def run_load(
     ]
     result = LoadResult(plan, records, 0.0, [])
     run = _Run(result, bodies, url.rstrip("/"), progress or LoadProgress(), headers or {}, turns, timeout_s)
-    # What is there stays: a collection that walks over a large plan would stop the clock of every answer.
+    # Existing objects stay: a collection that walks over a large plan would stop the clock of every answer.
     frozen_before = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()

@@ -1,6 +1,6 @@
 """Result of a load test: its figures, the details of every request, and the verdict on the client.
 
-A run is VALID, or SUSPECT with reasons: a client that is slow, or answers that are not what was asked for,
+A run is VALID, or SUSPECT with reasons: a client that is slow, or answers other than requested,
 are named instead of being reported as the server's latency.
 """
 
@@ -71,12 +71,12 @@ class LoadResult:
         return dict(Counter(record.error for record in self.records if record.error).most_common())
 
     def summary(self, **options: Any) -> dict[str, Any]:
-        """`summarize` of the records (`options` are its own), and how the client fared as `client`."""
+        """Return `summarize` of the records (`options` are its own), and the client's figures as `client`."""
         figures = summarize(self.records, **options)
         return {**figures, "client": self.client(figures)}
 
     def client(self, figures: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the verdict on the client, and what it rests on. `figures` come from `summarize`."""
+        """Return the verdict on the client, and its grounds. `figures` come from `summarize`."""
         late = sorted(lateness for record in self.records if (lateness := record.lateness_s) is not None)
         found: dict[str, Any] = {
             "p99_lateness_ms": 1e3 * percentile(late, 99),
@@ -102,7 +102,7 @@ class LoadResult:
         return {"verdict": SUSPECT if reasons else VALID, "reasons": reasons, **found}
 
     def figures(self, percentiles: Sequence[float] = (), **options: Any) -> dict[str, Any]:
-        """`summary`, and what `hetlb bench` adds; `from_sent` counts from the time a request was sent.
+        """Return `summary`, and more figures for `hetlb bench`; `from_sent` counts from a request's sending.
 
         `percentiles` are reported of every latency beside the usual ones. `slo_attainment` is the
         share of all planned requests that met every limit of `goodput_slo_s` (null without limits): one that
@@ -133,7 +133,7 @@ class LoadResult:
         }
 
     def details(self) -> dict[str, Any]:
-        """Details of every request, in plan order; names and units (seconds) as in vLLM.
+        """Return the details of every request, in plan order; names and units (seconds) as in vLLM.
 
         Times count from the start of the run. `session_ids` and `turns` are there where some requests have
         them, null for requests without.
@@ -181,7 +181,7 @@ def _instance_latencies(records: Iterable[RequestResult], name: str) -> dict[str
 
 
 def _reasons(found: Mapping[str, Any], figures: Mapping[str, Any]) -> Iterable[str]:
-    """Reasons to suspect a client that was behind its plan, or answers other than asked for."""
+    """Yield the reasons to suspect a client that was behind its plan, or answers other than asked for."""
     late_ms, lag_ms, cpu_share = found["p99_lateness_ms"], found["p99_loop_lag_ms"], found["cpu_share"]
     offered, achieved = found["offered_rate"], found["achieved_rate"]
     allowed_ms = ERROR_ALLOWED_SHARE_OF_TTFT * (figures["median_ttft_ms"] or figures["median_e2el_ms"])

@@ -13,7 +13,7 @@ from hetlb.tools.workload.records import METRICS
 
 
 def read_rates(text: str) -> list[Rate]:
-    """`--request-rate`: requests/s above 0, `inf`, `trace`, or several separated by commas."""
+    """Parse `--request-rate`: requests/s above 0, `inf`, `trace`, or several separated by commas."""
     rates: list[Rate] = []
     for part in text.split(","):
         rate: Rate = "trace" if part.strip() == "trace" else _number(part)
@@ -27,7 +27,7 @@ def read_rates(text: str) -> list[Rate]:
 
 
 def read_goodput(limits: Sequence[str]) -> dict[str, float]:
-    """`--goodput ttft:500 tpot:50`: limits in milliseconds, given back in seconds."""
+    """Parse `--goodput ttft:500 tpot:50`: limits in milliseconds, given back in seconds."""
     found: dict[str, float] = {}
     for limit in limits:
         name, _, value = limit.partition(":")
@@ -44,12 +44,12 @@ def read_goodput(limits: Sequence[str]) -> dict[str, float]:
 
 
 def read_metrics(text: str) -> list[str]:
-    """`--percentile-metrics`: names of latencies separated by commas."""
+    """Parse `--percentile-metrics`: names of latencies separated by commas."""
     return list(dict.fromkeys(read_known("--percentile-metrics", text, METRICS)))
 
 
 def read_percentiles(text: str) -> list[float]:
-    """`--metric-percentiles`: numbers from 0 to 100 separated by commas."""
+    """Parse `--metric-percentiles`: numbers from 0 to 100 separated by commas."""
     values = [_number(part) for part in text.split(",")]
     if not all(0 <= value <= 100 for value in values):
         raise InputError(
@@ -106,7 +106,7 @@ def _number(text: str) -> float:
 
 
 def read_waves(text: str) -> Waves:
-    """`--waves ON:OFF`. Raises `InputError`."""
+    """Parse `--waves ON:OFF`. Raises `InputError`."""
     times = [_number(part) for part in text.split(":")]
     if len(times) != 2 or not all(0 <= each < math.inf for each in times) or times[0] == 0:
         raise InputError(f"--waves: expected seconds on and seconds off, as 5:15, got {text!r}")

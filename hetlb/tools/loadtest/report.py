@@ -48,9 +48,9 @@ def runs_table(
     alone: Sequence[Run] = (),
     title: str | None = None,
 ) -> Table:
-    """One line per run.
+    """Return one line per run.
 
-    `reference_tok_s` is what `% of sum` refers to: the total token throughput of all instances, each alone.
+    `reference_tok_s` is the base of `% of sum`: the total token throughput of all instances, each alone.
     `steady_tok_s` is the same while each instance is full: then `% of full` is the steady rate of the run,
     without its drain, in place of `% of sum`.
     `alone` are the runs it was measured in, shown above the others with their sum.
@@ -103,7 +103,7 @@ def throughput_table(runs: Sequence[Run]) -> Table:
 
 
 def latency_table(runs: Sequence[Run], metrics: Sequence[str], percentiles: Sequence[float]) -> Table:
-    """Median and highest of `percentiles` of each of `metrics`, one row per run of `hetlb bench`."""
+    """Return median and highest of `percentiles` of each of `metrics`, one row per run of `hetlb bench`."""
 
     def text(value: float) -> str:
         return f"{value:.1f}" if value < 10 else f"{value:,.0f}"
@@ -148,7 +148,7 @@ def classes_table(run: Run) -> Table:
 
 
 def comparison_table(comparison: Mapping[str, Any]) -> Table:
-    """One policy against the baseline, at one rate."""
+    """Return one policy against the baseline, at one rate."""
 
     def difference(each: Mapping[str, Any]) -> str:
         change = "" if each["relative"] is None else f" ({100 * each['relative']:+.1f} %)"
@@ -228,7 +228,7 @@ def _name_columns(runs: Sequence[Run]) -> list[Column]:
 def _latency_columns(
     keys: Sequence[str], between: str = " ", text: Callable[[float], str] | None = None
 ) -> list[Column]:
-    """Columns of latencies; `between` stands between the two words of a heading."""
+    """Return the columns of latencies; `between` stands between the two words of a heading."""
 
     def cell(key: str, each: Mapping[str, Any]) -> str:
         return (text or milliseconds)(each[key])

@@ -29,7 +29,7 @@ class StreamReader:
         record.itl_s = array("d")
 
     def feed(self, data: bytes, now_s: float) -> int:
-        """Take what was read at `now_s`; returns how many events with text it completed.
+        """Take bytes read at `now_s`; return the number of events with text that they completed.
 
         Raises `AnswerError` on an error event or on what is not JSON.
         """

@@ -1,6 +1,6 @@
 """Results in files: the JSON document of a bench, and a CSV with a line per run.
 
-The document holds what is needed to make the same load again (command, versions, seed, salt); a
+The document holds the settings that make the same load again (command, versions, seed, salt); a
 file is complete or not there.
 """
 
@@ -34,7 +34,7 @@ def platform_document() -> dict[str, Any]:
 
 
 def default_filename(model: str, rates: str, when: datetime) -> str:
-    """`RATEqps-MODEL-DATE.json`, as `vllm bench serve` names its results."""
+    """Return `RATEqps-MODEL-DATE.json`, as `vllm bench serve` names its results."""
     name = f"{rates}qps-{model.rsplit('/', 1)[-1]}-{when:%Y%m%d-%H%M%S}.json"
     return re.sub(r"[^\w.,+-]", "_", name)
 

@@ -115,7 +115,7 @@ def inert_keys() -> frozenset[str]:
 
 @cache
 def class_defaults() -> Mapping[str, Mapping[str, Any]]:
-    """Return what transformers' classes take for a key that a file leaves out, by `model_type`."""
+    """Return the default of transformers' classes for a key that a file leaves out, by `model_type`."""
     text = resources.files("hetlb.tools.models").joinpath("defaults.json").read_text(encoding="utf-8")
     found: Mapping[str, Mapping[str, Any]] = json.loads(text)
     return found

@@ -80,7 +80,7 @@ class ModelFacts:
 
     @property
     def kv_need(self) -> KvNeed | None:
-        """Return what a sequence is given, in tokens of a KV cache; None where that is its tokens."""
+        """Return the allocation of a sequence, in tokens of a KV cache; None where it equals its tokens."""
         given = self.allocated
         return kv_need(given.per_token, given.windows, given.state)
 
@@ -206,7 +206,7 @@ def read_facts(raw: Mapping[str, Any], name: str) -> ModelFacts:
 
 
 def _defaults(model_type: str, inner: bool) -> Mapping[str, Any]:
-    """Return what a missing key means. A file of one table states its main sizes, an inner table need not."""
+    """Return the default of a missing key. A file of one table states its main sizes; inner ones may not."""
     found = class_defaults().get(model_type, {})
     if inner:
         return found

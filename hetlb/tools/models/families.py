@@ -1,6 +1,6 @@
 """Architectures that hetlb understands, by the names in `architectures` and `model_type`.
 
-What is not listed here is refused. Sources: the model code of vLLM 0.32 and transformers 5.19
+Other families are refused. Sources: the model code of vLLM 0.32 and transformers 5.19
 (Apache-2.0); counts are held against transformers by `tests/vllm/test_model_facts.py`.
 """
 

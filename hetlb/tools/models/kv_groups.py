@@ -45,7 +45,7 @@ class KvBytes:
 
 
 def allocated(mixers: Sequence[Mixer], value_bytes: float) -> KvBytes:
-    """Return what vLLM sets aside for a sequence, by the bytes of a cached value."""
+    """Return vLLM's allocation for a sequence, by the bytes of a cached value."""
     layers = Counter(part for each in mixers for part in parts_of(each, value_bytes))
     kinds = {(part.scope if part.scope is not Scope.LATENT else Scope.FULL, part.window) for part in layers}
     # Layers of one kind share a group whatever their sizes, and DeepSeek-V4 packs pages side by side.
@@ -68,7 +68,7 @@ class LayerCache(NamedTuple):
 
 
 def parts_of(mixer: Mixer, value_bytes: float) -> list[LayerCache]:
-    """Return what a layer keeps, by the bytes of a cached value."""
+    """Return the bytes that a layer keeps, by the bytes of a cached value."""
     kind, found = mixer.kind, []
     if mixer.grows:
         known = kind if kind in (Scope.LATENT, Scope.COMPRESSED) else Scope.FULL

@@ -1,4 +1,4 @@
-"""Parts of a model: weights by module, and what a layer keeps of the tokens before.
+"""Parts of a model: weights by module, and the KV cache or state of a layer.
 
 Parameters are counted, caches are in values (not bytes); state is in bytes, as its type is the model's own.
 """
@@ -48,7 +48,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Mixer:
-    """A layer's attention, or what it has in its place.
+    """A layer's attention, or the mixer in its place.
 
     `grows`: values kept for every token; `window`: values per token for the last `window_tokens`.
     `whole`: further (key, size) pairs that tensor parallelism must divide.
@@ -95,5 +95,5 @@ def linear(name: str, rows: int, columns: int, bias: bool = False) -> tuple[Weig
 
 
 def plain(name: str, parameters: int) -> tuple[Weights, ...]:
-    """Return parameters that stay as they are."""
+    """Return parameters that are never quantised."""
     return (Weights(name, parameters, matrix=False),) if parameters else ()

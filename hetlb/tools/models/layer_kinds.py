@@ -56,7 +56,7 @@ def with_states(kinds: Kinds) -> Kinds:
 
 
 def window_everywhere(_: Family, keys: ConfigKeys) -> Sequence[Scope]:
-    """Return windows for all layers where there is a `sliding_window`: what vLLM does without a list.
+    """Return windows for all layers where there is a `sliding_window`, as vLLM does without a list.
 
     A window of all positions is none.
     """
@@ -69,7 +69,7 @@ def window_everywhere(_: Family, keys: ConfigKeys) -> Sequence[Scope]:
 
 
 def full_or_listed(family: Family, keys: ConfigKeys) -> Sequence[Scope]:
-    """Return what the list says, full attention without one."""
+    """Return the kinds of the list, full attention without one."""
     return listed(keys) or only_full(family, keys)
 
 

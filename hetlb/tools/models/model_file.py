@@ -1,4 +1,4 @@
-"""A model's `config.json`, and what ModelOpt writes beside it."""
+"""A model's `config.json`, and the file that ModelOpt writes beside it."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def mamba1(_: Family, keys: ConfigKeys, layer: int, kind: Scope, name: str = "ma
     stated = keys.value("mamba_dt_rank", keys.value("time_step_rank"))
     rank = stated if isinstance(stated, int) else math.ceil(hidden / 16)
     bias = keys.flag("mamba_proj_bias", keys.flag("use_bias"))
-    norms = rank + 2 * state if keys.stated("attn_layer_period") else 0  # Jamba norms what it projects
+    norms = rank + 2 * state if keys.stated("attn_layer_period") else 0  # Jamba norms its projections
     weights = (
         linear(f"{name}.in_proj", hidden, 2 * inner, bias)
         + linear(f"{name}.x_proj", inner, rank + 2 * state)

@@ -55,7 +55,7 @@ _decode = msgspec.json.Decoder(AnswerEvent).decode
 
 
 class AnswerError(Exception):
-    """The server sent something that is no answer. `kind` names it in a few words."""
+    """A server's bytes that are no answer. `kind` names them in a few words."""
 
     def __init__(self, kind: str, detail: object = "") -> None:
         super().__init__(kind)
@@ -64,7 +64,7 @@ class AnswerError(Exception):
 
 
 def read_answer(payload: bytes) -> AnswerEvent:
-    """One event or a whole answer. Raises `AnswerError`."""
+    """Return one event or a whole answer. Raises `AnswerError`."""
     try:
         event = _decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

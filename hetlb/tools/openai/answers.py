@@ -23,7 +23,7 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 
 def event(body: dict[str, Any], name: str = "") -> bytes:
-    """One server-sent event, named where a name is given."""
+    """Return one server-sent event, named where a name is given."""
     data = b"data: %b\n\n" % _encode(body)
     return b"event: %b\n%b" % (name.encode(), data) if name else data
 
@@ -66,7 +66,7 @@ class Envelope:
     def choice(
         self, index: int, text: str | dict[str, Any], finish: str | None, *, streamed: bool, **more: Any
     ) -> dict[str, Any]:
-        """One choice of a piece. `text` may be the fields of a message or of a delta."""
+        """Return one choice of a piece. `text` may be the fields of a message or of a delta."""
         found: dict[str, Any] = {"index": index}
         if not self.chat:
             found["text"] = text

@@ -41,7 +41,7 @@ _PROMPT_SPREAD: Final = 1.6
 
 
 def _blocked_s(prompts_per_s: float, prompt_s: float) -> float:
-    """Mean wait for the prompts in between: M/G/1."""
+    """Return the mean wait for the prompts in between: M/G/1."""
     used = min(_MAX_UTILISATION, prompts_per_s * prompt_s)
     return prompts_per_s * _PROMPT_SPREAD * prompt_s * prompt_s / (2.0 * (1.0 - used))
 
@@ -83,7 +83,7 @@ class _Link:
         self.requests = 0
 
     def total_s(self, requests: float, prompts_per_s: float, prompt_tokens: float) -> float:
-        """Total of the path, as for a stage."""
+        """Return the total of the path, as for a stage."""
         blocked_s = _blocked_s(prompts_per_s, prompt_tokens * self.token_s)
         return requests * (self.latency_s + blocked_s + _CONVOY_WEIGHT * self.batch_s * requests)
 
@@ -140,7 +140,7 @@ class LeastTime(PathPolicy):
         return self._hops(best[SINK][2][:-1]) if SINK in best else None
 
     def _added(self, place: _Stage | _Link, requests: int) -> float:
-        """Time per pass that one more request adds to the time of all of them."""
+        """Return the time per pass that one more request adds to the time of all of them."""
         rate = 1.0 / (self._output_tokens * self._pass_s)
         with_it = place.total_s(requests + 1, (requests + 1) * rate, self._prompt_tokens)
         return with_it - place.total_s(requests, requests * rate, self._prompt_tokens)

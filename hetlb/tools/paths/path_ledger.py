@@ -16,7 +16,7 @@ from hetlb.tools.paths.stages import SINK, SOURCE, Edge, Hop, StageSpec
 
 @dataclass(eq=False, slots=True)
 class PathLease:
-    """One dispatch of one request over a path, which its policy chooses, and what it books on every stage.
+    """One dispatch of one request over a path, which its policy chooses, and its bookings on every stage.
 
     `context_tokens` counts the first pass: the prompt and, after a replay, the tokens so far. The
     driver counts `output_tokens` before it reports the end.
@@ -97,7 +97,7 @@ class StageLedger:
 
 
 def kv_by_layer(ledgers: Iterable[StageLedger], layers: int) -> list[tuple[float, float]]:
-    """KV tokens of each layer, booked and in all, summed over the stages that are up and hold it."""
+    """Return KV tokens of each layer, booked and in all, summed over the stages that are up and hold it."""
     booked, total = [0.0] * layers, [0.0] * layers
     for ledger in ledgers:
         spec = ledger.spec

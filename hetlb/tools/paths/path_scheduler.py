@@ -90,7 +90,7 @@ class PathScheduler:
     def _make_policy(self) -> PathPolicy:
         return self._policy_type(self._network, self.ledgers, self._high_water, self._rng)
 
-    # --- what drivers may look at ---
+    # --- for drivers ---
 
     @property
     def waiting(self) -> int:
@@ -109,7 +109,7 @@ class PathScheduler:
 
     @property
     def reads_hops(self) -> bool:
-        """True if the policy is to be told how long hops take."""
+        """True if the policy needs the times of hops."""
         return self._policy.reads_hops
 
     def kv_usage(self) -> float:
@@ -133,7 +133,7 @@ class PathScheduler:
         return []
 
     def on_first_token(self, lease: PathLease, now: float) -> list[PathCommand]:
-        """Note that the first pass of a lease is through. Said again, it changes nothing."""
+        """Note that the first pass of a lease is through. A repeated report changes nothing."""
         if lease.first_token_at is not None:
             return []
         lease.first_token_at = now
@@ -164,12 +164,12 @@ class PathScheduler:
         return self._requeue(_Waiting(lease.request, self._release(lease, now), lease.replays), now)
 
     def _requeue(self, entry: _Waiting, now: float) -> list[PathCommand]:
-        """Put a request first in the queue; turn it away if no path could ever hold what it has by now."""
+        """Put a request first in the queue; turn it away if no path could ever hold its tokens so far."""
         self._queue.appendleft(entry)
         return [*self._drop_misfits(), *self._flush(now)]
 
     def _release(self, lease: PathLease, now: float) -> int:
-        """Give back what a lease booked; returns the tokens of the answer so far."""
+        """Give back a lease's bookings; return the tokens of the answer so far."""
         del self._leased[lease.id]
         for hop in lease.hops:
             self.ledgers[hop.stage].release(lease)
@@ -182,7 +182,7 @@ class PathScheduler:
         return self._flush(now)
 
     def on_stage_lost(self, name: str, now: float) -> list[PathCommand]:
-        """Use a stage no more. Leases that cross it end when the driver says so."""
+        """Use a stage no more. Leases that cross it end when the driver reports it."""
         self.ledgers[name].up = False
         return [*self._drop_misfits(), *self._flush(now)]
 
@@ -212,7 +212,7 @@ class PathScheduler:
         return Reject(entry.request.id, RejectReason.TOO_LONG, detail)
 
     def _drop_misfits(self) -> list[PathCommand]:
-        """Turn away what fits no path of the stages that there are, and would hold up the others.
+        """Turn away requests that fit no path of the present stages, and would hold up the others.
 
         Without any path all wait.
         """

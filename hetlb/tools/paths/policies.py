@@ -45,7 +45,7 @@ class PathPolicy:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Set up what the policy itself keeps."""
+        """Set up the policy's own state."""
 
     def _prune(self) -> None:
         """Leave out stages from which no token comes out."""
@@ -86,7 +86,7 @@ class PathPolicy:
         return tuple(hops)
 
     def _pick(self, sender: str, receivers: Sequence[str], lease: PathLease) -> str | None:
-        """One of the stages that may follow, None if the policy uses none of them."""
+        """Return one of the stages that may follow, None if the policy uses none of them."""
         raise NotImplementedError
 
     def dispatched(self, lease: PathLease) -> None:
@@ -125,7 +125,7 @@ class FixedPipelines(PathPolicy):
         self._turn = 0
 
     def _unused_pipeline(self, sender: str, used: set[str]) -> tuple[str, ...] | None:
-        """Stages behind `sender` to the end, none of them used. Dead ends are added to `used`."""
+        """Return the stages behind `sender` to the end, none of them used. Dead ends are added to `used`."""
         for name in self._next.get(sender, ()):
             if name == SINK:
                 return ()

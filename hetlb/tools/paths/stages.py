@@ -125,7 +125,7 @@ class StageNetwork:
     flows: Mapping[Edge, float] = field(default_factory=dict)
 
     def successors(self, stage: StageSpec | None) -> tuple[StageSpec, ...]:
-        """Stages linked to `stage` (None: the source) that may compute the layers behind its own."""
+        """Return stages linked to `stage` (None: the source) that may compute the layers behind its own."""
         at = 0 if stage is None else stage.end
         sender = SOURCE if stage is None else stage.name
         return tuple(
@@ -143,5 +143,5 @@ class StageNetwork:
         return stage.end == self.layers and (stage.name, SINK) in self.links
 
     def message_bytes(self, sender: str, receiver: str) -> int:
-        """Bytes per token on a link: ids to and from the coordinator, an activation elsewhere."""
+        """Return the bytes per token on a link: ids to and from the coordinator, an activation elsewhere."""
         return self.token_bytes if sender == SOURCE or receiver == SINK else self.activation_bytes

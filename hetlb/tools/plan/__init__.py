@@ -1,1 +1,1 @@
-"""Plans made before anything runs: which layout for which machine, and what to rent."""
+"""Plans made before anything runs: a layout for each machine, and instances to rent."""

@@ -91,7 +91,7 @@ def check_placement(cluster: PlaceCluster, placement: Placement, flow: Flow, bou
             raise PlanError(
                 f"{name}: expected 1 to {cluster.most_layers(nodes[name])} layers, got [{first}, {end})"
             )
-    slack = 1e-5 * max(1.0, flow.tokens_per_s)  # what a solver rounds
+    slack = 1e-5 * max(1.0, flow.tokens_per_s)  # a solver's rounding
     into = dict.fromkeys(nodes, 0.0)
     out = dict.fromkeys(nodes, 0.0)
     entered = left = 0.0
@@ -151,14 +151,14 @@ def check_path(network: StageNetwork, hops: Sequence[Hop]) -> None:
         raise PlanError(f"the path: expected to end behind layer {network.layers}, got {at}")
 
 
-# --- what to rent ---------------------------------------------------------------------------------------
+# --- renting ---------------------------------------------------------------------------------------------
 
 #: Rounding error allowed in a sum of rates or prices.
 _ROUNDING = 1e-6
 
 
 def check_rent(problem: Problem, plan: RentPlan) -> None:
-    """Raise `PlanError` unless the plan keeps every limit and serves what it says, by the inputs alone."""
+    """Raise `PlanError` unless the plan keeps every limit and serves its rates, by the inputs alone."""
     known = {c.name: c for c in problem.configurations}
     for name, count in plan.counts.items():
         if name not in known:

@@ -50,7 +50,7 @@ def lay_out(
     throughputs: Throughputs,
     most_stages: int | None,
 ) -> LayoutsFound:
-    """Layouts of every machine by itself, then of all of them together."""
+    """Return the layouts of every machine by itself, then of all of them together."""
     kinds = {machine.kind: machine for machine in cluster.machines}
     instances = {}
     for kind, machine in kinds.items():

@@ -117,7 +117,7 @@ def _with_capacity(
 
 
 def _origin_of(profile: Profile) -> str:
-    """Origin of the figures of a profile, in a word."""
+    """Return the origin of the figures of a profile, in a word."""
     if profile.source is None:
         return "profile"
     return "measured" if profile.source.measured else profile.source.kind
@@ -228,14 +228,14 @@ def _candidate(
 
 
 def speed_of(profile: Profile) -> Fraction:
-    """Speed of the GPUs of a profile: one full iteration of prompts and one of decodes, per second."""
+    """Return speed of the GPUs of a profile: one full iteration of prompts and one of decodes, per second."""
     latency, tokens = profile.latency, DEFAULT_MAX_NUM_BATCHED_TOKENS
     seconds = latency.prefill_s(tokens // 2, 2) + latency.step_s(64, 64 * 1024)
     return Fraction(1.0 / seconds)
 
 
 def capacity_of(market: Market, model: Model, stages: Sequence[ConfigurationStage]) -> int:
-    """Tokens that the KV cache of an instance of these stages holds."""
+    """Return the tokens that the KV cache of an instance of these stages holds."""
     room = [(market.offers[stage.gpu].usable(stage.tensor_parallel_size), stage.layers) for stage in stages]
     each = model.kv_bytes_at(stages[0].tensor_parallel_size)
     return kv_cache_tokens(room, exact(model.weight_bytes), exact(each))

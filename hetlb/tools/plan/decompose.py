@@ -77,7 +77,7 @@ class _Model:
         self._cover.program.set_cost(self._cover.rate, 0.0)
 
     def price(self, rate: float, prices: NDArray[np.float64], limits: SolveLimits, gap: float) -> float:
-        """Return a lower bound of what serving at `rate` costs, infinite if impossible."""
+        """Return a lower bound of the cost of serving at `rate`, infinite if impossible."""
         cover = self._cover
         cost = self._usage @ prices
         # HiGHS tolerates 1e-7: costs of about 1 are far above that.
@@ -92,7 +92,7 @@ class _Model:
             return 0.0 if pricing.over else INFINITY
         for values in (*found, solution.values):
             self._keep(cover.counts_of(values))
-        # The 1e-9 on every price only breaks ties: what it can add is taken off again.
+        # The 1e-9 on every price only breaks ties: its effect is taken off again.
         added = 1e-9 * max(sum(solution.values[y] for y in cover.counts), 1.0) * 2.0
         return float(max(0.0, -solution.bound / scale - added))
 

@@ -44,17 +44,17 @@ def gpus_of(layout: Layout) -> int:
 
 
 def counted(layout: Layout) -> list[tuple[Part, int]]:
-    """Each part with its number, the largest first."""
+    """Return each part with its number, the largest first."""
     return [(part, len(list(alike))) for part, alike in groupby(layout)]
 
 
 def layout_name(layout: Layout) -> str:
-    """`1 x tp4 + 1 x tp2`."""
+    """Return `1 x tp4 + 1 x tp2`."""
     return " + ".join(f"{count} x {part.name}" for part, count in counted(layout))
 
 
 def layouts_of(gpus: int, parts: Sequence[Part], *, partly: bool) -> list[Layout]:
-    """Every multiset of parts on a machine; `partly`: also with room left for one more part."""
+    """Return every multiset of parts on a machine; `partly`: also with room left for one more part."""
     ordered = sorted(parts, key=lambda part: (-part.gpus, part))
     least = min((part.gpus for part in parts), default=gpus + 1)
     found: list[Layout] = []
@@ -70,7 +70,7 @@ def layouts_of(gpus: int, parts: Sequence[Part], *, partly: bool) -> list[Layout
     return found
 
 
-# --- what a layout is worth -----------------------------------------------------------------------------
+# --- worth of a layout ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Evaluated:
 
 @dataclass
 class LayoutFleet:
-    """Machines with what can run on each kind of them, and the requests to expect."""
+    """Machines with the instances that each kind of them can run, and the requests to expect."""
 
     machines: Sequence[Machine]
     instances: Mapping[tuple[object, ...], Mapping[Part, Option]]
@@ -140,7 +140,7 @@ class LayoutFleet:
         )
 
     def evaluate(self, machine: Machine, request_rate: float) -> list[Evaluated]:
-        """Layouts of one machine, best first; at a finite rate only possible winners are simulated."""
+        """Return layouts of one machine, best first; at a finite rate only possible winners are simulated."""
         running, price, found = self.instances[machine.kind], machine.price_per_gpu_hour, []
         at_rate = math.isfinite(request_rate)
         for layout in layouts_of(machine.gpus, list(running), partly=at_rate and price is not None):
@@ -182,7 +182,7 @@ def _rank(each: Evaluated) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class FleetLayouts:
-    """A layout of every machine that has one, and what they are worth together; None where not simulated."""
+    """A layout of every machine that has one, and their worth together; None where not simulated."""
 
     layouts: dict[str, Layout]
     worth: LayoutsWorth | None = None
@@ -194,7 +194,7 @@ def choose_together(
     *,
     simulated: bool = True,
 ) -> tuple[FleetLayouts, FleetLayouts]:
-    """Layouts that serve best together, and each machine's own best, which they were changed from."""
+    """Return layouts that serve best together, and each machine's own best, which they were changed from."""
     options = {machine.name: found for machine in fleet.machines if (found := evaluated[machine.kind])}
     first = FleetLayouts({name: found[0].layout for name, found in options.items()})
     if not simulated or not options or sum(map(len, first.layouts.values())) > MOST_INSTANCES:

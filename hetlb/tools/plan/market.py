@@ -1,4 +1,4 @@
-"""MARKET.yaml: what can be rented, what is to be served, and for how much.
+"""MARKET.yaml: instances for rent, the requests to serve, and the budget.
 
 Whatever is wrong comes out as one `ConfigError` line that names file, key, value and what was
 expected. Shares may be counts: they are divided by their sum. Paths are relative to the file.
@@ -41,7 +41,7 @@ class OfferTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     roofline: RooflineTable | None = None
 
     def usable(self, gpus: int) -> Fraction:
-        """Bytes of `gpus` GPUs for weights and KV cache."""
+        """Return the bytes of `gpus` GPUs for weights and KV cache."""
         memory = self.memory_bytes or 0
         return usable_bytes(gpus, memory, self.gpu_memory_utilization, self.reserved_bytes_per_gpu)
 

@@ -92,7 +92,7 @@ def make_table(
     seed: int = 0,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Table:
-    """Throughputs of all configurations on all types. Raises `ConfigError` or `PlanError`."""
+    """Return the throughputs of all configurations on all types. Raises `ConfigError` or `PlanError`."""
     types, clustering = request_types(market, rows, count, seed)
     longest: dict[str, int] = {}
     for kind in types:
@@ -195,7 +195,7 @@ def correct_mixes(
         planned = total / plan.counts[configuration.name]
         together = [(rate, rows[name]) for name, rate in sorted(rates.items())]
         served = measured.of_mix(configuration.profile, together, configuration.engine_stages)
-        # What the plan leaves idle is no disagreement: instances are whole, work is not.
+        # Idle parts of the plan are no disagreement: instances are whole, work is not.
         load = configuration.load(rates) / plan.counts[configuration.name]
         ratio = served / (planned / load) if planned > 0 else 1.0
         worst = max(worst, abs(ratio - 1.0))
@@ -218,7 +218,7 @@ def correct_mixes(
 def baselines(
     planned: SolvedPlan, limits: SolveLimits, ties: Sequence[Configuration] = ()
 ) -> dict[str, dict[str, float]]:
-    """Return the same budget (or target) spent otherwise; what serves nothing is left out.
+    """Return the same budget (or target) spent otherwise; instances that serve nothing are left out.
 
     `ties` are the table's: one degree for all takes them, too.
     """

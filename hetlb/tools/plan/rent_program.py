@@ -1,4 +1,4 @@
-"""Plans of what to rent: the problem, exact pruning, and one mixed-integer linear program for all of it.
+"""Plans of instances to rent: the problem, exact pruning, and one mixed-integer linear program for all of it.
 
 A configuration is one way to run one instance of one model: its GPUs, its price, and the requests/s it
 serves of each workload type. With y the number of instances, u the instances' worth of time spent in a
@@ -85,7 +85,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Problem:
-    """The problem: what may be rented, and a budget per hour or a request rate at least cost.
+    """The problem: the instances for rent, and a budget per hour or a request rate at least cost.
 
     `available`: GPUs of each kind, infinite where there is no limit; `prices` of one and hour. Shares of all
     workloads sum to 1.
@@ -107,7 +107,7 @@ class Problem:
         return tuple(dict.fromkeys(workload.model for workload in self.workloads))
 
     def price(self, configuration: Configuration) -> float:
-        """Price of one instance per hour."""
+        """Return the price of one instance per hour."""
         return math.fsum(self.prices[gpu] * count for gpu, count in configuration.gpus.items())
 
     def most(self, configuration: Configuration) -> float:
@@ -126,7 +126,7 @@ class Problem:
         )
 
     def worth(self, plan: RentPlan) -> float:
-        """Throughput of a plan, or with a target rate its cost below 0: the more the better."""
+        """Return the throughput of a plan, or with a target rate its cost below 0: the more the better."""
         return plan.throughput if self.request_rate is None else -plan.cost_per_hour
 
 
@@ -144,7 +144,7 @@ class RentPlan:
     bound: float = INFINITY
 
     def gap(self, problem: Problem) -> float:
-        """Relative distance of the plan from the bound."""
+        """Return the relative distance of the plan from the bound."""
         if problem.request_rate is not None:
             return self.cost_per_hour / self.bound - 1.0 if self.bound > 0 else INFINITY
         return max(0.0, self.bound / self.throughput - 1.0) if self.throughput > 0 else INFINITY
@@ -285,13 +285,13 @@ def solve(problem: Problem, limits: SolveLimits, on_progress: OnProgress | None 
     best = None
     if solution is not None and (sign < 0.0 or solution.values[formulation.rate] > TOLERANCE):
         best = assign(problem, formulation.counts_of(solution.values), sign * solution.bound)
-    if best is None:  # also where what it serves is within the solver's tolerance of nothing
+    if best is None:  # also where its rate is within the solver's tolerance of nothing
         raise PlanError(_why_nothing(pruned, out_of_time=limits.over))
     return best
 
 
 def relaxation(problem: Problem) -> tuple[float, dict[str, float]]:
-    """Return the bound of the linear relaxation, and what all of each resource is worth, as shares."""
+    """Return the bound of the linear relaxation, and the worth of all of each resource, as shares."""
     formulation = Formulation(problem, relaxed=True)
     solution = formulation.program.solve(SolveLimits())
     if solution is None:
@@ -310,7 +310,7 @@ def relaxation(problem: Problem) -> tuple[float, dict[str, float]]:
 
 
 def require_served(problem: Problem, pruned: Problem) -> None:
-    """Raise `PlanError` that says what is missing where some workload has no configuration to serve it."""
+    """Raise `PlanError` with the reason where some workload has no configuration to serve it."""
     for workload in problem.workloads:
         mine = [c for c in problem.configurations if c.model == workload.model]
         if not mine:
@@ -341,7 +341,7 @@ def require_served(problem: Problem, pruned: Problem) -> None:
 
 
 def _why_nothing(problem: Problem, *, out_of_time: bool) -> str:
-    """One line that says what is missing where every workload by itself could be served."""
+    """Return one line with the shortage where every workload by itself could be served."""
     bound, _ = relaxation(replace(problem, request_rate=None))
     if problem.request_rate is not None and bound < problem.request_rate:
         return (
@@ -350,7 +350,7 @@ def _why_nothing(problem: Problem, *, out_of_time: bool) -> str:
         )
     if out_of_time:
         return "no plan was found within the time limit; give --time-limit more seconds"
-    # Far above the solver's tolerance, far below what one instance serves.
+    # Far above the solver's tolerance, far below the rate of one instance.
     some = 0.01 * min(rate for c in problem.configurations for rate in c.throughput.values() if rate > 0)
     least = Formulation(replace(problem, budget_per_hour=INFINITY, request_rate=problem.request_rate or some))
     solution = least.program.solve(SolveLimits(gap=1e-6))

@@ -1,4 +1,4 @@
-"""A plan of what to rent as a document (`--json`) and for a person: bill, instances, how far to trust it."""
+"""A plan of instances to rent as a document (`--json`) and for a person: bill, instances, its grounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hetlb.tools.tables import table as grid
 
 
 def document_of(table: Table, planned: SolvedPlan, solve_s: float) -> dict[str, Any]:
-    """Return the figures of the contract; what they rest on under further keys."""
+    """Return the figures of the contract; their grounds under further keys."""
     plan, problem = planned.plan, planned.problem
     known = problem.by_name
     requests = table.market.file.requests
@@ -89,7 +89,7 @@ def document_of(table: Table, planned: SolvedPlan, solve_s: float) -> dict[str, 
 
 
 def _remarks(table: Table) -> list[str]:
-    """Return what is worth a word of the models, and of the profiles that the market names for them."""
+    """Return remarks on the models, and on the profiles that the market names for them."""
     market, found = table.market, []
     for name, model in market.models.items():
         written = [path for offer in market.file.offers for path in offer.profiles.get(name, {}).values()]
@@ -200,7 +200,7 @@ def _baseline_grid(document: dict[str, Any]) -> Grid:
 
 
 def trust_lines(document: dict[str, Any]) -> list[str]:
-    """Lines that say what the plan rests on and how far it can be trusted."""
+    """Return the lines that say what the plan rests on and how far it can be trusted."""
     gap = document["gap"]
     lines = [
         f"solver: at most {gap:.2%} from the best plan there is, {document['solve_s']:.1f} s"

@@ -1,4 +1,4 @@
-"""Servers of a plan of what to rent. Machines are called by GPU and number: names that stand for hosts.
+"""Servers of a plan of instances to rent. Machines are called by GPU and number: names that stand for hosts.
 
 Instances are put into machines the widest stage first, each into the first machine with room.
 """
@@ -19,7 +19,7 @@ from hetlb.tools.plan.rent_simulation import instance_names, planned_types, prof
 
 
 def _places(table: Table, plan: RentPlan) -> dict[tuple[str, int], tuple[str, tuple[int, ...]]]:
-    """Machine and GPUs of every stage, by the instance's name and the stage's number."""
+    """Return the machine and GPUs of every stage, by the instance's name and the stage's number."""
     wanted = [
         (-stage.tensor_parallel_size, stage.gpu, order, name, s)
         for order, (configuration, own) in enumerate(instance_names(plan).items())
@@ -70,7 +70,7 @@ def servers_of(table: Table, plan: RentPlan) -> list[VllmServer]:
 
 
 def _profile(table: Table, plan: RentPlan, candidate: Configuration) -> ProfileOf | None:
-    """Return the file of a profile that the market names, else what makes it."""
+    """Return the file of a profile that the market names, else its maker."""
     if candidate.profile is None:
         return None
     for written, profile in table.market.profiles.items():

@@ -1,4 +1,4 @@
-"""A rented fleet under the production scheduler, in virtual time: what a plan really serves.
+"""A rented fleet under the production scheduler, in virtual time: the real rate of a plan.
 
 All requests wait at the start, or come at more than the planned rate; types are mixed in the plan's
 proportions. The rate counts tokens while the fleet is neither filling nor emptying, in requests:
@@ -51,7 +51,7 @@ class SimulatedFleet:
 
 
 def instance_names(plan: RentPlan) -> dict[str, list[str]]:
-    """Names of the instances of every configuration: its own and a number."""
+    """Return the names of the instances of every configuration: its own and a number."""
     return {name: [f"{name}-{index}" for index in range(count)] for name, count in plan.counts.items()}
 
 
@@ -73,7 +73,7 @@ def planned_types(plan: RentPlan, kinds: Sequence[RequestType]) -> tuple[Planned
 
 
 def worth_of(problem: Problem, plan: RentPlan) -> tuple[tuple[str, float], ...]:
-    """Return what each instance adds to a plan, in requests per second: the price of its time.
+    """Return each instance's contribution to a plan, in requests per second: the price of its time.
 
     By the times that the policy itself computes, so that its costs and these prices go together; types whose
     prompts are alike are one, as lengths of answers are predicted by prompts.

@@ -1,4 +1,4 @@
-"""A running plan and a change: the new plan, and the moves that lead to it, weighed against what they cost.
+"""A running plan and a change: the new plan, and the moves that lead to it, weighed against their cost.
 
 An instance that is started loads its model for some minutes, and serves nothing meanwhile. Over a horizon
 (the time until the next change is expected) it is worth that much less than one that keeps running. First
@@ -92,7 +92,7 @@ def _solve(
     most_moves: int | None = None,
 ) -> RentPlan | None:
     """Return the plan of the fewest moves worth `kept`, or the best over the horizon within `most_moves`."""
-    # What runs stays worth considering, whatever else would be better from scratch.
+    # Running instances stay worth considering, whatever else would be better from scratch.
     usable = tuple(c for c in problem.configurations if problem.most(c) >= 1 and c.modes)
     formulation = Formulation(replace(problem, configurations=usable))
     program, target = formulation.program, problem.request_rate

@@ -101,7 +101,7 @@ def _layout_document(each: Evaluated) -> dict[str, Any]:
 
 
 def _per_million(each: Evaluated) -> float:
-    """Price of a million tokens: at the rate served where there is one, else with the layout full."""
+    """Return price of a million tokens: at the rate served where there is one, else with the layout full."""
     assert each.cost_per_hour is not None
     tokens_s = each.throughput_tok_s if each.worth is None else each.worth.total_token_throughput
     return each.cost_per_hour / (3600.0 * tokens_s) * 1e6 if tokens_s > 0 else 0.0

@@ -64,7 +64,7 @@ class SloLimits:
 
 
 def interleave(mix: Mix, count: int) -> list[tuple[int, int]]:
-    """`count` requests of a mix, every type spread evenly: the next is of the type that is most behind."""
+    """Return `count` requests of a mix, every type spread evenly: the type most behind is next."""
     total = math.fsum(share for share, _ in mix)
     given = [0] * len(mix)
     rows: list[tuple[int, int]] = []
@@ -78,7 +78,7 @@ def interleave(mix: Mix, count: int) -> list[tuple[int, int]]:
 
 
 def saturated_rate(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage] = ()) -> float:
-    """Requests/s that one instance serves of this mix; 0 where some request does not fit it.
+    """Return the requests/s that one instance serves of this mix; 0 where some request does not fit it.
 
     `stages` are the stages of a pipeline whose composed engine is `spec`: then the rate is stage by stage.
     """
@@ -103,7 +103,7 @@ def saturated_rate(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage] = (
 
 
 def bubbles(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage]) -> float:
-    """Share of a composed engine's throughput on a mix that its pipeline reaches, at most 1.
+    """Return the share of a composed engine's throughput on a mix that its pipeline reaches, at most 1.
 
     A batch that holds a prompt is longer than one that only decodes, and stages wait for it.
     """
@@ -147,7 +147,7 @@ def rate_within(spec: EngineSpec, mix: Mix, slo: SloLimits) -> float:
 
 @cache
 def _engine_digest() -> str:
-    """Return the source of the engine model and of what it computes with: a change forgets all results."""
+    """Return the source of the engine model and of its modules: a change forgets all results."""
     digest = hashlib.sha256()
     tools = Path(__file__).parents[1]
     latency = tools.parent / "balancer" / "core" / "latency.py"
@@ -157,12 +157,12 @@ def _engine_digest() -> str:
 
 
 def default_cache() -> Path:
-    """`$XDG_CACHE_HOME/hetlb/throughput.jsonl`."""
+    """Return `$XDG_CACHE_HOME/hetlb/throughput.jsonl`."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "hetlb" / "throughput.jsonl"
 
 
-#: One line of the cache: the digest of what was measured, and requests/s.
+#: One line of the cache: the digest of the measured inputs, and requests/s.
 _decode_entry = msgspec.json.Decoder(tuple[str, NonNegative]).decode
 
 
@@ -192,10 +192,10 @@ class Measured:
         return self.of_mix(profile, [(1.0, kind.rows)], stages)
 
     def of_mix(self, profile: Profile, mix: Mix, stages: Sequence[EngineStage]) -> float:
-        """Requests/s of all types of a mix together."""
+        """Return the requests/s of all types of a mix together."""
         spec = engine_of(profile)
         total = math.fsum(share for share, _ in mix)
-        # Proportions to three digits: plans that differ in the tenth digit are the same to an engine.
+        # Proportions to three digits: further ones are the same to an engine.
         rounded = [(float(f"{share / total:.{_RATIO_DIGITS}g}"), list(rows)) for share, rows in mix]
         text = repr((_engine_digest(), spec, rounded, self.slo, tuple(stages)))
         key = hashlib.sha256(text.encode()).hexdigest()

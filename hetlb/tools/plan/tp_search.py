@@ -82,7 +82,7 @@ Rankings = Mapping[tuple[object, ...], list[Option]]
 
 
 def memory(cluster: Cluster, machine: Machine, part: Part) -> Memory:
-    """`M_kv = t * (utilization * memory - reserved) - weights`, and whether the longest request fits it.
+    """Return `t * (utilization * memory - reserved) - weights`, and whether the longest request fits it.
 
     Of a pipeline the stage with the least room for its share decides.
     """
@@ -96,12 +96,12 @@ def memory(cluster: Cluster, machine: Machine, part: Part) -> Memory:
 
 
 def _shares(cluster: Cluster, part: Part) -> list[Fraction]:
-    """Shares of the layers of each stage."""
+    """Return the shares of the layers of each stage."""
     return divide_layers([1] * part.pipeline_parallel_size, cluster.model.layers or None)
 
 
 def degrees(machine: Machine) -> list[int]:
-    """Every degree that divides the GPU count, and degrees of profiles that leave GPUs over."""
+    """Return every degree that divides the GPU count, and degrees of profiles that leave GPUs over."""
     return sorted({d for d in range(1, machine.gpus + 1) if machine.gpus % d == 0} | machine.profiles.keys())
 
 
@@ -121,7 +121,7 @@ def search(
 
 
 def whole_tok_s(machine: Machine, option: Option) -> float:
-    """Tokens/s of a machine with as many instances as fit."""
+    """Return the tokens/s of a machine with as many instances as fit."""
     return machine.gpus // option.part.gpus * option.throughput_tok_s
 
 
@@ -154,7 +154,7 @@ def _option(cluster: Cluster, machine: Machine, part: Part, throughput: Throughp
 
 
 def _misfit(cluster: Cluster, machine: Machine, part: Part, room: Memory) -> str:
-    """Reason for which an instance cannot run on a machine; empty where it can."""
+    """Return the reason for which an instance cannot run on a machine; empty where it can."""
     shape, degree = cluster.model.shape, part.tensor_parallel_size
     whole = degree in machine.profiles and bool(machine.profiles[degree].engine.enable_expert_parallel)
     if shape is not None and (why := refusal(shape, degree, part.pipeline_parallel_size, whole)):

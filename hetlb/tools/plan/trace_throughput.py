@@ -64,7 +64,7 @@ class Throughputs:
         self._known: dict[tuple[LatencyModel, Capacity], float] = {}
 
     def of(self, profile: Profile) -> float:
-        """Tokens/s of one instance of this profile. Raises `ProfileError` where it is no engine's."""
+        """Return tokens/s of one instance of this profile. Raises `ProfileError` where it is no engine's."""
         key = (profile.latency, profile.capacity)
         if key not in self._known:
             if self.kind == "simulate":
@@ -92,7 +92,7 @@ class Batch:
 
 
 def pack(rows: Rows, kv_cache_tokens: int, max_num_seqs: int, need: KvNeed | None = None) -> list[Batch]:
-    """Greedily, in trace order: the largest batches that fit the KV cache; what never fits is left out."""
+    """Greedily, in trace order: the largest batches that fit the KV cache; too large rows are left out."""
     batches: list[Batch] = []
     size = inputs = longest = 0
     held = 0.0

@@ -27,7 +27,7 @@ _MOST_ROWS = 20_000
 
 
 def trace_rows(path: Path) -> list[tuple[int, int]]:
-    """Prompt and output tokens of a trace's requests, at least 1 of each, evenly thinned out."""
+    """Return the prompt and output tokens of a trace's requests, at least 1 of each, evenly thinned out."""
     every = [(row.input_tokens, max(1, row.output_tokens)) for row in read_trace(path)]
     return every[:: max(1, math.ceil(len(every) / _MOST_ROWS))]
 
@@ -59,7 +59,7 @@ class RequestType:
 
 @dataclass(frozen=True, slots=True)
 class Clustering:
-    """Types found in a trace, and how good they are.
+    """Types found in a trace, and the quality of the division.
 
     `explained`: share of the variance of the logarithms of both lengths that lies between the types. Errors
     are mean relative distances of a request's length from its type's mean.
@@ -93,7 +93,7 @@ def cluster(rows: Sequence[tuple[int, int]], count: int, model: str, seed: int =
 
 
 def _best_labels(points: NDArray[np.float64], count: int, seed: int) -> NDArray[np.int32]:
-    """Labels of the tightest of several clusterings."""
+    """Return the labels of the tightest of several clusterings."""
     best, least = np.zeros(len(points), dtype=np.int32), math.inf
     for start in range(_STARTS):
         rng = np.random.default_rng((seed, start))

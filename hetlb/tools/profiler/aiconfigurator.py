@@ -35,7 +35,7 @@ _LARGE_DECODE = (
 _MEMORY_SHARE = 0.9
 #: Tokens of a pass of a long prompt.
 _PASS_TOKENS = 8192
-#: All-reduces below this say more of a machine's wiring than of its GPUs.
+#: Bytes/s below which an all-reduce shows a machine's wiring more than its GPUs.
 _SLOW_ALL_REDUCE_BYTES_S = 8e9
 #: SMs of GPUs on which vLLM decodes with kernels that split all contexts over equally many blocks.
 _SMS_SPLIT_KV = {"b200_sxm": 148, "b300_sxm": 148, "gb200": 152, "gb300": 152}
@@ -160,7 +160,7 @@ def _facts(model: str, raw: Mapping[str, Any]) -> tuple[ModelFacts | None, tuple
 
 
 def _kv_tokens(facts: ModelFacts, cache: Mapping[str, Any], layout: Layout) -> int | None:
-    """Return the tokens of a rank's cache: what the library leaves beside weights, in bytes of our own count.
+    """Return the tokens of a rank's cache: the rest beside the library's weights, in bytes of our own count.
 
     The library takes FP8 weights for an FP8 cache, and windows for caches of all tokens.
     """
@@ -222,7 +222,7 @@ def _all_reduce_bytes_s(handle: Any, hidden: int, tp: int) -> float | None:
 def _kv_cache(
     memory: Any, model: str, system: str, layout: Layout, batched: int, seqs: int
 ) -> dict[str, Any]:
-    """KV cache of a rank by the library; empty where the model does not fit."""
+    """Return the KV cache of a rank by the library; empty where the model does not fit."""
     try:
         found: dict[str, Any] = memory.estimate_kv_cache(
             model,

@@ -1,7 +1,7 @@
 """One vLLM server as a profiler sees it: its settings, its counters, and the times of tokens.
 
 A stamp is taken when bytes are read, before they are parsed; tokens are counted by the server's own running
-usage. What a person can mend (address, key, model) is an `InputError`.
+usage. Errors that a person can mend (address, key, model) are `InputError`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SILENCE_TIMEOUT_S = 120.0
 
 
 class ServerFailed(HetlbError):
-    """The server went away, hangs, or does not do what it was asked."""
+    """The server went away, hangs, or answers something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class TokenTimes:
         return self.stamps[-1][0]
 
     def step_s(self, start_s: float, end_s: float) -> float | None:
-        """Seconds a token between the first and the last stamp in a span; None for fewer than two."""
+        """Return seconds a token between the first and the last stamp in a span; None for fewer than two."""
         inside = [stamp for stamp in self.stamps if start_s <= stamp[0] <= end_s]
         if len(inside) < 2 or inside[-1][1] == inside[0][1]:
             return None
@@ -69,7 +69,7 @@ class TokenTimes:
 
 
 def distinct_prompts(rng: random.Random, batch: int, length: int) -> list[list[int]]:
-    """`batch` random prompts of `length` token ids; the first tokens differ between any two."""
+    """Return `batch` random prompts of `length` token ids; the first tokens differ between any two."""
     heads = rng.sample(_TOKEN_IDS, min(batch, len(_TOKEN_IDS)))
     prompts = []
     for number in range(batch):
@@ -94,7 +94,7 @@ class CompletionStream:
         await self._begun.wait()
 
     async def read(self) -> list[TokenTimes]:
-        """All tokens, one entry per prompt. Raises `ServerFailed`."""
+        """Return all tokens, one entry per prompt. Raises `ServerFailed`."""
         pieces: list[tuple[float, bytes]] = []
         reader, missing = EventReader(), set(range(self._prompts))
         try:
@@ -114,7 +114,7 @@ class CompletionStream:
 
     @contextlib.asynccontextmanager
     async def reading(self) -> AsyncIterator[asyncio.Task[list[TokenTimes]]]:
-        """Read beside what the block does; leaving it aborts what the server has not answered."""
+        """Read during the block; leaving it aborts the server's unfinished requests."""
         task = asyncio.create_task(self.read())
         try:
             yield task
@@ -146,7 +146,7 @@ class EngineClient:
         await self._session.close()
 
     async def facts(self, model: str | None) -> ServerFacts:
-        """Facts of the server. Raises `InputError` where it is no server of `model`."""
+        """Return the facts of the server. Raises `InputError` where it is no server of `model`."""
         status, body = await self._page("/v1/models")
         if status in (401, 403):
             raise InputError(

@@ -35,7 +35,7 @@ _Array = NDArray[np.float64]
 #: The four constants of the paper's form, or a better form.
 Fitted: TypeAlias = tuple[float, float, float, float] | PnormPrefill | LaunchedPrefill | DecodeTable
 
-#: The default grid of what can be asked at any size: it fits as well as three times as many points.
+#: The default grid, which can be measured at any size: it fits as well as three times as many points.
 DEFAULT_PREFILL_GRID = tuple((b, n) for b in (1, 4, 16) for n in (128, 512, 2048, 4096))
 #: A step is a straight line in the length at a fixed batch, and bends in the batch: two lengths, six batches.
 DEFAULT_DECODE_GRID = tuple((b, n) for b in (1, 4, 16, 32, 64, 128) for n in (256, 4096))
@@ -121,7 +121,7 @@ def middle(seconds: Sequence[float], clock_s: float = 0.0) -> tuple[float, float
 
 @dataclass(frozen=True, slots=True)
 class FitResult:
-    """A fitted latency model, the form taken of prefill and of decode, and what a reader should be warned of.
+    """A fitted latency model, the form taken of prefill and of decode, and warnings for a reader.
 
     `reports` have the held-out errors of each phase (and, as `PHASE_paper`, of the paper's form where
     another was taken) under the names of `FitReport`. `tile` is None where no point shows it and none was
@@ -284,7 +284,7 @@ def too_few(sizes: Sequence[tuple[int, int]]) -> str:
 
 
 def errors_on(fitted: Fitted, points: Sequence[Point]) -> _Array:
-    """Relative errors of a fit on `points`."""
+    """Return the relative errors of a fit on `points`."""
     return np.array([abs(seconds_of(fitted, p.batch, p.length, p.passes) / p.seconds - 1.0) for p in points])
 
 
@@ -297,7 +297,7 @@ def _corners(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
 
 
 def held_out_errors(points: Sequence[Point], form: _AnyForm, *, tile: int = 1) -> _Array:
-    """Relative errors on points left out of the fit, each once (cross-validation, no randomness).
+    """Return the relative errors on points left out of the fit, each once (cross-validation, no randomness).
 
     The four corners of the grid are never left out: without its corner a fit would have to extrapolate
     to it, which the finished one never has to within the grid.
@@ -346,7 +346,7 @@ def fit_form(points: Sequence[Point], form: _AnyForm, tile: int = 1) -> Fitted:
 
 
 def seconds_of(fitted: Fitted, batch: float, length: float, passes: int = 1) -> float:
-    """Seconds that `batch` requests of `length` tokens take, in `passes` equal passes.
+    """Return the seconds that `batch` requests of `length` tokens take, in `passes` equal passes.
 
     Each pass is over whole prompts or a piece of one; attention is over the whole prompt.
     """
@@ -364,7 +364,7 @@ def seconds_of(fitted: Fitted, batch: float, length: float, passes: int = 1) -> 
 
 
 def fit_linear(points: Sequence[Point]) -> tuple[float, float, float, float]:
-    """Coefficients of batch*length, batch, length and 1, weighted by 1/seconds, none negative.
+    """Return the coefficients of batch*length, batch, length and 1, weighted by 1/seconds, none negative.
 
     Non-negative coefficients are what keeps a prediction from falling with batch or length or below
     its floor at every batch and length, not only where it was measured.
@@ -404,7 +404,7 @@ _MOST_EVALUATIONS = 300
 
 
 def fit_pnorm(points: Sequence[Point], tile: int = 1) -> PnormPrefill:
-    """`(floor^p + (a*N*L)^p)^(1/p) + b*N*L^2`, weighted by 1/seconds; floor, a and b are not negative."""
+    """Fit `(floor^p + (a*N*L)^p)^(1/p) + b*N*L^2`, weighted by 1/seconds; floor, a and b are not negative."""
     batch, length, seconds, passes = _arrays(points)
     tokens = np.array([in_tiles(each, tile) for each in batch * length / passes])
     quadratic = batch * length * length
@@ -528,7 +528,7 @@ def _nearest(ratio: dict[tuple[int, int], float], batch: int, length: int) -> fl
 
 
 def _least_rises(base: PnormPrefill, batches: Sequence[int], lengths: Sequence[int]) -> tuple[_Array, _Array]:
-    """Least rise of the logarithm of `base` from node to node, were its slope the least there.
+    """Return the least rise of the logarithm of `base` from node to node, were its slope the least there.
 
     Its slope in log(batch) and log(length) grows along both axes, so the least slope of a cell is at its
     lower corner; the node's own edge is part of up to two cells, and the lower one decides.
@@ -615,7 +615,7 @@ def fit_mixed(latency: LatencyModel, points: Sequence[Point]) -> MixedTerm:
 
 
 def held_out_mixed_errors(latency: LatencyModel, points: Sequence[Point]) -> _Array:
-    """Relative errors of mixed points, each left out of the fit once."""
+    """Return the relative errors of mixed points, each left out of the fit once."""
     errors = []
     for index, point in enumerate(points):
         others = [p for i, p in enumerate(points) if i != index]

@@ -42,7 +42,7 @@ class Size:
         return f"{self.phase} {self.batch} x {self.length}{beside}"
 
 
-#: Lengths at which tiles are full and others, on both sides of the CUDA graphs, alone as beside decodes.
+#: Lengths with and without full tiles, on both sides of the CUDA graphs, alone as beside decodes.
 _LIVE_PREFILL = {1: (32, 128, 300, 700, 1500, 3000), 4: (128, 300, 1024, 4096), 16: (100, 400, 1024, 4096)}
 #: Corners of a live grid that the other points do not show: one long context, and a large batch.
 _LIVE_CORNERS = ((1, 32768), (256, 1024))
@@ -113,7 +113,7 @@ def _clip_mixed(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
 
 
 def _one_more(lengths: Sequence[int]) -> list[int]:
-    """Return the lengths and one in the widest gap (by ratio), from the shortest that can be told."""
+    """Return the lengths and one in the widest gap (by ratio), from the shortest measurable one."""
     ends = [_SHORTEST_TOKENS, *lengths]
     low, high = max(pairwise(ends), key=lambda pair: pair[1] / pair[0])
     return sorted({*lengths, round((low * high) ** 0.5)})
@@ -127,7 +127,7 @@ def _fit_all(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
         if length < _SHORTEST_TOKENS:
             continue
         fitted = Size(size.phase, batch, length)
-        # Two that were clipped to nearly the same would say the same.
+        # Two points clipped to nearly the same size would say the same.
         near = any(o.batch == batch and 0.8 < o.length / length < 1.25 for o in kept)
         if not near:
             kept[fitted] = None
@@ -149,7 +149,7 @@ def longest(phase: StepKind, batch: int, capacity: Capacity) -> int:
 
 
 def token_budget(observed: Iterable[tuple[int, int, int]]) -> int | None:
-    """`max_num_batched_tokens` from prefills of (batch, length, iterations in which a prompt ended).
+    """Return `max_num_batched_tokens` from prefills of (batch, length, iterations in which a prompt ended).
 
     A pass takes the next tokens of the prompts in order, up to the budget; an iteration counts if a prompt
     ends in it. The power of two that explains all of them; None where none or several do.

@@ -17,7 +17,7 @@ from hetlb.tools.profiler.grid import Size
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Identity of what a file's samples were measured on: all of it must be the same to go on."""
+    """Identity of a file's server and settings: all of it must be the same to go on."""
 
     model: str
     engine_version: str | None

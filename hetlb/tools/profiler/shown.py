@@ -27,7 +27,7 @@ _SIZES = (
 
 
 def errors_table(profile: Profile) -> Table:
-    """Held-out errors of each phase, in the form that was taken and in the paper's."""
+    """Return the held-out errors of each phase, in the form that was taken and in the paper's."""
     rows = []
     for phase in ("prefill", "prefill_paper", "decode", "decode_paper", "mixed"):
         if (error := getattr(profile.fit, phase, None)) is not None:
@@ -74,7 +74,7 @@ def _seconds(profile: Profile, kind: StepKind, batch: int, length: int) -> float
 
 
 def _origin(profile: Profile) -> str:
-    """Source of a profile in a word or two."""
+    """Return the source of a profile in a word or two."""
     source = profile.source
     if source is None:
         return "not stated"
@@ -132,7 +132,7 @@ def listing_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def differences(a: Profile, b: Profile) -> list[str]:
-    """Respects in which two profiles are of different things, where both say."""
+    """Return the respects in which two profiles are of different things, where both state them."""
     facts = [
         ("models", a.model and a.model.name, b.model and b.model.name),
         ("GPUs", a.hardware and a.hardware.gpu, b.hardware and b.hardware.gpu),

@@ -306,7 +306,7 @@ def complete(
     split_blocks: float | None = None,
     launch: LaunchTime | None = None,
 ) -> tuple[FitResult, tuple[str, ...]]:
-    """Return the fit with what its points do not show assumed; one phrase for each assumption.
+    """Return the fit with assumptions for figures that its points do not show; one phrase for each.
 
     A phrase says what is taken, in which range it was found elsewhere, and what would measure it.
     `split_blocks` belong to a kernel that splits contexts (`SplitKv`).

@@ -50,7 +50,7 @@ _MOST_SEQUENCES = 1000
 
 #: Least number of measured points of each phase.
 _LEAST_POINTS = {StepKind.PREFILL: 8, StepKind.DECODE: 8, StepKind.MIXED: 0}
-#: Lone requests that tell what a server adds to one.
+#: Lone requests that measure the server's own time for one.
 _LONE_REQUESTS = 8
 #: Steps that all decodes make before a prompt is put beside them.
 _STEPS_BEFORE_PROMPT = 4
@@ -86,7 +86,7 @@ async def settled(client: EngineClient, facts: ServerFacts) -> bool:
 
 
 async def learn_max_num_seqs(client: EngineClient, facts: ServerFacts, rng: random.Random) -> int | None:
-    """Sequences that run while others wait although the KV cache has room; None where none ever do."""
+    """Return sequences that run while others wait although the KV cache has room; None where none ever do."""
     capacity = facts.capacity
     if not facts.counts or capacity.kv_cache_tokens is None:
         return None
@@ -205,16 +205,16 @@ class Sweep:
             given_up[dearest] = f"it would take {cost[dearest]:.0f} s of the budget"
 
     def _cost_s(self, size: Size) -> float:
-        """Estimated seconds of one sample."""
+        """Return the estimated seconds of one sample."""
         if size.phase is StepKind.PREFILL:
             return (size.tokens + self._plug_tokens(size)) * self._token_s + 0.05
         step_s = self._step_s.get(size, self._near_step_s(size.batch))
-        # With prefixes kept, a point's first sample prefills its prompts; what longer ones left counts.
+        # With prefixes kept, a point's first sample prefills its prompts; blocks of longer ones count.
         read = 0 if self.facts.prefix_cache and size in self._step_s else size.tokens
         return read * self._token_s + self._steps(size) * step_s + 0.05
 
     def _near_step_s(self, batch: int) -> float:
-        """Estimated seconds of a step of `batch` sequences, by measured steps of no more."""
+        """Return the estimated seconds of a step of `batch` sequences, by measured steps of no more."""
         return max((s for each, s in self._step_s.items() if each.batch <= batch), default=self._first_step_s)
 
     def _plug_tokens(self, size: Size, lead_s: float = _LEAD_S) -> int:
@@ -229,7 +229,7 @@ class Sweep:
     # --- measuring ---
 
     async def _warm_up(self) -> None:
-        """First requests compile and allocate; they also say how fast the server is, roughly."""
+        """Warm up: first requests compile and allocate; they also show about how fast the server is."""
         length = max(1, min(_WARM_UP_TOKENS, self._context - 9))
         for _ in range(2):
             prompts = distinct_prompts(self.rng, 2, length)
@@ -266,7 +266,7 @@ class Sweep:
         return True
 
     async def _undisturbed(self, size: Size) -> Sample:
-        """One undisturbed sample, or the reason there is none. Raises `BusyError`."""
+        """Return one undisturbed sample, or the reason there is none. Raises `BusyError`."""
         whole, merged, impossible = True, False, ""
         for attempt in range(_SAMPLE_TRIES):
             whole, merged, impossible = True, False, ""
@@ -322,7 +322,7 @@ class Sweep:
         return await self.client.counters() if self.facts.counts else None
 
     async def _prefill(self, size: Size, lead_s: float) -> tuple[float | None, int]:
-        """Seconds to prefill a batch, and the prompt tokens that all of it took."""
+        """Return the seconds to prefill a batch, and the prompt tokens that all of it took."""
         plug = self._plug_tokens(size, lead_s)
         prompts = distinct_prompts(self.rng, size.batch, size.length)
         ahead = await self.client.send(distinct_prompts(self.rng, 1, plug), 1)
@@ -342,7 +342,7 @@ class Sweep:
         return max(seconds, 1e-6), size.tokens + plug
 
     async def _decode(self, size: Size) -> tuple[float | None, int]:
-        """Seconds of one step while all of a batch run, and the prompt tokens that all of it took."""
+        """Return seconds of one step while all of a batch run, and the prompt tokens that all of it took."""
         steps = self._steps(size)
         length = max(1, size.length - steps // 2)
         prompts, tokens = await self._fill(size, length)
@@ -365,7 +365,7 @@ class Sweep:
         return prompts, tokens
 
     def _unread_tokens(self, batch: int, length: int) -> int:
-        """Prompt tokens left to prefill after `_fill`: a cache of prefixes keeps whole blocks."""
+        """Return the prompt tokens left to prefill after `_fill`: a cache of prefixes keeps whole blocks."""
         if not self.facts.prefix_cache or batch == 1:
             return batch * length
         block = self.facts.capacity.block_size or 1
@@ -395,7 +395,7 @@ class Sweep:
         return _gap_at(times, alone.first_s), tokens + size.prefill_tokens
 
     async def lone_requests(self) -> list[tuple[int, float]]:
-        """Prompt tokens and seconds to the first token of requests that nothing else disturbs."""
+        """Return the prompt tokens and seconds to the first token of requests that nothing else disturbs."""
         found = []
         for number in range(_LONE_REQUESTS):
             await self._settled()
@@ -445,7 +445,7 @@ def _more(before: int | None, after: int | None) -> int | None:
 
 
 def _together(times: Sequence[TokenTimes]) -> float | None:
-    """Seconds of a step while all streams run: between the last to begin and the first to end."""
+    """Return the seconds of a step while all streams run: between the last to begin and the first to end."""
     start_s = max(one.first_s for one in times)
     end_s = min(one.last_s for one in times)
     steps = [step for one in times if (step := one.step_s(start_s, end_s)) is not None]

@@ -1,4 +1,4 @@
-"""A log of a real server against the engine model: replay, errors with sign, and what they come from.
+"""A log of a real server against the engine model: replay, errors with sign, and their causes.
 
 The requests of the log are sent to the engine model at the times at which the server got them. The error of
 the whole answer is then split: the times of prefill passes, mixed steps and decode steps and the host's time
@@ -210,7 +210,7 @@ class Corrections:
         return corrected(k, **{field: getattr(self, field) for field in fields})
 
     def described(self) -> list[str]:
-        """One phrase for each part: how far it is off, and whether the log shows that."""
+        """Return one phrase for each part: its error, and whether the log shows it."""
         found = []
         for (part, (field, _)), error in zip(PARTS.items(), self.errors, strict=True):
             value = getattr(self, field)
@@ -226,7 +226,7 @@ class Corrections:
 def fit_corrections(
     requests: Sequence[LoggedRequest], engine: EngineSpec, chosen: Sequence[bool] | None = None
 ) -> Corrections:
-    """Return the corrections with which the replay is nearest to the log; near none where it does not decide.
+    """Return the corrections with which the replay is nearest to the log; near none where it is undecided.
 
     All requests are replayed; `chosen` ones are compared. The search starts from the part that explains most
     alone: parts that are nearly alike, such as decode steps and the host, are mistaken for each other else.
@@ -264,7 +264,7 @@ def fit_corrections(
 
 
 def _times(requests: Sequence[LoggedRequest]) -> _Array:
-    """TTFT, TPOT and E2E of every request."""
+    """Return the TTFT, TPOT and E2E of every request."""
     return np.array([(each.ttft_s, each.tpot_s, each.e2e_s) for each in requests])
 
 
@@ -388,7 +388,7 @@ def _other_forms(k: LatencyModel, requests: Sequence[LoggedRequest]) -> list[Lat
 
 
 def _means(requests: Sequence[LoggedRequest]) -> tuple[float, float, float]:
-    """TTFT, TPOT and E2E of a replay."""
+    """Return the TTFT, TPOT and E2E of a replay."""
     tokens = sum(max(0, each.output_tokens - 1) for each in requests)
     ttft_s, e2e_s = fmean(each.ttft_s for each in requests), fmean(each.e2e_s for each in requests)
     return ttft_s, (e2e_s - ttft_s) * len(requests) / max(1, tokens), e2e_s
@@ -423,7 +423,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """One sentence: how right the model is, where it is not, and what that comes from."""
+        """One sentence: the errors of the model, and their causes."""
         name, off = _worst(self.errors)
         shares = self.split_ttft if name == "ttft" else self.split
         largest = max(shares, key=lambda part: abs(shares[part]))
@@ -495,7 +495,7 @@ def _worst(found: dict[str, MetricError]) -> tuple[str, float]:
 
 
 def varies_enough(run: ReplayedRun) -> str:
-    """Reason for which a log cannot tell the parts of a model from each other; empty where it can.
+    """Return the reason for which a log cannot tell the parts of a model from each other; empty where it can.
 
     Prefill, mixed and decode times are told apart by steps of different batches: their middle nine tenths, by
     time, must span a factor of 2.

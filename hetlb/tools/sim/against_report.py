@@ -79,7 +79,7 @@ def comparison_document(log: Log, profile: Profile | None, found: Comparison) ->
 
 
 def print_comparison(profile: Profile | None, found: Comparison) -> None:
-    """Tables for people, and the verdict."""
+    """Print tables for people, and the verdict."""
     console = Console(highlight=False)
     rows = [
         (

@@ -1,6 +1,6 @@
 """One engine with all its requests at once and no scheduler: its rate to the last answer, and while full.
 
-The first is what `FleetSimulation` gives with one instance, at a fraction of the work. It contains the drain,
+The first equals `FleetSimulation` with one instance, at a fraction of the work. It contains the drain,
 which is the longer part of a run the fewer requests there are; the rate while full does not.
 """
 
@@ -26,7 +26,7 @@ _MOST_FULL_REQUESTS = 4_000
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """Figures of a run to the end: what fitted the engine, its prompt and output tokens, seconds."""
+    """Figures of a run to the end: the fitting requests, their prompt and output tokens, seconds."""
 
     requests: int
     tokens: int
@@ -125,7 +125,7 @@ def batch_of(spec: EngineSpec, tokens: float) -> int:
 
 
 def mean_batch(spec: EngineSpec, plan: Sequence[PlannedRequest]) -> int:
-    """Sequences of a plan that run at once."""
+    """Return the sequences of a plan that run at once."""
     tokens = math.fsum(planned.prompt_tokens + planned.answer_tokens / 2 for planned in plan)
     return batch_of(spec, tokens / max(1, len(plan)))
 
@@ -136,7 +136,7 @@ def requests_while_full(spec: EngineSpec, plan: Sequence[PlannedRequest]) -> int
 
 
 def full_tokens_per_s(spec: EngineSpec, plan: Sequence[PlannedRequest], rule: IterationRule) -> float:
-    """Prompt and output tokens/s while the engine is full."""
+    """Return the prompt and output tokens/s while the engine is full."""
     sequences = [each for planned in plan if spec.fits(planned) for each in sequences_of(planned)]
     sums = list(accumulate((each.prompt_tokens + each.output_tokens for each in sequences), initial=0))
     model = spec.model(rule)

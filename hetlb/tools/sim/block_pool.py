@@ -16,7 +16,7 @@ ENDLESS_TOKENS: Final = 1 << 62
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
-    """Blocks that `tokens` tokens occupy: the last one may be partly filled."""
+    """Return the blocks that `tokens` tokens occupy: the last one may be partly filled."""
     return -(-tokens // block_size)
 
 
@@ -66,12 +66,12 @@ class BlockPool:
         return self.used_blocks / self.total_blocks
 
     def held(self, tokens: int) -> int:
-        """Return what a holder of `tokens` tokens has."""
+        """Return the blocks of a holder of `tokens` tokens."""
         blocks = -(-tokens // self.block_size)
         return self.grows * blocks + self.beside(blocks, self.window_blocks)
 
     def beside(self, blocks: int, window_blocks: int) -> int:
-        """Return what a holder of `blocks` blocks has beside the blocks that grow."""
+        """Return the blocks of a holder of `blocks` blocks beside the ones that grow."""
         if not self.window and not self.fixed:
             return 0
         return self.window * min(blocks, window_blocks) + (self.fixed if blocks else 0)

@@ -123,7 +123,7 @@ class DecodeBatch:
         return count
 
     def needs(self, sequence: EngineSequence) -> int:
-        """Return what a sequence needs of the pool in the next step."""
+        """Return a sequence's need of the pool in the next step."""
         if sequence.offset % self._size != self.step % self._size:
             return 0
         return self._per_block(self.step - sequence.offset)

@@ -1,10 +1,10 @@
-"""Limits of one vLLM engine, with vLLM's own defaults for what a profile or an engine does not state."""
+"""Limits of one vLLM engine, with vLLM's own defaults for unstated ones."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetlb.balancer.core.instance import DEFAULT_MAX_LORAS
+from hetlb.balancer.core.instance_limits import DEFAULT_MAX_LORAS
 from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.types import Capacity

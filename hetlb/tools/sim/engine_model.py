@@ -115,7 +115,7 @@ class EngineModel:
         self._short = False  # blocks were short in the batch being scheduled: nothing is admitted
         self._admissions = 0
 
-    # --- what can be seen ---
+    # --- state ---
 
     @property
     def waiting(self) -> int:
@@ -170,7 +170,7 @@ class EngineModel:
             return self.decodes.cached(sequence) - sequence.prompt_tokens + (self.in_flight is None)
         return sequence.generated
 
-    # --- what comes in ---
+    # --- input ---
 
     def submit(self, sequence: EngineSequence, elapsed_s: float = 0.0) -> None:
         """Put a new sequence at the end of the queue. The caller has refused what `limits` never fit.
@@ -256,7 +256,7 @@ class EngineModel:
         if stretch is None or self._completing or self._partial or self._preempted or not decodes.sequences:
             return stretch
         if not self._settled and self._waiting:
-            return stretch  # what the delayed view left out may be admitted next
+            return stretch  # sequences that the delayed view left out may be admitted next
         steps = decodes.steps_to_finish()
         if steps == 1:
             return stretch
@@ -359,7 +359,7 @@ class EngineModel:
                 self._settled = True  # nothing could be fixed in advance: vLLM schedules anew
                 stretch = self._schedule()
             if self.fetches.ready and self._empty:
-                stretch = self._schedule()  # what its own prefix cache held whole needs no transfer
+                stretch = self._schedule()  # blocks in its own prefix cache need no transfer
             if self._empty:
                 return None  # transfers must end, or held blocks be released, before anything can run
         self.in_flight = stretch

@@ -33,7 +33,7 @@ LOOK: Final = 11
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec(PickleByFields):
-    """One simulated engine: how fast it is and what it holds.
+    """One simulated engine: its speed and its capacity.
 
     `changes` are pairs of a time (s) and a factor on the duration of iterations begun from then on.
     `prefix_cache`: whether it keeps the blocks of prompts for later ones that begin alike. `max_model_len` is

@@ -1,4 +1,4 @@
-"""KV blocks of one simulated engine: what sequences take, give back and find again.
+"""KV blocks of one simulated engine: taken, given back and found again by sequences.
 
 As vLLM V1 does it (`v1/core/kv_cache_manager.py`, `block_pool.py`). Whole blocks are kept; a prompt finds as
 many from its beginning on as are kept without a gap, but never all of it, since its last token must be
@@ -67,7 +67,7 @@ class KvBlocks:
             sequence.spans = (*sequence.pieces, (sequence.answer, ENDLESS_TOKENS))
 
     def find(self, sequence: EngineSequence, tokens: int) -> int | None:
-        """Take what is cached of the first `tokens` tokens: how many, or None if the rest finds no room."""
+        """Take the cached blocks of the first `tokens` tokens: their number, None if the rest has no room."""
         nodes, found = self._cached(sequence, tokens)
         # A sequence that uses a node uses all before it.
         unused = [node for node in nodes if not node.users]

@@ -93,7 +93,7 @@ class _Flight:
 
 
 class _Node:
-    """A stage: what has arrived, what waits at each segment, the batch that runs."""
+    """A stage: arrived requests, the queue of each segment, the running batch."""
 
     __slots__ = (
         "batch", "busy_s", "copied_tokens", "decode_s", "entry", "inbox", "kv_peak", "kv_used", "prompt_s",
@@ -120,7 +120,7 @@ class _Node:
         self.kv_peak = 0
 
     def layer_s(self, prompt_tokens: int, decodes: int) -> float:
-        """Time of one layer on a batch."""
+        """Return the time of one layer on a batch."""
         if prompt_tokens >= len(self.prompt_s):
             self.prompt_s = self.spec.prompt.table(2 * prompt_tokens + 1)
         if decodes >= len(self.decode_s):
@@ -129,7 +129,7 @@ class _Node:
         return self.prompt_s[prompt_tokens] + (2.0 * time_s if decodes == 1 else time_s)
 
     def collect(self, now: float) -> None:
-        """Move what has arrived to the segment that it enters."""
+        """Move arrived requests to the segments that they enter."""
         inbox, waiting = self.inbox, self.waiting
         tokens = 0
         if len(waiting) == 1:
@@ -194,7 +194,7 @@ class PassTimes:
         return sum(self.seconds) / len(self.seconds) if self.seconds else 0.0
 
     def document(self) -> dict[str, float]:
-        """JSON of it."""
+        """Return the JSON of it."""
         if not self.seconds:
             return {}
         return {"mean": self.mean, **{f"p{p}": self.percentile(p / 100) for p in (5, 25, 50, 75, 95)}}
@@ -228,7 +228,7 @@ class PipelineResult:
         return (self.output_tokens + self.prompt_tokens) / self.window_s
 
     def document(self) -> dict[str, Any]:
-        """JSON of it, unrounded."""
+        """Return the JSON of it, unrounded."""
         return {
             "decode_tokens_per_s": self.decode_tokens_per_s,
             "total_tokens_per_s": self.total_tokens_per_s,
@@ -315,7 +315,7 @@ class PipelineSimulation:
         return self._run(warm_up_s, warm_up_s + measured_s)
 
     def extend(self, measured_s: float) -> PipelineResult:
-        """Go on with a run that was not stopped, until its window is so long; returns the same result."""
+        """Go on with a run that was not stopped, until its window is that long; return the same result."""
         self._end = self._begin + measured_s
         self._result.window_s = measured_s
         return self._go_on()
@@ -356,7 +356,7 @@ class PipelineSimulation:
     def run_online(
         self, arrivals_s: Sequence[float], *, measured_s: float, warm_up_s: float = 0.0
     ) -> PipelineResult:
-        """Return requests at given times; what is not done when the window ends is counted as unfinished."""
+        """Return requests at given times; ones not done when the window ends are counted as unfinished."""
         for at in arrivals_s:
             self._events.push(at, _ARRIVAL, None)
         return self._run(warm_up_s, warm_up_s + measured_s)
@@ -498,7 +498,7 @@ class PipelineSimulation:
         self._begin_batch(node, now)
 
     def _pass_on(self, batch: list[_Flight], node: _Node, now: float) -> None:
-        """Send what a batch has computed to the next stages and to the sink."""
+        """Send a batch's results to the next stages and to the sink."""
         arrivals = [self._leave(flight, node, now) for flight in batch]
         if not self._frames:
             events, delivered = self._events, self._delivered
@@ -574,7 +574,7 @@ class PipelineSimulation:
 
 
 def _entries(network: StageNetwork, stage: StageSpec) -> list[int]:
-    """Layers at which requests may enter a stage: its first, and ends of others inside it."""
+    """Return the layers at which requests may enter a stage: its first, and ends of others inside it."""
     if not network.partial_inference:
         return [stage.first]
     inner = {other.end for other in network.stages if stage.first < other.end < stage.end}

@@ -138,7 +138,7 @@ def _order(rate: float | str) -> float | str:
 
 
 def _split(study: Study, seed: int, alone: Mapping[str, float]) -> dict[str, float]:
-    """Throughput of the fixed division of all requests at once; `alone` in tokens/s."""
+    """Return the throughput of the fixed division of all requests at once; `alone` in tokens/s."""
     plan, setup = study.load.plan(_INFINITE, seed), study.setup
     oracle = {planned.index: max(1, planned.output_tokens) for planned in plan}
     predictor = make_predictor(setup.predictor, rng=random.Random(seed), lengths=setup.lengths, oracle=oracle)
@@ -256,7 +256,7 @@ class _Workers:
         return future
 
     def wait(self, futures: Iterable[Future[Any]]) -> None:
-        """Wait until all of these are done. Raises what the first that fails raises."""
+        """Wait until all of these are done. Raises the error of the first that fails."""
         for future in as_completed(futures):
             if self._pool is not None:
                 self._count()

@@ -109,7 +109,7 @@ class StagedEngine:
         return True
 
     def _make_room(self, decodes: DecodeBatch) -> None:
-        """Blocks for the tokens that decode this turn; the latest admitted lose theirs where some lack."""
+        """Take blocks for the tokens of this turn; the latest admitted lose theirs where some lack."""
         while (need := decodes.blocks_needed(1)) > self._pool.free_blocks:
             victim = next(reversed(decodes.sequences))
             tokens = decodes.remove(victim)
@@ -120,7 +120,7 @@ class StagedEngine:
         self._pool.take(need)
 
     def _prefills(self, lane: _Lane) -> list[tuple[int, int]]:
-        """Parts of prompts for this batch: (tokens computed with it, tokens of the part)."""
+        """Return the parts of prompts for this batch: (tokens computed with it, tokens of the part)."""
         budget = self._limits.max_num_batched_tokens - len(lane.decodes.sequences)
         parts: list[tuple[int, int]] = []
         while budget > 0:
@@ -142,7 +142,7 @@ class StagedEngine:
         return parts
 
     def _end(self, lane: _Lane) -> int:
-        """Tokens of a batch are out; how many sequences finished."""
+        """End a batch; return the number of finished sequences."""
         decodes = lane.decodes
         finished = decodes.take_finished()
         for sequence in finished:

@@ -32,7 +32,7 @@ def make_study(
     queue_limit: int | None = None,
     prefix_cache: bool = False,
 ) -> Study:
-    """Build the study. Raises `InputError` where the fleet lacks what a simulation needs."""
+    """Build the study. Raises `InputError` where the fleet lacks figures for a simulation."""
     models = list(dict.fromkeys(spec.model for spec in fleet.instances))
     if not models:
         raise ConfigError(f"{fleet.path}: models: expected at least one instance to simulate, got none")
@@ -65,7 +65,7 @@ def engine_of(profile: Profile, where: str = "", **more: Any) -> EngineSpec:
 
 
 def _engine(fleet: Fleet, name: str, prefix_cache: bool) -> EngineSpec:
-    """Return the simulated engine of an instance. Raises `InputError` naming what its profile lacks."""
+    """Return the simulated engine of an instance. Raises `InputError` naming its profile's missing figure."""
     profile = profiles_of(fleet).get(name)
     if profile is None:
         raise ConfigError(f"{fleet.path}: {name}: profile: expected a latency profile to simulate, got none")

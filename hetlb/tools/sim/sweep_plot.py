@@ -25,7 +25,7 @@ _Looks = Mapping[str, Mapping[str, Any]]
 
 
 def write_sweep_plot(path: Path, runs: Sequence[Mapping[str, Any]], ran: Sequence[Ran]) -> None:
-    """Draw `runs` (as in the JSON) and what was watched of `ran`. Raises `InputError`."""
+    """Draw `runs` (as in the JSON) and the watched ones of `ran`. Raises `InputError`."""
     watched = [each for each in ran if each.watched is not None]
     looks = {
         name: line_style(index) for index, name in enumerate(dict.fromkeys(run["policy"] for run in runs))
@@ -55,7 +55,7 @@ def _legend(axis: Any) -> None:
 
 
 def _draw_throughput(axis: Any, runs: Sequence[Mapping[str, Any]], looks: _Looks) -> None:
-    """Tokens/s at every rate, the rates side by side."""
+    """Draw tokens/s at every rate, the rates side by side."""
     rates = list(dict.fromkeys(run["request_rate"] for run in runs))
     for policy, look in looks.items():
         mine = [run for run in runs if run["policy"] == policy]

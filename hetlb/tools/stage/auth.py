@@ -42,12 +42,12 @@ def new_nonce() -> bytes:
 
 
 def stage_proof(key: bytes, client_nonce: bytes, stage_nonce: bytes) -> bytes:
-    """Proof of the side that accepts connections."""
+    """Return the proof of the side that accepts connections."""
     return _mac(key, b"hetlb stage 2 accepts", client_nonce, stage_nonce)
 
 
 def client_proof(key: bytes, client_nonce: bytes, stage_nonce: bytes, session: int) -> bytes:
-    """Proof of the side that connects; it covers the session."""
+    """Return the proof of the side that connects; it covers the session."""
     return _mac(key, b"hetlb stage 2 connects", client_nonce, stage_nonce, session.to_bytes(8, "big"))
 
 
@@ -60,7 +60,7 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
 
 
 def hello(session: int, nonce: bytes) -> dict[str, str]:
-    """Headers of the first request."""
+    """Return the headers of the first request."""
     return {_SESSION: str(session), _NONCE: nonce.hex()}
 
 
@@ -71,7 +71,7 @@ def challenge(headers: Headers) -> tuple[bytes, bytes] | None:
 
 
 def proof(stage_nonce: bytes, proof: bytes) -> dict[str, str]:
-    """Headers of the second request, besides the first one's."""
+    """Return the headers of the second request, besides the first one's."""
     return {_STAGE_NONCE: stage_nonce.hex(), _PROOF: proof.hex()}
 
 
@@ -95,7 +95,7 @@ class Challenges:
         self._open: OrderedDict[bytes, None] = OrderedDict()
 
     def issue(self, headers: Headers) -> dict[str, str]:
-        """Headers of the answer to a first request. Raises `NotProven` if it is none."""
+        """Return the headers of the answer to a first request. Raises `NotProven` if it is none."""
         if not (client_nonce := _bytes(headers, _NONCE)):
             raise NotProven("expected a greeting of this version")
         nonce = new_nonce()

@@ -77,7 +77,7 @@ class ModelConfig:
     fingerprint: str
 
     def kv_bytes(self, itemsize: int) -> int:
-        """Bytes of one token in one layer's KV cache."""
+        """Return the bytes of one token in one layer's KV cache."""
         return 2 * self.kv_heads * self.head_dim * itemsize
 
 
@@ -94,7 +94,7 @@ class _Scaling(msgspec.Struct, kw_only=True):
 
 
 class _ConfigJson(msgspec.Struct, kw_only=True):
-    """The keys of config.json that decide what is computed; null is as if there were no key."""
+    """The keys of config.json that decide the computation; null is as if there were no key."""
 
     model_type: Literal["llama", "mistral", "qwen2", "qwen3"]
     num_hidden_layers: _Size
@@ -190,7 +190,7 @@ def _windows(raw: _ConfigJson) -> tuple[int | None, ...]:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> list[str]:
-    """Names of one layer's tensors in the files."""
+    """Return the names of one layer's tensors in the files."""
     at = f"model.layers.{layer}."
     names = ["input_layernorm.weight", "post_attention_layernorm.weight"]
     names += [f"self_attn.{each}_proj.weight" for each in "qkvo"]
@@ -212,7 +212,7 @@ HEAD: Final = "lm_head.weight"
 
 
 def stage_tensors(config: ModelConfig, first: int, end: int) -> list[str]:
-    """Names of all tensors that a stage with the layers [first, end) needs."""
+    """Return the names of all tensors that a stage with the layers [first, end) needs."""
     names = [name for layer in range(first, end) for name in layer_tensors(config, layer)]
     if first == 0 or (end == config.layers and config.tied):
         names.append(EMBEDDING)

@@ -119,7 +119,7 @@ class Coordination:
 
 
 def _state(path: Path) -> tuple[int, int, int]:
-    """Return what changes with a file: time of change (ns), size and inode; zeros where it is not there."""
+    """Return the identity of a file: time of change (ns), size and inode; zeros where it is missing."""
     try:
         found = path.stat()
     except OSError:

@@ -174,7 +174,7 @@ class Coordinator:
                 self._add_worker(name, url)
         self._renew_network()
 
-    # --- what others may look at ---
+    # --- for others ---
 
     @property
     def kv_tokens(self) -> int:
@@ -184,14 +184,14 @@ class Coordinator:
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt and answer together: what the model takes and every up stage could hold alone."""
+        """Longest prompt and answer together: the model's limit, and what every up stage could hold alone."""
         specs = [ledger.spec for ledger in self.scheduler.ledgers.values() if ledger.up]
         stated = self.group.table.max_model_len or self.config.max_positions
         holds = [spec.kv_token_layers // spec.layers for spec in specs]
         return min([stated, self.config.max_positions, *holds])
 
     def documents(self) -> list[dict[str, Any]]:
-        """One description per worker, for operators."""
+        """Return one description per worker, for operators."""
         found = []
         for name, worker in self._workers.items():
             ledger, welcome = self.scheduler.ledgers.get(name), worker.welcome

@@ -1,4 +1,4 @@
-"""Requests as a coordinator takes them: prompts as tokens, what ends an answer, how tokens are chosen.
+"""Requests as a coordinator takes them: prompts as tokens, ends of an answer, choice of tokens.
 
 A field that is not supported and would change the answer is refused with a sentence, never ignored.
 """
@@ -82,7 +82,7 @@ class QuestionReader:
         self._vocabulary = vocabulary
 
     async def completion(self, body: bytes, longest: int) -> Questions:
-        """`longest` is the most tokens of prompt and answer. Raises `ApiError`."""
+        """Read a completion; `longest` is the most tokens of prompt and answer. Raises `ApiError`."""
         fields = _read(body, CompletionRequest)
         prompts = [
             await self._encode(each, fields.add_special_tokens) if isinstance(each, str) else each
@@ -91,7 +91,7 @@ class QuestionReader:
         return self._questions(fields, prompts, -1 if fields.logprobs is None else fields.logprobs, longest)
 
     async def chat(self, body: bytes, longest: int) -> Questions:
-        """`longest` is the most tokens of prompt and answer. Raises `ApiError`."""
+        """Read a chat; `longest` is the most tokens of prompt and answer. Raises `ApiError`."""
         fields = _read(body, ChatRequest)
         messages = [_flattened(message) for message in fields.messages]
         if not messages:

@@ -1,4 +1,4 @@
-"""Interface between a worker and what computes: batches, the rows that break them, other hardware's times."""
+"""Interface between a worker and its device: batches, the rows that break them, other hardware's times."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Runner(Protocol):
     row_bytes: int
 
     def run(self, works: Sequence[Work]) -> list[Result]:
-        """One result per work, in order. Called from one thread at a time."""
+        """Return one result per work, in order. Called from one thread at a time."""
 
 
 def run_apart(runner: Runner, works: Sequence[Work]) -> list[Result]:

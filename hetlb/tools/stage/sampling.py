@@ -45,7 +45,7 @@ def choose(
 
 
 def _ids(packed: bytes, vocabulary: int) -> npt.NDArray[np.int32]:
-    """Token ids of a message. Raises `CannotSample`."""
+    """Return the token ids of a message. Raises `CannotSample`."""
     if len(packed) % 4:
         raise CannotSample("expected whole token ids")
     ids = np.frombuffer(packed, dtype="<i4")

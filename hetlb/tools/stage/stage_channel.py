@@ -54,7 +54,7 @@ class StageChannel:
         self._sender: asyncio.Task[None] | None = None
 
     def open(self, socket: _Socket) -> None:
-        """Use a connection: send what waits."""
+        """Use a connection: send the queued frames."""
         self._socket = socket
         self._sender = asyncio.create_task(self._send(socket))
 
@@ -145,7 +145,7 @@ async def connect(
 async def _prove(
     http: aiohttp.ClientSession, url: str, key: bytes, session: int, tls: ssl.SSLContext | None
 ) -> dict[str, str]:
-    """Headers that prove the key, once the stage has proved it. Raises `ChannelError`."""
+    """Return the headers that prove the key, once the stage has proved it. Raises `ChannelError`."""
     nonce = auth.new_nonce()
     headers = auth.hello(session, nonce)
     async with http.get(url + PATH, headers=headers, ssl=tls or True, allow_redirects=False) as response:
@@ -216,7 +216,7 @@ class Peers:
         return socket.socket(family, kind, protocol)
 
     def pending_bytes(self, url: str) -> int:
-        """Bytes queued for a stage."""
+        """Return the bytes queued for a stage."""
         channel = self._channels.get(url)
         return 0 if channel is None else channel.pending_bytes
 

@@ -50,7 +50,7 @@ _Curve: TypeAlias = Annotated[list[tuple[_Seconds, _Seconds]], Meta(min_length=2
 
 
 def pack(tokens: Iterable[int]) -> bytes:
-    """Token ids as they travel."""
+    """Return the token ids as they travel."""
     ids = tuple(tokens)
     return struct.pack(f"<{len(ids)}i", *ids)
 
@@ -204,7 +204,7 @@ class StageProtocolError(Exception):
 
 
 def encode(message: Message, *rows: bytes | memoryview) -> bytes:
-    """One frame."""
+    """Return one frame."""
     header = _encoder.encode(message)
     return b"".join((_LENGTH.pack(len(header)), header, *rows))
 

@@ -68,7 +68,7 @@ class TextModel:
         self._template = self._read_template(folder, config, jinja2.sandbox)
 
     def _eos(self, *configs: dict[str, Any]) -> frozenset[int]:
-        """Tokens that end an answer."""
+        """Return the tokens that end an answer."""
         found: set[int] = set()
         for config in configs:
             value = config.get("eos_token_id")
@@ -102,11 +102,11 @@ class TextModel:
             raise ConfigError(f"{path}: expected a chat template: {error}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Tokens of a text."""
+        """Return the tokens of a text."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, special ones too."""
+        """Return the text of tokens, special ones too."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def chat(self, messages: list[dict[str, Any]], **variables: Any) -> str:
@@ -117,11 +117,11 @@ class TextModel:
             return str(self._template.render(messages=messages, **self._special, **variables))
         except TemplateError:
             raise
-        except Exception as error:  # whatever a template does with what a client sent
+        except Exception as error:  # a template may raise anything for a client's input
             raise TemplateError(f"The chat template does not take these messages: {error}") from error
 
     def stream(self, *, skip_special_tokens: bool) -> Callable[[int], str]:
-        """Return a decoder of one answer: token in, the text that is complete now out."""
+        """Return a decoder of one answer: token in, newly complete text out."""
         decoder = self._decode_stream(skip_special_tokens=skip_special_tokens)
         tokenizer = self._tokenizer
         return lambda token: decoder.step(tokenizer, token) or ""

@@ -144,7 +144,7 @@ class TorchRunner:
     # --- in and out ---
 
     def _rows(self, work: Work) -> Tensor:
-        """Rows of a work: embedded token ids, or activations of the stage before."""
+        """Return the rows of a work: embedded token ids, or activations of the stage before."""
         if work.lease.table.first > 0:
             rows = torch.frombuffer(bytearray(work.rows), dtype=self._dtype)
             return rows.view(work.count, self._config.hidden).to(self._device)
@@ -252,14 +252,14 @@ class TorchRunner:
         return torch.cat(parts).reshape(-1, heads * size)
 
     def _cached(self, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the blocks of a table (..., columns): (..., S, K, E)."""
+        """Return the keys and values of the blocks of a table (..., columns): (..., S, K, E)."""
         config, size = self._config, self._block_size
         shape = (-1, size, config.kv_heads, config.head_dim)
         wanted = (*table.shape[:-1], table.shape[-1] * size, config.kv_heads, config.head_dim)
         return self._keys.view(shape)[table].view(wanted), self._values.view(shape)[table].view(wanted)
 
     def _attend_tokens(self, layer: _Layer, q: Tensor, segment: _Segment, at: int) -> Tensor:
-        """One token per request: the H / K heads that share keys are the query positions."""
+        """Return one token per request: the H / K heads that share keys are the query positions."""
         keys, values = self._cached(segment.tables[at])
         places = torch.arange(keys.shape[1], device=self._device)
         mask = places < segment.lengths[:, None]

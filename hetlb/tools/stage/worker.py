@@ -189,7 +189,7 @@ class StageWorker:
             await channel.close()
         return socket
 
-    # --- what comes in ---
+    # --- input ---
 
     async def _serve_coordinator(self, session: int, channel: StageChannel) -> None:
         previous = self._coordinators.get(session)
@@ -247,7 +247,7 @@ class StageWorker:
         return inside and (own.first == 0) == (each.hop == 0)
 
     def _close(self, lease: int) -> None:
-        """Free a lease, and drop what may still come for it. Others may run in its room."""
+        """Free a lease, and drop later messages for it. Others may run in its room."""
         self._batcher.close(lease)
         self._wake.set()
         self._void[lease] = None
@@ -328,7 +328,7 @@ class StageWorker:
         return results
 
     def _deadline(self, works: Sequence[Work]) -> float:
-        """Seconds after which a batch hangs."""
+        """Return the seconds after which a batch hangs."""
         layer_s = self._prompt_s(sum(work.count for work in works)) + self._decode_s(len(works))
         layers = self._welcome.end - self._welcome.first
         return self._deadline_s + _DEADLINE_FACTOR * layers * max(0.0, layer_s)

@@ -91,7 +91,7 @@ class Ramp:
 
 
 def gaps_s(count: int, rate_rps: float, burstiness: float, rng: random.Random) -> list[float]:
-    """`count` gaps between arrivals, gamma-distributed with shape `burstiness` (1 is Poisson, inf constant).
+    """Return `count` gaps between arrivals, gamma-distributed with shape `burstiness` (1: Poisson).
 
     Their sum is exactly `count / rate_rps`. The coefficient of variation is `1 / sqrt(burstiness)`.
     """

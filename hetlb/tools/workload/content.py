@@ -14,7 +14,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import TypeAlias
 
-from hetlb.balancer.core.prefix_cuts import FIRST_TOKENS, cuts
+from hetlb.options.prefix_keys.prefix_cuts import FIRST_TOKENS, cuts
 from hetlb.tools.workload.rows import Row, spans_of
 
 #: A span of a prompt: its name, and its length in tokens.
@@ -38,7 +38,7 @@ class PromptContent:
     session: str = ""
 
     def keys(self, own: Hashable, tokens: int) -> tuple[tuple[str, int | None], ...]:
-        """Names of what a prompt of `tokens` tokens begins with, cut as the proxy cuts its text.
+        """Return the names of the beginning of a prompt of `tokens` tokens, cut as the proxy cuts its text.
 
         Each comes with its length in tokens, None for all that the session has had so far. `own` names what
         the spans leave.

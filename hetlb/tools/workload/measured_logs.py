@@ -1,4 +1,4 @@
-"""Results of load tests and logs of real servers: what each request asked for, when, and how long it took.
+"""Results of load tests and logs of real servers: each request's lengths, arrival and times.
 
 Read are per-request results of vLLM, SGLang, AIPerf, GuideLLM and inference-perf, hetlb's event log, and
 records whose keys name what they are. A file that holds too little is one `TraceError` line that names what
@@ -116,7 +116,7 @@ _Reader: TypeAlias = Callable[[RecordFile], Log]
 
 
 def kind_of_log(file: RecordFile) -> tuple[str, _Reader] | None:
-    """Return what a file of measured requests is, in words, and its reader; None where it is none."""
+    """Return the kind of a file of measured requests, in words, and its reader; None where it is none."""
     if file.records and file.records[0].values.get("kind") == "setup":
         return "hetlb's event log", _read_events
     if file.has("metadata", "metrics") and file.shape != "CSV":
@@ -154,7 +154,7 @@ LOG_TITLES = (
 )
 
 
-#: Keys of documents that hold figures of whole runs, with what to take instead.
+#: Keys of documents that hold figures of whole runs, with the file to take instead.
 _SUMMARIES = (
     (("meanttftms",), f"a summary of vllm bench: take the document of {_BENCH}"),
     (("timetofirsttoken", "inputconfig"), "a summary of AIPerf or GenAI-Perf: take its profile_export"),
@@ -171,7 +171,7 @@ _SUMMARIES = (
 
 
 def summary_of(file: RecordFile) -> str | None:
-    """Return what to take instead of a file without the tokens of each request, None of another file."""
+    """Return the file to take instead of one without the tokens of each request, None of another file."""
     for keys, advice in _SUMMARIES:
         if file.has(*keys):
             return f"expected each request with its tokens, got {advice}"
@@ -179,7 +179,7 @@ def summary_of(file: RecordFile) -> str | None:
 
 
 def _why_no_log(file: RecordFile) -> str:
-    """Return what a file is instead of a log, and what is read."""
+    """Return the kind of a file that is no log, and the kinds that are read."""
     known = f"read are: {'; '.join(LOG_TITLES)}"
     if (summary := summary_of(file)) is not None:
         return summary
@@ -239,7 +239,7 @@ def _read_bench(file: RecordFile) -> Log:
 
 
 def _bench_times_s(record: Record, index: int, each: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the times of one request to the first and to the last token; of a failed one what there is."""
+    """Return the times of one request to the first and to the last token; of a failed one the known ones."""
     first_s = record.seconds(f"ttfts[{index}]", each["ttfts"] or 0.0)
     try:
         gaps_s = math.fsum(each["itls"] or ())
@@ -350,7 +350,7 @@ def _read_guidellm(file: RecordFile) -> Log:
             info = _table(record, "info", record.values.get("info"))
             timings = _table(record, "info.timings", info.get("timings"))
             values = {**timings, **{key: value for key, value in record.values.items() if value is not None}}
-            for key in ("input", "output"):  # what newer versions count beside the sums
+            for key in ("input", "output"):  # newer versions count more beside the sums
                 counts = _table(record, f"{key}_metrics", record.values.get(f"{key}_metrics"))
                 values.setdefault(f"{key}_tokens", counts.get("text_tokens") or counts.get("total_tokens"))
             start = _first(
@@ -490,7 +490,7 @@ def _read_inference_perf(file: RecordFile) -> Log:
     return Log("inference-perf", tuple(requests), failed)
 
 
-# --- records whose keys name what they are ---------------------------------------------------------------
+# --- records with self-explaining keys --------------------------------------------------------------------
 
 _TTFT = ("ttft", "timetofirsttoken", "firsttokenlatency", "measuredttft")
 #: Keys of the moment of the first token.

@@ -245,7 +245,7 @@ def _text(path: Path) -> str:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(f"{path}: expected a whole gzip file: {error}") from error
     except OSError:
-        return read_text(path, TraceError)  # says what is wrong
+        return read_text(path, TraceError)  # whose message names the mistake
     if not packed:
         return read_text(path, TraceError)
     try:
@@ -325,5 +325,5 @@ def _of_csv(path: Path, text: str) -> tuple[str, list[str], list[Record]]:
 
 
 def say(path: Path, note: str) -> None:
-    """Print what a file was taken for to stderr."""
+    """Print the kind of a file to stderr."""
     print(f"{path}: {note}", file=sys.stderr)

@@ -48,7 +48,7 @@ STEADY_FROM_SHARE = 0.2
 
 @dataclass(slots=True)
 class RequestResult:
-    """One request: times in seconds on one clock, None for what did not happen or was not seen.
+    """One request: times in seconds on one clock, None for events that did not happen or were not seen.
 
     `last_token_s` is when its last text came; of an answer that came whole, when it was complete (it has
     no `first_token_s` then). `end_s` is when nothing more could come. `error` is "" or a few words that
@@ -119,7 +119,7 @@ class Gaps:
         self._stretches.extend((first_s, increment_s, steps, count))
 
     def weighted(self) -> list[tuple[float, int]]:
-        """Every gap with how often it occurred, ascending."""
+        """Return every gap with how often it occurred, ascending."""
         numbers = iter(self._stretches)
         return sorted(
             (first + step * increment, int(count))
@@ -128,7 +128,7 @@ class Gaps:
         )
 
     def figures(self, name: str = "itl") -> dict[str, float]:
-        """Mean, median, deviation and percentiles in milliseconds, under `name`."""
+        """Return the mean, median, deviation and percentiles in milliseconds, under `name`."""
         pairs = self.weighted()
         total = sum(count for _, count in pairs) or 1
         mean = math.fsum(gap * count for gap, count in pairs) / total
@@ -155,14 +155,14 @@ def student_margin(values: Sequence[float]) -> float:
 
 
 def latencies_s(done: Iterable[RequestResult], name: str) -> Iterable[float]:
-    """One of `METRICS` in seconds, of every completed request (of every gap: "itl")."""
+    """Return one of `METRICS` in seconds, of every completed request (of every gap: "itl")."""
     if name == "itl":
         return chain.from_iterable(record.itl_s or () for record in done)
     return (value for record in done if (value := getattr(record, f"{name}_s")) is not None)
 
 
 def latency_figures(name: str, values_s: Iterable[float]) -> dict[str, float]:
-    """Mean, median, deviation and percentiles of seconds, in milliseconds, under `name`."""
+    """Return the mean, median, deviation and percentiles of seconds, in milliseconds, under `name`."""
     ordered = sorted(values_s)
     count = len(ordered) or 1
     mean = math.fsum(ordered) / count
@@ -227,7 +227,7 @@ def summarize(
 
 
 def _time_to_99_percent_s(done: Sequence[RequestResult], start_s: float) -> float | None:
-    """Seconds from the first due time until 99 % of the answers have ended, None without any."""
+    """Return the seconds from the first due time until 99 % of the answers have ended, None without any."""
     ends = sorted(record.last_token_s for record in done if record.last_token_s is not None)
     return ends[math.ceil(0.99 * len(ends)) - 1] - start_s if ends else None
 
@@ -258,7 +258,7 @@ def _class_figures(
 
 
 def steady_figures(records: Sequence[RequestResult], start_s: float, end_s: float) -> dict[str, Any]:
-    """Rates while requests keep coming, and how long the run went on after that (`drain_s`).
+    """Return the rates while requests keep coming, and how long the run went on after that (`drain_s`).
 
     The window ends with the last due time; where all are due at once, with the last first token, since until
     then something waits. It begins after `STEADY_FROM_SHARE` of that time. Prompt tokens count at the first
@@ -285,12 +285,12 @@ def steady_figures(records: Sequence[RequestResult], start_s: float, end_s: floa
 
 
 def _begun_s(record: RequestResult) -> float:
-    """First token; of an answer that came whole, its end."""
+    """Return the first token; of an answer that came whole, its end."""
     return (record.last_token_s or 0.0) if record.first_token_s is None else record.first_token_s
 
 
 def tokens_within(record: RequestResult, from_s: float, to_s: float) -> float:
-    """Tokens of one completed request that fall into (from_s, to_s]."""
+    """Return the tokens of one completed request that fall into (from_s, to_s]."""
     begun, last = _begun_s(record), record.last_token_s or 0.0
     first_tokens = min(record.sequences, record.output_tokens) if last > begun else record.output_tokens
     found = float(record.prompt_tokens + first_tokens) if from_s < begun <= to_s else 0.0

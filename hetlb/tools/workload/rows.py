@@ -55,7 +55,7 @@ class Row:
 
 
 def spans_of(hash_ids: Iterable[str], tokens: int, block_tokens: int) -> list[tuple[str, int]]:
-    """Names and lengths of the spans that the first `tokens` tokens of a prompt begin with."""
+    """Return the names and lengths of the spans that the first `tokens` tokens of a prompt begin with."""
     spans = []
     for each in hash_ids:
         name, equals, length = each.partition("=")

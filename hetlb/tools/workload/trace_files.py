@@ -1,4 +1,4 @@
-"""Public traces, read into rows: which key of a record is what, and in which unit.
+"""Public traces, read into rows: the meaning and the unit of each key of a record.
 
 A trace is known by its keys (`TRACES`). Keys without a unit have the one of the trace that they are known
 from; of an unknown file only keys that name their unit are read (`named_columns`).
@@ -14,7 +14,7 @@ from typing import Any
 from hetlb.tools.workload.record_file import UNITS_S, Record, RecordFile, squashed, unit_of
 from hetlb.tools.workload.rows import Row
 
-#: Names of prompt tokens, output tokens, and of what a prompt begins with, as squashed keys.
+#: Names of prompt tokens, output tokens, and of the blocks of a prompt, as squashed keys.
 INPUT = (
     *("inputtokens", "inputlength", "inputlen", "inputtoks", "inputsequencelength", "isl", "numinputtokens"),
     *("prompttokens", "promptlength", "promptlen", "promptsize", "numprompttokens", "numberinputtokens"),
@@ -111,7 +111,7 @@ def known_trace(file: RecordFile) -> tuple[str, TraceKeys] | None:
 
 
 def named_columns(file: RecordFile) -> TraceKeys | None:
-    """Return the keys of a file whose names say it all, None where they do not."""
+    """Return the keys of a file with self-explaining names, None where they are not."""
     found, given = file.name(*INPUT), file.name(*OUTPUT)
     if found is None or given is None:
         return None
@@ -128,7 +128,7 @@ def arrival_keys(file: RecordFile) -> list[str]:
 
 
 def rows_of(file: RecordFile, keys: TraceKeys) -> tuple[list[Row], list[str]]:
-    """Return the rows of a trace in file order, and what was left out, in words. Raises `TraceError`."""
+    """Return the rows of a trace in file order, and the rows left out, in words. Raises `TraceError`."""
     names = file.names
     arrival = None if keys.arrival is None else names[keys.arrival]
     unit_s = 1.0 if arrival is None else unit_of(file, arrival, keys.unit_s)
@@ -175,7 +175,7 @@ def rows_of(file: RecordFile, keys: TraceKeys) -> tuple[list[Row], list[str]]:
 
 
 def _count(value: Any) -> Any:
-    """Return how many tokens a list of them has, another value as it is."""
+    """Return the number of tokens of a list, another value as it is."""
     return len(value) if isinstance(value, list) else value
 
 

@@ -74,7 +74,7 @@ def rows_in(file: RecordFile, answer_tokens: int | None = None, chat_tokens: int
 def _recognised(
     file: RecordFile, answer_tokens: int | None, chat_tokens: int | None
 ) -> tuple[str, list[Row], list[str]] | None:
-    """Return what a file is, its rows, what was left out; None of an unknown one. Raises `TraceError`."""
+    """Return the kind of a file, its rows, the rows left out; None of an unknown one. Raises `TraceError`."""
     if (trace := known_trace(file)) is not None:
         title, keys = trace
         return title, *rows_of(file, keys)

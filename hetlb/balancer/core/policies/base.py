@@ -181,6 +181,9 @@ class Policy:
     def committed(self, ctx: SchedulingContext, chosen: Instance, instances: Sequence[Instance]) -> None:
         """`chosen` out of `instances` got the request."""
 
+    def answered(self, instance: Instance, first_s: float, now: float) -> None:
+        """Note that the first byte of an answer came, `first_s` seconds after its dispatch."""
+
 
 def best(candidates: Sequence[Candidate]) -> int | None:
     """Return the index of the eligible candidate with the lowest score, the first of several."""

@@ -26,7 +26,7 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.core.demand import size_of
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.base import Choice, Policy, PolicyParams, paper_work
-from hetlb.balancer.core.policies.score_terms import TERMS, set_scores, weights_of
+from hetlb.balancer.core.policies.score_terms import TERMS, Weights, set_scores, weights_of
 from hetlb.balancer.core.policies.sight import (
     HELD,
     KEPT_FREE,
@@ -57,7 +57,7 @@ class Evaluation:
     __slots__ = ("_ctx", "_sights", "fleet", "instances", "weights")
 
     def __init__(
-        self, ctx: SchedulingContext, instances: Sequence[Instance], stated: tuple[float, ...], hold: bool
+        self, ctx: SchedulingContext, instances: Sequence[Instance], stated: Weights, hold: bool
     ) -> None:
         """Filter and rate `instances` by `stated` weights. Without `hold` none is passed over."""
         self._ctx = ctx
@@ -137,7 +137,7 @@ class Evaluation:
         """
         ctx, weight, full, coming = self._ctx, self.weights[0] + self.weights[1], math.inf, 0.0
         if ctx.goes_on:
-            coming = ctx.demand.rate(ctx.now) * ctx.demand.mix.size
+            coming = ctx.demand.rate.per_s(ctx.now) * ctx.demand.mix.size
         for i in self.fleet.order:
             each = self._sights[i]
             if each.state == ROOM:
@@ -213,7 +213,10 @@ class Hetlb(Policy):
         stated = dict(params.weights)
         if params.worth:
             self.worth = option("plans").hook(params.worth, params.types)
-        self._stated = tuple([stated.get(term.name, term.weight) for term in TERMS])
+        first, own, others, coming, loss, adapter, finish, later = [
+            stated.get(term.name, term.weight) for term in TERMS
+        ]
+        self._stated: Weights = (first, own, others, coming, loss, adapter, finish, later)
 
     def evaluate(self, ctx: SchedulingContext, instances: Sequence[Instance], hold: bool) -> Evaluation:
         """Filter and rate instances for a request. Without `hold` none is passed over."""

@@ -6,7 +6,7 @@ A new term is a field of `Sight`, a row of `TERMS` and a line of `set_scores`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from hetlb.balancer.core.policies.sight import MOST_PREFILL, SchedulingContext, Sight
 
@@ -19,6 +19,8 @@ class Term(NamedTuple):
     meaning: str
 
 
+#: A weight for each term: of fixed length, which compiled code keeps without an object for each.
+Weights: TypeAlias = tuple[float, float, float, float, float, float, float, float]
 #: Weight of a second until the first token against one of the whole answer (`front.py`: dominated 0 of 80;
 #: with 20, 30, 60 3, 1, 1).
 FIRST_WEIGHT: Final = 40.0
@@ -39,7 +41,7 @@ TERMS: Final = (
 FINISH: Final = 6
 
 
-def set_scores(ctx: SchedulingContext, sights: Sequence[Sight], weights: tuple[float, ...]) -> None:
+def set_scores(ctx: SchedulingContext, sights: Sequence[Sight], weights: Weights) -> None:
     """Set the terms and the score of instances that are foreseen; `targets` has set what targets cost."""
     first, own, others, coming, loss, adapter, finish, later = weights
     loads = ctx.adapter_load_s > 0.0
@@ -65,7 +67,7 @@ def set_scores(ctx: SchedulingContext, sights: Sequence[Sight], weights: tuple[f
         each.rated = True
 
 
-def weights_of(ctx: SchedulingContext, stated: tuple[float, ...]) -> tuple[float, ...]:
+def weights_of(ctx: SchedulingContext, stated: Weights) -> Weights:
     """Return the weights for a request.
 
     With targets its first token has none: they take its place. A class may state it. What is not stated is

@@ -16,12 +16,12 @@ def exact(value: float) -> Fraction:
 
 
 def usable_bytes(gpus: int, memory_bytes: float, utilization: float, reserved_bytes: int) -> Fraction:
-    """Bytes for weights and KV cache: GPUs x (utilization x memory - reserved)."""
+    """Return the bytes for weights and KV cache: GPUs x (utilization x memory - reserved)."""
     return gpus * (exact(utilization) * exact(memory_bytes) - reserved_bytes)
 
 
 def kv_bytes(stages: Iterable[tuple[Fraction, Fraction]], weight_bytes: Fraction) -> Fraction:
-    """Bytes of KV cache of all layers, by usable bytes and share of the layers of each stage.
+    """Return the bytes of KV cache of all layers, by usable bytes and share of the layers of each stage.
 
     Below 0 where the weights do not fit.
     """
@@ -31,7 +31,7 @@ def kv_bytes(stages: Iterable[tuple[Fraction, Fraction]], weight_bytes: Fraction
 def kv_cache_tokens(
     stages: Iterable[tuple[Fraction, Fraction]], weight_bytes: Fraction, kv_bytes_per_token: Fraction
 ) -> int:
-    """Tokens of the KV cache of an instance of these stages; 0: no room."""
+    """Return the tokens of the KV cache of an instance of these stages; 0: no room."""
     return max(0, math.floor(kv_bytes(stages, weight_bytes) / kv_bytes_per_token))
 
 

@@ -63,7 +63,7 @@ class LinkSeconds:
 
 
 def hidden_size(model: Model) -> float:
-    """Values of one token between layers: stated, or from parameters = 12 * layers * hidden^2."""
+    """Return the values of one token between layers: stated, or from parameters = 12 * layers * hidden^2."""
     return float(model.hidden_size) or math.sqrt(model.parameters / (12.0 * (model.layers or 32)))
 
 
@@ -82,7 +82,7 @@ def roofline_of(table: RooflineTable, model: Model, degree: int) -> Roofline:
 def estimated(
     model: Model, table: RooflineTable, gpu: str, degree: int, memory_bytes: int | None
 ) -> dict[str, Any]:
-    """Source, hardware, model and engine of a profile by peak figures of `degree` GPUs."""
+    """Return the source, hardware, model and engine of a profile by peak figures of `degree` GPUs."""
     batched, seqs = batch_limits(gpu, memory_bytes)
     return {
         "source": ProfileSource(
@@ -249,7 +249,7 @@ def compose_profile(name: str, model: Model, parts: Sequence[StageProfile], kv_c
         engine = msgspec.structs.replace(
             first, kv_cache_tokens=kv_cache_tokens, tensor_parallel_size=parts[0].gpus
         )
-        # The cache is counted by the facts of the model that is planned, whatever model was measured.
+        # The cache is counted by the facts of the planned model, not of the measured one.
         facts = profiles[0].model if model.facts is None else model_info(model.facts)
         return msgspec.structs.replace(profiles[0], engine=engine, model=facts)
     links = LinkSeconds(*(math.fsum(getattr(p.link, key) for p in parts) for key in ("token_s", "batch_s")))

@@ -32,7 +32,7 @@ _MOST_OFF_SHARE = 0.1
 
 
 class PlanModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The model. `config` is its `config.json`; what is stated beside it wins."""
+    """The model. `config` is its `config.json`; keys stated beside it win."""
 
     name: str
     parameters: Quantity | None = None
@@ -46,7 +46,7 @@ class PlanModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A model with what planning needs of it; sizes in bytes, 0 where nothing was stated.
+    """A model with the facts for planning; sizes in bytes, 0 where none was stated.
 
     `kv_bytes_per_token` are of all layers that keep tokens, windows too: the unit of a cache's tokens, as in
     vLLM. `facts` are of its `config.json`, with what was stated in their place; None without one: degrees are
@@ -182,7 +182,7 @@ class MachineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     `profiles` maps a tensor-parallel degree to a latency profile of the whole model; one of a degree that
     does not divide `gpus` is for layouts of unequal instances. `place` reads degree 1, as a stage is
-    one GPU; `roofline` is what `split` takes for degrees without one.
+    one GPU; `split` takes `roofline` for degrees without one.
     """
 
     name: str
@@ -218,7 +218,7 @@ class Machine:
     price_per_gpu_hour: float | None = None
 
     def usable(self, gpus: int) -> Fraction:
-        """Bytes of `gpus` GPUs for weights and KV cache."""
+        """Return the bytes of `gpus` GPUs for weights and KV cache."""
         return usable_bytes(gpus, self.memory_bytes, self.gpu_memory_utilization, self.reserved_bytes_per_gpu)
 
     @cached_property
@@ -312,7 +312,7 @@ class LinkRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     latency_s: NonNegative = 2e-4
 
     def rate_inside(self, gpu: str, usual: float = INSIDE_BYTES_PER_S) -> float:
-        """Bytes/s inside a machine of these GPUs."""
+        """Return the bytes/s inside a machine of these GPUs."""
         return self.inside.get(gpu, self.inside.get("default", usual))
 
     def check(self, path: Path) -> None:
@@ -337,7 +337,7 @@ class LinkTable(LinkRates, frozen=True, forbid_unknown_fields=True, kw_only=True
         return self.between if self.between_sites is None else self.between_sites
 
     def rates(self, path: Path, machines: Sequence[Machine]) -> tuple[tuple[float, ...], ...]:
-        """Bytes/s from each machine to each. Raises `ConfigError`."""
+        """Return the bytes/s from each machine to each. Raises `ConfigError`."""
         self.check(path)
         gpus = {machine.gpu for machine in machines}
         for gpu in self.inside:

@@ -1,6 +1,6 @@
 """Servers of a plan: their `vllm serve` commands, and the fleet file that `hetlb serve` reads.
 
-Machine names stand for hosts: in what a plan writes, the host of machine `h100-0` is `h100-0.invalid`, which
+Machine names stand for hosts: in a written plan, the host of machine `h100-0` is `h100-0.invalid`, which
 no resolver knows and `hetlb serve --check` names.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from hetlb.balancer.core.instance import DEFAULT_KV_CACHE_TOKENS
+from hetlb.balancer.core.instance_limits import DEFAULT_KV_CACHE_TOKENS
 from hetlb.balancer.core.types import Role
 from hetlb.errors import ConfigError
 from hetlb.files import write_text
@@ -34,7 +34,7 @@ KV_LEASE_S = 30
 _KV_ROLE = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
 #: Domain of hosts that have to be filled in (RFC 2606: it never resolves).
 PLACEHOLDER = ".invalid"
-#: The file of a profile, or what makes one, which is written under its name.
+#: The file of a profile, or its maker, whose profile is written under its name.
 ProfileOf: TypeAlias = Path | Callable[[], Profile]
 #: Words for the heading of a fleet file.
 FILL_IN = "Fill in the hosts (NAME.invalid): `hetlb serve --check` names missing ones."
@@ -89,7 +89,7 @@ class VllmServer:
         return f"http://{host_of(self.gpus[0][0])}:{self.port}"
 
     def command(self) -> str:
-        """Return the command for its (first) machine; a comment says where, and if never tried."""
+        """Return the command for its (first) machine; a comment names the machine, and an untried form."""
         form, machines = self.form, dict(self.gpus)
         pp, connector = form.pipeline_parallel_size, form.connector
         flags = {
@@ -138,7 +138,7 @@ def _kv_transfer(connector: str, role: Role) -> str:
 
 
 def numbered(servers: Iterable[VllmServer]) -> list[VllmServer]:
-    """Servers with ports that are free on their first machines."""
+    """Return the servers with ports that are free on their first machines."""
     ports: dict[str, Iterator[int]] = {}
     return [
         replace(server, port=next(ports.setdefault(server.gpus[0][0], count(FIRST_PORT))))

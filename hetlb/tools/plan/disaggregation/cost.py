@@ -101,7 +101,7 @@ class GroupTable:
         return self._moved(next(iter(self._promising(composition, role)), None), composition)
 
     def sure(self, composition: Composition, role: Role) -> ServerGroup | None:
-        """Return the best group that serves what it promises: one without bubbles."""
+        """Return the best group that serves its promised rate: one without bubbles."""
         found = (each for each in self._promising(composition, role) if each.is_exact)
         return self._moved(next(found, None), composition)
 
@@ -124,7 +124,7 @@ class GroupTable:
         return replace(group, stages=stages)
 
     def _promising(self, composition: Composition, role: Role) -> list[ServerGroup]:
-        """All groups that hold the model and a request, the most promising first."""
+        """Return all groups that hold the model and a request, the most promising first."""
         key = self._alike(composition), role
         if key not in self._ranked:
             found = []
@@ -153,7 +153,7 @@ class GroupTable:
         return self._best[key]
 
     def _layouts(self, composition: Composition, role: Role) -> Iterator[tuple[GroupStage, ...]]:
-        """Every degree, with the divisions of the layers; stages stand in the order of the machines."""
+        """Yield every degree, with the divisions of the layers; stages stand in the order of the machines."""
         cluster, cost = self.cluster, self._cost
         if sum(n for _, n in composition) > MOST_GPUS:
             return
@@ -214,7 +214,7 @@ class ProfileCost:
         return self._profiles[key]
 
     def layer_s(self, machine: int, degree: int, role: Role) -> float:
-        """Time of one request's prefill, its decode steps, or both, by the whole model."""
+        """Return the time of one request's prefill, its decode steps, or both, by the whole model."""
         key = self._cluster.kinds[machine], degree, role
         if key not in self._layer_s:
             latency = self._whole(GroupStage(machine, degree, 1)).latency
@@ -236,14 +236,14 @@ class ProfileCost:
         return rate(role, spec.latency, spec.limits, self._cluster.workload, self._cluster.slo)
 
     def capacity(self, stages: Sequence[GroupStage], role: Role, kv_cache_tokens: int) -> float:
-        """Requests/s by the composed latency model and the bubbles of its pipeline."""
+        """Return the requests/s by the composed latency model and the bubbles of its pipeline."""
         most = self.most(stages, role, kv_cache_tokens)
         if most == 0.0 or role is not Role.BOTH or len(stages) == 1:
             return most
         return most * self._bubbles(stages, engine_of(self._composed(stages, kv_cache_tokens)))
 
     def _bubbles(self, stages: Sequence[GroupStage], spec: EngineSpec) -> float:
-        """Prompts and answers in one pipeline; groups of one role have batches that are alike."""
+        """Return the prompts and answers in one pipeline; groups of one role have batches that are alike."""
         key = tuple((self._cluster.kinds[s.machine], s.gpus, s.layers) for s in stages), spec.limits
         if key not in self._shares:
             rows = self._cluster.workload.rows
@@ -335,7 +335,7 @@ class PaperCost:
         return frozenset(1 << power for power in range(self._cluster.machines[machine].gpus.bit_length()))
 
     def layer_s(self, machine: int, degree: int, role: Role) -> float:
-        """Seconds of one layer's computation for one request."""
+        """Return the seconds of one layer's computation for one request."""
         workload = self._cluster.workload
         return self._compute_s(GroupStage(machine, degree, 1), role, 1.0, workload.prompt_tokens)
 
@@ -353,7 +353,7 @@ class PaperCost:
         return seconds * stage.layers
 
     def _tp_s(self, stage: GroupStage, tokens: float, times: float) -> float:
-        """Four exchanges a layer between the GPUs of a stage, each of `tokens` activations."""
+        """Return four exchanges a layer between the GPUs of a stage, each of `tokens` activations."""
         if stage.gpus == 1:
             return 0.0
         links = self._cluster.links

@@ -2,7 +2,7 @@
 
 No plan has more requests/s. Partial plans are given up where a bound shows that nothing better
 follows: with weights w and 1 - w on both phases, a plan serves at most w * prefill + (1 - w) * decode + both,
-and what is left of every machine adds at most its best value per GPU.
+and the rest of every machine adds at most its best value per GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SEARCH_S = 20.0
 
 
 class Exhaustive:
-    """One exhaustive search; `best` is there at any time, `complete` says whether it ended by itself."""
+    """One exhaustive search; `best` is there at any time, `complete` is True if it ended by itself."""
 
     def __init__(self, table: GroupTable, roles: tuple[Role, ...] = tuple(Role)) -> None:
         self._network = Network(table.cluster)

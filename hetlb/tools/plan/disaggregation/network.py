@@ -35,7 +35,7 @@ class Route:
 
 
 def layer_ranges(group: ServerGroup) -> Iterator[tuple[int, int, int, int]]:
-    """(machine, GPUs, first layer, end) of every stage."""
+    """Return (machine, GPUs, first layer, end) of every stage."""
     first = 0
     for stage in group.stages:
         yield stage.machine, stage.gpus, first, first + stage.layers

@@ -1,4 +1,4 @@
-"""A mixed-integer program over kinds of groups: a start for the search, and a bound on what it may find.
+"""A mixed-integer program over kinds of groups: a start for the search, and a bound on its results.
 
 With `complete` templates, no plan serves more than `bound` requests/s.
 
@@ -177,7 +177,7 @@ class Templates:
         return tuple((self.templates[at], count) for at, count in counts.items() if count > 0)
 
     def _simulate(self, used: Sequence[int]) -> bool:
-        """Give templates what their groups serve; False where all had it."""
+        """Give templates the served rates of their groups; return False where all had them."""
         promised = [at for at in used if not self.templates[at].exact]
         for at in promised:
             shape, role = self.templates[at].shape, self.templates[at].group.role
@@ -223,7 +223,7 @@ class Templates:
         sent: Sequence[list[tuple[int, float]]],
         taken: Sequence[list[tuple[int, float]]],
     ) -> None:
-        """Rows for the KV flows from class to class, within the links between them."""
+        """Add rows for the KV flows from class to class, within the links between them."""
         into: list[list[tuple[int, float]]] = [[] for _ in self.members]
         for c, entries in enumerate(sent):
             out = []
@@ -244,7 +244,7 @@ class Templates:
         return shares
 
     def _link(self, c: int, d: int) -> float:
-        """Requests/s whose KV cache all links between machines of two classes carry."""
+        """Return the requests/s whose KV cache all links between machines of two classes carry."""
         if c == d:
             return INFINITY
         rates = self.cluster.links.bytes_per_s
@@ -252,7 +252,7 @@ class Templates:
         return LINK_SHARE * total / self.cluster.kv_bytes
 
     def place(self, choice: Choice) -> list[tuple[Composition, Role]]:
-        """Machines for the chosen templates, the largest first; what finds no room is left out."""
+        """Machines for the chosen templates, the largest first; templates without room are left out."""
         machines = self.cluster.machines
         left = [machine.gpus for machine in machines]
         wanted = [template for template, count in choice for _ in range(count)]
@@ -274,7 +274,7 @@ class Templates:
 
 
 def _classes(cluster: SplitCluster) -> list[list[int]]:
-    """Machines that are alike: same GPUs, as many, same site and links."""
+    """Return the machines that are alike: same GPUs, as many, same site and links."""
     if len(cluster.machines) <= _FEW_MACHINES:
         return [[m] for m in range(len(cluster.machines))]
     classes: dict[tuple[object, ...], list[int]] = {}

@@ -20,7 +20,7 @@ from hetlb.tools.sim.engine_limits import EngineLimits
 def rate(
     role: Role, latency: LatencyModel, limits: EngineLimits, workload: RequestLengths, slo: Slo
 ) -> float:
-    """Requests/s of an engine in this role; 0 where no load meets the SLO."""
+    """Return the requests/s of an engine in this role; 0 where no load meets the SLO."""
     if role is Role.PREFILL:
         return prefill_rate(latency, limits, workload, slo)
     if role is Role.DECODE:
@@ -29,7 +29,7 @@ def rate(
 
 
 def prefill_rate(latency: LatencyModel, limits: EngineLimits, workload: RequestLengths, slo: Slo) -> float:
-    """Requests/s of an engine that only prefills: full iterations of prompt tokens."""
+    """Return the requests/s of an engine that only prefills: full iterations of prompt tokens."""
     prompt, budget = workload.prompt_tokens, limits.max_num_batched_tokens
     tokens = min(float(budget), prompt * limits.max_num_seqs)
     prompts = max(1.0, tokens / prompt)
@@ -40,7 +40,7 @@ def prefill_rate(latency: LatencyModel, limits: EngineLimits, workload: RequestL
 
 
 def decode_rate(latency: LatencyModel, limits: EngineLimits, workload: RequestLengths, slo: Slo) -> float:
-    """Requests/s of an engine that only decodes: a full batch in every step."""
+    """Return the requests/s of an engine that only decodes: a full batch in every step."""
     context = workload.context_tokens
 
     def step_s(batch: float) -> float:
@@ -51,11 +51,11 @@ def decode_rate(latency: LatencyModel, limits: EngineLimits, workload: RequestLe
 
 
 def both_rate(latency: LatencyModel, limits: EngineLimits, workload: RequestLengths, slo: Slo) -> float:
-    """Requests/s of an engine that does both: prompts are computed beside the decodes of others."""
+    """Return requests/s of an engine that does both: prompts are computed beside the decodes of others."""
     context, output = workload.context_tokens, workload.output_tokens
 
     def token_s(batch: float) -> float:
-        """Seconds per output token of each of `batch` sequences."""
+        """Return the seconds per output token of each of `batch` sequences."""
         return _request_s(latency, limits, workload, batch) * batch / output
 
     most = _largest_batch(_full_batch(limits, workload), slo.tpot_s, token_s)
@@ -71,7 +71,7 @@ def both_rate(latency: LatencyModel, limits: EngineLimits, workload: RequestLeng
 
 
 def _request_s(latency: LatencyModel, limits: EngineLimits, workload: RequestLengths, batch: float) -> float:
-    """Seconds of the engine per request where `batch` sequences decode all the time."""
+    """Return the seconds of the engine per request where `batch` sequences decode all the time."""
     prompt, output, budget = workload.prompt_tokens, workload.output_tokens, limits.max_num_batched_tokens
     # What prompts need beside the decodes may be more than fits: then fewer decode.
     batch = min(batch, budget / (1.0 + prompt / output))
@@ -107,7 +107,7 @@ def _token_loads(arriving: float, prompt: float, room: float) -> list[tuple[floa
 
 
 def _cut_poisson(mean: float, prompt: float, room: float) -> list[tuple[float, float]]:
-    """(tokens, share) for 0, 1, ... prompts; all that would exceed the room in the last entry."""
+    """Return (tokens, share) for 0, 1, ... prompts; all that would exceed the room in the last entry."""
     found, weight, left, number = [], math.exp(-mean), 1.0, 0
     while number * prompt < room and left > 1e-3:
         found.append((number * prompt, weight))
@@ -123,7 +123,7 @@ def _mean(loads: list[tuple[float, float]]) -> float:
 
 
 def _full_batch(limits: EngineLimits, workload: RequestLengths) -> float:
-    """Sequences that run at once, each with room to its end: what finds none is preempted."""
+    """Return the sequences that run at once, each with room to its end: others are preempted."""
     return limits.batch_of(workload.final_tokens)
 
 

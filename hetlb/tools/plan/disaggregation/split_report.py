@@ -18,7 +18,7 @@ from hetlb.tools.tables import table
 def document_of(
     cluster: SplitCluster, plan: SplitPlan, found: SplitsFound, servers: list[VllmServer], solve_s: float
 ) -> dict[str, Any]:
-    """Return the figures of the contract, and what they rest on under further keys."""
+    """Return the figures of the contract, and their grounds under further keys."""
     rates = dict.fromkeys(Role, 0.0)
     for group in plan.groups:
         rates[group.role] += group.capacity
@@ -135,7 +135,7 @@ def _flow_grid(document: dict[str, Any]) -> Table:
 
 
 def trust_lines(document: dict[str, Any]) -> list[str]:
-    """Lines that say what the plan rests on and whether to split at all."""
+    """Return the lines about the grounds of the plan, and whether to split at all."""
     lines = []
     rate, colocated = document["throughput_req_s"], document["colocated"]
     if not document["split"]:

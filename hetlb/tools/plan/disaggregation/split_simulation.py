@@ -1,4 +1,4 @@
-"""Plans under the production scheduler, in virtual time: what their groups and links really serve.
+"""Plans under the production scheduler, in virtual time: the real rates of their groups and links.
 
 Requests arrive at random (Poisson) a little faster than the plan serves them. Throughput counts
 completions once the fleet is full. Groups are the engines of their latency profiles, KV caches take the links
@@ -42,7 +42,7 @@ _FROM_SHARE = 0.45
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """Figures of a run in its steady part; latencies in seconds, means over what arrived in it."""
+    """Figures of a run in its steady part; latencies in seconds, means over its arrivals."""
 
     request_throughput: float
     output_throughput: float
@@ -113,7 +113,7 @@ def simulate_plan(
     return _measure(result.records, planned[-1].scheduled_s, result.transfers)
 
 
-#: A plan and what it serves in simulation.
+#: A plan and its simulated rates.
 Judged: TypeAlias = tuple[SplitPlan, Simulated]
 
 
@@ -148,7 +148,7 @@ def choose(
     cost = ProfileCost(cluster)
     judged = judge(cluster, candidates(found.plans, count), cost, limits, seed=limits.seed)
     if colocated is not None and not limits.over:
-        # At the load of the best split plan: what it does not serve of that, it cannot.
+        # At the load of the best split plan: load that it does not serve, it cannot.
         rate = LOAD_SHARE * max(best.throughput, colocated.throughput)
         by_policy = {
             policy: simulate_plan(cluster, colocated, cost, policy=policy, rate=rate, seed=limits.seed)
@@ -202,7 +202,7 @@ def candidates(plans: Sequence[SplitPlan], count: int) -> list[SplitPlan]:
 
 
 def why_nothing(cluster: SplitCluster) -> str:
-    """One line that says what is missing where no group holds the model."""
+    """Return one line with the missing memory where no group holds the model."""
     room = sum(machine.gpus * max(0.0, machine.usable_bytes) for machine in cluster.machines)
     need = cluster.model.weight_bytes + cluster.model.known.allocated.of(cluster.workload.longest_tokens)
     words = (

@@ -87,7 +87,7 @@ class Branches:
         return cost, taken
 
     def machines(self, rate: int, layers: int, taken: list[NDArray[np.int16]]) -> tuple[int, ...]:
-        """Machines of each group in the cheapest branch of the rate with this index."""
+        """Return the machines of each group in the cheapest branch of the rate with this index."""
         counts, left = [0] * len(self._groups), layers
         for g, count in zip(reversed(self._scope), reversed(taken), strict=True):
             counts[g] = int(count[rate, left])
@@ -142,7 +142,7 @@ class BlockChain:
         for _ in range(_HALVINGS):
             if limits.over:
                 break
-            # Nearer to what is known: whole blocks seldom come close to the bound.
+            # Nearer to the known flow: whole blocks seldom come close to the bound.
             flow = 0.6 * low + 0.4 * high
             reached = 0.0
             for room in _LINK_ROOMS if len(self._regions) > 1 else (1.0,):
@@ -193,7 +193,7 @@ class BlockChain:
     def _program(
         self, blocks: Sequence[_Block], width: int, *, integer: bool
     ) -> tuple[LinearProgram, list[int], list[int]]:
-        """Columns of blocks, and of the wide ends that regions lack (relaxed only)."""
+        """Return the columns of blocks, and of the wide ends that regions lack (relaxed only)."""
         program = LinearProgram()
         columns = [program.column(0.0 if integer else float(b.layers), integer=integer) for b in blocks]
         for g, group in enumerate(self._groups):
@@ -295,7 +295,7 @@ class BlockChain:
 
 
 def _slowest_between(cluster: PlaceCluster) -> float:
-    """Mean tokens/s of the links from one region to another, of the pair where it is least."""
+    """Return the mean tokens/s of the links from one region to another, of the pair where it is least."""
     region = {node.name: node.region for node in cluster.nodes}
     pairs: dict[tuple[str, str], list[float]] = {}
     for sender, receiver in cluster.links:

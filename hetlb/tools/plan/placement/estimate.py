@@ -1,4 +1,4 @@
-"""A cheap estimate of what a placement delivers: output tokens/s of a full cluster, without simulating it.
+"""A cheap estimate of a placement's output tokens/s of a full cluster, without simulating it.
 
 Arithmetic alone, about a millisecond; it ranks placements, it does not replace the simulation.
 

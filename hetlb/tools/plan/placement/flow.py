@@ -50,7 +50,7 @@ class Dinic:
         self._capacity += (capacity, 0.0)
 
     def arcs(self) -> Iterator[tuple[int, int, float, float]]:
-        """(tail, head, residual capacity, flow) of every arc."""
+        """Yield (tail, head, residual capacity, flow) of every arc."""
         head, capacity = self._head, self._capacity
         for arc in range(0, len(head), 2):
             yield head[arc + 1], head[arc], capacity[arc], capacity[arc + 1]
@@ -264,6 +264,6 @@ def pipelines(flow: Flow) -> list[Pipeline]:
             left[sender][receiver] -= amount
             if left[sender][receiver] <= least:
                 del left[sender][receiver]
-        if path[-1] == SINK:  # else what rounding has left
+        if path[-1] == SINK:  # else a rest of rounding
             found.append(Pipeline(tuple(path[1:-1]), amount))
     return sorted(found, key=lambda pipeline: -pipeline.tokens_per_s)

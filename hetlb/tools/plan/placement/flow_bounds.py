@@ -71,7 +71,7 @@ class _Item:
 
 
 def _coverable(items: list[_Item], numbers: list[int], flow: float, limits: SolveLimits) -> float:
-    """Most layers that the machines cover at this flow."""
+    """Return the most layers that the machines cover at this flow."""
     program = LinearProgram()
     prices = [program.column(-float(count)) for count in numbers]
     for group, price in enumerate(prices):  # covers of one sort bound all prices

@@ -35,7 +35,7 @@ def swarm(cluster: PlaceCluster) -> Placement | None:
 
 
 def petals(cluster: PlaceCluster, rng: random.Random) -> Placement:
-    """Every machine where throughput is least, in random order."""
+    """Return every machine where throughput is least, in random order."""
     layers = cluster.model.layers
     rates = [0.0] * layers
     placement: Placement = {}
@@ -67,7 +67,7 @@ def _pipelines(cluster: PlaceCluster, *, by_region: bool) -> Placement | None:
 
 
 def chains(cluster: PlaceCluster, rng: random.Random) -> Placement:
-    """Machines in random order by region, each with all it can hold and its pipeline still needs."""
+    """Return machines in random order by region, each with all it can hold and its pipeline still needs."""
     layers = cluster.model.layers
     regions = sorted({node.region for node in cluster.nodes})
     rng.shuffle(regions)

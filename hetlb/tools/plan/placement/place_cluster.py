@@ -103,11 +103,11 @@ class PlaceCluster:
         return self.kinds[node.kind]
 
     def most_layers(self, node: PlaceNode) -> int:
-        """Most layers a node can hold: by its memory, its description and the model."""
+        """Return the most layers a node can hold: by its memory, its description and the model."""
         return min(node.max_layers, len(self.kind(node).holdings), self.model.layers)
 
     def rates(self, node: PlaceNode) -> tuple[float, ...]:
-        """Tokens/s of a node by the layers that it holds."""
+        """Return the tokens/s of a node by the layers that it holds."""
         return (0.0, *(self.kind(node).rate(j) for j in range(1, self.most_layers(node) + 1)))
 
     def groups(self, *, by_region: bool = False) -> list[MachineGroup]:
@@ -123,7 +123,7 @@ class PlaceCluster:
         return self.model.token_bytes if outside else self.model.activation_bytes
 
     def link_rate(self, edge: Edge) -> float:
-        """Tokens/s that a link carries, 0 where there is none."""
+        """Return the tokens/s that a link carries, 0 where there is none."""
         link = self.links.get(edge)
         return 0.0 if link is None else link.bytes_per_s / self.link_bytes(edge)
 

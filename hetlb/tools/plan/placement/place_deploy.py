@@ -122,7 +122,7 @@ def _whole_stages(placement: Placement, pipeline: Pipeline) -> bool:
 
 
 def _server(cluster: PlaceCluster, placement: Placement, index: int, names: Sequence[str]) -> VllmServer:
-    """One server over the machines of a pipeline."""
+    """Return one server over the machines of a pipeline."""
     node = {each.name: each for each in cluster.nodes}
     hosts: dict[str, list[int]] = {}
     for name in names:

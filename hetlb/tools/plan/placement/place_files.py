@@ -45,7 +45,7 @@ def load_cluster(files: Mapping[str, Path], *, pruned: bool = False) -> PlaceClu
 
 
 def read_layer_times(path: Path) -> dict[str, tuple[Curve, Curve]]:
-    """Seconds of one layer by tokens of the batch, for prompts and decodes, by kind of machine."""
+    """Return the seconds of one layer by tokens of the batch, for prompts and decodes, by kind of machine."""
     points: dict[tuple[str, str], dict[float, float]] = {}
     for row in csv_rows(path, TIME_COLUMNS, ConfigError):
         phase = row.text("phase")
@@ -110,7 +110,7 @@ def _read_nodes(path: Path, kinds: Mapping[str, MachineKind]) -> tuple[PlaceNode
 
 
 def read_links(path: Path, names: set[str], *, pruned: bool = False) -> dict[Edge, LinkSpec]:
-    """Links between nodes of these names, `source` and `sink`. Raises `ConfigError`."""
+    """Return the links between nodes of these names, `source` and `sink`. Raises `ConfigError`."""
     links: dict[Edge, LinkSpec] = {}
     for row in csv_rows(path, LINK_COLUMNS, ConfigError):
         sender, receiver = row.text("from"), row.text("to")
@@ -148,7 +148,7 @@ def _read_model(path: Path) -> LayeredModel:
 
 
 def read_flows(path: Path, names: set[str]) -> dict[Edge, float]:
-    """Tokens/s by link: `flows` of a plan that `hetlb place --json` printed. Raises `ConfigError`."""
+    """Return tokens/s by link: `flows` of a plan that `hetlb place --json` printed. Raises `ConfigError`."""
     flows: dict[Edge, float] = {}
     for i, each in enumerate(read_object(path).get("flows") or ()):
         try:

@@ -123,7 +123,7 @@ class PlacementRun:
 
 @dataclass(frozen=True)
 class PlacePlan:
-    """A placement with what is known of it; `highest_flow` is what the search found, None without one."""
+    """A placement with its figures; `highest_flow` is the search's, None without one."""
 
     cluster: PlaceCluster
     chosen: PlacementCandidate

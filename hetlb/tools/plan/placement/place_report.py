@@ -27,7 +27,7 @@ def document_of(
     folder: str,
     fleet: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the figures of the contract, and what they rest on under further keys."""
+    """Return the figures of the contract, and their grounds under further keys."""
     cluster, flow, highest, result = plan.cluster, plan.chosen.flow, plan.highest_flow, plan.result
     separate = separate_pipelines(cluster)
     vllm = vllm_plan(cluster, plan.chosen.placement, flow, separate)
@@ -117,7 +117,7 @@ def print_placement(document: dict[str, Any], console: Console) -> None:
 
 
 def _raced(document: dict[str, Any]) -> str:
-    """Return a line that says how much was simulated, and what simple rules gave."""
+    """Return a line with the number of simulations, and the results of simple rules."""
     count = document["candidates"]
     text = f"{count['simulated']} of {count['known']} candidates simulated"
     rules = [

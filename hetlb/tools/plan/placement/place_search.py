@@ -68,7 +68,7 @@ _LEAST_SHARE = 0.3
 
 @dataclass(slots=True)
 class PlacementCandidate:
-    """A placement with what is known of it. Tokens/s; None where it was not simulated.
+    """A placement with its figures. Tokens/s; None where it was not simulated.
 
     `window_s` is its simulation's; `rule` names the simple rule that it follows, "" for none.
     """
@@ -99,7 +99,7 @@ class PlacementsFound:
 
 
 def _by_throughput(candidate: PlacementCandidate) -> tuple[float, float, float, float]:
-    """Order of candidates: the longest simulated, which were the better half, come first."""
+    """Return the order of candidates: the longest simulated, which were the better half, come first."""
     return (
         candidate.window_s,
         candidate.simulated or 0.0,
@@ -172,7 +172,7 @@ class PlacementSearch:
     # --- constructions ---
 
     def _construct(self, limits: SolveLimits) -> list[Layout]:
-        """Placements to begin with, the highest flow first."""
+        """Return the placements to begin with, the highest flow first."""
         layouts = []
         for origin, placement in self._constructed(limits):
             layout = self._complete(placement, limits)
@@ -202,7 +202,7 @@ class PlacementSearch:
                 yield "solver", solved
 
     def _block_chains(self, limits: SolveLimits) -> Iterator[tuple[str, Placement]]:
-        """One chain of blocks over everything, and one per region."""
+        """Yield one chain of blocks over everything, and one per region."""
         cluster = self._cluster
         regions: dict[str, list[PlaceNode]] = {}
         for node in cluster.nodes:
@@ -245,7 +245,7 @@ class PlacementSearch:
         return layout
 
     def _cover(self, layout: Layout) -> list[float]:
-        """Tokens/s of all machines that hold a layer, by layer."""
+        """Return the tokens/s of all machines that hold a layer, by layer."""
         changes = [0.0] * (self._cluster.model.layers + 1)
         for rates, (first, end) in zip(self._flows.rates, layout, strict=True):
             changes[first] += rates[end - first]
@@ -352,7 +352,7 @@ class PlacementSearch:
         return True
 
     def _swap(self, layout: Layout) -> bool:
-        """Two nodes change places."""
+        """Swap two nodes."""
         i, j = self._rng.randrange(len(layout)), self._rng.randrange(len(layout))
         layout[i], layout[j] = layout[j], layout[i]
         return self._fits(layout, i, j)
@@ -407,9 +407,9 @@ class PlacementSearch:
             candidate.simulated, candidate.window_s = figure, window_s
 
     def _race(self, limits: SolveLimits) -> None:
-        """Successive halving: more candidates over the first window, then the better half over twice that.
+        """Halve successively: more candidates over the first window, then the better half over twice as long.
 
-        Runs go on where they stopped. The best goes first, so that what a limit ends leaves the best known.
+        Runs go on where they stopped. The best goes first, so that a limit leaves the best known.
         """
         left = limits.left_s
         if left <= 0.0:

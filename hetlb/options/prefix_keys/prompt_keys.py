@@ -9,13 +9,19 @@ import re
 from array import array
 from collections.abc import Iterator
 from hashlib import blake2b
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from hetlb.balancer.core.prefix_cuts import BYTES_PER_TOKEN, FIRST_TOKENS, cuts
 from hetlb.balancer.core.prefix_index import PrefixKey
+from hetlb.balancer.exchange.scheduler_side import SchedulerSide
+from hetlb.balancer.http.http1 import RequestHead
 from hetlb.balancer.http.openai_body import Call
+from hetlb.extras import option
+from hetlb.options.prefix_keys.prefix_cuts import BYTES_PER_TOKEN, FIRST_TOKENS, cuts
+
+if TYPE_CHECKING:
+    from hetlb.balancer.core.engine_blocks import PromptBlocks
 
 #: Maximum bytes of text, and of a list of token ids, that have keys.
 _MAX_KEYED_BYTES: Final = 4 << 20
@@ -28,6 +34,29 @@ _BOUNDARY: Final = re.compile(rb'\}\s*,\s*\{\s*"(?:role|content|type)"')
 _NEXT_STRING: Final = re.compile(rb'"\s*,\s*"')
 _one_list = msgspec.json.Decoder(list[int])
 _lists = msgspec.json.Decoder(list[list[int]])
+
+
+def keys_of(
+    head: RequestHead,
+    call: Call,
+    model: str,
+    owner: str | None,
+    session_header: bytes,
+    scheduling: SchedulerSide,
+) -> tuple[tuple[PrefixKey, ...], PromptBlocks | None]:
+    """Return the keys of a request's prompts, and digests of its blocks where engines tell theirs."""
+    ids = token_ids(call) if call.ids else None
+    keys = id_keys(ids, model, call.cache_salt, owner) if ids else text_keys(call, model, owner)
+    blocks: PromptBlocks | None = None
+    if ids and call.prompts == 1 and (block_tokens := scheduling.block_tokens):
+        block_digests = option("kv_events.block_index").block_digests
+        salt = () if call.cache_salt is None else (call.cache_salt,)
+        # The last token of a prompt is always computed.
+        blocks = block_tokens, block_digests(ids[0][:-1], block_tokens, salt)
+    session = session_key(head.fields.get(session_header), owner, model)
+    if session is not None and call.prompts == 1:
+        keys = (session, *keys)
+    return keys, blocks
 
 
 def session_key(session: bytes | None, owner: str | None, model: str) -> PrefixKey | None:
@@ -55,7 +84,7 @@ def token_ids(call: Call) -> list[array[int]] | None:
 def id_keys(
     ids: list[array[int]], model: str, salt: str | None, owner: str | None = None
 ) -> tuple[PrefixKey, ...]:
-    """Keys of the ids that all prompts begin with; their tokens are exact."""
+    """Return the keys of the ids that all prompts begin with; their tokens are exact."""
     length = len(ids[0])
     if len(ids) > 1:
         first, last = min(ids), max(ids)
@@ -74,7 +103,7 @@ def id_keys(
 
 
 def text_keys(call: Call, model: str, owner: str | None = None) -> tuple[PrefixKey, ...]:
-    """Keys of the text that all prompts begin with: tools, then messages or the prompt, as raw JSON.
+    """Return keys of the text that all prompts begin with: tools, then messages or the prompt, as raw JSON.
 
     A key's tokens are the prompt's estimated ones in proportion to its bytes.
     """

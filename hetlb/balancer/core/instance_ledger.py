@@ -1,0 +1,387 @@
+"""Ledger of one instance: in integers the sum over its live leases at every moment, and what follows."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from hetlb.balancer.core.instance_limits import ChangeCounter, InstanceLimits
+from hetlb.balancer.core.occupancy import EngineLoad, Occupancy
+from hetlb.balancer.core.prefix_index import PrefixIndex, Tree
+from hetlb.balancer.core.types import InstanceSpec, Lease, LeaseId
+
+if TYPE_CHECKING:
+    from hetlb.balancer.core.engine_blocks import EngineBlocks
+
+#: Sequences up to which the loads of an instance are kept.
+_KEPT_LOADS: Final = 1024
+#: Sequences that an instance without a profile runs at once at first, and as many more for each first token;
+#: twice as many after each `_UNEXPLORED_S` without one. A burst that is bound before a speed is known
+#: keeps the pace of the slowest instance.
+_UNEXPLORED_SEQUENCES: Final = 2
+_UNEXPLORED_S: Final = 10.0
+#: No decode step is shorter, in seconds.
+LEAST_STEP_S: Final = 1e-5
+
+
+def _read_by(lease: Lease) -> float:
+    """Return the time at which the prompts of a whole answer are taken to have been read."""
+    return lease.dispatched_at + lease.forecast_first_s
+
+
+class InstanceLedger(InstanceLimits):
+    """Sums over the leases of an instance, and progress of their answers."""
+
+    __slots__ = (
+        "_assumed_ns", "_assumed_tokens", "_begun_sequences", "_begun_steps", "_first_tokens", "_loads",
+        "_occupancy", "_reading", "_steps", "_steps_per_s", "blocks", "explored", "finished_kv_tokens",
+        "finished_sequences", "groups", "held_tokens", "in_flight", "incarnation", "incoming",
+        "kv_excess_tokens", "kv_prompt_tokens", "kv_tokens", "leases", "pending_prompt_tokens",
+        "promised_tokens", "prompt_tokens", "prompts_alone", "removed", "sample_at", "sequences",
+        "stated_sequences", "tree", "unread_sequences", "work_ns",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        spec: InstanceSpec,
+        incarnation: int,
+        now: float,
+        changes: ChangeCounter,
+        prefixes: PrefixIndex,
+    ) -> None:
+        #: None after every change of the ledger or of the parameters.
+        self._occupancy: Occupancy | None = None
+        #: By the number of sequences, at the parameters of now.
+        self._loads: list[EngineLoad | None] = []
+        super().__init__(spec, now, changes)
+        self.incarnation = incarnation
+        #: Its prefix cache; another tree as soon as the cache is gone.
+        self.tree = Tree(prefixes, incarnation)
+        #: Content of its cache by its own KV events, None where it publishes none.
+        self.blocks: EngineBlocks | None = None
+        self.removed = False
+        self.leases: dict[LeaseId, Lease] = {}
+        #: Leases of decode legs that are booked and not dispatched yet.
+        self.incoming: dict[LeaseId, Lease] = {}
+        self.in_flight = self.sequences = self.work_ns = 0
+        #: Tokens of the KV cache that its leases will use (and its holds use), and of them those of prompts;
+        #: shared ones once. `held_tokens` of prompts are kept until other instances have fetched them.
+        self.kv_tokens = self.kv_prompt_tokens = self.held_tokens = 0
+        #: Prompts and predicted answers of all sequences, prompts alone, and those still to be computed.
+        self.promised_tokens = self.prompt_tokens = self.pending_prompt_tokens = 0
+        #: Sequences of requests with targets, and of streams without a token yet.
+        self.stated_sequences = self.unread_sequences = 0
+        #: Leases of whole answers, the oldest first: no byte shows when their prompts have been read.
+        self._reading: deque[Lease] = deque()
+        #: Leases of requests of several sequences. Of these, sequences that have ended by the engine's own
+        #: count though their requests have not, and what they held of the KV cache.
+        self.groups: dict[LeaseId, Lease] = {}
+        self.finished_sequences, self.finished_kv_tokens = 0, 0.0
+        #: Excess of the engine's own count of used KV tokens, at its last sample, over what was expected.
+        self.kv_excess_tokens = 0.0
+        self.sample_at: float | None = None
+        #: Parts of a nanosecond and of a token that `assume` adds.
+        self._assumed_ns = self._assumed_tokens = 0.0
+        #: Decode steps of each engine so far, by the latency model; sequences that decode, and the steps at
+        #: which each of them began, in all.
+        self._steps = self._begun_steps = self._steps_per_s = 0.0
+        self._begun_sequences = 0
+        #: True once it may run as many sequences as it has slots; until then, first tokens so far.
+        self.explored, self._first_tokens = self.profiled, 0
+        #: Since when it reads prompts alone, infinite while answers run, and prompt tokens read by then.
+        self.prompts_alone = now, 0
+
+    def changed(self) -> None:
+        self._loads.clear()
+        self._occupancy = None
+
+    @property
+    def unfinished_sequences(self) -> int:
+        """Sequences of its leases without those that have ended by the engine's own count."""
+        return self.sequences - self.finished_sequences
+
+    @property
+    def grown_tokens(self) -> float:
+        """Tokens of the answers that have begun, by the latency model: its steps since then."""
+        return self._begun_sequences * self._steps - self._begun_steps
+
+    def age(self, lease: Lease) -> float:
+        """Return the tokens of each sequence of a lease so far."""
+        begun = lease.begun_steps
+        return 0.0 if begun is None else self._steps - begun
+
+    @property
+    def load(self) -> EngineLoad:
+        """Load of each of its engines now."""
+        running, loads = self.unfinished_sequences, self._loads
+        load = loads[running] if running < len(loads) else None
+        if load is None:
+            load = EngineLoad(self, loads[running - 1] if 0 < running <= len(loads) else None)
+            if running < _KEPT_LOADS:
+                while len(loads) <= running:
+                    loads.append(None)
+                loads[running] = load
+        return load
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """The ledger as scoring reads it."""
+        occupancy = self._occupancy
+        if occupancy is None:
+            occupancy = self._occupancy = Occupancy(self)
+        return occupancy
+
+    def seen(self, now: float) -> Occupancy:
+        """Return the ledger as scoring reads it at a time."""
+        if self._reading and _read_by(self._reading[0]) <= now:
+            self._elapsed(now)
+        return self.occupancy
+
+    @property
+    def kv_utilization(self) -> float:
+        """Promised fraction of the KV cache: the paper's u."""
+        promised = self.promised_tokens if self.kv_need is None else self.kv_tokens
+        return (promised + self._assumed_tokens) / self.kv_cache_tokens
+
+    @property
+    def work_s(self) -> float:
+        """The paper's W_i: assigned and not yet completed work, in seconds."""
+        return (self.work_ns + self._assumed_ns) / 1e9
+
+    def explored_sequences(self, now: float) -> float:
+        """Sequences that it may run at once until it is explored."""
+        oldest = next(iter(self.leases.values()), None)
+        waited_s = 0.0 if oldest is None or oldest.first_token_at is not None else now - oldest.dispatched_at
+        by_time = math.exp2(min(16.0, max(0.0, waited_s) / _UNEXPLORED_S))
+        return _UNEXPLORED_SEQUENCES * max(1.0 + self._first_tokens, by_time)
+
+    def acquire(self, lease: Lease) -> None:
+        """Book a lease."""
+        assert lease.work_ns >= 0, f"{lease!r} books negative work"
+        assert lease.kv_tokens >= lease.kv_prompt_tokens >= 0, f"{lease!r} books negative KV tokens"
+        now, speed = lease.dispatched_at, self.speed
+        if now > speed.last:
+            self._elapsed(now)
+        self._occupancy = None
+        if not self.unread_sequences and not speed.begun:
+            self.prompts_alone = math.inf if self.leases else now, speed.prompt_tokens
+        self.leases[lease.key] = lease
+        self.work_ns += lease.work_ns
+        self.kv_tokens += lease.kv_tokens
+        self.kv_prompt_tokens += lease.kv_prompt_tokens
+        shared = lease.shared
+        if shared is not None:
+            self.kv_tokens += shared.new_tokens
+            self.kv_prompt_tokens += shared.new_tokens
+        self.promised_tokens += lease.promised_tokens
+        self.prompt_tokens += lease.prompt_tokens
+        self.pending_prompt_tokens += lease.unread_tokens
+        self.in_flight += 1
+        self.sequences += lease.request.sequences
+        if lease.request.service.stated:
+            self.stated_sequences += lease.request.sequences
+        if lease.request.streamed:
+            self.unread_sequences += lease.request.sequences
+        elif lease.request.generates:
+            self._reading.append(lease)
+        # Of a whole answer (not a stream) it is not known when it began: its speed shows only if at once.
+        if not lease.incoming:
+            if self.sequences - self.finished_sequences - len(self.incoming) <= self.max_num_seqs:
+                lease.mark = speed.mark()
+            if not lease.request.streamed:  # as `_count_from_now`, without a way back from `speed`
+                lease.begun_steps = steps = self._steps
+                self._begun_steps += lease.request.sequences * steps
+                self._begun_sequences += lease.request.sequences
+        if lease.request.sequences > 1:
+            self.groups[lease.id] = lease
+        tree = self.tree
+        if tree.unused:
+            tree.evict(self.kv_cache_tokens - self.kv_tokens)
+        if self.adapters is not None:
+            self.adapters.begin(lease.request.model)
+        if self.blocks is not None and lease.request.blocks is not None:
+            self.blocks.begin(lease.id, lease.request.model, lease.request.blocks)
+
+    def begin(self, lease: Lease, now: float) -> None:
+        """Note that the decode leg of a lease is dispatched."""
+        if now > self.speed.last:
+            self._elapsed(now)
+        self._occupancy = None
+        del self.incoming[lease.id]
+        lease.incoming = False
+        lease.dispatched_at = now
+        if self.unfinished_sequences - len(self.incoming) <= self.max_num_seqs:
+            lease.mark = self.speed.mark()
+        if not lease.request.streamed:
+            self._reading.append(lease)
+            self._count_from_now(lease)
+
+    def keep(self, tokens: int) -> None:
+        """Keep so many more tokens of prompts for other instances; less if below 0."""
+        self._occupancy = None
+        self.held_tokens += tokens
+        self.kv_tokens += tokens
+        self.kv_prompt_tokens += tokens
+        if tokens < 0:
+            self.tree.evict(self.kv_cache_tokens - self.kv_tokens)
+
+    def first_token(self, lease: Lease, now: float) -> None:
+        """Note that the first byte of an answer came: its prompt has been read. Idempotent."""
+        if lease.first_token_at is not None:
+            return
+        speed = self.speed
+        if now > speed.last:
+            self._elapsed(now)
+        self._read(lease, now)
+        if not self.explored:
+            self._first_tokens += lease.request.sequences
+            self.explored = self.explored_sequences(now) >= self.max_num_seqs
+        lease.first_token_at = now
+        lease.first_mark = speed.mark()
+        if lease.begun_steps is None:
+            self._count_from_now(lease)
+        if lease.request.streamed:
+            self.unread_sequences -= lease.request.sequences
+
+    def _read(self, lease: Lease, now: float) -> None:
+        """Note once that its prompts have been read."""
+        if lease.unread_tokens:
+            least_s = self.latency.step_s(1.0, 0.0)
+            self.speed.prefilled(lease.request.sequences, lease.unread_tokens, now, least_s)
+            self.pending_prompt_tokens -= lease.unread_tokens
+            lease.unread_tokens = 0
+        self._occupancy = None
+
+    def _count_from_now(self, lease: Lease) -> None:
+        """Count the steps of an answer from those of now: it begins."""
+        lease.begun_steps = self._steps
+        self._begun_steps += lease.request.sequences * self._steps
+        self._begun_sequences += lease.request.sequences
+
+    def release(self, lease: Lease, now: float) -> None:
+        """Give back exactly what the lease booked, once."""
+        assert not lease.ended, f"{lease!r} was released before"
+        assert self.leases.get(lease.key) is lease, f"{lease!r} is not booked on {self.name}"
+        del self.leases[lease.key]
+        if now > self.speed.last:
+            self._elapsed(now)
+        if lease.incoming:
+            del self.incoming[lease.id]
+            lease.incoming = False
+        lease.ended = True
+        self._occupancy = None
+        self.work_ns -= lease.work_ns
+        self.kv_tokens -= lease.kv_tokens
+        self.kv_prompt_tokens -= lease.kv_prompt_tokens
+        self.promised_tokens -= lease.promised_tokens
+        self.prompt_tokens -= lease.prompt_tokens
+        if lease.first_token_at is None:
+            self.pending_prompt_tokens -= lease.unread_tokens
+            if lease.request.streamed:
+                self.unread_sequences -= lease.request.sequences
+        reading = self._reading
+        while reading and (reading[0].ended or reading[0].first_token_at is not None):
+            reading.popleft()
+        self.in_flight -= 1
+        self.sequences -= lease.request.sequences
+        if lease.begun_steps is not None:
+            self._begun_steps -= lease.request.sequences * lease.begun_steps
+            self._begun_sequences -= lease.request.sequences
+            if not self._begun_sequences:
+                self._begun_steps = self._steps = 0.0
+        if lease.request.service.stated:
+            self.stated_sequences -= lease.request.sequences
+        if lease.request.sequences > 1:
+            del self.groups[lease.id]
+            self._take_finished(self.finished_sequences)
+        if lease.shared is not None:
+            self._let_go(lease)
+        if self.adapters is not None:
+            self.adapters.end(lease.request.model)
+        if self.blocks is not None:
+            self.blocks.end(lease.id)
+        negative = self.work_ns < 0 or self.promised_tokens < 0 or self.prompt_tokens < 0
+        negative = negative or self.kv_prompt_tokens < 0 or self.kv_tokens < self.kv_prompt_tokens
+        negative = negative or self.pending_prompt_tokens < 0 or self.in_flight < 0 or self.sequences < 0
+        assert not negative, f"the ledger of {self.name} fell below zero when {lease!r} was released"
+
+    def _let_go(self, lease: Lease) -> None:
+        """End the use of shared prefixes; what was computed stays in the engine's cache for a while."""
+        shared, request = lease.shared, lease.request
+        assert shared is not None
+        tree = self.tree if shared.node is None else shared.node.tree
+        if lease.first_token_at is not None and tree is self.tree and not self.removed:
+            if lease.reported_cached_tokens is not None:
+                tree.correct(shared, lease.reported_cached_tokens)
+            for key, tokens in request.prefix_keys:
+                if tokens is None:
+                    answer = lease.output_tokens // request.sequences
+                    tree.remember(key, request.prompt_tokens + answer, shared.node)
+        freed = tree.detach(shared.node)
+        self.kv_tokens -= freed
+        self.kv_prompt_tokens -= freed
+        tree.evict(self.kv_cache_tokens - self.kv_tokens)
+
+    def _elapsed(self, now: float) -> None:
+        """Count the steps until now, and tell the speed tracker what decoded, with the tokens so far.
+
+        Of whole answers it is not known when they begin: they count as decoding, and their prompts are read
+        when their forecast says so. The prompts of streams without a token take their part of the iterations.
+        """
+        running, unread = self.unfinished_sequences, self.unread_sequences
+        prompts = float(self.prompt_tokens)
+        if self.incoming:  # booked and not there yet
+            for lease in self.incoming.values():
+                running -= lease.request.sequences
+                unread -= lease.request.sequences if lease.request.streamed else 0
+                prompts -= lease.prompt_tokens
+        decoding = max(0, min(running - unread, self.max_num_seqs))
+        tokens = 0.0
+        if decoding:
+            grown = self.grown_tokens / max(self._begun_sequences, decoding)
+            tokens = decoding * (prompts / running + grown)
+            load = self.load
+            step_s = load.step_s + load.token_s * tokens / load.engines
+            if unread > 0:
+                pending, room = self.pending_prompt_tokens / load.engines, load.budget - load.batch
+                step_s += load.prompt_token_s * (pending if pending < room else max(0.0, room))
+            self._occupancy = None
+            self._steps_per_s = 1.0 / max(step_s, LEAST_STEP_S)
+            steps = max(0.0, now - self.speed.last) * self._steps_per_s
+            self._steps += steps
+            tokens += decoding * steps / 2.0
+        self.speed.elapsed(decoding, tokens, now)
+        reading = self._reading
+        while reading and _read_by(reading[0]) <= now:
+            lease = reading.popleft()
+            if not lease.ended and not lease.incoming and lease.first_token_at is None:
+                self._read(lease, now)
+
+    def _stood(self, since: float, now: float) -> None:
+        """Take over that it stood still since then."""
+        self._elapsed(now)
+        self._steps -= self.speed.stood(since, now) * self._steps_per_s
+
+    def _take_finished(self, sequences: int) -> None:
+        """Take over how many sequences of live requests have ended, at most all but one of each."""
+        self._occupancy = None
+        groups = self.groups.values()
+        most = sum([lease.request.sequences - 1 for lease in groups])
+        self.finished_sequences = finished = max(0, min(sequences, most))
+        self.finished_kv_tokens = 0.0
+        if finished:
+            kv_tokens = sum([lease.kv_tokens + lease.kv_prompt_tokens for lease in groups]) / 2.0
+            self.finished_kv_tokens = kv_tokens * finished / (most + len(groups))
+
+    def assume(self, *, work_s: float | None = None, kv_utilization: float | None = None) -> None:
+        """Set a state without leases, for explanations only."""
+        self._occupancy = None
+        if work_s is not None:
+            self.work_ns = int(work_s * 1e9)
+            self._assumed_ns = work_s * 1e9 - self.work_ns
+        if kv_utilization is not None:
+            tokens = kv_utilization * self.kv_cache_tokens
+            self.promised_tokens = int(tokens)
+            self._assumed_tokens = tokens - self.promised_tokens
+            self.kv_tokens = self.kv_prompt_tokens = self.prompt_tokens = self.promised_tokens
