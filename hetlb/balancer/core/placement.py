@@ -253,7 +253,7 @@ class Placement:
         ctx = SchedulingContext(request, predicted, long, waiting, demand, now, held, availabilities)
         ctx.waited_s = waited_s
         if unknown:
-            ctx.least_kv = demand.mix.booked + long / 2.0
+            ctx.least_output = long / 2.0
         if fleet.adapters and request.model in fleet.adapters:
             if self.adapter_load is None:
                 times = option("adapters.adapters").AdapterLoadTime
