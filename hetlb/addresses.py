@@ -87,7 +87,7 @@ def refuse_special(address: str) -> None:
 
 
 def confined_socket(address: tuple[Any, ...]) -> socket.socket:
-    """Socket for a resolved address, as aiohttp's `socket_factory`. Raises `OSError` for special ones."""
+    """Return a socket for a resolved address, as aiohttp's `socket_factory`. `OSError`: a special one."""
     family, kind, protocol, _, place = address
     refuse_special(place[0])
     return socket.socket(family, kind, protocol)

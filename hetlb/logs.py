@@ -24,7 +24,7 @@ _SAFE = re.compile(r"[!#-<>-\[\]-~]+")
 
 
 def escape(text: str) -> str:
-    """Text from outside as one safe word: other than visible ASCII, quotes, `=` and `\\` become `%xx`."""
+    """Return text as one safe word: other than visible ASCII, quotes, `=` and `\\` become `%xx`."""
     if _SAFE.fullmatch(text) is not None:
         return text
     return _UNSAFE.sub(lambda match: "".join(f"%{byte:02x}" for byte in match[0].encode()), text) or "-"

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 def _explain_made_up(
     fleet: Fleet, policy: str, args: argparse.Namespace
 ) -> tuple[list[Candidate], str | None]:
-    """Candidates and choice for a request described by flags, on an idle fleet. Raises `InputError`."""
+    """Return candidates and choice for a request by flags, on an idle fleet. Raises `InputError`."""
     if not fleet.instances:
         raise ConfigError(f"{fleet.path}: models: expected at least one instance, got none")
     params = fleet.policy_params

@@ -172,7 +172,7 @@ class Recent:
         return stretch
 
     def shares(self, window_s: float, now: float) -> dict[str, InstanceShare]:
-        """Work of each instance in the stretches of the last `window_s`, the running one among them."""
+        """Return each instance's work in the stretches of the last `window_s`, the running one among them."""
         last, whole = math.floor(now / BIN_S), Stretch()
         for number in range(last + 1 - math.ceil(window_s / BIN_S), last + 1):
             if number in self.stretches:

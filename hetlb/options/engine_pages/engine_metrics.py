@@ -78,7 +78,7 @@ class EngineCounters(PickleByFields):
     accepted_tokens: int | None = None
 
     def tokens_per_step(self, before: EngineCounters) -> float | None:
-        """Tokens of a decode step since `before`, with speculative decoding; None if nothing was drafted."""
+        """Return the tokens of a decode step since `before`, with speculative decoding, if any."""
         if self.drafts is None or self.accepted_tokens is None:
             return None
         drafts = self.drafts - (before.drafts or 0)

@@ -154,7 +154,7 @@ def _name(block_hash: BlockHash) -> int:
 
 
 def _extras(raw: msgspec.Raw, adapter: str) -> list[str]:
-    """Extra keys of each block beside its tokens: its salt, its images. The adapter is a name of its own."""
+    """Return the extra keys of each block: its salt, its images. The adapter is a name of its own."""
     if len(raw) > _MAX_EXTRA_BYTES:
         raise ValueError(f"expected at most {_MAX_EXTRA_BYTES} bytes of extra keys, got {len(raw)}")
     return ["\0".join(str(key) for key in keys or () if key != adapter) for keys in _decode_extras(raw) or ()]

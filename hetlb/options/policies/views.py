@@ -95,7 +95,7 @@ class ViewPolicy(Policy):
         raise NotImplementedError
 
     def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
-        """Candidate of an instance. Raises `HetlbError` naming the policy if its terms are no numbers."""
+        """Return the candidate of an instance. Raises `HetlbError` if the policy's terms are no numbers."""
         try:
             found = self.terms(view(ctx, instance))
             if found is None:

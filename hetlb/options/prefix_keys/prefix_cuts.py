@@ -18,7 +18,7 @@ _MOST_KEYS: Final = 96
 
 
 def cuts(ends: Iterable[int], length: int, first: int) -> Iterator[int]:
-    """Positions of the cuts, from `first` on, in a prompt of `length` units whose parts end at `ends`."""
+    """Yield positions of the cuts, from `first` on, in a prompt of `length` units with parts to `ends`."""
     last = count = 0
     for end in ends:
         while count < _MOST_KEYS:

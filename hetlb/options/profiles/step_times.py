@@ -114,7 +114,7 @@ def _position(cell: _Cell, value: float) -> tuple[int, float]:
 
 
 def in_tiles(tokens: float, tile: float) -> float:
-    """Tokens that a dense kernel computes: whole tiles, of half the size where they are two at most."""
+    """Return the tokens that a dense kernel computes: whole tiles, of half the size where at most two."""
     if tile <= 1.0:
         return tokens
     if tokens <= 2.0 * tile:
@@ -158,7 +158,7 @@ class PnormPrefill(PassForm):
         decodes_s: float = 0.0,
         least_s: float = 0.0,
     ) -> float:
-        """Seconds of a pass over `tokens` prompt tokens of `prompts` prompts, beside `decodes` single tokens.
+        """Return the seconds of a pass over `tokens` of `prompts` prompts, beside `decodes` single tokens.
 
         `attended` is the sum of length squared over whole prompts; a chunk of c tokens behind o computed
         ones counts c * (c + 2 * o). The dense part takes at least `floor_s`; attention takes `decodes_s` more
@@ -297,7 +297,7 @@ class DecodeTable(_Pieces):
         self._cut(self.batches, self.seconds)
 
     def step_line(self, batch: float) -> tuple[float, float]:
-        """Seconds of one step of `batch` sequences, and seconds more per token that they hold together."""
+        """Return the seconds of one step of `batch` sequences, and the seconds more per token they hold."""
         pieces = self._pieces
         piece = pieces[int(batch)] if batch < self._end else pieces[-1]
         while piece.high < batch:  # once at most, as points are whole numbers, but for very large ones
@@ -367,7 +367,7 @@ class SplitKv(SplitForm):
                 raise ValueError(f"{name}: expected a number above 0, got {value}")
 
     def seconds(self, batch: float, longest: float) -> float:
-        """Least seconds of attention in a step of `batch` sequences, the longest of `longest` tokens."""
+        """Return the least seconds of attention in a step of `batch` sequences, the longest of `longest`."""
         padded = math.ceil(batch / 8.0) * 8.0 if batch > 4.0 else math.ceil(batch)
         splits = math.floor(self.blocks / padded)
         return self.context_s * longest / (splits if splits > 1.0 else 1.0)

@@ -82,7 +82,7 @@ class RelayDriver(SchedulerSide):
     # --- the channel ---
 
     def live_leases(self) -> list[LiveRequest]:
-        """Leases that another scheduler process books again: leases on instances still in the fleet."""
+        """Return the leases on instances still in the fleet, which another scheduler process books again."""
         now, live = self._driver.now(), []
         for exchange in self._driver.exchanges.values():
             lease = exchange.record.lease

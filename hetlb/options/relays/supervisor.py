@@ -476,7 +476,7 @@ class _Stderr(logging.Handler):
 
 
 def cpu_wait_s(pid: int) -> float:
-    """Seconds that the main thread of a process was ready to run and had no CPU; 0 where nothing tells."""
+    """Return the seconds that a process's main thread was ready to run without a CPU; 0 if unknown."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):

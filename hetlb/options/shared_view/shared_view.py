@@ -138,7 +138,7 @@ class SharedView:
         return commands
 
     def _share(self) -> tuple[str, ...]:
-        """Instances that are this scheduler's more than its peers': all deal them out alike, kind by kind."""
+        """Return the instances that are this scheduler's own share: all deal them out alike, kind by kind."""
         names, instances = sorted([self._name, *self._remote.of]), self._scheduler.instances
         of = (*names, *[str(each.incarnation) for each in instances])
         if of != self._share_of:

@@ -242,7 +242,7 @@ class _Pairs:
         return min(share, _MOST_PREFILL_SHARE) * cost.prefill_s if cost.prefill_s > each.with_s else 0.0
 
     def candidates(self, pair: _Pair | None) -> list[Candidate]:
-        """Candidates for people; instances that get no whole request by their role are not eligible."""
+        """Return candidates for people; instances whose role gets no whole request are not eligible."""
         ctx, instances = self._ctx, self._evaluation.instances
         candidates = self._evaluation()
         for candidate, each in zip(candidates, self._evaluation.ratings, strict=True):

@@ -243,5 +243,5 @@ def spans_url(endpoint: str) -> str:
 
 
 def _text(value: str) -> str:
-    """Text from outside, so short and such that it can be sent: half a character would cost a whole batch."""
+    """Return text cut to valid UTF-8: one bad span would cost its batch."""
     return value[:_MAX_TEXT_CHARACTERS].encode("utf-8", "replace").decode()

@@ -184,7 +184,7 @@ def comparisons(runs: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> l
 
 
 def paired(values: Sequence[float], baseline: Sequence[float]) -> dict[str, float | None]:
-    """Mean of both, mean of their differences pair by pair, and its confidence interval `low` to `high`.
+    """Return the means of both, the mean of their paired differences, and its confidence interval.
 
     `relative` is the difference as a share of the baseline, null where that is 0.
     """

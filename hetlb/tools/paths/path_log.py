@@ -56,7 +56,7 @@ def is_path_log(first_line: str) -> bool:
 
 
 def dispatches(lines: Iterable[str]) -> Iterator[tuple[int, StageNetwork, tuple[Hop, ...]]]:
-    """Line number, network and path of every request in a log. Raises `ValueError` for what is no log."""
+    """Yield line number, network and path of every request in a log. Raises `ValueError` without a log."""
     network: StageNetwork | None = None
     for number, line in enumerate(lines, start=1):
         try:

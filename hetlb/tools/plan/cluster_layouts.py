@@ -85,7 +85,7 @@ def _most(machine: Machine, instances: Mapping[Part, Option]) -> float:
 
 
 def servers_of(found: LayoutsFound, data_parallel: bool) -> list[VllmServer]:
-    """Servers of the chosen layouts, machine by machine; with `data_parallel` equal parts are one server."""
+    """Return servers of the chosen layouts by machine; with `data_parallel` equal parts are one server."""
     model, result = found.cluster.model, []
     for machine in found.cluster.machines:
         gpu, index = 0, 0

@@ -157,7 +157,7 @@ class LayoutFleet:
 
 
 def _worth_simulating(found: Sequence[Evaluated]) -> list[Evaluated]:
-    """Layouts with the most tokens/s for every number of GPUs, and the one with the largest instances."""
+    """Return the layouts with most tokens/s for every number of GPUs, and one with the largest instances."""
     by_gpus: dict[int, list[Evaluated]] = {}
     for each in found:
         by_gpus.setdefault(gpus_of(each.layout), []).append(each)
@@ -172,7 +172,7 @@ def _worth_simulating(found: Sequence[Evaluated]) -> list[Evaluated]:
 
 
 def _rank(each: Evaluated) -> tuple[float, float, float]:
-    """Most goodput; within 1 % the cheapest where prices are known, then the one with the most tokens/s."""
+    """Return the layout of most goodput; within 1 % the cheapest with known prices, then most tokens/s."""
     assert each.worth is not None
     return (-round(each.worth.slo_attainment, 2), each.cost_per_hour or 0.0, -each.throughput_tok_s)
 

@@ -273,7 +273,7 @@ def _uniform(problem: Problem) -> Problem:
 
 
 def round_robin_rate(problem: Problem, counts: Mapping[str, int]) -> float:
-    """Requests/s where every instance of a model gets as many of each type: the slowest is the bottleneck."""
+    """Return the requests/s where each instance of a model gets as many of each type: the slowest decides."""
     rate = INFINITY
     for model in problem.models:
         own = [c for c in problem.configurations if c.model == model and counts.get(c.name, 0) > 0]
@@ -285,7 +285,7 @@ def round_robin_rate(problem: Problem, counts: Mapping[str, int]) -> float:
 
 
 def proportional_rate(problem: Problem, counts: Mapping[str, int]) -> float:
-    """Requests/s where each type is divided by the instances' rates on it, the types one after the other.
+    """Return the requests/s where each type is divided by the instances' rates on it, type by type.
 
     The rule of the paper's example (section 4.2): time = sum over types of requests / sum of rates.
     """

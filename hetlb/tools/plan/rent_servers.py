@@ -41,7 +41,7 @@ def _places(table: Table, plan: RentPlan) -> dict[tuple[str, int], tuple[str, tu
 
 
 def servers_of(table: Table, plan: RentPlan) -> list[VllmServer]:
-    """One server an instance, in the order of the plan; a pipeline across machines runs on a Ray cluster."""
+    """Return one server an instance, in the plan's order; a pipeline across machines runs on Ray."""
     market, places = table.market, _places(table, plan)
     found = []
     for configuration, own in instance_names(plan).items():

@@ -115,7 +115,7 @@ def pack(rows: Rows, kv_cache_tokens: int, max_num_seqs: int, need: KvNeed | Non
 def static_estimate(
     latency: LatencyModel, rows: Rows, kv_cache_tokens: int, max_num_seqs: int, need: KvNeed | None = None
 ) -> float:
-    """Tokens/s (input and output) of one instance on these rows, by the paper's algorithm 1 from k1..k8.
+    """Return the tokens/s (input and output) of one instance on these rows, by the paper's algorithm 1.
 
     It promises the order of degrees, not the absolute figure: a real engine refills its batch.
     """

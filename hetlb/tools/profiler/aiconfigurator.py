@@ -212,7 +212,7 @@ def _long_prefill(handle: Any, length: int) -> Point:
 
 
 def _all_reduce_bytes_s(handle: Any, hidden: int, tp: int) -> float | None:
-    """Bus bandwidth of the all-reduce after the embedding of 4,096 tokens; None where a layout has none."""
+    """Return the bus bandwidth of the all-reduce of 4,096 tokens' embedding; None where there is none."""
     tokens = 4096
     context, _ = handle.run_static_per_op(batch_size=1, isl=tokens, osl=2, mode="static")
     ms = next((each[1] for each in context if each[0] == "context_embedding_ar"), 0.0)

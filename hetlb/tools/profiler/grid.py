@@ -92,7 +92,7 @@ def clip(grid: Iterable[Size], capacity: Capacity, *, fill: bool = True) -> list
 
 
 def _clip_mixed(sizes: Sequence[Size], capacity: Capacity) -> list[Size]:
-    """Mixed points within the limits: a slot for the prompt beside the decodes, and one pass for both."""
+    """Return mixed points within the limits: a slot for the prompt, and one pass for it and the decodes."""
     slots = (capacity.max_num_seqs or 1 << 20) - 1
     budget = capacity.max_num_batched_tokens or _USUAL_BUDGET_TOKENS
     kept: dict[Size, None] = {}

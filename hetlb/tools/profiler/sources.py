@@ -79,7 +79,7 @@ class Measurements:
         return "-".join(part for part in parts if part).lower().replace("/", "-") or self.name
 
     def request_s(self, latency: LatencyModel) -> float:
-        """Seconds that the server adds to a request beyond its prefill: the median of the lone ones."""
+        """Return the seconds that the server adds to a request beyond its prefill: the lone ones' median."""
         return max(0.0, median(seconds - latency.prefill_s(tokens) for tokens, seconds in self.lone))
 
 

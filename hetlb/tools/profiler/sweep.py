@@ -375,7 +375,7 @@ class Sweep:
         return math.ceil(tokens / (self._budget_tokens() or 2048))
 
     async def _mixed(self, size: Size) -> tuple[float | None, int]:
-        """Seconds of the step that prefills a prompt beside decodes, and the prompt tokens of all of it."""
+        """Return the seconds of the step that prefills beside decodes, and the prompt tokens of all of it."""
         step_s = self._near_step_s(size.batch)
         # They must still run when the prompt has found its way through the server.
         steps = min(
@@ -455,7 +455,7 @@ def _together(times: Sequence[TokenTimes]) -> float | None:
 
 
 def _gap_at(times: Sequence[TokenTimes], at_s: float) -> float | None:
-    """Seconds of the step that ended at `at_s`, as all streams show it; None where any was not running."""
+    """Return the seconds of the step that ended at `at_s` by all streams; None where one was not running."""
     gaps = []
     for one in times:
         stamps = [at for at, _ in one.stamps]

@@ -509,7 +509,7 @@ def varies_enough(run: ReplayedRun) -> str:
 
 
 def usual_batches(run: ReplayedRun) -> tuple[int, int]:
-    """Least and most sequences that decode together in the middle nine tenths of the time; 0 without any."""
+    """Return the least and most sequences in decode in the middle nine tenths of the time; 0 without any."""
     decoding = {batch: seconds for batch, seconds in run.batches.items() if batch}
     total_s = sum(decoding.values())
     if total_s <= 0.0:

@@ -44,7 +44,7 @@ class Alone:
 
 
 def run_alone(spec: EngineSpec, plan: Sequence[PlannedRequest], rule: IterationRule) -> Alone:
-    """All requests of a plan that fit the engine, at once and in order, to the end of the last answer."""
+    """Return the result of all fitting requests of a plan, at once and in order, to the last answer's end."""
     model = spec.model(rule)
     requests = tokens = 0
     for planned in plan:

@@ -155,7 +155,7 @@ def fixed_split(
     *,
     model: str,
 ) -> float:
-    """Throughput, tokens/s, of a division in proportion to `alone`, each engine running its part alone.
+    """Return the tokens/s of a division in proportion to `alone`, each engine running its part alone.
 
     In plan order, with w = 0.15 * input + predicted output tokens, each request goes to the instance
     j with the least (A_j + w) / alone_j; ties go to the first in `alone`.
@@ -184,7 +184,7 @@ def fixed_split(
 
 
 def _alone(study: Study, name: str, order: float | str) -> tuple[float, float]:
-    """Tokens/s of one instance alone: on all requests of a run at once, in order, and while it is full."""
+    """Return the tokens/s of one instance alone: on all requests at once, in order, and while it is full."""
     load, spec = study.load, study.engines[name]
     plan = load.plan(order, 0)
     whole = run_alone(spec, plan, study.rule)

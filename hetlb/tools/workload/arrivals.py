@@ -67,7 +67,7 @@ class Waves:
     off_s: float
 
     def due_s(self, busy_s: float) -> float:
-        """Time at which the waves have been on for `busy_s` seconds altogether, seconds from the start."""
+        """Return the seconds from the start at which the waves have been on for `busy_s` seconds in all."""
         return busy_s + self.off_s * math.floor(busy_s / self.on_s)
 
 

@@ -36,7 +36,7 @@ def kv_cache_tokens(
 
 
 def divide_layers(weights: Sequence[float | Fraction], layers: int | None) -> list[Fraction]:
-    """Shares of the layers in proportion to weights; of known `layers` whole ones, at least one each."""
+    """Return shares of the layers in proportion to weights; of known `layers` whole ones, one at least."""
     exactly = [Fraction(weight) for weight in weights]
     total = sum(exactly)
     shares = [weight / total for weight in exactly]

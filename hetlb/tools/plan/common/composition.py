@@ -131,7 +131,7 @@ class _Round:
 def compose_latency(
     shares: Sequence[float], latencies: Sequence[LatencyModel], links: LinkSeconds
 ) -> LatencyModel:
-    """Stages as one engine: `latencies` are of the whole model on each stage, `shares` of its layers."""
+    """Return stages as one engine: `latencies` of the whole model on each stage, `shares` of its layers."""
     if len(latencies) == 1 and shares[0] == 1.0 and links == LinkSeconds():
         return latencies[0]
     turn, token_s, batch_s = _Round(shares, links), links.token_s, links.batch_s

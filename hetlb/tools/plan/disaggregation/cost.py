@@ -229,7 +229,7 @@ class ProfileCost:
         return self._layer_s[key]
 
     def most(self, stages: Sequence[GroupStage], role: Role, kv_cache_tokens: int) -> float:
-        """Requests/s by the composed latency model, without bubbles; 0 where its limits hold no request."""
+        """Return requests/s by the composed latency model, without bubbles; 0 where no request fits."""
         if kv_cache_tokens < _FEWEST_TOKENS:
             return 0.0
         spec = engine_of(self._composed(stages, kv_cache_tokens))

@@ -252,7 +252,7 @@ class Templates:
         return LINK_SHARE * total / self.cluster.kv_bytes
 
     def place(self, choice: Choice) -> list[tuple[Composition, Role]]:
-        """Machines for the chosen templates, the largest first; templates without room are left out."""
+        """Return machines for the chosen templates, the largest first; ones without room are left out."""
         machines = self.cluster.machines
         left = [machine.gpus for machine in machines]
         wanted = [template for template, count in choice for _ in range(count)]

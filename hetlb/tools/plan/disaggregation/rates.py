@@ -92,7 +92,7 @@ def _request_s(latency: LatencyModel, limits: EngineLimits, workload: RequestLen
 
 
 def _token_loads(arriving: float, prompt: float, room: float) -> list[tuple[float, float]]:
-    """Prompt tokens of an iteration with their shares: a Poisson number of prompts, cut at the room."""
+    """Return the prompt tokens of an iteration with their shares: Poisson prompts, cut at the room."""
     wanted = arriving * prompt
     low, high = arriving, arriving
     while _mean(_cut_poisson(high, prompt, room)) < 0.995 * wanted and high < 64.0:

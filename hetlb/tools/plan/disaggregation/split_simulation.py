@@ -125,7 +125,7 @@ def judge(
     *,
     seed: int = 0,
 ) -> list[Judged]:
-    """Plans by their simulated throughput, the best first; at least one, and no more than time allows."""
+    """Return plans by simulated throughput, the best first; at least one, no more than time allows."""
     judged: list[Judged] = []
     for plan in plans:
         if judged and limits.over:

@@ -67,7 +67,7 @@ class Branches:
         self._held = np.array([[_most_layers(group.rates, rate) for rate in self.rates] for group in groups])
 
     def cheapest(self, prices: NDArray[np.float64]) -> tuple[NDArray[np.float64], list[NDArray[np.int16]]]:
-        """Least prices by rate and layers, and the machines taken, for `machines`; `prices` by group."""
+        """Return the least prices by rate and layers, and the machines taken; `prices` are by group."""
         layers = self._layers
         at = np.arange(layers + 1)[None, :]
         cost = np.full((len(self.rates), layers + 1), np.inf)
@@ -162,7 +162,7 @@ class BlockChain:
         return best
 
     def _cover(self, flow: float, width: int, limits: SolveLimits) -> list[_Block] | None:
-        """Whole blocks for all layers, None where none were found. `width`: branches where a region ends."""
+        """Return whole blocks for all layers, None without any. `width`: branches where a region ends."""
         known: dict[_Block, None] = {}
         covered, prices, bonus = (
             0.0,
@@ -282,7 +282,7 @@ class BlockChain:
         return placement
 
     def _ordered(self, blocks: list[_Block]) -> list[_Block]:
-        """Region by region; where two regions meet the blocks with most branches, which have most links."""
+        """Return blocks by region; where two regions meet, the ones with most branches, thus most links."""
         found: list[_Block] = []
         last = len(self._regions) - 1
         for region in range(len(self._regions)):

@@ -54,7 +54,7 @@ class Estimator:
             self._decode_s[name] = np.array(kind.decode.table(_MOST_DECODES))
 
     def estimate(self, placement: Placement, shares: Mapping[Edge, float]) -> float:
-        """Output tokens/s of a placement under a flow, of whose `shares` only the proportions count."""
+        """Return the output tokens/s of a placement under a flow; only the proportions of `shares` count."""
         total = sum(rate for (sender, _), rate in shares.items() if sender == SOURCE)
         if total <= 0.0:
             return 0.0

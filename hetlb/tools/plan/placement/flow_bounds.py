@@ -23,7 +23,7 @@ _LOOK_STEPS = 4096
 
 
 def compute_bound(cluster: PlaceCluster) -> float:
-    """Sum over machines of max_j(j T_j), by layers: every token passes every layer (Helix, section 4.5)."""
+    """Return the sum over machines of max_j(j T_j), by layers: a token passes each (Helix, section 4.5)."""
     most = {
         name: max(j * holding.tokens_per_s for j, holding in enumerate(kind.holdings, start=1))
         for name, kind in cluster.kinds.items()

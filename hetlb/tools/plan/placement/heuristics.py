@@ -18,7 +18,7 @@ from hetlb.tools.plan.placement.place_cluster import PlaceCluster, Placement
 
 
 def swarm(cluster: PlaceCluster) -> Placement | None:
-    """Equal stages with machines spread by throughput. None if there are fewer machines than stages."""
+    """Return equal stages with machines spread by throughput, None with fewer machines than stages."""
     layers = cluster.model.layers
     most = min(cluster.most_layers(node) for node in cluster.nodes)
     length = next(length for length in range(most, 0, -1) if layers % length == 0)
@@ -51,7 +51,7 @@ def petals(cluster: PlaceCluster, rng: random.Random) -> Placement:
 
 
 def separate_pipelines(cluster: PlaceCluster) -> Placement | None:
-    """Pipelines of machines of one kind and, where that leaves some, region. None if none hold all layers."""
+    """Return pipelines of machines of one kind, then region. None if none hold all layers."""
     return _pipelines(cluster, by_region=True) or _pipelines(cluster, by_region=False)
 
 

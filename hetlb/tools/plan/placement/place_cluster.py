@@ -111,7 +111,7 @@ class PlaceCluster:
         return (0.0, *(self.kind(node).rate(j) for j in range(1, self.most_layers(node) + 1)))
 
     def groups(self, *, by_region: bool = False) -> list[MachineGroup]:
-        """Machines that hold as many layers at the same rates, wherever they are or region by region."""
+        """Return groups of machines that hold as many layers at the same rates, in all or by region."""
         alike: dict[tuple[str, str, int], list[PlaceNode]] = {}
         for node in self.nodes:
             key = (node.region if by_region else "", node.kind, self.most_layers(node))
