@@ -78,7 +78,7 @@ def reason_of(error: BaseException) -> str:
     """Return short text of a request's error: the certificate's, else the socket's (`Connection refused`)."""
     if isinstance(error, TimeoutError):
         return "timeout"
-    text = str(error)
+    text = next(iter(str(getattr(error, "message", "") or error).splitlines()), "")
     of_socket = getattr(error, "certificate_error", None) or getattr(error, "os_error", error)
     if found := getattr(of_socket, "verify_message", None) or getattr(of_socket, "reason", None):
         return str(found)  # errors of TLS, whose numbers are not the system's

@@ -37,6 +37,14 @@ class ClientKey(Protocol):
     def may_use(self, model: str) -> bool: ...
 
 
+class KnownKeys(Protocol):
+    """Keys of all clients (`api_keys`)."""
+
+    @property
+    def limits(self) -> dict[str, object]: ...
+    def tenant_of(self, head: RequestHead, *, required: bool) -> ClientKey | None: ...
+
+
 class KeyTicket(Protocol):
     """Reservation of a request against the limits of its key (`api_keys.limits`)."""
 
@@ -149,9 +157,7 @@ class EngineProfile(Protocol):
     def host_assumed(self) -> bool: ...
     @property
     def kv_bytes_per_token(self) -> int | None: ...
-    @property
-    def measured_on(self) -> tuple[str | None, str | None]:
-        """Model, and version of the engine, of the measurement."""
+    def tell_other(self, name: str, entries: Sequence[Mapping[str, Any]], version: str | None) -> None: ...
 
 
 class HostMeasurements(Protocol):

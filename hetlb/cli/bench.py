@@ -140,16 +140,16 @@ def run(args: argparse.Namespace) -> int:
             if not newest:
                 return 1
         document = _document(args, campaign, started)
-        _write(args, document, campaign, started)
-        if args.json:
-            print(json_text(document))
-        else:
-            _show(args, document)
-        sys.stdout.flush()
-    for each in campaign.measured:
-        if not each.run["completed"]:
-            kind, example = next(iter(each.examples.items()))
-            raise HetlbError(f"{args.url}: every request failed, the first with {kind}: {example}")
+        try:  # what cannot be written is printed all the same
+            _write(args, document, campaign, started)
+        finally:
+            if args.json:
+                print(json_text(document))
+            else:
+                _show(args, document)
+            sys.stdout.flush()
+    if not interrupted:
+        _check_answered(args, campaign)
     return int(interrupted)
 
 
@@ -274,6 +274,18 @@ async def _measure(campaign: Campaign, fleet: Fleet | None) -> None:
     await campaign.run()
 
 
+def _check_answered(args: argparse.Namespace, campaign: Campaign) -> None:
+    """Raise `HetlbError` for requests that failed; in a search, which causes that, if all of a run did."""
+    runs = [
+        each for each in campaign.measured if each.examples and not (args.sweep and each.run["completed"])
+    ]
+    if runs:
+        count, failed = (sum(each.run[key] for each in runs) for key in ("num_prompts", "failed"))
+        which = "every request" if failed == count else f"{failed:,} of {count:,} requests"
+        kind, example = next(iter(runs[0].examples.items()))
+        raise HetlbError(f"{args.url}: {which} failed, the first with {kind}: {example}")
+
+
 def _document(args: argparse.Namespace, campaign: Campaign, started: datetime) -> dict[str, Any]:
     """Return the document that `--json` prints and `--save-result` keeps."""
     more = (each.details() if args.save_detailed else {} for each in campaign.measured)
@@ -298,13 +310,13 @@ def _document(args: argparse.Namespace, campaign: Campaign, started: datetime) -
 
 def _write(args: argparse.Namespace, document: dict[str, Any], campaign: Campaign, started: datetime) -> None:
     """Write the requested result files."""
-    if args.plot is not None:
-        write_load_plot(args.plot, campaign.measured)
     if args.save_result:
         model = document["metadata"]["model_id"]
         name = args.result_filename or default_filename(model, args.request_rate, started)
         text = csv_text(document["runs"]) if name.endswith(".csv") else json_text(document) + "\n"
         write_text(args.result_dir / name, text)
+    if args.plot is not None:
+        write_load_plot(args.plot, campaign.measured)
 
 
 def _show(args: argparse.Namespace, document: dict[str, Any]) -> None:

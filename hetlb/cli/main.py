@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import os
 import re
@@ -171,8 +172,17 @@ def _parsed(arguments: Sequence[str], command: str) -> argparse.Namespace:
         raise
 
 
+def _open_standard_files() -> None:
+    """Open what was closed for this process (`>&-`): a socket would get its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
+    _open_standard_files()
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
@@ -200,7 +210,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command in _REPORTING:
             print(f"hetlb {command}: interrupted", file=sys.stderr)
         return 1
-    except BrokenPipeError:
-        # The reader of stdout has gone (`| head`): avoid the traceback at exit.
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+            raise
+        # The reader of stdout has gone (`| head`), or its disk is full: avoid the traceback at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:
+            print(f"hetlb {command}: the output could not be written: {error.strerror}", file=sys.stderr)
         return 1

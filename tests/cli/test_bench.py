@@ -8,6 +8,7 @@ import csv
 import http.server
 import json
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from helpers import HANG_S
 import hetlb.cli.bench
 import hetlb.tools.demo
 from hetlb.cli.main import main
+from hetlb.errors import InputError
 from hetlb.tools.loadtest.fleet_admin import fleet_admin
 from hetlb.tools.loadtest.load_result import LoadResult
 from hetlb.tools.loadtest.processes import helper_processes
@@ -451,9 +453,64 @@ def test_a_request_that_is_never_answered_ends_by_the_timeout(
 ) -> None:
     with answering_but_one() as (url, _):
         flags = ("--url", url, "--model", "m", "--trace", trace, "--max-concurrency", "1")
-        (run,) = bench(capsys, *flags, "--timeout", "2")["runs"]
+        assert main(["bench", "--json", *map(str, flags), "--timeout", "2"]) == 1
+    out, err = capsys.readouterr()
+    (run,) = json.loads(out)["runs"]
+    assert f"{url}: 1 of {COUNT} requests failed, the first with timed out: no end" in err
     assert (run["completed"], run["failed"]) == (COUNT - 1, 1)
     assert run["client"]["errors"] == {"timed out": 1}
+
+
+def test_a_search_may_cause_failures(capsys: pytest.CaptureFixture[str], trace: Path) -> None:
+    with answering_but_one() as (url, _):
+        flags = ("--url", url, "--model", "m", "--trace", trace, "--request-rate", "100,200", "--sweep")
+        runs = bench(capsys, *flags, "--timeout", "2", status=0)["runs"]
+    assert [run["failed"] for run in runs] == [1, 0]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize(
+    ("streams", "status", "said"),
+    [
+        (">&-", 0, ""),
+        ("2>&-", 0, ""),
+        ("<&- >&- 2>&-", 0, ""),
+        (">/dev/full", 1, "hetlb bench: the output could not be written: No space left on device\n"),
+        ("2>/dev/full", 0, ""),
+        ("| true", 0, ""),
+    ],
+)
+def test_what_happens_to_its_output_takes_no_result_away(
+    fleet: Fleet, trace: Path, tmp_path: Path, streams: str, status: int, said: str
+) -> None:
+    result = tmp_path / "r.json"
+    flags = ("--json", "--save-result", "--result-dir", str(tmp_path), "--result-filename", result.name)
+    command = shlex.join(
+        [sys.executable, "-m", "hetlb", "bench", "--url", fleet.engine, "--trace", str(trace), *flags]
+    )
+    done = subprocess.run(f"{command} {streams}", shell=True, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == status
+    assert [line for line in done.stderr.splitlines() if "SUSPECT" not in line] == said.splitlines()
+    [run] = json.loads(result.read_text())["runs"]
+    assert run["completed"] == COUNT
+    if done.stdout:
+        assert json.loads(done.stdout)["runs"] == [run]
+
+
+def test_a_result_that_cannot_be_written_is_printed(
+    capsys: pytest.CaptureFixture[str],
+    fleet: Fleet,
+    trace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def full(*_: Any) -> None:
+        raise InputError("no space left")
+
+    monkeypatch.setattr(hetlb.cli.bench, "write_text", full)
+    flags = ("--url", fleet.engine, "--trace", trace, "--save-result", "--result-dir", tmp_path)
+    [run] = bench(capsys, *flags, status=2)["runs"]
+    assert run["completed"] == COUNT
 
 
 def test_other_prompts(capsys: pytest.CaptureFixture[str], fleet: Fleet, tmp_path: Path) -> None:

@@ -170,6 +170,40 @@ async def test_errors_stand_at_their_lines_and_only_some_are_asked_again(tmp_pat
         assert results(out)["r1"]["response"]["status_code"] == 400
 
 
+@pytest.mark.parametrize(
+    ("status", "body", "headers"),
+    [
+        (200, b"null", {}),
+        (200, b'"done"', {}),
+        (200, b"", {}),
+        (200, b'{"error": {"message": "no"}}', {}),
+        (200, b'{"a":' * 100_000, {}),
+        (302, b"{}", {"location": "/v1/elsewhere"}),
+        (400, b"no", {"x-request-id": "\udce9"}),
+    ],
+)
+async def test_what_is_no_answer_is_an_error_of_its_line_alone(
+    tmp_path: Path, status: int, body: bytes, headers: dict[str, str]
+) -> None:
+    source, out = batch(tmp_path, 3)
+
+    async def answer(call: int, asked: dict[str, Any], request: web.Request) -> web.StreamResponse:
+        if asked["messages"][0]["content"] != "q1":
+            return await good(call, asked, request)
+        return web.Response(status=status, body=body, headers=headers, content_type="application/json")
+
+    async with serving(answer) as server:
+        work = await run(server.url, source, out)
+    assert (work.progress.completed, work.progress.failed) == (2, 1)
+    found = results(out)["r1"]
+    assert found["error"]["code"] == "malformed_answer" if status == 200 else found["error"] is None
+    assert status == 200 or found["response"]["status_code"] == status
+    jobs = {job.custom_id for job in read_jobs(source)}
+    again = BatchJournal(out, jobs)
+    again.close()
+    assert (len(again.ended), again.failed) == ((2, 0) if status == 200 else (3, 1))
+
+
 async def test_a_full_server_is_asked_again_when_it_says(tmp_path: Path) -> None:
     source, out = batch(tmp_path, 3)
 

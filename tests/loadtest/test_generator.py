@@ -180,6 +180,12 @@ async def forget_the_end(call: Call) -> None:
     await call.end()
 
 
+async def answer_whole(call: Call) -> None:
+    await call.head()
+    await call.chunk(b'{"choices": [{"index": 0, "text": "a"}]}')
+    await call.end()
+
+
 async def fail_midway(call: Call) -> None:
     await call.head()
     await call.event("a")
@@ -194,6 +200,7 @@ async def fail_midway(call: Call) -> None:
         (hang_up, "broken connection"),
         (break_off, "broken connection"),
         (forget_the_end, "broken stream"),
+        (answer_whole, "no stream"),
         (fail_midway, "error event"),
     ],
 )

@@ -69,6 +69,21 @@ def test_a_queue_that_grows_is_degraded() -> None:
     assert found["limited_by"] == "the queue: all servers are full"
 
 
+def test_a_burst_of_which_nothing_has_ended_says_nothing_of_the_capacity() -> None:
+    fleet = Watched()
+    fleet.arrive(12)
+    fleet.end(12)
+    fleet.now += 40.0
+    quiet = fleet.look()["capacity_req_s"]
+    fleet.arrive(60)
+    fleet.now += 2.0
+    found = fleet.look()
+    running = sum(each.in_flight for each in fleet.scheduler.instances)
+    assert found["state"] == "busy"
+    assert found["capacity_req_s"] == pytest.approx(min(quiet, running / 2.0), rel=1e-3)
+    assert found["load"] >= 1.0
+
+
 def test_servers_that_were_taken_out_by_hand_are_named_where_requests_wait() -> None:
     fleet = Watched()
     fleet.scheduler.on_instance(AdminStateSet("a", AdminState.DRAIN), 0.0)

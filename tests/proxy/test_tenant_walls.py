@@ -11,7 +11,7 @@ from proxy.memory import End, Proxy
 from proxy.test_hostile import Engines
 
 from hetlb.balancer.http.openai_body import Call
-from hetlb.options.api_keys.api_keys import Tenant
+from hetlb.options.api_keys.api_keys import ClientKeys, Tenant
 from hetlb.options.prefix_keys.prompt_keys import session_key, text_keys
 
 KEYS = {name: f"key-of-{name}" for name in ("ann", "bob")}
@@ -25,9 +25,9 @@ def engines() -> Engines:
 @pytest.fixture
 def proxy(engines: Engines) -> Iterator[Proxy]:
     made = Proxy(engines, Engines(), policy="hetlb")
-    made.server.router.tenants = {
-        hashlib.sha256(key.encode()).digest(): Tenant(name=name, sha256="") for name, key in KEYS.items()
-    }
+    made.server.router.keys = ClientKeys(
+        Tenant(name=name, sha256=hashlib.sha256(key.encode()).hexdigest()) for name, key in KEYS.items()
+    )
     yield made
     made.close()
 

@@ -21,7 +21,7 @@ from hetlb.balancer.hooks import hook
 from hetlb.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hetlb.balancer.interfaces import ClientKey
+    from hetlb.balancer.interfaces import KnownKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ PLAIN_ACCESS = EngineAccess()
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Access to one fleet. `tenants`, by the SHA-256 of their keys, is None where no key is needed."""
+    """Access to one fleet. `keys` is None where clients need none."""
 
     engines: Mapping[str, EngineAccess]
     model_keys: Mapping[str, bytes] = field(repr=False)
     admin_token: bytes | None = field(repr=False)
-    tenants: Mapping[bytes, ClientKey] | None = field(repr=False)
+    keys: KnownKeys | None = field(repr=False)
     tls: ssl.SSLContext | None
     admin_tls: ssl.SSLContext | None
     networks: tuple[Network, ...]
@@ -68,17 +68,12 @@ class Access:
     @property
     def limits(self) -> dict[str, object]:
         """The limits of keys that have some, by the name of the key."""
-        return {each.name: each.limits for each in (self.tenants or {}).values() if each.limits is not None}
+        return {} if self.keys is None else self.keys.limits
 
 
 def load_access(fleet: Fleet) -> Access:
     """Read the keys and certificates of a fleet. Raises `ConfigError`."""
     where, base, proxy, admin = fleet.where, fleet.base, fleet.file.proxy, fleet.file.admin
-    if proxy.passthrough_authorization and proxy.api_keys_file is not None:
-        raise ConfigError(
-            f"{where}proxy.passthrough_authorization: expected false where proxy.api_keys_file is set, "
-            "got true: the engines would see those keys"
-        )
     networks = tuple(
         network_of(text, f"{where}admin.registration_networks") for text in admin.registration_networks
     )
@@ -99,10 +94,7 @@ def load_access(fleet: Fleet) -> Access:
             f"{where}admin.host: expected a loopback address like 127.0.0.1 where neither admin.token_file "
             f"nor admin.token_env is set, got {admin.host!r}"
         )
-    tenants = None
-    if proxy.api_keys_file is not None:
-        keys = hook("api_keys", base / proxy.api_keys_file)
-        tenants = {bytes.fromhex(each.sha256): each for each in keys}
+    keys = None if proxy.api_keys_file is None else hook("api_keys", base / proxy.api_keys_file)
     contexts: dict[Path | None, ssl.SSLContext] = {}
     engines = {}
     for spec in fleet.instances:
@@ -119,7 +111,7 @@ def load_access(fleet: Fleet) -> Access:
         engines=engines,
         model_keys=model_keys,
         admin_token=token,
-        tenants=tenants,
+        keys=keys,
         tls=None if listen is None else hook("certificates", listen, f"{where}listen.tls", base),
         admin_tls=None if admin.tls is None else hook("certificates", admin.tls, f"{where}admin.tls", base),
         networks=networks,

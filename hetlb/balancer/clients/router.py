@@ -7,7 +7,6 @@ Where keys are needed, nothing but `/health` and `/ping` is answered without one
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
         BrowserPages,
         ClientAddresses,
         ClientKey,
+        KnownKeys,
         OtherNames,
         PromptKeys,
         RequestClasses,
@@ -80,8 +80,8 @@ class Router:
         self._driver = driver
         self._view = view
         self.configure(driver.table)
-        #: Tenants by the SHA-256 of their keys; None lets every client in.
-        self.tenants: Mapping[bytes, ClientKey] | None = None
+        #: Keys of clients; None lets every client in.
+        self.keys: KnownKeys | None = None
         #: Aliases and fallbacks, None without any.
         self.names: OtherNames | None = None
         #: Classes of the models' requests, None without any.
@@ -116,21 +116,10 @@ class Router:
 
     def authenticate(self, head: RequestHead) -> ClientKey | None:
         """Return the tenant of a request by its key; None if none is needed. Raises `GateError` (401)."""
-        tenants = self.tenants
-        if tenants is None or (self._pages is not None and head.method == b"OPTIONS"):
+        keys = self.keys
+        if keys is None or (self._pages is not None and head.method == b"OPTIONS"):
             return None  # browsers ask for permission without a key
-        authorization = head.fields.get(b"authorization")
-        if authorization is not None:
-            scheme, _, key = authorization.partition(b" ")
-            key = key.strip() if scheme.lower() == b"bearer" else b""
-        else:
-            key = head.fields.get(b"x-api-key") or b""  # as Anthropic's clients send it
-        tenant = tenants.get(hashlib.sha256(key).digest()) if key else None
-        if tenant is None and head.path not in _OPEN_PATHS:
-            if key:
-                raise GateError(401, "This API key is not known here.")
-            raise GateError(401, "An API key is needed: Authorization: Bearer KEY.")
-        return tenant
+        return keys.tenant_of(head, required=head.path not in _OPEN_PATHS)
 
     def cors_lines(self, head: RequestHead) -> bytes:
         """Return header lines that let a browser's page of another origin read the answer; b"" for others."""
@@ -195,7 +184,7 @@ class Router:
         if head.method != b"GET":
             raise _method_not_allowed((b"GET",))
         try:
-            handshake = hook("tunnel", self._driver, head, body, open_to_all=self.tenants is None)
+            handshake = hook("tunnel", self._driver, head, body, open_to_all=self.keys is None)
         except ConfigError as error:
             raise GateError(404, "This installation has no WebSockets.") from error
         call = Call()

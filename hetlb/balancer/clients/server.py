@@ -91,7 +91,7 @@ class ProxyServer:
         """Take limits, names, keys and certificate that hold from now on; a listener with TLS stays one."""
         self.table = table
         self.router.configure(table)
-        self.router.tenants = access.tenants
+        self.router.keys = access.keys
         if access.tls is not None:
             self.tls = access.tls
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -67,6 +67,20 @@ def _nothing(_: str) -> None:
     """Do nothing: a hook that is not set."""
 
 
+class _Seen:
+    """State of the watch over one engine, from round to round."""
+
+    __slots__ = ("began", "metrics_after", "rounds_until_models", "told_missing")
+
+    def __init__(self) -> None:
+        self.rounds_until_models = 0
+        #: Time from which on its metrics are read.
+        self.metrics_after = 0.0
+        #: Start of its process by its own clock, None while unknown.
+        self.began: float | None = None
+        self.told_missing = False
+
+
 class EngineWatch:
     """One watching task per instance; the scheduler gets its findings."""
 
@@ -111,7 +125,7 @@ class EngineWatch:
             _log_absent(instance)
             if (profile := profiles.get(instance.name)) is not None:
                 entries, version = self.models.get(instance.name, []), self.versions.get(instance.name)
-                _log_other_than_profiled(instance.name, profile, entries, version)
+                profile.tell_other(instance.name, entries, version)
 
     @property
     def started(self) -> bool:
@@ -192,52 +206,53 @@ class EngineWatch:
             tell(logger, event, "%s %s", name, now, instance=name)
 
     async def _watch(self, name: str) -> None:
-        loop = asyncio.get_running_loop()
-        rounds_until_models = 0
-        metrics_after = 0.0
-        began: float | None = None
-        told_missing = False
+        loop, seen = asyncio.get_running_loop(), _Seen()
         while True:
             started = loop.time()
-            result, detail = await self._probe(name)
-            if result is ProbeResult.OK and rounds_until_models <= 0:
-                # Its models are read before it counts as up: another server may be at its address by now.
-                rounds_until_models = _MODELS_EVERY_ROUNDS if await self._read_models(name) else 0
-            if result is not None:
-                self._learned(Probed(name, result, detail))
-            if result is ProbeResult.OK:
-                rounds_until_models -= 1
-                sample = None
-                if started >= metrics_after:
-                    try:
-                        sample = await self.read_metrics(name)
-                    except _TooLargeError:
-                        metrics_after = started + _TOO_LARGE_PAUSE_S
-                        self._tell_once(name, f"its /metrics has more than {_MAX_METRICS_BYTES} bytes")
-                if sample is not None:
-                    if sample.began is None:
-                        rounds_until_models = 0  # only its list shows whether it is the same process
-                    elif sample.began != began:
-                        if began is not None:
-                            await self._read_models(name)  # another process has its address
-                        began = sample.began
-                    self._sampled(name, sample)
-                    if sample.running == 0 and not sample.waiting:
-                        self.on_idle(name)
-                    if sample.invalid:
-                        self.invalid_samples[name] = self.invalid_samples.get(name, 0) + 1
-                    if sample.missing and not told_missing:
-                        text, lacking = (
-                            "%s does not report %s; its own ledger is used instead",
-                            sample.missing,
-                        )
-                        tell(logger, Event.INSTANCE_METRICS, text, name, ", ".join(lacking), instance=name)
-                        told_missing = True
-            else:
-                # A process that comes back may serve another model.
-                rounds_until_models = 0
+            await self._look(name, seen, started)
             self._first_rounds[name].set()
             await asyncio.sleep(max(0.05, started + self._table.interval_s - loop.time()))
+
+    async def _look(self, name: str, seen: _Seen, now: float) -> None:
+        """Probe an engine; where it is well, read its metrics, and its models once in a while."""
+        result, detail = await self._probe(name)
+        if result is ProbeResult.OK and seen.rounds_until_models <= 0:
+            # Its models are read before it counts as up: another server may be at its address by now.
+            seen.rounds_until_models = _MODELS_EVERY_ROUNDS if await self._read_models(name) else 0
+        if result is not None:
+            self._learned(Probed(name, result, detail))
+        if result is not ProbeResult.OK:
+            seen.rounds_until_models = 0  # a process that comes back may serve another model
+            return
+        seen.rounds_until_models -= 1
+        if now < seen.metrics_after:
+            return
+        try:
+            sample = await self.read_metrics(name)
+        except _TooLargeError:
+            seen.metrics_after = now + _TOO_LARGE_PAUSE_S
+            self._tell_once(name, f"its /metrics has more than {_MAX_METRICS_BYTES} bytes")
+            return
+        if sample is not None:
+            await self._take(name, seen, sample)
+
+    async def _take(self, name: str, seen: _Seen, sample: EngineSample) -> None:
+        """Take in what an engine's metrics say."""
+        if sample.began is None:
+            seen.rounds_until_models = 0  # only its list shows whether it is the same process
+        elif sample.began != seen.began:
+            if seen.began is not None:
+                await self._read_models(name)  # another process has its address
+            seen.began = sample.began
+        self._sampled(name, sample)
+        if sample.running == 0 and not sample.waiting:
+            self.on_idle(name)
+        if sample.invalid:
+            self.invalid_samples[name] = self.invalid_samples.get(name, 0) + 1
+        if sample.missing and not seen.told_missing:
+            seen.told_missing = True
+            text, lacking = "%s does not report %s; its own ledger is used instead", sample.missing
+            tell(logger, Event.INSTANCE_METRICS, text, name, ", ".join(lacking), instance=name)
 
     def _make_session(self, **options: Any) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
@@ -409,18 +424,3 @@ def _log_models(name: str, model: str, before: tuple[str, ...] | None, now: tupl
     elif before is not None:
         text, old = "%s now serves %s (before: %s)", ", ".join(map(escape, before))
         tell(logger, Event.INSTANCE_MODELS, text, name, shown, old, instance=name)
-
-
-def _log_other_than_profiled(
-    name: str, profile: EngineProfile, entries: Sequence[Mapping[str, Any]], version: str | None
-) -> None:
-    """Warn where an engine differs from its profile's; `entries` are of its `/v1/models`."""
-    serves = {str(entry[key]) for entry in entries for key in ("id", "root") if entry.get(key)}
-    model, measured = profile.measured_on
-    if model is not None and serves and model not in serves:
-        shown = ", ".join(sorted(map(escape, serves)))
-        text = "%s: its profile is of the model %s, it serves %s"
-        tell(logger, Event.INSTANCE_PROFILE, text, name, model, shown, instance=name)
-    if measured is not None and version not in (None, measured):
-        shown, text = escape(str(version)), "%s: its profile is of vLLM %s, it runs %s"
-        tell(logger, Event.INSTANCE_PROFILE, text, name, measured, shown, instance=name)

@@ -177,7 +177,7 @@ def _of_model(
     load, limited_by = _load(able, waiting, served, capacity)
     if capacity is not None and rate is not None:
         # While requests wait the capacity is the served rate, whatever the model of speed predicts.
-        capacity = min(capacity, max(served, 1.0 / WINDOW_S)) if waiting else capacity
+        capacity = min(capacity, _served_when_full(able, served, now)) if waiting else capacity
         load = rate / capacity if capacity > 0.0 else load
         load = max(load, 1.0) if waiting else load
     headroom = None if capacity is None else max(0.0, capacity * (1.0 - load))
@@ -217,6 +217,16 @@ def _arrival_rate(scheduler: Scheduler, recent: Recent, model: str, now: float) 
     return None
 
 
+def _served_when_full(able: Sequence[Instance], served: float, now: float) -> float:
+    """Return requests/s of full servers: what ended of late, or what runs over the age of the oldest of it.
+
+    A burst that began a moment ago has ended nothing, which says nothing about the servers.
+    """
+    since = [lease.dispatched_at for each in able for lease in each.leases.values()]
+    age_s = now - min(since, default=0.0)
+    return max(served, 1.0 / WINDOW_S, len(since) / age_s if age_s > 0.0 else math.inf)
+
+
 def _capacity(scheduler: Scheduler, model: str, able: Sequence[Instance]) -> float | None:
     """Return the requests/s that the instances serve of the mean request, None while a speed is a guess."""
     if any(speed_source(each) is BeliefSource.ASSUMED for each in able):
@@ -240,7 +250,8 @@ def _load(able: Sequence[Instance], waiting: int, rate: float, capacity: float |
     by_time = 0.0 if capacity is None or waiting else min(1.0, rate / capacity) if capacity else 0.0
     load = max(by_slots, by_kv, by_time)
     if waiting and waiting > running:
-        return load, "the queue: all servers are full"
+        full = running >= slots or by_kv >= BUSY_LOAD
+        return load, f"the queue: {'all servers are full' if full else 'no server is given more now'}"
     if load == by_slots:
         fullest = max(able, key=lambda each: each.unfinished_sequences / each.max_num_seqs)
         return load, f"slots of {fullest.name}"

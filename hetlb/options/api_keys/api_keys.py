@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.http.http1 import GateError, RequestHead
 from hetlb.errors import ConfigError
 from hetlb.inputs.mistakes import short
 from hetlb.inputs.yaml_file import PositiveInt, convert, parse_yaml
@@ -37,6 +40,47 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def may_use(self, model: str) -> bool:
         """Return True if requests with this key may name a model."""
         return self.models is None or model in self.models
+
+
+class ClientKeys:
+    """All keys of clients, by their SHA-256."""
+
+    def __init__(self, keys: Iterable[Tenant]) -> None:
+        self._tenants = {bytes.fromhex(each.sha256): each for each in keys}
+
+    @property
+    def limits(self) -> dict[str, object]:
+        """The limits of keys that have some, by the name of the key."""
+        return {each.name: each.limits for each in self._tenants.values() if each.limits is not None}
+
+    def tenant_of(self, head: RequestHead, *, required: bool) -> Tenant | None:
+        """Return the tenant of a request by its key. Raises `GateError` (401) where one is required."""
+        authorization = head.fields.get(b"authorization")
+        if authorization is not None:
+            scheme, _, key = authorization.partition(b" ")
+            key = key.strip() if scheme.lower() == b"bearer" else b""
+        else:
+            key = head.fields.get(b"x-api-key") or b""  # as Anthropic's clients send it
+        tenant = self._tenants.get(hashlib.sha256(key).digest()) if key else None
+        if tenant is None and required:
+            if key:
+                raise GateError(401, "This API key is not known here.")
+            raise GateError(401, "An API key is needed: Authorization: Bearer KEY.")
+        return tenant
+
+
+def mistakes(fleet: Fleet) -> Iterator[str]:
+    """Yield a line where engines would see the keys of clients."""
+    if fleet.file.proxy.passthrough_authorization and fleet.file.proxy.api_keys_file is not None:
+        yield (
+            "proxy.passthrough_authorization: expected false where proxy.api_keys_file is set, "
+            "got true: the engines would see those keys"
+        )
+
+
+def client_keys(path: Path) -> ClientKeys:
+    """Return the keys in a file. Raises `ConfigError`."""
+    return ClientKeys(load_api_keys(path))
 
 
 def load_api_keys(path: Path) -> tuple[Tenant, ...]:

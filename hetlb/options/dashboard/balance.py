@@ -54,8 +54,9 @@ def sentence(
     off = max(able, key=lambda part: abs(part.work_share - part.speed_share))
     if abs(off.work_share - off.speed_share) <= NEAR_SHARE + 1 / max(1, requests):
         worst = round(100 * abs(off.work_share - off.speed_share))
+        plural = "" if worst == 1 else "s"
         begin = "Balanced" if worst <= 100 * NEAR_SHARE else "Few requests"
-        return True, f"{begin}: shares of work and speed agree within {worst} points{tail}."
+        return True, f"{begin}: shares of work and speed agree within {worst} point{plural}{tail}."
     less = min(able, key=lambda part: part.work_share - part.speed_share)
     more = max(able, key=lambda part: part.work_share - part.speed_share)
     state = "idle" if less.work_share < IDLE_SHARE else "given less than its share"
@@ -74,7 +75,7 @@ def _of(part: BalancePart) -> str:
 
 
 def parts(
-    instances: Sequence[Instance], shares: Mapping[str, InstanceShare], speed: Mapping[str, float]
+    instances: Sequence[Instance], shares: Mapping[str, InstanceShare], speed: Mapping[str, float], now: float
 ) -> list[BalancePart]:
     """Return the figures of the instances of one model over the last `WINDOW_S` seconds."""
     work = []
@@ -83,26 +84,31 @@ def parts(
         tokens = own.output_tokens + each.grown_tokens
         work.append(PROMPT_WEIGHT * (own.prompt_tokens + each.prompt_tokens) + tokens)
     whole = sum(work)
-    fast = sum(speed.get(each.name, 0.0) for each in instances if each.routable)
+    out = {each.name: _out(each, now) for each in instances}
+    fast = sum(speed.get(name, 0.0) for name, reason in out.items() if not reason)
     return [
         BalancePart(
             each.name,
             done / whole if whole else 0.0,
-            speed.get(each.name, 0.0) / fast if fast and each.routable else 0.0,
+            speed.get(each.name, 0.0) / fast if fast and not out[each.name] else 0.0,
             each.sequences / each.max_num_seqs,
-            _out(each),
+            out[each.name],
         )
         for each, done in zip(instances, work, strict=True)
     ]
 
 
-def _out(instance: Instance) -> str:
-    """Return the reason for which an instance takes no requests, "" where it does."""
+def _out(instance: Instance, now: float) -> str:
+    """Return the reason for which an instance takes no requests, or single ones; "" where it takes them."""
     if instance.admin is not AdminState.READY:
         return "draining" if instance.admin is AdminState.DRAIN else "in maintenance"
     if instance.health.state is Health.EJECTED:
         return "ejected"
-    return "asleep" if instance.asleep else ""
+    if instance.asleep:
+        return "asleep"
+    if instance.account.stalled_since is not None:
+        return "stalled"
+    return "held back" if instance.account.restrained(now) else ""
 
 
 def documents(
@@ -114,7 +120,7 @@ def documents(
     found = []
     for model, instances in pools.items():
         speed = scheduler.placement.speeds(model, instances)
-        each = parts(instances, shares, speed)
+        each = parts(instances, shares, speed, now)
         requests = sum(shares[one.name].ended for one in instances if one.name in shares)
         requests += sum(one.in_flight for one in instances)
         balanced, text = sentence(each, waiting.get(model, 0), scheduler.placement.policy_name, requests)

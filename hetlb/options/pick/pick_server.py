@@ -111,7 +111,7 @@ class PickServer:
         if table.tenant_header is None:
             table = msgspec.structs.replace(table, tenant_header=FAIRNESS)
         self.router.configure(table)
-        self.router.tenants = access.tenants
+        self.router.keys = access.keys
         self.state.tenants.configure(table.tenant_header or FAIRNESS)
 
     @property

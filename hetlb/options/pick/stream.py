@@ -341,7 +341,7 @@ class HttpStream(Upstream):
         headers = [(envoy_fields.ENDPOINT, endpoint.encode("ascii")), ("x-request-id", taken.outgoing.label)]
         access = shared.access.get(name)
         authorization = None if access is None else access.authorization
-        if authorization is not None or (shared.router.tenants is not None and not _passes(access)):
+        if authorization is not None or (shared.router.keys is not None and not _passes(access)):
             mutation.remove_headers.extend(_KEYS)
         if authorization is not None:
             headers.append(("authorization", authorization))

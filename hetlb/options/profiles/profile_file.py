@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -15,9 +16,11 @@ from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.core.kv_need import KvNeed, kv_need
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.types import Capacity
+from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import ConfigError, ProfileError
 from hetlb.inputs.mistakes import short
 from hetlb.inputs.yaml_file import NonNegative, Positive, PositiveInt, load_yaml
+from hetlb.logs import escape
 from hetlb.options.profiles.engine_defaults import batch_limits
 from hetlb.options.profiles.step_times import (
     DecodeTable,
@@ -28,6 +31,8 @@ from hetlb.options.profiles.step_times import (
     SplitKv,
     forms_of,
 )
+
+logger = logging.getLogger("hetlb.scrape")
 
 
 class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -408,10 +413,17 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """Bytes of KV cache that each token of a sequence takes, None where not stated."""
         return None if self.model is None else self.model.kv_bytes_per_token
 
-    @property
-    def measured_on(self) -> tuple[str | None, str | None]:
-        """Model, and version of the engine, that it was measured on; None where not stated."""
-        return None if self.model is None else self.model.name, self.engine.version
+    def tell_other(self, name: str, entries: Sequence[Mapping[str, Any]], version: str | None) -> None:
+        """Warn where an engine is another than the measured one; `entries` are of its `/v1/models`."""
+        serves = {str(entry[key]) for entry in entries for key in ("id", "root") if entry.get(key)}
+        model, measured = None if self.model is None else self.model.name, self.engine.version
+        if model is not None and serves and model not in serves:
+            shown = ", ".join(sorted(map(escape, serves)))
+            text = "%s: its profile is of the model %s, it serves %s"
+            tell(logger, Event.INSTANCE_PROFILE, text, name, model, shown, instance=name)
+        if measured is not None and version not in (None, measured):
+            shown, text = escape(str(version)), "%s: its profile is of vLLM %s, it runs %s"
+            tell(logger, Event.INSTANCE_PROFILE, text, name, measured, shown, instance=name)
 
     @property
     def capacity(self) -> Capacity:

@@ -114,21 +114,25 @@ class BatchJournal:
         if name in self.ended or not is_final(status):
             return False
         self.ended.add(name)
-        self.failed += status >= 400
+        self.failed += status >= 300
         return True
 
     def answered(self, job: BatchJob, status: int, request_id: str, body: bytes) -> bool:
         """Write the answer of a server; True if it is none of an error."""
-        raw: Any = msgspec.Raw(body)
+        good, raw = status < 300, body[:2000].decode(errors="replace")
         try:
-            msgspec.json.decode(body)
+            document: Any = msgspec.json.decode(body)
         except NOT_JSON:
-            raw = body[:2000].decode(errors="replace")
-            if status < 400:
-                return self.broken(job, "malformed_answer", raw)
-        response = {"status_code": status, "request_id": request_id, "body": raw}
-        self._write(job, {"response": response, "error": None}, failed=status >= 400)
-        return status < 400
+            document = None
+        if good and (not isinstance(document, dict) or document.get("error")):
+            return self.broken(job, "malformed_answer", raw)
+        response = {
+            "status_code": status,
+            "request_id": request_id,
+            "body": raw if document is None else msgspec.Raw(body),
+        }
+        self._write(job, {"response": response, "error": None}, failed=not good)
+        return good
 
     def broken(self, job: BatchJob, code: str, message: str) -> bool:
         """Write that a request got no answer; False."""

@@ -93,7 +93,10 @@ class BatchRun:
             try:
                 async with asyncio.timeout(self._timeout_s):
                     target = URL(self._url + job.url, encoded=True)
-                    async with session.post(target, data=bytes(job.body), headers=headers) as response:
+                    data = bytes(job.body)
+                    async with session.post(
+                        target, data=data, headers=headers, allow_redirects=False
+                    ) as response:
                         body = await response.read()
             except TimeoutError:
                 self._timeouts += 1
@@ -114,7 +117,7 @@ class BatchRun:
                 tries += not is_final(status) and status not in (429, 503)
                 if is_final(status) or tries == _TRIES:
                     self._count(body)
-                    label = response.headers.get("x-request-id", "")
+                    label = response.headers.get("x-request-id", "").encode("ascii", "replace").decode()
                     return self._journal.answered(job, status, label, body)
             waits += 1  # a random wait, which doubles with each try in vain, where the server states none
             wait_s = random.uniform(0.5, 1.0) * min(_LONGEST_WAIT_S, _LEAST_WAIT_S * 2.0 ** min(waits, 10))

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import aiohttp
 from yarl import URL
 
+from hetlb.errors import reason_of
 from hetlb.tools.loadtest.bodies import RequestBodies
 from hetlb.tools.loadtest.load_result import LoadResult
 from hetlb.tools.loadtest.response_parser import StreamReader, read_plain
@@ -194,7 +195,7 @@ class _Run:
         except aiohttp.ClientConnectorError as error:
             self._fail(record, f"connect: {error.os_error.strerror or error.os_error}", error)
         except aiohttp.ClientError as error:
-            self._fail(record, "broken connection", error)
+            self._fail(record, "broken connection", reason_of(error))
         else:
             record.ok = True
             progress.completed += 1
@@ -209,14 +210,18 @@ class _Run:
         while True:
             attempt = _Attempt(record)
             try:
-                return await session.post(target, data=body, headers=headers, trace_request_ctx=attempt)
+                return await session.post(
+                    target, data=body, headers=headers, allow_redirects=False, trace_request_ctx=attempt
+                )
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
                 if not attempt.reused:
                     raise
 
     async def _read(self, response: aiohttp.ClientResponse, record: RequestResult, *, streams: bool) -> None:
         if response.status != 200:
-            raise AnswerError(f"http {response.status}", (await response.read()).decode(errors="replace"))
+            moved = response.headers.get("location")
+            said = f"it redirects to {moved}" if moved else (await response.read()).decode(errors="replace")
+            raise AnswerError(f"http {response.status}", said)
         if not streams:
             body = await response.read()
             read_plain(body, record, self._now())
@@ -224,10 +229,17 @@ class _Run:
             return
         progress, monotonic, start = self.progress, time.monotonic, self.start
         reader = StreamReader(record)
-        read = response.content.readany
+        read, first = response.content.readany, b""
         while data := await read():
+            first = first or data
             progress.output_tokens += reader.feed(data, monotonic() - start)
-        reader.close(self._now())
+        try:
+            reader.close(self._now())
+        except AnswerError as error:
+            kind = response.headers.get("content-type", "of no type")
+            raise AnswerError(
+                error.kind, f"{error.detail}; it is {kind} and begins {first[:100]!r}"
+            ) from None
 
     def _fail(self, record: RequestResult, kind: str, detail: object) -> None:
         record.error = kind

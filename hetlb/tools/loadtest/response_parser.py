@@ -55,6 +55,8 @@ class StreamReader:
         """End the body at `now_s`. Raises `AnswerError` where the stream has not ended."""
         record = self._record
         _count(record, self._usage, self.tokens)
+        if not self._events.begun:
+            raise AnswerError("no stream", "the body has no events")
         if not self._events.done:
             raise AnswerError("broken stream", "the body ended without [DONE]")
         if record.last_token_s is None:

@@ -31,7 +31,8 @@ class Screen:
 
     def warn(self, text: str) -> None:
         """Print a line in any case."""
-        print(text, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a full disk of a log takes no result away
+            print(text, file=sys.stderr, flush=True)
 
     @contextlib.asynccontextmanager
     async def bar(self, label: str, progress: LoadProgress, total: int) -> AsyncIterator[None]:

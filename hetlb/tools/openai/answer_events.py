@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from hetlb.errors import NOT_JSON
+
 
 class _Text(msgspec.Struct, gc=False):
     """A `delta` or a `message`."""
@@ -67,7 +69,7 @@ def read_answer(payload: bytes) -> AnswerEvent:
     """Return one event or a whole answer. Raises `AnswerError`."""
     try:
         event = _decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         raise AnswerError("malformed answer", f"{error}: {payload[:200]!r}") from None
     if event.error is not None:
         raise AnswerError("error event", event.error)
@@ -77,11 +79,11 @@ def read_answer(payload: bytes) -> AnswerEvent:
 class EventReader:
     """Server-sent events, one line of data each (as every OpenAI-compatible server sends them)."""
 
-    __slots__ = ("_rest", "done")
+    __slots__ = ("_rest", "begun", "done")
 
     def __init__(self) -> None:
         self._rest = b""
-        self.done = False
+        self.begun = self.done = False
 
     def feed(self, data: bytes) -> list[AnswerEvent]:
         """Return the events that these bytes complete. Raises `AnswerError` on one of an error or no JSON."""
@@ -90,7 +92,7 @@ class EventReader:
         events = []
         for line in lines:
             if line[:5] == b"data:":  # else blank lines between events, comments, names of events
-                payload = line[5:].strip()
+                self.begun, payload = True, line[5:].strip()
                 if payload == b"[DONE]":
                     self.done = True
                 else:

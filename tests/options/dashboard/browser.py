@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -135,6 +136,15 @@ class Fleet:
         process = self._processes.pop(name)
         process.kill()
         process.communicate()
+
+    @contextlib.contextmanager
+    def stopped(self, name: str) -> Iterator[None]:
+        """A process that stands still until the end of the block."""
+        self._processes[name].send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._processes[name].send_signal(signal.SIGCONT)
 
     def state(self, name: str) -> str:
         """An instance's administrative state, as the proxy says."""

@@ -63,7 +63,7 @@ async def test_shares_follow_the_requests(tmp_path: Path) -> None:
         shares = running.service.totals.recent.shares(60.0, running.service.now())
         assert sum(each.ended for each in shares.values()) == 4
         speed = running.scheduler.placement.speeds("m", running.scheduler.instances)
-        found = parts(running.scheduler.instances, shares, speed)
+        found = parts(running.scheduler.instances, shares, speed, running.service.now())
         assert [each.work_share for each in found] == [0.5, 0.5]
         assert [each.speed_share for each in found] == [0.5, 0.5]
 
@@ -80,6 +80,9 @@ async def test_an_instance_whose_requests_still_run_is_not_idle(tmp_path: Path) 
         [found] = documents(scheduler, running.service.totals.recent, {"m": scheduler.instances}, 0.0)
         assert [each["work_share"] for each in found["instances"]] == [0.5, 0.5]
         assert found["balanced"]
+        scheduler.instances[0].account.stalled_since = 0.0
+        [found] = documents(scheduler, running.service.totals.recent, {"m": scheduler.instances}, 0.0)
+        assert found["sentence"] == "i1 is the only one that takes requests (i0 is stalled)."
         one.released.set()
         two.released.set()
         await asyncio.gather(*asked)

@@ -45,12 +45,33 @@ OVERLAID = """() => Array.from(document.querySelectorAll('figure svg')).flatMap(
     .filter(([, b]) => a.left < b.right && b.left < a.right && a.top + 3 < b.bottom && b.top + 3 < a.bottom)
     .map(([other]) => `${text} | ${other}`));
 })"""
+#: Text of charts that is not drawn at the size of the style sheet: the chart is of another width.
+SCALED = """() => Array.from(document.querySelectorAll('figure svg[role=img]'))
+  .filter(each => each.clientWidth && Math.abs(each.viewBox.baseVal.width - each.clientWidth) > 1)
+  .map(each => `${each.getAttribute('aria-label')} ${each.viewBox.baseVal.width} in ${each.clientWidth}`)"""
+#: Servers whose switch is not beside their name, or with a figure in two lines, where one has room for all.
+WRAPPED = """() => Array.from(document.querySelectorAll('#models tbody tr:not([hidden])'))
+  .filter(row => innerWidth > 1000 && row.querySelector('th')).filter(row => {
+    const [name, buttons] = ['th', '.states'].map(each => row.querySelector(each).getBoundingClientRect());
+    const folded = Array.from(row.querySelectorAll('th, td[data-title]')).some((each) => {
+      const { display, lineHeight } = getComputedStyle(each);
+      return display !== 'table-cell' && each.clientHeight > 1.9 * parseFloat(lineHeight);
+    });
+    return buttons.top >= name.bottom || buttons.height > 40 || folded;
+  }).map(row => row.innerText)"""
 #: Lists that must be empty on a screen of any width: their names, and the scripts that make them.
-FLAWS = {"cut": CUT, "covered": COVERED, "alone": ALONE, "overlaid": OVERLAID}
+FLAWS = {
+    "cut": CUT, "covered": COVERED, "alone": ALONE, "overlaid": OVERLAID, "scaled": SCALED, "wrapped": WRAPPED
+}  # fmt: skip
+#: Ends when what follows a change of the width has been drawn.
+DRAWN = """async () => {
+  for (let frame = 0; frame < 3; frame += 1) await new Promise(requestAnimationFrame);
+}"""
 
 
 def flaws(look: Look) -> dict[str, list[str]]:
-    """Return what is cut, covered, alone or overlaid on a page as it is."""
+    """Return what is cut, covered, alone, overlaid, scaled or wrapped on a page as it is."""
+    look.page.evaluate(DRAWN)
     found = {name: look.page.evaluate(script) for name, script in FLAWS.items()}
     return {name: each for name, each in found.items() if each}
 
@@ -394,6 +415,22 @@ LABELS = """async (most) => {
 @pytest.mark.parametrize(("most", "top"), [(42.4, ["0 s", "50 s"]), (0.8, ["0 s", "0.5 s", "1 s"])])
 def test_axes_end_at_round_figures(look: Look, most: float, top: list[str]) -> None:
     assert look.page.evaluate(LABELS, most) == [*top, "−4 min", "−2 min", "now"]
+
+
+#: Width of what a chart of time shows of one value between gaps, in pixels.
+SINGLE = """async () => {
+  const { TimeChart } = await import('./charts.js');
+  const chart = new TimeChart('t', [['a', 'a', 'k0']], (value) => `${value} s`);
+  document.body.append(chart.element);
+  chart.update({ bin_s: 3, a: Array.from({ length: 100 }, (_, n) => n === 90 ? 1 : null) });
+  const { width } = chart.element.querySelector('[role=img] path.line').getBBox();
+  chart.element.remove();
+  return width;
+}"""
+
+
+def test_one_value_between_gaps_is_seen(look: Look) -> None:
+    assert look.page.evaluate(SINGLE) >= 3
 
 
 def test_an_outlier_does_not_flatten_a_chart_and_is_written(look: Look) -> None:

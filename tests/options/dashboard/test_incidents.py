@@ -129,6 +129,24 @@ def test_one_server_is_slower_than_its_profile(browser: Any, tmp_path: Path) -> 
         fleet.close()
 
 
+def test_one_hangs_and_one_is_drained(browser: Any, tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    try:
+        fleet.serve({name: fleet.start_engine(name, profile) for name, profile in ENGINES.items()})
+        look = Look(browser, f"{fleet.admin}/").live()
+        look.row("v100-1").get_by_role("button", name="drain").click()
+        expect(look.row("v100-1")).to_have_attribute("data-state", "drain")
+        says(look, "Busy", "warn", "v100-1 is drained")
+        with load(fleet, "--max-concurrency", "20"):
+            expect(look.row("v100-0").locator("td[data-title='In flight']")).not_to_have_text("0")
+            with fleet.stopped("v100-0"):
+                says(look, "Degraded", "bad", "v100-0")
+        look.close()
+        assert look.errors == []
+    finally:
+        fleet.close()
+
+
 def test_a_server_is_added_and_removed(browser: Any, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     try:

@@ -95,7 +95,7 @@ async def test_what_waits_in_the_old_process_has_the_right_of_way(tmp_path: Path
             for each in (old, new):
                 [instance] = each.scheduler.instances
                 instance.max_num_seqs = 1
-                instance._update_parameters()
+                instance._update()
             connector = aiohttp.TCPConnector(limit=0)
             async with aiohttp.ClientSession(connector=connector) as session:
                 asking = [asyncio.create_task(request(session, old.address[1])) for _ in range(20)]
@@ -348,11 +348,13 @@ WORKERS = (1, 1, 2, 2)
 
 
 @pytest.mark.slow
+@pytest.mark.option("relays")
 async def test_ten_upgrades_under_200_streams_and_200_requests_a_second(tmp_path: Path) -> None:
     await upgrades(tmp_path, 10, 200, WORKERS)
 
 
 @pytest.mark.light
+@pytest.mark.option("relays")
 async def test_upgrades_under_load(tmp_path: Path) -> None:
     await upgrades(tmp_path, len(WORKERS), 20, WORKERS)
 

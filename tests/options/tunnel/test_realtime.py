@@ -168,7 +168,7 @@ async def test_a_session_takes_a_place_and_waits_for_one(tmp_path: Path) -> None
     async with Talker() as engine:
         async with talking(tmp_path, engine, policy={"name": "hetlb"}) as running:
             running.instance("i0").max_num_seqs = 1
-            running.instance("i0")._update_parameters()
+            running.instance("i0")._update()
             async with session(running) as first:
                 await first.recv()
                 waiting = asyncio.create_task(session(running).__aenter__())

@@ -141,6 +141,16 @@ function fitted(svg, width, height) {
   return wide;
 }
 
+/** Call `redraw` with each new width of a picture on the page: what is shown may not change for long. */
+function whenResized(svg, redraw) {
+  let drawn = 0;
+  new ResizeObserver(() => requestAnimationFrame(() => {
+    if (!svg.clientWidth || svg.clientWidth === drawn) return;
+    drawn = svg.clientWidth;
+    redraw();
+  })).observe(svg);
+}
+
 /** Sample of a line, for a legend. */
 function sample(kind) {
   return draw("svg", { viewBox: "0 0 22 6", class: "sample", "aria-hidden": "true" }, draw("path", { class: `line ${kind}`, d: SAMPLE }));
@@ -167,6 +177,7 @@ export class LineChart {
   #name;
   #title;
   #points = [];
+  #bounds = {};
   #stops = [];
   #at = null;
 
@@ -194,6 +205,7 @@ export class LineChart {
     this.#svg.addEventListener("pointerleave", () => this.#move(null));
     this.#svg.addEventListener("blur", () => this.#move(null));
     this.#svg.addEventListener("keydown", (event) => this.#key(event));
+    whenResized(this.#svg, () => this.#points.length && this.update(this.#points, this.#bounds));
   }
 
   /** Draw `points`: `[x, y]` in order of x for each line; a y of null is a gap. */
@@ -201,6 +213,7 @@ export class LineChart {
     this.#options.width = fitted(this.#svg, this.#options.width, this.#options.height);
     const { width, height, left, bottom, labelled, dots } = this.#options;
     this.#points = points;
+    this.#bounds = bounds;
     this.#stops = [...new Set(points.flat().map(([x]) => x))].sort((a, b) => a - b);
     const values = points.flat().flatMap(([, value]) => (value === null ? [] : [value]));
     const x = scaleOf({ ...this.#x, ...bounds }, this.#stops, left, width - RIGHT);
@@ -298,7 +311,7 @@ export class LineChart {
   }
 }
 
-/** Path of a line; a value without neighbours is a dot. */
+/** Path of a line; a value without neighbours is a short dash. */
 function pathOf(points, x, y) {
   let text = "";
   let joined = false;
@@ -308,7 +321,7 @@ function pathOf(points, x, y) {
       return;
     }
     text += `${joined ? "L" : "M"}${x.at(at).toFixed(1)} ${y.at(value).toFixed(1)}`;
-    if (!joined && (points[index + 1]?.[1] ?? null) === null) text += "h.1";
+    if (!joined && (points[index + 1]?.[1] ?? null) === null) text += "m-2 0h4";
     joined = true;
   });
   return text;
@@ -362,6 +375,7 @@ export class Scatter {
   #svg;
   #title;
   #format;
+  #points = null;
   #wide = WIDE;
 
   constructor(title, format) {
@@ -370,10 +384,12 @@ export class Scatter {
     this.#svg = draw("svg", { viewBox: `0 0 ${WIDE} ${SIDE}`, role: "img", "aria-label": title }, this.#axes, this.#dots);
     this.#words = make("p", { class: "soft" });
     this.element = make("figure", {}, make("figcaption", {}, make("b", { text: title })), this.#svg, this.#words);
+    whenResized(this.#svg, () => this.#points && this.update(this.#points));
   }
 
   /** `points` are `[colour, predicted, actual]`. */
   update(points) {
+    this.#points = points;
     this.#wide = fitted(this.#svg, this.#wide, SIDE);
     const good = points.filter(([, predicted, actual]) => predicted > 0 && actual > 0);
     if (!good.length) {
