@@ -37,12 +37,6 @@ class ClientKey(Protocol):
     def may_use(self, model: str) -> bool: ...
 
 
-class BodyFilter(Protocol):
-    """Filter of an engine's answer: as many bytes as it gets (`split.transfer_filter`)."""
-
-    def feed(self, data: bytes) -> bytes: ...
-
-
 class KnownKeys(Protocol):
     """Keys of all clients (`api_keys`)."""
 

@@ -7,15 +7,12 @@ what engines answer, however their names are escaped and wherever reads are cut.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 import msgspec
 
 from hetlb.errors import NOT_JSON
 from hetlb.extras import option
-
-if TYPE_CHECKING:
-    from hetlb.balancer.interfaces import BodyFilter
 
 FIELDS: Final = ("kv_transfer_params", "ec_transfer_params")
 #: Objects in which an engine looks for them too.
@@ -70,6 +67,12 @@ def harmless(data: bytes) -> bool:
             return False
         at = data.find(_COMMON, at)
     return data.find(b"\\u00") < 0
+
+
+class BodyFilter(Protocol):
+    """Filter of an engine's answer (`options/split/transfer_filter.py`)."""
+
+    def feed(self, data: bytes) -> bytes: ...
 
 
 class TransferWatch:
