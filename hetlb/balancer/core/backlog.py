@@ -11,8 +11,8 @@ from hetlb.balancer.core.queue import Queued, QueueKey
 from hetlb.balancer.core.ready import ReadyInstances, least_tokens
 from hetlb.balancer.core.types import Command, Reject, Request, RequestId
 
-#: So many of those that wait are given a new predicted length whenever an answer has taught one.
-_REPREDICTED: Final = 8
+#: Waiting requests that are predicted again per completed answer.
+_REPREDICTED_REQUESTS: Final = 8
 
 
 #: No instance is kept for other requests.
@@ -70,7 +70,7 @@ class Backlog:
         queue, stale = self.queue, self._stale
         if not stale:
             stale = self._stale = list(queue.held)
-        for _ in range(min(_REPREDICTED, len(stale))):
+        for _ in range(min(_REPREDICTED_REQUESTS, len(stale))):
             entry = queue.held.get(stale.pop())
             if entry is not None and entry.request.generates:
                 predicted = self._placement.predictor.predict(entry.request)

@@ -17,9 +17,9 @@ from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.speed import averaged
 from hetlb.balancer.core.types import Command, Health, HealthChanged, InstanceSpec, Request
 
-#: Instances that are ejected for failed answers hold at most this share of the capacity for a model.
-#: More than half, for the error of learnt speeds: either of two equal servers can go.
-MOST_EJECTED: Final = 0.55
+#: Largest share of the capacity for a model in instances that are ejected for failed answers. More than half,
+#: for the error of learnt speeds: either of two equal servers can go.
+MOST_EJECTED_SHARE: Final = 0.55
 #: Weight of a factor of which little was seen, in a mean of factors.
 _LEAST_WEIGHT: Final = 0.01
 
@@ -253,6 +253,6 @@ class FleetState:
                     out += capacity(other)
                 elif other.routable:
                     left += capacity(other)
-            if out > MOST_EJECTED * (out + left):
+            if out > MOST_EJECTED_SHARE * (out + left):
                 return False
         return bool(pools)

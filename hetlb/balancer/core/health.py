@@ -20,7 +20,7 @@ from hetlb.balancer.core.types import Health, Outcome, ProbeResult
 FALL: Final = 3
 RISE: Final = 2
 PASSIVE_FALL: Final = 5
-#: Time of an ejection, in seconds, and the share of it by which it varies.
+#: Duration of an ejection in seconds, and the share by which it varies.
 EJECTION_S: Final = 2.5
 EJECTION_JITTER: Final = 0.2
 

@@ -10,11 +10,11 @@ from mypy_extensions import mypyc_attr
 if TYPE_CHECKING:
     from hetlb.balancer.core.instance_ledger import InstanceLedger
 
-#: A scrape older than this says nothing about now.
+#: Age of a scrape, in seconds, beyond which it says nothing about now.
 SIGNAL_STALE_S: Final = 5.0
-#: Of prompts that are to be computed, the share that a request finds done. Those that came while the running
-#: iteration was the next one, two thirds, are half done in it; the others came since it began.
-_HALF_DONE: Final = 1.0 / 3.0
+#: Share of pending prompt tokens that a request finds done. Prompts that came while the running iteration was
+#: the next one, two thirds, are half done in it; the others came since it began.
+_DONE_SHARE: Final = 1.0 / 3.0
 
 
 @mypyc_attr(acyclic=True)
@@ -91,8 +91,8 @@ class Occupancy:
         joining_s = load.latency.joining_s(now_s, load.asynchronous)
         if unread > 0.0:
             part = load.budget - load.batch if load.budget - load.batch >= 1.0 else 1.0
-            unread -= _HALF_DONE * (unread if unread < part else part)
-            joining_s -= _HALF_DONE * now_s  # two thirds of the time it is no decode step that is half done
+            unread -= _DONE_SHARE * (unread if unread < part else part)
+            joining_s -= _DONE_SHARE * now_s  # two thirds of the time it is no decode step that is half done
         self.unread = unread
         self.joining_s = joining_s
         self.kv_tokens = (instance.kv_tokens + instance.kv_prompt_tokens) / 2.0 - instance.finished_kv_tokens

@@ -61,22 +61,22 @@ def capped(request: Request, tokens: float) -> float:
 
 
 #: Histogram buckets: exact up to 16 tokens, then eight per doubling (a width of at most 12.5 %).
-_EXACT: Final = 16
-_PER_DOUBLING: Final = 8
+_EXACT_TOKENS: Final = 16
+_DOUBLING_BUCKETS: Final = 8
 
 
 def _bucket(tokens: int) -> int:
-    if tokens < _EXACT:
+    if tokens < _EXACT_TOKENS:
         return tokens
     shift = tokens.bit_length() - 5
-    return _EXACT + shift * _PER_DOUBLING + ((tokens >> (shift + 1)) - 8)
+    return _EXACT_TOKENS + shift * _DOUBLING_BUCKETS + ((tokens >> (shift + 1)) - 8)
 
 
-#: Longest length that is told apart: engines and peers may say any.
-_MOST_LENGTH: Final = 1 << 31
-#: Weight halves after about this many observations, so that a change of traffic is followed.
-HALF_LIFE: Final = 2000
-_GROWTH = 2.0 ** (1.0 / HALF_LIFE)
+#: Longest length in tokens that is counted as it is: engines and peers may say any.
+_MOST_TOKENS: Final = 1 << 31
+#: Number of answers after which a weight has halved, so that a change of traffic is followed.
+HALF_LIFE_ANSWERS: Final = 2000
+_GROWTH = 2.0 ** (1.0 / HALF_LIFE_ANSWERS)
 #: Squared shares of limits that stand against the first answers.
 _LIMIT_PRIOR: Final = 0.5
 
@@ -88,7 +88,7 @@ class _Histogram:
     """
 
     def __init__(self) -> None:
-        size = _bucket(_MOST_LENGTH) + 1
+        size = _bucket(_MOST_TOKENS) + 1
         self._counts = [0.0] * size
         self._totals = [0.0] * size
         #: The buckets that hold something, ascending; the sums end with the last of them.
@@ -152,7 +152,7 @@ class _Histogram:
             return self._cum_totals[-1] / n, n / self._unit
         known = self._below.get(cap)
         if known is None:
-            index = _bucket(min(cap, _MOST_LENGTH))
+            index = _bucket(min(cap, _MOST_TOKENS))
             last = min(index, len(self._cum_counts)) - 1
             known = (index, self._cum_counts[last], self._cum_totals[last]) if index else (0, 0.0, 0.0)
             self._below[cap] = known
@@ -184,10 +184,10 @@ class _Histogram:
         self._fresh = True
 
 
-#: Answers of one tenant weigh as much as the whole model's once so many of them were seen.
+#: Weight, in answers, of the whole model's mean against a tenant's own.
 TENANT_WEIGHT: Final = 8.0
-#: Fewer answers than this tell nothing of their spread.
-_SPREAD_SEEN: Final = 50
+#: Number of answers from which on their spread is known.
+_SPREAD_ANSWERS: Final = 50
 #: Tenants remembered over all models, the ones seen last.
 MOST_TENANTS: Final = 4096
 
@@ -233,13 +233,13 @@ class OnlinePredictor(Predictor):
 
     def _long(self, histogram: _Histogram | None, own: _Histogram | None) -> float:
         """Return the quantile of what was seen, at least four times the prior while little was."""
-        if own is not None and own.seen >= _SPREAD_SEEN:
+        if own is not None and own.seen >= _SPREAD_ANSWERS:
             return own.long
         if histogram is None:
             return 4.0 * PRIOR_OUTPUT_TOKENS
         return (
             histogram.long
-            if histogram.seen >= _SPREAD_SEEN
+            if histogram.seen >= _SPREAD_ANSWERS
             else max(histogram.long, 4.0 * PRIOR_OUTPUT_TOKENS)
         )
 
@@ -250,7 +250,7 @@ class OnlinePredictor(Predictor):
         return self.outlook(request)[1]
 
     def observe(self, request: Request, output_tokens: float) -> None:
-        tokens = min(max(1, int(output_tokens + 0.5)), _MOST_LENGTH)
+        tokens = min(max(1, int(output_tokens + 0.5)), _MOST_TOKENS)
         histogram, own = self._by_model.get(request.model), self._tenant(request)
         if histogram is None:
             histogram = self._by_model[request.model] = _Histogram()

@@ -22,8 +22,9 @@ _IN_TIME: Final = 0
 _HOPELESS: Final = 1
 _BACKGROUND: Final = 2
 _RANKS: Final = 3
-#: Tenants that ask for nothing are forgotten, if they were served no more than others, beyond so many.
-_TENANTS_KEPT: Final = 1024
+#: Number of tenants beyond which those that ask for nothing and were served no more than others are
+#: forgotten.
+_KEPT_TENANTS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ class TenantService:
         ]
         self._floor = max(self._floor, min(levels, default=self._floor))
         self._served[tenant] = max(self._served.get(tenant, 0.0), self._floor)
-        if len(self._served) > _TENANTS_KEPT:
+        if len(self._served) > _KEPT_TENANTS:
             self._served = {
                 name: served
                 for name, served in self._served.items()

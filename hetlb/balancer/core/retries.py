@@ -10,9 +10,9 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import Lease, LeaseId, RequestId
 
-#: Retries of requests that an engine dropped without an answer: at most this share of those in flight…
+#: Largest share of the requests in flight that are retries of requests which an engine dropped.
 RETRY_SHARE: Final = 0.2
-#: …but always this many at a time.
+#: Number of retries that are always allowed at a time.
 RETRY_FLOOR: Final = 3
 
 

@@ -48,9 +48,9 @@ from hetlb.extras import option
 if TYPE_CHECKING:
     from hetlb.balancer.core.engine_blocks import BlockEvents
 
-#: Time between ticks while something waits for time to pass (queue limits, ejections).
+#: Seconds between ticks while something waits for time to pass (queue limits, ejections).
 TICK_S: Final = 0.25
-#: A member of an enum costs as much as a call.
+#: Looked up once: a member of an enum costs as much as a call.
 _OK: Final = Outcome.OK
 
 

@@ -14,13 +14,13 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.account import Account
 
-#: An engine that says when to come again is believed for this long at most, in seconds.
+#: Longest time in seconds for which an engine is believed that says when to come again.
 BUSY_CAP_S: Final = 60.0
-#: A limit without a stated time holds for this long, in seconds; it is forgotten this long after that.
+#: Seconds for which a limit without a stated time holds, and after which it is forgotten then.
 LIMIT_S: Final = 1.0
 FORGOTTEN_S: Final = 10.0
 #: Growth of a limit in a second, as a share of it.
-_GROWTH: Final = 0.25
+_GROWTH_SHARE: Final = 0.25
 #: Availability at a moment: like any other, or not now.
 NORMAL: Final = 0
 BLOCKED: Final = 2
@@ -67,7 +67,7 @@ class Throttle:
             return math.inf
         if since < 0.0:
             return self._limit
-        return self._limit + 1 + int(since * max(1.0, _GROWTH * self._limit))
+        return self._limit + 1 + int(since * max(1.0, _GROWTH_SHARE * self._limit))
 
     def active(self, now: float) -> bool:
         """Return True if the instance may now not be treated like any other."""

@@ -33,7 +33,7 @@ COMBINE_FORMS: Final[dict[str, Callable[[float, float, float], float]]] = {
     "sum": lambda t_s, u, theta: t_s + theta * u,
 }
 
-#: A workload is kept below this many seconds: far beyond any real one, and its nanoseconds still add up.
+#: Largest workload in seconds: far beyond any real one, and its nanoseconds still add up.
 MAX_WORKLOAD_S: Final = 1e9
 
 

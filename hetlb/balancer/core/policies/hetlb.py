@@ -47,7 +47,7 @@ PASSED_OVER: Final = "passed over"
 FULL: Final = "full"
 #: Share of the faster instances' speed that is left for what waits, at least, whatever keeps coming
 #: (`front.py`: with 1, nothing taken off, mean TTFT of a 70B fleet at 95 % is 10 s in place of 3.6).
-_LEAST_LEFT: Final = 1.0 / 3.0
+_LEAST_LEFT_SHARE: Final = 1.0 / 3.0
 
 
 @mypyc_attr(acyclic=True, free_list_len=1)
@@ -144,7 +144,7 @@ class Evaluation:
                 if full == math.inf:
                     continue
                 left = each.faster - coming
-                left = left if left > _LEAST_LEFT * each.faster else _LEAST_LEFT * each.faster
+                left = left if left > _LEAST_LEFT_SHARE * each.faster else _LEAST_LEFT_SHARE * each.faster
                 each.limit = full + weight * todo / left if left > 0.0 else math.inf
                 if each.limit < each.score:
                     each.state = HELD

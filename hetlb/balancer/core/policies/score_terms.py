@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from hetlb.balancer.core.policies.sight import MOST_PREFILL, SchedulingContext, Sight
+from hetlb.balancer.core.policies.sight import MOST_PREFILL_SHARE, SchedulingContext, Sight
 
 
 class Term(NamedTuple):
@@ -24,7 +24,7 @@ Weights: TypeAlias = tuple[float, float, float, float, float, float, float, floa
 #: Weight of a second until the first token against one of the whole answer (`front.py`: dominated 0 of 80;
 #: with 20, 30, 60 3, 1, 1).
 FIRST_WEIGHT: Final = 40.0
-#: A weight that is not stated: that of a second by which the whole request comes later.
+#: Stands for a weight that is not stated: the one of a second by which the whole request comes later.
 UNSTATED: Final = -1.0
 #: `policy.weights` of the fleet file changes a weight.
 TERMS: Final = (
@@ -109,7 +109,7 @@ def coming_s(ctx: SchedulingContext, each: Sight) -> float:
     read_s, per_s = each.reading_s, each.prompts_per_s
     pending_s = each.seen.unread * read_s / (new if new > 1.0 else 1.0)
     busy = per_s * each.cost.prefill_s
-    idle = 1.0 - (busy if busy < MOST_PREFILL else MOST_PREFILL)
+    idle = 1.0 - (busy if busy < MOST_PREFILL_SHARE else MOST_PREFILL_SHARE)
     return read_s * per_s * (pending_s + read_s / 2.0) / idle
 
 

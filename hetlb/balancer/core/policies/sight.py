@@ -26,11 +26,11 @@ RESTRAINED: Final = 2
 KEPT_FREE: Final = 3
 NO_SLOT: Final = 4
 NO_MEMORY: Final = 5
-#: Share of its time that an engine is taken to spend on prompts to come, at most.
-MOST_PREFILL: Final = 0.9
+#: Largest share of its time that an engine is taken to spend on prompts to come.
+MOST_PREFILL_SHARE: Final = 0.9
 #: Standard deviation of a running answer's tokens in the KV cache, as a share of a long answer's. Memory is
 #: left free for one deviation of all that run (`front.py`: preemptions 408 -> 36; two: dominated 1 -> 4).
-_SPREAD: Final = 0.25
+_SPREAD_SHARE: Final = 0.25
 
 
 @mypyc_attr(acyclic=True, free_list_len=1)
@@ -168,7 +168,7 @@ class Sight:
         few = not instance.explored and seen.running >= instance.explored_sequences(ctx.now)
         if few or running >= load.all_slots:
             return NO_SLOT
-        spread = _SPREAD * ctx.long_output * math.sqrt(seen.running + ctx.request.sequences)
+        spread = _SPREAD_SHARE * ctx.long_output * math.sqrt(seen.running + ctx.request.sequences)
         if instance.kv_need is not None:
             spread *= instance.kv_need.grows
         return NO_MEMORY if self.used_tokens + spread > load.kv_cache_tokens else ROOM
@@ -196,7 +196,7 @@ class Sight:
         self.first_token_s = first_s = seen.joining_s + prefill_s
         delay_s = cost.delay_s + cost.delay_rise_s * (batch + own - 1.0)
         share = lately * delay_s if delay_s > 0.0 else 0.0
-        self.step_s = step_s = with_s / (1.0 - (share if share < MOST_PREFILL else MOST_PREFILL))
+        self.step_s = step_s = with_s / (1.0 - (share if share < MOST_PREFILL_SHARE else MOST_PREFILL_SHARE))
         self.end_s = first_s + (output - 1.0) * step_s if output > 1.0 else first_s
         self.own_s = first_s + output * with_s
         long = ctx.long_output
