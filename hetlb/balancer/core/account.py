@@ -23,36 +23,35 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-#: Evidence this old counts 1/e, in seconds.
+#: Age of evidence, in seconds, at which it counts 1/e.
 MEMORY_S: Final = 20.0
-#: Excess from which an instance is in doubt, and the least lost answers: one is no fault.
+#: Excess from which an instance is in doubt, and the least number of lost answers for it: one is no fault.
 DOUBT_EXCESS: Final = 0.3
-_LEAST_LOST: Final = 1.5
-#: Most answers that are remembered, so that few new ones outweigh them.
-_MOST_KEPT_ANSWERS: Final = 16.0
-#: Answers in a row that end well after which earlier lost ones are forgotten.
+_LEAST_LOST_ANSWERS: Final = 1.5
+#: Number of answers remembered, so that a few new ones outweigh them.
+_MOST_ANSWERS: Final = 16.0
+#: Answers in a row that end well after which lost ones before them are forgotten.
 _FORGIVING_ANSWERS: Final = 3
-#: Refusals (4xx) in a row from which another instance is asked, to find whose mistake they are.
+#: Refusals (4xx) in a row from which on another instance is asked whose mistake they are.
 SUSPECT_REFUSALS: Final = 3
-#: Quantile of the normal distribution for the lower end of an interval, 90 % one-sided.
-_QUANTILE: Final = 1.28
-#: Lost answers and answers that are assumed of the other instances before any ended there.
+#: Standard deviations below a share at which its interval begins: 90 % one-sided.
+_LOWER_DEVIATIONS: Final = 1.28
+#: Lost answers, and all answers, that are assumed of another instance before any ended there.
 _PRIOR_LOST_ANSWERS: Final = 0.2
 _PRIOR_ANSWERS: Final = 2.0
-#: Pause after a trial in seconds, and the longest: it doubles with each that fails.
+#: Seconds of a pause after a trial, doubled with each trial that fails, and the longest.
 PAUSE_S: Final = 1.0
 MOST_PAUSE_S: Final = 3.0
-#: Expected steps, and seconds, without a token after which an instance is stalled.
-SILENT_STEPS: Final = 5.0
+#: Multiple of the expected time, and seconds, without a token after which an instance is stalled.
+STALL_FACTOR: Final = 5.0
 LEAST_SILENCE_S: Final = 2.0
 #: The same while no answer has shown its speed.
 UNKNOWN_SILENCE_S: Final = 10.0
-#: Seconds, beside `SILENT_STEPS` steps, without a token after which a stream stands still: it is no slow
-#: step.
+#: Seconds, and `STALL_FACTOR` steps, without a token after which a stream stands still: that is no slow step.
 STANDS_S: Final = 0.5
-#: Age in seconds of counters of a scrape beyond which they do not show whether an engine works.
+#: Age in seconds beyond which counters of a scrape do not tell whether an engine works.
 COUNTERS_STALE_S: Final = 5.0
-#: Seconds that a client waits before it tries again (OpenAI's SDK).
+#: Seconds that a client waits before its next try (OpenAI's SDK).
 _NEXT_TRY_S: Final = 0.5
 _MOST_EXCESS: Final = 0.95
 
@@ -161,8 +160,8 @@ class Account:
 
     def _keep_newest(self) -> None:
         count = self.well + self.lost + self.refused
-        if count > _MOST_KEPT_ANSWERS:
-            keep = _MOST_KEPT_ANSWERS / count
+        if count > _MOST_ANSWERS:
+            keep = _MOST_ANSWERS / count
             self.well, self.lost, self.refused = keep * self.well, keep * self.lost, keep * self.refused
 
     def ended(self, lease_id: int) -> None:
@@ -187,7 +186,7 @@ class Account:
         """Compare its share of lost answers with the others. True if a doubt or an excess began or ended."""
         before = self.doubted, self.excess > 0.0
         self.excess = 0.0
-        if self.lost >= _LEAST_LOST:
+        if self.lost >= _LEAST_LOST_ANSWERS:
             best = 1.0
             for other in others:
                 if other is not self:
@@ -241,8 +240,8 @@ class Account:
         """Compare the silence since a token or a dispatch (`since`) with the time that a token needs.
 
         True if it has stalled now, or stalls no more. `since` is infinite where it owes nothing: that is no
-        proof that it works. `late_s`: seconds that the first token of another request is late. It stands
-        still after `stands_s`, has stalled after `least_s`; both after `SILENT_STEPS` times a token's time.
+        proof that it works. `late_s`: by which the first token of another request is late. It stands still
+        after `stands_s`, has stalled after `least_s`; both after `STALL_FACTOR` times what a token needs.
         """
         self.overdue_s = 0.0
         if self.works(now):
@@ -258,7 +257,7 @@ class Account:
             self.overdue_s = late_s
             return False
         self.overdue_s = max(late_s, silence_s - need_s)
-        if silence_s <= SILENT_STEPS * need_s or self.stalled_since is not None:
+        if silence_s <= STALL_FACTOR * need_s or self.stalled_since is not None:
             return False
         if silence_s > stands_s:
             self.silent_since = now - silence_s
@@ -345,7 +344,7 @@ def lower_share(lost: float, count: float) -> float:
     """Return the lower end of Wilson's 90 % interval of a share; 0 of none."""
     if count <= 0.0:
         return 0.0
-    share, square = lost / count, _QUANTILE * _QUANTILE
+    share, square = lost / count, _LOWER_DEVIATIONS * _LOWER_DEVIATIONS
     middle = share + square / (2.0 * count)
-    spread = _QUANTILE * math.sqrt(share * (1.0 - share) / count + square / (4.0 * count * count))
+    spread = _LOWER_DEVIATIONS * math.sqrt(share * (1.0 - share) / count + square / (4.0 * count * count))
     return max(0.0, (middle - spread) / (1.0 + square / count))

@@ -11,7 +11,7 @@ from hetlb.balancer.core.queue import Queued, QueueKey
 from hetlb.balancer.core.ready import ReadyInstances, least_tokens
 from hetlb.balancer.core.types import Command, Reject, Request, RequestId
 
-#: Waiting requests that are predicted anew whenever an answer ends.
+#: Waiting requests that are predicted again per completed answer.
 _REPREDICTED_REQUESTS: Final = 8
 
 

@@ -17,7 +17,7 @@ from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.speed import averaged
 from hetlb.balancer.core.types import Command, Health, HealthChanged, InstanceSpec, Request
 
-#: Largest share of the capacity for a model on instances that are ejected for failed answers. More than half,
+#: Largest share of the capacity for a model in instances that are ejected for failed answers. More than half,
 #: for the error of learnt speeds: either of two equal servers can go.
 MOST_EJECTED_SHARE: Final = 0.55
 #: Weight of a factor of which little was seen, in a mean of factors.

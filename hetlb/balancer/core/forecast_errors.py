@@ -10,17 +10,17 @@ from typing import Final
 
 from hetlb.balancer.core.types import Lease
 
-#: Number of recent answers kept, and number of answers after which their ratios are sorted anew.
+#: Number of recent answers kept, and of new ones after which their ratios are sorted.
 _KEPT_ANSWERS: Final = 200
-_SORTING_ANSWERS: Final = 32
+_SORTED_ANSWERS: Final = 32
 #: Spread of ln(true / forecast) that is assumed before answers have shown it, and its weight in answers.
 _PRIOR_SPREAD: Final = 0.25
-_PRIOR_WEIGHT: Final = 8.0
+_PRIOR_ANSWERS: Final = 8.0
 #: Nominal coverage of the reported bound.
 _BOUND_SHARE: Final = 0.9
-#: Newest answers that correct a forecast: loads change meanwhile.
+#: Number of recent answers that correct a forecast: loads change meanwhile.
 _FOLLOWED_ANSWERS: Final = 8.0
-#: Change of the next bound's level for each error of the coverage.
+#: Share of an error of the coverage by which the next bound differs.
 _LEVEL_GAIN: Final = 0.05
 
 
@@ -59,7 +59,7 @@ class Ratios:
         self._times.append((predicted_s * self.factor, true_s))
         ratios.append(ratio)
         self._unsorted += 1
-        if self._unsorted >= _SORTING_ANSWERS or len(ratios) < _SORTING_ANSWERS:
+        if self._unsorted >= _SORTED_ANSWERS or len(ratios) < _SORTED_ANSWERS:
             self._ordered, self._unsorted = sorted(ratios), 0
         keep = 1.0 - 1.0 / _FOLLOWED_ANSWERS
         self._newer_raw_s = keep * self._newer_raw_s + predicted_s
@@ -77,7 +77,7 @@ class Ratios:
     @property
     def factor(self) -> float:
         """Mean true over mean forecast time: corrects a forecast. 1 while few answers are known."""
-        known = len(self._ratios) >= _PRIOR_WEIGHT
+        known = len(self._ratios) >= _PRIOR_ANSWERS
         return self._newer_true_s / self._newer_raw_s if known else 1.0
 
     def over(self, ratio: float) -> float:
@@ -85,12 +85,12 @@ class Ratios:
         n = float(len(self._ordered))
         seen = n - bisect_left(self._ordered, ratio)
         prior = 0.5 * math.erfc(math.log(max(ratio, 1e-9)) / (_PRIOR_SPREAD * math.sqrt(2.0)))
-        return (seen + _PRIOR_WEIGHT * prior) / (n + _PRIOR_WEIGHT)
+        return (seen + _PRIOR_ANSWERS * prior) / (n + _PRIOR_ANSWERS)
 
     def quantile(self, share: float) -> float:
         """Return the ratio that a share of the answers stays within; by the assumed spread at first."""
         n = len(self._ordered)
-        if n < _PRIOR_WEIGHT:
+        if n < _PRIOR_ANSWERS:
             return math.exp(_PRIOR_SPREAD * normal_quantile(share))
         rank = share * (n + 1)
         above = int(rank)

@@ -37,7 +37,7 @@ _FULL_ITERATIONS: Final = 2.0
 _LEAST_STEPS: Final = 4.0
 #: Largest ratio of the tokens that may have been read of prompts to the tokens of read prompts at which both
 #: tell a speed.
-_MOST_PARTLY: Final = 1.25
+_MOST_PARTLY_RATIO: Final = 1.25
 #: Share of an answer's time after which a first byte came with the whole of it: not a stream.
 _WHOLE_SHARE: Final = 0.99
 #: Share of a stream's time that must have passed in decoding for it to tell how fast.
@@ -295,7 +295,7 @@ class Instance(InstanceLedger):
         budget = float(self.token_budget)
         done, pending = self.speed.prompt_tokens - before_tokens, self.pending_prompt_tokens
         read = min(float(done + pending), math.ceil(done / self.engines / budget) * budget * self.engines)
-        if read > _MOST_PARTLY * done:
+        if read > _MOST_PARTLY_RATIO * done:
             return False  # the last iteration may have begun before others came
         prompts = max(1.0, read * self.in_flight / max(1.0, float(done + pending)))
         mean, each = read / prompts, max(1.0, prompts / self.engines)

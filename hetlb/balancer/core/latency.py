@@ -35,7 +35,7 @@ class IterationRule(StrEnum):
 
 #: Factor on the attention part of decodes that share an iteration with prefill work (`IterationRule.TOKEN`).
 MIXED_DECODE_ATTENTION_FACTOR: Final = 1.5
-#: Most parts of a prompt that are summed one by one; of more the mean part is taken.
+#: Number of parts of a prompt up to which each is computed; of more the mean part is taken.
 _EXACT_PARTS: Final = 8.0
 
 

@@ -10,10 +10,10 @@ from mypy_extensions import mypyc_attr
 if TYPE_CHECKING:
     from hetlb.balancer.core.instance_ledger import InstanceLedger
 
-#: Age of a scrape, in seconds, beyond which its figures do not count.
+#: Age of a scrape, in seconds, beyond which it says nothing about now.
 SIGNAL_STALE_S: Final = 5.0
-#: Share of waiting prompts that a request finds done. Prompts that came while the running iteration was the
-#: next one, two thirds, are half done in it; the others came since it began.
+#: Share of pending prompt tokens that a request finds done. Prompts that came while the running iteration was
+#: the next one, two thirds, are half done in it; the others came since it began.
 _DONE_SHARE: Final = 1.0 / 3.0
 
 

@@ -67,19 +67,19 @@ def capped(request: Request, tokens: float) -> float:
 
 #: Histogram buckets: exact up to 16 tokens, then eight per doubling (a width of at most 12.5 %).
 _EXACT_TOKENS: Final = 16
-_PER_DOUBLING: Final = 8
+_DOUBLING_BUCKETS: Final = 8
 
 
 def _bucket(tokens: int) -> int:
     if tokens < _EXACT_TOKENS:
         return tokens
     shift = tokens.bit_length() - 5
-    return _EXACT_TOKENS + shift * _PER_DOUBLING + ((tokens >> (shift + 1)) - 8)
+    return _EXACT_TOKENS + shift * _DOUBLING_BUCKETS + ((tokens >> (shift + 1)) - 8)
 
 
-#: Longest length that is told apart: engines and peers may report any.
+#: Longest length in tokens that is counted as it is: engines and peers may say any.
 _MOST_TOKENS: Final = 1 << 31
-#: Observations after which a weight halves, so that a change of traffic is followed.
+#: Number of answers after which a weight has halved, so that a change of traffic is followed.
 HALF_LIFE_ANSWERS: Final = 2000
 _GROWTH = 2.0 ** (1.0 / HALF_LIFE_ANSWERS)
 #: Squared shares of limits that stand against the first answers.
@@ -189,9 +189,9 @@ class _Histogram:
         self._fresh = True
 
 
-#: Number of answers of one tenant that weigh as much as the whole model's.
+#: Weight, in answers, of the whole model's mean against a tenant's own.
 TENANT_WEIGHT: Final = 8.0
-#: Least answers that show their spread.
+#: Number of answers from which on their spread is known.
 _SPREAD_ANSWERS: Final = 50
 #: Tenants remembered over all models, the ones seen last.
 MOST_TENANTS: Final = 4096
@@ -237,7 +237,7 @@ class OnlinePredictor(Predictor):
         return predicted
 
     def _long(self, histogram: _Histogram | None, own: _Histogram | None) -> float:
-        """Return the quantile of the seen lengths, at least four times the prior while they are few."""
+        """Return the quantile of what was seen, at least four times the prior while little was."""
         if own is not None and own.seen >= _SPREAD_ANSWERS:
             return own.long
         if histogram is None:

@@ -22,7 +22,8 @@ _IN_TIME: Final = 0
 _HOPELESS: Final = 1
 _BACKGROUND: Final = 2
 _RANKS: Final = 3
-#: Most tenants beyond which idle ones are forgotten, if they were served no more than others.
+#: Number of tenants beyond which those that ask for nothing and were served no more than others are
+#: forgotten.
 _KEPT_TENANTS: Final = 1024
 
 

@@ -9,8 +9,8 @@ from typing import Final
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import Reject, RejectReason, Request, RequestId
 
-#: Names that an answer lists at most.
-_MOST_LISTED: Final = 20
+#: Largest number of names in an answer.
+_LISTED_NAMES: Final = 20
 
 
 def _later(request_id: RequestId, reason: RejectReason, text: str) -> Reject:
@@ -39,7 +39,7 @@ def unknown_model(request: Request, instances: Iterable[Instance], models: Itera
     if any(each.served is None and not each.spec.model for each in instances):
         text = f"Not every instance has told yet what it serves; none is known to serve {request.model!r}."
         return _later(request.id, RejectReason.NO_INSTANCE, text)
-    names = ", ".join(islice(models, _MOST_LISTED))
+    names = ", ".join(islice(models, _LISTED_NAMES))
     text = f"The model `{request.model}` does not exist. Valid names: {names or 'none yet'}."
     return Reject(request.id, RejectReason.UNKNOWN_MODEL, text)
 

@@ -10,10 +10,10 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import Lease, LeaseId, RequestId
 
-#: Largest share of requests in flight that are retries, of requests that an engine dropped without an answer…
+#: Largest share of the requests in flight that are retries of requests which an engine dropped.
 RETRY_SHARE: Final = 0.2
-#: …but always this many at a time.
-RETRY_REQUESTS: Final = 3
+#: Number of retries that are always allowed at a time.
+RETRY_FLOOR: Final = 3
 
 
 @mypyc_attr(acyclic=True)

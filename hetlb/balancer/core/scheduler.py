@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 #: Seconds between ticks while something waits for time to pass (queue limits, ejections).
 TICK_S: Final = 0.25
+#: Looked up once: a member of an enum costs as much as a call.
 _OK: Final = Outcome.OK
 
 

@@ -26,23 +26,23 @@ from hetlb.balancer.core.rate import MEMORY_S, RecentRate
 
 #: Seconds of answers in agreement with the model that stand against the first evidence.
 PRIOR_S: Final = 5.0
-#: Seconds of the first prompts (a network adds some ms) that correct a profile if it is off by more than the
-#: factor `_CLEAR_FACTOR`, and count for `_FIRST_S` seconds then.
+#: Seconds of first prompts (a network adds some ms) that correct a profile off by `_CLEAR_FACTOR`, and the
+#: seconds of answers for which they count.
 FIRST_PROMPTS_S: Final = 0.1
 _CLEAR_FACTOR: Final = 1.5
 _FIRST_S: Final = 0.5
-#: Factor between a measured profile and its answers from which it is corrected, and the largest correction.
-TRUST_FACTOR: Final = 1.2
-MOST_PROFILED_FACTOR: Final = 4.0
+#: Factor up to which a measured profile is left as it is, and the largest correction.
+TRUSTED_FACTOR: Final = 1.2
+MOST_PROFILED: Final = 4.0
 #: Largest correction of the default model, used without a profile.
-MOST_UNPROFILED_FACTOR: Final = 64.0
-#: Seconds of the average factor to which a speed returns while no answer comes.
+MOST_UNPROFILED: Final = 64.0
+#: Seconds over which the factor is averaged to which a speed returns while no answer comes.
 _GOOD_S: Final = 60.0
-#: Relative change from which a factor is put in force.
+#: Share by which a factor differs from the one in force before it takes its place.
 _CHANGE_SHARE: Final = 0.05
-#: Seconds over which the tokens that its engine counted are compared with its model.
+#: Seconds over which tokens that its engine counted are compared with its model.
 PACE_S: Final = 3.0
-#: Share of prefilling beside steps in their time from which they count as mixed.
+#: Share of the time of steps, spent on prompts beside them, above which the steps count as mixed.
 _MIXED_SHARE: Final = 0.1
 
 
@@ -266,7 +266,7 @@ class SpeedTracker:
         if self._expected_s <= 0.0:
             return False
         ratio, most = self._observed_s / self._expected_s, self._most
-        if self._profiled and 1.0 / TRUST_FACTOR <= ratio <= TRUST_FACTOR:
+        if self._profiled and 1.0 / TRUSTED_FACTOR <= ratio <= TRUSTED_FACTOR:
             ratio = 1.0
         elif ratio > most:
             ratio = most
@@ -288,8 +288,8 @@ class SpeedTracker:
 def averaged(shown: Sequence[tuple[float, float]]) -> list[float]:
     """Return for each factor the geometric mean of the factors near it, each with its confidence as weight.
 
-    They are near within `TRUST_FACTOR`, and further off the less confident the factor is. A pair is a factor
-    with its confidence, above 0.
+    They are near within `TRUSTED_FACTOR`, and further off the less confident the factor is. A pair is a
+    factor with its confidence, above 0.
     """
     factors = sorted(shown)
     sums = [(0.0, 0.0)]
@@ -297,7 +297,7 @@ def averaged(shown: Sequence[tuple[float, float]]) -> list[float]:
         sums.append((sums[-1][0] + weight, sums[-1][1] + weight * math.log(factor)))
     found = []
     for factor, weight in shown:
-        near = TRUST_FACTOR ** (1.0 / weight)
+        near = TRUSTED_FACTOR ** (1.0 / weight)
         first = bisect_left(factors, (factor / near, 0.0))
         last = bisect_right(factors, (factor * near, math.inf))
         found.append(math.exp((sums[last][1] - sums[first][1]) / (sums[last][0] - sums[first][0])))

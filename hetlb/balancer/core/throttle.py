@@ -14,9 +14,9 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.account import Account
 
-#: Longest time, in seconds, for which an engine that asks to come again later is believed.
+#: Longest time in seconds for which an engine is believed that says when to come again.
 BUSY_CAP_S: Final = 60.0
-#: Seconds of a limit without a stated time, and seconds after which it is forgotten.
+#: Seconds for which a limit without a stated time holds, and after which it is forgotten then.
 LIMIT_S: Final = 1.0
 FORGOTTEN_S: Final = 10.0
 #: Growth of a limit in a second, as a share of it.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 RequestId: TypeAlias = int
 LeaseId: TypeAlias = int
 
-#: Longest length an engine can take; larger figures in a request are wrong input.
+#: Longest length in tokens that an engine can take; larger figures in a request are wrong input.
 MAX_TOKENS_LIMIT: Final = 1 << 31
 
 
