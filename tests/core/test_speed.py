@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from hetlb.balancer.core.latency import LatencyModel, delay_of_reading_s
 from hetlb.balancer.core.rate import MEMORY_S
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.speed import MOST_PROFILED, MOST_UNPROFILED, PRIOR_S, TRUSTED_FACTOR, SpeedTracker
+from hetlb.balancer.core.speed import (
+    MOST_PROFILED_FACTOR,
+    MOST_UNPROFILED_FACTOR,
+    PRIOR_S,
+    TRUSTED_FACTOR,
+    SpeedTracker,
+)
 from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
@@ -80,7 +86,7 @@ def test_the_factor_is_bounded_and_never_within_the_trust(answers: list[tuple[fl
     tracker, now = SpeedTracker(True, 0.0), 0.0
     for slower, running, prompts in answers:
         now = answer(tracker, now, slower, running, prompts)
-        assert 1 / MOST_PROFILED <= tracker.factor <= MOST_PROFILED
+        assert 1 / MOST_PROFILED_FACTOR <= tracker.factor <= MOST_PROFILED_FACTOR
         assert tracker.factor == 1.0 or not 1 / TRUSTED_FACTOR <= tracker.factor <= TRUSTED_FACTOR
 
 

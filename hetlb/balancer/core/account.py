@@ -240,7 +240,7 @@ class Account:
         """Compare the silence since a token or a dispatch (`since`) with the time that a token needs.
 
         True if it has stalled now, or stalls no more. `since` is infinite where it owes nothing: that is no
-        proof that it works. `late_s`: by which the first token of another request is late. It stands still
+        proof that it works. `late_s`: delay of another request's first token. It stands still
         after `stands_s`, has stalled after `least_s`; both after `STALL_FACTOR` times what a token needs.
         """
         self.overdue_s = 0.0

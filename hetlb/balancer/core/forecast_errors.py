@@ -20,7 +20,7 @@ _PRIOR_ANSWERS: Final = 8.0
 _BOUND_SHARE: Final = 0.9
 #: Number of recent answers that correct a forecast: loads change meanwhile.
 _FOLLOWED_ANSWERS: Final = 8.0
-#: Share of an error of the coverage by which the next bound differs.
+#: Change of the next bound's level for each error of the coverage.
 _LEVEL_GAIN: Final = 0.05
 
 

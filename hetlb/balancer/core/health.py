@@ -17,10 +17,10 @@ from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import Health, Outcome, ProbeResult
 
-FALL: Final = 3
-RISE: Final = 2
-PASSIVE_FALL: Final = 5
-#: Duration of an ejection in seconds, and the share by which it varies.
+FALL_PROBES: Final = 3
+RISE_PROBES: Final = 2
+FALL_ANSWERS: Final = 5
+#: Duration of an ejection in seconds, and its relative variation.
 EJECTION_S: Final = 2.5
 EJECTION_JITTER_SHARE: Final = 0.2
 

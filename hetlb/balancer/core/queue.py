@@ -22,8 +22,7 @@ _IN_TIME: Final = 0
 _HOPELESS: Final = 1
 _BACKGROUND: Final = 2
 _RANKS: Final = 3
-#: Number of tenants beyond which those that ask for nothing and were served no more than others are
-#: forgotten.
+#: Most tenants beyond which idle ones are forgotten, if they were served no more than others.
 _KEPT_TENANTS: Final = 1024
 
 

@@ -13,7 +13,7 @@ from hetlb.balancer.core.types import Lease, LeaseId, RequestId
 #: Largest share of the requests in flight that are retries of requests which an engine dropped.
 RETRY_SHARE: Final = 0.2
 #: Number of retries that are always allowed at a time.
-RETRY_FLOOR: Final = 3
+RETRY_REQUESTS: Final = 3
 
 
 @mypyc_attr(acyclic=True)

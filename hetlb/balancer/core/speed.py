@@ -33,12 +33,12 @@ _CLEAR_FACTOR: Final = 1.5
 _FIRST_S: Final = 0.5
 #: Factor up to which a measured profile is left as it is, and the largest correction.
 TRUSTED_FACTOR: Final = 1.2
-MOST_PROFILED: Final = 4.0
+MOST_PROFILED_FACTOR: Final = 4.0
 #: Largest correction of the default model, used without a profile.
-MOST_UNPROFILED: Final = 64.0
+MOST_UNPROFILED_FACTOR: Final = 64.0
 #: Seconds over which the factor is averaged to which a speed returns while no answer comes.
 _GOOD_S: Final = 60.0
-#: Share by which a factor differs from the one in force before it takes its place.
+#: Relative change of the factor in force from which a new one takes its place.
 _CHANGE_SHARE: Final = 0.05
 #: Seconds over which tokens that its engine counted are compared with its model.
 PACE_S: Final = 3.0

@@ -24,7 +24,7 @@ Weights: TypeAlias = tuple[float, float, float, float, float, float, float, floa
 #: Weight of a second until the first token against one of the whole answer (`front.py`: dominated 0 of 80;
 #: with 20, 30, 60 3, 1, 1).
 FIRST_WEIGHT: Final = 40.0
-#: Stands for a weight that is not stated: the one of a second by which the whole request comes later.
+#: An unstated weight: the weight of a second that the whole request is later.
 UNSTATED: Final = -1.0
 #: `policy.weights` of the fleet file changes a weight.
 TERMS: Final = (
