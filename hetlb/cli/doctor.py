@@ -47,19 +47,28 @@ _FULL_KV_SHARE: Final = 0.8
 #: Factor between the KV tokens of a profile and its server from which the GPU or the degree is another.
 _OTHER_KV_FACTOR: Final = 2
 _DEFAULT_FILE: Final = Path("fleet.yaml")
-#: Next steps where a server does not answer, by a word of the error; the last one for all else.
+#: Next steps where a server does not answer, by words of the error; the last one for all else.
 _NEXT_STEPS: Final = (
     ("expired", "renew its certificate"),
     ("is not valid for", "use a name that stands in the certificate"),
     ("certificate", "set ca_file of the instance to the authority that signed it"),
-    ("name", "correct the host: this machine finds no such name"),
-    ("address associated", "correct the host: this machine finds no such name"),
-    ("domain", "correct the host: this machine finds no such name"),
+    ("name|address associated|domain", "correct the host: this machine finds no such name"),
     ("timeout", "look for a firewall, or for a server that hangs"),
     ("not HTTP", "correct the port, it is of another program: `vllm serve` prints its own when it starts"),
     ("closes", "correct the port; or it asks for a client's certificate, and hetlb has none"),
     ("", "start it, or correct host and port: `vllm serve` prints its own when it starts"),
 )
+_GATED: Final = (
+    "an engine asks for no key there: correct the address, or let /health pass what is in front of it"
+)
+#: Next steps by the status of `/health`.
+_HEALTH_STEPS: Final = {
+    401: _GATED,
+    403: _GATED,
+    503: "wait until it has loaded its model, or look at its log",
+}
+#: Targets below these are of no GPU: they were meant in seconds.
+_LEAST_TARGETS_S: Final = {"ttft_s": 0.005, "tpot_s": 0.001, "e2e_s": 0.005}
 #: Seconds in which a source of instances has reported all that it knows.
 _SOURCE_S: Final = 5.0
 #: Domain of placeholder hosts in generated plans.
@@ -137,7 +146,7 @@ async def examine(fleet: Fleet) -> list[Check]:
             advice = "correct the address, or start the server with --kv-events-config"
             told = f"{endpoint}: {trouble or 'there'}"
             found.append(_check(f"KV events of {name}", not trouble, told, advice))
-    return [*_of_this_machine(fleet, access), *found, *_of_all(answering)]
+    return [*_of_this_machine(fleet, access), *_of_targets(fleet), *found, *_of_all(answering)]
 
 
 async def _of_source(source: Source, fleet: Fleet) -> tuple[Check, list[InstanceSpec]]:
@@ -181,6 +190,19 @@ def _of_this_machine(fleet: Fleet, access: Access) -> Iterator[Check]:
     yield _check("file descriptors", unlimited or hard >= 4096, found, advice)
 
 
+def _of_targets(fleet: Fleet) -> Iterator[Check]:
+    for model, classes in fleet.service_classes.items():
+        wrong = [
+            f"{name}: {target.removesuffix('s')}ms {1e3 * getattr(each, target):g}"
+            for name, each in classes.items()
+            for target, least_s in _LEAST_TARGETS_S.items()
+            if getattr(each, target) < least_s
+        ]
+        if wrong:
+            advice = "no GPU is so fast: state the target in milliseconds, 500 for half a second"
+            yield _check(f"targets of {model}", False, "; ".join(wrong), advice)
+
+
 def _of_server(seen: Seen) -> Iterator[Check]:
     """Yield checks of one server; stops at one that makes the rest pointless."""
     spec, facts = seen.spec, seen.facts
@@ -191,8 +213,10 @@ def _of_server(seen: Seen) -> Iterator[Check]:
     if wrong := _wrong_address(seen):
         yield check("address", False, f"{spec.url}: {wrong[0]}", wrong[1])
         return
-    health = f"{spec.url}: /health answers {facts.health}"
-    yield check("address", facts.health == 200, health, "look at its log")
+    advice = _HEALTH_STEPS.get(facts.health, "look at its log")
+    yield check("address", facts.health == 200, f"{spec.url}: /health answers {facts.health}", advice)
+    if facts.health >= 500 and facts.models_status >= 500:
+        return
     if facts.sample is not None and facts.sample.asleep:
         advice = f"wake it: curl -X POST {spec.url}/wake_up"
         yield check("sleep", False, "its engine sleeps and gets no requests", advice)
@@ -223,6 +247,7 @@ def _of_server(seen: Seen) -> Iterator[Check]:
         advice = f"name the profile of its model and GPU, or measure it: hetlb profile --url {spec.url}"
         yield check("profile", not wrong_profile, found, advice)
     advice = "without them hetlb goes by its own ledger alone: start it without --disable-log-stats"
+    advice += " (llama.cpp: with --metrics); for an engine that has none state max_num_seqs"
     if facts.metrics_status in (401, 403):
         advice = "hetlb asks with the key of the instance: correct it, or let /metrics through without one"
     yield check("metrics", facts.table is not None and not facts.reads_nothing, _metrics(facts), advice)
@@ -248,17 +273,17 @@ def _wrong_address(seen: Seen) -> tuple[str, str] | None:
         return f"hetlb's own address ({seen.own})", "give the address of the engine: hetlb would ask itself"
     if facts.foreign:
         return f"{facts.foreign} answers there", "give the address that `vllm serve` prints when it starts"
-    if facts.moved:
-        to = urlsplit(urljoin(f"{seen.spec.url}/", facts.moved))
+    to = urlsplit(urljoin(f"{seen.spec.url}/", facts.moved))
+    if facts.moved and to.netloc != urlsplit(seen.spec.url).netloc:
         found = f"{facts.health}, it redirects to {to.geturl()}"
         return found, f"write the engine's own address, or url: {to.scheme}://{to.netloc}"
-    if facts.is_no_engine:
+    if facts.is_no_engine or facts.moved:
         return "an HTTP server, but no engine", "give the address that `vllm serve` prints, without a path"
     if not facts.trouble:
         return None
     if facts.other_url and "certificate" not in facts.trouble:
         return f"{facts.trouble}, but it answers at {facts.other_url}", f"write url: {facts.other_url}"
-    advice = next(step for word, step in _NEXT_STEPS if word in facts.trouble)
+    advice = next(step for word, step in _NEXT_STEPS if re.search(word, facts.trouble))
     host = urlsplit(seen.spec.url).hostname or ""
     if "refused" in facts.trouble and (is_loopback(host) or host in ANY_HOSTS):
         advice += f"; in a container or on another machine {host} leads elsewhere"
