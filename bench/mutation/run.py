@@ -4,8 +4,9 @@ Shows: for the parts of the mapper (ledger, health, admission, placement, ...) a
 many of mutmut's mutants the tests of each kill, and which survive.
 Mutants live in a copy under --folder, never in this tree; every mutant meets only tests that reach
 the function it is in; one at a time per core, at the lowest priority. With `--sample N` at most N mutants of
-module are drawn (`--seed`), with `--only` mutants of functions of a name, with `--survivors` the mutants that
-a saved result lists: so a new test is tried within a minute. Exit status 1 where a module is below `--least`.
+a module are drawn (`--seed`), with `--only` mutants of functions of a name, with `--survivors` the mutants
+that a saved result lists: so a new test is tried within a minute. Exit status 1 where a module is below
+`--least`.
 
 `make mutation`, or `.venv/bin/python bench/mutation/run.py [MODULE ...] [--save FILE]`; mutmut gets a virtual
 environment of its own under .cache. About 5 minutes a module on two cores.

@@ -3,7 +3,7 @@
 `python client.py` reads one JSON object a line from standard input (the fields of `Load`), runs it, writes
 one JSON object a line. Promise: every answer is checked before it counts (status, tag, every event, their
 order, the finishing event, `[DONE]`, the end of the body); the CPU of the proxy is read at the first and at
-last instant of the window; times are of the reads themselves. An answer that fails a check is an
+the last instant of the window; times are of the reads themselves. An answer that fails a check is an
 error with its reason, never a figure.
 """
 

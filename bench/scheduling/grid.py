@@ -3,7 +3,7 @@
 `python bench/scheduling/grid.py --data DIR` with `DIR/hw` (measured grids) and `DIR/traces`; writes
 `bench/results/scheduling.json`, section by section, and the tables of bench/scheduling/RESULTS.md.
 Sections not asked for (`--only`) stay as they were recorded. With `--runs FILE` finished runs are kept, so
-so that a second call goes on where the first stopped. All sections but the ones that take an ingredient out
+that a second call goes on where the first stopped. All sections but the ones that take an ingredient out
 (`INTERPRETED`) run several times as fast with hetlb compiled.
 """
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from hetlb.balancer.clients.token_estimator import TokenEstimator, bytes_per_token, load_tokenizers
+from hetlb.balancer.clients.token_estimator import TokenEstimator, bytes_per_token
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import GateError
 from hetlb.balancer.http.openai_body import Call, read_json
-from hetlb.errors import ConfigError
 
 
 def read(kind: Kind = Kind.COMPLETION, /, **fields: object) -> Call:
@@ -141,9 +139,3 @@ def test_bytes_per_token_are_learnt_and_bounded() -> None:
     ratio = bytes_per_token()
     ratio.learn(1 << 40, 1)
     assert ratio.value == 16.0
-
-
-def test_a_tokenizer_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
-    with pytest.raises(ConfigError, match=r"tokenizer of m: expected a tokenizer\.json"):
-        load_tokenizers({"m": tmp_path})

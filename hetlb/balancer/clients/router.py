@@ -24,7 +24,7 @@ from hetlb.balancer.core.types import RejectReason, Request
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.engine_request import EngineRequest
 from hetlb.balancer.exchange.exchange import Exchange
-from hetlb.balancer.exchange.plain import PlainMaker
+from hetlb.balancer.exchange.plain_attempt import PlainMaker
 from hetlb.balancer.exchange.scheduler_driver import several_models
 from hetlb.balancer.hooks import hook
 from hetlb.balancer.http import error_responses

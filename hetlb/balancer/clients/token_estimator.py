@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Final
-
-from hetlb.errors import ConfigError
 
 #: Bytes per token before anything was learnt: English text and common vocabularies.
 START_BYTES_PER_TOKEN: Final = 4.0
@@ -113,28 +110,3 @@ class TokenEstimator:
 
     def _text_tokens(self, model: str, text_bytes: float) -> float:
         return text_bytes / self._text.get(model, _NO_TEXT).value
-
-
-def load_tokenizers(paths: Mapping[str, Path]) -> dict[str, Callable[[str], int]]:
-    """Return counters from `tokenizer.json` files (or the folders that hold them). Raises `ConfigError`."""
-    counters: dict[str, Callable[[str], int]] = {}
-    for model, path in paths.items():
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise ConfigError(
-                f"tokenizer of {model}: expected the package 'tokenizers' (pip install 'hetlb[tokenizer]')"
-            ) from error
-        file = path / "tokenizer.json" if path.is_dir() else path
-        try:
-            tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises plain Exception
-            raise ConfigError(
-                f"tokenizer of {model}: expected a tokenizer.json, got {str(path)!r}"
-            ) from error
-
-        def count(text: str, tokenizer: Tokenizer = tokenizer) -> int:
-            return len(tokenizer.encode(text, add_special_tokens=True).ids)
-
-        counters[model] = count
-    return counters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -58,7 +58,6 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     written: FleetFile
     instances: tuple[InstanceSpec, ...]
     profiles: dict[str, EngineProfile] = {}
-    tokenizers: dict[str, Path] = {}
     listed: dict[str, Listed] = {}
     #: Output lengths of `policy.trace` where it was read: only a start needs them.
     lengths: LengthSample | None = None
@@ -110,6 +109,14 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         types = option("plans").planned_types(p.types, first) if p.types else ()
         worth, weights = tuple(p.worth.items()), tuple(p.weights.items())
         return PolicyParams(p.theta, p.combine, worth, types, p.adapter_load_s, weights)
+
+    @property
+    def token_counters(self) -> dict[str, Callable[[str], int]]:
+        """Return what counts the tokens of a text, by model. Raises `ConfigError`."""
+        counters: dict[str, Callable[[str], int]] = (
+            hook("tokenizers", self) if self.uses("tokenizers") else {}
+        )
+        return counters
 
     @property
     def service_classes(self) -> dict[str, dict[str, ServiceClass]]:
@@ -300,13 +307,10 @@ class _Resolved:
 
     def add_model(self, model: ModelTable, key: str) -> None:
         """Resolve one model and its instances; `key` names it in errors."""
-        mistakes, fleet, base = self._mistakes, self._fleet, self._fleet.base
-        if model.tokenizer is not None:
-            fleet.tokenizers[model.name] = base / model.tokenizer
-        with mistakes.here():
+        with self._mistakes.here():
             _check_secret(model.api_key_file, model.api_key_env, f"{key}.api_key")
         for i, instance in enumerate(model.instances):
-            with mistakes.here():
+            with self._mistakes.here():
                 self._add_instance(instance, model, f"{key}.instances[{i}]")
 
     def _add_instance(self, instance: InstanceTable, model: ModelTable, key: str) -> None:

@@ -192,7 +192,7 @@ class ModelTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     instances: tuple[InstanceTable, ...] = ()
     aliases: Annotated[tuple[str, ...], of("model_names")] = ()
     fallback: Annotated[str | None, of("model_names")] = None
-    tokenizer: str | None = None
+    tokenizer: Annotated[str | None, of("tokenizers")] = None
     api_key_file: str | None = None
     api_key_env: str | None = None
     kv_transfer: Annotated[Any, of("split")] = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from mypy_extensions import mypyc_attr
 
@@ -24,6 +25,8 @@ from hetlb.balancer.core.splitting import Splitting
 from hetlb.balancer.core.types import Candidate, Dispatch, Lease, Request, RequestId
 from hetlb.extras import option
 
+#: Answers that run for each that has ended from which on their lengths are not known: see `_as_running`.
+_UNKNOWN: Final = 4.0
 #: Mean request by which capacity is measured before the first one: prompt and output tokens.
 _USUAL_REQUEST = (512.0, 256.0)
 
@@ -235,6 +238,9 @@ class Placement:
             long = 0.0
         elif long is None:
             long = self.predictor.long(request)
+        unknown = False
+        if self.ledger.leased and request.generates:
+            unknown, long = self._as_running(request, predicted, long)
         demand = self.demands[request.model]
         if not demand.mix.count:  # to explain one request: it is the mean one
             demand = Demand()
@@ -246,12 +252,33 @@ class Placement:
             held = self._exact(request, held)
         ctx = SchedulingContext(request, predicted, long, waiting, demand, now, held, availabilities)
         ctx.waited_s = waited_s
+        if unknown:
+            ctx.least_output = long / 2.0
         if fleet.adapters and request.model in fleet.adapters:
             if self.adapter_load is None:
                 times = option("adapters.adapters").AdapterLoadTime
                 self.adapter_load = times(self.policy.params.adapter_load_s)
             ctx.adapter_load_s = self.adapter_load.seconds
         return ctx
+
+    def _as_running(self, request: Request, predicted: float, long: float) -> tuple[bool, float]:
+        """Return whether lengths are unknown, and the length of a long answer by those that run.
+
+        One that runs is a lower bound. While more run than have ended, `long` grows with them; while four
+        times as many do, each is to have room for half a long one (R1's lengths, cold, at once: at least 0.95
+        of the best other in 26 -> 34 of 36; `front.py`: short runs 1.003, bursts 1.03 x the mean TTFT).
+        """
+        ended, running, grown = self.predictor.seen(request.model), 0.0, 0.0
+        if ended >= len(self.ledger.leased):
+            return False, long
+        for each in self.fleet.ready[request.model].able:
+            running += each.unfinished_sequences
+            grown += each.grown_tokens
+        if running > ended:
+            long *= 1.0 + (1.0 - ended / running) * grown / (running * predicted)
+            if request.max_tokens is not None and long > request.max_tokens:
+                long = float(request.max_tokens)
+        return running > _UNKNOWN * ended, long
 
     def _exact(self, request: Request, held: Held | None) -> Held:
         """Held tokens of a prompt, with the exact figures of engines that publish KV events."""

@@ -6,6 +6,7 @@ No predictor but `oracle` ever sees a true length before the request has ended.
 from __future__ import annotations
 
 import bisect
+import math
 import random
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -49,6 +50,10 @@ class Predictor:
     def long(self, request: Request) -> float:
         """Return a length that `LONG_SHARE` of such answers stay within."""
         return self.predict(request)
+
+    def seen(self, model: str) -> float:
+        """Return how many answers of a model predictions rest on; infinite where they learn from none."""
+        return math.inf
 
     def observe(self, request: Request, output_tokens: float) -> None:
         """Note that a request ended well with this many output tokens per sequence."""
@@ -242,6 +247,10 @@ class OnlinePredictor(Predictor):
             if histogram.seen >= _SPREAD_SEEN
             else max(histogram.long, 4.0 * PRIOR_OUTPUT_TOKENS)
         )
+
+    def seen(self, model: str) -> float:
+        histogram = self._by_model.get(model)
+        return 0.0 if histogram is None else float(histogram.seen)
 
     def predict(self, request: Request) -> float:
         return self.outlook(request)[0]

@@ -26,7 +26,7 @@ from hetlb import systemd
 from hetlb.balancer.clients.access import Access, EngineAccess, load_access
 from hetlb.balancer.clients.front import Front, Listener
 from hetlb.balancer.clients.server import ProxyServer
-from hetlb.balancer.clients.token_estimator import TokenEstimator, load_tokenizers
+from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
@@ -370,7 +370,7 @@ class Service(FleetService):
 
     def _drive(self) -> SchedulerDriver:
         fleet = self.fleet
-        estimator = TokenEstimator(load_tokenizers(fleet.tokenizers))
+        estimator = TokenEstimator(fleet.token_counters)
         driver = self.driver = Driver(fleet.file.proxy, estimator, asyncio.get_running_loop(), self._engines)
         scheduling = driver.scheduling = SchedulerDriver(self.scheduler, driver, driver)
         return scheduling

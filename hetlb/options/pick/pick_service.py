@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from hetlb.addresses import is_special
-from hetlb.balancer.clients.token_estimator import TokenEstimator, load_tokenizers
+from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import Listen
 from hetlb.balancer.core.types import InstanceSpec
@@ -48,7 +48,7 @@ class PickService(Service):
 
     def _drive(self) -> SchedulerDriver:
         fleet = self.fleet
-        estimator = TokenEstimator(load_tokenizers(fleet.tokenizers))
+        estimator = TokenEstimator(fleet.token_counters)
         loop = asyncio.get_running_loop()
         self.driver = PickDriver(self.scheduler, fleet.file.proxy, estimator, loop, self._engines)
         return self.driver.picking

@@ -23,7 +23,7 @@ import msgspec
 from hetlb.balancer.clients.access import EngineAccess
 from hetlb.balancer.clients.front import Front
 from hetlb.balancer.clients.server import ProxyServer
-from hetlb.balancer.clients.token_estimator import TokenEstimator, load_tokenizers
+from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.fleet.service import require_urls, tune_gc
@@ -73,7 +73,7 @@ class Relay:
         self._fleet = fleet
         self._access = require_urls(fleet)
         self._engines: dict[str, EngineAccess] = dict(self._access.engines)
-        estimator = TokenEstimator(load_tokenizers(fleet.tokenizers))
+        estimator = TokenEstimator(fleet.token_counters)
         first_id = (life << ID_BITS) + 1
         self.driver = Driver(fleet.file.proxy, estimator, self._loop, self._engines, first_id)
         self._scheduling = RelayDriver(fleet.queue_limits, self.driver)

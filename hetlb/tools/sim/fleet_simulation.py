@@ -78,7 +78,7 @@ class FleetSimulation:
     `series` is filled meanwhile. The clock begins at `start_s`; nothing of the plan is due before. At each
     of `restarts_s` the proxy is replaced: a scheduler that knows nothing takes what arrives from then on, the
     old one serves what it has to the end. The first one has seen the answers of `history`. `classes` are
-    are the requests' by name, the default first. `links` carry KV caches between the instances; without
+    the requests' by name, the default first. `links` carry KV caches between the instances; without
     them every pair has a link of its own, as the decode instance's `kv_transfer` describes it.
     """
 

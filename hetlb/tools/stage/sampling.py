@@ -28,8 +28,8 @@ def choose(
 ) -> tuple[int, list[tuple[int, float]] | None]:
     """Return the token, and (token, log probability) of it and the most likely ones where they are asked for.
 
-    `logits` has shape (vocabulary,) and is not changed; `output` holds the tokens of the answer so far, of
-    the tokens behind `sampling.history` are not part; `position` is the last token's. Raises
+    `logits` has shape (vocabulary,) and is not changed; `output` holds the tokens of the answer so far,
+    without the tokens behind `sampling.history`; `position` is the last token's. Raises
     `CannotSample`.
     """
     if not np.isfinite(logits.max()):  # NaN if one of them is

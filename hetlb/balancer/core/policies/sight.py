@@ -45,8 +45,8 @@ class SchedulingContext:
 
     __slots__ = (
         "adapter_load_s", "availabilities", "booked", "burst", "demand", "goes_on", "half_output", "held",
-        "long_output", "mean_output", "mean_prefill", "most_cached", "now", "predicted_output", "prompt",
-        "prompts", "request", "unread", "waited_s", "waiting",
+        "least_output", "long_output", "mean_output", "mean_prefill", "most_cached", "now",
+        "predicted_output", "prompt", "prompts", "request", "unread", "waited_s", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +78,8 @@ class SchedulingContext:
         self.adapter_load_s = 0.0
         #: Seconds since the request came.
         self.waited_s = 0.0
+        #: Tokens of each answer that a KV cache is to hold at least, while lengths are not known.
+        self.least_output = 0.0
         #: Requests that came since the fleet was idle, this one included.
         self.burst = demand.burst
         #: True unless it is known that no more requests come.
@@ -168,10 +170,12 @@ class Sight:
         few = not instance.explored and seen.running >= instance.explored_sequences(ctx.now)
         if few or running >= load.all_slots:
             return NO_SLOT
-        spread = _SPREAD * ctx.long_output * math.sqrt(seen.running + ctx.request.sequences)
-        if instance.kv_need is not None:
-            spread *= instance.kv_need.grows
-        return NO_MEMORY if self.used_tokens + spread > load.kv_cache_tokens else ROOM
+        sequences = seen.running + ctx.request.sequences
+        grows = 1.0 if instance.kv_need is None else instance.kv_need.grows
+        used = self.used_tokens + grows * _SPREAD * ctx.long_output * math.sqrt(sequences)
+        if ctx.least_output > 0.0:
+            used = max(used, sequences * (ctx.demand.mix.booked + grows * ctx.least_output))
+        return NO_MEMORY if used > load.kv_cache_tokens else ROOM
 
     def foresee(self, ctx: SchedulingContext) -> None:
         """Forecast the request there."""
