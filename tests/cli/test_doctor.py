@@ -7,6 +7,7 @@ import contextlib
 import email.utils
 import io
 import json
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -495,6 +496,33 @@ async def test_another_hetlb_is_no_engine(tmp_path: Path) -> None:
         [found] = await wrong(tmp_path, [f"http://127.0.0.1:{running.port}"], 1)
     assert found["name"] == "address of s0"
     assert "another hetlb answers there" in found["found"]
+
+
+async def test_a_name_of_several_engines_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = socket.getaddrinfo
+
+    def several(host: str, port: int, *rest: Any, **more: Any) -> list[Any]:
+        found = asked("127.0.0.1" if host == "vllm" else host, port, *rest, **more)
+        return found + ([(*found[0][:4], ("127.0.0.2", port))] if host == "vllm" else [])
+
+    monkeypatch.setattr(socket, "getaddrinfo", several)
+    async with server(GOOD) as one:
+        [found] = await wrong(tmp_path, [one.replace("127.0.0.1", "vllm")], 1)
+    assert found["name"] == "directness of s0"
+    assert found["found"] == "its name has 2 addresses: 127.0.0.1, 127.0.0.2"
+    assert "discovery.dns" in found["advice"]
+
+
+async def test_times_in_milliseconds_are_found(tmp_path: Path) -> None:
+    profile = {"version": 2, "name": "a", "prefill": {"k1": 0.1, "k2": 1, "k3": 0.0, "k4": 10}}
+    profile["decode"] = {"k5": 5e-5, "k6": 6e-2, "k7": 0.0, "k8": 1e4}
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(profile))
+    async with server(GOOD) as one:
+        bad = await wrong(tmp_path, [one], 1, {"profile": "p.yaml"}, scrape={"interval_s": 1000})
+    times, steps = bad
+    assert (times["name"], times["found"]) == ("times", "scrape.interval_s 1000 (default 1)")
+    assert steps["name"] == "profile of s0"
+    assert "its times are in seconds" in steps["found"]
 
 
 async def test_targets_in_seconds_are_found(tmp_path: Path) -> None:
