@@ -39,7 +39,7 @@ from rich.table import Table
 
 from hetlb.tools.loadtest.fleet_admin import fleet_admin
 from hetlb.tools.loadtest.processes import helper_processes
-from hetlb.tools.loadtest.results import platform_document
+from hetlb.tools.loadtest.result_files import platform_document
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "bench" / "results" / "loadtest_agreement.json"

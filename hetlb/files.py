@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from hetlb.errors import ConfigError, InputError
 
@@ -29,6 +30,17 @@ def whole_file(path: Path) -> Iterator[Path]:
             scratch.unlink()
 
 
+#: Files that are taken for text, by their first bytes, and what to do.
+_NO_TEXT: Final = (
+    (b"\x1f\x8b", "a gzip file: unpack it first"),
+    (b"\x28\xb5\x2f\xfd", "a Zstandard file: unpack it first"),
+    (b"PK\x03\x04", "a zip archive: unpack it first (of a spreadsheet: save it as CSV)"),
+    (b"PAR1", "a Parquet file: write it as JSON lines first"),
+    (b"\xff\xfe", "UTF-16: save it as UTF-8"),
+    (b"\xfe\xff", "UTF-16: save it as UTF-8"),
+)
+
+
 def write_text(path: Path, text: str, error: type[InputError] = ConfigError) -> None:
     """Write a text file. Raises `error` naming the path."""
     try:
@@ -45,8 +57,8 @@ def read_text(path: Path, error: type[InputError], most_bytes: int | None = None
             data = file.read() if most_bytes is None else file.read(most_bytes + 1)
         if most_bytes is not None and len(data) > most_bytes:
             raise error(f"{path}: expected at most {most_bytes >> 20} MiB, got more")
-        if data.startswith(b"\x1f\x8b"):
-            raise error(f"{path}: expected text, got a gzip file: unpack it first")
+        if kind := next((kind for begin, kind in _NO_TEXT if data.startswith(begin)), None):
+            raise error(f"{path}: expected text, got {kind}")
         return data.decode("utf-8-sig")
     except OSError as caught:
         raise error(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught

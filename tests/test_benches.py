@@ -47,6 +47,19 @@ def test_comments_and_docstrings_name_the_thing(text: str, mistakes: int) -> Non
     assert len(list(check_words.of_prose(text))) == mistakes
 
 
+@pytest.mark.parametrize(
+    ("text", "mistakes"),
+    [
+        ('def wait_s() -> float:\n    """Return the seconds of a wait."""\n', 0),
+        ('def wait_s() -> float:\n    """Seconds of a wait."""\n', 1),
+        ('class Wait:\n    """Seconds of a wait."""\n', 0),
+        ('def waits() -> bool:\n    """Whether it waits."""\n', 1),
+    ],
+)
+def test_docstrings_of_functions_begin_with_a_verb(text: str, mistakes: int) -> None:
+    assert len(list(check_words.of_module(text))) == mistakes
+
+
 def test_the_page_of_claims_is_as_its_results_are() -> None:
     assert claims.PAGE.read_text() == claims.page(), "run `python bench/claims.py`"
 

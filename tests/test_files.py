@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import zlib
 from pathlib import Path
 
 import pytest
 
 from hetlb.errors import ConfigError, InputError, ProfileError
-from hetlb.files import whole_file, write_text
+from hetlb.files import read_text, whole_file, write_text
 from hetlb.tools.plots import new_figure, save_figure
 
 
@@ -68,3 +69,19 @@ def test_a_picture_below_a_file_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="--plot: expected a picture file that can be written"):
         save_figure(new_figure(1, 1), tmp_path / "file" / "p.png")
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (b"PAR1\x15\x04", "a Parquet file: write it as JSON lines first"),
+        (zlib.compress(b"x", wbits=31), "a gzip file: unpack it first"),
+        (b"\x28\xb5\x2f\xfd\x00", "a Zstandard file: unpack it first"),
+        (b"PK\x03\x04\x14", "a zip archive: unpack it first"),
+        ("a,b".encode("utf-16"), "UTF-16: save it as UTF-8"),
+    ],
+)
+def test_what_is_no_text_is_called_by_its_name(tmp_path: Path, data: bytes, kind: str) -> None:
+    (tmp_path / "f").write_bytes(data)
+    with pytest.raises(ProfileError, match=f"expected text, got {kind}"):
+        read_text(tmp_path / "f", ProfileError)

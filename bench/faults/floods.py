@@ -47,7 +47,7 @@ from options.pick.gateway import PROCESS, Gateway
 from proxy.frames import frame as websocket_frame
 
 from hetlb.options.tunnel.websocket import accept_of
-from hetlb.tools.loadtest.results import platform_document
+from hetlb.tools.loadtest.result_files import platform_document
 
 MOST_ADDED_MS = 50.0
 ALIAS = "alias"

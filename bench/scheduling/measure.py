@@ -112,7 +112,7 @@ def compiled() -> bool:
 _INGREDIENTS: dict[str, tuple[Any, str, Any] | None] = {
     "hold": (default_policy.Evaluation, "_hold", lambda self: None),
     "room": (default_policy.Evaluation, "_room", lambda self, each: 0),
-    "speed correction": (speed, "TRUST", math.inf),
+    "speed correction": (speed, "TRUSTED_FACTOR", math.inf),
     "first_token_s": None,
     "others_s": None,
     "finish_s": None,

@@ -64,7 +64,7 @@ class AdminClient:
         return found
 
     def snapshots(self) -> Iterator[dict[str, Any]]:
-        """Snapshots from the event stream. Raises `NoAnswerError` at its end, else `InputError`."""
+        """Yield snapshots from the event stream. Raises `NoAnswerError` at its end, else `InputError`."""
         with self._open("/v1/events", SILENCE_S) as reply:
             if reply.headers.get_content_type() != "text/event-stream":
                 raise InputError(self._no_proxy("it has no event stream"))

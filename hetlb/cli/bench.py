@@ -25,12 +25,12 @@ from hetlb.errors import HetlbError, InputError, TraceError
 from hetlb.extras import require
 from hetlb.files import write_text
 from hetlb.inputs.urls import check_base, check_url
-from hetlb.tools.loadtest import options, report
+from hetlb.tools.loadtest import options, result_tables
 from hetlb.tools.loadtest.bodies import CHAT, COMPLETIONS
 from hetlb.tools.loadtest.campaign import Campaign
 from hetlb.tools.loadtest.generator import LONGEST_ANSWER_S
 from hetlb.tools.loadtest.load_plot import write_load_plot
-from hetlb.tools.loadtest.results import (
+from hetlb.tools.loadtest.result_files import (
     check_writable,
     csv_text,
     default_filename,
@@ -325,13 +325,13 @@ def _show(args: argparse.Namespace, document: dict[str, Any]) -> None:
     if not console.is_terminal:
         console.width = _PLAIN_WIDTH
     runs = document["runs"]
-    console.print(report.throughput_table(runs))
-    console.print(report.latency_table(runs, args.percentile_metrics, args.metric_percentiles))
+    console.print(result_tables.throughput_table(runs))
+    console.print(result_tables.latency_table(runs, args.percentile_metrics, args.metric_percentiles))
     if len(runs) == 1 and runs[0]["instances"]:
-        console.print(report.instances_table(runs[0]))
+        console.print(result_tables.instances_table(runs[0]))
     if len(runs) == 1 and runs[0].get("classes"):
-        console.print(report.classes_table(runs[0]))
+        console.print(result_tables.classes_table(runs[0]))
     for comparison in document["comparison"]:
-        console.print(report.comparison_table(comparison))
+        console.print(result_tables.comparison_table(comparison))
     if document["search"]:
-        console.print(report.search_table(document["search"]))
+        console.print(result_tables.search_table(document["search"]))

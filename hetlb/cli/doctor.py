@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import re
-import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,17 +16,20 @@ from urllib.parse import urljoin, urlsplit
 from rich.console import Console
 
 from hetlb.addresses import is_loopback
-from hetlb.balancer.clients.access import Access
 from hetlb.balancer.config.fleet import Fleet, fleet_from_urls, load_fleet
 from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.fleet.service import require_urls
 from hetlb.cli.doctor_local import (
     ANY_HOSTS,
-    certificate_trouble,
-    closed_ports,
+    Check,
+    checked,
     is_own_address,
+    of_running,
+    of_targets,
+    of_this_machine,
+    of_times,
     publisher_trouble,
-    running_instances,
+    several_addresses,
 )
 from hetlb.cli.engine_facts import EngineFacts, ask_engines
 from hetlb.cli.flags import add_json, declare, print_document
@@ -46,34 +48,33 @@ MOST_SKEW_S: Final = 5.0
 _FULL_KV_SHARE: Final = 0.8
 #: Factor between the KV tokens of a profile and its server from which the GPU or the degree is another.
 _OTHER_KV_FACTOR: Final = 2
+#: Seconds of the shortest and the longest decode step of one sequence that an engine may have.
+_STEPS_S: Final = (2e-4, 2.0)
 _DEFAULT_FILE: Final = Path("fleet.yaml")
-#: Next steps where a server does not answer, by a word of the error; the last one for all else.
+#: Next steps where a server does not answer, by words of the error; the last one for all else.
 _NEXT_STEPS: Final = (
     ("expired", "renew its certificate"),
     ("is not valid for", "use a name that stands in the certificate"),
     ("certificate", "set ca_file of the instance to the authority that signed it"),
-    ("name", "correct the host: this machine finds no such name"),
-    ("address associated", "correct the host: this machine finds no such name"),
-    ("domain", "correct the host: this machine finds no such name"),
+    ("name|address associated|domain", "correct the host: this machine finds no such name"),
     ("timeout", "look for a firewall, or for a server that hangs"),
     ("not HTTP", "correct the port, it is of another program: `vllm serve` prints its own when it starts"),
     ("closes", "correct the port; or it asks for a client's certificate, and hetlb has none"),
     ("", "start it, or correct host and port: `vllm serve` prints its own when it starts"),
 )
+_GATED: Final = (
+    "an engine asks for no key there: correct the address, or let /health pass what is in front of it"
+)
+#: Next steps by the status of `/health`.
+_HEALTH_STEPS: Final = {
+    401: _GATED,
+    403: _GATED,
+    503: "wait until it has loaded its model, or look at its log",
+}
 #: Seconds in which a source of instances has reported all that it knows.
 _SOURCE_S: Final = 5.0
 #: Domain of placeholder hosts in generated plans.
 _PLACEHOLDER: Final = ".invalid"
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """Result of one check: `name` of the checked thing, `advice` for a failure, "" if it passed."""
-
-    name: str
-    ok: bool
-    found: str
-    advice: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,8 @@ class Seen:
     #: Listener of this very fleet at its address, "" if it is none.
     own: str = ""
     profile: Profile | None = None
+    #: Addresses of its name, where a connection may go to each of several.
+    several: Sequence[str] = ()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     fleet = fleet_from_urls(args.instance) if args.instance else load_fleet(args.config or _DEFAULT_FILE)
     found = asyncio.run(examine(fleet))
     if not args.instance:
-        found += _of_running(fleet)
+        found += of_running(fleet)
     print_document(args, {"checks": [asdict(each) for each in found]}, lambda: _print(found))
     return 0 if all(each.ok for each in found) else 1
 
@@ -124,8 +127,9 @@ async def examine(fleet: Fleet) -> list[Check]:
     }
     facts = await ask_engines(headers, {url: engine.tls for url, engine in engines.items()})
     profiles = profiles_of(fleet)
+    several = dict(zip(specs, await asyncio.gather(*map(several_addresses, specs)), strict=True))
     servers = [
-        Seen(spec, facts[url], is_own_address(fleet, url), profiles.get(spec.name))
+        Seen(spec, facts[url], is_own_address(fleet, url), profiles.get(spec.name), several[url])
         for url, spec in specs.items()
     ]
     answering = [seen for seen in servers if not seen.facts.trouble]
@@ -136,8 +140,14 @@ async def examine(fleet: Fleet) -> list[Check]:
             trouble = await publisher_trouble(endpoint)
             advice = "correct the address, or start the server with --kv-events-config"
             told = f"{endpoint}: {trouble or 'there'}"
-            found.append(_check(f"KV events of {name}", not trouble, told, advice))
-    return [*_of_this_machine(fleet, access), *found, *_of_all(answering)]
+            found.append(checked(f"KV events of {name}", not trouble, told, advice))
+    return [
+        *of_this_machine(fleet, access),
+        *of_targets(fleet),
+        *of_times(fleet),
+        *found,
+        *_of_all(answering),
+    ]
 
 
 async def _of_source(source: Source, fleet: Fleet) -> tuple[Check, list[InstanceSpec]]:
@@ -153,32 +163,8 @@ async def _of_source(source: Source, fleet: Fleet) -> tuple[Check, list[Instance
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     advice = "correct its name, labels or address under `discovery`, or wait until its servers are there"
-    check = _check(f"source {source.name}", not trouble, trouble or f"{len(told)} servers", advice)
+    check = checked(f"source {source.name}", not trouble, trouble or f"{len(told)} servers", advice)
     return check, [fleet.resolve_found(each, each.model, {}) for each in told]
-
-
-def _check(name: str, ok: bool, found: str, advice: str) -> Check:
-    return Check(name, ok, found, "" if ok else advice)
-
-
-def _of_this_machine(fleet: Fleet, access: Access) -> Iterator[Check]:
-    listen, admin = fleet.file.listen, fleet.file.admin
-    apart = not listen.port or (listen.host, listen.port) != (admin.host, admin.port)
-    ports = (
-        f"clients at {listen.port}, admin at {admin.port}"
-        if apart
-        else f"both at {listen.host}:{listen.port}"
-    )
-    yield _check("ports", apart, ports, "give admin.port another number")
-    for name, table, context in (("listen", listen.tls, access.tls), ("admin", admin.tls, access.admin_tls)):
-        if table is not None and context is not None:
-            trouble = certificate_trouble(context, fleet.base / table.cert)
-            yield _check(f"certificate of {name}", not trouble, trouble or "valid now", "renew it")
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = hard == resource.RLIM_INFINITY
-    found = "unlimited" if unlimited else f"{hard:,}"
-    advice = "raise it (ulimit -Hn, LimitNOFILE): two for a client"
-    yield _check("file descriptors", unlimited or hard >= 4096, found, advice)
 
 
 def _of_server(seen: Seen) -> Iterator[Check]:
@@ -186,13 +172,15 @@ def _of_server(seen: Seen) -> Iterator[Check]:
     spec, facts = seen.spec, seen.facts
 
     def check(name: str, ok: bool, found: str, advice: str) -> Check:
-        return _check(f"{name} of {spec.name}", ok, found, advice)
+        return checked(f"{name} of {spec.name}", ok, found, advice)
 
     if wrong := _wrong_address(seen):
         yield check("address", False, f"{spec.url}: {wrong[0]}", wrong[1])
         return
-    health = f"{spec.url}: /health answers {facts.health}"
-    yield check("address", facts.health == 200, health, "look at its log")
+    advice = _HEALTH_STEPS.get(facts.health, "look at its log")
+    yield check("address", facts.health == 200, f"{spec.url}: /health answers {facts.health}", advice)
+    if facts.health >= 500 and facts.models_status >= 500:
+        return
     if facts.sample is not None and facts.sample.asleep:
         advice = f"wake it: curl -X POST {spec.url}/wake_up"
         yield check("sleep", False, "its engine sleeps and gets no requests", advice)
@@ -223,6 +211,7 @@ def _of_server(seen: Seen) -> Iterator[Check]:
         advice = f"name the profile of its model and GPU, or measure it: hetlb profile --url {spec.url}"
         yield check("profile", not wrong_profile, found, advice)
     advice = "without them hetlb goes by its own ledger alone: start it without --disable-log-stats"
+    advice += " (llama.cpp: with --metrics); for an engine that has none state max_num_seqs"
     if facts.metrics_status in (401, 403):
         advice = "hetlb asks with the key of the instance: correct it, or let /metrics through without one"
     yield check("metrics", facts.table is not None and not facts.reads_nothing, _metrics(facts), advice)
@@ -238,6 +227,9 @@ def _of_server(seen: Seen) -> Iterator[Check]:
     yield check("clock", not skewed, skew, advice)
     behind = facts.proxy or ("two answers came from two processes" if len(facts.began) > 1 else "")
     advice = "hetlb must reach each engine itself: a proxy or Service in front of several chooses again"
+    if seen.several:
+        behind = f"its name has {len(seen.several)} addresses: {', '.join(seen.several[:3])}"
+        advice = "a connection goes to any of them: name each engine, or let `discovery.dns` find them"
     yield check("directness", not behind, behind or "no proxy in front", advice)
 
 
@@ -248,17 +240,17 @@ def _wrong_address(seen: Seen) -> tuple[str, str] | None:
         return f"hetlb's own address ({seen.own})", "give the address of the engine: hetlb would ask itself"
     if facts.foreign:
         return f"{facts.foreign} answers there", "give the address that `vllm serve` prints when it starts"
-    if facts.moved:
-        to = urlsplit(urljoin(f"{seen.spec.url}/", facts.moved))
+    to = urlsplit(urljoin(f"{seen.spec.url}/", facts.moved))
+    if facts.moved and to.netloc != urlsplit(seen.spec.url).netloc:
         found = f"{facts.health}, it redirects to {to.geturl()}"
         return found, f"write the engine's own address, or url: {to.scheme}://{to.netloc}"
-    if facts.is_no_engine:
+    if facts.is_no_engine or facts.moved:
         return "an HTTP server, but no engine", "give the address that `vllm serve` prints, without a path"
     if not facts.trouble:
         return None
     if facts.other_url and "certificate" not in facts.trouble:
         return f"{facts.trouble}, but it answers at {facts.other_url}", f"write url: {facts.other_url}"
-    advice = next(step for word, step in _NEXT_STEPS if word in facts.trouble)
+    advice = next(step for word, step in _NEXT_STEPS if re.search(word, facts.trouble))
     host = urlsplit(seen.spec.url).hostname or ""
     if "refused" in facts.trouble and (is_loopback(host) or host in ANY_HOSTS):
         advice += f"; in a container or on another machine {host} leads elsewhere"
@@ -286,46 +278,14 @@ def _wrong_profile(seen: Seen, profile: Profile) -> str:
         return f"it is of the model {own}, the server has {short_name(named[0])}"
     if own := other_gpu(profile, seen.spec.gpu):
         return f"it is of the GPU {own}, the instance states {seen.spec.gpu}"
+    step_s = seen.spec.latency.step_s(1.0, 1.0) if seen.spec.latency is not None else _STEPS_S[0]
+    if not _STEPS_S[0] <= step_s <= _STEPS_S[1]:
+        return f"a step of one sequence takes {1e3 * step_s:.3g} ms by it: its times are in seconds"
     sample = seen.facts.sample
     said, has = profile.capacity.kv_cache_tokens, None if sample is None else sample.capacity.kv_cache_tokens
     if said and has and max(said, has) > _OTHER_KV_FACTOR * min(said, has):
         return f"it is of a server with {said:,} KV tokens, this one has {has:,}"
     return "; ".join(line for line in profile.warnings if not line.startswith("unmeasured"))
-
-
-def _of_running(fleet: Fleet) -> Iterator[Check]:
-    """Yield checks of the ports and of a hetlb that runs on them already."""
-    if fleet.file.admin.tls is not None:
-        return  # with a certificate that this command need not trust
-    try:
-        instances = running_instances(fleet)
-    except InputError as error:
-        yield _check("running hetlb", False, "one runs, and asks for a token", str(error).partition(": ")[2])
-        return
-    if instances is None:
-        closed = dict(closed_ports(fleet))
-        taken = [name for name, reason in closed.items() if not reason]
-        found = f"taken by another program: {', '.join(taken)}" if taken else "free"
-        advice = "stop it (`ss -ltnp` names it), or choose another number"
-        yield _check("free ports", not taken, found, advice)
-        for name, reason in closed.items():
-            if reason:
-                advice = (
-                    "give an address of this machine, or 0.0.0.0 for all; below 1024 it needs the right to"
-                )
-                yield _check(name, False, reason, advice)
-        return
-    here = {each.name for each in fleet.instances}
-    missing, more = sorted(here - instances.keys()), sorted(instances.keys() - here)
-    down = sorted(name for name, health in instances.items() if health != "up")
-    parts = [f"without {', '.join(missing)}"] if missing else []
-    parts += [f"also with {', '.join(more)}"] if more and fleet.file.discovery is None else []
-    advice = "it runs another file or refused this one: look for `reload_refused` in its log"
-    found = "one runs at these ports" + (f", {'; '.join(parts)}" if parts else "")
-    yield _check("running hetlb", not parts, found, advice)
-    found = f"{len(instances) - len(down)} of {len(instances)} instances are up"
-    found += f", not {', '.join(down)}" if down else ""
-    yield _check("its instances", not down, found, "`hetlb status` and `hetlb top` say why")
 
 
 def _metrics(facts: EngineFacts) -> str:
@@ -355,7 +315,7 @@ def _of_all(servers: Sequence[Seen]) -> Iterator[Check]:
     twice = [f"{' and '.join(names)} are one process" for names in by_process.values() if len(names) > 1]
     found = "; ".join(twice) or "each is a process of its own"
     advice = "leave one of them out: the load would be counted twice"
-    yield _check("one address per server", not twice, found, advice)
+    yield checked("one address per server", not twice, found, advice)
     for model in dict.fromkeys(seen.spec.model for seen in servers):
         title = model or "the servers"
         pool = [seen for seen in servers if seen.spec.model == model]
@@ -374,7 +334,7 @@ def _alike(name: str, pool: Sequence[Seen], of: Callable[[Seen], str | None], ad
             said.setdefault(value, []).append(seen.spec.name)
     several = "; ".join(f"{value}: {', '.join(names)}" for value, names in said.items())
     found = several if len(said) > 1 else next(iter(said), "not told")
-    return _check(name, len(said) < 2, found, advice)
+    return checked(name, len(said) < 2, found, advice)
 
 
 def _caching(seen: Seen) -> str | None:

@@ -1,18 +1,23 @@
-"""Facts of this machine for `hetlb doctor`: ports, a hetlb that runs at them, and its own addresses."""
+"""Checks of `hetlb doctor` that ask no engine: the file, this machine, a hetlb that runs there."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
+import resource
 import socket
 import ssl
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
+import msgspec
+
 from hetlb.addresses import is_loopback
+from hetlb.balancer.clients.access import Access
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.cli.adminclient import AdminClient
 from hetlb.errors import InputError, reason_of
@@ -20,7 +25,75 @@ from hetlb.inputs.urls import bracketed, origin
 
 #: Seconds that a publisher of KV events has to take a connection.
 _PUBLISHER_S: Final = 2.0
+#: Targets below these are of no GPU: they were meant in seconds.
+_LEAST_TARGETS_S: Final = {"ttft_s": 0.005, "tpot_s": 0.001, "e2e_s": 0.005}
+#: Times that differ from their default by more than this were stated in another unit.
+_MOST_TIMES_DEFAULT: Final = 200
 ANY_HOSTS: Final = ("0.0.0.0", "::", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Result of one check: `name` of the checked thing, `advice` for a failure, "" if it passed."""
+
+    name: str
+    ok: bool
+    found: str
+    advice: str = ""
+
+
+def checked(name: str, ok: bool, found: str, advice: str) -> Check:
+    """Return a check, with the advice where it failed."""
+    return Check(name, ok, found, "" if ok else advice)
+
+
+def of_this_machine(fleet: Fleet, access: Access) -> Iterator[Check]:
+    """Yield checks of what the listeners need of this machine."""
+    listen, admin = fleet.file.listen, fleet.file.admin
+    apart = not listen.port or (listen.host, listen.port) != (admin.host, admin.port)
+    ports = (
+        f"clients at {listen.port}, admin at {admin.port}"
+        if apart
+        else f"both at {listen.host}:{listen.port}"
+    )
+    yield checked("ports", apart, ports, "give admin.port another number")
+    for name, table, context in (("listen", listen.tls, access.tls), ("admin", admin.tls, access.admin_tls)):
+        if table is not None and context is not None:
+            trouble = certificate_trouble(context, fleet.base / table.cert)
+            yield checked(f"certificate of {name}", not trouble, trouble or "valid now", "renew it")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = hard == resource.RLIM_INFINITY
+    found = "unlimited" if unlimited else f"{hard:,}"
+    advice = "raise it (ulimit -Hn, LimitNOFILE): two for a client"
+    yield checked("file descriptors", unlimited or hard >= 4096, found, advice)
+
+
+def of_targets(fleet: Fleet) -> Iterator[Check]:
+    """Yield a check of each model whose targets were meant in seconds."""
+    for model, classes in fleet.service_classes.items():
+        wrong = [
+            f"{name}: {target.removesuffix('s')}ms {1e3 * getattr(each, target):g}"
+            for name, each in classes.items()
+            for target, least_s in _LEAST_TARGETS_S.items()
+            if getattr(each, target) < least_s
+        ]
+        if wrong:
+            advice = "no GPU is so fast: state the target in milliseconds, 500 for half a second"
+            yield checked(f"targets of {model}", False, "; ".join(wrong), advice)
+
+
+def of_times(fleet: Fleet) -> Iterator[Check]:
+    """Yield a check of times that were meant in another unit than seconds, where there are some."""
+    wrong = [
+        f"{table}.{field.name} {value:g} (default {field.default:g})"
+        for table in ("queue", "health", "scrape", "proxy")
+        for field in msgspec.structs.fields(getattr(fleet.file, table))
+        if field.name.endswith("_s") and isinstance(field.default, float) and field.default > 0.0
+        if (value := getattr(getattr(fleet.file, table), field.name)) > 0.0
+        if not 1 / _MOST_TIMES_DEFAULT < value / field.default < _MOST_TIMES_DEFAULT
+    ]
+    if wrong:
+        yield checked("times", False, ", ".join(wrong), "they are in seconds: correct them")
 
 
 def is_own_address(fleet: Fleet, url: str) -> str:
@@ -69,6 +142,19 @@ def closed_ports(fleet: Fleet) -> Iterator[tuple[str, str]]:
                 yield f"{name}.port {table.port}", "" if taken else f"{table.host}: {reason_of(error)}"
 
 
+async def several_addresses(url: str) -> list[str]:
+    """Return the addresses of a URL's host if it has several of one family; one of each is one machine."""
+    _, host, port = origin(url)
+    by_family: dict[int, dict[str, None]] = {}
+    with contextlib.suppress(OSError, UnicodeError):
+        for family, *_, address in await asyncio.get_running_loop().getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        ):
+            by_family.setdefault(family, {})[str(address[0])] = None
+    most = max(by_family.values(), key=len, default={})
+    return list(most) if len(most) > 1 else []
+
+
 async def publisher_trouble(endpoint: str) -> str:
     """Return why the ZeroMQ address of a publisher takes no connection, "" if it does or is no TCP."""
     parts = urlsplit(endpoint)
@@ -98,3 +184,38 @@ def certificate_trouble(server: ssl.SSLContext, cert: Path) -> str:
         except ssl.SSLError as error:
             return reason_of(error)
     return ""
+
+
+def of_running(fleet: Fleet) -> Iterator[Check]:
+    """Yield checks of the ports and of a hetlb that runs on them already."""
+    if fleet.file.admin.tls is not None:
+        return  # with a certificate that this command need not trust
+    try:
+        instances = running_instances(fleet)
+    except InputError as error:
+        yield checked("running hetlb", False, "one runs, and asks for a token", str(error).partition(": ")[2])
+        return
+    if instances is None:
+        closed = dict(closed_ports(fleet))
+        taken = [name for name, reason in closed.items() if not reason]
+        found = f"taken by another program: {', '.join(taken)}" if taken else "free"
+        advice = "stop it (`ss -ltnp` names it), or choose another number"
+        yield checked("free ports", not taken, found, advice)
+        for name, reason in closed.items():
+            if reason:
+                advice = (
+                    "give an address of this machine, or 0.0.0.0 for all; below 1024 it needs the right to"
+                )
+                yield checked(name, False, reason, advice)
+        return
+    here = {each.name for each in fleet.instances}
+    missing, more = sorted(here - instances.keys()), sorted(instances.keys() - here)
+    down = sorted(name for name, health in instances.items() if health != "up")
+    parts = [f"without {', '.join(missing)}"] if missing else []
+    parts += [f"also with {', '.join(more)}"] if more and fleet.file.discovery is None else []
+    advice = "it runs another file or refused this one: look for `reload_refused` in its log"
+    found = "one runs at these ports" + (f", {'; '.join(parts)}" if parts else "")
+    yield checked("running hetlb", not parts, found, advice)
+    found = f"{len(instances) - len(down)} of {len(instances)} instances are up"
+    found += f", not {', '.join(down)}" if down else ""
+    yield checked("its instances", not down, found, "`hetlb status` and `hetlb top` say why")

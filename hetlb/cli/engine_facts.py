@@ -177,31 +177,37 @@ async def _ask(
     if facts.version is None and facts.table is None:
         facts.version = read_version((await page("/api/version")).body)
         facts.is_ollama = facts.version is not None
-    if not facts.entries and facts.table is None and models.status not in (401, 403):
-        facts.foreign = await _foreign(page)
+    if metrics.headers.get("x-request-id", "").startswith("hetlb-"):
+        facts.foreign = "another hetlb"
+    elif facts.table is None:
+        facts.foreign = await _foreign(page, facts)
     return facts
 
 
-#: Programs by a page that they alone have: its path, and what it holds.
+#: Begins of the `Server` header of engines.
+_ENGINES = ("uvicorn", "hetlb", "python", "llama.cpp")
+#: Programs that answer as an engine does, and others, by a page of their own: its path, and what it holds.
+_GATEWAYS = (("LiteLLM", "/health/liveliness", "alive"),)
 _PROGRAMS = (
+    *_GATEWAYS,
     ("hetlb's admin listener", "/v1/fleet", '"policy"'),
     ("Ollama", "/", "Ollama is running"),
     ("Ollama", "/api/version", '"version"'),
     ("Triton", "/v2", '"name":"triton'),
-    ("LiteLLM", "/health/liveliness", "alive"),
     ("Prometheus", "/-/healthy", "Prometheus"),
     ("Grafana", "/api/health", '"database"'),
 )
 
 
-async def _foreign(page: Callable[[str], Awaitable[_Page]]) -> str:
+async def _foreign(page: Callable[[str], Awaitable[_Page]], facts: EngineFacts) -> str:
     """Return the name of a program that is no engine, by its pages or its `Server` header; "" if unknown."""
-    for name, path, mark in _PROGRAMS:
+    answers = bool(facts.entries) or facts.models_status in (401, 403)
+    for name, path, mark in _GATEWAYS if answers else _PROGRAMS:
         found = await page(path)
         if found.status == 200 and mark in re.sub(r"(?<=[:,{])\s", "", found.body.decode("utf-8", "replace")):
             return name
-    server = (await page("/")).headers.get("Server", "")
-    return "" if server.lower().startswith(("uvicorn", "hetlb")) else server
+    server = "" if answers else (await page("/")).headers.get("Server", "")
+    return "" if server.lower().startswith(_ENGINES) else server
 
 
 def _trouble(error: BaseException) -> str:
@@ -222,7 +228,7 @@ def _read_head(facts: EngineFacts, headers: Mapping[str, str]) -> None:
     server = headers.get("Server", "")
     if "Via" in headers or "x-hetlb-instance" in headers:
         facts.proxy = headers.get("Via", "another hetlb")
-    elif server and not server.lower().startswith(("uvicorn", "hetlb", "python")):
+    elif server and not server.lower().startswith(_ENGINES):
         facts.proxy = server
     told = email.utils.parsedate_tz(headers.get("Date", ""))
     if told is not None:

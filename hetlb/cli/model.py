@@ -6,8 +6,8 @@ import argparse
 import json
 from pathlib import Path
 
-from hetlb.tools.models.facts import ModelFacts
 from hetlb.tools.models.kv_groups import KvBytes
+from hetlb.tools.models.model_facts import ModelFacts
 from hetlb.tools.models.model_file import load_facts
 
 #: Tokens of the sequences whose cache is shown.

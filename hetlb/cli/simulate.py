@@ -20,7 +20,7 @@ from hetlb.errors import InputError, PlanError, TraceError
 from hetlb.options.event_log.eventlog import Replay
 from hetlb.options.profiles.profile_file import load_profile
 from hetlb.tools.loadtest.options import read_known, read_rates
-from hetlb.tools.loadtest.report import percent, runs_table
+from hetlb.tools.loadtest.result_tables import percent, runs_table
 from hetlb.tools.paths.path_log import dispatches, is_path_log
 from hetlb.tools.plan.common.remarks import remarks_on_fleet
 from hetlb.tools.sim.simulation_sweep import TRACE, Ran, Study, StudyCell, run_sweep

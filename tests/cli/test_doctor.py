@@ -7,6 +7,7 @@ import contextlib
 import email.utils
 import io
 import json
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator
@@ -20,6 +21,7 @@ import trustme
 import yaml
 from aiohttp import web
 from helpers import free_port
+from proxy.services import Engine, document, serving
 
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.cli.main import main
@@ -47,6 +49,8 @@ class Plan:
     began: float = 0.0
     several: bool = False
     health: int = 200
+    #: Status of every page, 0 for its own.
+    down: int = 0
     running: int = 0
     waiting: int = 0
     pages: tuple[tuple[str, str], ...] = ()
@@ -70,6 +74,8 @@ async def server(plan: Plan, tls: ssl.SSLContext | None = None) -> AsyncIterator
             and request.headers.get("Authorization") != f"Bearer {plan.key}"
         ):
             return web.Response(status=401, headers=headers)
+        if plan.down:
+            return web.Response(status=plan.down, headers={**headers, "Location": "/login"})
         if plan.pages:
             page = dict(plan.pages).get(request.path)
             return web.Response(status=404 if page is None else 200, text=page, headers=headers)
@@ -446,6 +452,7 @@ async def test_a_profile_of_another_gpu_and_one_that_fits_badly_are_found(tmp_pa
 FOREIGN = {
     "Ollama": (("/", "Ollama is running"), ("/health", "404 page")),
     "Triton": (("/v2", '{"name": "triton", "version": "2.50"}'), ("/health", "")),
+    "LiteLLM": (("/health/liveliness", '"I am alive"'), ("/health", ""), ("/v1/models", MODELS)),
     "hetlb's admin listener": (("/v1/fleet", '{"policy": "hetlb", "models": []}'), ("/health", "")),
     "nginx/1.29": (("/", "<h1>Welcome to nginx!</h1>"),),
 }
@@ -458,6 +465,73 @@ async def test_a_foreign_server_is_named(tmp_path: Path, name: str) -> None:
         [found] = await wrong(tmp_path, [one, two], 1)
     assert found["name"] == "address of s1"
     assert f"{name} answers there" in found["found"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "name", "advice"),
+    [
+        (
+            replace(GOOD, server="llama.cpp", pages=(("/health", ""), ("/v1/models", MODELS))),
+            "metrics of s1",
+            "with --metrics",
+        ),
+        (replace(GOOD, server="llama.cpp", down=503), "address of s1", "until it has loaded its model"),
+        (replace(GOOD, health=403), "address of s1", "let /health pass"),
+        (replace(GOOD, down=302), "address of s1", "without a path"),
+    ],
+    ids=["llama.cpp without figures", "a model that loads", "a gateway", "a page to log in"],
+)
+async def test_what_is_no_vllm_gets_its_own_next_step(
+    tmp_path: Path, plan: Plan, name: str, advice: str
+) -> None:
+    async with server(GOOD) as one, server(plan) as two:
+        [found] = await wrong(tmp_path, [one, two], 1)
+    assert found["name"] == name
+    assert advice in found["advice"]
+
+
+async def test_another_hetlb_is_no_engine(tmp_path: Path) -> None:
+    (folder := tmp_path / "other").mkdir()
+    async with Engine() as engine, serving(folder, document(engine)) as running:
+        [found] = await wrong(tmp_path, [f"http://127.0.0.1:{running.port}"], 1)
+    assert found["name"] == "address of s0"
+    assert "another hetlb answers there" in found["found"]
+
+
+async def test_a_name_of_several_engines_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = socket.getaddrinfo
+
+    def several(host: str, port: int, *rest: Any, **more: Any) -> list[Any]:
+        found = asked("127.0.0.1" if host == "vllm" else host, port, *rest, **more)
+        return found + ([(*found[0][:4], ("127.0.0.2", port))] if host == "vllm" else [])
+
+    monkeypatch.setattr(socket, "getaddrinfo", several)
+    async with server(GOOD) as one:
+        [found] = await wrong(tmp_path, [one.replace("127.0.0.1", "vllm")], 1)
+    assert found["name"] == "directness of s0"
+    assert found["found"] == "its name has 2 addresses: 127.0.0.1, 127.0.0.2"
+    assert "discovery.dns" in found["advice"]
+
+
+async def test_times_in_milliseconds_are_found(tmp_path: Path) -> None:
+    profile = {"version": 2, "name": "a", "prefill": {"k1": 0.1, "k2": 1, "k3": 0.0, "k4": 10}}
+    profile["decode"] = {"k5": 5e-5, "k6": 6e-2, "k7": 0.0, "k8": 1e4}
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(profile))
+    async with server(GOOD) as one:
+        bad = await wrong(tmp_path, [one], 1, {"profile": "p.yaml"}, scrape={"interval_s": 1000})
+    times, steps = bad
+    assert (times["name"], times["found"]) == ("times", "scrape.interval_s 1000 (default 1)")
+    assert steps["name"] == "profile of s0"
+    assert "its times are in seconds" in steps["found"]
+
+
+async def test_targets_in_seconds_are_found(tmp_path: Path) -> None:
+    async with server(GOOD) as one:
+        classes = {"chat": {"ttft_ms": 0.5}, "slow": {"ttft_ms": 500, "tpot_ms": 50}}
+        models = [{"name": "m", "classes": classes, "instances": [{"url": one}]}]
+        [found] = await wrong(tmp_path, [one], 1, models=models)
+    assert (found["name"], found["found"]) == ("targets of m", "chat: ttft_ms 0.5")
+    assert "in milliseconds" in found["advice"]
 
 
 async def test_a_host_without_an_address_is_found(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hetlb.balancer.core.health import FALL, PASSIVE_FALL, HealthTracker
+from hetlb.balancer.core.health import FALL_ANSWERS, FALL_PROBES, HealthTracker
 from hetlb.balancer.core.types import Health, ProbeResult
 
 
@@ -33,7 +33,7 @@ def test_a_suspect_is_up_after_one_probe_or_one_answer() -> None:
 
 def test_missed_probes_eject_after_three_in_a_row() -> None:
     health = tracker()
-    assert [health.on_probe(ProbeResult.FAILED, 0.0) for _ in range(FALL)] == [False, False, True]
+    assert [health.on_probe(ProbeResult.FAILED, 0.0) for _ in range(FALL_PROBES)] == [False, False, True]
     assert health.state is Health.EJECTED
 
 
@@ -57,7 +57,7 @@ def test_the_way_back_takes_two_probes() -> None:
 
 def test_failed_answers_eject_and_a_probe_alone_does_not_bring_back() -> None:
     health = tracker()
-    assert [health.on_failure(0.0, may_eject=True) for _ in range(PASSIVE_FALL)][-1]
+    assert [health.on_failure(0.0, may_eject=True) for _ in range(FALL_ANSWERS)][-1]
     assert health.state is Health.EJECTED
     for _ in range(10):
         assert not health.on_probe(ProbeResult.OK, 1.9)
@@ -68,7 +68,7 @@ def test_a_success_in_between_starts_the_count_anew() -> None:
     health = tracker()
     for i in range(20):
         now = i * 10.0  # fewer than what a share is taken of
-        for _ in range(PASSIVE_FALL - 1):
+        for _ in range(FALL_ANSWERS - 1):
             assert not health.on_failure(now, may_eject=True)
         health.on_success(now)
     assert health.state is Health.UP
@@ -85,7 +85,7 @@ def test_an_ejection_is_as_short_as_the_first_one() -> None:
     health = tracker()
     now = 0.0
     for _ in range(20):
-        for _ in range(PASSIVE_FALL):
+        for _ in range(FALL_ANSWERS):
             health.on_failure(now, may_eject=True)
         assert 2.0 <= health.ejected_until - now <= 3.0
         now = health.ejected_until

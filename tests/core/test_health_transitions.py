@@ -7,11 +7,11 @@ import random
 import pytest
 
 from hetlb.balancer.core.health import (
-    EJECTION_JITTER,
+    EJECTION_JITTER_SHARE,
     EJECTION_S,
-    FALL,
-    PASSIVE_FALL,
-    RISE,
+    FALL_ANSWERS,
+    FALL_PROBES,
+    RISE_PROBES,
     HealthTracker,
     Verdict,
     verdict,
@@ -48,10 +48,10 @@ def test_every_change_says_why() -> None:
     assert health.reason == "not probed yet"
     assert health.on_probe(OK, 0.0)
     assert health.reason == "probe answered"
-    for _ in range(FALL):
+    for _ in range(FALL_PROBES):
         health.on_probe(FAILED, 0.0)
     assert (health.state, health.reason) == (Health.EJECTED, "3 probes failed in a row")
-    for _ in range(RISE):
+    for _ in range(RISE_PROBES):
         health.on_probe(OK, health.ejected_until)
     assert (health.state, health.reason) == (Health.UP, "2 probes answered")
     assert health.on_refused(20.0)
@@ -68,14 +68,14 @@ def test_an_answer_says_why_too() -> None:
 
 def test_failures_say_how_many() -> None:
     health = tracker()
-    assert failing(health, PASSIVE_FALL) == [False] * (PASSIVE_FALL - 1) + [True]
+    assert failing(health, FALL_ANSWERS) == [False] * (FALL_ANSWERS - 1) + [True]
     assert health.reason == "5 answers failed in a row"
     assert health.ejected_for_failures
 
 
 def test_the_only_one_becomes_suspect_and_says_so() -> None:
     health = tracker()
-    changes = [health.on_probe(FAILED, 0.0, alone=True) for _ in range(FALL)]
+    changes = [health.on_probe(FAILED, 0.0, alone=True) for _ in range(FALL_PROBES)]
     assert changes == [False, False, True]
     assert (health.state, health.reason) == (Health.SUSPECT, "3 probes failed in a row")
 
@@ -97,7 +97,7 @@ def test_a_probe_says_how_it_failed() -> None:
     assert suspect.reason == "no answer in 2 s"
     for alone, state in ((True, Health.SUSPECT), (False, Health.EJECTED)):
         health = tracker()
-        for _ in range(FALL):
+        for _ in range(FALL_PROBES):
             health.on_probe(FAILED, 0.0, alone=alone, detail="no answer in 2 s")
         assert (health.state, health.reason) == (state, "3 probes failed in a row: no answer in 2 s")
     health = tracker()
@@ -115,14 +115,14 @@ def test_a_probe_says_how_it_failed() -> None:
 @pytest.mark.parametrize("drawn", [0.0, 0.25, 0.5, 1.0])
 def test_the_time_out_is_spread_by_chance(drawn: float) -> None:
     health = tracker(drawn=drawn)
-    failing(health, PASSIVE_FALL, 100.0)
-    spread = 1.0 + EJECTION_JITTER * (2.0 * drawn - 1.0)
+    failing(health, FALL_ANSWERS, 100.0)
+    spread = 1.0 + EJECTION_JITTER_SHARE * (2.0 * drawn - 1.0)
     assert health.ejected_until == pytest.approx(100.0 + EJECTION_S * spread)
 
 
 def test_the_way_back_begins_anew_with_every_miss() -> None:
     health = tracker()
-    failing(health, PASSIVE_FALL)
+    failing(health, FALL_ANSWERS)
     later = health.ejected_until
     assert not health.on_probe(OK, later - 0.001)
     assert not health.on_probe(FAILED, later)
@@ -134,8 +134,8 @@ def test_the_way_back_begins_anew_with_every_miss() -> None:
 
 def test_probes_before_the_time_is_over_count_but_do_not_suffice() -> None:
     health = tracker()
-    failing(health, PASSIVE_FALL)
-    for _ in range(RISE + 1):
+    failing(health, FALL_ANSWERS)
+    for _ in range(RISE_PROBES + 1):
         assert not health.on_probe(OK, health.ejected_until - 0.001)
     assert health.on_probe(OK, health.ejected_until)
 
@@ -143,29 +143,29 @@ def test_probes_before_the_time_is_over_count_but_do_not_suffice() -> None:
 def test_what_was_counted_before_it_came_back_is_forgotten() -> None:
     """Neither missed probes nor failed answers of before count, in whatever state."""
     health = tracker()
-    for _ in range(FALL - 1):
+    for _ in range(FALL_PROBES - 1):
         health.on_probe(FAILED, 0.0)
     assert not health.on_probe(OK, 0.0)
-    assert [health.on_probe(FAILED, 0.0) for _ in range(FALL)] == [False, False, True]
-    for _ in range(RISE):
+    assert [health.on_probe(FAILED, 0.0) for _ in range(FALL_PROBES)] == [False, False, True]
+    for _ in range(RISE_PROBES):
         health.on_probe(OK, health.ejected_until)
-    assert [health.on_probe(FAILED, 50.0) for _ in range(FALL)] == [False, False, True]
+    assert [health.on_probe(FAILED, 50.0) for _ in range(FALL_PROBES)] == [False, False, True]
     health = tracker()
-    failing(health, PASSIVE_FALL - 1)
+    failing(health, FALL_ANSWERS - 1)
     assert health.on_refused(0.0)
-    for _ in range(RISE):
+    for _ in range(RISE_PROBES):
         health.on_probe(OK, 0.0)
-    assert failing(health, PASSIVE_FALL)[:-1] == [False] * (PASSIVE_FALL - 1)
+    assert failing(health, FALL_ANSWERS)[:-1] == [False] * (FALL_ANSWERS - 1)
 
 
 def test_a_refused_connection_means_another_process() -> None:
     """Not half-open: one failed answer does not eject it."""
     health = tracker()
-    failing(health, PASSIVE_FALL)
+    failing(health, FALL_ANSWERS)
     assert health.ejected_for_failures
     assert not health.on_refused(1.0)
     assert health.ejected_for_failures is False
-    for _ in range(RISE):
+    for _ in range(RISE_PROBES):
         health.on_probe(OK, health.ejected_until)
     assert health.state is Health.UP
     assert not health.on_failure(health.ejected_until, may_eject=True)
@@ -173,23 +173,23 @@ def test_a_refused_connection_means_another_process() -> None:
 
 def test_half_open_until_an_answer_ends_well() -> None:
     health = tracker()
-    failing(health, PASSIVE_FALL)
-    for _ in range(RISE):
+    failing(health, FALL_ANSWERS)
+    for _ in range(RISE_PROBES):
         health.on_probe(OK, health.ejected_until)
     assert not health.on_answering(health.ejected_until)  # begun is not ended
     assert health.on_failure(health.ejected_until, may_eject=True)
     assert (health.state, health.reason) == (Health.EJECTED, "failed again after it came back")
-    for _ in range(RISE):
+    for _ in range(RISE_PROBES):
         health.on_probe(OK, health.ejected_until)
     assert not health.on_success(health.ejected_until)
-    assert failing(health, PASSIVE_FALL, health.ejected_until) == [False] * (PASSIVE_FALL - 1) + [True]
+    assert failing(health, FALL_ANSWERS, health.ejected_until) == [False] * (FALL_ANSWERS - 1) + [True]
 
 
 def test_probes_from_before_it_was_ejected_are_not_of_the_way_back() -> None:
     health = tracker()
-    for _ in range(RISE):
+    for _ in range(RISE_PROBES):
         assert not health.on_probe(OK, 0.0)
-    failing(health, PASSIVE_FALL)
+    failing(health, FALL_ANSWERS)
     assert not health.on_probe(OK, health.ejected_until)
     assert health.on_probe(OK, health.ejected_until)
     assert health.reason == "2 probes answered"
@@ -206,9 +206,9 @@ def test_an_instance_is_clean_when_no_success_could_make_it_better() -> None:
     assert health.clean is False
     health.on_success(1.0)
     assert health.clean is True
-    failing(health, PASSIVE_FALL, 100.0)
+    failing(health, FALL_ANSWERS, 100.0)
     assert health.clean is False
-    for _ in range(RISE):
+    for _ in range(RISE_PROBES):
         health.on_probe(OK, health.ejected_until)
     assert (health.state, health.clean) == (Health.UP, False)
     health.on_success(110.0)
@@ -220,13 +220,13 @@ def test_only_its_answers_make_an_ejection_one_for_failures() -> None:
     refused.on_refused(0.0)
     assert refused.ejected_for_failures is False
     health = tracker()
-    failing(health, PASSIVE_FALL)
+    failing(health, FALL_ANSWERS)
     assert health.ejected_for_failures is True
-    for _ in range(RISE):
+    for _ in range(RISE_PROBES):
         health.on_probe(OK, health.ejected_until)
     assert health.ejected_for_failures is False
     health.on_success(health.ejected_until)
-    for _ in range(FALL):
+    for _ in range(FALL_PROBES):
         health.on_probe(FAILED, 20.0)
     assert (health.state, health.ejected_for_failures) == (Health.EJECTED, False)
 
@@ -253,15 +253,15 @@ def test_an_ejected_instance_is_not_clean_whatever_it_answers() -> None:
 
 def test_an_ejected_instance_is_not_ejected_again() -> None:
     health = tracker()
-    failing(health, PASSIVE_FALL)
+    failing(health, FALL_ANSWERS)
     until = health.ejected_until
-    assert failing(health, PASSIVE_FALL) == [False] * PASSIVE_FALL
+    assert failing(health, FALL_ANSWERS) == [False] * FALL_ANSWERS
     assert health.ejected_until == until
 
 
 def test_an_instance_that_may_not_be_ejected_stays() -> None:
     health = tracker()
-    assert not any(health.on_failure(0.0, may_eject=False) for _ in range(3 * PASSIVE_FALL))
+    assert not any(health.on_failure(0.0, may_eject=False) for _ in range(3 * FALL_ANSWERS))
     assert health.state is Health.UP
     assert health.on_failure(0.0, may_eject=True)
 
@@ -273,8 +273,8 @@ def test_a_success_is_heeded_after_every_kind_of_trouble() -> None:
     health.on_probe(FAILED, 0.0)
     health.on_probe(FAILED, 0.0)
     assert not health.on_answering(0.0)
-    assert [health.on_probe(FAILED, 0.0) for _ in range(FALL)] == [False, False, True]
+    assert [health.on_probe(FAILED, 0.0) for _ in range(FALL_PROBES)] == [False, False, True]
     health = tracker()
-    failing(health, PASSIVE_FALL - 1)
+    failing(health, FALL_ANSWERS - 1)
     assert not health.on_success(0.0)
-    assert failing(health, PASSIVE_FALL) == [False] * (PASSIVE_FALL - 1) + [True]
+    assert failing(health, FALL_ANSWERS) == [False] * (FALL_ANSWERS - 1) + [True]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.core.policies.score_terms import TERMS
+from hetlb.balancer.core.predictor import PRIOR_OUTPUT_TOKENS, OnlinePredictor
 from hetlb.balancer.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome
 from hetlb.options.length_samples.samples import OraclePredictor
 
@@ -85,6 +86,42 @@ def test_a_burst_does_not_fill_a_slow_instance_for_longer_than_the_fast_one_need
     mix = scheduler.placement.demands[MODEL].mix
     fast_s, slow_s = (mix.size / mix.speed(instance) for instance in scheduler.instances)
     assert 0 < placed.count("slow") * slow_s < 3 * 300 * fast_s
+
+
+def test_answers_at_once_of_unknown_lengths_have_room_for_half_a_long_one_until_some_have_ended() -> None:
+    """Known lengths of the same mean are booked half-grown."""
+    booked = {}
+    for predictor in (OnlinePredictor(), OraclePredictor(dict.fromkeys(range(300), 256))):
+        scheduler = make_scheduler([spec("a", capacity=capacity(256, 50_000))], "hetlb", predictor=predictor)
+        for i in range(300):
+            scheduler.on_arrival(request(i, prompt=100, max_tokens=None), 0.0)
+        booked[type(predictor)] = scheduler.instances[0].sequences
+    assert booked[OnlinePredictor] == int(50_000 / (100 + 4 * PRIOR_OUTPUT_TOKENS / 2))
+    assert booked[OraclePredictor] > 1.5 * booked[OnlinePredictor]
+
+
+def test_answers_that_run_on_make_a_long_one_longer_until_as_many_have_ended() -> None:
+    scheduler = make_scheduler([spec("a", capacity=capacity(256))], "hetlb")
+    leases = [
+        dispatched(scheduler.on_arrival(request(i, prompt=100, max_tokens=None), 0.0)) for i in range(100)
+    ]
+    [instance] = scheduler.instances
+
+    def long(now: float, max_tokens: int | None = None) -> float:
+        asked = request(1000, prompt=100, max_tokens=max_tokens)
+        predicted = scheduler.predictor.predict(asked)
+        return scheduler.placement.context(asked, predicted, 0, now, None).long_output
+
+    assert long(0.0) == 4 * PRIOR_OUTPUT_TOKENS
+    scheduler.on_lease_ended(leases[0], Outcome.CLIENT_GONE, 60.0)
+    age = instance.grown_tokens / instance.sequences
+    assert age > 1000
+    assert long(60.0) == pytest.approx(4 * PRIOR_OUTPUT_TOKENS * (1 + age / PRIOR_OUTPUT_TOKENS))
+    assert long(60.0, max_tokens=2000) == 2000
+    for lease in leases[1:51]:
+        lease.output_tokens = 1000
+        scheduler.on_lease_ended(lease, Outcome.OK, 60.0)
+    assert long(60.0) == scheduler.predictor.long(request(1000, max_tokens=None))
 
 
 def test_terms_add_up_to_something_one_can_read() -> None:

@@ -16,7 +16,7 @@ from hetlb.balancer.core.types import InstanceAdded, InstanceRemoved, Outcome
 #: Prefixes of a prompt as turns taken in a tree: equal ways are equal prefixes of equal length.
 PATHS = st.lists(st.sampled_from("ab"), min_size=1, max_size=4).map("".join)
 TURN_TOKENS = {"a": 100, "b": 70}
-MOST_UNUSED = 6
+MOST_UNUSED_NODES = 6
 
 
 def length(way: str) -> int:
@@ -32,7 +32,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex(MOST_UNUSED)
+        self.index = PrefixIndex(MOST_UNUSED_NODES)
         self.trees = [Tree(self.index, number) for number in range(2)]
         self.retired: list[Tree] = []
         self.leases: list[tuple[Tree, str, Shared]] = []
@@ -82,7 +82,7 @@ class IndexMachine(RuleBasedStateMachine):
         tree.evict(room)
         assert tree.unused_tokens <= max(0, room)
         assert used <= tree.nodes.keys()
-        assert self.index.unused <= MOST_UNUSED or not tree.unused
+        assert self.index.unused <= MOST_UNUSED_NODES or not tree.unused
 
     @rule(number=st.integers(0, 1))
     def retire(self, number: int) -> None:

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from hetlb.balancer.core.latency import LatencyModel, delay_of_reading_s
 from hetlb.balancer.core.rate import MEMORY_S
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.speed import MOST_PROFILED, MOST_UNPROFILED, PRIOR_S, TRUST, SpeedTracker
+from hetlb.balancer.core.speed import (
+    MOST_PROFILED_FACTOR,
+    MOST_UNPROFILED_FACTOR,
+    PRIOR_S,
+    TRUSTED_FACTOR,
+    SpeedTracker,
+)
 from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
@@ -80,8 +86,8 @@ def test_the_factor_is_bounded_and_never_within_the_trust(answers: list[tuple[fl
     tracker, now = SpeedTracker(True, 0.0), 0.0
     for slower, running, prompts in answers:
         now = answer(tracker, now, slower, running, prompts)
-        assert 1 / MOST_PROFILED <= tracker.factor <= MOST_PROFILED
-        assert tracker.factor == 1.0 or not 1 / TRUST <= tracker.factor <= TRUST
+        assert 1 / MOST_PROFILED_FACTOR <= tracker.factor <= MOST_PROFILED_FACTOR
+        assert tracker.factor == 1.0 or not 1 / TRUSTED_FACTOR <= tracker.factor <= TRUSTED_FACTOR
 
 
 def serve(scheduler: Scheduler, slower: float, streamed: bool, count: int = 80) -> None:
@@ -138,7 +144,7 @@ def test_until_an_instance_answers_it_is_as_far_off_as_others_are() -> None:
         scheduler.on_instance(AdminStateSet(name, AdminState.DRAIN), 0.0)
     serve(scheduler, 2.0, True)
     a, other, bare = scheduler.instances
-    assert a.speed.factor > TRUST
+    assert a.speed.factor > TRUSTED_FACTOR
     assert other.speed.factor == pytest.approx(a.speed.factor, rel=0.06)
     assert (other.speed.seen, bare.speed.factor) == (False, 1.0)
     assert other.latency.k8 == pytest.approx(other.speed.factor * other.nominal.k8)
@@ -178,7 +184,7 @@ def test_without_profiles_the_guess_is_corrected_by_others_and_replaced_by_the_f
     serve(scheduler, 3.0, True)
     a, b, c = scheduler.instances
     assert b.speed.factor == pytest.approx(a.speed.factor, rel=0.06)
-    assert b.speed.factor > TRUST
+    assert b.speed.factor > TRUSTED_FACTOR
     assert (b.speed.seen, b.speed.confidence, c.speed.factor) == (False, 0.0, 1.0)
     tracker = SpeedTracker(False, 0.0)
     assert tracker.assume(3.0)
@@ -250,7 +256,9 @@ def test_without_a_profile_the_first_answer_counts_alone() -> None:
     assert tracker.factor == pytest.approx(1101.0 / 1000.1)
 
 
-@pytest.mark.parametrize(("profiled", "most"), [(True, MOST_PROFILED), (False, MOST_UNPROFILED)])
+@pytest.mark.parametrize(
+    ("profiled", "most"), [(True, MOST_PROFILED_FACTOR), (False, MOST_UNPROFILED_FACTOR)]
+)
 def test_the_factor_ends_at_its_bounds(profiled: bool, most: float) -> None:
     slow, fast = SpeedTracker(profiled, 0.0), SpeedTracker(profiled, 0.0)
     assert slow.observe_prefill(1.0, 1e6, 0.0)
@@ -283,7 +291,7 @@ def test_at_the_edge_of_the_trust_the_profile_is_believed() -> None:
     """With the seconds of agreement that stand against it: 12 s for 10, or 10 s for 12."""
     for expected_s, took_s in ((5.0, 7.0), (7.0, 5.0)):
         tracker = SpeedTracker(True, 0.0)
-        assert (PRIOR_S + max(expected_s, took_s)) / (PRIOR_S + min(expected_s, took_s)) == TRUST
+        assert (PRIOR_S + max(expected_s, took_s)) / (PRIOR_S + min(expected_s, took_s)) == TRUSTED_FACTOR
         assert not tracker.observe_prefill(expected_s, took_s, 0.0)
         assert tracker.factor == 1.0
 

@@ -15,7 +15,7 @@ from faults.rig import Rig
 from faults.upstream_cases import refused, whole
 from helpers import HANG_S
 
-from hetlb.balancer.core.health import EJECTION_JITTER, EJECTION_S, FALL
+from hetlb.balancer.core.health import EJECTION_JITTER_SHARE, EJECTION_S, FALL_PROBES
 
 GOOD = METRICS % (1, 0.25)
 
@@ -115,7 +115,7 @@ async def health_flaps(rig: Rig) -> None:
 @case("M5", "green-but-failing", engines=2, policy={"name": "least-requests"}, modes=("junk",))
 async def probes_are_green_and_answers_fail(rig: Rig) -> None:
     loop = asyncio.get_running_loop()
-    over = loop.time() + EJECTION_S * (1.0 - EJECTION_JITTER)  # no ejection ends before
+    over = loop.time() + EJECTION_S * (1.0 - EJECTION_JITTER_SHARE)  # no ejection ends before
     answers = [await rig.ask() for _ in range(30)]
     ejections = await rig.ejections("i0")
     assert ejections >= 1
@@ -151,7 +151,7 @@ async def probes_time_out_while_tokens_flow(rig: Rig) -> None:
         answer = await client.first_token()
         await rig.engine.visit(1)
         rig.engine.health = "stall"
-        await rig.engine.probed(FALL + 2)
+        await rig.engine.probed(FALL_PROBES + 2)
         assert await rig.health("i0") == "up"
         rig.engine.length = 0  # enough
         assert (await client.rest(answer)).done

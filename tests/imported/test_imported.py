@@ -264,6 +264,21 @@ def test_patterns_of_names_are_refused(
             ["http://gpu:1"],
             "database_url: postgresql://***@db/x",
         ),
+        (
+            "http { upstream a { server gpu:1; }\n"
+            " server { listen ${PORT}; location / { proxy_pass http://a; }\n"
+            " location = /auth { internal; proxy_pass http://auth:9; } } }\n",
+            ["http://gpu:1"],
+            "3: location = /auth { internal;",
+        ),
+        (
+            "services:\n a: {image: vllm/vllm-openai, environment: {VLLM_API_KEY: hush}, ports: ['8000'],"
+            " command: --model org/m}\n"
+            " b: {extends: {service: a}}\n c: {extends: a, command: --model org/m --port 9}\n"
+            " d: {extends: {file: none.yaml, service: a}}\n e: {extends: e}\n",
+            ["http://a:8000", "http://b:8000", "http://c:9"],
+            "services.d: extends what is not there",
+        ),
     ],
 )
 def test_further_forms_are_read_and_no_secret_is_shown(
@@ -276,6 +291,17 @@ def test_further_forms_are_read_and_no_secret_is_shown(
     lines = "\n".join(draft.left_out)
     assert left in lines
     assert "hush" not in lines
+
+
+def test_a_compose_service_extends_one_of_another_file(tmp_path: Path) -> None:
+    (tmp_path / "compose.yaml").write_text("services: {a: {extends: {file: base/b.yaml, service: b}}}\n")
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "b.yaml").write_text(
+        "services:\n b: {extends: c, command: vllm serve org/m --max-num-seqs 7}\n"
+        " c: {image: vllm/vllm-openai}\n"
+    )
+    [model] = read_foreign(tmp_path / "compose.yaml").models.values()
+    assert [(each.url, each.max_num_seqs) for each in model.instances] == [("http://a:8000", 7)]
 
 
 def test_broken_yaml_is_said_with_its_line(tmp_path: Path) -> None:

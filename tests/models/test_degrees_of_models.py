@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.tools.models.degrees import ModelShape, refusal
-from hetlb.tools.models.facts import read_facts
 from hetlb.tools.models.layer import Heads
+from hetlb.tools.models.model_facts import read_facts
 
 CONFIGS = json.loads((Path(__file__).parent / "data/degrees.json").read_text())
 

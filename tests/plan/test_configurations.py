@@ -13,7 +13,7 @@ import yaml
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.errors import ConfigError
 from hetlb.options.profiles.profile_file import load_profile
-from hetlb.tools.models.facts import read_facts
+from hetlb.tools.models.model_facts import read_facts
 from hetlb.tools.plan.common.capacity import divide_layers
 from hetlb.tools.plan.configurations import candidates, capacity_of
 from hetlb.tools.plan.market import Market, load_market

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
-from hetlb.balancer.core.health import PASSIVE_FALL, Verdict
+from hetlb.balancer.core.health import FALL_ANSWERS, Verdict
 from hetlb.balancer.core.types import Health
 from hetlb.balancer.exchange import ends, exchange_states
 from hetlb.balancer.exchange.ends import ENDS, End
@@ -37,7 +37,7 @@ def test_every_row_is_judged_here() -> None:
 def test_an_end_counts_as_its_row_says(end: End) -> None:
     assert end.counts_as is COUNTS[end.name]
     scheduler = make_scheduler([spec("a"), spec("b")], "single")
-    for number in range(PASSIVE_FALL):
+    for number in range(FALL_ANSWERS):
         (one,) = (each for each in scheduler.instances if each.name == "a")
         commands = scheduler.on_arrival(request(number), float(number))
         lease = dispatched(commands)

@@ -14,8 +14,7 @@ from hetlb.balancer.clients import client_response
 from hetlb.balancer.core.policies.base import Policy
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.types import AdminState, AdminStateSet, Capacity, CapacityLearned
-from hetlb.balancer.exchange import engine_answer, engine_request, exchange
-from hetlb.balancer.exchange import plain as plain_attempt
+from hetlb.balancer.exchange import engine_answer, engine_request, exchange, plain_attempt
 from hetlb.balancer.exchange import streamed_answer as streamed
 
 pytestmark = pytest.mark.skipif(

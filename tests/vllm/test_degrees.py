@@ -15,7 +15,7 @@ import pytest
 from engines import VENV_PYTHON
 
 from hetlb.tools.models.degrees import ModelShape, refusal
-from hetlb.tools.models.facts import read_facts
+from hetlb.tools.models.model_facts import read_facts
 
 pytestmark = pytest.mark.vllm
 

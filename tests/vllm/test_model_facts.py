@@ -16,8 +16,8 @@ import pytest
 from engines import VENV_PYTHON
 
 from hetlb.tools.models.config_keys import ALIASES
-from hetlb.tools.models.facts import read_facts
 from hetlb.tools.models.families import FAMILIES, model_type_of
+from hetlb.tools.models.model_facts import read_facts
 
 pytestmark = pytest.mark.vllm
 

@@ -369,6 +369,9 @@ def test_data_sets_are_known_by_their_keys(tmp_path: Path, text: str, rows: list
         ("Type,Name,Request Count,Failure Count\nPOST,/v1,10,0\n", "a summary of Locust"),
         ('{"attack": "", "seq": 1, "latency": 5, "bytes_out": 0, "bytes_in": 2}\n', "results of Vegeta"),
         ('{"metric": "http_reqs", "type": "Point", "data": {"value": 1}}\n', "results of k6"),
+        ("timeStamp,elapsed,label,responseCode\n1700000000000,200,chat,200\n", "results of JMeter"),
+        ("response-time,DNS+dialup,status-code,offset\n0.01,0.0,200,0.0\n", "results of hey"),
+        ('{"summary": {"total": 10.0}, "responseTimeHistogram": {"0.01": 3}}', "a summary of oha"),
         (
             '{"input_len": 9, "output_len": 5, "overall_throughput": 1}\n',
             "batches of SGLang's bench_one_batch",
@@ -382,6 +385,14 @@ def test_results_without_tokens_are_called_by_their_name(tmp_path: Path, text: s
     for read in (read_trace, read_log):
         with pytest.raises(TraceError, match=f"expected each request with its tokens, got {said}"):
             read(path)
+
+
+@pytest.mark.parametrize("text", ["", " \n", "[]", "[ ]\n"])
+def test_a_file_of_nothing_says_so(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "t"
+    path.write_text(text)
+    with pytest.raises(TraceError, match="expected requests, got nothing"):
+        read_trace(path)
 
 
 def test_times_of_a_table_need_a_unit_where_nothing_tells_it(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Access: tokens, keys, certificates and networks of clients, operators and engines.
 
-Files and variables are read at start and at reload; an error names the key of the fleet file and where it
-points, never what stands there, and no secret is in a `repr`.
+Files and variables are read at start and at reload; an error names the key of the fleet file and its
+source, never the secret, and no secret is in a `repr`.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def load_access(fleet: Fleet) -> Access:
 def read_secret(file: str | None, env: str | None, key: str, base: Path) -> bytes | None:
     """Return the secret of a file (without line end) or variable, or None. Raises `ConfigError`.
 
-    `key` is what the two keys of the fleet file have in common.
+    `key` is the common beginning of the two keys of the fleet file.
     """
     if file is not None:
         key, path = f"{key}_file", base / file

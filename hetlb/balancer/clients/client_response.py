@@ -22,7 +22,6 @@ from hetlb.balancer.http.http1 import RequestHead, ResponseHead, number
 _PATIENCE: Final = {b"x-stainless-read-timeout": 1.0, b"x-envoy-expected-rq-timeout-ms": 1e-3}
 #: Seconds before a client's own timeout at which it gets an answer.
 _MARGIN_S: Final = 1.0
-#: Looked up here and not for every request: a member of an enum costs as much as a call.
 NOTHING: Final = Response.NOTHING
 HEARTBEATS: Final = Response.HEARTBEATS
 STARTED: Final = Response.STARTED

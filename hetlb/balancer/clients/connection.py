@@ -1,7 +1,7 @@
 """Connections of clients: requests are read, one at a time, and answered in order.
 
-A client that leaves is noticed in every phase. What is held of bodies and of requests behind the one being
-answered is bounded; no connection has more than one read looked at before the others have their turn.
+A client that leaves is noticed in every phase. Held bytes of bodies and of requests behind the one being
+answered are bounded; no connection has more than one read parsed before the others have their turn.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ _BODY_STOP_S: Final = 10.0
 LINGER_S: Final = 2.0
 #: Bytes of the kernel's send buffer of a client's connection.
 _SEND_BUFFER_BYTES: Final = 64 << 10
-#: Looked up here and not for every request: a member of an enum costs as much as a call.
 _IDLE: Final = ClientState.IDLE
 _HEAD: Final = ClientState.HEAD
 _BODY: Final = ClientState.BODY
@@ -169,7 +168,7 @@ class ClientConnection(PacedReader):
         return _nowhere if self._transport is None else self._transport.write
 
     def hand_over(self, protocol: asyncio.Protocol) -> tuple[asyncio.Transport, bytes]:
-        """Let another protocol have the transport, and what came behind the request; `break_off` ends it."""
+        """Let another protocol have the transport, and the bytes behind the request; `break_off` ends it."""
         transport, reader = self._transport, self._reader
         assert transport is not None, "expected a connection that is open"
         self.state = states.UPGRADED.take(self.state)

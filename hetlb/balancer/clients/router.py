@@ -24,7 +24,7 @@ from hetlb.balancer.core.types import RejectReason, Request
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.engine_request import EngineRequest
 from hetlb.balancer.exchange.exchange import Exchange
-from hetlb.balancer.exchange.plain import PlainMaker
+from hetlb.balancer.exchange.plain_attempt import PlainMaker
 from hetlb.balancer.exchange.scheduler_driver import several_models
 from hetlb.balancer.hooks import hook
 from hetlb.balancer.http import error_responses
@@ -57,7 +57,6 @@ _RESUMED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 #: Balancers ask here, and have no key.
 _OPEN_PATHS = frozenset({"/health", "/ping"})
 _OWN_PATHS = _OPEN_PATHS | {"/version", "/v1/models"}
-#: Looked up here and not for every request: a member of an enum costs as much as a call.
 _AUDIO: Final = Kind.AUDIO
 _PLAIN: Final = Kind.PLAIN
 _REALTIME: Final = Kind.REALTIME
@@ -88,7 +87,7 @@ class Router:
         self.classes: RequestClasses | None = None
         #: Ways of resuming answers by model and class; others as `proxy.resume` says.
         self.resume: Mapping[tuple[str, str], Resume] = {}
-        #: Makes the attempts of requests that no option has to do with.
+        #: Makes the attempts of requests without options.
         self._plain = PlainMaker(driver)
         #: Makes the attempts of answers that may go on elsewhere, None before the first.
         self._resumption: Any = None
@@ -126,7 +125,7 @@ class Router:
         return b"" if self._pages is None else self._pages.lines(head)
 
     def knows(self, path: str) -> bool:
-        """Return True if something that takes a body is at a path."""
+        """Return True if a path is known that takes a body."""
         return path in ENDPOINTS or path in self._extra_paths
 
     def handle(

@@ -1,10 +1,10 @@
-"""Account of one instance: what it was sent, what of that ended well, when its last token came.
+"""Account of one instance: its requests, their ends, and the time of its last token.
 
 A lost answer is a refusal (4xx, 429, 503), a server error, an error event, a broken stream, or a client that
 left after a long wait without a byte. A 4xx is one where another instance answers the same request: that is
 tried once an instance has refused several in a row, with one request at a time, or surely a larger share of
 its requests than another one. The share of lost answers
-counts against that of the best other instance of the model: losses that hit all alike are the clients' doing.
+counts against the best other instance of the model: losses that hit all alike are the clients' doing.
 `excess` is the difference that is certain,
 
     excess = max(0, (lower(own) - best) / (1 - best)),
@@ -23,35 +23,35 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-#: Evidence this old counts 1/e, in seconds.
+#: Age of evidence, in seconds, at which it counts 1/e.
 MEMORY_S: Final = 20.0
-#: From this excess on an instance is in doubt, with this many lost answers at least: one is no fault.
-DOUBT: Final = 0.3
-_LEAST_LOST: Final = 1.5
-#: Answers that are remembered at most, so that few new ones outweigh them.
-_MOST_KEPT: Final = 16.0
+#: Excess from which an instance is in doubt, and the least number of lost answers for it: one is no fault.
+DOUBT_EXCESS: Final = 0.3
+_LEAST_LOST_ANSWERS: Final = 1.5
+#: Number of answers remembered, so that a few new ones outweigh them.
+_MOST_ANSWERS: Final = 16.0
 #: Answers in a row that end well after which lost ones before them are forgotten.
-_FORGIVEN: Final = 3
+_FORGIVING_ANSWERS: Final = 3
 #: Refusals (4xx) in a row from which on another instance is asked whose mistake they are.
-SUSPECT: Final = 3
-#: Quantile of the normal distribution for the lower end of an interval, 90 % one-sided.
-_QUANTILE: Final = 1.28
-#: Lost answers and answers that are assumed of the other instances before any ended there.
-_PRIOR_LOST: Final = 0.2
-_PRIOR: Final = 2.0
-#: Pause after a trial in seconds, and the longest: it doubles with each that fails.
+SUSPECT_REFUSALS: Final = 3
+#: Standard deviations below a share at which its interval begins: 90 % one-sided.
+_LOWER_DEVIATIONS: Final = 1.28
+#: Lost answers, and all answers, that are assumed of another instance before any ended there.
+_PRIOR_LOST_ANSWERS: Final = 0.2
+_PRIOR_ANSWERS: Final = 2.0
+#: Seconds of a pause after a trial, doubled with each trial that fails, and the longest.
 PAUSE_S: Final = 1.0
 MOST_PAUSE_S: Final = 3.0
-#: Without a token for this many times what is expected, and for these seconds, an instance is stalled.
-SEVERAL: Final = 5.0
+#: Multiple of the expected time, and seconds, without a token after which an instance is stalled.
+STALL_FACTOR: Final = 5.0
 LEAST_SILENCE_S: Final = 2.0
 #: The same while no answer has shown its speed.
 UNKNOWN_SILENCE_S: Final = 10.0
-#: A stream without a token for this long, and for `SEVERAL` steps, stands still: that is no slow step.
+#: Seconds, and `STALL_FACTOR` steps, without a token after which a stream stands still: that is no slow step.
 STANDS_S: Final = 0.5
-#: Counters that a scrape read within these seconds tell whether an engine works.
+#: Age in seconds beyond which counters of a scrape do not tell whether an engine works.
 COUNTERS_STALE_S: Final = 5.0
-#: A client waits this long before it tries again (OpenAI's SDK), in seconds.
+#: Seconds that a client waits before its next try (OpenAI's SDK).
 _NEXT_TRY_S: Final = 0.5
 _MOST_EXCESS: Final = 0.95
 
@@ -83,10 +83,10 @@ class Account:
         self.asked_until = -math.inf
         #: Time of its last token, as far as it is known.
         self.token_at = now
-        #: Since when nothing came of it though something should, None while it works; the same once certain.
+        #: Time of the first missing sign of work, None while it works; and the same once it is certain.
         self.silent_since: float | None = None
         self.stalled_since: float | None = None
-        #: Seconds by which its next token is late.
+        #: Seconds that its next token is late.
         self.overdue_s = 0.0
         #: Its counter of tokens, when it was read, before which reading it last moved, and whether it stands
         #: still since its last token.
@@ -97,10 +97,10 @@ class Account:
         self.trial = 0
         self.next_trial_at = -math.inf
         self._pause_s = PAUSE_S
-        #: Requests elsewhere that end a pause (0: time alone does), and those so far.
+        #: Requests elsewhere that end a pause (0: time alone does), and such requests so far.
         self._skip = self._skipped = 0
 
-    # --- what became of its answers ---
+    # --- ends of its answers ---
 
     @property
     def troubled(self) -> bool:
@@ -115,7 +115,7 @@ class Account:
             return False
         self._keep_newest()
         self._in_a_row += 1
-        if self._in_a_row >= _FORGIVEN:
+        if self._in_a_row >= _FORGIVING_ANSWERS:
             self.lost = 0.0
         if self.excess > 0.0:
             self._begin_trials(now)
@@ -138,7 +138,7 @@ class Account:
     @property
     def suspect(self) -> bool:
         """Return True if it refused several requests in a row."""
-        return self.refusals >= SUSPECT
+        return self.refusals >= SUSPECT_REFUSALS
 
     def refuses(self) -> None:
         """Count a refusal (4xx) that may be its client's mistake."""
@@ -149,19 +149,19 @@ class Account:
 
     def refuses_more(self, others: Iterable[Account]) -> bool:
         """Return True if it surely refuses (4xx) a larger share than another one that answers."""
-        if self.refused < SUSPECT:
+        if self.refused < SUSPECT_REFUSALS:
             return False
         certain = lower_share(self.refused, self.refused + self.well)
         return any(
-            certain > (each.refused + _PRIOR_LOST) / (each.refused + each.well + _PRIOR)
+            certain > (each.refused + _PRIOR_LOST_ANSWERS) / (each.refused + each.well + _PRIOR_ANSWERS)
             for each in others
             if each is not self and each.well >= 1.0
         )
 
     def _keep_newest(self) -> None:
         count = self.well + self.lost + self.refused
-        if count > _MOST_KEPT:
-            keep = _MOST_KEPT / count
+        if count > _MOST_ANSWERS:
+            keep = _MOST_ANSWERS / count
             self.well, self.lost, self.refused = keep * self.well, keep * self.lost, keep * self.refused
 
     def ended(self, lease_id: int) -> None:
@@ -175,7 +175,7 @@ class Account:
         self.next_trial_at = max(self.next_trial_at, self.asked_until)
 
     def forget(self) -> None:
-        """Another process took its place."""
+        """Note that another process took its place."""
         self.lost = self.refused = self.excess = self.overdue_s = 0.0
         self.doubted = False
         self.stalled_since = self.silent_since = None
@@ -186,16 +186,16 @@ class Account:
         """Compare its share of lost answers with the others. True if a doubt or an excess began or ended."""
         before = self.doubted, self.excess > 0.0
         self.excess = 0.0
-        if self.lost >= _LEAST_LOST:
+        if self.lost >= _LEAST_LOST_ANSWERS:
             best = 1.0
             for other in others:
                 if other is not self:
-                    share = (other.lost + _PRIOR_LOST) / (other.lost + other.well + _PRIOR)
+                    share = (other.lost + _PRIOR_LOST_ANSWERS) / (other.lost + other.well + _PRIOR_ANSWERS)
                     best = share if share < best else best
             if best < 1.0:
                 certain = lower_share(self.lost, self.lost + self.well)
                 self.excess = min(_MOST_EXCESS, max(0.0, (certain - best) / (1.0 - best)))
-        self.doubted = self.excess >= DOUBT
+        self.doubted = self.excess >= DOUBT_EXCESS
         if self.doubted:
             self.reason = f"{self.lost:.0f} of its last {self.lost + self.well:.0f} answers failed"
         elif before[0]:
@@ -240,8 +240,8 @@ class Account:
         """Compare the silence since a token or a dispatch (`since`) with the time that a token needs.
 
         True if it has stalled now, or stalls no more. `since` is infinite where it owes nothing: that is no
-        proof that it works. `late_s`: by which the first token of another request is late. It stands still
-        after `stands_s`, has stalled after `least_s`; both after `SEVERAL` times what a token needs.
+        proof that it works. `late_s`: delay of another request's first token. It stands still
+        after `stands_s`, has stalled after `least_s`; both after `STALL_FACTOR` times what a token needs.
         """
         self.overdue_s = 0.0
         if self.works(now):
@@ -257,7 +257,7 @@ class Account:
             self.overdue_s = late_s
             return False
         self.overdue_s = max(late_s, silence_s - need_s)
-        if silence_s <= SEVERAL * need_s or self.stalled_since is not None:
+        if silence_s <= STALL_FACTOR * need_s or self.stalled_since is not None:
             return False
         if silence_s > stands_s:
             self.silent_since = now - silence_s
@@ -284,7 +284,7 @@ class Account:
     def _begin_trials(self, now: float) -> None:
         self.trial, self._pause_s, self.next_trial_at = 0, PAUSE_S, now
 
-    # --- what it gets meanwhile ---
+    # --- trials meanwhile ---
 
     def restrained(self, now: float) -> bool:
         """Return True if it gets one trial at a time."""
@@ -295,7 +295,7 @@ class Account:
         return self.restrained(now) and not self._may_try(now)
 
     def wary(self, now: float) -> bool:
-        """Return True if it gets trials: it is restrained, or the score keeps requests away."""
+        """Return True if it gets trials, as it is restrained or the score keeps requests away."""
         return self.excess > 0.0 or self.restrained(now)
 
     def due(self, now: float) -> bool:
@@ -331,7 +331,7 @@ class Account:
         return ""
 
     def later_s(self, end_s: float) -> float:
-        """Return the seconds by which an answer that ends well comes later than the forecast `end_s`.
+        """Return the expected delay of an answer that ends well beyond the forecast `end_s`, in seconds.
 
         A try that is lost costs its time and the next try; `excess / (1 - excess)` are expected. A token that
         is overdue is expected to take as long again.
@@ -344,7 +344,7 @@ def lower_share(lost: float, count: float) -> float:
     """Return the lower end of Wilson's 90 % interval of a share; 0 of none."""
     if count <= 0.0:
         return 0.0
-    share, square = lost / count, _QUANTILE * _QUANTILE
+    share, square = lost / count, _LOWER_DEVIATIONS * _LOWER_DEVIATIONS
     middle = share + square / (2.0 * count)
-    spread = _QUANTILE * math.sqrt(share * (1.0 - share) / count + square / (4.0 * count * count))
+    spread = _LOWER_DEVIATIONS * math.sqrt(share * (1.0 - share) / count + square / (4.0 * count * count))
     return max(0.0, (middle - spread) / (1.0 + square / count))

@@ -11,8 +11,8 @@ from hetlb.balancer.core.queue import Queued, QueueKey
 from hetlb.balancer.core.ready import ReadyInstances, least_tokens
 from hetlb.balancer.core.types import Command, Reject, Request, RequestId
 
-#: So many of those that wait are given a new predicted length whenever an answer has taught one.
-_REPREDICTED: Final = 8
+#: Waiting requests that are predicted again per completed answer.
+_REPREDICTED_REQUESTS: Final = 8
 
 
 #: No instance is kept for other requests.
@@ -20,13 +20,13 @@ NONE_KEPT: Final[frozenset[str]] = frozenset()
 
 
 class Backlog:
-    """The queue, and what becomes of its requests as instances get room and time passes."""
+    """The queue, and the placement of its requests as instances get room and time passes."""
 
     def __init__(self, placement: Placement, now: float) -> None:
         self._placement = placement
         self.queue, self._fleet = placement.queue, placement.fleet
         self._ledger, self._retries = placement.ledger, placement.retries
-        #: Waiting requests whose predicted length is older than what was learnt since.
+        #: Waiting requests whose predicted length is older than the newest lesson.
         self._stale: list[RequestId] = []
         #: Time from which the next tick counts: the last one, or when the first began to wait.
         self.ticked_at = now
@@ -66,11 +66,11 @@ class Backlog:
         return rejections.not_answered(request.id, unsent=unsent)
 
     def predict_again(self) -> None:
-        """Give the next few that wait the length that is predicted now, in turns."""
+        """Give the next few waiting requests the length that is predicted now, in turns."""
         queue, stale = self.queue, self._stale
         if not stale:
             stale = self._stale = list(queue.held)
-        for _ in range(min(_REPREDICTED, len(stale))):
+        for _ in range(min(_REPREDICTED_REQUESTS, len(stale))):
             entry = queue.held.get(stale.pop())
             if entry is not None and entry.request.generates:
                 predicted = self._placement.predictor.predict(entry.request)
@@ -79,7 +79,7 @@ class Backlog:
     # --- placement ---
 
     def flush(self, now: float) -> list[Command]:
-        """Place what waits."""
+        """Place waiting requests."""
         if not self.queue.held:
             return []
         commands: list[Command] = []
@@ -90,7 +90,7 @@ class Backlog:
         return commands
 
     def _place_next(self, key: QueueKey, now: float) -> Command | None:
-        """Place the first request of a line that can be placed; what an earlier one could use is kept."""
+        """Place the first request of a line that can be placed; instances for an earlier one are kept."""
         ready = self._fleet.ready.get(key.model)
         if ready is None:
             return None
@@ -116,7 +116,7 @@ class Backlog:
         return None
 
     def _demote_late(self, key: QueueKey, now: float, commands: list[Command]) -> None:
-        """Refuse those that can meet their targets no more, or serve them after those that can."""
+        """Refuse requests that can meet their targets no more, or serve them after the others."""
         for entry in self.queue.late(key, now):
             if entry.request.service.refuse_hopeless:
                 self.forget(entry.request.id)
@@ -161,19 +161,19 @@ class Backlog:
     # --- time ---
 
     def expire(self, now: float) -> list[Command]:
-        """Turn down what has waited for too long."""
+        """Turn down requests that have waited for too long."""
         commands: list[Command] = []
         for waiting in self.queue.flows():
             for entry in waiting:
                 reject = self._waited(entry, now)
                 if reject is None:
-                    break  # those behind it have waited for less
+                    break  # entries behind it have waited for less
                 self.forget(entry.request.id)
                 commands.append(reject)
         return commands
 
     def _waited(self, entry: Queued, now: float) -> Reject | None:
-        """Rejection of a request that has waited for too long, None if it has not."""
+        """Return the rejection of a request that has waited for too long, None if it has not."""
         limits, request, waited_s = self.queue.limits, entry.request, now - entry.arrived_at
         if limits.timeout_s is not None and waited_s >= limits.timeout_s:
             return rejections.expired(request.id, waited_s)

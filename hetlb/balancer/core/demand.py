@@ -1,4 +1,4 @@
-"""Demand: the work that is asked for, in sizes that no instance decides.
+"""Demand: the work of all requests, in sizes that no instance decides.
 
 The size of a request is `PROMPT_WEIGHT * prompt + predicted output` tokens (a prompt token is prefilled
 together with many others, an output token takes a step of its own).
@@ -35,7 +35,7 @@ def size_of(request: Request, predicted_output: float) -> float:
 
 #: Newest requests that the mean request follows.
 MIX_REQUESTS: Final = 1000.0
-#: Share by which the mean request changes before costs are computed again.
+#: Relative change of the mean request after which costs are computed again.
 _CHANGE_SHARE: Final = 0.02
 #: Sequences of instances whose costs are kept.
 _MOST_FLEETS: Final = 128
@@ -55,7 +55,7 @@ class Costs:
     def __init__(
         self, instance: Instance, prompt: float, output: float, booked: float, prefill: float
     ) -> None:
-        """Measure the mean request by the latency model; lengths are those of `Mix`."""
+        """Measure the mean request by the latency model; lengths come from `Mix`."""
         latency, engines, budget = instance.latency, instance.engines, instance.token_budget
         cache, slots = instance.kv_cache_tokens // engines, instance.max_num_seqs // engines
         batch = ideal_batch(cache, booked, output, slots)
@@ -122,11 +122,11 @@ class Mix:
         self._measured_at: dict[Parameters, Costs] = {}
         #: By the identity of their instances, which they keep.
         self._fleets: dict[int, FleetCosts] = {}
-        #: That of the last decision.
+        #: Costs of the last decision.
         self._newest: FleetCosts | None = None
 
     def add(self, prompt: float, output: float) -> None:
-        """One more request, as predicted."""
+        """Count one more request, as predicted."""
         self.count = count = self.count + 1
         gain = 1.0 / count if count < MIX_REQUESTS else 1.0 / MIX_REQUESTS
         self.prompt = mean_prompt = self.prompt + gain * (prompt - self.prompt)
@@ -160,11 +160,11 @@ class Mix:
         return PROMPT_WEIGHT * self.prompt + self.output
 
     def speed(self, instance: Instance) -> float:
-        """Sizes per second that an instance does of the mean request, its batch full."""
+        """Return the sizes per second that an instance does of the mean request, its batch full."""
         return self.costs(instance).speed
 
     def fleet(self, instances: Sequence[Instance]) -> FleetCosts:
-        """Facts about all of them together. The sequence is known again by its identity: do not change it."""
+        """Return facts about all instances together. Known by its identity, the sequence must not change."""
         known = self._newest
         if known is None or known.instances is not instances:
             known = self._fleets.get(id(instances))
@@ -177,7 +177,7 @@ class Mix:
         return known
 
     def costs(self, instance: Instance) -> Costs:
-        """Costs of the mean request on an instance. Read-only, valid until the next change."""
+        """Return the costs of the mean request on an instance. Read-only, valid until the next change."""
         known = self._costs.get(instance.name)
         if known is not None and known[0] == instance.parameters_version:
             return known[1]
@@ -210,7 +210,7 @@ class Demand:
         self.protected: list[ProtectedClass] = []
 
     def of_class(self, service: ServiceClass) -> ProtectedClass:
-        """Return what is known of the requests of a class with targets."""
+        """Return the figures of the requests of a class with targets."""
         for each in self.protected:
             if each.name == service.name:
                 return each
@@ -230,7 +230,7 @@ class Demand:
     def arrived(self, prompt: float, output: float, now: float, idle: bool) -> None:
         """Record an arrival as predicted, in tokens.
 
-        `idle`: no instance had a request, so those before are no part of a stream.
+        `idle`: no instance had a request, so earlier arrivals are no part of a stream.
         """
         self.mix.add(prompt, output)
         self.arrivals += 1

@@ -9,7 +9,7 @@ from hetlb.balancer.core.types import LeaseId
 
 
 class EngineAdapters(Protocol):
-    """Adapters that one engine lists, and those that it is believed to have in its slots."""
+    """Adapters that one engine lists, and adapters that it is believed to have in its slots."""
 
     names: frozenset[str]
     slots: int
@@ -23,7 +23,7 @@ class EngineAdapters(Protocol):
 
 
 class LoadTimes(Protocol):
-    """Seconds in which engines load an adapter."""
+    """Seconds that engines need to load an adapter."""
 
     seconds: float
     expected: dict[LeaseId, tuple[float, bool]]

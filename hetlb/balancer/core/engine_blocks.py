@@ -11,7 +11,7 @@ BlockEvents: TypeAlias = Any
 
 
 class EngineBlocks(Protocol):
-    """Blocks in one engine's cache, and those that the prompts of live leases will add."""
+    """Blocks in one engine's cache, and blocks that the prompts of live leases will add."""
 
     live: bool
     #: Reason why it is not live.

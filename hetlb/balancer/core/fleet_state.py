@@ -17,15 +17,15 @@ from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.speed import averaged
 from hetlb.balancer.core.types import Command, Health, HealthChanged, InstanceSpec, Request
 
-#: Instances that are ejected for failed answers hold at most this share of the capacity for a model.
-#: More than half, for the error of learnt speeds: either of two equal servers can go.
-MOST_EJECTED: Final = 0.55
+#: Largest share of the capacity for a model in instances that are ejected for failed answers. More than half,
+#: for the error of learnt speeds: either of two equal servers can go.
+MOST_EJECTED_SHARE: Final = 0.55
 #: Weight of a factor of which little was seen, in a mean of factors.
 _LEAST_WEIGHT: Final = 0.01
 
 
 class FleetState:
-    """The instances and, computed at the first use after one changed, what follows for each model."""
+    """The instances and, computed at the first use after a change, the results for each model."""
 
     def __init__(self, setup: SchedulerSetup, queue: Queue, rng: random.Random) -> None:
         """`queue` is told which lengths the instances of a model can take."""
@@ -111,10 +111,10 @@ class FleetState:
             instance.throttle.restarted = True
 
     def share_speed(self, model: str, profiled: bool) -> None:
-        """Give instances that have not answered yet the geometric mean of the factors of those that have.
+        """Give instances without an answer yet the geometric mean of the others' factors.
 
-        Those with a profile and those without are apart: factors are of other models. Without a profile,
-        those that have answered get the mean of the factors near their own.
+        Instances with and without a profile are apart: their factors are of other models. Without a profile,
+        instances with answers get the mean of the factors near their own.
         """
         alike = [e for e in self.instances.values() if e.spec.model == model and e.profiled is profiled]
         seen = [each for each in alike if each.speed.seen]
@@ -137,7 +137,7 @@ class FleetState:
         known = instance.began
         if known is None or began > known:
             instance.began = began
-        if known is None or began <= known:  # an earlier one is that of another server at its address
+        if known is None or began <= known:  # an earlier start is another server's at its address
             if began == known:
                 instance.health.gone = False
             return False
@@ -153,7 +153,7 @@ class FleetState:
         return any(ended)
 
     def reindex(self, now: float) -> None:
-        """Recompute what follows from the instances: at once while requests wait, else at its next use."""
+        """Recompute the results for the models: at once while requests wait, else at their next use."""
         self._changed_at = now
         if self._queue.held:
             self._rebuild(now)
@@ -181,7 +181,7 @@ class FleetState:
         }
 
     def health_changed(self, instance: Instance, now: float) -> list[Command]:
-        """Rebuild what follows from the health of an instance."""
+        """Rebuild the results of an instance's health."""
         if instance.health.state is Health.UP and (instance.throttle.restarted or instance.health.gone):
             self.restarted(instance, now)
         self.reindex(now)
@@ -192,7 +192,7 @@ class FleetState:
     # --- accounts ---
 
     def judge(self, instance: Instance, now: float) -> bool:
-        """Compare the account of an instance, and those with an excess, with the others of their models.
+        """Compare the accounts of an instance, and of all with an excess, with the others of their models.
 
         True if what one of them may get changed.
         """
@@ -205,7 +205,7 @@ class FleetState:
         return changed
 
     def _peers(self, instance: Instance) -> list[Instance]:
-        """Instances that answer to a name of an instance, itself among them."""
+        """Return the instances that answer to a name of an instance, itself among them."""
         return list(dict.fromkeys(each for pool in self._pools(instance) for each in pool))
 
     def watch(self, tokens_at: Mapping[str, float], now: float, by_counters: bool) -> bool:
@@ -230,11 +230,11 @@ class FleetState:
     # --- ejection ---
 
     def _pools(self, instance: Instance) -> list[Sequence[Instance]]:
-        """Instances by each name that they answer to."""
+        """Return the instances by each name that they answer to."""
         return [ready.instances for ready in self.ready.values() if instance in ready.instances]
 
     def has_another(self, instance: Instance) -> bool:
-        """Return True if some other instance could take over what this one is answering."""
+        """Return True if some other instance could take over the requests of this one."""
         names = instance.models
         return any(
             other is not instance and other.routable and any(name in names for name in other.models)
@@ -253,6 +253,6 @@ class FleetState:
                     out += capacity(other)
                 elif other.routable:
                     left += capacity(other)
-            if out > MOST_EJECTED * (out + left):
+            if out > MOST_EJECTED_SHARE * (out + left):
                 return False
         return bool(pools)

@@ -10,17 +10,17 @@ from typing import Final
 
 from hetlb.balancer.core.types import Lease
 
-#: Number of recent answers kept, and of those after which their ratios are sorted anew.
-_KEPT: Final = 200
-_SORTED_AFTER: Final = 32
+#: Number of recent answers kept, and of new ones after which their ratios are sorted.
+_KEPT_ANSWERS: Final = 200
+_SORTED_ANSWERS: Final = 32
 #: Spread of ln(true / forecast) that is assumed before answers have shown it, and its weight in answers.
 _PRIOR_SPREAD: Final = 0.25
-_PRIOR_WEIGHT: Final = 8.0
+_PRIOR_ANSWERS: Final = 8.0
 #: Nominal coverage of the reported bound.
 _BOUND_SHARE: Final = 0.9
-#: Newest answers that correct a forecast: loads change meanwhile.
-_FOLLOWED: Final = 8.0
-#: Share of an error of the coverage by which the next bound differs.
+#: Number of recent answers that correct a forecast: loads change meanwhile.
+_FOLLOWED_ANSWERS: Final = 8.0
+#: Change of the next bound's level for each error of the coverage.
 _LEVEL_GAIN: Final = 0.05
 
 
@@ -29,16 +29,16 @@ class Ratios:
 
     def __init__(self) -> None:
         #: True over forecast times, as they came, and ascending as of the last time that they were sorted.
-        self._ratios: deque[float] = deque(maxlen=_KEPT)
+        self._ratios: deque[float] = deque(maxlen=_KEPT_ANSWERS)
         self._ordered: list[float] = []
         #: Corrected and true times of each.
-        self._times: deque[tuple[float, float]] = deque(maxlen=_KEPT)
+        self._times: deque[tuple[float, float]] = deque(maxlen=_KEPT_ANSWERS)
         #: Raw and true times, newer ones weighing more: they correct the next forecast.
         self._newer_raw_s = self._newer_true_s = 0.0
-        #: Share of the ratios by which the next answer is bound.
+        #: Quantile of the ratios that bounds the next answer.
         self._level = _BOUND_SHARE
         #: For each of the newest, whether it was within the bound that held before it.
-        self._covered: deque[bool] = deque(maxlen=_KEPT)
+        self._covered: deque[bool] = deque(maxlen=_KEPT_ANSWERS)
         #: Answers since the ratios were sorted.
         self._unsorted = 0
 
@@ -59,9 +59,9 @@ class Ratios:
         self._times.append((predicted_s * self.factor, true_s))
         ratios.append(ratio)
         self._unsorted += 1
-        if self._unsorted >= _SORTED_AFTER or len(ratios) < _SORTED_AFTER:
+        if self._unsorted >= _SORTED_ANSWERS or len(ratios) < _SORTED_ANSWERS:
             self._ordered, self._unsorted = sorted(ratios), 0
-        keep = 1.0 - 1.0 / _FOLLOWED
+        keep = 1.0 - 1.0 / _FOLLOWED_ANSWERS
         self._newer_raw_s = keep * self._newer_raw_s + predicted_s
         self._newer_true_s = keep * self._newer_true_s + true_s
 
@@ -77,7 +77,7 @@ class Ratios:
     @property
     def factor(self) -> float:
         """Mean true over mean forecast time: corrects a forecast. 1 while few answers are known."""
-        known = len(self._ratios) >= _PRIOR_WEIGHT
+        known = len(self._ratios) >= _PRIOR_ANSWERS
         return self._newer_true_s / self._newer_raw_s if known else 1.0
 
     def over(self, ratio: float) -> float:
@@ -85,12 +85,12 @@ class Ratios:
         n = float(len(self._ordered))
         seen = n - bisect_left(self._ordered, ratio)
         prior = 0.5 * math.erfc(math.log(max(ratio, 1e-9)) / (_PRIOR_SPREAD * math.sqrt(2.0)))
-        return (seen + _PRIOR_WEIGHT * prior) / (n + _PRIOR_WEIGHT)
+        return (seen + _PRIOR_ANSWERS * prior) / (n + _PRIOR_ANSWERS)
 
     def quantile(self, share: float) -> float:
         """Return the ratio that a share of the answers stays within; by the assumed spread at first."""
         n = len(self._ordered)
-        if n < _PRIOR_WEIGHT:
+        if n < _PRIOR_ANSWERS:
             return math.exp(_PRIOR_SPREAD * normal_quantile(share))
         rank = share * (n + 1)
         above = int(rank)
@@ -134,11 +134,11 @@ class ForecastErrors:
 
     @property
     def by_figure(self) -> tuple[tuple[str, Ratios], ...]:
-        """The ratios by the name of what they are of."""
+        """The ratios by the name of the forecast."""
         return ("first_token", self.first_token), ("step", self.step), ("end", self.end)
 
     def document(self) -> dict[str, float | int | None]:
-        """JSON of the admin listener; figures before the first answer are null."""
+        """Return the JSON of the admin listener; figures before the first answer are null."""
         return {
             "samples": self.end.samples,
             "first_token_bias": self.first_token.bias,

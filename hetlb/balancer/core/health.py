@@ -17,12 +17,12 @@ from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import Health, Outcome, ProbeResult
 
-FALL: Final = 3
-RISE: Final = 2
-PASSIVE_FALL: Final = 5
-#: Time of an ejection, in seconds, and the share of it by which it varies.
+FALL_PROBES: Final = 3
+RISE_PROBES: Final = 2
+FALL_ANSWERS: Final = 5
+#: Duration of an ejection in seconds, and its relative variation.
 EJECTION_S: Final = 2.5
-EJECTION_JITTER: Final = 0.2
+EJECTION_JITTER_SHARE: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ _VERDICTS: dict[Outcome, Verdict] = {
 
 
 def verdict(outcome: Outcome) -> Verdict:
-    """Verdict of a lease that ended in `outcome`."""
+    """Return the verdict of a lease that ended in `outcome`."""
     return _VERDICTS.get(outcome, Verdict.NOTHING)
 
 
@@ -62,19 +62,19 @@ _IN_USE: Final = (Health.SUSPECT, Health.UP)
 REFUSED: Final = Transition("a connection is refused, by a probe or a dispatch", _IN_USE, Health.EJECTED)
 ANSWERS: Final = Transition("a probe is answered, or an answer begins", (Health.SUSPECT,), Health.UP)
 PROBES_FAIL: Final = Transition(
-    f"{FALL} probes fail in a row, and no answer came since", (Health.UP,), Health.EJECTED
+    f"{FALL_PROBES} probes fail in a row, and no answer came since", (Health.UP,), Health.EJECTED
 )
 PROBES_FAIL_ALONE: Final = Transition(
-    f"{FALL} probes fail in a row, and no other instance could take over", (Health.UP,), Health.SUSPECT
+    f"{FALL_PROBES} probes fail in a row, and no other instance could take over", (Health.UP,), Health.SUSPECT
 )
 FAILS_IN_A_ROW: Final = Transition(
-    f"{PASSIVE_FALL} answers fail in a row, and it may be ejected", _IN_USE, Health.EJECTED
+    f"{FALL_ANSWERS} answers fail in a row, and it may be ejected", _IN_USE, Health.EJECTED
 )
 FAILS_HALF_OPEN: Final = Transition(
     "half-open (ejected for its answers before), it fails before an answer ends well", _IN_USE, Health.EJECTED
 )
 RECOVERS: Final = Transition(
-    f"the ejection time is over and {RISE} probes in a row are answered", (Health.EJECTED,), Health.UP
+    f"the ejection time is over and {RISE_PROBES} probes in a row are answered", (Health.EJECTED,), Health.UP
 )
 TRANSITIONS: Final = (
     REFUSED, ANSWERS, PROBES_FAIL, PROBES_FAIL_ALONE, FAILS_IN_A_ROW, FAILS_HALF_OPEN, RECOVERS,
@@ -108,7 +108,11 @@ class HealthTracker:
             self._probe_successes += 1
             if self.state is Health.SUSPECT:
                 return self._enter(ANSWERS, "probe answered")
-            if self.state is Health.EJECTED and self._probe_successes >= RISE and now >= self.ejected_until:
+            if (
+                self.state is Health.EJECTED
+                and self._probe_successes >= RISE_PROBES
+                and now >= self.ejected_until
+            ):
                 return self._enter(RECOVERS, f"{self._probe_successes} probes answered")
             return False
         self._probe_successes = 0
@@ -116,7 +120,7 @@ class HealthTracker:
             return self.on_refused(now, detail)
         self.clean = False
         self._probe_failures += 1
-        if self.state is Health.UP and self._probe_failures >= FALL:
+        if self.state is Health.UP and self._probe_failures >= FALL_PROBES:
             reason = f"{self._probe_failures} probes failed in a row"
             reason = f"{reason}: {detail}" if detail else reason
             return self._enter(PROBES_FAIL_ALONE, reason) if alone else self._eject(PROBES_FAIL, reason, now)
@@ -162,7 +166,7 @@ class HealthTracker:
         reason = f"{self._passive_failures} answers failed in a row"
         if self._half_open:
             found, reason = FAILS_HALF_OPEN, "failed again after it came back"
-        elif self._passive_failures >= PASSIVE_FALL:
+        elif self._passive_failures >= FALL_ANSWERS:
             found = FAILS_IN_A_ROW
         if found is None or not may_eject or self.state is Health.EJECTED:
             return False
@@ -182,7 +186,7 @@ class HealthTracker:
     # --- states ---
 
     def _eject(self, transition: Transition[Health], reason: str, now: float) -> bool:
-        jitter = 1.0 + EJECTION_JITTER * (2.0 * self._rng.random() - 1.0)
+        jitter = 1.0 + EJECTION_JITTER_SHARE * (2.0 * self._rng.random() - 1.0)
         self.ejected_until = now + EJECTION_S * jitter
         return self._enter(transition, reason)
 

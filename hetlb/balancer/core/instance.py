@@ -1,4 +1,4 @@
-"""Belief about one instance: its limits and its ledger, its state, and what evidence shows of it."""
+"""Belief about one instance: its limits and its ledger, its state, and the evidence about it."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _SLOTS_AGE_S: Final = 5.0
 _FULL_ITERATIONS: Final = 2.0
 #: Decode steps of the shortest answer that says anything about speed.
 _LEAST_STEPS: Final = 4.0
-#: Ratio of tokens that may have been read of prompts to those of prompts that were done, up to which both
+#: Largest ratio of the tokens that may have been read of prompts to the tokens of read prompts at which both
 #: tell a speed.
-_MOST_PARTLY: Final = 1.25
+_MOST_PARTLY_RATIO: Final = 1.25
 #: Share of an answer's time after which a first byte came with the whole of it: not a stream.
 _WHOLE_SHARE: Final = 0.99
 #: Share of a stream's time that must have passed in decoding for it to tell how fast.
@@ -84,7 +84,7 @@ class Instance(InstanceLedger):
         self.slots_step = 1
 
     def update(self, spec: InstanceSpec, now: float) -> None:
-        """Take over another profile, capacity or weight. What it is answering teaches nothing about speed."""
+        """Take over another profile, capacity or weight. Its running requests teach nothing about speed."""
         self._elapsed(now)
         self.spec = spec
         self.profiled = spec.latency is not None
@@ -127,7 +127,7 @@ class Instance(InstanceLedger):
             slots.begin(lease.request.model)
 
     def learn_sample(self, sample: EngineSample, now: float) -> None:
-        """Take over what a scrape says, unless it lacks a figure of a fresh one before it.
+        """Take over a scrape, unless it lacks a figure of a fresh one before it.
 
         An engine that lets requests wait while its KV cache has room runs all it can, unless prompts take all
         tokens of its iterations. Two scrapes in a row that say the same are believed.
@@ -295,7 +295,7 @@ class Instance(InstanceLedger):
         budget = float(self.token_budget)
         done, pending = self.speed.prompt_tokens - before_tokens, self.pending_prompt_tokens
         read = min(float(done + pending), math.ceil(done / self.engines / budget) * budget * self.engines)
-        if read > _MOST_PARTLY * done:
+        if read > _MOST_PARTLY_RATIO * done:
             return False  # the last iteration may have begun before others came
         prompts = max(1.0, read * self.in_flight / max(1.0, float(done + pending)))
         mean, each = read / prompts, max(1.0, prompts / self.engines)

@@ -1,4 +1,4 @@
-"""Ledger of one instance: in integers the sum over its live leases at every moment, and what follows."""
+"""Ledger of one instance: in integers the sum over its live leases at every moment, and derived figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KEPT_LOADS: Final = 1024
 #: keeps the pace of the slowest instance.
 _UNEXPLORED_SEQUENCES: Final = 2
 _UNEXPLORED_S: Final = 10.0
-#: No decode step is shorter, in seconds.
+#: Least seconds of a decode step.
 LEAST_STEP_S: Final = 1e-5
 
 
@@ -65,17 +65,18 @@ class InstanceLedger(InstanceLimits):
         #: Leases of decode legs that are booked and not dispatched yet.
         self.incoming: dict[LeaseId, Lease] = {}
         self.in_flight = self.sequences = self.work_ns = 0
-        #: Tokens of the KV cache that its leases will use (and its holds use), and of them those of prompts;
-        #: shared ones once. `held_tokens` of prompts are kept until other instances have fetched them.
+        #: Tokens of the KV cache that its leases will use (and its holds use), and the prompts' tokens among
+        #: them; shared ones once. `held_tokens` of prompts are kept until other instances have fetched them.
         self.kv_tokens = self.kv_prompt_tokens = self.held_tokens = 0
-        #: Prompts and predicted answers of all sequences, prompts alone, and those still to be computed.
+        #: Prompts and predicted answers of all sequences, prompts alone, and prompt tokens yet to be
+        #: computed.
         self.promised_tokens = self.prompt_tokens = self.pending_prompt_tokens = 0
         #: Sequences of requests with targets, and of streams without a token yet.
         self.stated_sequences = self.unread_sequences = 0
         #: Leases of whole answers, the oldest first: no byte shows when their prompts have been read.
         self._reading: deque[Lease] = deque()
         #: Leases of requests of several sequences. Of these, sequences that have ended by the engine's own
-        #: count though their requests have not, and what they held of the KV cache.
+        #: count though their requests have not, and their tokens in the KV cache.
         self.groups: dict[LeaseId, Lease] = {}
         self.finished_sequences, self.finished_kv_tokens = 0, 0.0
         #: Excess of the engine's own count of used KV tokens, at its last sample, over what was expected.
@@ -98,7 +99,7 @@ class InstanceLedger(InstanceLimits):
 
     @property
     def unfinished_sequences(self) -> int:
-        """Sequences of its leases without those that have ended by the engine's own count."""
+        """Sequences of its leases without the ones that have ended by the engine's own count."""
         return self.sequences - self.finished_sequences
 
     @property
@@ -150,7 +151,7 @@ class InstanceLedger(InstanceLimits):
         return (self.work_ns + self._assumed_ns) / 1e9
 
     def explored_sequences(self, now: float) -> float:
-        """Sequences that it may run at once until it is explored."""
+        """Return the sequences that it may run at once until it is explored."""
         oldest = next(iter(self.leases.values()), None)
         waited_s = 0.0 if oldest is None or oldest.first_token_at is not None else now - oldest.dispatched_at
         by_time = math.exp2(min(16.0, max(0.0, waited_s) / _UNEXPLORED_S))
@@ -218,7 +219,7 @@ class InstanceLedger(InstanceLimits):
             self._count_from_now(lease)
 
     def keep(self, tokens: int) -> None:
-        """Keep so many more tokens of prompts for other instances; less if below 0."""
+        """Keep `tokens` more tokens of prompts for other instances; less if below 0."""
         self._occupancy = None
         self.held_tokens += tokens
         self.kv_tokens += tokens
@@ -254,13 +255,13 @@ class InstanceLedger(InstanceLimits):
         self._occupancy = None
 
     def _count_from_now(self, lease: Lease) -> None:
-        """Count the steps of an answer from those of now: it begins."""
+        """Count the steps of an answer from now on: it begins."""
         lease.begun_steps = self._steps
         self._begun_steps += lease.request.sequences * self._steps
         self._begun_sequences += lease.request.sequences
 
     def release(self, lease: Lease, now: float) -> None:
-        """Give back exactly what the lease booked, once."""
+        """Give back exactly a lease's bookings, once."""
         assert not lease.ended, f"{lease!r} was released before"
         assert self.leases.get(lease.key) is lease, f"{lease!r} is not booked on {self.name}"
         del self.leases[lease.key]
@@ -307,7 +308,7 @@ class InstanceLedger(InstanceLimits):
         assert not negative, f"the ledger of {self.name} fell below zero when {lease!r} was released"
 
     def _let_go(self, lease: Lease) -> None:
-        """End the use of shared prefixes; what was computed stays in the engine's cache for a while."""
+        """End the use of shared prefixes; computed blocks stay in the engine's cache for a while."""
         shared, request = lease.shared, lease.request
         assert shared is not None
         tree = self.tree if shared.node is None else shared.node.tree

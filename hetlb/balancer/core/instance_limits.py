@@ -1,4 +1,4 @@
-"""Limits of one instance, and its latency model: what its engines can do, whatever runs there."""
+"""Limits of one instance, and its latency model, which do not depend on its requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Parameters: TypeAlias = tuple[LatencyModel, int, int, int, int]
 
 
 class InstanceLimits:
-    """Limits and speed of an instance, as configured, as its engine says, as answers show."""
+    """Limits and speed of an instance: configured, reported by its engine, or learnt from answers."""
 
     __slots__ = (
         "adapters", "capacity", "changes", "engine", "engines", "kv_cache_tokens", "kv_need", "latency",
@@ -47,7 +47,7 @@ class InstanceLimits:
         self.name = spec.name
         self.changes = changes
         self.profiled = spec.latency is not None
-        #: As profiled or, without a profile, the default; and as corrected by what its answers showed.
+        #: Model of the profile, or the default; and the same corrected by its answers.
         self.nominal: LatencyModel = spec.latency or DEFAULT_LATENCY
         self.latency = self.nominal
         self.speed = SpeedTracker(self.profiled, now)
@@ -64,7 +64,7 @@ class InstanceLimits:
         self.adapters: EngineAdapters | None = None
         #: Most tokens (prompt and output) of one sequence, None while unknown.
         self.longest_request_tokens: int | None = None
-        #: Sequences that all its engines run at once, tokens its KV cache holds, and those that an iteration
+        #: Sequences that all its engines run at once, tokens its KV cache holds, and tokens that an iteration
         #: computes at most; defaults while unknown.
         self.max_num_seqs = DEFAULT_MAX_NUM_SEQS
         self.kv_cache_tokens = DEFAULT_KV_CACHE_TOKENS
@@ -73,7 +73,7 @@ class InstanceLimits:
 
     @property
     def gives_ids(self) -> bool:
-        """True if its engine takes token ids for a prompt and gives those of an answer."""
+        """True if its engine takes token ids for a prompt and gives the answer's."""
         return self.engine == "vllm"
 
     def needed(self, tokens: float) -> float:
@@ -87,7 +87,7 @@ class InstanceLimits:
         return self.capacity.enable_prefix_caching is not False
 
     def learn_capacity(self, newer: Capacity) -> None:
-        """Take over what the engine says it can hold; figures it does not know stay."""
+        """Take over the engine's report of its capacity; figures it does not know stay."""
         capacity = self.capacity = self.capacity.updated(newer)
         self.token_budget = capacity.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
         self.kv_need = need = capacity.kv_need
@@ -130,5 +130,5 @@ class InstanceLimits:
             self.changed()
 
     def changed(self) -> None:
-        """Forget what was computed from the parameters before."""
+        """Forget results computed from the earlier parameters."""
         raise NotImplementedError

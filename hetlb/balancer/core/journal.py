@@ -1,4 +1,4 @@
-"""Journal of leases: the one way in which a scheduler tells another process of its live leases, and is told.
+"""Journal of leases: the one way in which schedulers of two processes share their live leases.
 
 A scheduler appends to each of its journals that a lease began (`Booked`), that its answer began (`Begun`) and
 that it ended (`Ended`). Peers of a shared view, a process that takes this one's place and a relay that meets

@@ -23,7 +23,7 @@ from hetlb.balancer.core.pickle_by_fields import PickleByFields
 
 
 class IterationRule(StrEnum):
-    """Rule by which the times of prefill and decode work in one iteration combine.
+    """Rule to combine the times of prefill and decode work in one iteration.
 
     `TOKEN` reads the weights once (5-8 % off measured mixed steps); `SUM` adds the two pure steps
     (21-27 % too long, since it reads them twice) and is kept as the paper's reading.
@@ -35,7 +35,7 @@ class IterationRule(StrEnum):
 
 #: Factor on the attention part of decodes that share an iteration with prefill work (`IterationRule.TOKEN`).
 MIXED_DECODE_ATTENTION_FACTOR: Final = 1.5
-#: Up to so many parts of a prompt are summed one by one; of more the mean part is taken.
+#: Number of parts of a prompt up to which each is computed; of more the mean part is taken.
 _EXACT_PARTS: Final = 8.0
 
 
@@ -85,7 +85,7 @@ class PassForm(PickleByFields):
         decodes_s: float = 0.0,
         least_s: float = 0.0,
     ) -> float:
-        """Seconds of a pass over `tokens` of `prompts` prompts, beside `decodes` single tokens."""
+        """Return the seconds of a pass over `tokens` of `prompts` prompts, beside `decodes` single tokens."""
         raise NotImplementedError
 
 
@@ -96,26 +96,26 @@ class StepForm(PickleByFields):
     __slots__ = ()
 
     def step_line(self, batch: float) -> tuple[float, float]:
-        """Seconds of one step of `batch` sequences, and seconds more per token that they hold together."""
+        """Return the seconds of one step of `batch` sequences, and the seconds more per token they hold."""
         raise NotImplementedError
 
     def growth_s(self, batch: float) -> float:
-        """Seconds by which a step gets longer when each of its sequences has one more token."""
+        """Return the seconds that one more token for each sequence adds to a step."""
         raise NotImplementedError
 
 
 @mypyc_attr(acyclic=True)
 class MixedForm(PickleByFields):
-    """Measured form of what decodes add to a pass over prompt tokens."""
+    """Measured form of the time that decodes add to a pass over prompt tokens."""
 
     __slots__ = ()
 
     def seconds(self, tokens: float, batch: float, kv_tokens: float) -> float:
-        """Seconds for `batch` decodes over `kv_tokens` beside `tokens` prompt tokens."""
+        """Return the seconds for `batch` decodes over `kv_tokens` beside `tokens` prompt tokens."""
         raise NotImplementedError
 
     def chain_s(self, tokens: float) -> float:
-        """Seconds in which one block of threads runs through a context."""
+        """Return the seconds in which one block of threads runs through a context."""
         raise NotImplementedError
 
 
@@ -126,7 +126,7 @@ class SplitForm(PickleByFields):
     __slots__ = ()
 
     def seconds(self, batch: float, longest: float) -> float:
-        """Least seconds of attention in a step of `batch` sequences, the longest of `longest` tokens."""
+        """Return the least seconds of attention in a step of `batch` sequences, the longest of `longest`."""
         raise NotImplementedError
 
 
@@ -137,7 +137,7 @@ class LaunchForm(PickleByFields):
     __slots__ = ()
 
     def pass_s(self, computing_s: float, tokens: float) -> float:
-        """Seconds of a pass over `tokens` tokens whose kernels take `computing_s`."""
+        """Return the seconds of a pass over `tokens` tokens whose kernels take `computing_s`."""
         raise NotImplementedError
 
 
@@ -145,7 +145,7 @@ class LaunchForm(PickleByFields):
 class LatencyModel(PickleByFields):
     """The eight constants k1..k8 and, where the profile has them, better forms.
 
-    `host_s` is what the host adds to every iteration beyond the points that were fitted (0 where these hold
+    `host_s` is the host's time for every iteration beyond the points that were fitted (0 where these hold
     it already), and `host_sequence_s` more for each sequence in it; `request_s` is what the server does with
     a request before its engine has it (HTTP, tokenizer). Units: seconds, tokens, requests. `batch` counts
     decoding sequences, `kv_tokens` the tokens that they hold in the KV cache together, the one computed in
@@ -183,15 +183,15 @@ class LatencyModel(PickleByFields):
     # --- the paper's equations: k1..k8 ---
 
     def paper_prefill_s(self, batch: float, input_tokens: float) -> float:
-        """Seconds to prefill `batch` requests of `input_tokens` tokens each in one forward pass."""
+        """Return seconds to prefill `batch` requests of `input_tokens` tokens each in one forward pass."""
         return self.k1 * batch * input_tokens + self.k2 * batch + self.k3 * input_tokens + self.k4
 
     def paper_step_s(self, batch: float, cached_tokens: float) -> float:
-        """Seconds of one decode step of `batch` requests with `cached_tokens` tokens in the cache each."""
+        """Return the seconds of one decode step of `batch` requests with `cached_tokens` tokens each."""
         return self.k5 * batch * cached_tokens + self.k6 * batch + self.k7 * cached_tokens + self.k8
 
     def paper_decode_s(self, batch: float, input_tokens: float, output_tokens: float) -> float:
-        """Seconds to decode `output_tokens` tokens for each of `batch` requests of `input_tokens` tokens.
+        """Return the seconds to decode `output_tokens` for each of `batch` requests of `input_tokens`.
 
         The closed form of `sum over j = 1..O of paper_step_s(B, I + j)`; O may be fractional, since a
         predicted length is an expectation.
@@ -202,11 +202,11 @@ class LatencyModel(PickleByFields):
     # --- one iteration ---
 
     def host_of_s(self, sequences: float) -> float:
-        """Seconds of the host in an iteration with so many sequences, beyond what the points hold."""
+        """Return the seconds of the host in an iteration with `sequences`, beyond the points' own."""
         return self.host_s + self.host_sequence_s * sequences
 
     def step_line(self, batch: float) -> tuple[float, float]:
-        """Seconds of one decode step of `batch` sequences, and more of them per token that they hold."""
+        """Return the seconds of one decode step of `batch` sequences, and more of them per token held."""
         if batch <= 0.0:
             return 0.0, 0.0
         host_s = self.host_of_s(batch)
@@ -217,12 +217,12 @@ class LatencyModel(PickleByFields):
         return host_s + self.k6 * batch + self.k8, self.k5 + self.k7 / batch
 
     def step_s(self, batch: float, kv_tokens: float) -> float:
-        """Seconds of one decode step. Affine in `kv_tokens` at a fixed batch."""
+        """Return the seconds of one decode step. Affine in `kv_tokens` at a fixed batch."""
         own_s, token_s = self.step_line(batch)
         return own_s + token_s * kv_tokens
 
     def uneven_s(self, batch: float, kv_tokens: float, longest: float) -> float:
-        """Seconds by which a step takes longer since one context is of `longest` tokens, if known."""
+        """Return the seconds that one context of `longest` tokens adds to a step, if known."""
         split = self.split_kv
         if split is None or batch <= 0.0:
             return 0.0
@@ -230,7 +230,7 @@ class LatencyModel(PickleByFields):
         return more_s if more_s > 0.0 else 0.0
 
     def step_growth_s(self, batch: float) -> float:
-        """Seconds by which a step gets longer when each of its sequences has one more token in the cache."""
+        """Return the seconds that one more token in the cache of each sequence adds to a step."""
         better = self.better_decode
         if better is not None:
             return better.growth_s(batch)
@@ -245,7 +245,7 @@ class LatencyModel(PickleByFields):
         kv_tokens: float,
         attended: float = -1.0,
     ) -> float:
-        """Seconds of one iteration: prompt tokens, and one token for each of `batch` decoding sequences.
+        """Return the seconds of one iteration: prompt tokens, and one token for each decoding sequence.
 
         `prefill_tokens` of `prompts` prompts are computed, at most `longest` of one. `attended` is what
         attention goes over: the sum of c * (c + 2 * o) over the parts of prompts, c tokens behind o
@@ -267,7 +267,7 @@ class LatencyModel(PickleByFields):
             seconds += host_s
             return seconds if launch is None else launch.pass_s(seconds, prefill_tokens)
         if mixed is None:
-            # A profile without mixed steps: the attention of decodes is taken to be so many times as long.
+            # A profile without mixed steps: the attention of decodes is multiplied by an assumed factor.
             decodes_s = self.k5 * kv_tokens + self.k7 * kv_tokens / batch
             decodes_s *= MIXED_DECODE_ATTENTION_FACTOR
             floor_s = self.k6 * batch + self.k8
@@ -290,7 +290,7 @@ class LatencyModel(PickleByFields):
         return seconds if seconds > step_s else step_s
 
     def _paper_pass_s(self, tokens: float, prompts: float, longest: float) -> float:
-        """Seconds that prompt tokens add to a pass, by k1..k3."""
+        """Return the seconds that prompt tokens add to a pass, by k1..k3."""
         return self.k1 * tokens + self.k2 * prompts + self.k3 * longest
 
     def iteration_s(
@@ -303,7 +303,7 @@ class LatencyModel(PickleByFields):
         attended: float = -1.0,
         rule: IterationRule = IterationRule.TOKEN,
     ) -> float:
-        """Seconds of one engine iteration by `rule`: `mixed_step_s`, or the sum of the two pure steps."""
+        """Return the seconds of one iteration by `rule`: `mixed_step_s`, or the sum of the two pure steps."""
         if rule is IterationRule.SUM and prefill_tokens > 0.0:
             prefill_s = self.mixed_step_s(prefill_tokens, prompts, longest, 0.0, 0.0, attended)
             step_s = self.step_s(batch, kv_tokens)
@@ -330,7 +330,7 @@ class LatencyModel(PickleByFields):
         return self.k1 if rising and (self.k4 >= 0.0 or self.k8 >= 0.0) else 0.0
 
     def prefill_s(self, prompt_tokens: float, sequences: float = 1.0, cached_tokens: float = 0.0) -> float:
-        """Seconds to prefill `sequences` prompts in one pass, `cached_tokens` of each not computed."""
+        """Return seconds to prefill `sequences` prompts in one pass, `cached_tokens` of each not computed."""
         new = prompt_tokens - cached_tokens
         attended = sequences * new * (new + 2.0 * cached_tokens)
         return self.mixed_step_s(sequences * new, sequences, new, 0.0, 0.0, attended)
@@ -345,7 +345,7 @@ class LatencyModel(PickleByFields):
         budget: float,
         sequences: float = 1.0,
     ) -> float:
-        """Seconds after `joining_s` until the first token of `sequences` prompts of `prompt_tokens` tokens.
+        """Return the seconds after `joining_s` until the first token of prompts of `prompt_tokens` tokens.
 
         `cached_tokens` of each are in the prefix cache. `pending_tokens` of other prompts, taken to be like
         these, are prefilled first; `batch` sequences decode beside them. An iteration computes at most
@@ -382,13 +382,13 @@ class LatencyModel(PickleByFields):
         return full_s + self.mixed_step_s(last, prompts, longest, batch, kv_tokens, attended)
 
     def answer_s(self, prompt_tokens: float, output_tokens: float, batch: float, kv_tokens: float) -> float:
-        """Seconds to decode `output_tokens` behind a prompt, beside `batch` others with `kv_tokens`."""
+        """Return the seconds to decode `output_tokens` behind a prompt, beside `batch` other sequences."""
         if output_tokens <= 0.0:
             return 0.0
         mean_context = prompt_tokens + (output_tokens + 1.0) / 2.0
         return output_tokens * self.step_s(batch + 1.0, kv_tokens + mean_context)
 
-    # --- what one more request costs those that run there (the externality) ---
+    # --- cost of one more request for the running ones (the externality) ---
 
     def read_delay_s(
         self,
@@ -399,7 +399,7 @@ class LatencyModel(PickleByFields):
         budget: float,
         sequences: float = 1.0,
     ) -> float:
-        """Seconds by which prefilling these prompts delays each of `batch` decoding sequences."""
+        """Return the seconds that prefilling these prompts delays each of `batch` decoding sequences."""
         if batch <= 0.0:
             return 0.0
         read_s = self.first_token_s(prompt_tokens, cached_tokens, 0.0, batch, kv_tokens, budget, sequences)
@@ -444,14 +444,14 @@ class LatencyModel(PickleByFields):
 
 
 def delay_of_reading_s(read_s: float, tokens: float, batch: float, step_s: float, budget: float) -> float:
-    """Seconds by which `batch` decoding sequences are delayed by `tokens` of prompts that take `read_s`."""
+    """Return the seconds that `tokens` of prompts, which take `read_s`, delay `batch` decoding sequences."""
     part = budget - batch if budget - batch >= 1.0 else 1.0
     delay_s = read_s - math.ceil(tokens / part) * step_s
     return delay_s if delay_s > 0.0 else 0.0
 
 
 #: Model of an instance without a profile until it has shown its speed: an 8B model at bf16 on
-#: one 80 GB card, rounded. Only ratios between instances matter to a placement, and `core.instance`
+#: one 80 GB card, rounded. Only ratios between instances matter to a placement, and `core.speed`
 #: corrects the factor from the first answers on.
 DEFAULT_LATENCY = LatencyModel(k1=4e-5, k2=5e-4, k3=0.0, k4=1e-2, k5=3e-8, k6=3e-5, k7=0.0, k8=1e-2)
 
@@ -471,7 +471,7 @@ def ideal_batch(
 
 
 def processing_s(model: LatencyModel, batch: int, input_tokens: float, output_tokens: float) -> float:
-    """One request's share of the time its ideal batch takes: `(T_prefill(b) + T_decode(b)) / b`, seconds."""
+    """Return one request's share of the seconds of its ideal batch: `(T_prefill(b) + T_decode(b)) / b`."""
     total = model.paper_prefill_s(batch, input_tokens)
     if output_tokens > 0:
         total += model.paper_decode_s(batch, input_tokens, output_tokens)

@@ -24,7 +24,7 @@ def nearest(value: float) -> int:
 
 
 def exact_held(instance: Instance, request: Request) -> int | None:
-    """Tokens of a prompt in the cache of an instance by its own KV events; None where they do not tell."""
+    """Return a prompt's tokens in an instance's cache by its own KV events; None where they do not tell."""
     blocks = instance.blocks
     if blocks is None or not blocks.live or request.blocks is None or instance.engines > 1:
         return None
@@ -36,16 +36,16 @@ class Ledger:
     """Leases that have not ended, each with the incarnation that it is booked on."""
 
     def __init__(self, queue: Queue) -> None:
-        """`queue` is told what each tenant is served."""
+        """`queue` counts the service of each tenant."""
         self._queue = queue
-        #: Also those of removed instances.
+        #: Instances by lease, removed ones included.
         self.leased: dict[LeaseId, Instance] = {}
         self._next_lease = 1
-        #: Readers of what is booked here and given back.
+        #: Readers of bookings and their ends.
         self.journals: tuple[Journal, ...] = ()
 
     def book(self, ctx: SchedulingContext, instance: Instance, work_s: float, forecast: Sight) -> Lease:
-        """Lease of a whole request on an instance, for so many seconds of work."""
+        """Return the lease of a whole request on an instance, for `work_s` seconds of work."""
         predicted, work_ns = ctx.predicted_output, nearest(work_s * 1e9)
         lease = self.grant(ctx.request, instance, predicted, work_ns, ctx.now)
         lease.forecast_first_s, lease.forecast_end_s = forecast.first_token_s, forecast.end_s
@@ -94,7 +94,7 @@ class Ledger:
         work_ns: int,
         now: float,
     ) -> Lease:
-        """Lease that the instance is to book."""
+        """Return the lease that the instance is to book."""
         cache, sequences, prompt = instance.kv_cache_tokens, request.sequences, request.prompt_tokens
         # One request never books more than its instance has: it would wait inside the engine.
         prompt_tokens = min(sequences * prompt, cache)
@@ -145,7 +145,7 @@ class Ledger:
         return lease
 
     def leases(self) -> list[Lease]:
-        """Those that have not ended."""
+        """Return the leases that have not ended."""
         return [instance.leases[lease_id] for lease_id, instance in self.leased.items()]
 
     def live(self, now: float) -> list[Booked]:
@@ -155,7 +155,7 @@ class Ledger:
     def check_integrity(self, instances: Iterable[Instance]) -> list[Instance]:
         """Assert that each instance books its leases and nothing else.
 
-        Returns `instances` and those of which leases are left.
+        Returns `instances` and all other instances with leases.
         """
         known = {id(instance): instance for instance in (*self.leased.values(), *instances)}
         everyone = list(known.values())
@@ -172,7 +172,7 @@ class Ledger:
 
 
 def check_instance(instance: Instance) -> None:
-    """Assert that what is booked on an instance is the sum over its live leases."""
+    """Assert that the bookings on an instance are the sums over its live leases."""
     leases = instance.leases.values()
     used: dict[int, int] = {}
     for lease in leases:

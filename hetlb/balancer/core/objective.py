@@ -1,4 +1,4 @@
-"""Objectives: what the requests of a service class are to be given, in seconds."""
+"""Objectives: the targets of the requests of a service class, in seconds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ServiceClass(_Targets):
     Targets: `ttft_s` until the first token, `tpot_s` for each further one, `e2e_s` until the whole answer;
     infinite where none is stated. `attainment` is the share of requests that is to meet all of them.
     `background` requests take only what the other classes leave over. `first_token_weight`: a second until
-    the first token weighs so many of the rest, None for the default. `refuse_hopeless`: a request that can
+    the first token weighs this many of the rest, None for the default. `refuse_hopeless`: a request that can
     no longer meet its targets is refused.
     """
 

@@ -10,11 +10,11 @@ from mypy_extensions import mypyc_attr
 if TYPE_CHECKING:
     from hetlb.balancer.core.instance_ledger import InstanceLedger
 
-#: A scrape older than this says nothing about now.
+#: Age of a scrape, in seconds, beyond which it says nothing about now.
 SIGNAL_STALE_S: Final = 5.0
-#: Of prompts that are to be computed, the share that a request finds done. Those that came while the running
-#: iteration was the next one, two thirds, are half done in it; the others came since it began.
-_HALF_DONE: Final = 1.0 / 3.0
+#: Share of pending prompt tokens that a request finds done. Prompts that came while the running iteration was
+#: the next one, two thirds, are half done in it; the others came since it began.
+_DONE_SHARE: Final = 1.0 / 3.0
 
 
 @mypyc_attr(acyclic=True)
@@ -24,7 +24,7 @@ class EngineLoad:
     `batch` of `slots` sequences run on each; of the instance's tokens in context `context_share` are theirs.
     With C tokens in context a decode step takes `step_s + token_s * C`, one with a sequence more
     `next_step_s + next_token_s * C`; a prompt token takes at least `prompt_token_s`.
-    `kv_cache_tokens` and `all_slots` are those of all `engines`; `asynchronous`: it schedules so.
+    `kv_cache_tokens` and `all_slots` count all `engines`; `asynchronous`: it schedules so.
     It is never changed.
     """
 
@@ -57,7 +57,7 @@ class EngineLoad:
             self.step_s, self.token_s = latency.step_line(batch)
 
     def own_batch(self, sequences: float) -> float:
-        """Sequences of one request on each engine that has some: they are spread over all engines."""
+        """Return sequences of one request on each engine that has some: they are spread over all engines."""
         return 1.0 if sequences <= self.engines else sequences / self.engines
 
 
@@ -91,8 +91,8 @@ class Occupancy:
         joining_s = load.latency.joining_s(now_s, load.asynchronous)
         if unread > 0.0:
             part = load.budget - load.batch if load.budget - load.batch >= 1.0 else 1.0
-            unread -= _HALF_DONE * (unread if unread < part else part)
-            joining_s -= _HALF_DONE * now_s  # two thirds of the time it is no decode step that is half done
+            unread -= _DONE_SHARE * (unread if unread < part else part)
+            joining_s -= _DONE_SHARE * now_s  # two thirds of the time it is no decode step that is half done
         self.unread = unread
         self.joining_s = joining_s
         self.kv_tokens = (instance.kv_tokens + instance.kv_prompt_tokens) / 2.0 - instance.finished_kv_tokens
@@ -117,7 +117,7 @@ class Occupancy:
     def ending(self, answer_s: float, now: float) -> float:
         """Answers of `answer_s` that will have ended when a prompt that is elsewhere comes to decode.
 
-        The oldest of those on their way shows how long that takes; no more end than are on their way.
+        The oldest prompt on its way shows how long the way takes; no more end than are on their way.
         """
         if self.incoming <= 0.0 or answer_s <= 0.0:
             return 0.0
@@ -125,7 +125,7 @@ class Occupancy:
         return ended if ended < self.incoming else self.incoming
 
     def expected_kv_tokens(self, now: float) -> float:
-        """Tokens of the KV cache in use: every answer half-grown, or what the engine said, if more."""
+        """Return tokens of the KV cache in use: every answer half-grown, or the engine's report, if more."""
         if self.kv_excess and now - self.sample_at <= SIGNAL_STALE_S:
             return self.kv_tokens + self.kv_excess
         return self.kv_tokens

@@ -10,7 +10,7 @@ from mypy_extensions import mypyc_attr
 
 @mypyc_attr(acyclic=True, allow_interpreted_subclasses=True)
 class PickleByFields:
-    """Base of dataclasses: pickled by their fields. What is compiled is made by its constructor alone."""
+    """Base of dataclasses: pickled by their fields. Compiled classes are made by their constructors alone."""
 
     __slots__ = ()
 

@@ -6,6 +6,7 @@ No predictor but `oracle` ever sees a true length before the request has ended.
 from __future__ import annotations
 
 import bisect
+import math
 import random
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -17,14 +18,14 @@ from hetlb.extras import option
 
 PREDICTORS = ("normal", "mean", "empirical", "online", "oracle")
 
-#: Cold start of `online`: before any answer was seen a request counts as this many tokens (or its
-#: `max_tokens`, if less). About the mean of public chat traces (Azure 2023 conversation: 221).
+#: Predicted tokens of `online` before any answer was seen (or `max_tokens`, if less): about the mean of
+#: public chat traces (Azure 2023 conversation: 221).
 PRIOR_OUTPUT_TOKENS: Final = 256.0
 #: Weight of the prior, in answers: after 8 real ones it counts half.
 PRIOR_WEIGHT: Final = 8.0
 
 
-#: Quantile that counts as a long answer: all but one in fifty are shorter.
+#: Quantile of a long answer: all but one in fifty are shorter.
 LONG_SHARE: Final = 0.98
 
 
@@ -36,10 +37,10 @@ class LengthSample(Protocol):
 
 
 class Predictor:
-    """Output length predictor: asked before a request is placed, told when one has ended."""
+    """Output length predictor: it predicts a request before its placement and learns at its end."""
 
     def outlook(self, request: Request) -> tuple[float, float]:
-        """`predict` and `long` at once: both are asked for at every arrival."""
+        """Return `predict` and `long` at once: both are asked for at every arrival."""
         return self.predict(request), self.long(request)
 
     def predict(self, request: Request) -> float:
@@ -49,6 +50,10 @@ class Predictor:
     def long(self, request: Request) -> float:
         """Return a length that `LONG_SHARE` of such answers stay within."""
         return self.predict(request)
+
+    def seen(self, model: str) -> float:
+        """Return how many answers of a model predictions rest on; infinite where they learn from none."""
+        return math.inf
 
     def observe(self, request: Request, output_tokens: float) -> None:
         """Note that a request ended well with this many output tokens per sequence."""
@@ -61,24 +66,24 @@ def capped(request: Request, tokens: float) -> float:
 
 
 #: Histogram buckets: exact up to 16 tokens, then eight per doubling (a width of at most 12.5 %).
-_EXACT: Final = 16
-_PER_DOUBLING: Final = 8
+_EXACT_TOKENS: Final = 16
+_DOUBLING_BUCKETS: Final = 8
 
 
 def _bucket(tokens: int) -> int:
-    if tokens < _EXACT:
+    if tokens < _EXACT_TOKENS:
         return tokens
     shift = tokens.bit_length() - 5
-    return _EXACT + shift * _PER_DOUBLING + ((tokens >> (shift + 1)) - 8)
+    return _EXACT_TOKENS + shift * _DOUBLING_BUCKETS + ((tokens >> (shift + 1)) - 8)
 
 
-#: Longest length that is told apart: engines and peers may say any.
-_MOST_LENGTH: Final = 1 << 31
-#: Weight halves after about this many observations, so that a change of traffic is followed.
-HALF_LIFE: Final = 2000
-_GROWTH = 2.0 ** (1.0 / HALF_LIFE)
+#: Longest length in tokens that is counted as it is: engines and peers may say any.
+_MOST_TOKENS: Final = 1 << 31
+#: Number of answers after which a weight has halved, so that a change of traffic is followed.
+HALF_LIFE_ANSWERS: Final = 2000
+_GROWTH = 2.0 ** (1.0 / HALF_LIFE_ANSWERS)
 #: Squared shares of limits that stand against the first answers.
-_LIMIT_PRIOR: Final = 0.5
+_LIMIT_PRIOR_WEIGHT: Final = 0.5
 
 
 class _Histogram:
@@ -88,7 +93,7 @@ class _Histogram:
     """
 
     def __init__(self) -> None:
-        size = _bucket(_MOST_LENGTH) + 1
+        size = _bucket(_MOST_TOKENS) + 1
         self._counts = [0.0] * size
         self._totals = [0.0] * size
         #: The buckets that hold something, ascending; the sums end with the last of them.
@@ -107,7 +112,7 @@ class _Histogram:
         self._room = [0.0] * 64
 
     def add(self, tokens: int) -> None:
-        """Count one length. The growing unit decays what is older without touching it."""
+        """Count one length. The growing unit decays older ones without touching them."""
         index = _bucket(tokens)
         unit = self._unit
         if not self._counts[index] and index not in self._used:
@@ -132,17 +137,17 @@ class _Histogram:
         self._room[doubling] += self._unit * room * room
 
     def share(self, limit: int, prior: float = 0.0) -> float:
-        """Part of the way from their expectation to such a limit that answers go, 0 to 1: `prior` before any.
+        """Return the part of the way from expectation to such a limit that answers go: `prior` before any.
 
         The least-squares slope of (output - expected) on (limit - expected), both as shares of the limit: 0
         where lengths alone decide, as under one large limit for all; 1 where all are as long as their limits.
         """
-        doubling, weight = min(63, limit.bit_length()), _LIMIT_PRIOR * self._unit
+        doubling, weight = min(63, limit.bit_length()), _LIMIT_PRIOR_WEIGHT * self._unit
         share = (self._moved[doubling] + weight * prior) / (self._room[doubling] + weight)
         return 0.0 if share < 0.0 else min(1.0, share)
 
     def mean_capped(self, cap: int | None) -> tuple[float, float]:
-        """(E[min(O, cap)], effective number of observations), the latter 0 when nothing was seen."""
+        """Return (E[min(O, cap)], effective number of observations), the latter 0 when nothing was seen."""
         if not self._fresh:
             self._refresh()
         n = self._cum_counts[-1]
@@ -152,7 +157,7 @@ class _Histogram:
             return self._cum_totals[-1] / n, n / self._unit
         known = self._below.get(cap)
         if known is None:
-            index = _bucket(min(cap, _MOST_LENGTH))
+            index = _bucket(min(cap, _MOST_TOKENS))
             last = min(index, len(self._cum_counts)) - 1
             known = (index, self._cum_counts[last], self._cum_totals[last]) if index else (0, 0.0, 0.0)
             self._below[cap] = known
@@ -168,7 +173,7 @@ class _Histogram:
 
     @property
     def long(self) -> float:
-        """Length that `LONG_SHARE` of what was seen stays within: the mean of the bucket that holds it."""
+        """Length of a long answer, the `LONG_SHARE` quantile: the mean of the bucket that holds it."""
         if not self._fresh:
             self._refresh()
         count = self._counts[self._long_at]
@@ -184,10 +189,10 @@ class _Histogram:
         self._fresh = True
 
 
-#: Answers of one tenant weigh as much as the whole model's once so many of them were seen.
+#: Weight, in answers, of the whole model's mean against a tenant's own.
 TENANT_WEIGHT: Final = 8.0
-#: Fewer answers than this tell nothing of their spread.
-_SPREAD_SEEN: Final = 50
+#: Number of answers from which on their spread is known.
+_SPREAD_ANSWERS: Final = 50
 #: Tenants remembered over all models, the ones seen last.
 MOST_TENANTS: Final = 4096
 
@@ -233,15 +238,19 @@ class OnlinePredictor(Predictor):
 
     def _long(self, histogram: _Histogram | None, own: _Histogram | None) -> float:
         """Return the quantile of what was seen, at least four times the prior while little was."""
-        if own is not None and own.seen >= _SPREAD_SEEN:
+        if own is not None and own.seen >= _SPREAD_ANSWERS:
             return own.long
         if histogram is None:
             return 4.0 * PRIOR_OUTPUT_TOKENS
         return (
             histogram.long
-            if histogram.seen >= _SPREAD_SEEN
+            if histogram.seen >= _SPREAD_ANSWERS
             else max(histogram.long, 4.0 * PRIOR_OUTPUT_TOKENS)
         )
+
+    def seen(self, model: str) -> float:
+        histogram = self._by_model.get(model)
+        return 0.0 if histogram is None else float(histogram.seen)
 
     def predict(self, request: Request) -> float:
         return self.outlook(request)[0]
@@ -250,7 +259,7 @@ class OnlinePredictor(Predictor):
         return self.outlook(request)[1]
 
     def observe(self, request: Request, output_tokens: float) -> None:
-        tokens = min(max(1, int(output_tokens + 0.5)), _MOST_LENGTH)
+        tokens = min(max(1, int(output_tokens + 0.5)), _MOST_TOKENS)
         histogram, own = self._by_model.get(request.model), self._tenant(request)
         if histogram is None:
             histogram = self._by_model[request.model] = _Histogram()
@@ -278,7 +287,7 @@ def make_predictor(
     lengths: LengthSample | None = None,
     oracle: Mapping[RequestId, int] | None = None,
 ) -> Predictor:
-    """Return the predictor called `name`. Raises `ValueError` if what it needs is not given."""
+    """Return the predictor called `name`. Raises `ValueError` where its data are missing."""
     if name == "online":
         return OnlinePredictor()
     if name not in PREDICTORS:

@@ -17,15 +17,15 @@ from typing import Final, TypeAlias
 from mypy_extensions import mypyc_attr
 
 #: Unused nodes over all trees of an index; the least recently used go first.
-MOST_UNUSED: Final = 262_144
+MOST_UNUSED_NODES: Final = 262_144
 #: Share of the KV cache that is believed to hold unused blocks: its bounds, and how it follows evidence.
 LEAST_SHARE: Final = 1.0 / 64.0
-_SHRINK: Final = 0.8
-_GROW: Final = 1.02
-#: Reports of cached tokens are compared where at least so many were expected that no request used.
-_LEAST_EXPECTED: Final = 64
-#: An expectation counts as met from this share of it on: engines round down to whole blocks.
-_MET: Final = 0.75
+_SHRINK_FACTOR: Final = 0.8
+_GROWTH_FACTOR: Final = 1.02
+#: Least number of expected cached tokens, used by no request, from which reports are compared.
+_LEAST_EXPECTED_TOKENS: Final = 64
+#: Share of an expectation from which it counts as met: engines round down to whole blocks.
+_MET_SHARE: Final = 0.75
 
 #: A key and its end in tokens. None: the whole conversation, prompt and answer.
 PrefixKey: TypeAlias = tuple[str, int | None]
@@ -47,7 +47,7 @@ class Node:
 
 @mypyc_attr(acyclic=True)
 class Shared:
-    """The part of one lease that is in a tree: its deepest node and what that changed.
+    """The part of one lease in a tree: its deepest node and its changes.
 
     `tokens` of its prompt are in the tree, `new_tokens` of them came into use with it; `held_tokens` of the
     prompt were in the cache before, of which no other lease used the last `idle_tokens`.
@@ -73,7 +73,7 @@ class Tree:
         self.cache_id = cache_id
         #: Share of the KV cache that holds unused blocks; 1 until evidence says otherwise.
         self.share = 1.0
-        #: True if the engine tells what it evicts: then it is not guessed from the room there is.
+        #: True if the engine reports its evictions: then they are not guessed from the room.
         self.told = False
         self._owed = 0.0
         self.nodes: dict[str, Node] = {}
@@ -91,7 +91,7 @@ class Tree:
         for key, tokens in keys:
             node = nodes.get(key)
             if tokens is None:
-                if node is not None:  # what it holds is booked by the lease from now on
+                if node is not None:  # its blocks are booked by the lease from now on
                     held = max(held, node.tokens)
                     self._drop(node)
                 continue
@@ -158,7 +158,7 @@ class Tree:
             self._drop(next(iter(self.unused.values())))
 
     def evicted(self, tokens: float) -> None:
-        """Note that the engine says that it evicted so many tokens of what no request uses."""
+        """Note that the engine reports the eviction of `tokens` tokens that no request uses."""
         self._owed += tokens
         while self.unused:
             node = next(iter(self.unused.values()))
@@ -184,20 +184,20 @@ class Tree:
         Where others had it in use, a smaller report says nothing: it may have been in the making.
         """
         idle = shared.idle_tokens
-        if self.told or idle < _LEAST_EXPECTED:
+        if self.told or idle < _LEAST_EXPECTED_TOKENS:
             return
-        if reported < shared.held_tokens - (1.0 - _MET) * idle:
-            self.share = max(LEAST_SHARE, self.share * _SHRINK)
+        if reported < shared.held_tokens - (1.0 - _MET_SHARE) * idle:
+            self.share = max(LEAST_SHARE, self.share * _SHRINK_FACTOR)
         elif self.share < 1.0:
-            self.share = min(1.0, self.share * _GROW)
+            self.share = min(1.0, self.share * _GROWTH_FACTOR)
 
     def retire(self) -> None:
-        """Note that the engine's cache is gone: what live leases use here goes with them."""
+        """Note that the engine's cache is gone: its blocks of live leases go with it."""
         self.share, self.told = 0.0, False
         self.evict(0)
 
     def check_integrity(self) -> None:
-        """Assert that all counts are those of the nodes."""
+        """Assert that all counts match the nodes."""
         nodes = self.nodes.values()
         assert self.used_tokens == sum(node.own for node in nodes if node.users), "tokens in use"
         assert self.unused_tokens == sum(node.own for node in self.unused.values()), "unused tokens"
@@ -218,7 +218,7 @@ class Held:
 class PrefixIndex:
     """Prefixes that engines hold, over all of them."""
 
-    def __init__(self, most_unused: int = MOST_UNUSED) -> None:
+    def __init__(self, most_unused: int = MOST_UNUSED_NODES) -> None:
         self.most_unused = most_unused
         self._holders: dict[str, list[Node]] = {}
         self.unused = 0
@@ -227,7 +227,7 @@ class PrefixIndex:
         return len(self._holders)
 
     def held(self, keys: Sequence[PrefixKey], prompt_tokens: int) -> Held | None:
-        """Tokens that each engine holds of a prompt, all but one at most; None if none holds any."""
+        """Return tokens that each engine holds of a prompt, all but one at most; None if none holds any."""
         found: Held | None = None
         holders, most = self._holders, prompt_tokens - 1
         for key, end in keys:
@@ -235,7 +235,7 @@ class PrefixIndex:
             if nodes is None:
                 if end is None:
                     continue
-                break  # what begins with a longer one begins with this
+                break  # a longer prefix begins with this one
             if found is None:
                 found = Held()
             tokens = found.tokens

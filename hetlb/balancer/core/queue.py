@@ -1,9 +1,9 @@
 """The bounded queue of requests that no instance has been chosen for yet.
 
 Next to go, under one `QueueKey`: the lowest level (priority; of one priority background requests come last,
-before them those that cannot meet their target any more); then the tenant that was served least for its
-weight, what runs counted (`TenantService`); then the request that is due first. Requests that only large
-instances can take are kept apart by `fit`, so that they hold up none that others can take.
+before them requests that cannot meet their target any more); then the tenant with the least service for its
+weight, running requests counted (`TenantService`); then the request that is due first. Requests that only
+large instances can take are kept apart by `fit`, so that they do not hold up the others.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _IN_TIME: Final = 0
 _HOPELESS: Final = 1
 _BACKGROUND: Final = 2
 _RANKS: Final = 3
-#: Tenants that ask for nothing are forgotten, if they were served no more than others, beyond so many.
-_TENANTS_KEPT: Final = 1024
+#: Most tenants beyond which idle ones are forgotten, if they were served no more than others.
+_KEPT_TENANTS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class QueueKey(NamedTuple):
 class Queued:
     """One waiting request, when it arrived, and its size by the output predicted (see `core.demand`).
 
-    `due`: until when it is to be dispatched to meet its target. `number`: of requests that were queued.
+    `due`: latest time of its dispatch to meet its target. `number`: its place among queued requests.
     """
 
     __slots__ = ("arrived_at", "due", "flow", "number", "request", "size")
@@ -88,7 +88,7 @@ class QueueFlow:
     def __init__(self, key: QueueKey, name: FlowName) -> None:
         self.key = key
         self.name = name
-        #: Ordered: the head of a plain dict that is eaten from the front costs its past length.
+        #: Ordered: the head of a plain dict that is consumed from the front costs its past length.
         self.entries: OrderedDict[RequestId, Queued] = OrderedDict()
 
     @property
@@ -123,18 +123,18 @@ class TenantService:
         self._floor = 0.0
 
     def weight(self, tenant: str | None) -> float:
-        """Stated share of a tenant, else 1."""
+        """Return the stated share of a tenant, else 1."""
         return self._weights.get(tenant, 1.0) if self._weights and tenant is not None else 1.0
 
     def come(self, tenant: str | None, waiting: Iterable[str | None]) -> None:
-        """Note that a tenant for which nothing ran or waited asks for something; those in `waiting` wait."""
+        """Note that a tenant without running or waiting requests asks; tenants in `waiting` have some."""
         active = self.running.keys() | set(waiting)
         levels = [
             self._served[t] - self.running.get(t, 0) / self.weight(t) for t in active if t in self._served
         ]
         self._floor = max(self._floor, min(levels, default=self._floor))
         self._served[tenant] = max(self._served.get(tenant, 0.0), self._floor)
-        if len(self._served) > _TENANTS_KEPT:
+        if len(self._served) > _KEPT_TENANTS:
             self._served = {
                 name: served
                 for name, served in self._served.items()
@@ -161,7 +161,7 @@ class TenantService:
             self.running.pop(tenant, None)
 
     def served(self, tenant: str | None) -> float:
-        """Tokens that a tenant was served, over its weight."""
+        """Return the tokens that a tenant was served, over its weight."""
         return self._served.get(tenant, self._floor)
 
 
@@ -173,7 +173,7 @@ class Queue:
         self._lines: dict[QueueKey, dict[FlowName, QueueFlow]] = {}
         #: Keys of unrestricted lines by model: making one costs more than to find it.
         self._keys: dict[str, QueueKey] = {}
-        #: The waiting requests. To be read: asked at every event whether it is empty.
+        #: The waiting requests, to be read only: each event asks whether it is empty.
         self.held: dict[RequestId, Queued] = {}
         self._sizes: dict[str, int] = {}
         #: Requests and bytes that a tenant holds.
@@ -203,7 +203,7 @@ class Queue:
 
     @property
     def keys(self) -> list[QueueKey]:
-        """The lines in which something waits, those of retries first."""
+        """The lines in which something waits, retries' lines first."""
         lines = self._lines
         return sorted(lines, key=lambda key: not key.retry) if len(lines) > 1 else list(lines)
 
@@ -232,14 +232,14 @@ class Queue:
         return min([name.level for name in line]) <= level
 
     def demote(self, entry: Queued) -> None:
-        """Serve a request after those of its priority that can still meet their targets."""
+        """Serve a request after requests of its priority that can still meet their targets."""
         flow = entry.flow
         assert flow.name.level % _RANKS == _IN_TIME, f"{entry.request.id} is demoted twice"
         self._withdraw(entry)
         self._enter(flow.key, flow.name._replace(level=flow.name.level + _HOPELESS), entry)
 
     def late(self, key: QueueKey, now: float) -> list[Queued]:
-        """Return requests of a line due before now and are neither demoted nor in the background."""
+        """Return requests of a line that are late and neither demoted nor in the background."""
         found: list[Queued] = []
         for name, flow in self._lines.get(key, {}).items():
             if name.level % _RANKS == _IN_TIME:
@@ -254,7 +254,7 @@ class Queue:
         return Counter(entry.request.model for entry in self)
 
     def oldest_at(self) -> float | None:
-        """Arrival of the request that waits longest, None if none waits."""
+        """Return the arrival of the request that waits longest, None if none waits."""
         return min((flow[0].arrived_at for flow in self.flows()), default=None)
 
     def waiting(self, model: str) -> int:
@@ -262,7 +262,7 @@ class Queue:
         return self._sizes.get(model, 0)
 
     def waiting_sizes(self) -> dict[str, int]:
-        """Return the sizes of all that wait, added up, of each model for which something does."""
+        """Return the sizes of all waiting requests, added up by model."""
         return {model: size for model, size in self._sizes.items() if size}
 
     # --- bounds ---
@@ -297,7 +297,7 @@ class Queue:
     def crowding_out(self, request: Request) -> Sequence[RequestId]:
         """Return the requests that leave a full queue so that this one has room; none if unfair.
 
-        The newest of the tenant that holds most, as long as it holds more than that of the request will.
+        The newest of the tenant that holds most, while it holds more than the requester would.
         """
         if (len(self._shares) < 2 and request.tenant in self._shares) or not self._within_share(request):
             return ()
@@ -372,7 +372,7 @@ class Queue:
         entry.flow.entries[entry.request.id] = entry
 
     def _withdraw(self, entry: Queued) -> None:
-        """Take an entry out of its flow, and what is empty then out of the line."""
+        """Take an entry out of its flow, and empty flows out of the line."""
         flow = entry.flow
         del flow.entries[entry.request.id]
         if not flow.entries:
@@ -427,11 +427,11 @@ class Queue:
         return key
 
     def booked(self, tenant: str | None, tokens: int) -> None:
-        """Note that a lease of a tenant began, for so many tokens."""
+        """Note that a lease of a tenant began, for `tokens` tokens."""
         self.service.booked(tenant, tokens, self._shares)
 
     def check_integrity(self) -> None:
-        """Assert that the counts are those of the entries."""
+        """Assert that the counts match the entries."""
         entries = [entry for waiting in self.flows() for entry in waiting]
         assert sum(entry.request.body_bytes for entry in entries) == self.bytes
         assert {entry.request.id for entry in entries} == self.held.keys()

@@ -69,11 +69,11 @@ class ReadyInstances:
                     self.excluded[instance.name] = f"suspect: {instance.health.reason}"
         #: Instances that take requests, in any role.
         self.up = up
-        #: Those that get no whole request, and why: their role, while another one is there.
+        #: Reasons of the instances that get no whole request: their role, while another one is there.
         self.roles = _kept_by_role(routable)
         self.excluded.update(self.roles)
         self.able = [each for each in up if each.name not in self.roles] if self.roles else up
-        if not self.able and routable:  # those of the role that takes whole requests are all suspect
+        if not self.able and routable:  # instances of the role that takes whole requests are all suspect
             self.able = [each for each in routable if each.name not in self.roles]
         #: Choices of a request that may go to all of `able`.
         self.everyone = Choices(self.able, self.excluded)
@@ -113,7 +113,7 @@ class ReadyInstances:
         *,
         holds_back: bool,
     ) -> Choices:
-        """Return what a request may be sent to now.
+        """Return the choices of a request now.
 
         `tried`: where the request was before; it is no trial then. `holds_back`: the policy heeds
         availability itself; otherwise only the most available are left.
@@ -206,7 +206,7 @@ def _longest(instance: Instance) -> float:
 
 
 def _kept_by_role(routable: Sequence[Instance]) -> dict[str, str]:
-    """Those that get no whole request: with a role, while one without is there; else those that prefill."""
+    """Return reasons by instance without whole requests: any role beside one without; else `prefill`."""
     roles = {each.spec.role for each in routable}
     if roles <= {Role.BOTH} or len(roles) == 1:
         return {}
@@ -215,7 +215,7 @@ def _kept_by_role(routable: Sequence[Instance]) -> dict[str, str]:
 
 
 def _why_not(instance: Instance) -> str:
-    """Reason an instance can take no request now, "" if it can."""
+    """Return the reason an instance can take no request now, "" if it can."""
     if instance.admin is not AdminState.READY:
         return _ADMIN_REASON[instance.admin]
     if instance.health.state is Health.EJECTED:
@@ -224,14 +224,14 @@ def _why_not(instance: Instance) -> str:
 
 
 def least_tokens(request: Request) -> int:
-    """Tokens of its longest sequence that an instance must hold at least: one of output, if there is any."""
+    """Return the tokens of its longest sequence that an instance must hold: one of output, if any."""
     return (request.longest_prompt_tokens or request.prompt_tokens) + request.generates
 
 
 def with_excluded(
     candidates: Sequence[Candidate], instances: Sequence[Instance], excluded: Mapping[str, str]
 ) -> list[Candidate]:
-    """Return the scored candidates and, in their places, those that were filtered out."""
+    """Return the scored candidates and, in their places, the filtered out ones."""
     scored = iter(candidates)
     return [
         Candidate(instance.name, math.inf, eligible=False, reason=excluded[instance.name])

@@ -9,8 +9,8 @@ from typing import Final
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import Reject, RejectReason, Request, RequestId
 
-#: Names that an answer lists at most.
-_LISTED: Final = 20
+#: Largest number of names in an answer.
+_LISTED_NAMES: Final = 20
 
 
 def _later(request_id: RequestId, reason: RejectReason, text: str) -> Reject:
@@ -18,12 +18,12 @@ def _later(request_id: RequestId, reason: RejectReason, text: str) -> Reject:
 
 
 def queue_full(request_id: RequestId) -> Reject:
-    """Refuse a request for which the queue has no room, or whose room others need."""
+    """Refuse a request without room in the queue, or whose room others need."""
     return _later(request_id, RejectReason.QUEUE_FULL, "Too many requests are waiting for an instance.")
 
 
 def expired(request_id: RequestId, waited_s: float) -> Reject:
-    """Refuse a request that has waited for as long as requests may."""
+    """Refuse a request that has waited for the longest time allowed."""
     text = f"The request waited {waited_s:.0f} s for an instance and none became free."
     return _later(request_id, RejectReason.QUEUE_EXPIRED, text)
 
@@ -35,11 +35,11 @@ def hopeless(request: Request) -> Reject:
 
 
 def unknown_model(request: Request, instances: Iterable[Instance], models: Iterable[str]) -> Reject:
-    """No instance serves the model, as far as `instances`, those of the fleet, have told; `models` exist."""
+    """Refuse a request whose model none of `instances`, the fleet, is known to serve; `models` exist."""
     if any(each.served is None and not each.spec.model for each in instances):
         text = f"Not every instance has told yet what it serves; none is known to serve {request.model!r}."
         return _later(request.id, RejectReason.NO_INSTANCE, text)
-    names = ", ".join(islice(models, _LISTED))
+    names = ", ".join(islice(models, _LISTED_NAMES))
     text = f"The model `{request.model}` does not exist. Valid names: {names or 'none yet'}."
     return Reject(request.id, RejectReason.UNKNOWN_MODEL, text)
 
@@ -54,7 +54,7 @@ def too_long(request: Request, instances: Sequence[Instance]) -> Reject:
 
 
 def no_instance(request: Request) -> Reject:
-    """No instance of the model has been there for as long as requests wait for one."""
+    """Refuse a request that has waited as long as allowed for an instance of its model."""
     text = f"No instance of the model `{request.model}` is up."
     return _later(request.id, RejectReason.NO_INSTANCE, text)
 
@@ -69,5 +69,5 @@ def not_answered(request_id: RequestId, *, unsent: bool) -> Reject:
 
 
 def policy_failed(request_id: RequestId) -> Reject:
-    """Refuse a request at which the policy raised an error, or chose what cannot be booked."""
+    """Refuse a request after an error of the policy, or after its invalid choice."""
     return Reject(request_id, RejectReason.POLICY_FAILED, "The scheduling policy failed on this request.")

@@ -10,10 +10,10 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import Lease, LeaseId, RequestId
 
-#: Retries of requests that an engine dropped without an answer: at most this share of those in flight…
+#: Largest share of the requests in flight that are retries of requests which an engine dropped.
 RETRY_SHARE: Final = 0.2
-#: …but always this many at a time.
-RETRY_FLOOR: Final = 3
+#: Number of retries that are always allowed at a time.
+RETRY_REQUESTS: Final = 3
 
 
 @mypyc_attr(acyclic=True)
@@ -25,7 +25,7 @@ class Attempts:
         self.runs = 0
         #: True if it is not to be split: a hand-over has failed.
         self.whole = False
-        #: Of the runs, those that an engine refused.
+        #: Number of runs that an engine refused.
         self.turned_away = 0
         #: Instances that refused it with 4xx, with the lease and the time: at fault if another one answers.
         self.refusals: list[tuple[Instance, Lease, float]] = []
@@ -53,7 +53,7 @@ class Retries:
 
     def allowed(self, in_flight: int) -> bool:
         """Return True if the budget allows one more retry of a request that may run twice."""
-        return len(self.leases) < max(RETRY_FLOOR, int(RETRY_SHARE * in_flight))
+        return len(self.leases) < max(RETRY_REQUESTS, int(RETRY_SHARE * in_flight))
 
     def check_integrity(self, leases: Set[LeaseId], requests: Set[RequestId]) -> None:
         """Assert that nothing is noted of leases and requests other than these, which are alive."""

@@ -13,10 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core import rejections
-from hetlb.balancer.core.account import LEAST_SILENCE_S
-from hetlb.balancer.core.backlog import Backlog
 from hetlb.balancer.core.fleet_state import FleetState
-from hetlb.balancer.core.health import PASSIVE_FALL, Verdict, verdict
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.journal import Booked, Journal
 from hetlb.balancer.core.placement import Placement
@@ -24,6 +21,7 @@ from hetlb.balancer.core.policies.registry import make_policy
 from hetlb.balancer.core.predictor import Predictor
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.ready import ReadyInstances, least_tokens
+from hetlb.balancer.core.relocation import MOST_MOVES, Relocation
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.splitting import Splitting
 from hetlb.balancer.core.types import (
@@ -31,7 +29,6 @@ from hetlb.balancer.core.types import (
     CapacityLearned,
     Command,
     EngineSample,
-    Health,
     Hold,
     InstanceAdded,
     InstanceChange,
@@ -51,18 +48,13 @@ from hetlb.extras import option
 if TYPE_CHECKING:
     from hetlb.balancer.core.engine_blocks import BlockEvents
 
-#: Time between ticks while something waits for time to pass (queue limits, ejections).
+#: Seconds between ticks while something waits for time to pass (queue limits, ejections).
 TICK_S: Final = 0.25
-#: Times that a request of which nothing came is sent elsewhere.
-MOST_MOVES: Final = 2
-#: A client was not heard that left after this many times the forecast, and after these seconds.
-_UNHEARD: Final = 3.0
-_UNHEARD_S: Final = 2.0
-#: A member of an enum costs as much as a call.
+#: Looked up once: a member of an enum costs as much as a call.
 _OK: Final = Outcome.OK
 
 
-class Scheduler:
+class Scheduler(Relocation):
     """Places requests on instances by a policy and keeps the ledger. Its parts are not to be written."""
 
     def __init__(
@@ -72,19 +64,14 @@ class Scheduler:
         oracle: Mapping[RequestId, int] | None = None,
         predictor: Predictor | None = None,
     ) -> None:
-        """`oracle` has true lengths. Raises `ValueError` if the predictor lacks what it needs."""
+        """`oracle` has true lengths. Raises `ValueError` where the predictor's data are missing."""
         self._rng = random.Random(setup.seed)
         self._params = setup.params
         self.predictor = setup.make_predictor(self._rng, oracle) if predictor is None else predictor
         policy = make_policy(setup.policy, setup.params, self._rng)
-        self.queue = queue = Queue(setup.limits)
-        self.fleet = FleetState(setup, queue, self._rng)
-        self.placement = placement = Placement(policy, self.predictor, self.fleet, queue)
-        self.ledger, self._retries = placement.ledger, placement.retries
-        self.backlog = Backlog(placement, setup.now)
-        #: Model of an instance of which the first prompts have shown another speed than its profile.
-        self._misplaced: str | None = None
-        self._taken_back: list[Lease] = []
+        queue = Queue(setup.limits)
+        fleet = FleetState(setup, queue, self._rng)
+        super().__init__(Placement(policy, self.predictor, fleet, queue), setup.now)
         self._look_for_links(setup.specs)
 
     def _look_for_links(self, specs: Sequence[InstanceSpec]) -> None:
@@ -99,22 +86,12 @@ class Scheduler:
         assert splits is not None, "expected an instance with kv_transfer"
         return splits
 
-    # --- what drivers and pages may look at ---
+    # --- for drivers and pages ---
 
     @property
     def instances(self) -> list[Instance]:
         """The instances of the fleet, in file order."""
         return list(self.fleet.instances.values())
-
-    @property
-    def in_flight(self) -> int:
-        """Leases that have not ended, also those of removed instances."""
-        return len(self.ledger.leased)
-
-    @property
-    def retrying(self) -> bool:
-        """Return True if a request that was sent elsewhere has no byte of an answer yet."""
-        return bool(self._retries.leases)
 
     def contain(self, on_failed: Callable[[Request, Exception], None]) -> None:
         """Reject a request at which the policy raises an error, and call `on_failed` with both.
@@ -124,7 +101,7 @@ class Scheduler:
         self.placement.on_failed = on_failed
 
     def abandon(self, request_id: RequestId, now: float) -> list[Command]:
-        """End whatever a request has, waiting or leased: its driver has lost track of it."""
+        """End all bookings of a request, waiting or leased: its driver has lost track of it."""
         commands: list[Command] = []
         for lease in [each for each in self.ledger.leases() if each.request.id == request_id]:
             if not lease.ended:
@@ -168,21 +145,14 @@ class Scheduler:
     def on_unsplit(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
         """Give the whole request to one instance: a hand-over failed before anything reached the client.
 
-        `lease` is that of either leg; `outcome` is that of its end, where `OK` is that of a prefill leg whose
-        blocks will not be fetched. The commands are those of a retry.
+        `lease` is either leg's; `outcome` is its end's, where `OK` is a prefill leg's whose blocks will not
+        be fetched. The commands are a retry's.
         """
         return self._splits.unsplit(lease, outcome, now)
 
     def on_hold_released(self, hold: Hold, now: float) -> list[Command]:
-        """Note that a prefill instance was told that a prompt will not be fetched."""
+        """Note that a prefill instance was told to drop a prompt."""
         return self._splits.released(hold, now)
-
-    def drop(self, lease: Lease, now: float, outcome: Outcome = Outcome.CLIENT_GONE) -> Instance:
-        """Give back what a lease booked; readers of the journal are told the outcome."""
-        self._retries.leases.discard(lease.id)
-        if self.placement.adapter_load is not None:
-            self.placement.adapter_load.expected.pop(lease.id, None)
-        return self.ledger.drop(lease, now, outcome)
 
     def on_first_token(self, lease: Lease, now: float) -> list[Command]:
         """Note that the first byte of the answer came. Not called for 4xx and 5xx."""
@@ -271,30 +241,6 @@ class Scheduler:
             retries.forget(request.id)
         return commands + self.backlog.flush(now) if self.queue.held else commands
 
-    def ended_badly(self, instance: Instance, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
-        """Effect of the end of a lease on the health and the account of its instance."""
-        health, fleet, says = instance.health, self.fleet, verdict(outcome)
-        changed = False
-        if says is Verdict.ABSENT:
-            changed = health.on_refused(now)
-            instance.account.forget()
-        elif says is Verdict.FAILED:
-            changed = health.on_failure(now, may_eject=fleet.may_eject(instance, self.placement.capacity))
-        elif says is Verdict.LOST:
-            changed = health.on_answering(now)
-        if says in (Verdict.FAILED, Verdict.LOST) or _left_unheard(lease, outcome, now):
-            skip = 1 if says is Verdict.FAILED and 0 < health.failures < PASSIVE_FALL else 0
-            self._lost(instance, lease, now, skip)
-        return fleet.health_changed(instance, now) if changed else []
-
-    def _lost(self, instance: Instance, lease: Lease, now: float, skip: int = 0) -> None:
-        """Count a lost answer in the account of its instance, unless it was counted before."""
-        if lease.judged:
-            return
-        lease.judged = True
-        instance.account.ended_badly(lease.id, now - lease.dispatched_at, now, skip)
-        self.fleet.judge(instance, now)
-
     def on_refused(
         self, lease: Lease, busy: bool, retry_after_s: float | None, now: float, *, may_move: bool = True
     ) -> list[Command]:
@@ -346,40 +292,6 @@ class Scheduler:
             return passed_on
         return self._move(lease, ready, now, ran=False) or passed_on
 
-    def _others_left(self, lease: Lease, ready: ReadyInstances, now: float) -> bool:
-        """Return True if another instance may get a request, had it room."""
-        known = self._retries.attempts.get(lease.request.id)
-        tried = {lease.instance} if known is None else {lease.instance, *known.tried}
-        able = self.placement.able(lease.request, ready, now).instances
-        return any(each.name not in tried for each in able)
-
-    def _move(self, lease: Lease, ready: ReadyInstances, now: float, *, ran: bool) -> list[Command]:
-        """Send a request elsewhere of whose answer nothing came; no commands where no other one is better."""
-        request, retries = lease.request, self._retries
-        known = retries.attempts.get(request.id)
-        attempts = retries.of(request.id)
-        attempts.tried.append(lease.instance)
-        found = self.placement.choose(request, ready, now, lease.predicted_output)
-        if (
-            found is None
-            or (found.instance.account.restrained(now) and not found.instance.account.suspect)
-            or found.instance.sequences >= found.instance.throttle.limit(now)
-        ):
-            self.placement.take_failed(request.id)  # the lease goes on as it is
-            attempts.tried.pop()
-            if known is None:
-                retries.forget(request.id)
-            return []
-        attempts.runs += 1
-        attempts.turned_away += not ran
-        attempts.whole = attempts.whole or lease.hold is not None
-        self.drop(lease, now)
-        if lease.decode is not None:
-            self.drop(lease.decode, now)
-        placed = self.placement.book(found)
-        retries.leases.add(placed.lease.id)
-        return [placed, *self.backlog.flush(now)]
-
     # --- instances that say nothing ---
 
     def on_sweep(
@@ -392,141 +304,6 @@ class Scheduler:
         if self.fleet.watch(tokens_at, now, by_counters):
             return self.backlog.flush(now)
         return []
-
-    def stranded(self, now: float) -> list[Lease]:
-        """Return leases of which nothing came, of instances that are ejected or have stalled."""
-        found: list[Lease] = []
-        for instance in self.fleet.instances.values():
-            ejected = instance.health.state is Health.EJECTED
-            if not instance.leases or not (ejected or instance.account.stalled_since is not None):
-                continue
-            for lease in instance.leases.values():
-                late = now - lease.dispatched_at >= max(LEAST_SILENCE_S, lease.forecast_first_s)
-                if (ejected or late) and _may_move(lease):
-                    found.append(lease)
-        return found
-
-    @property
-    def misplaces(self) -> bool:
-        """Return True if `misplaced` may have some."""
-        return self._misplaced is not None
-
-    def misplaced(self) -> list[Lease]:
-        """Return once what was placed by a wrong profile and has no token yet, the newest first."""
-        model, self._misplaced = self._misplaced, None
-        if model is None:
-            return []
-        found = [
-            lease
-            for instance in self.fleet.instances.values()
-            if instance.spec.model == model
-            for lease in instance.leases.values()
-            if _may_move(lease)
-        ]
-        return sorted(found, key=lambda lease: (-lease.dispatched_at, -lease.id))
-
-    def on_misplaced(self, lease: Lease, now: float) -> list[Command]:
-        """Place a lease of `misplaced` anew; without commands it stays, or ends until `wait_again`."""
-        request = lease.request
-        ready = self.fleet.ready.get(request.model)
-        if ready is None or request.id in self._retries.attempts:
-            return []
-        found = self.placement.choose(request, ready, now, lease.predicted_output)
-        if self.placement.take_failed(request.id) or (found and found.instance.name == lease.instance):
-            return []
-        self.drop(lease, now)
-        if found is None:
-            self._taken_back.append(lease)
-            return []
-        return [self.placement.book(found)]
-
-    def wait_again(self, now: float) -> list[Command]:
-        """Queue what `on_misplaced` took back, in the order in which it came."""
-        commands: list[Command] = []
-        while self._taken_back:
-            lease = self._taken_back.pop()
-            commands += self.backlog.push(lease.request, lease.dispatched_at, lease.predicted_output)
-        return commands + self.backlog.flush(now)
-
-    def on_stranded(self, lease: Lease, now: float) -> list[Command]:
-        """Send a lease of `stranded` elsewhere, within the budget of retries; no commands: it stays."""
-        retries, ready = self._retries, self.fleet.ready.get(lease.request.model)
-        known = retries.attempts.get(lease.request.id)
-        if ready is None or (known is not None and known.runs >= MOST_MOVES):
-            return []
-        instance = self.ledger.leased[lease.id]
-        if instance.health.state is not Health.EJECTED and not retries.allowed(self.in_flight):
-            return []
-        commands = self._move(lease, ready, now, ran=True)
-        if commands:
-            self._lost(instance, lease, now)
-        return commands
-
-    def _retry(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
-        """Retry or reject a request that an engine did not answer."""
-        request, predicted, retries = lease.request, lease.predicted_output, self._retries
-        attempts, sent = retries.of(request.id), outcome is Outcome.NO_RESPONSE
-        attempts.tried.append(lease.instance)
-        attempts.runs += sent
-        unsent = not sent and attempts.runs == attempts.turned_away
-        ready, placement = self.fleet.ready.get(request.model), self.placement
-        # Dropped twice: the request itself may be what kills engines.
-        if attempts.runs <= 1 and ready is not None and placement.able(request, ready, now).instances:
-            within = not sent or retries.allowed(self.in_flight)
-            placed = placement.place(request, ready, now, predicted) if within else None
-            if placed is not None:
-                if sent:
-                    retries.leases.add(placed.lease.id)
-                return [placed]
-            # An instance can take it, but not now: none has room, or too many are being tried again.
-            if unsent:
-                retries.forget(request.id)
-            if self.queue.has_room(request) or request.id in placement.failed:
-                return self.backlog.push(request, now, predicted, again=not unsent)
-        elif unsent and request.model in self.fleet.down_since:
-            retries.forget(request.id)
-            return self.backlog.push(request, now, predicted)
-        return [self.backlog.give_up(request, unsent=unsent)]
-
-    def _go_on(self, lease: Lease, rest: Request, now: float) -> list[Command]:
-        """Place the rest of an answer whose engine was lost; it counts as a request that may run twice."""
-        retries, placement, request_id = self._retries, self.placement, rest.id
-        retries.forget(request_id)
-        predicted = max(1.0, lease.predicted_output - (rest.generated - lease.request.generated))
-        ready = self.fleet.ready.get(rest.model)
-        if ready is not None and retries.allowed(self.in_flight):
-            retries.of(request_id).tried.append(lease.instance)
-            placed = placement.place(rest, ready, now, predicted)
-            if placed is not None:
-                retries.leases.add(placed.lease.id)
-                return [placed]
-            retries.forget(request_id)
-        return self.backlog.push(rest, now, predicted, again=True)
-
-    def on_moving(self, lease: Lease, generated: int, now: float) -> list[Command]:
-        """Ask for a place elsewhere for a lease whose engine lives, since its instance leaves.
-
-        The commands hold the dispatch of its rest, behind `generated` tokens, and the lease is over; or none,
-        and it goes on where it is.
-        """
-        retries, request_id = self._retries, lease.request.id
-        ready = self.fleet.ready.get(lease.request.model)
-        if ready is None or lease.decode is not None:
-            return []
-        known = request_id in retries.attempts
-        tried = retries.of(request_id).tried
-        tried.append(lease.instance)
-        predicted = max(1.0, lease.predicted_output - (generated - lease.request.generated))
-        placed = self.placement.place(lease.request.goes_on(generated), ready, now, predicted)
-        if placed is None:
-            self.placement.take_failed(request_id)
-            tried.pop()
-            if not known:
-                retries.forget(request_id)
-            return []
-        lease.outcome, lease.ended_at = Outcome.CLIENT_GONE, now
-        self.drop(lease, now)
-        return [placed, *self.backlog.flush(now)]
 
     def restore(self, live: Booked, now: float, *, own: bool = True, arrived: bool = False) -> Lease | None:
         """Book a lease that another scheduler granted; None where its instance is gone.
@@ -569,7 +346,7 @@ class Scheduler:
         return placed.lease
 
     def on_waiting_elsewhere(self, sizes: Mapping[str, int], now: float) -> list[Command]:
-        """Other schedulers of the same fleet have requests of these sizes waiting, by model."""
+        """Take the sizes of requests that wait at other schedulers of the same fleet, by model."""
         self.placement.elsewhere = dict(sizes)
         return []
 
@@ -581,7 +358,7 @@ class Scheduler:
     # --- facts about instances ---
 
     def on_instance(self, change: InstanceChange, now: float) -> list[Command]:
-        """Something about an instance changed. Unknown names are ignored: facts may arrive late."""
+        """Note a change of an instance. Unknown names are ignored: facts may arrive late."""
         fleet = self.fleet
         if isinstance(change, InstanceAdded):
             for spec in (change.spec, *change.more):
@@ -637,22 +414,10 @@ class Scheduler:
         return self.backlog.flush(now) if woken or instance.finished_sequences > finished else []
 
     def on_kv_events(self, name: str, batch: BlockEvents, now: float) -> list[Command]:
-        """Take in an engine's report of what came into its prefix cache and what left it."""
+        """Take in an engine's report of blocks that entered and left its prefix cache."""
         instance = self.fleet.instances.get(name)
-        if instance is None:
-            return []
-        if instance.blocks is None:
-            instance.blocks = option("kv_events.block_index").BlockIndex()
-            self.fleet.publishers.append(instance)
-        blocks, tree = instance.blocks, instance.tree
-        before = blocks.stored_tokens
-        removed, cleared = blocks.apply(batch)
-        tree.told = blocks.live
-        if cleared:
-            tree.clear()
-        elif removed and tree.unused_tokens:  # prompts of unknown token ids lose their part
-            unused = max(tree.unused_tokens, before - tree.used_tokens)
-            tree.evicted(removed * blocks.block_tokens * tree.unused_tokens / unused)
+        if instance is not None:
+            option("kv_events.block_index").take_events(self.fleet, instance, batch)
         return []
 
     def set_policy(self, name: str, now: float) -> list[Command]:
@@ -663,13 +428,13 @@ class Scheduler:
     # --- time ---
 
     def next_deadline(self) -> float | None:
-        """Time at which `on_tick` is due, None while nothing waits for time to pass."""
+        """Return the time at which `on_tick` is due, None while nothing waits for time to pass."""
         splits = self.placement.splits
         waits = len(self.queue) or (splits is not None and splits.held)
         return self.backlog.ticked_at + TICK_S if waits else None
 
     def on_tick(self, now: float) -> list[Command]:
-        """Time passed: expire what has waited too long."""
+        """Note that time passed: release holds, place waiting requests, expire late ones."""
         self.backlog.ticked_at = now
         if self.placement.splits is not None:
             self._splits.let_go_expired(now)
@@ -696,24 +461,3 @@ def _serves_elsewhere(instance: Instance, ready: ReadyInstances) -> bool:
     if account.suspect and any(not each.refusals and each.token_at > account.token_at for each in accounts):
         return True
     return account.refuses_more(accounts)
-
-
-def _may_move(lease: Lease) -> bool:
-    """Return True if nothing came of a lease, which may be sent elsewhere."""
-    request = lease.request
-    whole = not lease.incoming and lease.decode is None and lease.hold is None
-    return (
-        lease.first_token_at is None
-        and lease.own
-        and whole
-        and request.subset is None
-        and not request.generated
-    )
-
-
-def _left_unheard(lease: Lease, outcome: Outcome, now: float) -> bool:
-    """Return True if a client left after a long wait without a byte."""
-    if outcome is not Outcome.CLIENT_GONE or lease.first_token_at is not None or lease.incoming:
-        return False
-    first_s = lease.forecast_first_s if lease.request.streamed else lease.forecast_end_s
-    return now - lease.dispatched_at >= max(_UNHEARD_S, _UNHEARD * first_s)

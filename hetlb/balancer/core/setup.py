@@ -30,5 +30,5 @@ class SchedulerSetup(PickleByFields):
     now: float = 0.0
 
     def make_predictor(self, rng: random.Random, oracle: Mapping[RequestId, int] | None) -> Predictor:
-        """Predictor of this name. Raises `ValueError` if it lacks what it needs."""
+        """Return the predictor of this name. Raises `ValueError` where its data are missing."""
         return make_predictor(self.predictor, rng=rng, lengths=self.lengths, oracle=oracle)

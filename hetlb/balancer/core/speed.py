@@ -1,4 +1,4 @@
-"""Speed of an instance, as its answers show, against what its latency model says.
+"""Speed of an instance, from its answers, over its latency model.
 
 One factor on all durations of the model, bounded, and exactly 1 while a measured profile is about right. An
 answer of n tokens takes n - 1 steps at the batch that ran beside it, and the prompts that were prefilled
@@ -6,8 +6,8 @@ meanwhile. What that took over what it should have taken by the model, both summ
 the last `MEMORY_S` seconds, is the factor.
 
 Models of a fleet are often wrong together (another build, an estimate, the default): until an instance has
-answered, its factor is the mean of those that have, with profiles and without apart. The default model is a
-guess at other loads, too: of equal instances, the one with less to do would show another factor, and get
+answered, its factor is the mean of the other instances', with profiles and without apart. The default model
+is a guess at other loads, too: of equal instances, the one with less to do would show another factor, and get
 less for that reason. So factors without a profile that are near each other are averaged.
 """
 
@@ -26,23 +26,23 @@ from hetlb.balancer.core.rate import MEMORY_S, RecentRate
 
 #: Seconds of answers in agreement with the model that stand against the first evidence.
 PRIOR_S: Final = 5.0
-#: The first prompts, of these seconds (a network adds some ms), correct a profile that is further off than
-#: `_CLEAR`, and count for `_FIRST_S` seconds then.
+#: Seconds of first prompts (a network adds some ms) that correct a profile off by `_CLEAR_FACTOR`, and the
+#: seconds of answers for which they count.
 FIRST_PROMPTS_S: Final = 0.1
-_CLEAR: Final = 1.5
+_CLEAR_FACTOR: Final = 1.5
 _FIRST_S: Final = 0.5
-#: A measured profile is corrected only when it is further off than this, and at most so many times.
-TRUST: Final = 1.2
-MOST_PROFILED: Final = 4.0
-#: The default model, used without a profile, is corrected by so much at most.
-MOST_UNPROFILED: Final = 64.0
-#: Seconds over which the factor is averaged that a speed returns to while no answer comes.
+#: Factor up to which a measured profile is left as it is, and the largest correction.
+TRUSTED_FACTOR: Final = 1.2
+MOST_PROFILED_FACTOR: Final = 4.0
+#: Largest correction of the default model, used without a profile.
+MOST_UNPROFILED_FACTOR: Final = 64.0
+#: Seconds over which the factor is averaged to which a speed returns while no answer comes.
 _GOOD_S: Final = 60.0
-#: A factor is put in force when it differs from the one in force by more than this share.
-_CHANGE: Final = 0.05
-#: Tokens that its engine counted are compared with its model over these seconds.
+#: Relative change of the factor in force from which a new one takes its place.
+_CHANGE_SHARE: Final = 0.05
+#: Seconds over which tokens that its engine counted are compared with its model.
 PACE_S: Final = 3.0
-#: Steps count as mixed where prefilling beside them is more than this share of their time.
+#: Share of the time of steps, spent on prompts beside them, above which the steps count as mixed.
 _MIXED_SHARE: Final = 0.1
 
 
@@ -80,11 +80,11 @@ class Mark:
 
 
 class SpeedTracker:
-    """The evidence about one instance: what ran on it when, and how long answers took."""
+    """The evidence about one instance: its requests over time, and the times of its answers."""
 
     def __init__(self, profiled: bool, now: float) -> None:
         self._profiled = profiled
-        self._most = MOST_PROFILED if profiled else MOST_UNPROFILED
+        self._most = MOST_PROFILED_FACTOR if profiled else MOST_UNPROFILED_FACTOR
         #: Time of the last `elapsed`.
         self.last = now
         self._at = now
@@ -96,12 +96,12 @@ class SpeedTracker:
         self.prefilling = RecentRate(now)
         # The default model is a guess: the first answer may replace it.
         self._observed_s = self._expected_s = PRIOR_S if profiled else 0.0
-        #: Factor for the model's durations that is in force, and as its own answers show it.
+        #: Factor for the model's durations that is in force, and the factor of its own answers.
         self.factor = self.shown = 1.0
         #: The model's seconds of the last answer's steps, and whether many were mixed.
         self.last_expected_s = 0.0
         self.last_mixed = False
-        #: Engines that share what runs.
+        #: Engines that share the requests.
         self.engines = 1
         #: True if some answer has shown a speed, and if the first prompts have been compared with a profile.
         self.seen = self.begun = False
@@ -157,7 +157,7 @@ class SpeedTracker:
     def age(self, now: float) -> None:
         """Let a factor that is worse than before return to that while no answer confirms it."""
         begin = max(self._at + MEMORY_S, self._aged_at)
-        if not self.seen or now <= begin or self.shown <= self._good * (1.0 + _CHANGE):
+        if not self.seen or now <= begin or self.shown <= self._good * (1.0 + _CHANGE_SHARE):
             return
         keep = math.exp(-(now - begin) / MEMORY_S)
         self._aged_at, self.changed = now, True
@@ -243,14 +243,14 @@ class SpeedTracker:
             return False
         self.begun = True
         ratio = max(1.0 / self._most, min(self._most, seconds / expected_s))
-        if self.seen or 1.0 / _CLEAR < ratio < _CLEAR:
+        if self.seen or 1.0 / _CLEAR_FACTOR < ratio < _CLEAR_FACTOR:
             return False
         self._observed_s, self._expected_s, self._at = ratio * _FIRST_S, _FIRST_S, now
         return self._observe(0.0, 0.0, now)
 
     def assume(self, factor: float) -> bool:
         """Take the factor that others show, before any answer of its own. True if it changed."""
-        if self.seen or abs(factor / self.factor - 1.0) <= _CHANGE:
+        if self.seen or abs(factor / self.factor - 1.0) <= _CHANGE_SHARE:
             return False
         self._observed_s = self._expected_s * factor
         self.factor = self.shown = factor
@@ -266,14 +266,14 @@ class SpeedTracker:
         if self._expected_s <= 0.0:
             return False
         ratio, most = self._observed_s / self._expected_s, self._most
-        if self._profiled and 1.0 / TRUST <= ratio <= TRUST:
+        if self._profiled and 1.0 / TRUSTED_FACTOR <= ratio <= TRUSTED_FACTOR:
             ratio = 1.0
         elif ratio > most:
             ratio = most
         elif ratio < 1.0 / most:
             ratio = 1.0 / most
         self._remember(ratio, since)
-        if ratio == self.shown or (abs(ratio / self.shown - 1.0) <= _CHANGE and ratio != 1.0):
+        if ratio == self.shown or (abs(ratio / self.shown - 1.0) <= _CHANGE_SHARE and ratio != 1.0):
             return False
         self.factor = self.shown = ratio
         return True
@@ -286,10 +286,10 @@ class SpeedTracker:
 
 
 def averaged(shown: Sequence[tuple[float, float]]) -> list[float]:
-    """Return for each factor the geometric mean of those near it, each with its confidence as weight.
+    """Return for each factor the geometric mean of the factors near it, each with its confidence as weight.
 
-    They are near within `TRUST`, and further off the less confident the factor is. A pair is a factor with
-    its confidence, above 0.
+    They are near within `TRUSTED_FACTOR`, and further off the less confident the factor is. A pair is a
+    factor with its confidence, above 0.
     """
     factors = sorted(shown)
     sums = [(0.0, 0.0)]
@@ -297,7 +297,7 @@ def averaged(shown: Sequence[tuple[float, float]]) -> list[float]:
         sums.append((sums[-1][0] + weight, sums[-1][1] + weight * math.log(factor)))
     found = []
     for factor, weight in shown:
-        near = TRUST ** (1.0 / weight)
+        near = TRUSTED_FACTOR ** (1.0 / weight)
         first = bisect_left(factors, (factor / near, 0.0))
         last = bisect_right(factors, (factor * near, math.inf))
         found.append(math.exp((sums[last][1] - sums[first][1]) / (sums[last][0] - sums[first][0])))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Splitting(Protocol):
-    """Decisions to split requests, the facts about their two legs, and what is held between the legs."""
+    """Decisions to split requests, the facts about their two legs, and the holds between the legs."""
 
     @property
     def held(self) -> int: ...

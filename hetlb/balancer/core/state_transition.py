@@ -19,6 +19,6 @@ class Transition(Generic[S]):
         self.after = after
 
     def take(self, state: S) -> S:
-        """Return the state that follows `state`, which must be among those before."""
+        """Return the state that follows `state`, which must be in `before`."""
         assert state in self.before, f"{state}: {self.event}"
         return self.after

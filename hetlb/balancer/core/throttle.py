@@ -1,4 +1,4 @@
-"""Restraints on an instance for a while: its process is new, or it refused what was more than it takes.
+"""Restraints on an instance for a while: its process is new, or it refused requests beyond its limit.
 
 A refusal for a full queue (429, 503) of an engine that answers others is no failure: what ran there then is a
 limit. It holds for the time that the engine asks for, or a second; then one more is tried, and more as time
@@ -14,13 +14,13 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.account import Account
 
-#: An engine that says when to come again is believed for this long at most, in seconds.
+#: Longest time in seconds for which an engine is believed that says when to come again.
 BUSY_CAP_S: Final = 60.0
-#: A limit without a stated time holds for this long, in seconds; it is forgotten this long after that.
+#: Seconds for which a limit without a stated time holds, and after which it is forgotten then.
 LIMIT_S: Final = 1.0
 FORGOTTEN_S: Final = 10.0
 #: Growth of a limit in a second, as a share of it.
-_GROWTH: Final = 0.25
+_GROWTH_SHARE: Final = 0.25
 #: Availability at a moment: like any other, or not now.
 NORMAL: Final = 0
 BLOCKED: Final = 2
@@ -61,13 +61,13 @@ class Throttle:
         self._limit_until = max(self._limit_until, until)
 
     def limit(self, now: float) -> float:
-        """Return the sequences that it is believed to take, infinite if nothing is known."""
+        """Return the sequences that it is believed to take, infinite if unknown."""
         since = now - self._limit_until
         if since >= FORGOTTEN_S:
             return math.inf
         if since < 0.0:
             return self._limit
-        return self._limit + 1 + int(since * max(1.0, _GROWTH * self._limit))
+        return self._limit + 1 + int(since * max(1.0, _GROWTH_SHARE * self._limit))
 
     def active(self, now: float) -> bool:
         """Return True if the instance may now not be treated like any other."""
@@ -78,7 +78,7 @@ class Throttle:
         return self._ramp_since is not None or limited or account.wary(now)
 
     def reason(self, max_num_seqs: int, now: float) -> str:
-        """Reason of what restrains it now, "" if nothing does; for people."""
+        """Return the reason of a restraint now, "" without one; for people."""
         if why := self._account.why(now):
             return why
         if self._ramp_since is not None and now - self._ramp_since < self._ramp_s:
@@ -94,7 +94,7 @@ class Throttle:
     def availability(
         self, sequences: int, max_num_seqs: int, now: float, *, doubt: bool = True
     ) -> tuple[int, str]:
-        """Availability now, and its reason; `doubt`: whether the account is heeded."""
+        """Return the availability now, and its reason; `doubt`: whether the account is heeded."""
         if doubt and self._account.held(now):
             return BLOCKED, self._account.why(now)
         wanted = sequences + 1

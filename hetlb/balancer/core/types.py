@@ -1,4 +1,4 @@
-"""Types of the scheduler: what goes in (requests, facts), what comes out (commands), and leases.
+"""Types of the scheduler: input (requests, facts), output (commands), and leases.
 
 Facts and commands are frozen; into a `Lease` the driver counts tokens.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 RequestId: TypeAlias = int
 LeaseId: TypeAlias = int
 
-#: Longest length an engine can take; larger figures in a request are wrong input.
+#: Longest length in tokens that an engine can take; larger figures in a request are wrong input.
 MAX_TOKENS_LIMIT: Final = 1 << 31
 
 
@@ -126,7 +126,7 @@ class Role(StrEnum):
 
 
 class Connector(StrEnum):
-    """KV connectors of vLLM by which one instance hands the KV blocks of a prompt to another."""
+    """KV connectors of vLLM, which hand the KV blocks of a prompt from one instance to another."""
 
     NIXL = "nixl"
     MOONCAKE = "mooncake"
@@ -154,7 +154,7 @@ class KvLink(PickleByFields):
         return self.connector is Connector.MOONCAKE
 
     def nominal_s(self, tokens: float) -> float:
-        """Seconds to transfer the KV of `tokens` tokens, before any was seen."""
+        """Return the seconds to transfer the KV of `tokens` tokens, before any was seen."""
         return self.latency_s + tokens * self.bytes_per_token / self.bandwidth_bytes_per_s
 
 
@@ -163,7 +163,7 @@ class InstanceSpec(PickleByFields):
     """One vLLM server as configured; `slots_stated`: a person said `max_num_seqs` of its capacity.
 
     `latency` is None without a profile; `model` is "" where only the engine knows what it serves.
-    `host_assumed_in` is the profile's file where its host time is assumed, "" where it is known.
+    `host_assumed_in` is the profile's file where its host time is assumed, "" where it is measured.
     """
 
     name: str
@@ -188,7 +188,7 @@ class Request(PickleByFields):
     have the same prompt; `max_tokens` is the client's cap on each output. `generates` is False for
     embeddings, scores and the like. `prompt_exact`: the length was counted, not estimated from bytes.
     `subset` names the instances that a gateway allows (None: all).
-    `prefix_keys` name what each of its prompts begins with, shortest first, each with its tokens: None for
+    `prefix_keys` name the beginning of each of its prompts, shortest first, each with its tokens: None for
     all that a conversation has had so far. `priority` is vLLM's: the lower value goes first. `blocks` are
     digests of a prompt of known token ids, for engines that publish KV events. `splittable`: prefill and
     decode may run on different instances. Of the instances `preferred` the best one is chosen where it is
@@ -265,7 +265,7 @@ class Request(PickleByFields):
         self.generated = generated
 
     def goes_on(self, generated: int) -> Request:
-        """Request for the rest of an answer, of which `generated` tokens are part of the prompt now."""
+        """Return the request for the rest of an answer: `generated` tokens are part of the prompt now."""
         more = generated - self.generated
         return replace(
             self,
@@ -287,7 +287,7 @@ class Request(PickleByFields):
 class Hold:
     """KV blocks of a prompt that a prefill instance keeps for another one, until `expires_at` at most.
 
-    `id` is that of the lease of the prefill. `sent_tokens` of its `tokens` are to be transferred to `target`;
+    `id` is the prefill lease's. `sent_tokens` of its `tokens` are to be transferred to `target`;
     `expected_s` is the time from the dispatch of the decode leg to its first token without the transfer.
     `ended`: fetched, released or expired.
     """
@@ -424,7 +424,7 @@ class InstanceUpdated(PickleByFields):
 
 @dataclass(frozen=True, slots=True)
 class AdminStateSet(PickleByFields):
-    """An operator set the administrative state. `deadline_s`: the instance is gone after so many seconds."""
+    """An operator set the administrative state. `deadline_s`: seconds until the instance is gone."""
 
     name: str
     state: AdminState
@@ -433,7 +433,7 @@ class AdminStateSet(PickleByFields):
 
 @dataclass(frozen=True, slots=True)
 class CapacityLearned(PickleByFields):
-    """The engine told what it can hold; figures it does not know stay as they were."""
+    """The engine reported its capacity; figures it does not know stay as they were."""
 
     name: str
     capacity: Capacity
@@ -480,8 +480,8 @@ InstanceChange: TypeAlias = (
 class EngineSample(PickleByFields):
     """One scrape of a server, summed over its data-parallel engines. None where absent or absurd.
 
-    `kv_usage` is a fraction 0..1, the mean of the engines weighted by their capacity; `kv_usage_max` is that
-    of the fullest engine. `preemptions` are those since the engine started. `missing` and `invalid`
+    `kv_usage` is a fraction 0..1, the mean of the engines weighted by their capacity; `kv_usage_max` is the
+    fullest engine's. `preemptions` count since the engine started. `missing` and `invalid`
     name the metrics that were not there or absurd.
     """
 
@@ -499,7 +499,7 @@ class EngineSample(PickleByFields):
     adapters: tuple[str, ...] | None = None
     #: Start of the server's process, Unix time in seconds.
     began: float | None = None
-    #: Kind of the engine by its metrics, a key of `core.engines.ENGINES`; "" where none is known.
+    #: Kind of the engine by its metrics, the name of its table; "" where none is known.
     engine: str = ""
     #: Prompt tokens fetched from other engines, and computed, since the engine started.
     fetched_tokens: int | None = None
@@ -547,7 +547,7 @@ class Candidate(PickleByFields):
     forecast: dict[str, float] | None = None
 
     def document(self) -> dict[str, object]:
-        """JSON of it, unrounded; a score that is never chosen is null."""
+        """Return the JSON of it, unrounded; a score that is never chosen is null."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         return {**found, "score": self.score if math.isfinite(self.score) else None}
 
@@ -569,7 +569,7 @@ class Dispatch:
     request_id: RequestId
     lease: Lease
     reason: str
-    #: Makes the candidates from what was known at the time: most decisions are never looked at.
+    #: Makes the candidates from the state at the time: most decisions are never looked at.
     considered: Callable[[], Sequence[Candidate]] = field(compare=False, repr=False)
     #: `x-request-id` of the request, "" where the driver does not know it.
     label: str = field(compare=False, repr=False, default="")

@@ -28,7 +28,6 @@ from hetlb.turns import turns
 LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 #: Seconds that an engine may take to close a TLS connection.
 _TLS_SHUTDOWN_S: Final = 1.0
-#: Looked up here and not for every request: a member of an enum costs as much as a call.
 _IDLE: Final = EngineState.IDLE
 
 

@@ -1,7 +1,7 @@
 """Connections to engines, one protocol each; they carry clients' requests and the proxy's own.
 
-One that was idle and fails before its answer began is replaced by a fresh one without the client noticing;
-one whose answer was not cleanly framed is never used again.
+An idle connection that fails before its answer began is replaced by a fresh one without the client noticing;
+a connection whose answer was not cleanly framed is never used again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ _LARGE_READ_BYTES: Final = 64 << 10
 _MAX_ANSWER_BYTES: Final = 4 << 20
 #: Maximum bytes of a body that is written in one piece with its head.
 _MAX_COPIED_BYTES: Final = 16 << 10
-#: Looked up here and not for every request: a member of an enum costs as much as a call.
 _IDLE: Final = EngineState.IDLE
 _OPEN: Final = Reading.OPEN
 _TURN: Final = Reading.TURN
@@ -77,7 +76,7 @@ class Carried:
         raise NotImplementedError
 
     def still_served(self) -> bool:
-        """Return True if what a reconnect led to has the model: it may be another engine."""
+        """Return True if the engine after a reconnect has the model: it may be another one."""
         raise NotImplementedError
 
     def fault(self, error: Exception) -> None:
@@ -168,7 +167,7 @@ class EngineConnection(PacedReader):
             transport.writelines((head, body))
 
     def hand_over(self, protocol: asyncio.Protocol) -> tuple[asyncio.Transport, bytes]:
-        """Let another protocol have the transport, and what came behind the head; `abort` ends it."""
+        """Let another protocol have the transport, and the bytes behind the head; `abort` ends it."""
         transport, unread = self._transport, self._rest[self._rest_at :]
         assert transport is not None, "expected a connection that was made"
         self.carried, self._rest, self._rest_at = None, b"", 0

@@ -1,7 +1,7 @@
-"""Every way in which a lease ends: the request's outcome, and what the end counts against.
+"""Ends of a lease: the request's outcome, and the instance that the end counts against.
 
-What a client, the operator or this machine caused is told to the scheduler as an outcome that counts against
-no instance.
+Ends by a client, the operator or this machine reach the scheduler as an outcome that counts against no
+instance.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HELD_UP_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """One way to end. `outcome` is the request's, `lease` what the scheduler is told, None for the same."""
+    """One way to end. `outcome` is the request's, `lease` the scheduler's, None for the same."""
 
     name: str
     happened: str

@@ -11,7 +11,7 @@ from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.http1 import ResponseHead
 from hetlb.balancer.http.retry_after import retry_after_s
 from hetlb.balancer.http.sse import TAIL_BYTES, is_answer, usage_in_tail
-from hetlb.balancer.http.transfer_fields import TransferFilter, harmless
+from hetlb.balancer.http.transfer_fields import TransferWatch, harmless
 
 #: RFC 5842, 7.2.
 LOOP_STATUS: Final = 508
@@ -26,7 +26,7 @@ class EngineAnswer:
     """Answer of one lease. `length` is its body's where it is known, `stream` None of a plain answer.
 
     `whole_only`: nothing goes out before all of it is there. `tail`: the last bytes of a plain body. `waits`:
-    what comes is `kept` until it is known that the client gets it.
+    its bytes are `kept` until it is known that the client gets them.
     """
 
     __slots__ = (
@@ -42,7 +42,7 @@ class EngineAnswer:
         self.tail = b""
         self._counted = False
         #: Empties fields about KV transfers, None before the first part.
-        self._transfers: TransferFilter | None = None
+        self._transfers: TransferWatch | None = None
 
     def wait(self) -> None:
         """Keep the bytes: it is not known yet whether the client gets them."""
@@ -110,7 +110,7 @@ class EngineAnswer:
         if transfers is None:
             if not self.head.fields.get(b"content-type", b"").startswith(_WITH_FIELDS):
                 return payload
-            transfers = self._transfers = TransferFilter()
+            transfers = self._transfers = TransferWatch()
         return transfers.feed(payload)
 
     def last_emptied(self, payload: bytes) -> bytes:

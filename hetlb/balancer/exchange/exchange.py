@@ -1,8 +1,8 @@
 """One request on its way through the proxy: from the client's whole request to its one terminal outcome.
 
 The exchange keeps the client, the record and the phase. What is done for the request at an engine is an
-`Attempt` (`attempt.py`), one for each lease; without an option it is a `Plain` one (`plain.py`). `finish` is
-the only way out.
+`Attempt` (`attempt.py`), one for each lease; without an option it is a `Plain` one (`plain_attempt.py`).
+`finish` is the only way out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from hetlb.balancer.telemetry.request_record import RequestRecord
 
 #: Kinds of which a stream is server-sent events, and may hold comments.
 SSE_KINDS: Final = (Kind.CHAT, Kind.COMPLETION, Kind.RESPONSES, Kind.MESSAGES)
-#: Looked up here and not for every request: a member of an enum costs as much as a call.
 _QUEUED: Final = Phase.QUEUED
 _SENT: Final = Phase.SENT
 _STREAMING: Final = Phase.STREAMING

@@ -118,7 +118,7 @@ class SchedulerSide(ABC):
 
     @abstractmethod
     def move(self, lease: Lease, generated: int, now: float) -> None:
-        """Ask for a place elsewhere for the rest of an answer whose engine lives, behind `generated` tokens.
+        """Ask for a place elsewhere for an answer's rest, behind `generated` tokens, though its engine lives.
 
         A dispatch follows once there is a place; without one the lease goes on.
         """

@@ -134,7 +134,7 @@ class FleetService(ABC):
         self.roster.on_gone = lambda name: self._follow(name, None)
         self._sources: FoundInstances | None = None
         self._reloading = asyncio.Lock()
-        #: Reason for which the fleet file was not taken over when it was read last, "" if it was.
+        #: Reason for which the last read of the fleet file was refused, "" if it was not.
         self.reload_refused = ""
         self._tasks: set[asyncio.Task[Any]] = set()
         #: Waits for a process that takes this one's place; what this one took over from another.

@@ -20,7 +20,7 @@ class Kind(Enum):
     def __init__(self, name: str) -> None:
         #: True if the engine decodes for it.
         self.generates = name not in ("no_output", "plain", "realtime")
-        #: True if it is a prompt that may be long, and not a form or a session.
+        #: True for a prompt, which may be long, and not for a form or a session.
         self.prompted = name not in ("plain", "realtime")
 
 

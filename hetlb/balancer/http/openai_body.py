@@ -39,7 +39,6 @@ _decoder = msgspec.json.Decoder(RequestFields)
 _BOM: Final = b"\xef\xbb\xbf"
 #: Largest size of a priority: beyond, it counts as this.
 _MOST_PRIORITY: Final = 1 << 31
-#: Looked up here and not for every request: a member of an enum costs as much as a call.
 _NO_OUTPUT: Final = Kind.NO_OUTPUT
 _COMPLETION: Final = Kind.COMPLETION
 _RESPONSES: Final = Kind.RESPONSES

@@ -302,7 +302,7 @@ class SseWatcher:
         """Note that an event was too long to be read."""
 
     def _read(self, event: bytes, data: bytes) -> bytes:
-        """Take the facts out of one event with this data; returns it without usage that is held."""
+        """Take the facts out of one event with this data; return it without usage that is held."""
         begun = data if data[:1] == b"{" else data.lstrip(b" \t\n")
         if begun[:6] == b"[DONE]":
             self.done = self.understood = True

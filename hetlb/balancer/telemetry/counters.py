@@ -37,7 +37,6 @@ LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 #: Least expected seconds of a part of a latency model that say anything about it.
 LEAST_EVIDENCE_S: Final = 1.0
-#: Looked up here and not for every request: a member of an enum costs as much as a call.
 _OK: Final = Outcome.OK
 #: Status of a request that became a WebSocket session.
 _SWITCHED: Final = 101

@@ -16,7 +16,6 @@ from hetlb.balancer.http.endpoints import Kind
 if TYPE_CHECKING:
     from hetlb.balancer.interfaces import KeyTicket, RequestSpans
 
-#: Looked up here and not for every request: a member of an enum costs as much as a call.
 _QUEUED: Final = Phase.QUEUED
 
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final, TypeAlias
 
-from hetlb.balancer.core.engine_blocks import PromptBlocks
+from hetlb.balancer.core.engine_blocks import BlockEvents, PromptBlocks
+from hetlb.balancer.core.fleet_state import FleetState
+from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 
 #: Maximum number of blocks that are followed.
@@ -205,3 +207,19 @@ class BlockIndex:
         self._chains.clear()
         self._copies.clear()
         self._stored.clear()
+
+
+def take_events(fleet: FleetState, instance: Instance, batch: BlockEvents) -> None:
+    """Apply an engine's report to what is known of its prefix cache."""
+    if instance.blocks is None:
+        instance.blocks = BlockIndex()
+        fleet.publishers.append(instance)
+    blocks, tree = instance.blocks, instance.tree
+    before = blocks.stored_tokens
+    removed, cleared = blocks.apply(batch)
+    tree.told = blocks.live
+    if cleared:
+        tree.clear()
+    elif removed and tree.unused_tokens:  # prompts of unknown token ids lose their part
+        unused = max(tree.unused_tokens, before - tree.used_tokens)
+        tree.evicted(removed * blocks.block_tokens * tree.unused_tokens / unused)

@@ -32,7 +32,7 @@ from hetlb.balancer.engines.upstream import Upstream
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.exchange import Exchange
-from hetlb.balancer.exchange.plain import Plain
+from hetlb.balancer.exchange.plain_attempt import Plain
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.exchange.scheduler_side import Carrier
 from hetlb.balancer.telemetry.request_record import RequestRecord

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-#: Shorter prefixes get no key, in tokens; four bytes of text are taken for one.
+#: Tokens of the shortest prefix with a key; four bytes of text count as a token.
 FIRST_TOKENS: Final = 256
 BYTES_PER_TOKEN: Final = 4
-#: Prefixes longer than this share their last key.
+#: Most keys of a prompt: longer prefixes share the last one.
 _MOST_KEYS: Final = 96
 
 

@@ -61,7 +61,7 @@ _RELOAD_RETRY_S: Final = 1.0
 
 
 class Relay:
-    """One relay: `number` is its place among them, `life` counts all relays that ever were."""
+    """One relay: `number` is its place among them, `life` is its place among all relays ever started."""
 
     def __init__(self, number: int, life: int, state: ChildState, control: ChildControl) -> None:
         self.number = number

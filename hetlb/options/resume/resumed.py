@@ -22,7 +22,7 @@ from hetlb.balancer.exchange.engine_answer import EngineAnswer
 from hetlb.balancer.exchange.engine_request import EngineRequest
 from hetlb.balancer.exchange.exchange import Exchange, Maker
 from hetlb.balancer.exchange.exchange_states import RESUMED, Phase
-from hetlb.balancer.exchange.plain import Plain
+from hetlb.balancer.exchange.plain_attempt import Plain
 from hetlb.balancer.exchange.streamed_answer import StreamedAnswer
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.endpoints import Kind

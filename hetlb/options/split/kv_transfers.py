@@ -33,7 +33,7 @@ from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.engine_answer import EngineAnswer
 from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.exchange_states import Phase
-from hetlb.balancer.exchange.plain import Plain
+from hetlb.balancer.exchange.plain_attempt import Plain
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import ResponseHead
 from hetlb.balancer.http.openai_body import with_field

@@ -13,7 +13,7 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.policies.base import MAX_WORKLOAD_S, Choice, paper_work
 from hetlb.balancer.core.policies.hetlb import Evaluation
-from hetlb.balancer.core.policies.score_terms import FINISH
+from hetlb.balancer.core.policies.score_terms import FINISH_INDEX
 from hetlb.balancer.core.policies.sight import ROOM, SchedulingContext, Sight
 from hetlb.balancer.core.types import Candidate, Role, pair_name
 from hetlb.options.split.split_choice import (
@@ -176,7 +176,7 @@ class _Pairs:
         """Return the target's part of a pair's score, without terms that depend on the source."""
         decode_s = self.decode_s(each)
         first_s = self._first * JOINING_STEPS * each.with_s
-        finish = self._evaluation.weights[FINISH] * each.finish_s
+        finish = self._evaluation.weights[FINISH_INDEX] * each.finish_s
         return first_s + decode_s + each.slower_s + finish + self._delay_to_come_s(each, decode_s)
 
     @staticmethod

@@ -18,7 +18,7 @@ from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.exchange import Exchange, Maker
 from hetlb.balancer.exchange.exchange_states import COMMITTED, FIRST_BYTE, Phase
-from hetlb.balancer.exchange.plain import Plain
+from hetlb.balancer.exchange.plain_attempt import Plain
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.http.forward_headers import response_lines

@@ -9,11 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import yaml
+
+from hetlb.errors import ConfigError
+from hetlb.files import read_text
 from hetlb.tools.imported.draft import DraftInstance, FleetDraft
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?[-?]([^}]*))?\}|\$([A-Za-z_]\w*)")
 #: Ports of the programs that are known, by a part of their image or command.
 _PORTS: Final = {"vllm": 8000, "sglang": 30000}
+#: Services that extend one another; a ring of them ends.
+_MOST_EXTENDS: Final = 8
 #: Keys of a service that are read here.
 _READ: Final = {"image", "command", "entrypoint", "environment"}
 
@@ -22,23 +28,46 @@ def read_compose(path: Path, document: Mapping[str, Any]) -> FleetDraft:
     """Read a Compose file; each service with a vLLM server is an instance."""
     draft = FleetDraft(path, "Compose")
     services = document.get("services")
-    for name, service in services.items() if isinstance(services, dict) else ():
-        words = (
-            _words(service.get("entrypoint")) + _words(service.get("command"))
-            if isinstance(service, dict)
-            else []
-        )
-        image = str(service.get("image") or "") if isinstance(service, dict) else ""
+    for name in services if isinstance(services, dict) else ():
+        service = _whole(path, services, name)
+        words = _words(service.get("entrypoint")) + _words(service.get("command"))
+        image = str(service.get("image") or "")
         run = f"{image} {' '.join(words[:4])}"
         program = next((program for program in _PORTS if program in run), None)
         if program is not None:
             _take_service(draft, str(name), service, words, _PORTS[program])
         else:
-            draft.leave(f"services.{name}", image or "a service without vLLM")
+            why = "extends what is not there" if "extends" in service else "a service without vLLM"
+            draft.leave(f"services.{name}", image or why)
     for key, value in document.items():
         if key not in ("services", "version", "name") and not key.startswith("x-"):
             draft.leave(key, ", ".join(value) if isinstance(value, dict) else str(value))
     return draft
+
+
+def _whole(path: Path, services: Any, name: Any, depth: int = 0) -> dict[str, Any]:
+    """Return a service with the one that it extends, here or in another file, merged as Compose merges them.
+
+    Its `extends` stays where that one cannot be read.
+    """
+    found = services.get(name) if isinstance(services, dict) else None
+    service = dict(found) if isinstance(found, dict) else {}
+    base = service.get("extends")
+    base = {"service": base} if isinstance(base, str) else base
+    if not isinstance(base, dict) or depth > _MOST_EXTENDS:
+        return service
+    if file := base.get("file"):
+        path = path.parent / str(file)
+        try:
+            document = yaml.safe_load(read_text(path, ConfigError))
+        except (ConfigError, yaml.YAMLError, ValueError):
+            return service
+        services = document.get("services") if isinstance(document, dict) else None
+    if not (common := _whole(path, services, base.get("service"), depth + 1)):
+        return service
+    del service["extends"]
+    variables = _environment(common.get("environment")) | _environment(service.get("environment"))
+    return {**common, **service, "environment": variables}
 
 
 def _take_service(

@@ -173,7 +173,10 @@ def _take_server(
 ) -> None:
     """Take a server block that leads to upstreams, its locations and its settings."""
     passes = [
-        (passed, target) for passed in server.inside("proxy_pass") for target in _targets(passed, variables)
+        (passed, target)
+        for passed in server.inside("proxy_pass")
+        if all(each.name != "internal" for each in _blocks_to(server, passed))  # of nginx's own requests
+        for target in _targets(passed, variables)
     ]
     for passed, address in passes:
         # Without a scheme it is of a `stream`.
@@ -287,6 +290,8 @@ def _take_settings(draft: FleetDraft, each: Directive, *, inherited: bool = Fals
 
 def _take_listen(draft: FleetDraft, listen: Directive) -> None:
     address, *rest = listen.words[1:]
+    if "$" in address:  # filled in by another program
+        return
     match = re.fullmatch(r"(?:(\[[0-9a-f:.]*\]|[^:\[\]]+):)?(\d+)", address) or re.fullmatch(
         r"([^:\d][^:]*|[\d.]+\.\d+)()", address
     )

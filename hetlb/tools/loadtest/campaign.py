@@ -245,7 +245,7 @@ class RateSearch:
         return max((r for r in self._rates(met=True) if missed is None or r < missed), default=None)
 
     def next_rate_rps(self) -> float | None:
-        """Return the rate to measure next, None when the search is over. Add something before."""
+        """Return the rate to measure next, None when the search is over. Needs a measured rate."""
         met, missed = self.highest_met_rps, self.lowest_missed_rps
         if self._probes == MAX_PROBES:
             return None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hetlb.tools.loadtest.load_result import LoadResult
-from hetlb.tools.loadtest.report import rate_text
+from hetlb.tools.loadtest.result_tables import rate_text
 from hetlb.tools.plots import COLOURS, LATENCIES, line_style, new_figure, plot_distribution, save_figure, tidy
 from hetlb.tools.workload.records import latencies_s
 

@@ -71,7 +71,7 @@ ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
 MOST_LAYERS: Final = 4096
 #: Largest size of anything else: larger ones are mistakes.
 MOST_SIZE: Final = 1 << 32
-#: A key with one of these words may bear on sizes.
+#: Words of keys that may change sizes.
 _BEARING: Final = frozenset(
     re.findall(
         r"\w+",

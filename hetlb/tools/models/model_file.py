@@ -10,7 +10,7 @@ from typing import Any
 from hetlb.errors import ConfigError
 from hetlb.inputs.yaml_file import read_object
 from hetlb.options.profiles.profile_file import KvWindow, ModelInfo
-from hetlb.tools.models.facts import ModelFacts, quantization_of, read_facts
+from hetlb.tools.models.model_facts import ModelFacts, quantization_of, read_facts
 
 
 def load_facts(path: Path, name: str | None = None) -> ModelFacts:

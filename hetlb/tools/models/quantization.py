@@ -1,4 +1,4 @@
-"""Bytes of weights and of cached values under a `quantization_config`.
+"""Bits of weights and of cached values under a `quantization_config`; `model_facts.py` sums their bytes.
 
 Formats: fp8 with scales by block or channel, mxfp4 and nvfp4 with scales by group (OCP MX 1.0; 16 values at
 NVIDIA), GPTQ and AWQ with scales and zeros by group, bitsandbytes, and the schemes of compressed-tensors,

@@ -34,7 +34,7 @@ _MAX_UTILISATION: Final = 0.95
 #: Weight of the time that a request adds to the batches on its link, as convoys merge on the way:
 #: 4 served more than 1 on four placements (bench/place/run.py); 0.3, 2 and 10 were tried on one or two.
 _CONVOY_WEIGHT: Final = 4.0
-#: Decoding requests of a small and of a large batch, between which a request's part in it is taken.
+#: Decoding requests of a small and of a large batch; a request's share is interpolated between both.
 _SMALL_BATCH, _LARGE_BATCH = 8.0, 64.0
 #: E[t^2] / E[t]^2 of the prompts' times: chat prompts vary about as much as their mean.
 _PROMPT_SPREAD: Final = 1.6
@@ -54,7 +54,7 @@ class _Stage:
     def __init__(self, spec: StageSpec, ledger: StageLedger) -> None:
         self.spec = spec
         self.ledger = ledger
-        #: Predicted time at which the prompts sent here are through.
+        #: Predicted time at which all prompts sent here are computed.
         self.free_at = 0.0
         #: A pass of one token alone, then with a few others.
         self.batch_s = spec.layers * (2.0 * spec.decode(1.0) + spec.decode(_SMALL_BATCH))

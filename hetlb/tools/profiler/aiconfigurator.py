@@ -15,7 +15,7 @@ from typing import Any
 from hetlb.errors import ConfigError, ProfileError
 from hetlb.options.profiles.engine_defaults import batch_limits
 from hetlb.options.profiles.profile_file import EngineInfo, Hardware, ModelInfo, ProfileSource
-from hetlb.tools.models.facts import ModelFacts, read_facts
+from hetlb.tools.models.model_facts import ModelFacts, read_facts
 from hetlb.tools.models.model_file import model_info
 from hetlb.tools.profiler.fit import Point, StepKind
 from hetlb.tools.profiler.sources import Measurements, assumed_launch

@@ -25,7 +25,7 @@ from hetlb.options.profiles.profile_file import (
 )
 from hetlb.options.profiles.step_times import LaunchTime, SplitKv, forms_of
 from hetlb.tools.csv_rows import CsvRow, csv_rows
-from hetlb.tools.models.facts import ModelFacts
+from hetlb.tools.models.model_facts import ModelFacts
 from hetlb.tools.models.model_file import model_info
 from hetlb.tools.profiler.fit import (
     DEFAULT_DECODE_GRID,

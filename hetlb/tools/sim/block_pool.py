@@ -1,4 +1,4 @@
-"""Block arithmetic of a paged KV cache: extend, release; what goes in comes out.
+"""Block arithmetic of a paged KV cache: extend and release.
 
 Integers only, `0 <= used_blocks <= total_blocks` at every moment. The pool keeps sums: a holder of tokens
 says how many when it extends or releases.

@@ -1,4 +1,4 @@
-"""One sequence in a simulated engine, and the states it passes through."""
+"""One sequence in a simulated engine, and the states it passes through; `engine_model.py` preempts it."""
 
 from __future__ import annotations
 

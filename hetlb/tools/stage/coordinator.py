@@ -1,4 +1,4 @@
-"""Driver of `core.paths`: sends sequences over paths of stages and hands their tokens out.
+"""Driver of `tools.paths`: sends sequences over paths of stages and hands their tokens out.
 
 A sequence gets its tokens in order and one end: finished by its receiver, failed, or cancelled. A
 path that breaks is replayed elsewhere from the tokens so far. Every stage of a path is told when its lease

@@ -161,6 +161,9 @@ _SUMMARIES = (
     (("requestcount", "failurecount"), "a summary of Locust, which counts no tokens"),
     (("usercount", "totalrequestcount"), "a summary of Locust, which counts no tokens"),
     (("bytesout", "bytesin", "latency"), "results of Vegeta, which counts no tokens"),
+    (("elapsed", "responsecode"), "results of JMeter, which counts no tokens"),
+    (("responsetime", "statuscode"), "results of hey, which counts no tokens"),
+    (("responsetimehistogram",), "a summary of oha, which counts no tokens"),
     (("metric", "data", "type"), "results of k6, which counts no tokens"),
     (
         ("inputlen", "outputlen", "overallthroughput"),

@@ -143,7 +143,7 @@ class RecordFile:
         """Shape and keys, for a person."""
         names = list(self.names.values())
         if not names:
-            return self.shape
+            return self.shape if self.text.strip("[] \t\r\n") else "nothing"
         return f"{self.shape} with {', '.join(names[:8])}" + (", ..." if len(names) > 8 else "")
 
 

@@ -1,7 +1,7 @@
 """Base of every policy: the paper's terms, the decision.
 
 A policy sees only instances that can take the request, the lowest score wins and ties go to the first in file
-order. Choosing changes nothing but the policy's random draws; `committed` is told what was chosen.
+order. Choosing changes nothing but the policy's random draws; `committed` reports the choice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMBINE_FORMS: Final[dict[str, Callable[[float, float, float], float]]] = {
     "sum": lambda t_s, u, theta: t_s + theta * u,
 }
 
-#: A workload is kept below this many seconds: far beyond any real one, and its nanoseconds still add up.
+#: Largest workload in seconds: far beyond any real one, and its nanoseconds still add up.
 MAX_WORKLOAD_S: Final = 1e9
 
 
@@ -79,7 +79,7 @@ def paper_terms(
     batch = ideal_batch(instance.kv_cache_tokens // engines, needed, 0.0, capacity.max_num_seqs)
     t_s = fixed_processing_s
     if t_s is None:
-        # The paper knows no correction of a profile; without one, what was learnt is all there is.
+        # The paper knows no correction of a profile; without a profile, the learnt speed is all there is.
         model = instance.nominal if instance.profiled else instance.latency
         t_s = processing_s(model, batch, request.prompt_tokens, predicted_output) / engines
     u = instance.kv_utilization
@@ -99,7 +99,7 @@ def paper_terms(
 
 
 def paper_work(ctx: SchedulingContext, instance: Instance) -> tuple[int, float, float]:
-    """Ideal batch, processing time and workload (booked in the ledger), as the paper defines them."""
+    """Return ideal batch, processing time and workload (booked in the ledger), as the paper defines them."""
     request, predicted = ctx.request, ctx.predicted_output
     prompt = request.prompt_tokens
     engines = instance.engines
@@ -119,7 +119,7 @@ class KeptForOthers(Protocol):
 
 
 class PlannedWorth(Protocol):
-    """Worth of the time of instances in a plan, which says what suits a request (`plans`)."""
+    """Worth of the time of instances in a plan, which decides which suit a request (`plans`)."""
 
     def kind(self, model: str, prompt: float, predicted: float) -> int: ...
     def without(self, choices: Choices, kept: frozenset[str]) -> Choices: ...
@@ -171,15 +171,15 @@ class Policy:
         return Choice(index, workload or 0.0, lambda: candidates, foreseen(ctx, instances[index]))
 
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
-        """One candidate per instance, in their order; an infinite score is never chosen."""
+        """Return one candidate per instance, in their order; an infinite score is never chosen."""
         return [self.rate(ctx, each) for each in instances]
 
     def rate(self, ctx: SchedulingContext, instance: Instance) -> Candidate:
-        """Candidate of one instance, for policies that look at each by itself."""
+        """Return the candidate of one instance, for policies that look at each by itself."""
         raise NotImplementedError
 
     def committed(self, ctx: SchedulingContext, chosen: Instance, instances: Sequence[Instance]) -> None:
-        """`chosen` out of `instances` got the request."""
+        """Note that `chosen` out of `instances` got the request."""
 
     def answered(self, instance: Instance, first_s: float, now: float) -> None:
         """Note that the first byte of an answer came, `first_s` seconds after its dispatch."""

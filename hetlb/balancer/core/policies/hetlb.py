@@ -2,14 +2,14 @@
 
 1. Filter: an instance has room if it has a free slot and its KV cache, as expected in use, holds the request;
    where classes have targets, if it also leaves room for tighter ones.
-2. Score: the sum of `TERMS`, each in seconds times its weight: what the request takes there, by how much it
-   delays those that run there (the externality), what missed targets cost, and once no more requests come by
-   how much all is done later.
+2. Score: the sum of `TERMS`, each in seconds times its weight: the time of the request there, the
+   delay of requests that run there (the externality), the cost of missed targets, and once no more requests
+   come the delay of all work.
 3. Hold: a slower instance is passed over where the score of a faster one that is full is better, the wait
    until the faster ones are done with all that waits included: a slow-server threshold (Lin, Kumar, Optimal
    control of a queueing system with two heterogeneous servers, 1984). So is one that would read again what a
    full one holds, where the wait for the next slot there costs less.
-4. Pick: the least score of those with room, the first in file order of equals.
+4. Pick: the least score among instances with room, the first in file order of equals.
 
 Scoring reads and changes nothing.
 """
@@ -45,9 +45,9 @@ from hetlb.extras import option
 PASSED_OVER: Final = "passed over"
 #: Reason of an instance without room.
 FULL: Final = "full"
-#: Share of the faster instances' speed that is left for what waits, at least, whatever keeps coming
+#: Least share of the faster instances' speed that is left for waiting requests, whatever keeps coming
 #: (`front.py`: with 1, nothing taken off, mean TTFT of a 70B fleet at 95 % is 10 s in place of 3.6).
-_LEAST_LEFT: Final = 1.0 / 3.0
+_LEAST_LEFT_SHARE: Final = 1.0 / 3.0
 
 
 @mypyc_attr(acyclic=True, free_list_len=1)
@@ -144,7 +144,7 @@ class Evaluation:
                 if full == math.inf:
                     continue
                 left = each.faster - coming
-                left = left if left > _LEAST_LEFT * each.faster else _LEAST_LEFT * each.faster
+                left = left if left > _LEAST_LEFT_SHARE * each.faster else _LEAST_LEFT_SHARE * each.faster
                 each.limit = full + weight * todo / left if left > 0.0 else math.inf
                 if each.limit < each.score:
                     each.state = HELD
@@ -154,7 +154,7 @@ class Evaluation:
     def _keep_together(self, there: Sight) -> None:
         """Pass instances over that would read again what a full one holds, where waiting for that costs less.
 
-        Until its next slot is free those wait, too, that there is room for now: half of the gap in the mean.
+        Until its next slot is free, requests with room now wait, too: half of the gap in the mean.
         """
         ctx, mix, room = self._ctx, self._ctx.demand.mix, 1.0
         size, need = max(1.0, mix.size), max(1.0, mix.booked + mix.output / 2.0)

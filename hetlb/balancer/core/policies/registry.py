@@ -1,4 +1,4 @@
-"""Registry of policies: by the names of the fleet file, also those of other packages."""
+"""Registry of policies: by the names of the fleet file, policies of other packages included."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hetlb.balancer.core.policies.base import Policy, PolicyParams
 from hetlb.errors import ConfigError
 from hetlb.extras import option
 
-#: Group of entry points by which other packages add policies.
+#: Group of entry points of other packages' policies.
 GROUP: Final = "hetlb.policies"
 
 #: Policies of hetlb by name, as entry points are written, below its package.
@@ -36,14 +36,14 @@ _OWN: Final = {
 
 
 class PolicyRegistry:
-    """Policies by name: those of hetlb, and those of installed packages; each is imported when it is used."""
+    """Policies by name: hetlb's, and installed packages'; each is imported when it is used."""
 
     def __init__(self) -> None:
         self._known: dict[str, type[Policy]] = {}
         self._outside: dict[str, EntryPoint] | None = None
 
     def _others(self) -> dict[str, EntryPoint]:
-        """Entry points by name, looked for once: that takes tens of milliseconds."""
+        """Return the entry points by name, looked for once: that takes tens of milliseconds."""
         if self._outside is None:
             self._outside = {each.name: each for each in entry_points(group=GROUP) if each.name not in _OWN}
         return self._outside

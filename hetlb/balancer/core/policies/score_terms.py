@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from hetlb.balancer.core.policies.sight import MOST_PREFILL, SchedulingContext, Sight
+from hetlb.balancer.core.policies.sight import MOST_PREFILL_SHARE, SchedulingContext, Sight
 
 
 class Term(NamedTuple):
@@ -24,7 +24,7 @@ Weights: TypeAlias = tuple[float, float, float, float, float, float, float, floa
 #: Weight of a second until the first token against one of the whole answer (`front.py`: dominated 0 of 80;
 #: with 20, 30, 60 3, 1, 1).
 FIRST_WEIGHT: Final = 40.0
-#: A weight that is not stated: that of a second by which the whole request comes later.
+#: An unstated weight: the weight of a second that the whole request is later.
 UNSTATED: Final = -1.0
 #: `policy.weights` of the fleet file changes a weight.
 TERMS: Final = (
@@ -38,7 +38,7 @@ TERMS: Final = (
     Term("later_s", UNSTATED, "by which an answer that ends well is later: tries are lost, tokens overdue"),
 )
 #: Index of `finish_s`, for pairs.
-FINISH: Final = 6
+FINISH_INDEX: Final = 6
 
 
 def set_scores(ctx: SchedulingContext, sights: Sequence[Sight], weights: Weights) -> None:
@@ -70,8 +70,8 @@ def set_scores(ctx: SchedulingContext, sights: Sequence[Sight], weights: Weights
 def weights_of(ctx: SchedulingContext, stated: Weights) -> Weights:
     """Return the weights for a request.
 
-    With targets its first token has none: they take its place. A class may state it. What is not stated is
-    a second by which first token and answer are both later; of adapters and lost tries also where targets
+    With targets its first token has none: they take its place. A class may state it. An unstated weight
+    counts a second that first token and answer are both later; of adapters and lost tries also where targets
     take the place of the first token. The end of a burst weighs as much as its requests.
     """
     service = ctx.request.service
@@ -90,15 +90,15 @@ def weights_of(ctx: SchedulingContext, stated: Weights) -> Weights:
 
 
 def coming_s(ctx: SchedulingContext, each: Sight) -> float:
-    """Return the seconds by which its prompt delays prompts that come there later, all together.
+    """Return the seconds that its prompt delays prompts that come there later, all together.
 
     A prompt that takes s seconds joins W seconds of others in a queue at which r come per second: all of them
     to come wait longer, by s r (W + s/2) / (1 - r m) in the mean, m being their mean time: what an admission
     costs an M/G/1 queue (Hyytia, Penttinen, Aalto, Size- and state-aware dispatching, EJOR 217, 2012).
 
     Once no more are expected, as many again as wait to be read. They are the same number on each instance:
-    counted where they wait, long prompts would stay with many short ones. What one instance holds and this
-    one would read again delays those that wait here.
+    counted where they wait, long prompts would stay with many short ones. Tokens that one instance holds and
+    this one would read again delay the prompts that wait here.
     """
     if not ctx.goes_on:
         again_s = each.prompts * (ctx.most_cached - each.cached) * each.cost.token_prefill_s
@@ -109,7 +109,7 @@ def coming_s(ctx: SchedulingContext, each: Sight) -> float:
     read_s, per_s = each.reading_s, each.prompts_per_s
     pending_s = each.seen.unread * read_s / (new if new > 1.0 else 1.0)
     busy = per_s * each.cost.prefill_s
-    idle = 1.0 - (busy if busy < MOST_PREFILL else MOST_PREFILL)
+    idle = 1.0 - (busy if busy < MOST_PREFILL_SHARE else MOST_PREFILL_SHARE)
     return read_s * per_s * (pending_s + read_s / 2.0) / idle
 
 

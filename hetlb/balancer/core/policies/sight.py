@@ -1,4 +1,4 @@
-"""Sight: what one decision knows of its request (`SchedulingContext`) and of an instance for it (`Sight`).
+"""Sight: the knowledge of one decision about its request (`SchedulingContext`) and an instance (`Sight`).
 
 Each figure is computed once for an instance, a request and a time. Filter, terms, hold and booking read it.
 The forecast is a mean by the latency model; how far truth lies from it, `forecast_errors` knows.
@@ -26,27 +26,27 @@ RESTRAINED: Final = 2
 KEPT_FREE: Final = 3
 NO_SLOT: Final = 4
 NO_MEMORY: Final = 5
-#: Share of its time that an engine is taken to spend on prompts to come, at most.
-MOST_PREFILL: Final = 0.9
+#: Largest share of its time that an engine is taken to spend on prompts to come.
+MOST_PREFILL_SHARE: Final = 0.9
 #: Standard deviation of a running answer's tokens in the KV cache, as a share of a long answer's. Memory is
 #: left free for one deviation of all that run (`front.py`: preemptions 408 -> 36; two: dominated 1 -> 4).
-_SPREAD: Final = 0.25
+_SPREAD_SHARE: Final = 0.25
 
 
 @mypyc_attr(acyclic=True, free_list_len=1)
 class SchedulingContext:
-    """Context of one decision: the request, the time, and what else is asked for.
+    """Context of one decision: the request, the time, and the state of demand.
 
     `waiting` is the size of the other requests in the queue for the same model. `held` is what prefix caches
-    have of its prompt. `availabilities` give for each instance that of `core.throttle`, and why, for policies
+    have of its prompt. `availabilities` are the instances' of `core.throttle`, with reasons, for policies
     that hold back; None where all are normal. Of the KV cache it takes `booked` tokens where nothing of its
     `prompts` is cached, its answers half-grown.
     """
 
     __slots__ = (
         "adapter_load_s", "availabilities", "booked", "burst", "demand", "goes_on", "half_output", "held",
-        "long_output", "mean_output", "mean_prefill", "most_cached", "now", "predicted_output", "prompt",
-        "prompts", "request", "unread", "waited_s", "waiting",
+        "least_output", "long_output", "mean_output", "mean_prefill", "most_cached", "now",
+        "predicted_output", "prompt", "prompts", "request", "unread", "waited_s", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -78,9 +78,11 @@ class SchedulingContext:
         self.adapter_load_s = 0.0
         #: Seconds since the request came.
         self.waited_s = 0.0
+        #: Tokens of each answer that a KV cache is to hold at least, while lengths are not known.
+        self.least_output = 0.0
         #: Requests that came since the fleet was idle, this one included.
         self.burst = demand.burst
-        #: True unless it is known that no more requests come.
+        #: False once no more requests are expected.
         self.goes_on = True
         self.prompt = prompt = float(request.prompt_tokens)
         prompts = 1.0 if request.sequences <= 1 else float(-(-request.sequences // request.samples))
@@ -100,7 +102,7 @@ class SchedulingContext:
 class Sight:
     """Room for the request on one instance as it was `seen`, the forecast, and terms of the score.
 
-    Times in seconds; tokens and sequences of the forecast are those of each engine. `cached` tokens of each
+    Times in seconds; tokens and sequences of the forecast are each engine's. `cached` tokens of each
     of its `prompts` are in the prefix cache; its `own` sequences join the batch. `state`: room, or the reason
     why not. With the request `used_tokens` of the KV cache are in use, its answer half-grown.
 
@@ -138,7 +140,7 @@ class Sight:
     score: float
 
     def __init__(self, ctx: SchedulingContext, instance: Instance, cost: Costs, index: int = 0) -> None:
-        """See the room; `cost` is that of the mean request there."""
+        """See the room; `cost` is the mean request's there."""
         self.seen = seen = instance.seen(ctx.now)
         self.load = seen.load
         self.instance = instance
@@ -168,10 +170,12 @@ class Sight:
         few = not instance.explored and seen.running >= instance.explored_sequences(ctx.now)
         if few or running >= load.all_slots:
             return NO_SLOT
-        spread = _SPREAD * ctx.long_output * math.sqrt(seen.running + ctx.request.sequences)
-        if instance.kv_need is not None:
-            spread *= instance.kv_need.grows
-        return NO_MEMORY if self.used_tokens + spread > load.kv_cache_tokens else ROOM
+        sequences = seen.running + ctx.request.sequences
+        grows = 1.0 if instance.kv_need is None else instance.kv_need.grows
+        used = self.used_tokens + grows * _SPREAD_SHARE * ctx.long_output * math.sqrt(sequences)
+        if ctx.least_output > 0.0:
+            used = max(used, sequences * (ctx.demand.mix.booked + grows * ctx.least_output))
+        return NO_MEMORY if used > load.kv_cache_tokens else ROOM
 
     def foresee(self, ctx: SchedulingContext) -> None:
         """Forecast the request there."""
@@ -196,7 +200,7 @@ class Sight:
         self.first_token_s = first_s = seen.joining_s + prefill_s
         delay_s = cost.delay_s + cost.delay_rise_s * (batch + own - 1.0)
         share = lately * delay_s if delay_s > 0.0 else 0.0
-        self.step_s = step_s = with_s / (1.0 - (share if share < MOST_PREFILL else MOST_PREFILL))
+        self.step_s = step_s = with_s / (1.0 - (share if share < MOST_PREFILL_SHARE else MOST_PREFILL_SHARE))
         self.end_s = first_s + (output - 1.0) * step_s if output > 1.0 else first_s
         self.own_s = first_s + output * with_s
         long = ctx.long_output

@@ -17,7 +17,7 @@ from hetlb.inputs.mistakes import short
 from hetlb.inputs.yaml_file import NonNegative, Positive, PositiveInt, Share
 from hetlb.options.profiles.profile_file import Profile, load_named
 from hetlb.tools.models.degrees import ModelShape
-from hetlb.tools.models.facts import ModelFacts, stated_facts
+from hetlb.tools.models.model_facts import ModelFacts, stated_facts
 from hetlb.tools.models.model_file import load_facts
 from hetlb.tools.plan.common.capacity import usable_bytes
 from hetlb.tools.plan.common.quantities import Quantity, read_bytes, read_memory, read_parameters, read_rate
@@ -283,7 +283,7 @@ def read_machines(path: Path, tables: Sequence[MachineTable]) -> tuple[Machine, 
 
 
 def _profile_paths(path: Path, table: MachineTable, key: str, loaded: dict[str, Profile]) -> dict[int, str]:
-    """Load the profiles of a machine; returns their paths by degree. Raises `ConfigError`."""
+    """Load the profiles of a machine; return their paths by degree. Raises `ConfigError`."""
     by_degree: dict[int, str] = {}
     for text, written in table.profiles.items():
         where = f"{key}.profiles.{text}"

@@ -17,8 +17,8 @@ from hetlb.cli.main import main
 from hetlb.errors import ConfigError
 from hetlb.tools.models.config_keys import ALIASES, class_defaults
 from hetlb.tools.models.degrees import refusal
-from hetlb.tools.models.facts import ModelFacts, read_facts
 from hetlb.tools.models.families import FAMILIES, model_type_of
+from hetlb.tools.models.model_facts import ModelFacts, read_facts
 
 DATA = Path(__file__).parent / "data"
 CACHES: Mapping[str, Any] = json.loads((DATA / "caches.json").read_text())

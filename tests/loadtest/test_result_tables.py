@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from hetlb.tools.loadtest.report import (
+from hetlb.tools.loadtest.result_tables import (
     comparison_table,
     instances_table,
     latency_table,

@@ -37,7 +37,6 @@ _MAX_KEPT_BYTES: Final = 64 << 10
 _HUNG_S: Final = 20.0
 #: Kinds of which a stream ends with `[DONE]`.
 _WITH_END: Final = (Kind.CHAT, Kind.COMPLETION)
-#: Looked up here and not for every request: a member of an enum costs as much as a call.
 _CHAT: Final = Kind.CHAT
 _SENT: Final = Phase.SENT
 _STREAMING: Final = Phase.STREAMING

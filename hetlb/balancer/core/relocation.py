@@ -1,0 +1,271 @@
+"""Relocation: where requests go whose instance failed, fell silent, refused them or leaves."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hetlb.balancer.core.account import LEAST_SILENCE_S
+from hetlb.balancer.core.backlog import Backlog
+from hetlb.balancer.core.health import FALL_ANSWERS, Verdict, verdict
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.placement import Decision, Placement
+from hetlb.balancer.core.ready import ReadyInstances
+from hetlb.balancer.core.types import Command, Health, Lease, Outcome, Request
+
+#: Most times that a request without a byte of an answer is sent elsewhere.
+MOST_MOVES: Final = 2
+#: Multiple of the forecast, and seconds, after which a client that leaves without a byte was not heard.
+_UNHEARD_FACTOR: Final = 3.0
+_UNHEARD_S: Final = 2.0
+
+
+class Relocation:
+    """Fleet, placement and queue of a scheduler, and the relocation of a lease that cannot go on."""
+
+    def __init__(self, placement: Placement, now: float) -> None:
+        self.placement = placement
+        self.fleet, self.queue = placement.fleet, placement.queue
+        self.ledger, self._retries = placement.ledger, placement.retries
+        self.backlog = Backlog(placement, now)
+        #: Model of an instance of which the first prompts have shown another speed than its profile.
+        self._misplaced: str | None = None
+        self._taken_back: list[Lease] = []
+
+    @property
+    def in_flight(self) -> int:
+        """Leases that have not ended, removed instances' included."""
+        return len(self.ledger.leased)
+
+    @property
+    def retrying(self) -> bool:
+        """Return True if a request that was sent elsewhere has no byte of an answer yet."""
+        return bool(self._retries.leases)
+
+    def drop(self, lease: Lease, now: float, outcome: Outcome = Outcome.CLIENT_GONE) -> Instance:
+        """Give back a lease's bookings; readers of the journal are told the outcome."""
+        self._retries.leases.discard(lease.id)
+        if self.placement.adapter_load is not None:
+            self.placement.adapter_load.expected.pop(lease.id, None)
+        return self.ledger.drop(lease, now, outcome)
+
+    def ended_badly(self, instance: Instance, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
+        """Count the end of a lease in the health and the account of its instance; return commands."""
+        health, fleet, says = instance.health, self.fleet, verdict(outcome)
+        changed = False
+        if says is Verdict.ABSENT:
+            changed = health.on_refused(now)
+            instance.account.forget()
+        elif says is Verdict.FAILED:
+            changed = health.on_failure(now, may_eject=fleet.may_eject(instance, self.placement.capacity))
+        elif says is Verdict.LOST:
+            changed = health.on_answering(now)
+        if says in (Verdict.FAILED, Verdict.LOST) or _left_unheard(lease, outcome, now):
+            skip = 1 if says is Verdict.FAILED and 0 < health.failures < FALL_ANSWERS else 0
+            self._lost(instance, lease, now, skip)
+        return fleet.health_changed(instance, now) if changed else []
+
+    def _lost(self, instance: Instance, lease: Lease, now: float, skip: int = 0) -> None:
+        """Count a lost answer in the account of its instance, unless it was counted before."""
+        if lease.judged:
+            return
+        lease.judged = True
+        instance.account.ended_badly(lease.id, now - lease.dispatched_at, now, skip)
+        self.fleet.judge(instance, now)
+
+    def _others_left(self, lease: Lease, ready: ReadyInstances, now: float) -> bool:
+        """Return True if another instance may get a request, had it room."""
+        known = self._retries.attempts.get(lease.request.id)
+        tried = {lease.instance} if known is None else {lease.instance, *known.tried}
+        able = self.placement.able(lease.request, ready, now).instances
+        return any(each.name not in tried for each in able)
+
+    def _elsewhere(
+        self, lease: Lease, rest: Request, ready: ReadyInstances, now: float, *, with_room: bool
+    ) -> Decision | None:
+        """Choose another instance for the rest of a lease, which goes on where there is none.
+
+        `with_room`: none that is restrained or has reached its limit.
+        """
+        retries, placement = self._retries, self.placement
+        known, tried = rest.id in retries.attempts, retries.of(rest.id).tried
+        tried.append(lease.instance)
+        predicted = lease.predicted_output
+        if rest.generated:
+            predicted = max(1.0, predicted - (rest.generated - lease.request.generated))
+        found = placement.choose(rest, ready, now, predicted)
+        if found is not None and with_room:
+            account, throttle = found.instance.account, found.instance.throttle
+            restrained = account.restrained(now) and not account.suspect
+            if restrained or found.instance.sequences >= throttle.limit(now):
+                found = None
+        if found is None:
+            placement.take_failed(rest.id)
+            tried.pop()
+            if not known:
+                retries.forget(rest.id)
+        return found
+
+    def _move(self, lease: Lease, ready: ReadyInstances, now: float, *, ran: bool) -> list[Command]:
+        """Send elsewhere a request without a byte of an answer; no commands where no other one is better."""
+        request, retries = lease.request, self._retries
+        found = self._elsewhere(lease, request, ready, now, with_room=True)
+        if found is None:
+            return []
+        attempts = retries.of(request.id)
+        attempts.runs += 1
+        attempts.turned_away += not ran
+        attempts.whole = attempts.whole or lease.hold is not None
+        self.drop(lease, now)
+        if lease.decode is not None:
+            self.drop(lease.decode, now)
+        placed = self.placement.book(found)
+        retries.leases.add(placed.lease.id)
+        return [placed, *self.backlog.flush(now)]
+
+    def stranded(self, now: float) -> list[Lease]:
+        """Return leases without a byte of an answer, of instances that are ejected or have stalled."""
+        found: list[Lease] = []
+        for instance in self.fleet.instances.values():
+            ejected = instance.health.state is Health.EJECTED
+            if not instance.leases or not (ejected or instance.account.stalled_since is not None):
+                continue
+            for lease in instance.leases.values():
+                late = now - lease.dispatched_at >= max(LEAST_SILENCE_S, lease.forecast_first_s)
+                if (ejected or late) and _may_move(lease):
+                    found.append(lease)
+        return found
+
+    @property
+    def misplaces(self) -> bool:
+        """Return True if `misplaced` may have some."""
+        return self._misplaced is not None
+
+    def misplaced(self) -> list[Lease]:
+        """Return once the leases placed by a wrong profile that have no token yet, the newest first."""
+        model, self._misplaced = self._misplaced, None
+        if model is None:
+            return []
+        found = [
+            lease
+            for instance in self.fleet.instances.values()
+            if instance.spec.model == model
+            for lease in instance.leases.values()
+            if _may_move(lease)
+        ]
+        return sorted(found, key=lambda lease: (-lease.dispatched_at, -lease.id))
+
+    def on_misplaced(self, lease: Lease, now: float) -> list[Command]:
+        """Place a lease of `misplaced` anew; without commands it stays, or ends until `wait_again`."""
+        request = lease.request
+        ready = self.fleet.ready.get(request.model)
+        if ready is None or request.id in self._retries.attempts:
+            return []
+        found = self.placement.choose(request, ready, now, lease.predicted_output)
+        if self.placement.take_failed(request.id) or (found and found.instance.name == lease.instance):
+            return []
+        self.drop(lease, now)
+        if found is None:
+            self._taken_back.append(lease)
+            return []
+        return [self.placement.book(found)]
+
+    def wait_again(self, now: float) -> list[Command]:
+        """Queue the requests that `on_misplaced` took back, in the order of their arrival."""
+        commands: list[Command] = []
+        while self._taken_back:
+            lease = self._taken_back.pop()
+            commands += self.backlog.push(lease.request, lease.dispatched_at, lease.predicted_output)
+        return commands + self.backlog.flush(now)
+
+    def on_stranded(self, lease: Lease, now: float) -> list[Command]:
+        """Send a lease of `stranded` elsewhere, within the budget of retries; no commands: it stays."""
+        retries, ready = self._retries, self.fleet.ready.get(lease.request.model)
+        known = retries.attempts.get(lease.request.id)
+        if ready is None or (known is not None and known.runs >= MOST_MOVES):
+            return []
+        instance = self.ledger.leased[lease.id]
+        if instance.health.state is not Health.EJECTED and not retries.allowed(self.in_flight):
+            return []
+        commands = self._move(lease, ready, now, ran=True)
+        if commands:
+            self._lost(instance, lease, now)
+        return commands
+
+    def _retry(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
+        """Retry or reject a request that an engine did not answer."""
+        request, predicted, retries = lease.request, lease.predicted_output, self._retries
+        attempts, sent = retries.of(request.id), outcome is Outcome.NO_RESPONSE
+        attempts.tried.append(lease.instance)
+        attempts.runs += sent
+        unsent = not sent and attempts.runs == attempts.turned_away
+        ready, placement = self.fleet.ready.get(request.model), self.placement
+        # Dropped twice: the request itself may be what kills engines.
+        if attempts.runs <= 1 and ready is not None and placement.able(request, ready, now).instances:
+            within = not sent or retries.allowed(self.in_flight)
+            placed = placement.place(request, ready, now, predicted) if within else None
+            if placed is not None:
+                if sent:
+                    retries.leases.add(placed.lease.id)
+                return [placed]
+            # An instance can take it, but not now: none has room, or too many are being tried again.
+            if unsent:
+                retries.forget(request.id)
+            if self.queue.has_room(request) or request.id in placement.failed:
+                return self.backlog.push(request, now, predicted, again=not unsent)
+        elif unsent and request.model in self.fleet.down_since:
+            retries.forget(request.id)
+            return self.backlog.push(request, now, predicted)
+        return [self.backlog.give_up(request, unsent=unsent)]
+
+    def _go_on(self, lease: Lease, rest: Request, now: float) -> list[Command]:
+        """Place the rest of an answer whose engine was lost; it counts as a request that may run twice."""
+        retries, placement, request_id = self._retries, self.placement, rest.id
+        retries.forget(request_id)
+        predicted = max(1.0, lease.predicted_output - (rest.generated - lease.request.generated))
+        ready = self.fleet.ready.get(rest.model)
+        if ready is not None and retries.allowed(self.in_flight):
+            retries.of(request_id).tried.append(lease.instance)
+            placed = placement.place(rest, ready, now, predicted)
+            if placed is not None:
+                retries.leases.add(placed.lease.id)
+                return [placed]
+            retries.forget(request_id)
+        return self.backlog.push(rest, now, predicted, again=True)
+
+    def on_moving(self, lease: Lease, generated: int, now: float) -> list[Command]:
+        """Ask for a place elsewhere for a lease whose engine lives, since its instance leaves.
+
+        The commands hold the dispatch of its rest, behind `generated` tokens, and the lease is over; or none,
+        and it goes on where it is.
+        """
+        ready = self.fleet.ready.get(lease.request.model)
+        if ready is None or lease.decode is not None:
+            return []
+        found = self._elsewhere(lease, lease.request.goes_on(generated), ready, now, with_room=False)
+        if found is None:
+            return []
+        placed = self.placement.book(found)
+        lease.outcome, lease.ended_at = Outcome.CLIENT_GONE, now
+        self.drop(lease, now)
+        return [placed, *self.backlog.flush(now)]
+
+
+def _may_move(lease: Lease) -> bool:
+    """Return True if nothing came of a lease, which may be sent elsewhere."""
+    request = lease.request
+    whole = not lease.incoming and lease.decode is None and lease.hold is None
+    return (
+        lease.first_token_at is None
+        and lease.own
+        and whole
+        and request.subset is None
+        and not request.generated
+    )
+
+
+def _left_unheard(lease: Lease, outcome: Outcome, now: float) -> bool:
+    """Return True if a client left after a long wait without a byte."""
+    if outcome is not Outcome.CLIENT_GONE or lease.first_token_at is not None or lease.incoming:
+        return False
+    first_s = lease.forecast_first_s if lease.request.streamed else lease.forecast_end_s
+    return now - lease.dispatched_at >= max(_UNHEARD_S, _UNHEARD_FACTOR * first_s)
