@@ -24,8 +24,15 @@ EXTRAS = {
 
 
 def missing_extra(error: ModuleNotFoundError) -> InputError | None:
-    """Return the error to report for a failed import; None if no extra has the package."""
-    package = (error.name or "").partition(".")[0]
+    """Return the error to report for a failed import; None if it is of no extra and no option's folder."""
+    package, *inner = (error.name or "").split(".")
+    if package == "hetlb" and inner[:1] == ["options"]:
+        folder = ".".join(inner[1:2])
+        if sys.modules.get(f"hetlb.options.{folder}") is not None:
+            return None
+        return ConfigError(
+            f"expected an installation with the option {folder}, but hetlb/options/{folder} is missing"
+        )
     if package not in EXTRAS:
         return None
     install = f"pip install 'hetlb[{EXTRAS[package]}]'"
@@ -42,16 +49,12 @@ def require(*packages: str) -> None:
 @cache  # decisions ask for some; a failed import is tried again
 def option(name: str) -> ModuleType:
     """Return an option's package, or a module of it. Raises `ConfigError` where its folder is missing."""
-    folder = name.partition(".")[0]
     try:
         return import_module(f"hetlb.options.{name}")
     except ModuleNotFoundError as error:
-        there = sys.modules.get(f"hetlb.options.{folder}") is not None
-        if there or not (error.name or "").startswith("hetlb.options"):
-            raise
-        raise ConfigError(
-            f"expected an installation with the option {folder}, but hetlb/options/{folder} is missing"
-        ) from None
+        if isinstance(missing := missing_extra(error), ConfigError):
+            raise missing from None
+        raise
 
 
 def check_extra(key: str, module: str, extra: str) -> None:

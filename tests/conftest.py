@@ -54,9 +54,16 @@ class GoneFinder(MetaPathFinder):
                 pytest.skip(f"needs the option {GONE}", allow_module_level=True)
 
     def excuse(self, error: BaseException) -> None:
-        """Skip the test that failed if it has asked for the option, or if what it says names the folder."""
-        if self.asked or (GONE and re.search(rf"\boptions[./]{GONE}\b", str(error))):
+        """Skip a failed test where a process of it asked for the option, or its error names the folder."""
+        if self.asked or (GONE and (re.search(rf"\boptions[./]{GONE}\b", str(error)) or _process_asked())):
             pytest.skip(f"asks for the option {GONE}")
+
+
+def _process_asked() -> bool:
+    """Return whether a process that the running test started asked for the option which was taken away."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    records = Path(os.environ.get("HETLB_ASKED", os.devnull)).glob("*")
+    return any(f"{test}\t{GONE}\n" in each.read_text() for each in records)
 
 
 _gone = GoneFinder()
@@ -126,5 +133,15 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
     try:
         yield
     except BaseException as error:
+        _gone.excuse(error)
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
+    """Excuse fixtures that end what could not begin without the option."""
+    try:
+        yield
+    except Exception as error:
         _gone.excuse(error)
         raise

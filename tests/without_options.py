@@ -44,8 +44,8 @@ def asking(folder: Path) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for record in folder.iterdir():
         for line in record.read_text().splitlines():
-            test, option = line.split()
-            found.setdefault(option, set()).add(test)
+            test, option = line.split("\t")
+            found.setdefault(option, set()).add(test.partition("::")[0])
     return found
 
 
@@ -61,7 +61,11 @@ def passes_without(option: str, more: list[str]) -> bool:
     """Return whether the tests pass in a copy without an option; `more` are arguments of pytest."""
     with tempfile.TemporaryDirectory(prefix="hetlb-without-") as folder:
         root = copy_without(option, Path(folder))
-        environment = {**os.environ, "PYTHONPATH": str(root), "HETLB_WITHOUT": option}
+        asked = root / "build" / "asked"
+        asked.mkdir(parents=True)
+        path = f"{root}{os.pathsep}{root / 'tests' / 'asking'}"
+        more_of = {"PYTHONPATH": path, "HETLB_WITHOUT": option, "HETLB_ASKED": str(asked)}
+        environment = {**os.environ, **more_of}
         # A test that ends early because it asks for the option leaves open what it had opened.
         command = [*PYTEST, "-p", "no:unraisableexception", *more]
         return subprocess.run(command, cwd=root, env=environment, check=False).returncode in (0, NO_TESTS)

@@ -10,11 +10,11 @@ from types import ModuleType
 
 
 def note(option: str) -> None:
-    """Write the running test's file and an option of `hetlb/options` that it asks for."""
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
+    """Write the id of the running test and an option of `hetlb/options` that it asks for."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
     if test:
         with open(os.path.join(os.environ["HETLB_ASKED"], str(os.getpid())), "a") as file:
-            file.write(f"{test} {option.split('.')[0]}\n")
+            file.write(f"{test}\t{option.partition('.')[0]}\n")
 
 
 def noted(option: Callable[[str], ModuleType]) -> Callable[[str], ModuleType]:

@@ -383,8 +383,6 @@ class Service(FleetService):
         if takeover is not None:
             self._takeover, listeners = takeover, takeover.listeners
         self._front.open_log()
-        if self.sharing is not None:
-            self.sharing.start()
         self._read_kv_events(self.fleet)
         await self._first_look()
         if takeover is not None:
@@ -480,8 +478,6 @@ class Service(FleetService):
         await self.close()
 
     async def close(self) -> None:
-        if self.sharing is not None:
-            await self.sharing.close()
         await super().close()
         await self._front.close()
 

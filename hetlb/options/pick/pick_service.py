@@ -66,6 +66,8 @@ class PickService(Service):
 
     async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Predecessor | None = None) -> None:
         """Know the addresses of the instances, then start as any service."""
+        if self.sharing is not None:
+            self.sharing.start()
         await self._resolve()
         self._resolver = asyncio.create_task(self._resolve_for_ever())
         await super().start(listeners, takeover)
@@ -77,6 +79,8 @@ class PickService(Service):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        if self.sharing is not None:
+            await self.sharing.close()
         await super().close()
 
     def _coming(self, spec: InstanceSpec) -> None:
