@@ -1,7 +1,7 @@
 """Files of a batch: OpenAI's requests, and its results, which are the journal of the run.
 
 A result is one line, written whole when its request has ended. A run that begins again keeps answers, and
-refusals that another try would not change, and asks the rest again: broken ones, redirects, and 408, 429 or 5xx.
+refusals that another try would not change, and asks the rest again: broken ones, 3xx, 408, 429, 5xx.
 """
 
 from __future__ import annotations
