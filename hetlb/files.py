@@ -30,14 +30,14 @@ def whole_file(path: Path) -> Iterator[Path]:
             scratch.unlink()
 
 
-#: Files that are taken for text, by their first bytes, and what to do.
+#: First bytes of files that are taken for text; expected text, its present form, and the next step.
 _NO_TEXT: Final = (
-    (b"\x1f\x8b", "a gzip file: unpack it first"),
-    (b"\x28\xb5\x2f\xfd", "a Zstandard file: unpack it first"),
-    (b"PK\x03\x04", "a zip archive: unpack it first (of a spreadsheet: save it as CSV)"),
-    (b"PAR1", "a Parquet file: write it as JSON lines first"),
-    (b"\xff\xfe", "UTF-16: save it as UTF-8"),
-    (b"\xfe\xff", "UTF-16: save it as UTF-8"),
+    (b"\x1f\x8b", "text, got a gzip file: unpack it first"),
+    (b"\x28\xb5\x2f\xfd", "text, got a Zstandard file: unpack it first"),
+    (b"PK\x03\x04", "text, got a zip archive: unpack it first (of a spreadsheet: save it as CSV)"),
+    (b"PAR1", "text, got a Parquet file: write it as JSON lines first"),
+    (b"\xff\xfe", "UTF-8 text, got UTF-16: save it as UTF-8"),
+    (b"\xfe\xff", "UTF-8 text, got UTF-16: save it as UTF-8"),
 )
 
 
@@ -58,7 +58,7 @@ def read_text(path: Path, error: type[InputError], most_bytes: int | None = None
         if most_bytes is not None and len(data) > most_bytes:
             raise error(f"{path}: expected at most {most_bytes >> 20} MiB, got more")
         if kind := next((kind for begin, kind in _NO_TEXT if data.startswith(begin)), None):
-            raise error(f"{path}: expected text, got {kind}")
+            raise error(f"{path}: expected {kind}")
         return data.decode("utf-8-sig")
     except OSError as caught:
         raise error(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught

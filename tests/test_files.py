@@ -74,14 +74,14 @@ def test_a_picture_below_a_file_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "kind"),
     [
-        (b"PAR1\x15\x04", "a Parquet file: write it as JSON lines first"),
-        (zlib.compress(b"x", wbits=31), "a gzip file: unpack it first"),
-        (b"\x28\xb5\x2f\xfd\x00", "a Zstandard file: unpack it first"),
-        (b"PK\x03\x04\x14", "a zip archive: unpack it first"),
-        ("a,b".encode("utf-16"), "UTF-16: save it as UTF-8"),
+        (b"PAR1\x15\x04", "text, got a Parquet file: write it as JSON lines first"),
+        (zlib.compress(b"x", wbits=31), "text, got a gzip file: unpack it first"),
+        (b"\x28\xb5\x2f\xfd\x00", "text, got a Zstandard file: unpack it first"),
+        (b"PK\x03\x04\x14", "text, got a zip archive: unpack it first"),
+        ("a,b".encode("utf-16"), "UTF-8 text, got UTF-16: save it as UTF-8"),
     ],
 )
 def test_what_is_no_text_is_called_by_its_name(tmp_path: Path, data: bytes, kind: str) -> None:
     (tmp_path / "f").write_bytes(data)
-    with pytest.raises(ProfileError, match=f"expected text, got {kind}"):
+    with pytest.raises(ProfileError, match=f"expected {kind}"):
         read_text(tmp_path / "f", ProfileError)
