@@ -201,7 +201,7 @@ async def test_what_is_no_answer_is_an_error_of_its_line_alone(
     jobs = {job.custom_id for job in read_jobs(source)}
     again = BatchJournal(out, jobs)
     again.close()
-    assert (len(again.ended), again.failed) == ((2, 0) if status == 200 else (3, 1))
+    assert (len(again.ended), again.failed) == ((3, 1) if status == 400 else (2, 0))
 
 
 async def test_a_full_server_is_asked_again_when_it_says(tmp_path: Path) -> None:

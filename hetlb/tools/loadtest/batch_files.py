@@ -1,7 +1,7 @@
 """Files of a batch: OpenAI's requests, and its results, which are the journal of the run.
 
 A result is one line, written whole when its request has ended. A run that begins again keeps answers, and
-refusals that another try would not change, and asks the rest again: broken ones, and 408, 429 or 5xx.
+refusals that another try would not change, and asks the rest again: broken ones, 3xx, 408, 429, 5xx.
 """
 
 from __future__ import annotations
@@ -156,5 +156,5 @@ class BatchJournal:
 
 
 def is_final(status: int) -> bool:
-    """Return True if another try would not change an answer of this status."""
-    return status < 500 and status not in (408, 429)
+    """Return True if another try would not change an answer of this status; a redirect is of a wrong URL."""
+    return status < 500 and status not in (408, 429) and not 300 <= status < 400
