@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -37,8 +38,12 @@ def interrupted(arguments: list[str], busy: Callable[[], object]) -> tuple[int, 
         text=True,
         process_group=0,
     )
+    waiting = threading.Thread(target=busy, daemon=True)
+    waiting.start()
     try:
-        busy()
+        while waiting.is_alive():
+            waiting.join(0.1)
+            assert process.poll() is None or not waiting.is_alive(), "it ended before it was busy"
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=HANG_S)
         with pytest.raises(ProcessLookupError):
