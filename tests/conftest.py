@@ -4,6 +4,7 @@ A run draws the same examples every time, so that a test that fails has been bro
 `make properties` looks for new ones (the profile `search`).
 """
 
+import contextlib
 import gc
 import os
 import re
@@ -105,9 +106,11 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def _children() -> set[int]:
     """Process ids of the direct children of this process."""
-    return {
-        int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()
-    }
+    found: set[int] = set()
+    for file in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread may end meanwhile
+            found.update(map(int, file.read_text().split()))
+    return found
 
 
 @pytest.hookimpl(wrapper=True)
