@@ -304,6 +304,16 @@ def test_a_compose_service_extends_one_of_another_file(tmp_path: Path) -> None:
     assert [(each.url, each.max_num_seqs) for each in model.instances] == [("http://a:8000", 7)]
 
 
+@pytest.mark.parametrize("extends", ["{service: [a]}", "{service: {a: b}}", "{file: deep.yaml, service: a}"])
+def test_a_service_whose_base_cannot_be_read_is_left_out(tmp_path: Path, extends: str) -> None:
+    (tmp_path / "deep.yaml").write_text("[" * 10_000)
+    (tmp_path / "compose.yaml").write_text(
+        f"services:\n a: {{image: vllm/vllm-openai, command: --model org/m}}\n b: {{extends: {extends}}}\n"
+    )
+    draft = read_foreign(tmp_path / "compose.yaml")
+    assert draft.left_out == ["compose.yaml:services.b: extends what is not there"]
+
+
 def test_broken_yaml_is_said_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "compose.yaml"
     path.write_text("services:\n  a: {image: ${X}}\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +20,8 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::?[-?]([^}]*))?\}|\$([A-Za-z_]\w*)
 _PORTS: Final = {"vllm": 8000, "sglang": 30000}
 #: Services that extend one another; a ring of them ends.
 _MOST_EXTENDS: Final = 8
+#: Errors of a text that is no YAML, or too deep.
+NOT_YAML: Final = (yaml.YAMLError, RecursionError, ValueError)
 #: Keys of a service that are read here.
 _READ: Final = {"image", "command", "entrypoint", "environment"}
 
@@ -50,7 +52,7 @@ def _whole(path: Path, services: Any, name: Any, depth: int = 0) -> dict[str, An
 
     Its `extends` stays where that one cannot be read.
     """
-    found = services.get(name) if isinstance(services, dict) else None
+    found = services.get(name) if isinstance(services, dict) and isinstance(name, Hashable) else None
     service = dict(found) if isinstance(found, dict) else {}
     base = service.get("extends")
     base = {"service": base} if isinstance(base, str) else base
@@ -60,7 +62,7 @@ def _whole(path: Path, services: Any, name: Any, depth: int = 0) -> dict[str, An
         path = path.parent / str(file)
         try:
             document = yaml.safe_load(read_text(path, ConfigError))
-        except (ConfigError, yaml.YAMLError, ValueError):
+        except (ConfigError, *NOT_YAML):
             return service
         services = document.get("services") if isinstance(document, dict) else None
     if not (common := _whole(path, services, base.get("service"), depth + 1)):

@@ -9,7 +9,7 @@ import yaml
 
 from hetlb.errors import ConfigError
 from hetlb.files import read_text
-from hetlb.tools.imported.compose_file import read_compose
+from hetlb.tools.imported.compose_file import NOT_YAML, read_compose
 from hetlb.tools.imported.draft import FleetDraft
 from hetlb.tools.imported.haproxy_file import read_haproxy
 from hetlb.tools.imported.litellm_file import read_litellm
@@ -41,7 +41,7 @@ def _read(path: Path, text: str) -> FleetDraft:
         return read_haproxy(path)
     try:
         document = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except NOT_YAML as error:
         document = None
         mark = getattr(error, "problem_mark", None)
         if mark is not None and _YAML.search(text) and not _NGINX.search(text):
