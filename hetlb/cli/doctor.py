@@ -210,6 +210,12 @@ def _of_server(seen: Seen) -> Iterator[Check]:
         found = wrong_profile or next(iter(profile.warnings), "of this model, without warnings")
         advice = f"name the profile of its model and GPU, or measure it: hetlb profile --url {spec.url}"
         yield check("profile", not wrong_profile, found, advice)
+    yield from _of_engine(seen, check)
+
+
+def _of_engine(seen: Seen, check: Callable[[str, bool, str, str], Check]) -> Iterator[Check]:
+    """Yield checks of the engine of a server that answers: its metrics, version, clock, and way to it."""
+    facts = seen.facts
     advice = "without them hetlb goes by its own ledger alone: start it without --disable-log-stats"
     advice += " (llama.cpp: with --metrics); for an engine that has none state max_num_seqs"
     if facts.metrics_status in (401, 403):

@@ -1,4 +1,4 @@
-"""What an engine says of KV transfers reaches no client."""
+"""Fields of an engine about KV transfers reach no client."""
 
 from __future__ import annotations
 
