@@ -57,7 +57,7 @@ FILES = (
     ("Fleet file", "fleet", FleetFile),
     ("Keys of clients", "keys of clients", Tenant),
     ("Cluster file", "cluster", ClusterFile),
-    ("File of stages (`hetlb stage --coordinate`)", "stages", StagesFile),
+    ("File of stages", "stages", StagesFile),
     ("Latency profile", "profile", Profile),
 )
 PROTOCOL_RULES = """\
