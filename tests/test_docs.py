@@ -30,6 +30,14 @@ PAGES = [
     *sorted((ROOT / "bench").rglob("*.md")),
 ]
 
+#: Paths of all Python files of the project but those of environments and copies.
+SCRIPTS = ["hatch_build.py"]
+SCRIPTS += [
+    path.relative_to(ROOT).as_posix()
+    for folder in ("bench", "configs", "hetlb", "profiling", "tests")
+    for path in (ROOT / folder).rglob("*.py")
+]
+
 
 def page(name: str) -> str:
     return (ROOT / "docs" / name).read_text()
@@ -126,6 +134,18 @@ def test_every_link_inside_leads_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
         if not target.startswith("http"):
             assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_script_that_a_page_names_is_there(path: Path) -> None:
+    if path.name == "CHANGELOG.md":
+        pytest.skip("names what went, too")
+    text = path.read_text()
+    named = set(re.findall(r"(?<![\w/])[a-z0-9_-]+(?:/[a-z0-9_-]+)*\.py\b", text))
+    named -= set(re.findall(r"<!-- file: (\S+) -->", text))  # files that the reader writes
+    assert {
+        name for name in named if not any(f"/{script}".endswith(f"/{name}") for script in SCRIPTS)
+    } == set()
 
 
 def test_the_site_has_no_dead_link_and_no_page_without_a_place(tmp_path: Path) -> None:
