@@ -30,7 +30,7 @@ PAGES = [
     *sorted((ROOT / "bench").rglob("*.md")),
 ]
 
-#: Paths of all Python files of the project but those of environments and copies.
+#: Paths of the Python files of the project.
 SCRIPTS = ["hatch_build.py"]
 SCRIPTS += [
     path.relative_to(ROOT).as_posix()
