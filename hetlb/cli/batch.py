@@ -40,10 +40,11 @@ def run(args: argparse.Namespace) -> int:
     journal = BatchJournal(args.results, {job.custom_id for job in jobs})
     began_s, before = time.monotonic(), len(journal.ended)
     rest = [job for job in jobs if job.custom_id not in journal.ended]
-    work = BatchRun(args.url, rest, journal, args.timeout, os.environ.get("OPENAI_API_KEY"))
+    screen = Screen()
+    work = BatchRun(args.url, rest, journal, args.timeout, os.environ.get("OPENAI_API_KEY"), screen.warn)
     try:
         if rest:
-            run_until_signal(_shown(work, args, len(rest)))
+            run_until_signal(_shown(work, args, len(rest), screen))
     except InputError:
         raise
     except (HetlbError, KeyboardInterrupt) as stopped:
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     return int(journal.failed > 0)
 
 
-async def _shown(work: BatchRun, args: argparse.Namespace, count: int) -> None:
+async def _shown(work: BatchRun, args: argparse.Namespace, count: int, screen: Screen) -> None:
     allow_open_files(args.concurrency or BACKGROUND_LANES)
-    async with Screen().bar(args.results.name, work.progress, count):
+    async with screen.bar(args.results.name, work.progress, count):
         await work.run(args.concurrency)

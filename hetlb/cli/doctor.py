@@ -33,7 +33,7 @@ from hetlb.cli.doctor_local import (
 )
 from hetlb.cli.engine_facts import EngineFacts, ask_engines
 from hetlb.cli.flags import add_json, declare, print_document
-from hetlb.cli.profile_doubts import other_gpu, other_model, short_name
+from hetlb.cli.profile_doubts import doubt_beside, one_step_s
 from hetlb.errors import ConfigError, ConfigErrors, InputError, reason_of
 from hetlb.options.engine_pages.engine_tables import VLLM
 from hetlb.options.kv_events.publishers import publisher_of
@@ -46,10 +46,8 @@ OLDEST_VERSION: Final = (0, 8)
 MOST_SKEW_S: Final = 5.0
 #: Share of the KV cache above which requests may wait although a slot is free.
 _FULL_KV_SHARE: Final = 0.8
-#: Factor between the KV tokens of a profile and its server from which the GPU or the degree is another.
-_OTHER_KV_FACTOR: Final = 2
-#: Seconds of the shortest and the longest decode step of one sequence that an engine may have.
-_STEPS_S: Final = (2e-4, 2.0)
+#: Factor between steps by the profiles of one model beyond which one is wrong: GPUs' bandwidths differ by 25.
+_OTHER_STEP_FACTOR: Final = 40
 _DEFAULT_FILE: Final = Path("fleet.yaml")
 #: Next steps where a server does not answer, by words of the error; the last one for all else.
 _NEXT_STEPS: Final = (
@@ -206,7 +204,7 @@ def _of_server(seen: Seen) -> Iterator[Check]:
         found = f"down: {', '.join(down)}" if down else f"{len(facts.stages)} up"
         yield check("stages", not down, found, "start them (`hetlb stage`), or look at the coordinator's log")
     if (profile := seen.profile) is not None:
-        wrong_profile = _wrong_profile(seen, profile)
+        wrong_profile = doubt_beside(profile, spec, facts)
         found = wrong_profile or next(iter(profile.warnings), "of this model, without warnings")
         advice = f"name the profile of its model and GPU, or measure it: hetlb profile --url {spec.url}"
         yield check("profile", not wrong_profile, found, advice)
@@ -275,25 +273,6 @@ def _wrong_slots(seen: Seen) -> str:
     return ""
 
 
-def _wrong_profile(seen: Seen, profile: Profile) -> str:
-    """Return why a profile may be wrong for its server, "" if nothing shows that."""
-    # Names of models as vLLM was started with them; paths have no meaning.
-    roots = [str(entry.get("root") or "") for entry in seen.facts.entries]
-    named = [root for root in roots if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", root)]
-    if named and (own := other_model(profile, named)):
-        return f"it is of the model {own}, the server has {short_name(named[0])}"
-    if own := other_gpu(profile, seen.spec.gpu):
-        return f"it is of the GPU {own}, the instance states {seen.spec.gpu}"
-    step_s = seen.spec.latency.step_s(1.0, 1.0) if seen.spec.latency is not None else _STEPS_S[0]
-    if not _STEPS_S[0] <= step_s <= _STEPS_S[1]:
-        return f"a step of one sequence takes {1e3 * step_s:.3g} ms by it: its times are in seconds"
-    sample = seen.facts.sample
-    said, has = profile.capacity.kv_cache_tokens, None if sample is None else sample.capacity.kv_cache_tokens
-    if said and has and max(said, has) > _OTHER_KV_FACTOR * min(said, has):
-        return f"it is of a server with {said:,} KV tokens, this one has {has:,}"
-    return "; ".join(line for line in profile.warnings if not line.startswith("unmeasured"))
-
-
 def _metrics(facts: EngineFacts) -> str:
     table = facts.table
     if table is not None and facts.reads_nothing:
@@ -325,10 +304,21 @@ def _of_all(servers: Sequence[Seen]) -> Iterator[Check]:
     for model in dict.fromkeys(seen.spec.model for seen in servers):
         title = model or "the servers"
         pool = [seen for seen in servers if seen.spec.model == model]
+        yield from _steps(title, pool)
         advice = "use --enable-prefix-caching everywhere or nowhere: what is cached is taken for faster"
         yield _alike(f"prefix caching of {title}", pool, _caching, advice)
         advice = "one name must be one model: correct the file, or give the other one a name of its own"
         yield _alike(f"weights of {title}", pool, partial(_root, model), advice)
+
+
+def _steps(title: str, pool: Sequence[Seen]) -> Iterator[Check]:
+    """Yield a check of a model's profiles by their steps of one sequence, where these differ too much."""
+    steps = {seen.spec.name: one_step_s(seen.spec) for seen in pool if seen.profile is not None}
+    fast, slow = (find(steps, key=steps.__getitem__, default="") for find in (min, max))
+    if steps and steps[slow] > _OTHER_STEP_FACTOR * steps[fast]:
+        told = ", ".join(f"{1e3 * steps[name]:.3g} ms of {name}" for name in (fast, slow))
+        advice = f"no two GPUs differ so: measure again, hetlb profile --url of {fast} and of {slow}"
+        yield checked(f"profiles of {title}", False, f"a step of one sequence takes {told}", advice)
 
 
 def _alike(name: str, pool: Sequence[Seen], of: Callable[[Seen], str | None], advice: str) -> Check:

@@ -23,6 +23,14 @@ from hetlb.served_models import longest_context, read_model_list, read_version
 _TIMEOUT_S = 5.0
 #: Workers of a coordinator on its page of metrics.
 _STAGES = re.compile(r'^hetlb_stage_up\{stage="([^"\n]*)"\} ([01](?:\.0)?)$', re.MULTILINE)
+#: Seconds between the tokens of answers, summed, and their number: of vLLM (old and new), SGLang.
+_TOKEN_TIMES = re.compile(
+    r"^(?:\w+:)?(?:inter_token_latency|time_per_output_token)_seconds_(sum|count)"
+    r"(?:\{[^\n]*\})? ([\d.eE+-]+)$",
+    re.MULTILINE,
+)
+#: Least number of tokens in a mean.
+_LEAST_TOKENS = 100
 #: Maximum bytes of a page of metrics: 32 data-parallel engines have some 2 MiB.
 _MAX_METRICS_BYTES = 64 << 20
 
@@ -51,6 +59,8 @@ class EngineFacts:
     proxy: str = ""
     stages: dict[str, bool] = field(default_factory=dict)
     is_ollama: bool = False
+    #: Mean seconds between two tokens of an answer, by its own count since it started.
+    token_s: float | None = None
     #: Address at which it answers by the other scheme (http, https), "" if it does not.
     other_url: str = ""
     #: Address that it redirects to.
@@ -140,16 +150,8 @@ async def _ask(
     health = await page("/health")
     facts.health, facts.trouble = health.status, health.trouble
     if facts.trouble or (health.status == 400 and b"HTTPS" in health.body):
-        # Without a key, which is for this address alone.
-        other = (
-            url.replace("http:", "https:", 1)
-            if url.startswith("http:")
-            else url.replace("https:", "http:", 1)
-        )
         facts.trouble = facts.trouble or "it speaks TLS"
-        with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError, ValueError):
-            async with session.get(f"{other}/health", allow_redirects=False, ssl=False) as reply:
-                facts.other_url = "" if reply.status == 400 else other
+        facts.other_url = await _other_url(session, url)
         return facts
     _read_head(facts, health.headers)
     if 300 <= health.status < 400:
@@ -167,6 +169,7 @@ async def _ask(
             read = page_of(text)
             facts.table, facts.sample = read.table, read.sample()
             facts.old_names = "vllm:gpu_cache_usage_perc" in text and "vllm:kv_cache_usage_perc" not in text
+            facts.token_s = _mean_token_s(text)
             facts.stages = {name: float(up) > 0 for name, up in _STAGES.findall(text)}
             if facts.sample.began is not None:
                 facts.began.add(facts.sample.began)
@@ -182,6 +185,25 @@ async def _ask(
     elif facts.table is None:
         facts.foreign = await _foreign(page, facts)
     return facts
+
+
+async def _other_url(session: aiohttp.ClientSession, url: str) -> str:
+    """Return the URL of the other scheme if a server answers there, else ""; asked without a key."""
+    scheme, _, rest = url.partition(":")
+    other = f"{'https' if scheme == 'http' else 'http'}:{rest}"
+    with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError, ValueError):
+        async with session.get(f"{other}/health", allow_redirects=False, ssl=False) as reply:
+            return "" if reply.status == 400 else other
+    return ""
+
+
+def _mean_token_s(page: str) -> float | None:
+    """Return the mean seconds between two tokens by a page of metrics, None where too few were counted."""
+    sums = {"sum": 0.0, "count": 0.0}
+    for kind, value in _TOKEN_TIMES.findall(page):
+        with contextlib.suppress(ValueError):
+            sums[kind] += float(value)
+    return sums["sum"] / sums["count"] if sums["count"] >= _LEAST_TOKENS and sums["sum"] > 0.0 else None
 
 
 #: Begins of the `Server` header of engines.

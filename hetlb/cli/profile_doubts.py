@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import re
 import sys
+from typing import Final
 
 from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.core.types import InstanceSpec
+from hetlb.cli.engine_facts import EngineFacts
 from hetlb.options.profiles.profile_file import Profile, profiles_of
+
+#: Factor between the KV tokens of a profile and its server from which the GPU or the degree is another.
+_OTHER_KV_FACTOR: Final = 2
+#: Seconds of the shortest and the longest decode step of one sequence that an engine may have.
+_STEPS_S: Final = (2e-4, 2.0)
+#: Factors on the fastest and the slowest token of a profile between which a server's mean lies. Iterations
+#: that read prompts, too, are slower than any decode step.
+_TOKEN_FACTORS: Final = (0.65, 10.0)
 
 
 def all_is_well(fleet: Fleet) -> int:
@@ -37,6 +48,38 @@ def profile_doubts(fleet: Fleet) -> list[str]:
             of = ", ".join(f"{name} of {what}" for name, what in served.items())
             lines.append(f"{model.name}: profiles: expected those of one model, got {of}")
     return lines
+
+
+def one_step_s(spec: InstanceSpec) -> float:
+    """Return the seconds of a decode step of one sequence by the profile of an instance."""
+    return _STEPS_S[0] if spec.latency is None else spec.latency.step_s(1.0, 1.0)
+
+
+def doubt_beside(profile: Profile, spec: InstanceSpec, facts: EngineFacts) -> str:
+    """Return why a profile may be wrong for the server of an instance, "" if nothing shows that."""
+    # Names of models as vLLM was started with them; paths have no meaning.
+    roots = [str(entry.get("root") or "") for entry in facts.entries]
+    named = [root for root in roots if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", root)]
+    if named and (own := other_model(profile, named)):
+        return f"it is of the model {own}, the server has {short_name(named[0])}"
+    if own := other_gpu(profile, spec.gpu):
+        return f"it is of the GPU {own}, the instance states {spec.gpu}"
+    step_s = one_step_s(spec)
+    if not _STEPS_S[0] <= step_s <= _STEPS_S[1]:
+        return f"a step of one sequence takes {1e3 * step_s:.3g} ms by it: its times are in seconds"
+    said = profile.capacity.kv_cache_tokens
+    has = None if facts.sample is None else facts.sample.capacity.kv_cache_tokens
+    if said and has and max(said, has) > _OTHER_KV_FACTOR * min(said, has):
+        return f"it is of a server with {said:,} KV tokens, this one has {has:,}"
+    if (own_s := facts.token_s) is not None and spec.latency is not None:
+        each = profile.engine.tokens_per_step or 1.0
+        full = spec.latency.step_s(spec.capacity.max_num_seqs or 1.0, spec.capacity.kv_cache_tokens or 1.0)
+        fastest_s, slowest_s = step_s / each, max(step_s, full) / each
+        if not _TOKEN_FACTORS[0] * fastest_s <= own_s <= _TOKEN_FACTORS[1] * slowest_s:
+            by_it = f"{1e3 * fastest_s:.3g} to {1e3 * slowest_s:.3g} ms by it"
+            own = f"{1e3 * own_s:.3g} ms by the server's own count"
+            return f"a token takes {by_it}, {own}: another GPU or degree"
+    return "; ".join(line for line in profile.warnings if not line.startswith("unmeasured"))
 
 
 def other_model(profile: Profile, names: list[str]) -> str:

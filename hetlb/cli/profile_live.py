@@ -122,12 +122,6 @@ async def _measure(
     for note in measured.given_up:
         console.print(f"note: {note}", style="yellow", highlight=False)
     tokens = None if after is None or before is None else after.tokens_per_step(before)
-    assumed: tuple[str, ...] = ()
-    if tokens is not None and args.facts.file.engine.tokens_per_step is None:
-        assumed = (
-            f"engine.tokens_per_step: {tokens:.2f}, as with the made prompts of the sweep; "
-            "in --facts it states that of your traffic",
-        )
     found = Measurements(
         points=tuple(
             # Seconds of a step, not of a token.
@@ -135,26 +129,40 @@ async def _measure(
             for each in measured.points
         ),
         source=ProfileSource(kind="live", name=args.url),
-        engine=EngineInfo(
-            version=facts.version,
-            tensor_parallel_size=degree,
-            kv_cache_tokens=capacity.kv_cache_tokens,
-            block_size=capacity.block_size,
-            max_num_seqs=capacity.max_num_seqs,
-            max_num_batched_tokens=measured.max_num_batched_tokens,
-            max_model_len=capacity.max_model_len,
-            enable_prefix_caching=facts.prefix_cache if facts.counts else None,
-            tokens_per_step=tokens,
-        ),
+        engine=_engine(facts, degree, measured.max_num_batched_tokens, tokens),
         hardware=Hardware(gpu=args.system, gpus=degree or 1) if args.system else None,
         model=ModelInfo(name=facts.model),
         host=HostTime(),
         tile=None,
         lone=tuple(lone),
-        assumed=assumed,
+        assumed=() if args.facts.file.engine.tokens_per_step is not None else _assumed(tokens),
         where=str(file.path),
     )
     return found, file
+
+
+def _engine(facts: ServerFacts, degree: int | None, batched: int | None, tokens: float | None) -> EngineInfo:
+    """Return the engine of a profile: `batched` tokens of an iteration, `tokens` of a decode step."""
+    capacity = facts.capacity
+    return EngineInfo(
+        version=facts.version,
+        tensor_parallel_size=degree,
+        kv_cache_tokens=capacity.kv_cache_tokens,
+        block_size=capacity.block_size,
+        max_num_seqs=capacity.max_num_seqs,
+        max_num_batched_tokens=batched,
+        max_model_len=capacity.max_model_len,
+        enable_prefix_caching=facts.prefix_cache if facts.counts else None,
+        tokens_per_step=tokens,
+    )
+
+
+def _assumed(tokens: float | None) -> tuple[str, ...]:
+    """Return what is assumed of the tokens of a decode step, where they were counted."""
+    if tokens is None:
+        return ()
+    made = f"engine.tokens_per_step: {tokens:.2f}, as with the made prompts of the sweep"
+    return (f"{made}; in --facts it states that of your traffic",)
 
 
 async def _facts(

@@ -54,6 +54,8 @@ class Plan:
     running: int = 0
     waiting: int = 0
     pages: tuple[tuple[str, str], ...] = ()
+    #: Seconds between two tokens of its 1,000.
+    token_s: float | None = None
 
 
 @contextlib.asynccontextmanager
@@ -94,6 +96,10 @@ async def server(plan: Plan, tls: ssl.SSLContext | None = None) -> AsyncIterator
                 waiting=plan.waiting,
                 began=began + asked * plan.several,
             )
+            if plan.token_s is not None:
+                name = f"{'time_per_output_token' if old else 'inter_token_latency'}_seconds"
+                for kind, value in (("sum", 1000 * plan.token_s), ("count", 1000)):
+                    text += f'vllm:{name}_{kind}{{engine="0",model_name="m"}} {value:e}\n'
             return web.Response(text=text, headers=headers)
         return web.Response(status=plan.health if request.path == "/health" else 404, headers=headers)
 
@@ -430,6 +436,50 @@ async def test_a_profile_of_another_server_is_found(tmp_path: Path, model: str, 
         bad = await wrong(tmp_path, [one], int(bool(found)), {"profile": "p.yaml"})
     assert [each["found"] for each in bad] == ([found] if found else [])
     assert all(each["name"] == "profile of s0" and "hetlb profile --url" in each["advice"] for each in bad)
+
+
+PACE = {
+    "version": 1,
+    "name": "p",
+    "prefill": {"k1": 1e-4, "k2": 1e-3, "k3": 0.0, "k4": 1e-2},
+    "decode": {"k5": 5e-8, "k6": 6e-5, "k7": 0.0, "k8": 1e-2},
+}
+
+
+@pytest.mark.parametrize(
+    ("slower", "token_s", "right"),
+    [
+        (1.0, 0.012, True),
+        (1.0, 0.05, True),
+        (60.0, 0.012, False),
+        (2.0, 0.0102, False),
+        (1 / 30, 0.02, False),
+    ],
+)
+async def test_a_profile_beside_what_its_engine_counted(
+    tmp_path: Path, slower: float, token_s: float, right: bool
+) -> None:
+    scaled = {kind: {name: slower * k for name, k in PACE[kind].items()} for kind in ("prefill", "decode")}
+    profile = PACE | scaled | {"engine": {"max_num_seqs": 64, "kv_cache_tokens": 16_000, "block_size": 16}}
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(profile))
+    async with server(replace(GOOD, token_s=token_s)) as one:
+        bad = await wrong(tmp_path, [one], int(not right), {"profile": "p.yaml"})
+    assert [each["name"] for each in bad] == ([] if right else ["profile of s0"])
+    assert all("by the server's own count: another GPU or degree" in each["found"] for each in bad)
+
+
+async def test_a_profile_far_from_the_one_of_another_server_is_found(tmp_path: Path) -> None:
+    scaled = {kind: {name: 60 * k for name, k in PACE[kind].items()} for kind in ("prefill", "decode")}
+    for name, each in (("p", PACE), ("slow", PACE | scaled)):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(each))
+    async with server(GOOD) as one, server(GOOD) as two:
+        instances = [
+            {"name": f"s{number}", "url": url, "profile": f"{name}.yaml"}
+            for number, (url, name) in enumerate([(one, "p"), (two, "slow")])
+        ]
+        bad = await wrong(tmp_path, [one], 1, models=[{"name": "m", "instances": instances}])
+    assert [each["name"] for each in bad] == ["profiles of m"]
+    assert bad[0]["found"] == "a step of one sequence takes 10.1 ms of s0, 604 ms of s1"
 
 
 async def test_a_profile_of_another_gpu_and_one_that_fits_badly_are_found(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
-from helpers import HANG_S
+from helpers import HANG_S, free_port
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,6 +72,9 @@ class Server:
     asked: Counter[str] = field(default_factory=Counter)
     headers: list[dict[str, str]] = field(default_factory=list)
     most: int = 0
+    #: Times that its models were asked for.
+    listed: int = 0
+    port: int = 0
     _now: int = 0
 
     async def _post(self, request: web.Request) -> web.StreamResponse:
@@ -85,6 +89,7 @@ class Server:
             self._now -= 1
 
     async def _get(self, _: web.Request) -> web.Response:
+        self.listed += 1
         if isinstance(self.models, int):
             return web.Response(status=self.models)
         return web.json_response({"object": "list", "data": self.models})
@@ -98,7 +103,7 @@ async def serving(answer: Answer, **more: Any) -> AsyncIterator[Server]:
     app.router.add_get("/v1/models", server._get)
     runner = web.AppRunner(app, shutdown_timeout=0.01)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", server.port)
     await site.start()
     server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:
@@ -108,12 +113,18 @@ async def serving(answer: Answer, **more: Any) -> AsyncIterator[Server]:
 
 
 async def run(
-    url: str, source: Path, out: Path, *, lanes: int | None = None, timeout_s: float = HANG_S
+    url: str,
+    source: Path,
+    out: Path,
+    *,
+    lanes: int | None = None,
+    timeout_s: float = HANG_S,
+    tell: Callable[[str], None] = print,
 ) -> BatchRun:
     jobs = read_jobs(source)
     journal = BatchJournal(out, {job.custom_id for job in jobs})
     rest = [job for job in jobs if job.custom_id not in journal.ended]
-    work = BatchRun(url, rest, journal, timeout_s, "secret")
+    work = BatchRun(url, rest, journal, timeout_s, "secret", tell)
     try:
         await work.run(lanes)
     finally:
@@ -274,6 +285,38 @@ async def test_a_server_that_is_killed_is_waited_for_and_then_given_up(tmp_path:
     assert sum(each["error"] is None for each in results(out).values()) == 20
 
 
+async def test_a_server_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
+    source, out = batch(tmp_path, 3)
+    port = free_port()
+    told: list[str] = []
+    refused = asyncio.Event()
+
+    def tell(text: str) -> None:
+        told.append(text)
+        refused.set()
+
+    running = asyncio.create_task(run(f"http://127.0.0.1:{port}", source, out, tell=tell))
+    await refused.wait()
+    async with serving(good, port=port, models=503) as server:
+        while not server.listed:
+            await asyncio.sleep(0.01)
+        server.models = [{"id": "m", "background_class": "later"}]
+        work = await running
+    assert work.progress.completed == 3
+    assert {each["x-hetlb-class"] for each in server.headers} == {"later"}
+    assert len(told) == 1
+    assert re.fullmatch(
+        rf"http://127.0.0.1:{port}: .*refused.*; it is asked again for .* s \(--timeout\)", told[0]
+    )
+
+
+async def test_a_server_that_never_comes_ends_the_run(tmp_path: Path) -> None:
+    source, out = batch(tmp_path, 3)
+    with pytest.raises(HetlbError, match=r"no answer for 0\.3 s \(--timeout\)"):
+        await run(f"http://127.0.0.1:{free_port()}", source, out, timeout_s=0.3)
+    assert results(out) == {}
+
+
 @pytest.mark.parametrize("status", [200, 404])
 async def test_hetlbs_background_class_is_taken_where_it_is_stated(tmp_path: Path, status: int) -> None:
     source, out = batch(tmp_path, 2)
@@ -368,7 +411,7 @@ def test_results_of_another_batch_are_not_written_over(
     assert main(["batch", str(source), str(out), "--url", "http://127.0.0.1:1"]) == 2
     assert "expected no other batch that writes to it" in capsys.readouterr().err
     journal.close()
-    assert main(["batch", str(source), str(out), "--url", "http://127.0.0.1:1"]) == 1
+    assert main(["batch", str(source), str(out), "--url", "http://127.0.0.1:1", "--timeout", "0.1"]) == 1
     assert "0 of 2 results are in" in capsys.readouterr().err
 
 

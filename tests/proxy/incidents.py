@@ -120,7 +120,7 @@ INCIDENTS: dict[str, tuple[Callable[[Watched], None], str, str]] = {
     "slow": (_slow, "degraded", "slow"),
     "saturated": (_grows, "degraded", "long_wait"),
     "client storm": (_storm, "busy", "client_errors"),
-    "drained": (_drained, "busy", "drained"),
+    "drained": (_drained, "well", "drained"),
     "refused reload": (_not_reloaded, "degraded", "reload_refused"),
     "stale report": (_stale, "busy", "stale_report"),
     "all down": (_down, "down", "all_down"),

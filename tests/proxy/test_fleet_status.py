@@ -167,8 +167,20 @@ def causes(found: dict[str, Any]) -> list[tuple[str, str]]:
 def test_a_drained_server_is_no_trouble_and_is_said() -> None:
     fleet = Watched()
     fleet.scheduler.on_instance(AdminStateSet("a", AdminState.DRAIN), 0.0)
-    assert (fleet.look()["state"], causes(fleet.look())) == ("busy", [("drained", "a")])
+    assert (fleet.look()["state"], causes(fleet.look())) == ("well", [("drained", "a")])
     assert fleet.look()["sentence"].startswith("2 of 3 servers")
+    assert fleet.look()["advice"] == "a is drained: set a ready when it may serve again."
+
+
+def test_of_servers_that_fill_it_is_not_said_that_they_are_full() -> None:
+    fleet = Watched()
+    for each in fleet.scheduler.instances:
+        each.explored = False
+    fleet.arrive(24)
+    found = fleet.look()
+    assert fleet.scheduler.queue
+    assert found["state"] == "busy"
+    assert "gets few requests until its speed is known" in found["advice"]
 
 
 def test_of_assumed_slots_it_is_said() -> None:

@@ -1,7 +1,8 @@
 """Causes of a state that is not well: one table behind status, dashboard, `top`, alerts and `/metrics`.
 
-Each has a severity, a sentence and advice. The state of a model is the worst severity among its causes. A
-wait's severity follows from the oldest request alone: it never gets milder while that wait grows.
+Each has a severity, a sentence and advice. The state of a model is the worst severity among its causes; a
+server that was taken out by hand is said, and well. A wait's severity follows from the oldest request alone:
+it never gets milder while that wait grows.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ SEVERITIES: Final = {
     "long_wait": State.DEGRADED,
     "reload_refused": State.DEGRADED,
     "stale_report": State.BUSY,
-    "drained": State.BUSY,
-    "notice": State.BUSY,
     "client_errors": State.BUSY,
     "tenant_hog": State.BUSY,
     "hopeless_target": State.BUSY,
     "saturated": State.BUSY,
+    "drained": State.WELL,
+    "notice": State.WELL,
 }
 ORDER: Final = tuple(State)
 
@@ -200,9 +201,9 @@ def of_targets(demand: Demand, now: float) -> list[StateCause]:
 
 
 def of_wait(
-    waiting: int, oldest_s: float, held: str = "", hog: StateCause | None = None
+    waiting: int, oldest_s: float, able: Sequence[Instance], held: str = "", hog: StateCause | None = None
 ) -> StateCause | None:
-    """Return the cause of requests that wait, None if none does; `held` lists servers out by hand."""
+    """Return the cause of requests that wait for `able`, None without one; `held` lists those out by hand."""
     if not waiting:
         return None
     wait = "1 request waits" if waiting == 1 else f"{waiting} requests wait"
@@ -212,4 +213,6 @@ def of_wait(
         advice = f"More comes than can be served: {back}add a server, or limit clients."
         return StateCause("long_wait", "", f"{wait}, the oldest for {oldest_s:.0f} s{whose}", advice)
     advice = "All servers are in full use: another server would shorten that."
+    if any(not each.explored and each.unfinished_sequences < each.max_num_seqs for each in able):
+        advice = "A server gets few requests until its speed is known, then more: give it a moment."
     return StateCause("saturated", "", f"{wait}, the oldest for {oldest_s:.1f} s{whose}", advice)

@@ -163,7 +163,7 @@ def _of_model(
     held = [each.name for each in instances if each.admin is not AdminState.READY]
     running = {lease.request.tenant or "" for each in able for lease in each.leases.values() if waiting}
     hog = of_tenants(Counter(entry.request.tenant or "" for entry in entries), running)
-    found += [hog, of_wait(waiting, oldest_s, _listed(held) if held else "", hog)]
+    found += [hog, of_wait(waiting, oldest_s, able, _listed(held) if held else "", hog)]
     refused, ended = recent.refused(WINDOW_S, now)
     found.append(of_clients(refused, ended))
     demand = scheduler.placement.demands.get(model)

@@ -1,7 +1,7 @@
 """Requests of a batch, at most a given number at once, each until it has a result: nothing is lost.
 
-A server that is full (429, 503) says when to come again. One that cannot be reached for `timeout_s`, or lets
-several requests in a row run into it, ends the run: the lines are not at fault.
+A server that is full (429, 503) says when to come again. One that cannot be reached for `timeout_s`, from the
+start too, or lets several requests in a row run into it, ends the run: the lines are not at fault.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import aiohttp
 from yarl import URL
@@ -34,21 +34,31 @@ _TRIES = 3
 #: Timeouts without an answer between them, after which the server is at fault.
 _SILENT_TIMEOUTS = 3
 _LEAST_WAIT_S, _LONGEST_WAIT_S, _LONGEST_RETRY_AFTER_S = 0.25, 30.0, 600.0
+#: Answers of a gateway to `/v1/models` whose server starts, or is full.
+_NOT_YET = (429, 502, 503, 504)
 
 
 class BatchRun:
-    """A run over `jobs` at the server at `url`; their results go to `journal`."""
+    """A run over `jobs` at the server at `url`; their results go to `journal`, outages to `tell`."""
 
     def __init__(
-        self, url: str, jobs: Sequence[BatchJob], journal: BatchJournal, timeout_s: float, api_key: str | None
+        self,
+        url: str,
+        jobs: Sequence[BatchJob],
+        journal: BatchJournal,
+        timeout_s: float,
+        api_key: str | None,
+        tell: Callable[[str], None],
     ) -> None:
         self.progress = LoadProgress()
+        self._tell = tell
         self._url, self._journal, self._timeout_s = url, journal, timeout_s
         self._waiting = list(reversed(jobs))
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._classes: Mapping[str, str] = {}
         self._heard_s = time.monotonic()
         self._timeouts = 0  # since the last answer
+        self._told = False  # that there is none
 
     async def run(self, lanes: int | None) -> None:
         """Ask until every job has a result. Raises `HetlbError` if the server answers nothing any more."""
@@ -65,14 +75,24 @@ class BatchRun:
     async def _background_classes(self, session: aiohttp.ClientSession) -> dict[str, str]:
         """Return the background class of each model, as hetlb states it; {} of other servers."""
         target = f"{self._url}/v1/models"
-        try:
-            async with asyncio.timeout(min(self._timeout_s, _LONGEST_WAIT_S)):
-                async with session.get(URL(target, encoded=True)) as response:
-                    status, body = response.status, await response.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise HetlbError(f"{target}: no answer: {reason_of(error)}") from error
-        if status in (401, 403):
-            raise InputError(f"{target}: expected an API key that it accepts in OPENAI_API_KEY, got {status}")
+        waits = 0
+        while True:
+            status, body, why = 0, b"", ""
+            try:
+                async with asyncio.timeout(min(self._timeout_s, _LONGEST_WAIT_S)):
+                    async with session.get(URL(target, encoded=True)) as response:
+                        status, body = response.status, await response.read()
+            except (aiohttp.ClientError, TimeoutError) as error:
+                status, why = 0, reason_of(error)
+            if status in (401, 403):
+                problem = f"expected an API key that it accepts in OPENAI_API_KEY, got {status}"
+                raise InputError(f"{target}: {problem}")
+            late = time.monotonic() - self._heard_s > self._timeout_s
+            if status and (late or status not in _NOT_YET):
+                break
+            waits += 1
+            await self._wait(waits, why or f"status {status}", late=late)
+        self._heard_s = time.monotonic()
         stated = {entry["id"]: entry.get("background_class") for entry in read_model_list(body)}
         return {model: name for model, name in stated.items() if isinstance(name, str) and name.isascii()}
 
@@ -107,11 +127,11 @@ class BatchRun:
                 tries += not isinstance(error, aiohttp.ClientConnectorError)
                 if tries == _TRIES:
                     return self._journal.broken(job, "connection_error", reason_of(error))
-                if time.monotonic() - self._heard_s > self._timeout_s:
-                    raise self._silent() from None
-                asked_s = None
+                waits += 1
+                late = time.monotonic() - self._heard_s > self._timeout_s
+                await self._wait(waits, reason_of(error), late=late)
             else:
-                self._heard_s, self._timeouts = time.monotonic(), 0
+                self._heard_s, self._timeouts, self._told = time.monotonic(), 0, False
                 status = response.status
                 asked_s = retry_after_s({name.lower(): value for name, value in response.raw_headers})
                 tries += not is_final(status) and status not in (429, 503)
@@ -119,9 +139,18 @@ class BatchRun:
                     self._count(body)
                     label = response.headers.get("x-request-id", "").encode("ascii", "replace").decode()
                     return self._journal.answered(job, status, label, body)
-            waits += 1  # a random wait, which doubles with each try in vain, where the server states none
-            wait_s = random.uniform(0.5, 1.0) * min(_LONGEST_WAIT_S, _LEAST_WAIT_S * 2.0 ** min(waits, 10))
-            await asyncio.sleep(wait_s if asked_s is None else min(asked_s, _LONGEST_RETRY_AFTER_S))
+                waits += 1
+                wait_s = _wait_s(waits) if asked_s is None else min(asked_s, _LONGEST_RETRY_AFTER_S)
+                await asyncio.sleep(wait_s)
+
+    async def _wait(self, waits: int, why: str, *, late: bool) -> None:
+        """Wait for a server that does not answer, and tell the first wait. Raises `HetlbError` if `late`."""
+        if late:
+            raise self._silent()
+        if not self._told:
+            self._told = True
+            self._tell(f"{self._url}: {why}; it is asked again for {self._timeout_s:g} s (--timeout)")
+        await asyncio.sleep(_wait_s(waits))
 
     def _count(self, body: bytes) -> None:
         with contextlib.suppress(AnswerError):
@@ -130,3 +159,8 @@ class BatchRun:
 
     def _silent(self) -> HetlbError:
         return HetlbError(f"{self._url}: no answer for {self._timeout_s:g} s (--timeout)")
+
+
+def _wait_s(waits: int) -> float:
+    """Return a random wait, which doubles with each try in vain."""
+    return random.uniform(0.5, 1.0) * min(_LONGEST_WAIT_S, _LEAST_WAIT_S * 2.0 ** min(waits, 10))

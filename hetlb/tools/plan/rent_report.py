@@ -72,20 +72,25 @@ def document_of(table: Table, planned: SolvedPlan, solve_s: float) -> dict[str, 
             "pruned": len(prune(table.problem).configurations),
         },
         "mixes": {"rounds": planned.rounds, "disagreement": planned.disagreement},
-        "workloads": [
-            {
-                "name": kind.name,
-                "model": kind.model,
-                "share": kind.share,
-                "input_tokens": kind.input_tokens if table.lengths_known else None,
-                "output_tokens": kind.output_tokens if table.lengths_known else None,
-            }
-            for kind in table.problem.workloads
-        ],
+        "workloads": _workloads(table),
         "clustering": None
         if table.clustering is None
         else {key: getattr(table.clustering, key) for key in ("explained", "input_error", "output_error")},
     }
+
+
+def _workloads(table: Table) -> list[dict[str, Any]]:
+    """Return the kinds of requests; their lengths where these are known."""
+    return [
+        {
+            "name": kind.name,
+            "model": kind.model,
+            "share": kind.share,
+            "input_tokens": kind.input_tokens if table.lengths_known else None,
+            "output_tokens": kind.output_tokens if table.lengths_known else None,
+        }
+        for kind in table.problem.workloads
+    ]
 
 
 def _remarks(table: Table) -> list[str]:

@@ -97,25 +97,12 @@ def query(
             config = utils.get_model_config_from_model_path(model)
             all_reduce_bytes_s = _all_reduce_bytes_s(handle, int(config["hidden_size"]), layout.tp)
         except Exception as error:  # the library raises types of its own for names it does not know
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ProfileError(
-                f"--from aiconfigurator: expected a model, system and layout it has tables for, got "
-                f"--model {model} --system {system} --tp {layout.tp}, engine.data_parallel_size {layout.dp}"
-                f"{', engine.enable_expert_parallel' if layout.expert_parallel else ''}: {first}"
-            ) from error
+            raise _no_tables(model, system, layout, error) from error
         cache = _kv_cache(memory, model, system, layout, batched, seqs)
     facts, reason = _facts(model, config.get("raw_config", {}))
-    note = "kernel tables measured on the GPU, composed; they hold no host time"
     return Measurements(
         points=tuple(points),
-        source=ProfileSource(
-            kind="aiconfigurator",
-            name=f"aiconfigurator-core {version(_DISTRIBUTION)}",
-            system=system,
-            licence="Apache-2.0",
-            attribution="NVIDIA",
-            note=note,
-        ),
+        source=_source(system),
         engine=EngineInfo(
             version=str(vllm_version) if vllm_version else None,
             tensor_parallel_size=layout.tp,
@@ -135,6 +122,27 @@ def query(
         split_blocks=None if facts is None else _split_blocks(system, facts, config, layout.tp),
         launch=None if facts is None else assumed_launch(facts),
         assumed=(*_assumed(layout, all_reduce_bytes_s), *reason),
+    )
+
+
+def _source(system: str) -> ProfileSource:
+    return ProfileSource(
+        kind="aiconfigurator",
+        name=f"aiconfigurator-core {version(_DISTRIBUTION)}",
+        system=system,
+        licence="Apache-2.0",
+        attribution="NVIDIA",
+        note="kernel tables measured on the GPU, composed; they hold no host time",
+    )
+
+
+def _no_tables(model: str, system: str, layout: Layout, error: Exception) -> ProfileError:
+    """Return the error of a model, system and layout without tables."""
+    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ProfileError(
+        f"--from aiconfigurator: expected a model, system and layout it has tables for, got "
+        f"--model {model} --system {system} --tp {layout.tp}, engine.data_parallel_size {layout.dp}"
+        f"{', engine.enable_expert_parallel' if layout.expert_parallel else ''}: {first}"
     )
 
 

@@ -136,7 +136,7 @@ def test_one_hangs_and_one_is_drained(browser: Any, tmp_path: Path) -> None:
         look = Look(browser, f"{fleet.admin}/").live()
         look.row("v100-1").get_by_role("button", name="drain").click()
         expect(look.row("v100-1")).to_have_attribute("data-state", "drain")
-        says(look, "Busy", "warn", "v100-1 is drained")
+        says(look, "Well", "good", "v100-1 is drained")
         with load(fleet, "--max-concurrency", "20"):
             expect(look.row("v100-0").locator("td[data-title='In flight']")).not_to_have_text("0")
             with fleet.stopped("v100-0"):
