@@ -51,7 +51,10 @@ FLEETS: dict[str, dict[str, list[tuple[str, float, int | None, str | None]]]] = 
         "vllm": [("http://10.0.0.7:8000", 30, 128, "VLLM_KEY"), ("http://10.0.0.8:8000", 10, 32, "VLLM_KEY")]
     },
     "odd.haproxy.cfg": {
-        "llama": [("http://[fd00::7]:8000", 5, None, None), ("https://llama-2.example.com", 1, None, None)]
+        "llama": [
+            ("http://[fd00::7]:8000", 5, None, None),
+            ("https://llama-2.example.com:9000", 1, None, None),
+        ]
     },
     "two.haproxy.cfg": {
         "large": [("http://gpu-a:8000", 1, None, None)],
@@ -81,6 +84,21 @@ FLEETS: dict[str, dict[str, list[tuple[str, float, int | None, str | None]]]] = 
         "meta-llama/Llama-3.1-8B-Instruct": [("http://lora:8000", 1, 64, "VLLM_API_KEY")],
         "qwen": [("http://127.0.0.1:9000", 1, None, "KEY_TWO")],
     },
+    "ports.haproxy.cfg": {
+        "llama": [
+            ("https://10.0.0.1:8100", 1, None, None),
+            ("http://10.0.0.2:8100", 1, None, None),
+            ("https://10.0.0.3:8443", 1, None, None),
+        ]
+    },
+    "scheme.nginx.conf": {
+        "llama": [("http://gpu-a:8000", 1, None, None)],
+        "embeddings.example.com": [("https://embeddings.example.com", 1, None, None)],
+    },
+    "short.compose.yaml": {
+        "org/m": [("http://short:8100", 1, None, None), ("https://secured:8000", 1, None, None)]
+    },
+    "adapter.litellm.yaml": {"org/m": [("http://gpu-a:8000", 1, None, None)]},
     "odd.compose.yaml": {
         "meta-llama/Llama-3.1-8B-Instruct": [("http://small:8100", 1, None, "KEY_SMALL")],
         "meta-llama/Llama-3.1-70B-Instruct": [("http://large:8000", 1, 256, None)],
@@ -312,6 +330,17 @@ def test_a_service_whose_base_cannot_be_read_is_left_out(tmp_path: Path, extends
     )
     draft = read_foreign(tmp_path / "compose.yaml")
     assert draft.left_out == ["compose.yaml:services.b: extends what is not there"]
+
+
+def test_variables_of_the_file_beside_a_compose_file_are_filled_in(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("# models\nexport MODEL='org/m'\nPORT=8100\nVLLM_KEY=hush\n")
+    command = "--model ${MODEL} --port $PORT --api-key ${VLLM_KEY}"
+    (tmp_path / "compose.yaml").write_text(
+        f"services: {{a: {{image: vllm/vllm-openai, command: '{command}'}}}}\n"
+    )
+    [model] = read_foreign(tmp_path / "compose.yaml").models.values()
+    assert model.name == "org/m"
+    assert [(each.url, each.api_key_env) for each in model.instances] == [("http://a:8100", "VLLM_KEY")]
 
 
 def test_broken_yaml_is_said_with_its_line(tmp_path: Path) -> None:

@@ -209,6 +209,7 @@ def test_an_unknown_file_gets_the_list(tmp_path: Path, text: str) -> None:
             VIDUR.replace("374", "3.5"),
             "line 2: num_prefill_tokens: expected a whole number of tokens, got '3.5'",
         ),
+        (VIDUR.replace("num_decode", "num_prefill"), "line 1: expected each column once, got 'num_prefill_t"),
         (MOONCAKE.replace("490", "-1"), "line 2: output_length: expected tokens from 0"),
         (MOONCAKE[:-20], "line 2: expected JSON"),
         (
@@ -332,6 +333,16 @@ def test_a_batch_of_openai_is_read(tmp_path: Path) -> None:
         ('{"task_id": 0, "input_ids": [5, 6, 7], "output_tokens": 64}\n', [(3, 64)]),
         ('{"metadata": {"n": 1}, "samples": [{"input_len": 9, "output_len": 5, "task_id": -1}]}', [(9, 5)]),
         ('{"created": 1700000000, "usage": {"prompt_tokens": 7, "completion_tokens": 3}}\n', [(7, 3)]),
+        ('{"createdAt": 1700000000, "usage": {"input": 7, "output": 3, "unit": "TOKENS"}}\n', [(7, 3)]),
+        ('{"created_at": "2026-01-01T00:00:00Z", "prompt_eval_count": 7, "eval_count": 3}\n', [(7, 3)]),
+        ('{"usageMetadata": {"promptTokenCount": 7, "candidatesTokenCount": 3}}\n', [(7, 3)]),
+        (
+            '{"messages": [{"role": "user", "content": "Six times seven?"}, '
+            '{"role": "assistant", "content": null, "tool_calls": [{"id": "1"}]}, '
+            '{"role": "tool", "content": "42"}, '
+            '{"role": "assistant", "content": "It is 42, as was said."}]}\n',
+            [(4, 6)],
+        ),
         ('[{"ttft_s": 0.1, "number_input_tokens": 7, "number_output_tokens": 3}]', [(7, 3)]),
         ('{"tokens_prompt": 7, "tokens_completion": 3, "created_at": "2026-01-01T00:00:00Z"}\n', [(7, 3)]),
         ('{"prompt": "Six times seven?", "completion": "It is 42."}\n', [(4, 3)]),

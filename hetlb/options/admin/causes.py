@@ -203,7 +203,7 @@ def of_targets(demand: Demand, now: float) -> list[StateCause]:
 def of_wait(
     waiting: int, oldest_s: float, able: Sequence[Instance], held: str = "", hog: StateCause | None = None
 ) -> StateCause | None:
-    """Return the cause of requests that wait for `able`, None without one; `held` lists those out by hand."""
+    """Return the cause of requests that wait for `able`, None of none; `held` names servers out by hand."""
     if not waiting:
         return None
     wait = "1 request waits" if waiting == 1 else f"{waiting} requests wait"

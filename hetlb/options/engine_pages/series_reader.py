@@ -17,7 +17,8 @@ _MAX_LINE_BYTES: Final = 64 << 10
 _MAX_NAME_BYTES: Final = 128
 #: Labels, a value, a time stamp and an exemplar, behind a name.
 _SAMPLE: Final = re.compile(
-    r'\s*(?:\{((?:[^"{}]++|"(?:[^"\\]++|\\.)*+")*+)\})?\s+(\S+)(?:\s+[^\s#]\S*)?\s*(?:\s#.*)?$', re.DOTALL
+    r'\s*(?:\{((?:[^"{}]++|"(?:[^"\\]++|\\.)*+")*+)\})?\s*([^\s{]\S*)(?:\s+[^\s#]\S*)?\s*(?:\s#.*)?$',
+    re.DOTALL,
 )
 
 Series = dict[str, dict[str, float]]

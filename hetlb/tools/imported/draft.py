@@ -22,7 +22,7 @@ _NO_KEYS = re.compile(
 _REFERENCE = re.compile(r"(?:os\.environ/|\$\{?)([A-Za-z_][A-Za-z0-9_]*)\}?")
 #: A secret behind its name, or the user of a URL.
 _SECRET: Final = re.compile(
-    r"""(://(?=[^/\s]*@)|(?:password|secret|token|passwd|master_key|api_key)['"]?(?:\s*[:=]\s*|\s+)['"]?)[^\s'"@,}]+""",
+    r"""(://(?=[^/\s]*@)|(?:password|secret|token|passwd|pass|master_key|api[_-]key)['"]?(?:\s*[:=]\s*|\s+)['"]?)[^\s'"@,}]+""",
     re.IGNORECASE,
 )
 
@@ -90,7 +90,7 @@ class FleetDraft:
             name, number = f"{base}-{number}", number + 1
         instance.name = name
         if any(each.url == instance.url for each in every):
-            self.leave(where, f"server {instance.url}", "it is there already")
+            self.leave(where, f"server {instance.url} of {model.name}", "it is there already")
             return False
         model.instances.append(instance)
         return True

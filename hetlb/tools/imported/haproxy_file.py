@@ -54,6 +54,7 @@ def read_haproxy(path: Path) -> FleetDraft:
     sections = list(_sections(path, draft))
     inherited: list[_Entry] = []
     alone = sum(section.kind in ("backend", "listen") for section in sections) == 1
+    port = next((found[1] for each in sections for entry in each.entries if (found := _bound(entry))), None)
     for section in sections:
         # Sections take the defaults that stand before them.
         if section.kind == "defaults":
@@ -61,7 +62,8 @@ def read_haproxy(path: Path) -> FleetDraft:
             for entry in section.entries:
                 _take_setting(draft, entry)
         elif section.kind in ("backend", "listen"):
-            _take_servers(draft, section, inherited, alone=alone)
+            own = next((found[1] for entry in section.entries if (found := _bound(entry))), port)
+            _take_servers(draft, section, inherited, own, alone=alone)
         elif section.kind == "frontend":
             for entry in section.entries:
                 _take_front(draft, entry)
@@ -96,15 +98,22 @@ def _sections(path: Path, draft: FleetDraft) -> list[_Section]:
     return found
 
 
-def _take_servers(draft: FleetDraft, section: _Section, inherited: Sequence[_Entry], *, alone: bool) -> None:
-    """Take the servers of a section, and its settings where it is the only one with servers."""
+def _take_servers(
+    draft: FleetDraft, section: _Section, inherited: Sequence[_Entry], port: int | None, *, alone: bool
+) -> None:
+    """Take the servers of a section, and its settings where it is the only one with servers.
+
+    A server without a port has the one that clients connect to.
+    """
     entries = section.entries
     usual = [each.words[1:] for each in (*inherited, *entries) if each.words[0] == "default-server"]
     key = _key_of(draft, entries, section.name)
     model = draft.model(section.name, "named as in haproxy.cfg; the servers' own names are learnt")
     for entry in entries:
         if entry.words[0] == "server" and len(entry.words) > 2:
-            _take_server(draft, model.name, entry, [word for words in usual for word in words], key)
+            _take_server(draft, model.name, entry, [word for words in usual for word in words], key, port)
+        elif entry.words[0] == "server-template" and len(entry.words) > 3:
+            draft.leave(entry.where, " ".join(entry.words), f"discovery.dns finds each: {entry.words[3]}")
         elif entry.words[0] == "bind" or entry.words[:2] == ["http-request", "set-header"]:
             _take_front(draft, entry, key_taken=key is not None)
         elif alone or entry.words[0] != "timeout":
@@ -113,18 +122,20 @@ def _take_servers(draft: FleetDraft, section: _Section, inherited: Sequence[_Ent
             draft.leave(entry.where, " ".join(entry.words), "it is of some requests alone")
 
 
-def _take_server(draft: FleetDraft, model: str, entry: _Entry, usual: Sequence[str], key: str | None) -> None:
+def _take_server(
+    draft: FleetDraft, model: str, entry: _Entry, usual: Sequence[str], key: str | None, port: int | None
+) -> None:
     name, address, *options = entry.words[1:]
     instance = DraftInstance("", name, api_key_env=key)
     _, _, encrypted = _options(instance, usual)
     left, stopped, own = _options(instance, options)
-    scheme = "https" if encrypted or own else "http"
+    scheme = "https" if (encrypted if own is None else own) else "http"
     where = " ".join(entry.words[:3])
     if address.startswith(("unix@", "/", "abns@", "fd@", "rhttp@", "quic")) or "$" in address:
         draft.leave(entry.where, where, "not an address of the network")
         return
     address = re.sub(r"^(ipv4|ipv6|tcp4|tcp6|tcp)@", "", address)
-    instance.url = server_url(address, scheme, 443 if scheme == "https" else 80)
+    instance.url = server_url(address, scheme, port)
     if stopped or instance.weight == 0:
         words = " ".join(stopped) or "weight 0"
         draft.leave(entry.where, f"{where} {words}", "hetlb would use it always")
@@ -132,11 +143,14 @@ def _take_server(draft: FleetDraft, model: str, entry: _Entry, usual: Sequence[s
         draft.leave(entry.where, f"server {name}: {' '.join(left)}")
 
 
-def _options(instance: DraftInstance, words: Sequence[str]) -> tuple[list[str], list[str], bool]:
-    """Set weight and limit of a server; return the rest, the reason it gets no traffic, and if it has TLS."""
+def _options(instance: DraftInstance, words: Sequence[str]) -> tuple[list[str], list[str], bool | None]:
+    """Set weight and limit of a server; return the rest, the reason it gets no traffic, and if it has TLS.
+
+    The last is None where no word says it.
+    """
     left: list[str] = []
     stopped: list[str] = []
-    encrypted = False
+    encrypted: bool | None = None
     rest = iter(words)
     for word in rest:
         if word in ("weight", "maxconn"):
@@ -171,22 +185,29 @@ def _key_of(draft: FleetDraft, entries: Sequence[_Entry], name: str) -> str | No
     return None
 
 
+def _bound(entry: _Entry) -> tuple[str, int] | None:
+    """Return host and port of a `bind`, of its first address; None of other lines."""
+    first = entry.words[1].partition(",")[0] if entry.words[0] == "bind" and len(entry.words) > 1 else ""
+    match = re.fullmatch(r"(?:ipv[46]@)?(?:\[?([^\]]*?)\]?)?:(\d+)", first)
+    return None if match is None else (match[1] or "*", int(match[2]))
+
+
 def _take_front(draft: FleetDraft, entry: _Entry, *, key_taken: bool = False) -> None:
     """Take a line of a frontend."""
     words = entry.words
-    if words[0] == "bind" and len(words) > 1 and "port" not in draft.listen:
-        match = re.fullmatch(r"(?:ipv[46]@)?(?:\[?([^\]]*?)\]?)?:(\d+)", words[1])
-        if match is not None:
-            host = match[1] or "*"
-            draft.listen |= {"host": "0.0.0.0" if host == "*" else host, "port": int(match[2])}
-            left = words[2:]
-            if "crt" in left[:-1]:
-                at = left.index("crt")
-                draft.tls(entry.where, f"bind {words[1]} crt {left[at + 1]}", left[at + 1], left[at + 1])
-                left = [each for each in (*left[:at], *left[at + 2 :]) if each != "ssl"]
-            if left:
-                draft.leave(entry.where, f"bind {words[1]}: {' '.join(left)}")
-            return
+    if "port" not in draft.listen and (bound := _bound(entry)) is not None:
+        host, port = bound
+        draft.listen |= {"host": "0.0.0.0" if host == "*" else host, "port": port}
+        left = words[2:]
+        if "crt" in left[:-1]:
+            at = left.index("crt")
+            draft.tls(entry.where, f"bind {words[1]} crt {left[at + 1]}", left[at + 1], left[at + 1])
+            left = [each for each in (*left[:at], *left[at + 2 :]) if each != "ssl"]
+        if more := words[1].partition(",")[2]:
+            draft.leave(entry.where, f"bind {more}", "one address for clients: 0.0.0.0 or :: is all")
+        if left:
+            draft.leave(entry.where, f"bind {words[1]}: {' '.join(left)}")
+        return
     if words[0] in ("default_backend", "use_backend") and len(words) == 2 and "%[" not in words[1]:
         return  # each backend is a model
     if key_taken and words[2:3] and words[2].lower() == "authorization":

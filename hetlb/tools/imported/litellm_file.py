@@ -104,7 +104,8 @@ def _take_fallbacks(draft: FleetDraft, where: str, setting: list[Any], public: d
             model = draft.models.get(public.get(str(name), str(name)))
             first = others[0] if isinstance(others, list) and others else others
             stand_in = public.get(str(first), str(first))
-            if model is None or stand_in not in draft.models or model.fallback not in (None, stand_in):
+            stands = stand_in in draft.models and draft.models[stand_in].instances
+            if model is None or not stands or model.fallback not in (None, stand_in):
                 draft.leave(where, f"{name}: {others}")
             else:
                 model.fallback = stand_in

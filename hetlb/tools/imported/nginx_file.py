@@ -156,13 +156,16 @@ def _variables(top: Directive) -> dict[str, list[str]]:
     return found
 
 
-def _targets(passed: Directive, variables: dict[str, list[str]]) -> list[str]:
+def _targets(text: str, variables: dict[str, list[str]]) -> list[str]:
     """Return the addresses of a `proxy_pass`; a variable in it stands for each of its values."""
-    text = passed.words[1] if len(passed.words) == 2 else ""
-    if (match := re.search(r"\$\{?(\w+)\}?", text)) is None:
-        return [text]
-    values = variables.get(f"${match[1]}", [])
-    return [text[: match.start()] + value + text[match.end() :] for value in values if "$" not in value]
+    for match in re.finditer(r"\$\{?(\w+)\}?", text):
+        if match[1] == "scheme":  # the client's
+            return _targets(text.replace(match[0], "http", 1), variables)
+        if values := variables.get(f"${match[1]}"):
+            begin, end = text[: match.start()], text[match.end() :]
+            each = [f"{begin}{value}{end}" for value in values if "$" not in value]
+            return [target for one in each for target in _targets(one, variables)]
+    return [text]
 
 
 def _take_server(
@@ -176,21 +179,21 @@ def _take_server(
         (passed, target)
         for passed in server.inside("proxy_pass")
         if all(each.name != "internal" for each in _blocks_to(server, passed))  # of nginx's own requests
-        for target in _targets(passed, variables)
+        for target in _targets(passed.words[1] if len(passed.words) == 2 else "", variables)
     ]
     for passed, address in passes:
         # Without a scheme it is of a `stream`.
-        match = re.fullmatch(r"(?:(https?)://)?([^/$]+)(/\$request_uri|\$request_uri|/.*)?", address)
+        match = re.fullmatch(r"(?:(https?)://)?([^/$]+)(/?\$(?:request_)?uri.*|/.*)?", address)
         if match is None:
             continue
-        scheme, target, rest = match[1] or "http", match[2], (match[3] or "").replace("$request_uri", "")
+        scheme, target, rest = match[1] or "http", match[2], re.sub(r"\$(request_)?uri.*", "", match[3] or "")
         upstream = upstreams.get(target)
         servers = [] if upstream is None else [each for each in upstream.block or () if each.name == "server"]
         model = draft.model(
             target.partition(":")[0], "named as in nginx.conf; the servers' own names are learnt"
         )
         if upstream is None:
-            passed.used = draft.add(model, DraftInstance(server_url(target, scheme, 80)), passed.where)
+            passed.used = draft.add(model, DraftInstance(server_url(target, scheme, None)), passed.where)
         else:
             upstream.used = passed.used = True
             key = _key_of(draft, [*(server.block or ()), *_blocks_to(server, passed)], target)

@@ -38,6 +38,8 @@ _SPEAKERS = ("from", "role", "user")
 _ASKING = {"human", "user"}
 _ANSWERING = {"gpt", "assistant", "chatgpt", "bard", "bing", "model", "bot"}
 _ASIDE = {"system", "tool", "function", "observation", "developer", "function_call", "tool_call"}
+#: Keys of a turn that calls a tool; its answer comes later.
+_CALLS = ("tool_calls", "function_call")
 
 
 def estimate_tokens(text: str) -> int:
@@ -103,7 +105,7 @@ def _first_question(record: Record) -> tuple[str, str] | None:
         text = _text(next((turn[key] for key in ("value", "content", "text") if key in turn), None))
         who = next((turn[key] for key in _SPEAKERS if isinstance(turn.get(key), str)), None)
         speaker = ("human", "gpt")[number % 2] if who is None else who.lower()
-        if speaker in _ASIDE:
+        if speaker in _ASIDE or (not text and any(turn.get(key) for key in _CALLS)):
             continue
         if text is None or not text.strip() or speaker not in _ASKING | _ANSWERING:
             return None

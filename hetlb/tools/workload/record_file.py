@@ -42,6 +42,8 @@ _EPOCH_FROM_S, _EPOCH_TO_S = 1e9, 1e10
 _EPOCH_UNITS_S = (1.0, 1e-3, 1e-6, 1e-9)
 #: Words of a key: `arrival_time_ns`, `arrivalTimeNs`, `Time (ms)`.
 _WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
+#: Counts of tokens in an object of usage (Langfuse).
+_USAGE = ("input", "output", "prompt", "completion")
 _CSV_MARKS = re.compile(r"[,;\t]")
 
 
@@ -226,12 +228,14 @@ def unwrapped(file: RecordFile) -> RecordFile | None:
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values with the keys of objects among them, which stand behind."""
-    inner = [value for value in values.values() if isinstance(value, dict)]
+    """Return values with the keys of objects among them, behind them; counts of a usage with their unit."""
     found = {key: value for key, value in values.items() if not isinstance(value, dict)}
-    for each in inner:
-        for key, value in each.items():
-            found.setdefault(key, value)
+    for name, inner in values.items():
+        if not isinstance(inner, dict):
+            continue
+        for key, value in inner.items():
+            counts = "usage" in squashed(name) and key in _USAGE and not isinstance(value, str)
+            found.setdefault(f"{key}_tokens" if counts else key, value)
     return found
 
 
@@ -314,6 +318,9 @@ def _of_csv(path: Path, text: str) -> tuple[str, list[str], list[Record]]:
                 continue
             if not columns:
                 columns = [name.strip() for name in cells]
+                if twice := [name for name in dict.fromkeys(columns) if name and columns.count(name) > 1]:
+                    problem = f"expected each column once, got {twice[0]!r:.60} again"
+                    raise TraceError(f"{path}: line {lines.line_num}: {problem}")
                 continue
             where = f"{path}: line {lines.line_num}"
             if len(cells) != len(columns):

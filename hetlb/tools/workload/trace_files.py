@@ -28,6 +28,10 @@ INPUT = (
         "tokensprompt",
         "genaiusageinputtokens",
         "genaiusageprompttokens",
+        "prompttokencount",
+        "inputtokencount",
+        "promptevalcount",
+        "tokensevaluated",
     ),
 )
 OUTPUT = (
@@ -36,6 +40,7 @@ OUTPUT = (
     *("numoutputtokens", "numcompletiontokens", "numberoutputtokens", "numdecodetokens", "decodetokens"),
     *("tokensize", "responselength", "outputtokencount", "tokenscompletion"),
     *("genaiusageoutputtokens", "genaiusagecompletiontokens"),
+    *("candidatestokencount", "completiontokencount", "evalcount", "tokenspredicted"),
 )
 _HASH_IDS = ("hashids", "blockhashes", "blockids")
 _SESSION = ("sessionid", "conversationid")
