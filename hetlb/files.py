@@ -57,10 +57,16 @@ def read_text(path: Path, error: type[InputError], most_bytes: int | None = None
             data = file.read() if most_bytes is None else file.read(most_bytes + 1)
         if most_bytes is not None and len(data) > most_bytes:
             raise error(f"{path}: expected at most {most_bytes >> 20} MiB, got more")
-        if kind := next((kind for begin, kind in _NO_TEXT if data.startswith(begin)), None):
-            raise error(f"{path}: expected {kind}")
-        return data.decode("utf-8-sig")
+        return text_of(path, data, error)
     except OSError as caught:
         raise error(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught
+
+
+def text_of(path: Path, data: bytes, error: type[InputError]) -> str:
+    """Return the text of a file's bytes. Raises `error`."""
+    if kind := next((kind for begin, kind in _NO_TEXT if data.startswith(begin)), None):
+        raise error(f"{path}: expected {kind}")
+    try:
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as caught:
         raise error(f"{path}: expected UTF-8 text, got byte {caught.object[caught.start]:#04x}") from caught

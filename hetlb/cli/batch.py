@@ -57,7 +57,10 @@ def run(args: argparse.Namespace) -> int:
     completed = len(jobs) - journal.failed
     document = {"requests": len(jobs), "completed": completed, "failed": journal.failed, "resumed": before}
     document |= {"total_output_tokens": work.progress.output_tokens}
-    words = f"{args.results}: {completed:,} answers, {journal.failed:,} errors; {before:,} were there before"
+    counts = (
+        f"{completed:,} answer{'s'[: completed != 1]}, {journal.failed:,} error{'s'[: journal.failed != 1]}"
+    )
+    words = f"{args.results}: {counts}; {before:,} of them before this run"
     print_document(args, document | {"duration": time.monotonic() - began_s}, lambda: print(words))
     return int(journal.failed > 0)
 

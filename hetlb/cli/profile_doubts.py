@@ -15,6 +15,7 @@ from hetlb.options.profiles.profile_file import Profile, profiles_of
 _OTHER_KV_FACTOR: Final = 2
 #: Seconds of the shortest and the longest decode step of one sequence that an engine may have.
 _STEPS_S: Final = (2e-4, 2.0)
+_QUANTISED: Final = re.compile(r"awq|gptq|fp8|fp4|int8|int4|w\da\d+|bnb|gguf|exl2")
 #: Factors on the fastest and the slowest token of a profile between which a server's mean lies. Iterations
 #: that read prompts, too, are slower than any decode step.
 _TOKEN_FACTORS: Final = (0.65, 10.0)
@@ -83,10 +84,19 @@ def doubt_beside(profile: Profile, spec: InstanceSpec, facts: EngineFacts) -> st
 
 
 def other_model(profile: Profile, names: list[str]) -> str:
-    """Return the profile's model where it is none of these (owners aside), else ""."""
+    """Return the profile's model where it is none of these (owners aside), else "".
+
+    One name may begin the other (`-instruct`), unless a quantisation follows.
+    """
     own = "" if profile.model is None else short_name(profile.model.name)
-    known = [short_name(name) for name in names]
-    return "" if not own or any(a.startswith(own) or own.startswith(a) for a in known) else own
+    known = [short_name(name) for name in names if own]
+    alike = [name for name in known if name.startswith(own) or own.startswith(name)]
+    return "" if not own or any(_quantised(name) == _quantised(own) for name in alike) else own
+
+
+def _quantised(name: str) -> set[str]:
+    """Return the words of a model's name that say how its weights are quantised."""
+    return set(_QUANTISED.findall(name))
 
 
 def short_name(model: str) -> str:

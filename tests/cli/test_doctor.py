@@ -417,6 +417,7 @@ async def test_slots_other_than_the_servers_are_found(
     [
         ("org/m", 16_000, ""),
         ("M-Instruct", 16_000, ""),
+        ("org/m-FP8", 16_000, "it is of the model m-fp8, the server has m"),
         ("org/other", 16_000, "it is of the model other, the server has m"),
         ("org/m", 420_000, "it is of a server with 420,000 KV tokens, this one has 16,000"),
         ("org/m", 6_000, "it is of a server with 6,000 KV tokens, this one has 16,000"),

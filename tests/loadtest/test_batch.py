@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gzip
 import json
 import os
 import re
@@ -147,6 +148,14 @@ async def test_every_request_has_its_answer_in_openais_form(tmp_path: Path) -> N
     assert server.most <= 8
     assert {each["Authorization"] for each in server.headers} == {"Bearer secret"}
     assert (work.progress.completed, work.progress.failed, work.progress.output_tokens) == (40, 0, 160)
+
+
+async def test_a_packed_file_is_read(tmp_path: Path) -> None:
+    source, out = batch(tmp_path, 3)
+    source.write_bytes(gzip.compress(source.read_bytes()))
+    async with serving(good) as server:
+        await run(server.url, source, out)
+    assert results(out).keys() == {"r0", "r1", "r2"}
 
 
 async def test_errors_stand_at_their_lines_and_only_some_are_asked_again(tmp_path: Path) -> None:

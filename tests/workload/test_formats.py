@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sys
+import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -132,6 +134,16 @@ def test_further_columns_and_another_separator_change_nothing(tmp_path: Path) ->
     lines = [f"{number};{line};x" for number, line in enumerate(VIDUR.replace(",", ";").splitlines())]
     path.write_text("\n".join(["index;" + lines[0][2:], *lines[1:]]))
     assert lengths(read_trace(path)) == TRACES["vidur.csv"][2]
+
+
+def test_a_pipe_is_read_as_a_file_is(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    text = VIDUR.encode()
+    writer = threading.Thread(target=path.write_bytes, args=(gzip.compress(text),))
+    writer.start()
+    assert lengths(read_trace(path)) == TRACES["vidur.csv"][2]
+    writer.join()
 
 
 @given(

@@ -17,6 +17,7 @@ import msgspec
 
 from hetlb.errors import NOT_JSON, HetlbError, InputError, TraceError
 from hetlb.files import whole_file
+from hetlb.tools.workload.record_file import unpacked_text
 
 
 class _Body(msgspec.Struct):
@@ -36,12 +37,8 @@ class BatchJob(msgspec.Struct):
 
 def read_jobs(path: Path) -> list[BatchJob]:
     """Return the requests of a batch file. Raises `TraceError` naming the first line that cannot be sent."""
-    try:
-        data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-    except OSError as error:
-        raise TraceError(f"{path}: expected a readable file: {error.strerror}") from error
     jobs: dict[str, BatchJob] = {}
-    for number, text in enumerate(data.split(b"\n"), start=1):
+    for number, text in enumerate(unpacked_text(path).split("\n"), start=1):
         if not text.strip():
             continue
         where = f"{path}: line {number}"

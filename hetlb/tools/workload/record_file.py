@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from hetlb.errors import TraceError
-from hetlb.files import read_text
+from hetlb.files import text_of
 
 #: Largest count of tokens: a larger one is a mistake, not a prompt.
 MOST_TOKENS = (1 << 31) - 1
@@ -179,7 +179,7 @@ def unit_of(file: RecordFile, key: str, usual_s: float | None) -> float:
 
 def open_records(path: Path) -> RecordFile:
     """Read a file. Raises `TraceError`; text that is none of these forms has no records."""
-    text = _text(path)
+    text = unpacked_text(path)
     head = text.lstrip()[:1]
     columns: list[str] = []
     odd = 0
@@ -239,23 +239,15 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _text(path: Path) -> str:
-    """Return the text of a file, unpacked. Raises `TraceError`."""
+def unpacked_text(path: Path) -> str:
+    """Return the text of a file, packed by gzip or not, also of a pipe. Raises `TraceError`."""
     try:
-        with path.open("rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
-            file.seek(0)
-            data = gzip.decompress(file.read()) if packed else b""
+        data = path.read_bytes()
+        return text_of(path, gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data, TraceError)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(f"{path}: expected a whole gzip file: {error}") from error
-    except OSError:
-        return read_text(path, TraceError)  # whose message names the mistake
-    if not packed:
-        return read_text(path, TraceError)
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise TraceError(f"{path}: expected UTF-8 text in the gzip file: {error}") from error
+    except OSError as error:
+        raise TraceError(f"{path}: expected a readable file: {error.strerror}") from error
 
 
 def decode_json(where: str, text: str) -> Any:
