@@ -25,7 +25,7 @@ def arrive(scheduler: Scheduler, number: int, **fields: object) -> Lease | None:
 
 
 def test_the_last_place_of_a_large_fleet_is_found_and_then_requests_wait() -> None:
-    scheduler = large(300, fast_every=1, slots=2)
+    scheduler = large(150, fast_every=1, slots=2)
     leases = []
     while (lease := arrive(scheduler, len(leases))) is not None:
         leases.append(lease)
@@ -39,19 +39,19 @@ def test_the_last_place_of_a_large_fleet_is_found_and_then_requests_wait() -> No
 
 def test_slow_instances_are_passed_over_as_in_a_small_fleet() -> None:
     placed = []
-    for count in (100, 300, 600):
+    for count in (100, 300):
         scheduler = large(count, slots=2)
         number = 0
         while arrive(scheduler, number) is not None:
             number += 1
         placed.append(number / count)
     assert placed[0] < 2.0  # the slow ones get none: the fast are done with all before
-    assert placed[1:] == [pytest.approx(placed[0], rel=0.02)] * 2
+    assert placed[1] == pytest.approx(placed[0], rel=0.02)
 
 
 def test_loads_stay_level_among_equals_and_the_fast_get_more() -> None:
-    scheduler = large(320, slots=64)
-    for number in range(3200):
+    scheduler = large(160, slots=64)
+    for number in range(1600):
         assert arrive(scheduler, number) is not None
     fast = [each.sequences for n, each in enumerate(scheduler.instances) if n % 4 == 0]
     slow = [each.sequences for n, each in enumerate(scheduler.instances) if n % 4]

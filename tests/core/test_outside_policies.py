@@ -65,7 +65,7 @@ def fleet(tmp_path: Path) -> Path:
         )
     )
     (tmp_path / "trace.csv").write_text(
-        "arrival_s,input_tokens,output_tokens\n" + "0,300,40\n0,20,10\n" * 600
+        "arrival_s,input_tokens,output_tokens\n" + "0,300,40\n0,20,10\n" * 60
     )
     return path
 
@@ -85,7 +85,7 @@ def test_the_policy_of_the_page_is_explained_and_simulated(site: Path, fleet: Pa
     assert simulated.returncode == 0, simulated.stderr
     runs = json.loads(simulated.stdout)["runs"]
     assert [each["policy"] for each in runs] == ["short-first"] * 2 + ["rr"] * 2
-    assert all(each["completed"] == 1200 for each in runs)
+    assert all(each["completed"] == 120 for each in runs)
 
 
 def test_an_unknown_name_lists_what_there_is(site: Path, fleet: Path, tmp_path: Path) -> None:
