@@ -76,6 +76,7 @@ def sizes() -> list[Size]:
     return clip(DEFAULT_GRID, limits)
 
 
+@cache
 def profiled(model: LatencyModel) -> Profile:
     """Return the profile of a sweep over an engine."""
     points = []

@@ -268,13 +268,16 @@ async def test_a_page_of_many_engines_is_read() -> None:
             assert (sample.running, sample.capacity.engines) == (64, 32)
 
 
-async def test_a_page_that_is_too_large_is_not_read_every_round(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_page_that_is_too_large_is_not_read_every_round(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetlb.balancer.engines.scrape._MAX_METRICS_BYTES", 1 << 20)
     asked = 0
 
     async def metrics(_: web.Request) -> web.Response:
         nonlocal asked
         asked += 1
-        return web.Response(text="vllm:num_requests_running 0\n" * 2_400_000)
+        return web.Response(text="vllm:num_requests_running 0\n" * 40_000)
 
     async with stub(health=ok, metrics=metrics, v1__models=models, version=version) as url:
         async with watching(url) as watch:

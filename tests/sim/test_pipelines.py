@@ -160,6 +160,6 @@ def test_a_cluster_that_begins_full_serves_at_once_what_it_serves_later() -> Non
     load = OfflineLoad()
     run = filled()
     full = run.run_offline(load, warm_up_s=2.0, measured_s=20.0, filled=True)
-    empty = filled().run_offline(load, warm_up_s=200.0, measured_s=400.0)
+    empty = filled().run_offline(load, warm_up_s=100.0, measured_s=100.0)
     assert full.decode_tokens_per_s == pytest.approx(empty.decode_tokens_per_s, rel=0.15)
     assert all(node.kv_used > 0 for node in run._nodes.values())
