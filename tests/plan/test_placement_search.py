@@ -251,7 +251,7 @@ def test_an_interrupt_leaves_the_best_so_far() -> None:
 
 def planned(limits: SolveLimits) -> PlacePlan:
     """A whole plan, simulated, of more machines than the integer program takes."""
-    kinds = [kind("x", [100.0, 45.0, 30.0], kv=100_000), kind("y", [60.0, 25.0], kv=100_000)]
+    kinds = [kind("x", [100.0, 45.0, 30.0], kv=10_000), kind("y", [60.0, 25.0], kv=10_000)]
     cluster = small_cluster(["x", "y", "y"] * 11, kinds, 6)
     return plan_placement(PlacementSimulator(cluster, LENGTHS), limits, simulate_s=4.0)
 
