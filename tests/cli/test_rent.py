@@ -93,7 +93,11 @@ def test_the_worked_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"homogeneous", "uniform composition", "one TP for all", "round robin over the plan"} <= set(names)
 
 
-def test_an_enumerated_market(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_enumerated_market(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetlb.tools.plan.rent_simulation._RUN_STAYS", 4)
+    monkeypatch.setattr("hetlb.tools.plan.rent_simulation._LEAST_REQUESTS", 500)
     fleet = tmp_path / "fleet.yaml"
     config = write(tmp_path / "market.yaml", small_market(budget_per_hour=1.5))
     document = rent(capsys, "--config", config, "--write-fleet", str(fleet))
@@ -126,8 +130,11 @@ def test_an_enumerated_market(capsys: pytest.CaptureFixture[str], tmp_path: Path
         assert run["completed"] == 20
 
 
-def test_a_target_at_least_cost_within_an_slo(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_target_at_least_cost_within_an_slo(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One type, one GPU of either kind: every configuration is searched for its highest rate in the SLO."""
+    monkeypatch.setattr("hetlb.tools.plan.throughput._SLO_REQUESTS", 150)
     document = small_market(target={"request_rate": 2.0}, workloads=market()["workloads"][1:])
     del document["budget_per_hour"]
     free = rent(capsys, "--config", write(tmp_path / "free.yaml", document), "--no-simulate")

@@ -219,7 +219,10 @@ def test_unequal_layouts_and_what_vllm_refuses(
     assert machine["layouts"][0]["cost_per_hour"] == pytest.approx(15.0)
 
 
-def test_a_rate_and_targets(capsys: pytest.CaptureFixture[str], six: str, trace: str) -> None:
+def test_a_rate_and_targets(
+    capsys: pytest.CaptureFixture[str], six: str, trace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetlb.tools.plan.layouts._MOST_REQUESTS", 500)  # of 2,000
     document = search_json(capsys, six, trace, "--request-rate", "2", "--goodput", "ttft:2000", "tpot:100")
     best = document["machines"][0]["layouts"][0]
     assert best["simulated"]["slo_attainment"] > 0.99

@@ -50,8 +50,9 @@ def rented(path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 def test_gpt_oss_fits_one_gpu_and_costs_what_its_active_parameters_cost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("hetlb.tools.plan.throughput._MOST_REQUESTS", 1500)  # a batch is 1,024
     oss = rented(market(tmp_path, CACHES["openai--gpt-oss-120b"]["config"]), capsys)
     by_hand = "parameters: 5.1e9, kv_bytes_per_token: 73728, layers: 36, hidden_size: 2880"
     hand = rented(market(tmp_path, None, by_hand), capsys)

@@ -1,4 +1,4 @@
-"""Ten times what the fleet can do, for a minute: it goes on doing what it can, and is over it at once."""
+"""Ten times what the fleet can do: it goes on doing what it can, and is over it at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENGINES = {
     for i, each in enumerate(SPECS)
 }
 #: Seconds of the three parts, and how many times the capacity is asked for in each.
-CALM_S, STORM_S = 20.0, 60.0
+CALM_S, STORM_S = 20.0, 25.0
 PARTS = ((CALM_S, 0.5), (STORM_S, 10.0), (CALM_S, 0.5))
 QUEUE = 200
 
