@@ -41,20 +41,20 @@ class Block:
 sys.meta_path.insert(0, Block())
 """
 ONE = BLOCKED + "sys.exit(main(sys.argv[1:]))"
-#: Every command line of `sys.argv`, one after the other: `[exit status, standard error]` of each as JSON.
+#: Every command line of standard input, one after the other: `[exit status, output, errors]` of each as JSON.
 SEVERAL = (
     BLOCKED
     + """
 import contextlib, io, json
 found = []
-for line in sys.argv[1:]:
-    error = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(error):
+for line in json.load(sys.stdin):
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         try:
             code = main(line.split())
         except SystemExit as ended:
             code = ended.code
-    found.append([code, error.getvalue()])
+    found.append([code, output.getvalue(), errors.getvalue()])
 print(json.dumps(found))
 """
 )
@@ -85,28 +85,27 @@ def test_every_extra_is_one_of_the_project() -> None:
         assert not any(line.startswith(package) for line in project["dependencies"])
 
 
-def several_without_tools(lines: Sequence[str]) -> dict[str, tuple[int, str]]:
-    """Exit status and standard error of command lines, run in one process."""
+def several_without_tools(lines: Sequence[str]) -> dict[str, tuple[int, str, str]]:
+    """Return exit status, standard output and error of command lines, run in one process."""
     done = subprocess.run(
-        [sys.executable, "-c", SEVERAL, *lines], capture_output=True, text=True, check=True, timeout=HANG_S
-    )
+        [sys.executable, "-c", SEVERAL], input=json.dumps(lines), capture_output=True, text=True, check=True,
+        timeout=HANG_S,
+    )  # fmt: skip
     return dict(zip(lines, map(tuple, json.loads(done.stdout)), strict=True))
 
 
 def test_every_command_has_help_without_any_extra() -> None:
+    """Where its extra is missing, the help says how to install the flags."""
     found = several_without_tools([f"{command} --help" for command in COMMANDS])
-    assert {line: code for line, (code, _) in found.items()} == dict.fromkeys(found, 0)
-
-
-def test_help_of_a_command_whose_extra_is_missing_says_how_to_install_its_flags() -> None:
+    assert {line: code for line, (code, _, _) in found.items()} == dict.fromkeys(found, 0)
     for command in TOOLS_COMMANDS:
-        shown = " ".join(hetlb_without_tools(command, "--help").stdout.split())
+        shown = " ".join(found[f"{command} --help"][1].split())
         assert COMMANDS[command].summary.split()[0] in shown.lower()
         assert "to be installed: pip install 'hetlb[tools]'" in shown
 
 
 def test_a_command_whose_extra_is_missing_says_so_in_one_line() -> None:
-    for line, (code, error) in several_without_tools(
+    for line, (code, _, error) in several_without_tools(
         [line for command in sorted(TOOLS_COMMANDS) for line in (command, f"{command} --config F --json")]
     ).items():
         assert code == 2, line
@@ -115,38 +114,26 @@ def test_a_command_whose_extra_is_missing_says_so_in_one_line() -> None:
         assert said.endswith("to be installed: pip install 'hetlb[tools]'")
 
 
-def test_completion_of_the_base_commands_needs_no_extra() -> None:
-    done = hetlb_without_tools("completion", "bash")
-    assert done.returncode == 0, done.stderr
-    assert "--event-log" in done.stdout
+def test_completion_simulate_and_explain_run_without_the_tools() -> None:
+    fleet = ROOT / "configs" / "two-servers.yaml"
+    simulate = f"simulate --config {fleet} --trace {DEMO / 'trace.csv'} --num-prompts 20 --json"
+    explain = f"explain --config {fleet} --input 512 --json"
+    found = several_without_tools(["completion bash", simulate, explain])
+    assert [(code, error) for code, _, error in found.values()] == [(0, "")] * 3
+    assert "--event-log" in found["completion bash"][1]
+    assert (found[simulate][1][0], found[explain][1][0]) == ("{", "{")
 
 
-def test_simulate_and_explain_run_without_the_tools() -> None:
-    fleet = str(ROOT / "configs" / "two-servers.yaml")
-    simulated = hetlb_without_tools(
-        "simulate", "--config", fleet, "--trace", str(DEMO / "trace.csv"), "--num-prompts", "20", "--json"
-    )
-    assert (simulated.returncode, simulated.stdout[:1]) == (0, "{"), simulated.stderr
-    explained = hetlb_without_tools("explain", "--config", fleet, "--input", "512", "--json")
-    assert (explained.returncode, explained.stdout[:1]) == (0, "{"), explained.stderr
-
-
-def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(tmp_path: Path) -> None:
-    missing = str(tmp_path / "none.csv")
-    done = hetlb_without_tools("simulate", "--trace", missing, "--plot", str(tmp_path / "p.png"))
-    assert done.returncode == 2
-    assert "the package matplotlib" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("flags", "package"),
-    [(("--plot", "r.png"), "matplotlib"), (("--compare", "rr,hetlb", "--rounds", "2"), "scipy")],
-)
-def test_a_bench_names_the_package_that_it_misses_before_it_measures(
-    flags: Sequence[str], package: str
-) -> None:
-    done = hetlb_without_tools("bench", "--url", "http://127.0.0.1:9", *flags)
-    assert (done.returncode, f"the package {package} to be" in done.stderr) == (2, True), done.stderr
+def test_a_package_that_is_missing_is_named_before_the_work(tmp_path: Path) -> None:
+    picture = f"simulate --trace {tmp_path / 'none.csv'} --plot {tmp_path / 'p.png'}"
+    bench = "bench --url http://127.0.0.1:9"
+    packages = {
+        picture: "matplotlib",
+        f"{bench} --plot r.png": "matplotlib",
+        f"{bench} --compare rr,hetlb --rounds 2": "scipy",
+    }
+    for line, (code, _, error) in several_without_tools(list(packages)).items():
+        assert (code, f"the package {packages[line]} to be" in error) == (2, True), error
 
 
 def test_the_demo_runs_without_the_tools() -> None:
@@ -167,7 +154,8 @@ def test_an_empty_environment_gets_a_small_tree_that_serves(tmp_path: Path) -> N
     folder = tmp_path / "venv"
     venv.create(folder, with_pip=True)
     python = str(folder / "bin" / "python")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "HETLB"))}
+    tests_own = ("PYTHON", "HETLB", "SSL_CERT_FILE")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(tests_own)}
 
     def run(*command: str) -> str:
         return subprocess.run(
