@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from hetlb.balancer.core.class_targets import ProtectedClass
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.instance_limits import Parameters
 from hetlb.balancer.core.latency import ideal_batch
 from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.core.protected_class import ProtectedClass
 from hetlb.balancer.core.rate import RecentRate
 from hetlb.balancer.core.types import Request
 from hetlb.extras import option

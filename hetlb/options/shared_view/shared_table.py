@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.errors import ConfigError
 from hetlb.extras import check_extra
+
+#: Start of the URL of a hub: the path of its Unix socket follows.
+HUB: Final = "hub:"
 
 
 class SharedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -35,12 +38,12 @@ def shared_url(table: SharedTable, key: str) -> str:
             raise ConfigError(f"{key}.url_env: expected the name of a variable that is set")
     if url is None:
         raise ConfigError(f"{key}.url: expected an address, but the key is missing")
-    if not url.startswith(("redis://", "rediss://", "unix://", "hub:")):
+    if not url.startswith(("redis://", "rediss://", "unix://", HUB)):
         raise ConfigError(f"{key}.url: expected redis://, rediss://, unix:// or hub: at its beginning")
     return url
 
 
 def check_serving(fleet: Fleet) -> None:
     """Raise `ConfigError` unless the package is installed, where peers meet at a server."""
-    if not (fleet.file.shared.url or "").startswith("hub:"):
+    if not (fleet.file.shared.url or "").startswith(HUB):
         check_extra(f"{fleet.where}shared", "redis", "pick")

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -20,8 +21,10 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command
 from hetlb.balancer.telemetry.events import Event, Rarely, tell
 from hetlb.options.lease_wire import PART_BYTES, PART_CHANGES, WireChange, parts
-from hetlb.options.shared_view.peer_transport import transport_of
-from hetlb.options.shared_view.shared_table import SharedTable
+from hetlb.options.shared_view.hub import HubTransport
+from hetlb.options.shared_view.peer_transport import PeerTransport
+from hetlb.options.shared_view.redis_transport import RedisTransport
+from hetlb.options.shared_view.shared_table import HUB, SharedTable
 from hetlb.options.shared_view.shared_view import SharedView
 
 logger = logging.getLogger("hetlb.shared")
@@ -241,3 +244,10 @@ async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
             task.cancel()
         # redis-py takes a cancellation for a timeout now and then: it is said again.
         _, left = await asyncio.wait(left, timeout=_RETRY_S)
+
+
+def transport_of(url: str, group: str, silent_s: float) -> PeerTransport:
+    """Return the carrier that a URL names."""
+    if url.startswith(HUB):
+        return HubTransport(Path(url.removeprefix(HUB)))
+    return RedisTransport(url, f"{group}:leases", silent_s)

@@ -52,7 +52,7 @@ from hetlb.tools.sim.fleet_engine import (
 )
 from hetlb.tools.sim.fleet_result import FleetMoment, FleetResult, FleetSeries
 from hetlb.tools.sim.flights import EngineRun, Flight, leg_sequences
-from hetlb.tools.sim.iterations import IterationEnd
+from hetlb.tools.sim.iteration_records import IterationEnd
 from hetlb.tools.sim.kv_links import KvLinks, own_links
 from hetlb.tools.workload.arrivals import PlannedRequest
 from hetlb.tools.workload.content import UNSHARED

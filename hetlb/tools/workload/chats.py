@@ -14,7 +14,7 @@ from typing import Any
 from hetlb.errors import TraceError
 from hetlb.tools.workload.record_file import Record, RecordFile, squashed, unit_of
 from hetlb.tools.workload.rows import Row
-from hetlb.tools.workload.trace_files import ARRIVALS, arrival_keys
+from hetlb.tools.workload.trace_columns import ARRIVALS, arrival_keys
 
 BYTES_PER_TOKEN = 4
 #: Bounds of conversations, as in `vllm bench serve`: others are too short to measure, or too long for common

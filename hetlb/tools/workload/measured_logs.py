@@ -32,7 +32,7 @@ from hetlb.tools.workload.record_file import (
     unwrapped,
 )
 from hetlb.tools.workload.rows import is_own, own_rows
-from hetlb.tools.workload.trace_files import ARRIVALS, INPUT, OUTPUT, known_trace
+from hetlb.tools.workload.trace_columns import ARRIVALS, INPUT, OUTPUT, known_trace
 
 #: Least requests of a log that say something.
 LEAST_REQUESTS = 10

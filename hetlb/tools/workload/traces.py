@@ -21,7 +21,7 @@ from hetlb.tools.workload.chats import (
 from hetlb.tools.workload.measured_logs import NAMED_RECORDS, kind_of_log, summary_of
 from hetlb.tools.workload.record_file import RecordFile, open_records, say, unwrapped
 from hetlb.tools.workload.rows import REQUIRED_COLUMNS, Row, is_own, own_rows
-from hetlb.tools.workload.trace_files import TRACES, known_trace, named_columns, rows_of
+from hetlb.tools.workload.trace_columns import TRACES, known_trace, named_columns, rows_of
 
 #: Forms that are read, for a refusal.
 _TITLES = (

@@ -98,7 +98,7 @@ class Evaluation:
             for each in sights:
                 each.done_s = fastest.long_s + todo / each.faster if each.faster > 0.0 else math.inf
         if protected or ctx.request.service.stated:
-            targets = option("classes.targets")
+            targets = option("classes.room_for_targets")
             targets.set_losses(ctx, needed)
             full = targets.keep_free(ctx, sights) or full
         self.weights = weights_of(ctx, stated)
@@ -115,7 +115,7 @@ class Evaluation:
         for each in left:
             each.foresee(self._ctx)
         if left and (self._ctx.demand.protected or self._ctx.request.service.stated):
-            option("classes.targets").set_losses(self._ctx, left)
+            option("classes.room_for_targets").set_losses(self._ctx, left)
         set_scores(self._ctx, left, self.weights)
         return self._sights
 

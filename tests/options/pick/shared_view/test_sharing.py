@@ -24,7 +24,7 @@ from hetlb.balancer.core.types import Outcome, Request
 from hetlb.cli.main import main
 from hetlb.options.lease_wire import WireBooked, WireChange, to_wire
 from hetlb.options.pick.pick_service import PickService
-from hetlb.options.shared_view.peer_transport import Hub
+from hetlb.options.shared_view.hub import Hub
 from hetlb.options.shared_view.shared_table import SharedTable
 from hetlb.options.shared_view.sharing import Sharing
 

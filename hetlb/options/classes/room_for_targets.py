@@ -1,4 +1,4 @@
-"""Cost of missed targets: the request's own, the running requests', and room for tighter classes."""
+"""Cost of missed targets, for the request and for running ones, and room left for tighter classes."""
 
 from __future__ import annotations
 

@@ -1,0 +1,85 @@
+"""Messages of peers over publish and subscribe of a Valkey or Redis server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from hetlb.options.shared_view.peer_transport import Receive
+from hetlb.turns import Share
+
+#: Messages that wait to be published, at most.
+_MAX_WAITING_MESSAGES: Final = 1000
+_RETRY_S: Final = 0.25
+#: Multiple of `silent_s` without a message after which a connection is dead, as own messages come back.
+_DEAF_FACTOR: Final = 2.0
+
+
+class RedisTransport:
+    """A client of the server."""
+
+    def __init__(self, url: str, channel: str, silent_s: float) -> None:
+        import redis.asyncio
+
+        limit_s = max(0.2, silent_s)
+        self._redis = redis.asyncio.Redis.from_url(
+            url, socket_connect_timeout=limit_s, socket_timeout=limit_s, protocol=2
+        )
+        self._channel, self._silent_s = channel, silent_s
+        self._outbox: asyncio.Queue[bytes] = asyncio.Queue(_MAX_WAITING_MESSAGES)
+        self._publisher: asyncio.Task[None] | None = None
+        self.lost = False
+
+    async def run(self, joined: Callable[[], None], receive: Receive) -> None:
+        if self._publisher is None:
+            self._publisher = asyncio.create_task(self._publish())
+        async with self._redis.pubsub() as subscription:
+            await subscription.subscribe(self._channel)
+            joined()
+            loop = asyncio.get_running_loop()
+            heard_at, share = loop.time(), Share()
+            while True:
+                await share.spent()
+                message = await subscription.get_message(
+                    ignore_subscribe_messages=True, timeout=self._silent_s
+                )
+                if message is not None:
+                    heard_at = loop.time()
+                    receive(message["data"])
+                elif loop.time() - heard_at > _DEAF_FACTOR * self._silent_s:
+                    raise ConnectionError("not even own messages come back")
+
+    def send(self, message: bytes) -> None:
+        try:
+            self._outbox.put_nowait(message)
+        except asyncio.QueueFull:
+            self.lost = True
+
+    def discard(self) -> None:
+        while not self._outbox.empty():
+            self._outbox.get_nowait()
+            self._outbox.task_done()
+
+    async def flush(self) -> None:
+        await self._outbox.join()
+
+    async def close(self) -> None:
+        while self._publisher is not None and not self._publisher.done():
+            self._publisher.cancel()
+            # redis-py takes a cancellation for a timeout now and then: it is said again.
+            await asyncio.wait([self._publisher], timeout=_RETRY_S)
+        await self._redis.aclose()
+
+    async def _publish(self) -> None:
+        from redis.exceptions import RedisError
+
+        while True:
+            message = await self._outbox.get()
+            try:
+                await self._redis.publish(self._channel, message)
+            except (RedisError, OSError, TimeoutError):
+                self.lost = True
+                await asyncio.sleep(_RETRY_S)
+            finally:
+                self._outbox.task_done()
