@@ -30,6 +30,8 @@ STALE_S = 5.0
 _CURVES_LINES = 16
 #: Columns of the widest curve: series have about as many values.
 _WIDEST_CURVE = 100
+#: Columns from which three lines hold the state with its advice.
+_WIDE = 80
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _HEALTH_STYLES = {"up": "green", "suspect": "yellow", "ejected": "bold red"}
 _STATE_STYLES = {"well": "green", "busy": "yellow", "degraded": "red", "down": "red"}
@@ -134,7 +136,8 @@ class FleetScreen:
         snapshot = self.snapshot
         head = [f"hetlb {snapshot['version']}", self._url, f"policy {snapshot['fleet']['policy']}"]
         low = height is not None and height < _CURVES_LINES
-        summary, status = _summary(snapshot, width), _status(snapshot, width, 1 if low else 3)
+        most = 1 if low else 3 if width >= _WIDE else 4
+        summary, status = _summary(snapshot, width), _status(snapshot, width, most)
         if low:
             del summary[1:]
         lines: list[Text | Table] = [*status, _line(head, state, width), *summary, Text()]

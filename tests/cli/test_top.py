@@ -134,6 +134,8 @@ def test_the_first_line_is_state_and_cause(incident: str) -> None:
     shown = " ".join(" ".join(frame(view, 400)).split())
     assert shown.startswith(f"{status['state']} {status['sentence']}. ")
     assert status["causes"][0]["sentence"] in shown or status["state"] == "down"
+    narrow = " ".join(" ".join(frame(view, 60, 24)).split())
+    assert narrow.startswith(f"{status['state']} {status['sentence']}. {status['advice']} hetlb")
 
 
 @pytest.mark.parametrize("width", range(60, 201, 20))

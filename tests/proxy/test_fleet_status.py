@@ -181,6 +181,9 @@ def test_of_servers_that_fill_it_is_not_said_that_they_are_full() -> None:
     assert fleet.scheduler.queue
     assert found["state"] == "busy"
     assert "gets few requests until its speed is known" in found["advice"]
+    for each in fleet.scheduler.instances:  # slots are free, and something else than their number holds back
+        each.explored = True
+    assert "slots are free, but memory is kept" in fleet.look()["advice"]
 
 
 def test_of_assumed_slots_it_is_said() -> None:

@@ -27,6 +27,8 @@ LEAST_FAILED: Final = 3
 #: Share of requests that end as their client's mistakes, and the least number of requests.
 CLIENTS_OWN_SHARE: Final = 0.5
 LEAST_ENDED: Final = 10
+#: Share of a KV cache from which it is full.
+FULL_KV_SHARE: Final = 0.8
 #: Seconds of waiting from which a request is trouble.
 LONG_WAIT_S: Final = 5.0
 #: Age of an instance's report, in seconds, beyond which it is stale.
@@ -182,7 +184,7 @@ def of_tenants(waiting: Mapping[str, int], served: Set[str]) -> StateCause | Non
     name, count = max(waiting.items(), key=lambda each: each[1], default=("", 0))
     if total < LEAST_WAITING or len(served | waiting.keys()) < 2 or count < HOG_SHARE * total:
         return None
-    sentence = f"tenant {name or 'without a name'} has {count} of {total} requests that wait"
+    sentence = f"tenant {name or 'without a name'} has {count:,} of {total:,} requests that wait"
     return StateCause("tenant_hog", name, sentence, "Others go first; limit its key, or add a server.")
 
 
@@ -200,19 +202,29 @@ def of_targets(demand: Demand, now: float) -> list[StateCause]:
     ]
 
 
+def _is_full(each: Instance) -> bool:
+    """Return True if no slot of an instance is free, or most of its KV cache is in use or about to be."""
+    kv = (each.kv_tokens + each.kv_prompt_tokens) / 2 / each.kv_cache_tokens
+    return each.unfinished_sequences >= each.max_num_seqs or kv >= FULL_KV_SHARE
+
+
 def of_wait(
     waiting: int, oldest_s: float, able: Sequence[Instance], held: str = "", hog: StateCause | None = None
 ) -> StateCause | None:
     """Return the cause of requests that wait for `able`, None of none; `held` names servers out by hand."""
     if not waiting:
         return None
-    wait = "1 request waits" if waiting == 1 else f"{waiting} requests wait"
+    wait = "1 request waits" if waiting == 1 else f"{waiting:,} requests wait"
     whose = "" if hog is None else f", most of them of tenant {hog.instance or 'without a name'}"
     if oldest_s >= LONG_WAIT_S:
         back = f"set {held} ready again, " if held else ""
         advice = f"More comes than can be served: {back}add a server, or limit clients."
         return StateCause("long_wait", "", f"{wait}, the oldest for {oldest_s:.0f} s{whose}", advice)
+    spare = [each for each in able if not _is_full(each)]
     advice = "All servers are in full use: another server would shorten that."
-    if any(not each.explored and each.unfinished_sequences < each.max_num_seqs for each in able):
+    if any(not each.explored for each in spare):
         advice = "A server gets few requests until its speed is known, then more: give it a moment."
+    elif spare:
+        kept = "Slots are free, but memory is kept for answers that run, or a faster server is sooner"
+        advice = f"{kept}: give it a moment."
     return StateCause("saturated", "", f"{wait}, the oldest for {oldest_s:.1f} s{whose}", advice)

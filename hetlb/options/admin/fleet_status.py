@@ -269,7 +269,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _waiting(number: int) -> str:
-    return "" if not number else " 1 request waits." if number == 1 else f" {number} requests wait."
+    return "" if not number else " 1 request waits." if number == 1 else f" {number:,} requests wait."
 
 
 def _why_down(model: str, instances: Sequence[Instance], waiting: int) -> str:

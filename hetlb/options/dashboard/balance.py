@@ -64,9 +64,12 @@ def sentence(
     if policy not in _BY_SPEED:
         return False, f"{begin}the policy {policy} does not consider speed{tail}."
     if not waiting and more.busy < LIGHT_SHARE:
-        return True, f"{begin}the load is light, and a request ends soonest there{tail}."
+        return True, f"{begin}the load is light, and a request ends soonest at {more.name}{tail}."
     if waiting:
-        return False, f"{begin}{waiting} requests wait: too large for it, or waiting for a faster one{tail}."
+        return (
+            False,
+            f"{begin}{waiting:,} requests wait: too large for it, or waiting for a faster one{tail}.",
+        )
     return False, f"{begin}the last decisions show why{tail}."
 
 

@@ -178,6 +178,8 @@ const everybody = (snapshot) => snapshot.fleet.models.flatMap((model) => model.i
 
 // --- now ------------------------------------------------------------------------------------------------
 
+// Factor on the times of a profile from which a learnt speed is another one.
+const FAR_FACTOR = 1.2;
 const COLOUR = { well: "good", busy: "warn", degraded: "bad", down: "bad" };
 
 /** The first line: state, load against capacity, limit, headroom, and what to do. */
@@ -448,7 +450,9 @@ class FleetRow {
     say(this.workload, seconds(row.workload));
     say(this.share, share === undefined ? "–" : `${percent(share.work_share)} / ${percent(share.speed_share)}`);
     // Without a profile there is nothing to compare with: what is learnt goes by what is seen.
-    say(this.#factors, row.believes.speed.source === "measured" ? modelFactors(row.model_factors) : "");
+    const far = row.profiled && Math.abs(Math.log(speed.factor)) > Math.log(FAR_FACTOR);
+    say(this.#factors, speed.source === "measured" ? modelFactors(row.model_factors)
+      : far ? `${speed.factor.toFixed(1)} × its profile` : "");
     say(this.age, seconds(row.signal_age_s));
     this.age.classList.toggle("stale", row.signal_age_s === null || row.signal_age_s > STALE_S);
     for (const button of this.#buttons) set(button, "aria-pressed", String(button.dataset.state === row.state));

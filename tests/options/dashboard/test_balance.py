@@ -33,7 +33,7 @@ def part(name: str, work: float, speed: float, busy: float = 1.0, out: str = "")
         (
             [part("a", 1.0, 0.6, busy=0.1), part("b", 0.0, 0.4, busy=0.0)], 0, "hetlb", True,
             "b is idle (0 % of the work, 40 % of the speed), a has 100 % of the work, 60 % of the speed: "
-            "the load is light, and a request ends soonest there.",
+            "the load is light, and a request ends soonest at a.",
         ),
         (
             [part("a", 0.5, 0.8), part("b", 0.5, 0.2)], 9, "rr", False,

@@ -123,6 +123,8 @@ def test_one_server_is_slower_than_its_profile(browser: Any, tmp_path: Path) -> 
         with load(fleet, "--max-concurrency", "50"):
             says(look, "Degraded", "bad", "times as long as its profile says: look at its GPU")
             expect(look.page.locator("#status-advice")).to_contain_text("v100-0")
+            look.page.set_viewport_size({"width": 1440, "height": 900})
+            expect(look.row("v100-0").locator(".factors")).to_contain_text("× its profile")
         look.close()
         assert look.errors == []
     finally:
