@@ -277,6 +277,26 @@ def test_patterns_of_names_are_refused(
             "user me password ***",
         ),
         (
+            "http { upstream a { server gpu:1; }\n"
+            " server { location / { proxy_pass http://a; } error_page 502 = @b;\n"
+            " location @b { proxy_pass http://other:1; } } }\n",
+            ["http://gpu:1"],
+            "3: location @b { proxy_pass http://other:1; }",
+        ),
+        (
+            "frontend stats\n bind :8404\n stats enable\nfrontend f\n bind :443\n default_backend a\n"
+            "backend a\n server s gpu\n",
+            ["http://gpu:443"],
+            "2: bind :8404 (frontend stats leads to no server)",
+        ),
+        (
+            "services:\n a: {image: vllm/vllm-openai, environment: {VLLM_API_KEY: '${OWN_KEY:?hush}'},"
+            " command: 'bash -c \"pip install x && vllm serve org/m --port 9\"'}\n"
+            " redis: {image: redis, command: --requirepass hush}\n",
+            ["http://a:9"],
+            "services.redis: redis",
+        ),
+        (
             "model_list: [{model_name: a, litellm_params: {model: org/b, custom_llm_provider: openai, "
             'api_base: "http://gpu:1"}}]\ngeneral_settings: {database_url: "postgresql://me:hush@db/x"}\n',
             ["http://gpu:1"],

@@ -175,7 +175,10 @@ def _words(command: Any, given: Mapping[str, str]) -> list[str]:
     else:
         words = [_filled(str(word), given) for word in command or ()]
     if len(words) == 3 and words[1] in ("-c", "-lc"):
-        return _words(words[2], given)
+        steps = re.split(r"&&|\|\||;", words[2])
+        return _words(
+            next((step for step in reversed(steps) if any(map(step.__contains__, _PORTS))), words[2]), given
+        )
     return [word for word in words if word.strip() and word != "\\"]
 
 

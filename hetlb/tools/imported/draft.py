@@ -19,10 +19,10 @@ _NO_KEYS = re.compile(
     r"(?i)|(sk-)?(no|not|none|null|empty|dummy|fake|any|anything|local|placeholder|token-abc123|x+|n/?a|1234)"
     r"([-_ ]?(key|needed|used|required|set))*"
 )
-_REFERENCE = re.compile(r"(?:os\.environ/|\$\{?)([A-Za-z_][A-Za-z0-9_]*)\}?")
+_REFERENCE = re.compile(r"(?:os\.environ/|\$\{?)([A-Za-z_][A-Za-z0-9_]*)(?::?[-?+][^}]*)?\}?")
 #: A secret behind its name, or the user of a URL.
 _SECRET: Final = re.compile(
-    r"""(://(?=[^/\s]*@)|(?:password|secret|token|passwd|pass|master_key|api[_-]key)['"]?(?:\s*[:=]\s*|\s+)['"]?)[^\s'"@,}]+""",
+    r"""(://(?=[^/\s]*@)|(?:password|secret|token|passwd|requirepass|master_key|api[_-]key)['"]?(?:\s*[:=]\s*|\s+)['"]?)[^\s'"@,}]+""",
     re.IGNORECASE,
 )
 

@@ -54,7 +54,8 @@ def read_haproxy(path: Path) -> FleetDraft:
     sections = list(_sections(path, draft))
     inherited: list[_Entry] = []
     alone = sum(section.kind in ("backend", "listen") for section in sections) == 1
-    port = next((found[1] for each in sections for entry in each.entries if (found := _bound(entry))), None)
+    leading = [each for each in sections if each.kind == "listen" or _leads(each)]
+    port = next((found[1] for each in leading for entry in each.entries if (found := _bound(entry))), None)
     for section in sections:
         # Sections take the defaults that stand before them.
         if section.kind == "defaults":
@@ -66,7 +67,12 @@ def read_haproxy(path: Path) -> FleetDraft:
             _take_servers(draft, section, inherited, own, alone=alone)
         elif section.kind == "frontend":
             for entry in section.entries:
-                _take_front(draft, entry)
+                if _leads(section):
+                    _take_front(draft, entry)
+                else:
+                    draft.leave(
+                        entry.where, " ".join(entry.words), f"frontend {section.name} leads to no server"
+                    )
         else:
             title = f"{section.kind} {section.name}".strip()
             for entry in section.entries or [_Entry(section.where, [])]:
@@ -183,6 +189,11 @@ def _key_of(draft: FleetDraft, entries: Sequence[_Entry], name: str) -> str | No
             if "%[" not in value:
                 return draft.key_variable(value, name)
     return None
+
+
+def _leads(section: _Section) -> bool:
+    """Return True for a frontend that leads to a backend: another one shows statistics."""
+    return any(entry.words[0] in ("default_backend", "use_backend") for entry in section.entries)
 
 
 def _bound(entry: _Entry) -> tuple[str, int] | None:

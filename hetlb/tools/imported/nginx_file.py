@@ -178,7 +178,7 @@ def _take_server(
     passes = [
         (passed, target)
         for passed in server.inside("proxy_pass")
-        if all(each.name != "internal" for each in _blocks_to(server, passed))  # of nginx's own requests
+        if not _is_internal(server, passed)
         for target in _targets(passed.words[1] if len(passed.words) == 2 else "", variables)
     ]
     for passed, address in passes:
@@ -220,6 +220,14 @@ def _take_server(
         for each in location.block or ():
             if [location] == api:  # else it is of some requests alone
                 _take_settings(draft, each)
+
+
+def _is_internal(server: Directive, passed: Directive) -> bool:
+    """Return True for what gets nginx's own requests alone: `internal`, or a named location."""
+    named = [each for each in server.inside("location") if each.words[1].startswith("@")]
+    return any(each.name == "internal" for each in _blocks_to(server, passed)) or any(
+        passed is one for each in named for one in each.inside("proxy_pass")
+    )
 
 
 def _blocks_to(block: Directive, target: Directive) -> list[Directive]:
