@@ -347,7 +347,8 @@ def test_a_batch_of_openai_is_read(tmp_path: Path) -> None:
         ('{"created": 1700000000, "usage": {"prompt_tokens": 7, "completion_tokens": 3}}\n', [(7, 3)]),
         ('{"createdAt": 1700000000, "usage": {"input": 7, "output": 3, "unit": "TOKENS"}}\n', [(7, 3)]),
         ('{"created_at": "2026-01-01T00:00:00Z", "prompt_eval_count": 7, "eval_count": 3}\n', [(7, 3)]),
-        ('{"usageMetadata": {"promptTokenCount": 7, "candidatesTokenCount": 3}}\n', [(7, 3)]),
+        ('{"response": {"usageMetadata": {"promptTokenCount": 7, "candidatesTokenCount": 3}}}\n', [(7, 3)]),
+        ('{"attributes": {"llm.token_count.prompt": 7, "llm.token_count.completion": 3}}\n', [(7, 3)]),
         (
             '{"messages": [{"role": "user", "content": "Six times seven?"}, '
             '{"role": "assistant", "content": null, "tool_calls": [{"id": "1"}]}, '

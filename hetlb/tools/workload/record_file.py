@@ -83,9 +83,8 @@ class Record:
                 found = None
         if isinstance(found, int | float) and not isinstance(found, bool) and least <= found <= most:
             return float(found)
-        raise TraceError(
-            f"{self.where}: {key}: expected {words} from {least:g} to {most:g}, got {value!r:.40}"
-        )
+        bounds = f" from {least:g} to {most:g}" if math.isfinite(most) else ""
+        raise TraceError(f"{self.where}: {key}: expected {words}{bounds}, got {value!r:.40}")
 
     def tokens(self, key: str, value: object, least: int = 0) -> int:
         """Return a number of tokens, also one that is written `374.0`."""
@@ -163,7 +162,7 @@ def unit_of(file: RecordFile, key: str, usual_s: float | None) -> float:
         value = record.get(key)
         if value is None or (isinstance(value, str) and date_s(value) is not None):
             continue
-        found = record.number(key, value, "a time", -math.inf, math.inf)
+        found = record.number(key, value, "a number or a date (2026-01-31 10:00:00)", -math.inf, math.inf)
         if found < least:
             least, first = found, record
     if first is None:

@@ -31,6 +31,7 @@ INPUT = (
         "prompttokencount",
         "inputtokencount",
         "promptevalcount",
+        "llmtokencountprompt",
         "tokensevaluated",
     ),
 )
@@ -41,6 +42,7 @@ OUTPUT = (
     *("tokensize", "responselength", "outputtokencount", "tokenscompletion"),
     *("genaiusageoutputtokens", "genaiusagecompletiontokens"),
     *("candidatestokencount", "completiontokencount", "evalcount", "tokenspredicted"),
+    *("llmtokencountcompletion",),
 )
 _HASH_IDS = ("hashids", "blockhashes", "blockids")
 _SESSION = ("sessionid", "conversationid")
@@ -48,7 +50,7 @@ _SESSION = ("sessionid", "conversationid")
 ARRIVALS = (
     *("arrival", "arrivaltime", "arrivaltimestamp", "arrivedat", "timestamp", "ts", "time", "starttime"),
     *("start", "requeststart", "requeststarttime", "requesttime", "scheduledtime", "senttime", "startedat"),
-    *("created", "createdat", "requestcreatedat", "datetime", "date"),
+    *("created", "createdat", "createtime", "requestcreatedat", "datetime", "date"),
 )
 #: Ends of keys of times since 1970.
 _CLOCKS = ("unix", "epoch", "utc")

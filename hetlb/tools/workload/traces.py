@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from hetlb.errors import TraceError
 from hetlb.tools.workload.chats import (
@@ -23,6 +24,8 @@ from hetlb.tools.workload.record_file import RecordFile, open_records, say, unwr
 from hetlb.tools.workload.rows import REQUIRED_COLUMNS, Row, is_own, own_rows
 from hetlb.tools.workload.trace_columns import TRACES, known_trace, named_columns, rows_of
 
+#: Objects within objects that are looked into.
+_MOST_WRAPPED: Final = 3
 #: Forms that are read, for a refusal.
 _TITLES = (
     f"hetlb's CSV ({','.join(REQUIRED_COLUMNS)})",
@@ -52,9 +55,11 @@ def rows_in(file: RecordFile, answer_tokens: int | None = None, chat_tokens: int
     """
     if is_own(file):
         return own_rows(file)
-    found = _recognised(file, answer_tokens, chat_tokens)
-    if found is None and summary_of(file) is None and (inner := unwrapped(file)) is not None:
-        found = _recognised(inner, answer_tokens, chat_tokens)
+    found, inner = _recognised(file, answer_tokens, chat_tokens), file
+    for _ in range(_MOST_WRAPPED if summary_of(file) is None else 0):
+        if found is not None or (within := unwrapped(inner)) is None:
+            break
+        found, inner = _recognised(within, answer_tokens, chat_tokens), within
     if found is None:
         raise TraceError(
             f"{file.path}: {summary_of(file) or f'expected requests, got {file.described}'}; "
