@@ -36,8 +36,7 @@ _NO_TEXT: Final = (
     (b"\x28\xb5\x2f\xfd", "text, got a Zstandard file: unpack it first"),
     (b"PK\x03\x04", "text, got a zip archive: unpack it first (of a spreadsheet: save it as CSV)"),
     (b"PAR1", "text, got a Parquet file: write it as JSON lines first"),
-    (b"\xff\xfe", "UTF-8 text, got UTF-16: save it as UTF-8"),
-    (b"\xfe\xff", "UTF-8 text, got UTF-16: save it as UTF-8"),
+    ((b"\xff\xfe", b"\xfe\xff"), "UTF-8 text, got UTF-16: save it as UTF-8"),
 )
 
 
@@ -55,15 +54,15 @@ def read_text(path: Path, error: type[InputError], most_bytes: int | None = None
     try:
         with path.open("rb") as file:
             data = file.read() if most_bytes is None else file.read(most_bytes + 1)
-        if most_bytes is not None and len(data) > most_bytes:
-            raise error(f"{path}: expected at most {most_bytes >> 20} MiB, got more")
-        return text_of(path, data, error)
     except OSError as caught:
         raise error(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught
+    if most_bytes is not None and len(data) > most_bytes:
+        raise error(f"{path}: expected at most {most_bytes >> 20} MiB, got more")
+    return text_of(path, data, error)
 
 
 def text_of(path: Path, data: bytes, error: type[InputError]) -> str:
-    """Return the text of a file's bytes. Raises `error`."""
+    """Return the text that a file's bytes are. Raises `error`."""
     if kind := next((kind for begin, kind in _NO_TEXT if data.startswith(begin)), None):
         raise error(f"{path}: expected {kind}")
     try:

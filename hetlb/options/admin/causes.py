@@ -1,14 +1,13 @@
 """Causes of a state that is not well: one table behind status, dashboard, `top`, alerts and `/metrics`.
 
-Each has a severity, a sentence and advice. The state of a model is the worst severity among its causes; a
-server that was taken out by hand is said, and well. A wait's severity follows from the oldest request alone:
-it never gets milder while that wait grows.
+Each has a severity, a sentence and advice. The state of a model is the worst severity among its causes. A
+wait's severity follows from the oldest request alone: it never gets milder while that wait grows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Final
 
@@ -27,8 +26,6 @@ LEAST_FAILED: Final = 3
 #: Share of requests that end as their client's mistakes, and the least number of requests.
 CLIENTS_OWN_SHARE: Final = 0.5
 LEAST_ENDED: Final = 10
-#: Share of a KV cache from which it is full.
-FULL_KV_SHARE: Final = 0.8
 #: Seconds of waiting from which a request is trouble.
 LONG_WAIT_S: Final = 5.0
 #: Age of an instance's report, in seconds, beyond which it is stale.
@@ -88,13 +85,7 @@ class StateCause:
 
     def document(self) -> dict[str, str]:
         """Return its JSON."""
-        return {
-            "cause": self.cause,
-            "severity": self.severity.value,
-            "instance": self.instance,
-            "sentence": self.sentence,
-            "advice": self.advice,
-        }
+        return asdict(self) | {"severity": self.severity.value}
 
 
 def worst(causes: Sequence[StateCause]) -> State:
@@ -202,12 +193,6 @@ def of_targets(demand: Demand, now: float) -> list[StateCause]:
     ]
 
 
-def _is_full(each: Instance) -> bool:
-    """Return True if no slot of an instance is free, or most of its KV cache is in use or about to be."""
-    kv = (each.kv_tokens + each.kv_prompt_tokens) / 2 / each.kv_cache_tokens
-    return each.unfinished_sequences >= each.max_num_seqs or kv >= FULL_KV_SHARE
-
-
 def of_wait(
     waiting: int, oldest_s: float, able: Sequence[Instance], held: str = "", hog: StateCause | None = None
 ) -> StateCause | None:
@@ -220,11 +205,12 @@ def of_wait(
         back = f"set {held} ready again, " if held else ""
         advice = f"More comes than can be served: {back}add a server, or limit clients."
         return StateCause("long_wait", "", f"{wait}, the oldest for {oldest_s:.0f} s{whose}", advice)
-    spare = [each for each in able if not _is_full(each)]
+    spare = [each for each in able if each.unfinished_sequences < each.max_num_seqs]
     advice = "All servers are in full use: another server would shorten that."
     if any(not each.explored for each in spare):
         advice = "A server gets few requests until its speed is known, then more: give it a moment."
     elif spare:
-        kept = "Slots are free, but memory is kept for answers that run, or a faster server is sooner"
-        advice = f"{kept}: give it a moment."
+        advice = (
+            "Slots are free, but no memory, or a faster server is sooner: another server would shorten that."
+        )
     return StateCause("saturated", "", f"{wait}, the oldest for {oldest_s:.1f} s{whose}", advice)

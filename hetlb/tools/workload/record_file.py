@@ -242,11 +242,12 @@ def unpacked_text(path: Path) -> str:
     """Return the text of a file, packed by gzip or not, also of a pipe. Raises `TraceError`."""
     try:
         data = path.read_bytes()
+    except OSError as error:
+        raise TraceError(f"{path}: expected a readable file: {error.strerror}") from error
+    try:
         return text_of(path, gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data, TraceError)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(f"{path}: expected a whole gzip file: {error}") from error
-    except OSError as error:
-        raise TraceError(f"{path}: expected a readable file: {error.strerror}") from error
 
 
 def decode_json(where: str, text: str) -> Any:
