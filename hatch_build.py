@@ -57,7 +57,7 @@ COMPILED = (
     *(f"options/relays/{name}.py" for name in ("relay_driver", "relay_host")),
     *(f"options/resume/{name}.py" for name in ("continuation", "progress", "resumed")),
     "options/adapters/adapters.py",
-    *(f"options/classes/{name}.py" for name in ("protected", "targets")),
+    *(f"options/classes/{name}.py" for name in ("protected", "room_for_targets")),
     *(f"options/engine_pages/{name}.py" for name in ("engine_metrics", "engine_tables", "series_reader")),
     "options/event_log/eventlog.py",
     "options/kv_events/block_index.py",
@@ -79,7 +79,8 @@ COMPILED = (
         f"tools/sim/{name}.py"
         for name in (
             "adapter_slots", "block_pool", "decode_batch", "engine_limits", "engine_model",
-            "engine_sequence", "event_queue", "fleet_engine", "fleet_simulation", "flights", "iterations",
+            "engine_sequence", "event_queue", "fleet_engine", "fleet_simulation", "flights",
+            "iteration_records",
             "kv_blocks",
         )
     ),
