@@ -39,6 +39,7 @@ from hetlb.tools.loadtest.result_files import (
 )
 from hetlb.tools.loadtest.runs import LoadSpec, first_model
 from hetlb.tools.loadtest.screen import Screen
+from hetlb.tools.plots import picture_path
 from hetlb.tools.workload.arrivals import Load, Ramp, Rate
 from hetlb.tools.workload.content import block_tokens
 from hetlb.tools.workload.datasets import custom_rows, random_rows, sharegpt_rows
@@ -119,7 +120,7 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
         "NAME",
     )
     add("--save-detailed", "add times and lengths of every request", action="store_true")
-    add("--plot", "picture of latencies and of each instance's share", "P.png", Path)
+    add("--plot", "picture of latencies and of each instance's share", "P.png", picture_path)
     add_json(parser)
     add("--disable-tqdm", "no progress bar", action="store_true")
 
@@ -207,8 +208,6 @@ def _check_flags(args: argparse.Namespace) -> None:
             raise InputError(f"--{flag}-header: expected the name of a header, got {name!r}")
     if args.endpoint == CHAT and args.prompt_format == "ids":
         raise InputError(f"--prompt-format: expected text with {CHAT}, got 'ids'")
-    if args.plot is not None:
-        check_writable("--plot", args.plot)
     if args.save_result and not args.result_dir.is_dir():
         raise InputError(f"--result-dir: expected a folder that exists, got {args.result_dir}")
     if args.save_result and args.result_filename:

@@ -22,6 +22,7 @@ from hetlb.errors import InputError
 from hetlb.inputs.urls import check_url
 from hetlb.options.profiles.profile_file import Profile, load_profile
 from hetlb.options.profiles.profile_writer import with_host, write_profile
+from hetlb.tools.plots import picture_path
 from hetlb.tools.profiler import shown
 from hetlb.tools.profiler.aiconfigurator import Layout, query
 from hetlb.tools.profiler.client import EngineClient
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--system", "GPU; selects the rows of a CSV")
     add("--model", "model; selects the rows of a CSV, or one of several served")
     add("--tp", "tensor-parallel degree (aiconfigurator: several, 1,2,4,8)", "N")
-    add("--plot", "picture of measured and fitted times", "P.png", Path)
+    add("--plot", "picture of measured and fitted times", "P.png", picture_path)
     profile_live.add_arguments(parser)
     add = declare(parser.add_argument_group("without a server"))
     add("--start", "profile to correct by a log", "P.yaml", Path)

@@ -23,6 +23,7 @@ from hetlb.tools.loadtest.options import read_known, read_rates
 from hetlb.tools.loadtest.result_tables import percent, runs_table
 from hetlb.tools.paths.path_log import dispatches, is_path_log
 from hetlb.tools.plan.common.remarks import remarks_on_fleet
+from hetlb.tools.plots import picture_path
 from hetlb.tools.sim.simulation_sweep import TRACE, Ran, Study, StudyCell, run_sweep
 from hetlb.tools.sim.study import by_policy_and_rate, make_study, median_run, run_document, watch
 from hetlb.tools.sim.sweep_plot import rate_in_words, write_sweep_plot
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", "seed of arrivals and random choices (default 0)", "S", INTEGER, 0)
     add("--seeds", "number of seeds, from --seed on", "N", COUNT, 1)
     add("--model", "model of the file (default: its first)")
-    add("--plot", "picture of throughput, latencies, KV use and queues", "P.png", Path)
+    add("--plot", "picture of throughput, latencies, KV use and queues", "P.png", picture_path)
     add("--event-log", "replay a recorded event log", "FILE", Path)
     add("--against", "compare the log of a real server with its profile", "LOG", Path)
     add("--profile", "profile of the server (--against)", "P.yaml", Path)

@@ -14,9 +14,21 @@ COLOURS = (
     *("#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#e8a800"),
     *("#0b7285", "#c2255c", "#5f3dc4", "#66a80f", "#868e96"),
 )
+#: Suffixes of pictures that matplotlib writes.
+_PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".eps", ".ps", ".tif", ".tiff")
 _STYLES = ("-", "--", ":", "-.")
 #: Latencies whose distributions are drawn, and their axes' names.
 LATENCIES = {"ttft": "time to first token, s", "tpot": "time per output token, s", "e2el": "end to end, s"}
+
+
+def picture_path(text: str) -> Path:
+    """Return the value of `--plot`, before any work is done for it. Raises `InputError`."""
+    path = Path(text)
+    if not path.parent.is_dir() or path.is_dir():
+        raise InputError(f"--plot: expected a file in a folder that exists, got {path}")
+    if path.suffix.lower() not in _PICTURES:
+        raise InputError(f"--plot: expected a picture file, one of {', '.join(_PICTURES)}, got {path}")
+    return path
 
 
 def new_figure(width_in: float, height_in: float) -> Any:

@@ -565,7 +565,7 @@ WRONG = [
     (["--timeout", "0"], "--timeout: expected a number above 0, got 0"),
     (["--dataset-name", "random"], "expected either --trace, or --dataset-name"),
     (["--session-header", "x y"], "--session-header: expected the name of a header, got 'x y'"),
-    (["--plot", "/nowhere/x.png"], "--plot: expected a file in a folder that exists"),
+    (["--plot", "x.html"], "--plot: expected a picture file, one of .png"),
     (["--save-result", "--result-dir", "/nowhere"], "--result-dir: expected a folder that exists"),
     (["--save-result", "--result-filename", "a/b"], "--result-filename: expected a file in a folder that"),
     (["--endpoint", "/v1/chat/completions", "--prompt-format", "ids"], "--prompt-format: expected text"),

@@ -311,10 +311,13 @@ def test_a_picture_of_a_run_in_which_nothing_completes(
 def test_a_picture_that_cannot_be_written_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], files: tuple[str, str]
 ) -> None:
-    pytest.importorskip("matplotlib")
-    flags = ["simulate", "--config", files[0], "--trace", files[1], "--plot", str(tmp_path / "no" / "p.png")]
-    assert main(flags) == 2
-    assert "--plot: expected a picture file that can be written" in capsys.readouterr().err
+    for name, message in (
+        ("no/p.png", "a file in a folder that exists"),
+        ("p.html", "a picture file, one of .png"),
+    ):
+        flags = ["simulate", "--config", files[0], "--trace", files[1], "--plot", str(tmp_path / name)]
+        assert main(flags) == 2
+        assert f"--plot: expected {message}" in capsys.readouterr().err
 
 
 def test_each_rate_has_its_table(capsys: pytest.CaptureFixture[str], files: tuple[str, str]) -> None:
