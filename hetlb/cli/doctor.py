@@ -21,6 +21,7 @@ from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.fleet.service import require_urls
 from hetlb.cli.doctor_local import (
     ANY_HOSTS,
+    NOT_YET_ADVICE,
     Check,
     checked,
     is_own_address,
@@ -52,6 +53,7 @@ _DEFAULT_FILE: Final = Path("fleet.yaml")
 #: Next steps where a server does not answer, by words of the error; the last one for all else.
 _NEXT_STEPS: Final = (
     ("expired", "renew its certificate"),
+    ("not yet valid", NOT_YET_ADVICE),
     ("is not valid for", "use a name that stands in the certificate"),
     ("certificate", "set ca_file of the instance to the authority that signed it"),
     ("name|address associated|domain", "correct the host: this machine finds no such name"),

@@ -29,6 +29,10 @@ _PUBLISHER_S: Final = 2.0
 _LEAST_TARGETS_S: Final = {"ttft_s": 0.005, "tpot_s": 0.001, "e2e_s": 0.005}
 #: Times that differ from their default by more than this were stated in another unit.
 _MOST_TIMES_DEFAULT: Final = 200
+#: Least length of an admin token that other machines may try.
+_LEAST_TOKEN_BYTES: Final = 16
+#: Next step where a certificate is not valid yet.
+NOT_YET_ADVICE: Final = "wait until it is valid, or correct the clock of this machine"
 ANY_HOSTS: Final = ("0.0.0.0", "::", "")
 
 
@@ -60,7 +64,17 @@ def of_this_machine(fleet: Fleet, access: Access) -> Iterator[Check]:
     for name, table, context in (("listen", listen.tls, access.tls), ("admin", admin.tls, access.admin_tls)):
         if table is not None and context is not None:
             trouble = certificate_trouble(context, fleet.base / table.cert)
-            yield checked(f"certificate of {name}", not trouble, trouble or "valid now", "renew it")
+            advice = NOT_YET_ADVICE if "not yet" in trouble else "renew it"
+            yield checked(f"certificate of {name}", not trouble, trouble or "valid now", advice)
+    token = access.admin_token
+    if token is not None and not is_loopback(admin.host):
+        told = (
+            "long enough"
+            if len(token) >= _LEAST_TOKEN_BYTES
+            else f"{len(token)} characters: it can be guessed"
+        )
+        advice = "make a long one: openssl rand -hex 32"
+        yield checked("admin token", len(token) >= _LEAST_TOKEN_BYTES, told, advice)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = hard == resource.RLIM_INFINITY
     found = "unlimited" if unlimited else f"{hard:,}"

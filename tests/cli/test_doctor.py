@@ -296,14 +296,33 @@ async def test_a_listener_that_cannot_listen_is_found(tmp_path: Path, host: str)
 
 
 async def test_an_expired_certificate_of_a_listener_is_found(tmp_path: Path) -> None:
-    for until in (None, 2020):
+    expected = {
+        None: [],
+        2020: [("certificate of listen", "certificate has expired", "renew it")],
+        2099: [
+            (
+                "certificate of listen",
+                "certificate is not yet valid",
+                "wait until it is valid, or correct the clock of this machine",
+            )
+        ],
+    }
+    for until, wanted in expected.items():
         certificate(tmp_path, until=until)
         tls = {"cert": str(tmp_path / "server.pem"), "key": str(tmp_path / "server.key")}
         async with server(GOOD) as one:
             found = await wrong(tmp_path, [one], int(until is not None), listen={"port": 0, "tls": tls})
         names = [(each["name"], each["found"], each["advice"]) for each in found]
-        expired = ("certificate of listen", "certificate has expired", "renew it")
-        assert names == ([] if until is None else [expired])
+        assert names == wanted
+
+
+async def test_a_short_admin_token_that_others_can_try_is_found(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("short\n")
+    async with server(GOOD) as one:
+        for host, found in (("127.0.0.1", []), ("0.0.0.0", ["5 characters: it can be guessed"])):
+            admin = {"host": host, "port": 0, "token_file": str(tmp_path / "token")}
+            bad = await wrong(tmp_path, [one], int(bool(found)), admin=admin)
+            assert [each["found"] for each in bad] == found
 
 
 async def test_a_publisher_of_kv_events_that_is_not_there_is_found(tmp_path: Path) -> None:
@@ -331,6 +350,7 @@ async def test_instances_that_stand_in_no_fleet_file_are_examined(tmp_path: Path
     ("host", "until", "found", "advice"),
     [
         ("127.0.0.1", 2020, "certificate has expired", "renew"),
+        ("127.0.0.1", 2099, "certificate is not yet valid", "correct the clock"),
         ("engine.example", None, "is not valid for '127.0.0.1'", "a name that stands in the certificate"),
     ],
 )
