@@ -222,6 +222,12 @@ def test_processes_of_one_rank_repeat_a_figure_and_lines_may_be_indented() -> No
     assert parse("".join(line.format(100 + n, n) for n in range(4))).running == 5
 
 
+def test_a_value_right_behind_its_labels() -> None:
+    page = 'vllm:num_requests_running{engine="0"}3\nvllm:num_requests_waiting{engine="0}4\n'
+    sample = parse(page)
+    assert (sample.running, sample.waiting) == (3, None)  # the second has no end of its label
+
+
 def test_sglang_behind_an_exporter() -> None:
     for name in ("sglang_", "ray_sglang_", "ray_sglang:"):
         page = f"{name}num_running_reqs 3\n{name}num_queue_reqs 2\n{name}token_usage 0.25\n"
