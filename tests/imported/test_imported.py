@@ -284,16 +284,24 @@ def test_patterns_of_names_are_refused(
             "3: location @b { proxy_pass http://other:1; }",
         ),
         (
+            "server { set $b gpu:1; location /v1/models { proxy_pass http://$b; }\n"
+            " location /v1/ { proxy_pass http://$b; proxy_read_timeout 60s; } }\n",
+            ["http://gpu:1"],
+            "2: proxy_read_timeout 60s",
+        ),
+        (
             "frontend stats\n bind :8404\n stats enable\nfrontend f\n bind :443\n default_backend a\n"
             "backend a\n server s gpu\n",
             ["http://gpu:443"],
             "2: bind :8404 (frontend stats leads to no server)",
         ),
         (
-            "services:\n a: {image: vllm/vllm-openai, environment: {VLLM_API_KEY: '${OWN_KEY:?hush}'},"
+            "services:\n"
+            " b: {image: vllm/vllm-openai, entrypoint: [/bin/sh, -c], command: [vllm serve org/b]}\n"
+            " a: {image: vllm/vllm-openai, environment: {VLLM_API_KEY: '${OWN_KEY:?hush}'},"
             " command: 'bash -c \"pip install x && vllm serve org/m --port 9\"'}\n"
             " redis: {image: redis, command: --requirepass hush}\n",
-            ["http://a:9"],
+            ["http://b:8000", "http://a:9"],
             "services.redis: redis",
         ),
         (

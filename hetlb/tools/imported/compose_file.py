@@ -37,7 +37,7 @@ def read_compose(path: Path, document: Mapping[str, Any]) -> FleetDraft:
     for name in services if isinstance(services, dict) else ():
         service = _whole(path, services, name)
         entry, command = (_words(service.get(key), given) for key in ("entrypoint", "command"))
-        words, image = entry + command, str(service.get("image") or "")
+        words, image = _scripted(entry + command, given), str(service.get("image") or "")
         # Another entrypoint than the image's may be of another program.
         run = f"{'' if entry else image} {' '.join(words[:4])}"
         program = next((program for program in _PORTS if program in run), None)
@@ -166,7 +166,7 @@ def _flags(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _words(command: Any, given: Mapping[str, str]) -> list[str]:
-    """Return the words of a command, also of one inside `sh -c`, with the variables that are `given`."""
+    """Return the words of a command, with the variables that are `given`."""
     if isinstance(command, str):
         try:
             words = shlex.split(_filled(command, given))
@@ -174,12 +174,16 @@ def _words(command: Any, given: Mapping[str, str]) -> list[str]:
             return []
     else:
         words = [_filled(str(word), given) for word in command or ()]
-    if len(words) == 3 and words[1] in ("-c", "-lc"):
-        steps = re.split(r"&&|\|\||;", words[2])
-        return _words(
-            next((step for step in reversed(steps) if any(map(step.__contains__, _PORTS))), words[2]), given
-        )
     return [word for word in words if word.strip() and word != "\\"]
+
+
+def _scripted(words: list[str], given: Mapping[str, str]) -> list[str]:
+    """Return the words of a command; of one inside `sh -c` those of the step that starts a server."""
+    if len(words) < 3 or not words[0].endswith("sh") or words[1] not in ("-c", "-lc"):
+        return words
+    script = " ".join(words[2:])
+    steps = [step for step in re.split(r"&&|\|\||;", script) if any(map(step.__contains__, _PORTS))]
+    return _words(steps[-1] if steps else script, given)
 
 
 def _env_file(path: Path) -> dict[str, str]:

@@ -200,7 +200,8 @@ def _bound(entry: _Entry) -> tuple[str, int] | None:
     """Return host and port of a `bind`, of its first address; None of other lines."""
     first = entry.words[1].partition(",")[0] if entry.words[0] == "bind" and len(entry.words) > 1 else ""
     match = re.fullmatch(r"(?:ipv[46]@)?(?:\[?([^\]]*?)\]?)?:(\d+)", first)
-    return None if match is None else (match[1] or "*", int(match[2]))
+    every = "::" if first.startswith("ipv6@") else "*"
+    return None if match is None else (match[1] or every, int(match[2]))
 
 
 def _take_front(draft: FleetDraft, entry: _Entry, *, key_taken: bool = False) -> None:

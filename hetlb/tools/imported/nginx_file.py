@@ -193,7 +193,10 @@ def _take_server(
             target.partition(":")[0], "named as in nginx.conf; the servers' own names are learnt"
         )
         if upstream is None:
-            passed.used = draft.add(model, DraftInstance(server_url(target, scheme, None)), passed.where)
+            url = server_url(target, scheme, None)
+            passed.used = any(each.url == url for each in model.instances) or draft.add(
+                model, DraftInstance(url), passed.where
+            )
         else:
             upstream.used = passed.used = True
             key = _key_of(draft, [*(server.block or ()), *_blocks_to(server, passed)], target)
