@@ -178,7 +178,7 @@ def _words(command: Any, given: Mapping[str, str]) -> list[str]:
 
 
 def _scripted(words: list[str], given: Mapping[str, str]) -> list[str]:
-    """Return the words of a command; of one inside `sh -c` those of the step that starts a server."""
+    """Return the words of a command; inside `sh -c`, of the step that starts a server."""
     if len(words) < 3 or not words[0].endswith("sh") or words[1] not in ("-c", "-lc"):
         return words
     script = " ".join(words[2:])
