@@ -50,7 +50,7 @@ class Chosen(FleetSimulation):
 
     def _arrived(self, scheduler: Scheduler, request: Request) -> list[Command]:
         placement, parts = scheduler.placement, scheduler.fleet.ready[request.model].up
-        ctx = placement.context(request, scheduler.predictor.predict(request), 0, self._events.now, None)
+        ctx = placement.context(request, scheduler.predictor.predict(request), 0, self._events.now)
         policy, splits = placement.policy, placement.splits
         assert isinstance(splits, HandOvers), "expected an instance with kv_transfer"
         transfers = splits.transfers

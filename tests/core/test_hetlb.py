@@ -110,7 +110,7 @@ def test_answers_that_run_on_make_a_long_one_longer_until_as_many_have_ended() -
     def long(now: float, max_tokens: int | None = None) -> float:
         asked = request(1000, prompt=100, max_tokens=max_tokens)
         predicted = scheduler.predictor.predict(asked)
-        return scheduler.placement.context(asked, predicted, 0, now, None).long_output
+        return scheduler.placement.context(asked, predicted, 0, now).long_output
 
     assert long(0.0) == 4 * PRIOR_OUTPUT_TOKENS
     scheduler.on_lease_ended(leases[0], Outcome.CLIENT_GONE, 60.0)

@@ -159,7 +159,7 @@ def test_a_request_waits_while_a_policy_has_no_terms_for_it() -> None:
 def test_nothing_can_be_changed_through_a_view() -> None:
     scheduler = make_scheduler([spec("a")])
     [instance] = scheduler.instances
-    ctx = scheduler.placement.context(request(1), 10.0, 0, 0.0, None)
+    ctx = scheduler.placement.context(request(1), 10.0, 0, 0.0)
     seen = view(ctx, instance)
     public = [name for name in dir(View) if not name.startswith("_")]
     shown = {name: getattr(seen, name) for name in public}

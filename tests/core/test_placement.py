@@ -33,7 +33,7 @@ def fleet(names: str = "ab", policy: str = "hetlb", **slower: float) -> Schedule
 
 def context(scheduler: Scheduler, asked: Request, waiting: int = 0, now: float = 0.0) -> SchedulingContext:
     assert asked.model in scheduler.fleet.ready
-    return scheduler.placement.context(asked, 50.0, waiting, now, None)
+    return scheduler.placement.context(asked, 50.0, waiting, now)
 
 
 def sole(scheduler: Scheduler, asked: Request, now: float = 0.0) -> Dispatch:
@@ -54,8 +54,8 @@ def test_a_policy_is_told_the_request_and_what_waits_beside_it() -> None:
     predictor = scheduler.predictor
     assert ctx.long_output == predictor.long(asked) > 0.0
     assert ctx.waited_s == 0.0
-    known = scheduler.placement.context(asked, 50.0, 0, 0.0, [(1, "why")], 99.0, 9.0)
-    assert (known.long_output, known.waited_s, known.availabilities) == (99.0, 9.0, [(1, "why")])
+    known = scheduler.placement.context(asked, 50.0, 0, 0.0, 99.0)
+    assert known.long_output == 99.0
     # To explain one request before the first: it is the mean one.
     assert (ctx.demand.mix.count, ctx.demand.mix.prompt, ctx.demand.mix.output) == (1, 300.0, 50.0)
     assert ctx.demand is not scheduler.placement.demands["m"]

@@ -104,7 +104,7 @@ def scored(scheduler: Scheduler, asked: Request, order: list[int], now: float) -
     """Candidates of some instances in an order; draws are taken back."""
     placement, instances = scheduler.placement, scheduler.instances
     draws = scheduler._rng.getstate()
-    ctx = placement.context(asked, 60.0, 500, now, None)
+    ctx = placement.context(asked, 60.0, 500, now)
     chosen = [instances[i] for i in order]
     placement.policy.choose(ctx, chosen)
     scheduler._rng.setstate(draws)
@@ -181,7 +181,8 @@ def test_the_choice_is_the_least_score_and_candidates_stay_what_they_were(
     def look(scheduler: Scheduler, now: float) -> None:
         later = now + (100.0 if stopped else 0.05)
         availabilities = [(i % 3, "throttled" if i % 3 else "") for i in range(4)] if throttled else None
-        ctx = scheduler.placement.context(asked, 60.0, waiting, later, availabilities)
+        ctx = scheduler.placement.context(asked, 60.0, waiting, later)
+        ctx.availabilities = availabilities
         instances = scheduler.instances
         glanced, rated = Evaluation(ctx, instances, WEIGHTS, True), Evaluation(ctx, instances, WEIGHTS, True)
         found, everyone = glanced.best(), rated.ratings

@@ -148,29 +148,29 @@ class Placement:
         now: float,
         predicted: float,
         own_size: int = 0,
-        long: float | None = None,
+        long: float = -1.0,
         ceiling: int | None = None,
         waited_s: float = 0.0,
         kept: frozenset[str] = frozenset(),
     ) -> Decision | None:
         """Filter, then let the policy choose; None if no instance would get the request now.
 
-        `own_size` is what it counts for in the queue; `long` is the predictor's, where it was asked already;
+        `own_size` is what it counts for in the queue; `long` is the predictor's, -1 if it was not asked;
         instances of class `ceiling` and above are kept for another; it came `waited_s` ago. An instance that
         has been given notice gets only what ends in time. None, too, if the policy raised an error: the
         request is in `failed` then.
         """
         try:
-            ctx: SchedulingContext | None = None
             waiting = self.queue.waiting(request.model) - own_size if self.queue.held else 0
             if self.elsewhere:
                 waiting += self.elsewhere.get(request.model, 0)
+            choices, worth, stays = self.able(request, ready, now), self.policy.worth, False
+            ctx = self.context(request, predicted, waiting, now, long)
+            ctx.waited_s = waited_s
             if self.splits is not None and request.splittable:
-                ctx = self.context(request, predicted, waiting, now, None, long, waited_s)
                 settled, decision = self.splits.choose(ctx, ready, ceiling)
                 if settled:
                     return decision
-            choices, worth, stays = self.able(request, ready, now), self.policy.worth, False
             while True:
                 left = choices
                 if ceiling is not None or stays:
@@ -179,8 +179,6 @@ class Placement:
                     left = worth.without(left, kept)
                 if not left.instances:
                     return None
-                if ctx is None:
-                    ctx = self.context(request, predicted, waiting, now, None, long, waited_s)
                 ctx.availabilities = left.availabilities
                 found = self.policy.choose(ctx, left.instances)
                 if found is None:
@@ -223,20 +221,13 @@ class Placement:
         return ready.choices(request, tried, now, holds_back=self.policy.holds_back)
 
     def context(
-        self,
-        request: Request,
-        predicted: float,
-        waiting: int,
-        now: float,
-        availabilities: list[tuple[int, str]] | None,
-        long: float | None = None,
-        waited_s: float = 0.0,
+        self, request: Request, predicted: float, waiting: int, now: float, long: float = -1.0
     ) -> SchedulingContext:
-        """Return the context of a decision; `long` and `waited_s` as for `choose`."""
+        """Return the context of a decision; `long` as for `choose`."""
         fleet = self.fleet
         if not request.generates:
             long = 0.0
-        elif long is None:
+        elif long < 0.0:
             long = self.predictor.long(request)
         unknown = False
         if self.ledger.leased and request.generates:
@@ -250,8 +241,7 @@ class Placement:
             held = fleet.prefixes.held(request.prefix_keys, request.prompt_tokens)
         if fleet.publishers and request.blocks is not None:
             held = self._exact(request, held)
-        ctx = SchedulingContext(request, predicted, long, waiting, demand, now, held, availabilities)
-        ctx.waited_s = waited_s
+        ctx = SchedulingContext(request, predicted, long, waiting, demand, now, held)
         if unknown:
             ctx.least_output = long / 2.0
         if fleet.adapters and request.model in fleet.adapters:
@@ -269,7 +259,7 @@ class Placement:
         of the best other in 26 -> 34 of 36; `front.py`: short runs 1.003, bursts 1.03 x the mean TTFT).
         """
         ended, running, grown = self.predictor.seen(request.model), 0.0, 0.0
-        if ended >= len(self.ledger.leased):
+        if ended >= float(len(self.ledger.leased)):
             return False, long
         for each in self.fleet.ready[request.model].able:
             running += each.unfinished_sequences
@@ -336,7 +326,8 @@ class Placement:
             return [], None
         choices = self.able(request, ready, now)
         waiting = self.queue.waiting(request.model)
-        ctx = self.context(request, predicted, waiting, now, choices.availabilities)
+        ctx = self.context(request, predicted, waiting, now)
+        ctx.availabilities = choices.availabilities
         ctx.burst = 1 if ready.idle else ctx.burst + 1
         scored = self.policy.score(ctx, choices.instances) if choices.instances else []
         candidates = with_excluded(scored, ready.instances, choices.excluded)

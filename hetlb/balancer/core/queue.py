@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
+
+from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.types import Request, RequestId
@@ -107,6 +109,18 @@ def _level(request: Request) -> int:
     return request.priority * _RANKS + (_BACKGROUND if request.service.background else _IN_TIME)
 
 
+@mypyc_attr(acyclic=True)
+class _Tenant:
+    """Tokens of a tenant's leases that have not ended, and tokens that it was served over its weight."""
+
+    __slots__ = ("running", "served", "weight")
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+        self.running = 0
+        self.served = 0.0
+
+
 class TenantService:
     """Tokens that each tenant was served, over its weight: the one with the least is next.
 
@@ -117,52 +131,54 @@ class TenantService:
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self._weights = weights
-        #: Tokens of leases that have not ended, by tenant.
-        self.running: dict[str | None, int] = {}
-        self._served: dict[str | None, float] = {}
+        self._known: dict[str | None, _Tenant] = {}
         self._floor = 0.0
 
-    def weight(self, tenant: str | None) -> float:
+    def _weight(self, tenant: str | None) -> float:
         """Return the stated share of a tenant, else 1."""
         return self._weights.get(tenant, 1.0) if self._weights and tenant is not None else 1.0
 
-    def come(self, tenant: str | None, waiting: Iterable[str | None]) -> None:
-        """Note that a tenant without running or waiting requests asks; tenants in `waiting` have some."""
-        active = self.running.keys() | set(waiting)
+    def come(self, tenant: str | None, waiting: Collection[str | None]) -> _Tenant:
+        """Return a tenant that asks; without running requests it starts level with the others that ask."""
+        found = self._known.get(tenant)
+        if found is not None and found.running > 0:
+            return found
+        known = self._known
         levels = [
-            self._served[t] - self.running.get(t, 0) / self.weight(t) for t in active if t in self._served
+            each.served - each.running / each.weight
+            for name, each in known.items()
+            if each.running > 0 or name in waiting
         ]
         self._floor = max(self._floor, min(levels, default=self._floor))
-        self._served[tenant] = max(self._served.get(tenant, 0.0), self._floor)
-        if len(self._served) > _KEPT_TENANTS:
-            self._served = {
-                name: served
-                for name, served in self._served.items()
-                if served > self._floor or name in active or name == tenant
+        if found is None:
+            found = known[tenant] = _Tenant(self._weight(tenant))
+        found.served = max(found.served, self._floor)
+        if len(known) > _KEPT_TENANTS:
+            self._known = {
+                name: each
+                for name, each in known.items()
+                if each.served > self._floor or each.running > 0 or name in waiting or name == tenant
             }
+        return found
 
-    def booked(self, tenant: str | None, tokens: int, waiting: Iterable[str | None]) -> None:
+    def booked(self, tenant: str | None, tokens: int, waiting: Collection[str | None]) -> None:
         """Note that a lease of a tenant began."""
-        running = self.running
-        known = running.get(tenant)
-        if known is None:
-            if tenant not in waiting:
-                self.come(tenant, waiting)
-            known = 0
-        running[tenant] = known + tokens
-        self._served[tenant] = self._served.get(tenant, self._floor) + tokens / self.weight(tenant)
+        found = self._known.get(tenant)
+        if found is None or (found.running <= 0 and tenant not in waiting):
+            found = self.come(tenant, waiting)
+        found.running += tokens
+        found.served += tokens / found.weight
 
     def ended(self, tenant: str | None, tokens: int) -> None:
         """Note that a lease of a tenant ended."""
-        left = self.running.get(tenant, 0) - tokens
-        if left > 0:
-            self.running[tenant] = left
-        else:
-            self.running.pop(tenant, None)
+        found = self._known.get(tenant)
+        if found is not None:
+            found.running = max(0, found.running - tokens)
 
     def served(self, tenant: str | None) -> float:
         """Return the tokens that a tenant was served, over its weight."""
-        return self._served.get(tenant, self._floor)
+        found = self._known.get(tenant)
+        return self._floor if found is None else found.served
 
 
 class Queue:
@@ -350,8 +366,7 @@ class Queue:
         self._sizes[request.model] = self._sizes.get(request.model, 0) + size
         share = self._shares.get(request.tenant)
         if share is None:
-            if request.tenant not in self.service.running:
-                self.service.come(request.tenant, self._shares)
+            self.service.come(request.tenant, self._shares)
             share = self._shares[request.tenant] = [0, 0]
         share[0] += 1
         share[1] += request.body_bytes

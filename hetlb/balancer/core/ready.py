@@ -53,7 +53,7 @@ class Choices:
 class ReadyInstances:
     """Instances of one model that take any but very long requests, and reasons against the others."""
 
-    def __init__(self, instances: Sequence[Instance], now: float) -> None:
+    def __init__(self, instances: list[Instance], now: float) -> None:
         self.instances = instances
         self.excluded: dict[str, str] = {}
         routable: list[Instance] = []

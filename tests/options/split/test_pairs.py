@@ -259,7 +259,7 @@ def test_prompts_go_from_faster_readers_to_slower_ones_unless_roles_say_otherwis
     scheduler = make_scheduler(specs, "hetlb")
     placed(scheduler.on_arrival(request(0, prompt=30_000, subset=("a",)), 0.0))
     asked, instances = split_request(1), scheduler.instances
-    ctx = scheduler.placement.context(asked, 100.0, 0, 0.0, None, None)
+    ctx = scheduler.placement.context(asked, 100.0, 0, 0.0)
     mixed = roles == (Role.BOTH, Role.BOTH)
     evaluation = Evaluation(ctx, instances, (20.0, *[term.weight for term in TERMS[1:]]), hold=False)
     found = _Pairs(ctx, evaluation, scheduler.placement.splits.transfers, mixed).best_pair(math.inf)
@@ -305,7 +305,7 @@ def test_an_answer_pays_for_the_prompts_to_come_where_it_decodes() -> None:
     (d,) = scheduler.instances
 
     def cost_s(now: float) -> float:
-        ctx = scheduler.placement.context(split_request(1000), 100.0, 0, now, None, None)
+        ctx = scheduler.placement.context(split_request(1000), 100.0, 0, now)
         evaluation = Evaluation(ctx, [d], (20.0, *[term.weight for term in TERMS[1:]]), hold=False)
         pairs = _Pairs(ctx, evaluation, scheduler.placement.splits.transfers, mixed=False)
         return pairs._delay_to_come_s(evaluation.ratings[0], 1.0)

@@ -26,7 +26,7 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.core.demand import size_of
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.base import Choice, Policy, PolicyParams, paper_work
-from hetlb.balancer.core.policies.score_terms import TERMS, Weights, set_scores, weights_of
+from hetlb.balancer.core.policies.score_terms import TERMS, Weights, rate_best, set_score, weights_of
 from hetlb.balancer.core.policies.sight import (
     HELD,
     KEPT_FREE,
@@ -65,8 +65,9 @@ class Evaluation:
         self.instances = members = fleet.members
         self._sights = sights = [Sight(ctx, members[i], fleet.costs[i], i) for i in range(len(members))]
         protected, availabilities = ctx.demand.protected, ctx.availabilities
+        service = ctx.request.service
         # The rest is rated for people alone, later: but not where the terms may change until then.
-        at_once = ctx.request.service.background or bool(protected) or ctx.adapter_load_s > 0.0
+        at_once = service.background or service.stated or bool(protected) or ctx.adapter_load_s > 0.0
         needed: list[Sight] = []
         holder: Sight | None = None
         full, speed, unread, most_cached = False, 0.0, 0.0, 0.0
@@ -81,28 +82,35 @@ class Evaluation:
             elif availabilities[i][0] == BLOCKED and each.state == ROOM:
                 each.state = RESTRAINED
             if each.state == ROOM or at_once or not full:
-                each.foresee(ctx)
                 needed.append(each)
             if each.state >= KEPT_FREE:
                 full = True
         if holder is not None and holder not in needed:
-            holder.foresee(ctx)
             needed.append(holder)
-        ctx.most_cached, ctx.unread = most_cached, unread / len(sights)
+        ctx.most_cached = most_cached
+        ctx.unread = unread / float(len(sights))
         #: Size of all that waits, with the request.
         todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
         fastest = sights[fleet.order[0]]
+        fastest.foresee(ctx)
         ctx.goes_on = ctx.demand.goes_on(fastest.own_s, ctx.now)
         hold = hold and len(sights) > 1
         if hold and not ctx.goes_on:
             for each in sights:
                 each.done_s = fastest.long_s + todo / each.faster if each.faster > 0.0 else math.inf
-        if protected or ctx.request.service.stated:
-            targets = option("classes.room_for_targets")
-            targets.set_losses(ctx, needed)
-            full = targets.keep_free(ctx, sights) or full
-        self.weights = weights_of(ctx, stated)
-        set_scores(ctx, needed, self.weights)
+        self.weights = weights = weights_of(ctx, stated)
+        if at_once or full or ctx.request.sequences > 1 or ctx.request.preferred:
+            for each in needed:
+                if each is not fastest:
+                    each.foresee(ctx)
+            if protected or service.stated:
+                targets = option("classes.room_for_targets")
+                targets.set_losses(ctx, needed)
+                full = targets.keep_free(ctx, sights) or full
+            for each in needed:
+                set_score(ctx, each, weights)
+        else:
+            rate_best(ctx, fastest, needed, weights)
         if hold and full:
             self._hold(todo)
             if holder is not None and holder.state >= KEPT_FREE:
@@ -116,14 +124,15 @@ class Evaluation:
             each.foresee(self._ctx)
         if left and (self._ctx.demand.protected or self._ctx.request.service.stated):
             option("classes.room_for_targets").set_losses(self._ctx, left)
-        set_scores(self._ctx, left, self.weights)
+        for each in left:
+            set_score(self._ctx, each, self.weights)
         return self._sights
 
     def best(self, among: Sequence[int] | None = None) -> Sight | None:
         """Return the instance with room and the lowest score, the first of several; None if none has room."""
         found: Sight | None = None
         for each in self._sights:
-            if each.state != ROOM or (among is not None and each.index not in among):
+            if each.state != ROOM or not each.rated or (among is not None and each.index not in among):
                 continue
             if found is None or each.score < found.score:
                 found = each

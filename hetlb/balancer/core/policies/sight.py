@@ -58,7 +58,6 @@ class SchedulingContext:
         demand: Demand,
         now: float,
         held: Held | None,
-        availabilities: Sequence[tuple[int, str]] | None = None,
     ) -> None:
         self.request = request
         self.predicted_output = predicted_output
@@ -70,7 +69,7 @@ class SchedulingContext:
         self.mean_output = demand.mix.output
         self.now = now
         self.held = held
-        self.availabilities = availabilities
+        self.availabilities: Sequence[tuple[int, str]] | None = None
         #: Tokens of its prompt that one instance holds at most, and of all that wait to be computed on an
         #: instance in the mean.
         self.most_cached = self.unread = 0.0
