@@ -50,7 +50,7 @@ class Outcome(StrEnum):
     """End of a request, or of one lease of it. Every accepted request has exactly one; `CAUSES` says whose.
 
     `UPSTREAM_REFUSED` is an engine's whole answer of 4xx, `UPSTREAM_ERROR` one of 5xx, `UPSTREAM_BUSY` one of
-    429 or 503 that says when to come again.
+    429 or 503 that says when to come again. `MISPLACED` ends a lease alone: its request is placed anew.
     """
 
     OK = "ok"
@@ -67,6 +67,7 @@ class Outcome(StrEnum):
     BROKEN_STREAM = "broken_stream"
     CLIENT_GONE = "client_gone"
     LOCAL_FAULT = "local_fault"
+    MISPLACED = "misplaced"
     SHUTDOWN = "shutdown"
 
 
@@ -86,6 +87,7 @@ CAUSES: Final[dict[str, str]] = {
     Outcome.NO_INSTANCE.value: "hetlb",
     Outcome.EXPIRED_QUEUE.value: "hetlb",
     Outcome.LOCAL_FAULT.value: "hetlb",
+    Outcome.MISPLACED.value: "hetlb",
     Outcome.SHUTDOWN.value: "hetlb",
 }
 

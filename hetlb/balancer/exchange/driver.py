@@ -266,8 +266,8 @@ class Driver(Host):
     def takes_back(self) -> bool:
         return True
 
-    def turned_away(self, lease: Lease) -> None:
-        self.counted.tried_again(lease.instance, Outcome.UPSTREAM_BUSY)
+    def turned_away(self, lease: Lease, outcome: Outcome) -> None:
+        self.counted.tried_again(lease.instance, outcome)
         self.exchanges[lease.request.id].back_to_queue(TURNED_AWAY)
 
     # --- connections to engines ---

@@ -180,7 +180,7 @@ class SchedulerDriver(SchedulerSide):
         if commands := self.scheduler.on_first_token(lease, now):
             self.carry_out(commands)
         if self.scheduler.misplaces and self.carrier.takes_back():
-            self._move(self.scheduler.misplaced(), self.scheduler.on_misplaced, now)
+            self._move(self.scheduler.misplaced(), self.scheduler.on_misplaced, now, Outcome.MISPLACED)
             self.carry_out(self.scheduler.wait_again(now))
 
     def lease_ended(
@@ -198,7 +198,7 @@ class SchedulerDriver(SchedulerSide):
     def refused(self, lease: Lease, busy: bool, retry_after_s: float | None, now: float) -> None:
         commands = self.scheduler.on_refused(lease, busy, retry_after_s, now, may_move=self.moves_busy)
         if lease.ended:
-            self.carrier.turned_away(lease)
+            self.carrier.turned_away(lease, Outcome.UPSTREAM_BUSY)
         self.carry_out(commands)
 
     def hung_s(self, lease: Lease, now: float) -> float | None:
@@ -309,14 +309,20 @@ class SchedulerDriver(SchedulerSide):
         if left and self.scheduler.retrying:
             self._mover = self.carrier.loop.call_later(_NEXT_MOVES_S, self._move_stranded)
 
-    def _move(self, leases: list[Lease], place: Callable[[Lease, float], list[Command]], now: float) -> bool:
-        """Send leases elsewhere that may be taken back. Return True if some stay."""
+    def _move(
+        self,
+        leases: list[Lease],
+        place: Callable[[Lease, float], list[Command]],
+        now: float,
+        outcome: Outcome = Outcome.UPSTREAM_BUSY,
+    ) -> bool:
+        """Send leases elsewhere that may be taken back; they count as `outcome`. Return True if some stay."""
         left = False
         for lease in leases:
             if self.carrier.may_turn_away(lease):
                 commands = place(lease, now)
                 if lease.ended:
-                    self.carrier.turned_away(lease)
+                    self.carrier.turned_away(lease, outcome)
                 left = left or not lease.ended
                 self.carry_out(commands)
         return left

@@ -224,8 +224,8 @@ class Carrier(ABC):
         """Return True if requests can be taken from engines that work: they wait again, or go elsewhere."""
         return False
 
-    def turned_away(self, lease: Lease) -> None:
-        """Give a request another lease: its engine refused it, or is silent."""
+    def turned_away(self, lease: Lease, outcome: Outcome) -> None:
+        """Give a request another lease: its engine refused it, is silent, or was thought to be faster."""
 
     @abstractmethod
     def tokens_so_far(self, lease: Lease) -> int:

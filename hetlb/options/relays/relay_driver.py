@@ -260,7 +260,7 @@ class RelayDriver(SchedulerSide):
             held or (before.instance in self._stalled and driver.may_turn_away(before))
         ):
             before.ended = True
-            driver.turned_away(before)
+            driver.turned_away(before, Outcome.UPSTREAM_BUSY)
         if command.model:
             record.request = replace(record.request, model=command.model)
         target, now = self._targets[command.instance], driver.now()
