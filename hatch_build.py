@@ -80,7 +80,7 @@ COMPILED = (
         for name in (
             "adapter_slots", "block_pool", "decode_batch", "engine_limits", "engine_model",
             "engine_sequence", "event_queue", "fleet_engine", "fleet_simulation", "flights",
-            "iteration_records",
+            "iteration_records", "iteration_times",
             "kv_blocks",
         )
     ),

@@ -48,6 +48,7 @@ from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.engine_model import EngineModel
 from hetlb.tools.sim.engine_sequence import EngineSequence
 from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.sim.iteration_times import uneven_s
 from hetlb.tools.sim.study import engine_of
 from hetlb.tools.workload.measured_logs import LoggedRequest, read_log
 
@@ -166,7 +167,7 @@ def iteration_s(latency: LatencyModel, row: dict[str, float], longest_context: f
     tokens, prompts = row["sum_prefill_tokens"], row["num_prefill_requests"]
     batch, kv_tokens = row["num_decode_requests"], row["sum_decode_kv_tokens"]
     if not tokens:
-        return latency.step_s(batch, kv_tokens) + latency.uneven_s(batch, kv_tokens, longest_context or 0.0)
+        return latency.step_s(batch, kv_tokens) + uneven_s(latency, batch, kv_tokens, longest_context or 0.0)
     mean, variance = tokens / prompts, row["var_prefill_length"]
     longest = min(tokens, mean + (variance * (prompts - 1)) ** 0.5) if prompts > 1 else tokens
     attended = prompts * (mean * mean + variance) + 2 * row["sum_prefill_kv_tokens"] * mean

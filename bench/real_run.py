@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
-from hetlb.balancer.core.latency import IterationRule, LatencyModel
+from hetlb.balancer.core.latency import LatencyModel
 from hetlb.options.profiles.profile_file import HostTime
 from hetlb.tools.profiler.fit import Point, StepKind, fit
 from hetlb.tools.profiler.sources import ASSUMED_TILE_TOKENS, complete
@@ -165,11 +165,7 @@ class Exact:
         self.request_s = request_s
         self.split_kv = None
 
-    def uneven_s(self, batch: int, kv_tokens: int, longest: int) -> float:
-        """Nothing: the tables are of equal contexts."""
-        return 0.0
-
-    def iteration_s(
+    def mixed_step_s(
         self,
         tokens: int,
         prompts: int,
@@ -177,7 +173,6 @@ class Exact:
         batch: int,
         kv_tokens: int,
         attended: int = -1,
-        rule: IterationRule = IterationRule.TOKEN,
     ) -> float:
         """Seconds of an iteration; several prompts count as one of their tokens without a past."""
         past = max(0.0, (attended / tokens - tokens) / 2) if tokens else 0.0
@@ -187,7 +182,7 @@ class Exact:
 
     def step_s(self, batch: int, kv_tokens: int) -> float:
         """Seconds of a decode step."""
-        return self.iteration_s(0, 0, 0, batch, kv_tokens) if batch else 0.0
+        return self.mixed_step_s(0, 0, 0, batch, kv_tokens) if batch else 0.0
 
     def step_growth_s(self, batch: int) -> float:
         """Return the seconds that one more token for each sequence adds to a step."""

@@ -19,12 +19,12 @@ import msgspec
 from cpu import measured, prefer
 from peers import INSTALLED, MODEL, ROOT
 
-from hetlb.balancer.core.latency import IterationRule
 from hetlb.options.profiles.profile_file import Profile, load_profile, with_latency
 from hetlb.options.profiles.profile_writer import write_profile
 from hetlb.tools.sim.alone import full_tokens_per_s
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.workload.arrivals import make_plan
 from hetlb.tools.workload.content import HASH_BLOCK_TOKENS
 from hetlb.tools.workload.rows import Row

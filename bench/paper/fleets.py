@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from hetlb.balancer.core.latency import IterationRule, LatencyModel
+from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.setup import SchedulerSetup
@@ -34,6 +34,7 @@ from hetlb.tools.profiler.fit import fit
 from hetlb.tools.profiler.sources import Roofline
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.sim.simulation_sweep import Study
 from hetlb.tools.workload.arrivals import Load
 from hetlb.tools.workload.rows import Row

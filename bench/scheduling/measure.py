@@ -24,7 +24,7 @@ from rich.progress import track
 import hetlb
 import hetlb.balancer.core.policies.hetlb as default_policy
 import hetlb.balancer.core.speed as speed
-from hetlb.balancer.core.latency import IterationRule, LatencyModel
+from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.policies.score_terms import TERMS
 from hetlb.balancer.core.predictor import make_predictor
@@ -32,6 +32,7 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command, Outcome, Request
 from hetlb.tools.sim.alone import run_alone
 from hetlb.tools.sim.fleet_simulation import FleetSimulation
+from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.sim.simulation_sweep import fixed_split
 from hetlb.tools.workload.arrivals import PlannedRequest
 

@@ -24,7 +24,6 @@ import generated_traffic as generate
 from generated_traffic import AgentTree, Lengths
 
 from hetlb.balancer.config.fleet import load_fleet
-from hetlb.balancer.core.latency import IterationRule
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.setup import SchedulerSetup
@@ -34,6 +33,7 @@ from hetlb.tools.sim.alone import run_alone
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.fleet_simulation import FleetSimulation
+from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.workload.arrivals import PlannedRequest, Waves, make_plan
 from hetlb.tools.workload.content import HASH_BLOCK_TOKENS
 from hetlb.tools.workload.records import percentile

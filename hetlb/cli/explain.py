@@ -17,9 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from hetlb.balancer.config.fleet import Fleet, load_fleet
-from hetlb.balancer.core.policies.base import COMBINE_FORMS
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.policies.base import best
 from hetlb.balancer.core.policies.registry import POLICIES
-from hetlb.balancer.core.ready import least_tokens
+from hetlb.balancer.core.policies.sight import foreseen
+from hetlb.balancer.core.ready import least_tokens, with_excluded
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import HAND_OVER, Candidate, Dispatch, Health, Request
@@ -28,6 +30,7 @@ from hetlb.cli.flags import COUNT, add_json, declare, event_log, number, print_d
 from hetlb.errors import ConfigError, InputError
 from hetlb.options.admin.decisions import decision_summary
 from hetlb.options.event_log.eventlog import Replay
+from hetlb.options.policies.baselines import COMBINE_FORMS, paper_terms
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,9 +98,9 @@ def _explain_made_up(
     )
     names = {instance.name: instance for instance in scheduler.instances}
     for name, value in _assignments("--kv-used", args.kv_used, names):
-        names[name].assume(kv_utilization=value)
+        _use_kv(names[name], value)
     for name, value in _assignments("--load", args.load, names):
-        names[name].assume(work_s=value)
+        names[name].work_ns = round(value * 1e9)
     model = args.model or fleet.instances[0].model
     if model not in scheduler.fleet.ready:
         raise ConfigError(f"--model: expected one of {', '.join(scheduler.fleet.ready)}, got {model!r}")
@@ -119,7 +122,41 @@ def _explain_made_up(
             f"--input: expected at most {longest - request.generates:.0f} tokens, the most that an instance "
             f"of {model} holds, got {args.input}"
         )
-    return scheduler.placement.explain(request, args.output, now=0.0)
+    return explained(scheduler, request, args.output, now=0.0)
+
+
+def _use_kv(instance: Instance, share: float) -> None:
+    """Book a share of an instance's KV cache without a lease."""
+    tokens = round(share * instance.kv_cache_tokens)
+    instance.keep(tokens)
+    instance.promised_tokens = instance.prompt_tokens = tokens
+
+
+def explained(
+    scheduler: Scheduler, request: Request, predicted: float, now: float
+) -> tuple[list[Candidate], str | None]:
+    """Return every instance of the request's model with all its terms, in file order, and the chosen one.
+
+    Terms that the policy does not use are filled with the paper's. Policies that draw draw here too.
+    """
+    placement, ready = scheduler.placement, scheduler.fleet.ready.get(request.model)
+    if ready is None:
+        return [], None
+    choices = placement.able(request, ready, now)
+    ctx = placement.context(request, predicted, scheduler.queue.waiting(request.model), now)
+    ctx.availabilities = choices.availabilities
+    ctx.burst = 1 if ready.idle else ctx.burst + 1
+    scored = placement.policy.score(ctx, choices.instances) if choices.instances else []
+    candidates = with_excluded(scored, ready.instances, choices.excluded)
+    for instance, candidate in zip(ready.instances, candidates, strict=True):
+        if candidate.forecast is None:
+            candidate.forecast = foreseen(ctx, instance).document(instance.errors)
+        if candidate.ideal_batch is None:
+            terms = paper_terms(instance, request, predicted, placement.policy.params)
+            candidate.ideal_batch, candidate.processing_s = terms.ideal_batch, terms.processing_s
+            candidate.kv_utilization, candidate.workload = terms.kv_utilization, terms.workload
+    chosen = best(candidates)
+    return candidates, None if chosen is None else candidates[chosen].instance
 
 
 def _assignments(flag: str, pairs: list[str], names: Collection[str]) -> Iterator[tuple[str, float]]:

@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 
 from hetlb.balancer.config.fleet import load_fleet
-from hetlb.balancer.core.latency import IterationRule
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.predictor import PREDICTORS
 from hetlb.cli.flags import COUNT, INTEGER, add_json, add_load, declare, event_log, print_document, whole
@@ -24,6 +23,7 @@ from hetlb.tools.loadtest.result_tables import percent, runs_table
 from hetlb.tools.paths.path_log import dispatches, is_path_log
 from hetlb.tools.plan.common.remarks import remarks_on_fleet
 from hetlb.tools.plots import picture_path
+from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.sim.simulation_sweep import TRACE, Ran, Study, StudyCell, run_sweep
 from hetlb.tools.sim.study import by_policy_and_rate, make_study, median_run, run_document, watch
 from hetlb.tools.sim.sweep_plot import rate_in_words, write_sweep_plot

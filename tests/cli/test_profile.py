@@ -17,6 +17,7 @@ from hetlb.options.profiles.step_times import SplitKv
 from hetlb.tools.profiler.aiconfigurator import Layout, query
 from hetlb.tools.profiler.fit import StepKind
 from hetlb.tools.profiler.sources import corrected
+from hetlb.tools.sim.iteration_times import uneven_s
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "profiler" / "data" / "l40s-llama-3.1-8b.csv"
@@ -371,7 +372,7 @@ def test_unequal_contexts_are_assumed_where_a_kernel_splits_them_alike(tmp_path:
         split = profile.latency.split_kv
         assert (split and split.blocks) == blocks
         assert any(line.startswith("split_kv") for line in profile.assumed) == (blocks is not None)
-        more_s = profile.latency.uneven_s(24, 24 * 1000 + 15_000, 16_000)
+        more_s = uneven_s(profile.latency, 24, 24 * 1000 + 15_000, 16_000)
         assert (more_s > 1e-3) == (blocks is not None)
 
 

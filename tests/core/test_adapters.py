@@ -19,6 +19,7 @@ from hetlb.balancer.core.types import (
     Outcome,
     Request,
 )
+from hetlb.cli.explain import explained
 from hetlb.options.adapters.adapters import AdapterLoadTime, AdapterSlots
 from hetlb.options.engine_pages.engine_metrics import parse
 
@@ -92,7 +93,7 @@ def test_an_adapter_goes_where_it_is_and_explain_says_why() -> None:
     other = lease_of(scheduler.on_arrival(Request(3, NAMES[1], 100), 0.0))
     assert again.instance == first.instance
     assert other.instance != first.instance
-    candidates, _ = scheduler.placement.explain(Request(9, NAMES[0], 100), 100.0, 0.0)
+    candidates, _ = explained(scheduler, Request(9, NAMES[0], 100), 100.0, 0.0)
     terms = {each.instance: each.terms or {} for each in candidates}
     assert terms[first.instance]["adapter_s"] == 0.0
     assert terms[other.instance]["adapter_s"] > 0.0
@@ -101,7 +102,7 @@ def test_an_adapter_goes_where_it_is_and_explain_says_why() -> None:
         total = sum(value * weights.get(name, 1.0) for name, value in (each.terms or {}).items())
         assert each.score == pytest.approx(total)
     # A request for the base model knows nothing of it.
-    candidates, _ = scheduler.placement.explain(Request(9, "m", 100), 100.0, 0.0)
+    candidates, _ = explained(scheduler, Request(9, "m", 100), 100.0, 0.0)
     assert not any((each.terms or {})["adapter_s"] for each in candidates)
     scheduler.check_integrity()
 
@@ -143,7 +144,7 @@ def test_a_scheduler_weighs_the_time_that_it_has_seen() -> None:
         lease.output_tokens = 1
         scheduler.on_lease_ended(lease, Outcome.OK, now + 5.0)
         before = {each.name: each.adapters.held for each in scheduler.instances if each.adapters is not None}
-    candidates, _ = scheduler.placement.explain(Request(99, NAMES[7], 100), 100.0, now)
+    candidates, _ = explained(scheduler, Request(99, NAMES[7], 100), 100.0, now)
     weighed = [
         (each.terms or {})["adapter_s"] * (each.weights or {}).get("adapter_s", 1.0) for each in candidates
     ]

@@ -15,6 +15,7 @@ from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.core.policies.score_terms import TERMS
 from hetlb.balancer.core.predictor import PRIOR_OUTPUT_TOKENS, OnlinePredictor
 from hetlb.balancer.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome
+from hetlb.cli.explain import explained
 from hetlb.options.length_samples.samples import OraclePredictor
 
 #: As fast as `FAST` in decoding, fifty times as slow at reading.
@@ -36,7 +37,7 @@ def test_samples_of_a_prompt_are_read_once_where_prefixes_are_cached(caches: boo
     scheduler = make_scheduler([spec("a", capacity=stated)], "hetlb")
     [instance] = scheduler.instances
     asked = request(1, prompt=3000, sequences=8, samples=4)
-    [candidate], _ = scheduler.placement.explain(asked, 100.0, 0.0)
+    [candidate], _ = explained(scheduler, asked, 100.0, 0.0)
     read = 2 if caches else 8
     expected = instance.latency.first_token_s(3000, 0.0, 0.0, 0.0, 0.0, instance.token_budget, read)
     assert candidate.terms is not None
@@ -154,7 +155,7 @@ def test_the_first_token_on_an_idle_instance_is_the_latency_model_s(
         scheduler.on_first_token(earlier, 1.0)
         scheduler.on_lease_ended(earlier, Outcome.CLIENT_GONE, 1.0)
     asked = request(2, prompt=prompt, sequences=sequences, prefix_keys=keys)
-    [candidate], _ = scheduler.placement.explain(asked, 100.0, 2.0)
+    [candidate], _ = explained(scheduler, asked, 100.0, 2.0)
     held = min(cached, prompt - 1) if keys else 0
     expected = instance.latency.first_token_s(prompt, held, 0.0, 0.0, 0.0, instance.token_budget, sequences)
     assert candidate.terms is not None

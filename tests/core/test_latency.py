@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.balancer.core.latency import IterationRule, LatencyModel, ideal_batch, processing_s
+from hetlb.balancer.core.latency import LatencyModel, ideal_batch, processing_s
 from hetlb.options.profiles.step_times import DecodeTable, MixedTerm, PnormPrefill, PrefillGrid, SplitKv
+from hetlb.tools.sim.iteration_times import IterationRule, iteration_s, uneven_s
 
 MODEL = LatencyModel(k1=1.1e-4, k2=1e-3, k3=2e-6, k4=1e-2, k5=5e-8, k6=6e-5, k7=3e-7, k8=1.3e-2)
 
@@ -39,10 +40,10 @@ def test_ideal_batch(kv: int, inputs: int, outputs: float, cap: int | None, expe
 
 def test_pure_iterations_are_as_fitted() -> None:
     for rule in IterationRule:
-        assert MODEL.iteration_s(512, 1, 512, 0, 0, rule=rule) == pytest.approx(
+        assert iteration_s(MODEL, rule, 512, 1, 512, 0, 0) == pytest.approx(
             MODEL.paper_prefill_s(1, 512), rel=1e-14
         )
-        assert MODEL.iteration_s(0, 0, 0, 8, 8 * 700, rule=rule) == pytest.approx(
+        assert iteration_s(MODEL, rule, 0, 0, 0, 8, 8 * 700) == pytest.approx(
             MODEL.paper_step_s(8, 700), rel=1e-14
         )
 
@@ -51,10 +52,10 @@ def test_mixed_iterations_follow_their_rules() -> None:
     p, n, longest, d, c = 600, 2, 400, 8, 5600
     prefill = MODEL.k1 * p + MODEL.k2 * n + MODEL.k3 * longest
     attention = MODEL.k5 * c + MODEL.k7 * c / d
-    assert MODEL.iteration_s(p, n, longest, d, c, rule=IterationRule.SUM) == pytest.approx(
+    assert iteration_s(MODEL, IterationRule.SUM, p, n, longest, d, c) == pytest.approx(
         prefill + MODEL.k4 + attention + MODEL.k6 * d + MODEL.k8, rel=1e-14
     )
-    assert MODEL.iteration_s(p, n, longest, d, c) == pytest.approx(
+    assert MODEL.mixed_step_s(p, n, longest, d, c) == pytest.approx(
         max(MODEL.k4, MODEL.k8) + prefill + MODEL.k6 * d + 1.5 * attention, rel=1e-14
     )
 
@@ -163,7 +164,7 @@ def test_contexts_of_one_length_are_no_longer_where_some_blocks_read_as_fast_as_
     batch: int, context: int, share: float
 ) -> None:
     split = SplitKv(37.0, share * 37.0 * MODEL.k5)
-    assert replace(MODEL, k7=0.0, split_kv=split).uneven_s(batch, batch * context, context) == 0.0
+    assert uneven_s(replace(MODEL, k7=0.0, split_kv=split), batch, batch * context, context) == 0.0
 
 
 def test_a_long_context_among_short_ones_has_the_blocks_of_its_padded_batch() -> None:
@@ -171,7 +172,7 @@ def test_a_long_context_among_short_ones_has_the_blocks_of_its_padded_batch() ->
     for batch, splits in ((1, 37), (3, 12), (8, 4), (9, 2), (16, 2), (17, 1), (24, 1), (100, 1)):
         tokens = 30_000 + 100 * (batch - 1)
         expected = max(0.0, 1e-6 * 30_000 / splits - MODEL.k5 * tokens)
-        assert model.uneven_s(batch, tokens, 30_000) == pytest.approx(expected, abs=1e-12)
-    assert model.scaled(2.0).uneven_s(24, 32_300, 30_000) == pytest.approx(
-        2.0 * model.uneven_s(24, 32_300, 30_000)
+        assert uneven_s(model, batch, tokens, 30_000) == pytest.approx(expected, abs=1e-12)
+    assert uneven_s(model.scaled(2.0), 24, 32_300, 30_000) == pytest.approx(
+        2.0 * uneven_s(model, 24, 32_300, 30_000)
     )

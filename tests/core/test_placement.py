@@ -21,6 +21,7 @@ from hetlb.balancer.core.types import (
     ModelsLearned,
     Request,
 )
+from hetlb.cli.explain import explained
 from hetlb.options.kv_events.block_index import BlocksStored, KvEventBatch, block_digests
 
 ROOMY = Capacity(kv_cache_tokens=10**6, kv_tokens_per_request=10**6, max_num_seqs=64)
@@ -276,7 +277,7 @@ def test_an_explanation_books_nothing_and_fills_in_the_terms_of_the_paper() -> N
     scheduler = fleet("abc", "least-requests", c=2.0)
     scheduler.on_instance(AdminStateSet("a", AdminState.MAINT), 0.0)
     asked = request(1, prompt=400)
-    candidates, chosen = scheduler.placement.explain(asked, 100.0, 0.0)
+    candidates, chosen = explained(scheduler, asked, 100.0, 0.0)
     assert (chosen, scheduler.in_flight) == ("b", 0)
     assert [(each.instance, each.eligible, each.reason) for each in candidates] == [
         ("a", False, "in maintenance"),
@@ -293,10 +294,10 @@ def test_an_explanation_books_nothing_and_fills_in_the_terms_of_the_paper() -> N
 
 def test_of_a_model_that_is_not_there_nothing_is_explained() -> None:
     scheduler = fleet()
-    assert scheduler.placement.explain(request(1, model="none"), 10.0, 0.0) == ([], None)
+    assert explained(scheduler, request(1, model="none"), 10.0, 0.0) == ([], None)
     for name in "ab":
         scheduler.on_instance(AdminStateSet(name, AdminState.DRAIN), 0.0)
-    candidates, chosen = scheduler.placement.explain(request(1), 10.0, 0.0)
+    candidates, chosen = explained(scheduler, request(1), 10.0, 0.0)
     assert ([each.reason for each in candidates], chosen) == (["draining", "draining"], None)
 
 
@@ -307,5 +308,5 @@ def test_what_waits_is_part_of_an_explanation() -> None:
     for size, later in ((0, True), (10**6, False)):
         if size:
             scheduler.queue.push(request(9, subset=("a",)), 0.0, size=size)
-        candidates, chosen = scheduler.placement.explain(request(2), 50.0, 5.0)
+        candidates, chosen = explained(scheduler, request(2), 50.0, 5.0)
         assert ((candidates[1].terms or {})["finish_s"] > 0.0, chosen) == (later, "a")

@@ -8,13 +8,15 @@ import pytest
 from helpers import FAST, dispatched, make_scheduler, request, spec
 
 from hetlb.balancer.core.demand import Demand
-from hetlb.balancer.core.policies.base import COMBINE_FORMS, PlannedType, PolicyParams
+from hetlb.balancer.core.policies.base import PlannedType, PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.policies.sight import SchedulingContext
 from hetlb.balancer.core.predictor import make_predictor
 from hetlb.balancer.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome, Request
+from hetlb.cli.explain import explained
 from hetlb.options.length_samples.samples import OraclePredictor
 from hetlb.options.policies.baselines import (
+    COMBINE_FORMS,
     DEFAULT_RTT_S,
     PeakEwma,
     PeakEwmaChoice,
@@ -366,7 +368,7 @@ def test_lmetric_multiplies_tokens_to_compute_by_the_batch() -> None:
         dispatched(scheduler.on_arrival(request(i, prompt=tokens), 0.0)) for i, tokens in ((1, 100), (2, 900))
     ]
     assert [each.instance for each in sent] == ["a", "b"]
-    first, second = (each.score for each in scheduler.placement.explain(request(3, prompt=50), 10.0, 0.0)[0])
+    first, second = (each.score for each in explained(scheduler, request(3, prompt=50), 10.0, 0.0)[0])
     assert (first, second) == ((100 + 50) * 2, (900 + 50) * 2)
     scheduler.on_first_token(sent[1], 1.0)
     assert dispatched(scheduler.on_arrival(request(4, prompt=50), 1.0)).instance == "b"
@@ -501,7 +503,7 @@ def test_the_end_of_a_burst_weighs_by_its_requests() -> None:
     scheduler = make_scheduler([spec("fast", kv=100_000), spec("slow", kv=100_000, slower=4.0)], "hetlb")
 
     def weight() -> float:
-        return (scheduler.placement.explain(request(99), 50.0, 0.0)[0][0].weights or {})["finish_s"]
+        return (explained(scheduler, request(99), 50.0, 0.0)[0][0].weights or {})["finish_s"]
 
     assert weight() == pytest.approx(0.2)
     leases = [dispatched(scheduler.on_arrival(request(i), 0.0)) for i in range(9)]

@@ -26,6 +26,7 @@ from hetlb.balancer.core.types import (
     Outcome,
     Request,
 )
+from hetlb.cli.explain import explained
 
 #: Policies whose score is of an instance among the others: its turn or place, or a draw.
 AMONG_OTHERS = {"rr", "random", "p2c", "peak-ewma", "single"}
@@ -150,7 +151,7 @@ def test_scoring_changes_nothing_and_an_instance_s_numbers_are_its_own(
                 if policy not in AMONG_OTHERS and each.eligible and other.eligible and finite:
                     assert _own_score(each) == pytest.approx(_own_score(other), rel=1e-9)
         if policy not in AMONG_OTHERS:
-            scheduler.placement.explain(asked, 60.0, later)
+            explained(scheduler, asked, 60.0, later)
 
     watched, left_alone = Run(policy, look), Run(policy, lambda scheduler, now: None)
     for event in events:

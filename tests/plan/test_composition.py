@@ -87,7 +87,7 @@ def test_equal_stages_take_for_a_load_what_one_engine_takes_for_their_part_of_it
 
     def seconds(model: LatencyModel, times: int) -> float:
         tokens = times * prompts * length
-        return model.iteration_s(
+        return model.mixed_step_s(
             tokens, times * prompts, length if prompts else 0, times * batch, times * batch * context,
             tokens * length,
         )  # fmt: skip
@@ -106,11 +106,11 @@ def test_a_turn_is_never_shorter_than_its_slowest_stage(
     load = (512.0, 1.0, 512.0, 32.0, 32 * 700.0, 512.0 * 512)
     half = tuple(each / 2 if at not in (1, 2) else each for at, each in enumerate(load))
     parts = [
-        share * (each.iteration_s(*half) - each.host_s)
+        share * (each.mixed_step_s(*half) - each.host_s)
         for share, each in zip(shares, (one, two), strict=True)
     ]
     if (one.mixed is None) == (two.mixed is None):
-        assert whole.iteration_s(*load) >= max(2 * max(parts), sum(parts)) * 0.97
+        assert whole.mixed_step_s(*load) >= max(2 * max(parts), sum(parts)) * 0.97
 
 
 def stages_of(profile: Profile, count: int, tokens: int) -> tuple[Profile, tuple[EngineStage, ...]]:

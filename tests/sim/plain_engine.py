@@ -38,8 +38,9 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from hetlb.balancer.core.latency import IterationRule, LatencyModel
+from hetlb.balancer.core.latency import LatencyModel
 from hetlb.tools.sim.engine_limits import EngineLimits
+from hetlb.tools.sim.iteration_times import IterationRule, iteration_s, uneven_s
 
 
 @dataclass(eq=False)
@@ -306,18 +307,19 @@ class PlainEngine:
         """Its duration, and its sequences as they will be when it has run."""
         decodes = [each.sequence for each in scheduled if each.decodes or each.joins]
         prefills = [(each.sequence, each.tokens) for each in scheduled if not (each.decodes or each.joins)]
-        duration_s = self.latency.iteration_s(
+        duration_s = iteration_s(
+            self.latency,
+            self.rule,
             sum(new for _, new in prefills),
             len(prefills),
             max((new for _, new in prefills), default=0),
             len(decodes),
             sum(sequence.computed + 1 for sequence in decodes),
             sum(new * (new + 2 * sequence.computed) for sequence, new in prefills),
-            self.rule,
         )
         if decodes and not prefills:
             contexts = [sequence.computed + 1 for sequence in decodes]
-            duration_s += self.latency.uneven_s(len(decodes), sum(contexts), max(contexts))
+            duration_s += uneven_s(self.latency, len(decodes), sum(contexts), max(contexts))
         duration_s += self._load({each.sequence.adapter for each in scheduled} - {""}) * self.adapter_load_s
         batch = PlainBatch(scheduled, preempted, duration_s, self.used)
         for each in scheduled:

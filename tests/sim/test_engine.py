@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim.plain_engine import PlainEngine, PlainSequence
 
-from hetlb.balancer.core.latency import IterationRule, LatencyModel
+from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.types import Capacity
 from hetlb.options.profiles.profile_file import Profile
 from hetlb.options.profiles.step_times import PnormPrefill, PrefillGrid, SplitKv
@@ -25,6 +25,7 @@ from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.engine_model import EngineModel
 from hetlb.tools.sim.engine_sequence import EngineSequence, SequenceState
 from hetlb.tools.sim.iteration_records import IterationEnd, IterationRun
+from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.sim.study import engine_of
 
 MAX_EXAMPLES = examples(60)

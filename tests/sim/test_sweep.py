@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hetlb.balancer.core.latency import IterationRule, LatencyModel
+from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.predictor import make_predictor
 from hetlb.balancer.core.queue import QueueLimits
@@ -30,6 +30,7 @@ from hetlb.tools.sim.engine_sequence import EngineSequence
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.fleet_result import FleetSeries
 from hetlb.tools.sim.fleet_simulation import FleetSimulation
+from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.sim.simulation_sweep import TRACE, Study, StudyCell, fixed_split, run_sweep
 from hetlb.tools.workload.arrivals import Load
 from hetlb.tools.workload.rows import Row

@@ -22,7 +22,7 @@ from hetlb.balancer.config.fleet_tables import (
 )
 from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.objective import ServiceClass
-from hetlb.balancer.core.policies.base import COMBINE_FORMS, PolicyParams
+from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.predictor import PREDICTORS, LengthSample
 from hetlb.balancer.core.queue import QueueLimits
@@ -189,12 +189,12 @@ def check_policy(table: PolicyTable, where: str) -> None:
         POLICIES[table.name]
     except ConfigError as error:
         raise ConfigError(f"{where}policy.name: {error}") from error
-    for key, value, names in (
-        ("combine", table.combine, tuple(COMBINE_FORMS)),
-        ("predictor", table.predictor, PREDICTORS),
-    ):
-        if value is not None and value not in names:
-            raise ConfigError(f"{where}policy.{key}: {one_of(value, names)}")
+    if table.combine != PolicyTable().combine:
+        forms = tuple(option("policies.baselines").COMBINE_FORMS)
+        if table.combine not in forms:
+            raise ConfigError(f"{where}policy.combine: {one_of(table.combine, forms)}")
+    if table.predictor is not None and table.predictor not in PREDICTORS:
+        raise ConfigError(f"{where}policy.predictor: {one_of(table.predictor, PREDICTORS)}")
 
 
 def resolve_instance(

@@ -34,7 +34,7 @@ class InstanceLedger(InstanceLimits):
     """Sums over the leases of an instance, and progress of their answers."""
 
     __slots__ = (
-        "_assumed_ns", "_assumed_tokens", "_begun_sequences", "_begun_steps", "_first_tokens", "_loads",
+        "_begun_sequences", "_begun_steps", "_first_tokens", "_loads",
         "_occupancy", "_reading", "_steps", "_steps_per_s", "blocks", "explored", "finished_kv_tokens",
         "finished_sequences", "groups", "held_tokens", "in_flight", "incarnation", "incoming",
         "kv_excess_tokens", "kv_prompt_tokens", "kv_tokens", "leases", "pending_prompt_tokens",
@@ -82,8 +82,6 @@ class InstanceLedger(InstanceLimits):
         #: Excess of the engine's own count of used KV tokens, at its last sample, over what was expected.
         self.kv_excess_tokens = 0.0
         self.sample_at: float | None = None
-        #: Parts of a nanosecond and of a token that `assume` adds.
-        self._assumed_ns = self._assumed_tokens = 0.0
         #: Decode steps of each engine so far, by the latency model; sequences that decode, and the steps at
         #: which each of them began, in all.
         self._steps = self._begun_steps = self._steps_per_s = 0.0
@@ -143,12 +141,12 @@ class InstanceLedger(InstanceLimits):
     def kv_utilization(self) -> float:
         """Promised fraction of the KV cache: the paper's u."""
         promised = self.promised_tokens if self.kv_need is None else self.kv_tokens
-        return (promised + self._assumed_tokens) / self.kv_cache_tokens
+        return promised / self.kv_cache_tokens
 
     @property
     def work_s(self) -> float:
         """The paper's W_i: assigned and not yet completed work, in seconds."""
-        return (self.work_ns + self._assumed_ns) / 1e9
+        return self.work_ns / 1e9
 
     def explored_sequences(self, now: float) -> float:
         """Return the sequences that it may run at once until it is explored."""
@@ -374,15 +372,3 @@ class InstanceLedger(InstanceLimits):
         if finished:
             kv_tokens = sum([lease.kv_tokens + lease.kv_prompt_tokens for lease in groups]) / 2.0
             self.finished_kv_tokens = kv_tokens * finished / (most + len(groups))
-
-    def assume(self, *, work_s: float | None = None, kv_utilization: float | None = None) -> None:
-        """Set a state without leases, for explanations only."""
-        self._occupancy = None
-        if work_s is not None:
-            self.work_ns = int(work_s * 1e9)
-            self._assumed_ns = work_s * 1e9 - self.work_ns
-        if kv_utilization is not None:
-            tokens = kv_utilization * self.kv_cache_tokens
-            self.promised_tokens = int(tokens)
-            self._assumed_tokens = tokens - self.promised_tokens
-            self.kv_tokens = self.kv_prompt_tokens = self.prompt_tokens = self.promised_tokens

@@ -14,26 +14,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from enum import StrEnum
 from typing import Any, Final, TypeVar
 
 from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 
-
-class IterationRule(StrEnum):
-    """Rule to combine the times of prefill and decode work in one iteration.
-
-    `TOKEN` reads the weights once (5-8 % off measured mixed steps); `SUM` adds the two pure steps
-    (21-27 % too long, since it reads them twice) and is kept as the paper's reading.
-    """
-
-    TOKEN = "token"
-    SUM = "sum"
-
-
-#: Factor on the attention part of decodes that share an iteration with prefill work (`IterationRule.TOKEN`).
+#: Factor on the attention part of decodes that share an iteration with prefill work .
 MIXED_DECODE_ATTENTION_FACTOR: Final = 1.5
 #: Number of parts of a prompt up to which each is computed; of more the mean part is taken.
 _EXACT_PARTS: Final = 8.0
@@ -221,14 +208,6 @@ class LatencyModel(PickleByFields):
         own_s, token_s = self.step_line(batch)
         return own_s + token_s * kv_tokens
 
-    def uneven_s(self, batch: float, kv_tokens: float, longest: float) -> float:
-        """Return the seconds that one context of `longest` tokens adds to a step, if known."""
-        split = self.split_kv
-        if split is None or batch <= 0.0:
-            return 0.0
-        more_s = split.seconds(batch, longest) - self.step_line(batch)[1] * kv_tokens
-        return more_s if more_s > 0.0 else 0.0
-
     def step_growth_s(self, batch: float) -> float:
         """Return the seconds that one more token in the cache of each sequence adds to a step."""
         better = self.better_decode
@@ -292,23 +271,6 @@ class LatencyModel(PickleByFields):
     def _paper_pass_s(self, tokens: float, prompts: float, longest: float) -> float:
         """Return the seconds that prompt tokens add to a pass, by k1..k3."""
         return self.k1 * tokens + self.k2 * prompts + self.k3 * longest
-
-    def iteration_s(
-        self,
-        prefill_tokens: float,
-        prompts: float,
-        longest: float,
-        batch: float,
-        kv_tokens: float,
-        attended: float = -1.0,
-        rule: IterationRule = IterationRule.TOKEN,
-    ) -> float:
-        """Return the seconds of one iteration by `rule`: `mixed_step_s`, or the sum of the two pure steps."""
-        if rule is IterationRule.SUM and prefill_tokens > 0.0:
-            prefill_s = self.mixed_step_s(prefill_tokens, prompts, longest, 0.0, 0.0, attended)
-            step_s = self.step_s(batch, kv_tokens)
-            return prefill_s + step_s - self.host_s if step_s > 0.0 else prefill_s
-        return self.mixed_step_s(prefill_tokens, prompts, longest, batch, kv_tokens, attended)
 
     # --- one request ---
 

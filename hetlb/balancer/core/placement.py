@@ -14,8 +14,8 @@ from hetlb.balancer.core.engine_adapters import LoadTimes
 from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import NOTICE_MARGIN_S, Instance
 from hetlb.balancer.core.ledger import Ledger, exact_held
-from hetlb.balancer.core.policies.base import Choice, Policy, best, paper_terms
-from hetlb.balancer.core.policies.sight import SchedulingContext, foreseen
+from hetlb.balancer.core.policies.base import Choice, Policy
+from hetlb.balancer.core.policies.sight import SchedulingContext
 from hetlb.balancer.core.predictor import Predictor
 from hetlb.balancer.core.prefix_index import Held
 from hetlb.balancer.core.queue import Queue
@@ -313,33 +313,6 @@ class Placement:
             scored, instances = considered, found.ready.instances
             considered = lambda: with_excluded(scored(), instances, excluded)  # noqa: E731
         return Dispatch(request.id, lease, self.policy_name, considered)
-
-    # --- explaining ---
-
-    def explain(self, request: Request, predicted: float, now: float) -> tuple[list[Candidate], str | None]:
-        """Return every instance of the request's model with all its terms, in file order, and the chosen one.
-
-        Terms that the policy does not use are filled with the paper's. Policies that draw draw here too.
-        """
-        ready = self.fleet.ready.get(request.model)
-        if ready is None:
-            return [], None
-        choices = self.able(request, ready, now)
-        waiting = self.queue.waiting(request.model)
-        ctx = self.context(request, predicted, waiting, now)
-        ctx.availabilities = choices.availabilities
-        ctx.burst = 1 if ready.idle else ctx.burst + 1
-        scored = self.policy.score(ctx, choices.instances) if choices.instances else []
-        candidates = with_excluded(scored, ready.instances, choices.excluded)
-        for instance, candidate in zip(ready.instances, candidates, strict=True):
-            if candidate.forecast is None:
-                candidate.forecast = foreseen(ctx, instance).document(instance.errors)
-            if candidate.ideal_batch is None:
-                terms = paper_terms(instance, request, predicted, self.policy.params)
-                candidate.ideal_batch, candidate.processing_s = terms.ideal_batch, terms.processing_s
-                candidate.kv_utilization, candidate.workload = terms.kv_utilization, terms.workload
-        chosen = best(candidates)
-        return candidates, None if chosen is None else candidates[chosen].instance
 
 
 def _kept_for_others(

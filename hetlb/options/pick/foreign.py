@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 from hetlb.balancer.core.journal import Booked
-from hetlb.balancer.core.policies.base import PolicyParams, paper_terms
+from hetlb.balancer.core.policies.base import paper_work
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command, EngineSample, Lease, Outcome, Request
 
@@ -21,7 +21,6 @@ _SLACK_SHARE: Final = 0.05
 #: Tokens of a prompt where the engine does not say how full its cache is.
 _USUAL_PROMPT_TOKENS: Final = 512
 #: The work of a request that is not known is the paper's, at its own constant.
-_PARAMS: Final = PolicyParams()
 #: Most leases of others that are booked one by one.
 _MOST_FOREIGN_LEASES: Final = 4096
 
@@ -64,7 +63,7 @@ class ForeignLoad:
                 request = Request(self._next, model, prompt)
                 self._next -= 1
                 predicted = self._scheduler.predictor.predict(request)
-                work_s = paper_terms(instance, request, predicted, _PARAMS).workload or 0.0
+                work_s = paper_work(instance, request, predicted)[2]
                 live = Booked(0, name, request, round(work_s * 1e9), predicted, begun=True)
                 lease = self._scheduler.restore(live, now, own=False)
                 assert lease is not None, "expected an instance that was looked up"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import ClassVar, Final
 
 from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.latency import ideal_batch, processing_s
 from hetlb.balancer.core.occupancy import SIGNAL_STALE_S
-from hetlb.balancer.core.policies.base import Policy, PolicyParams, paper_terms
+from hetlb.balancer.core.policies.base import MAX_WORKLOAD_S, Policy, PolicyParams
 from hetlb.balancer.core.policies.sight import SchedulingContext
 from hetlb.balancer.core.types import Candidate, Request
 
@@ -185,6 +186,54 @@ class Single(Policy):
 
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
         return [Candidate(instance.name, float(i)) for i, instance in enumerate(instances)]
+
+
+#: The forms of the paper's eq. 7, which joins processing time T, KV utilisation u and a constant. No copy at
+#: hand prints the formula, so none of them is called the paper's own.
+COMBINE_FORMS: Final[dict[str, Callable[[float, float, float], float]]] = {
+    "power": lambda t_s, u, theta: t_s * math.pow(theta, u),
+    "exp": lambda t_s, u, theta: t_s * math.exp(theta * u),
+    "linear": lambda t_s, u, theta: t_s * (1.0 + theta * u),
+    "sum": lambda t_s, u, theta: t_s + theta * u,
+}
+
+
+def paper_terms(
+    instance: Instance,
+    request: Request,
+    predicted_output: float,
+    params: PolicyParams,
+    fixed_processing_s: float | None = None,
+) -> Candidate:
+    """Return the paper's terms of one request on one instance (Xiong et al., arXiv 2504.15303, algorithm 2).
+
+    `T = (T_prefill(b) + T_decode(b)) / b` at the ideal batch b, u the promised KV fraction without this
+    request, workload = combine(T, u, theta) times the number of sequences, score = W_i + workload.
+    `fixed_processing_s` replaces T (the memory-only baseline). Data-parallel engines run a batch each: T is
+    divided by their number.
+    """
+    capacity, engines = instance.capacity, instance.engines
+    needed = instance.needed(request.prompt_tokens + predicted_output)
+    batch = ideal_batch(instance.kv_cache_tokens // engines, needed, 0.0, capacity.max_num_seqs)
+    t_s = fixed_processing_s
+    if t_s is None:
+        # The paper knows no correction of a profile; without a profile, the learnt speed is all there is.
+        model = instance.nominal if instance.profiled else instance.latency
+        t_s = processing_s(model, batch, request.prompt_tokens, predicted_output) / engines
+    u = instance.kv_utilization
+    try:
+        workload = COMBINE_FORMS[params.combine](t_s, u, params.theta) * request.sequences
+    except OverflowError:
+        workload = MAX_WORKLOAD_S
+    workload = min(workload, MAX_WORKLOAD_S)
+    return Candidate(
+        instance=instance.name,
+        score=instance.work_s + workload,
+        ideal_batch=batch * engines,
+        processing_s=t_s,
+        kv_utilization=u,
+        workload=workload,
+    )
 
 
 class Paper(Policy):

@@ -83,7 +83,7 @@ def choose_pair(
     if whole is None:
         unsplit = pair is not None or pairs.restrained
         return unsplit_choice(lambda: pairs.candidates(None)) if unsplit else None
-    work_s = paper_work(ctx, instances[whole.index])[2]
+    work_s = paper_work(instances[whole.index], ctx.request, ctx.predicted_output)[2]
     return whole_choice(whole.index, Choice(whole.index, work_s, lambda: pairs.candidates(None), whole))
 
 

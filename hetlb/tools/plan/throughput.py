@@ -20,7 +20,6 @@ from pathlib import Path
 
 import msgspec
 
-from hetlb.balancer.core.latency import IterationRule
 from hetlb.inputs.yaml_file import NonNegative
 from hetlb.options.profiles.profile_file import Profile, with_latency
 from hetlb.tools.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
@@ -29,6 +28,7 @@ from hetlb.tools.sim.alone import batch_of, full_part
 from hetlb.tools.sim.engine_model import EngineModel
 from hetlb.tools.sim.engine_sequence import EngineSequence
 from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.sim.staged_engine import EngineStage, StagedEngine
 from hetlb.tools.sim.study import engine_of
 from hetlb.tools.workload.records import RequestResult

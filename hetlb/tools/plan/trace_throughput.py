@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetlb.balancer.core.kv_need import KvNeed
-from hetlb.balancer.core.latency import IterationRule, LatencyModel
+from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.types import Capacity
 from hetlb.errors import ConfigError
 from hetlb.options.profiles.engine_defaults import DEFAULT_MAX_NUM_SEQS
@@ -20,6 +20,7 @@ from hetlb.options.profiles.profile_file import Profile
 from hetlb.tools.plan.cluster import Cluster
 from hetlb.tools.plan.common.fleet_run import arrivals
 from hetlb.tools.sim.alone import run_alone
+from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.sim.study import engine_of
 from hetlb.tools.workload.traces import read_trace
 

@@ -19,13 +19,14 @@ from typing import Any, TypeAlias
 import numpy as np
 from scipy.optimize import least_squares, minimize_scalar
 
-from hetlb.balancer.core.latency import IterationRule, LatencyModel
+from hetlb.balancer.core.latency import LatencyModel
 from hetlb.errors import TraceError
 from hetlb.options.profiles.step_times import MixedTerm, corrected, mixed_term
 from hetlb.tools.sim.engine_model import EngineModel
 from hetlb.tools.sim.engine_sequence import EngineSequence, SequenceState
 from hetlb.tools.sim.event_queue import EventQueue
 from hetlb.tools.sim.fleet_engine import BEGIN, SUBMIT, EngineSpec, FleetEngine
+from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.workload.content import UNSHARED
 from hetlb.tools.workload.measured_logs import Log, LoggedRequest
 

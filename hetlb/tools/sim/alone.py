@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from hetlb.balancer.core.latency import IterationRule
 from hetlb.tools.sim.engine_model import EngineModel
 from hetlb.tools.sim.engine_sequence import EngineSequence
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.flights import sequences_of
+from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.sim.staged_engine import StagedEngine
 from hetlb.tools.workload.arrivals import PlannedRequest
 

@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-from hetlb.balancer.core.latency import IterationRule, LatencyModel
+from hetlb.balancer.core.latency import LatencyModel
 from hetlb.tools.sim.adapter_slots import LoadedAdapters
 from hetlb.tools.sim.decode_batch import DecodeBatch
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.engine_sequence import EngineSequence, SequenceState
 from hetlb.tools.sim.iteration_records import IterationEnd, IterationRun, Prefills
+from hetlb.tools.sim.iteration_times import IterationRule, iteration_s, uneven_s
 from hetlb.tools.sim.kv_blocks import KvBlocks, KvFetches
 
 #: Members of an `Enum` are looked up by a function; these are read in every iteration.
@@ -382,12 +383,19 @@ class EngineModel:
             self.prefilled_tokens += batch.tokens + batch.joining
             seqs, tokens = count + batch.joining, tokens + batch.joining_tokens
             if batch.tokens:
-                first_s = latency.iteration_s(
-                    batch.tokens, batch.prompts, batch.longest, seqs, tokens, batch.attended, self.rule
+                first_s = iteration_s(
+                    latency,
+                    self.rule,
+                    batch.tokens,
+                    batch.prompts,
+                    batch.longest,
+                    seqs,
+                    tokens,
+                    batch.attended,
                 )
             else:
                 longest = max(decodes.longest(), batch.joining_longest) if latency.split_kv is not None else 0
-                first_s = latency.step_s(seqs, tokens) + latency.uneven_s(seqs, tokens, longest)
+                first_s = latency.step_s(seqs, tokens) + uneven_s(latency, seqs, tokens, longest)
             if batch.loads:
                 self.adapters.evict()
                 first_s += batch.loads * self.adapter_load_s
@@ -395,9 +403,9 @@ class EngineModel:
             first_s = latency.step_s(count, tokens)
             if latency.split_kv is not None:
                 longest = decodes.longest()
-                uneven_s = latency.uneven_s(count, tokens, longest)
-                first_s += uneven_s
-                increment_s += latency.uneven_s(count, tokens + count, longest + 1) - uneven_s
+                more_s = uneven_s(latency, count, tokens, longest)
+                first_s += more_s
+                increment_s += uneven_s(latency, count, tokens + count, longest + 1) - more_s
         if pool.used_blocks > kv.peak_blocks:
             kv.peak_blocks = pool.used_blocks
         return IterationRun(1, first_s if first_s > 0 else 0.0, increment_s, count)

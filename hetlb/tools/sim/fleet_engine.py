@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from hetlb.balancer.core.latency import IterationRule, LatencyModel
+from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.engine_model import EngineModel
 from hetlb.tools.sim.engine_sequence import EngineSequence
 from hetlb.tools.sim.event_queue import EventQueue
 from hetlb.tools.sim.iteration_records import IterationEnd, IterationRun
+from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.workload.arrivals import PlannedRequest
 
 # Kinds of events, in their order at the same instant: work ends, then the world changes, then engines begin

@@ -16,7 +16,6 @@ from typing import Any, Final
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.balancer.core.latency import IterationRule
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.core.predictor import Predictor
 from hetlb.balancer.core.scheduler import Scheduler
@@ -53,6 +52,7 @@ from hetlb.tools.sim.fleet_engine import (
 from hetlb.tools.sim.fleet_result import FleetMoment, FleetResult, FleetSeries
 from hetlb.tools.sim.flights import EngineRun, Flight, leg_sequences
 from hetlb.tools.sim.iteration_records import IterationEnd
+from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.sim.kv_links import KvLinks, own_links
 from hetlb.tools.workload.arrivals import PlannedRequest
 from hetlb.tools.workload.content import UNSHARED

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait as wait_for_any
 from typing import Any
 
-from hetlb.balancer.core.latency import IterationRule
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.predictor import Predictor, make_predictor
 from hetlb.balancer.core.setup import SchedulerSetup
@@ -30,6 +29,7 @@ from hetlb.tools.sim.alone import full_tokens_per_s, requests_while_full, run_al
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.fleet_result import FleetSeries
 from hetlb.tools.sim.fleet_simulation import FleetSimulation
+from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.workload.arrivals import Load, PlannedRequest
 from hetlb.tools.workload.records import latencies_s
 

@@ -102,7 +102,7 @@ class StagedEngine:
             latency = stage.latency
             own_s = latency.host_of_s(len(prefills) + decodes)
             host_s = max(host_s, own_s)
-            busy_s = stage.share * (latency.iteration_s(*load) - own_s)
+            busy_s = stage.share * (latency.mixed_step_s(*load) - own_s)
             at = free[s] = max(at, free[s]) + busy_s
             at += stage.link_batch_s + stage.link_token_s * (tokens + decodes)
         lane.ends_s = free[-1] = max(at, free[-1]) + host_s

@@ -9,7 +9,6 @@ from statistics import median
 from typing import Any
 
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.core.latency import IterationRule
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Health
@@ -18,6 +17,7 @@ from hetlb.options.length_samples.samples import LengthDistribution
 from hetlb.options.profiles.profile_file import Profile, profiles_of
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec
+from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.sim.simulation_sweep import Ran, Study, StudyCell
 from hetlb.tools.workload.arrivals import Load
 

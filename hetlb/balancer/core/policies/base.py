@@ -1,4 +1,4 @@
-"""Base of every policy: the paper's terms, the decision.
+"""Base of every policy: its parameters, the work that it books, the decision.
 
 A policy sees only instances that can take the request, the lowest score wins and ties go to the first in file
 order. Choosing changes nothing but the policy's random draws; `committed` reports the choice.
@@ -6,7 +6,6 @@ order. Choosing changes nothing but the policy's random draws; `committed` repor
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,15 +22,6 @@ from hetlb.balancer.core.types import Candidate, Request
 if TYPE_CHECKING:
     from hetlb.balancer.core.queue import Queued
     from hetlb.balancer.core.ready import Choices
-
-#: The forms of the paper's eq. 7, which joins processing time T, KV utilisation u and a constant. No copy at
-#: hand prints the formula, so none of them is called the paper's own.
-COMBINE_FORMS: Final[dict[str, Callable[[float, float, float], float]]] = {
-    "power": lambda t_s, u, theta: t_s * math.pow(theta, u),
-    "exp": lambda t_s, u, theta: t_s * math.exp(theta * u),
-    "linear": lambda t_s, u, theta: t_s * (1.0 + theta * u),
-    "sum": lambda t_s, u, theta: t_s + theta * u,
-}
 
 #: Largest workload in seconds: far beyond any real one, and its nanoseconds still add up.
 MAX_WORKLOAD_S: Final = 1e9
@@ -60,55 +50,20 @@ class PolicyParams(PickleByFields):
     weights: tuple[tuple[str, float], ...] = ()
 
 
-def paper_terms(
-    instance: Instance,
-    request: Request,
-    predicted_output: float,
-    params: PolicyParams,
-    fixed_processing_s: float | None = None,
-) -> Candidate:
-    """Return the paper's terms of one request on one instance (Xiong et al., arXiv 2504.15303, algorithm 2).
+def paper_work(instance: Instance, request: Request, predicted: float) -> tuple[int, float, float]:
+    """Return ideal batch, processing time and work in seconds (booked in the ledger) of a request.
 
-    `T = (T_prefill(b) + T_decode(b)) / b` at the ideal batch b, u the promised KV fraction without this
-    request, workload = combine(T, u, theta) times the number of sequences, score = W_i + workload.
-    `fixed_processing_s` replaces T (the memory-only baseline). Data-parallel engines run a batch each: T is
-    divided by their number.
+    Xiong et al., arXiv 2504.15303: `T = (T_prefill(b) + T_decode(b)) / b` at the ideal batch b. Data-parallel
+    engines run a batch each: T is divided by their number.
     """
-    capacity, engines = instance.capacity, instance.engines
-    needed = instance.needed(request.prompt_tokens + predicted_output)
-    batch = ideal_batch(instance.kv_cache_tokens // engines, needed, 0.0, capacity.max_num_seqs)
-    t_s = fixed_processing_s
-    if t_s is None:
-        # The paper knows no correction of a profile; without a profile, the learnt speed is all there is.
-        model = instance.nominal if instance.profiled else instance.latency
-        t_s = processing_s(model, batch, request.prompt_tokens, predicted_output) / engines
-    u = instance.kv_utilization
-    try:
-        workload = COMBINE_FORMS[params.combine](t_s, u, params.theta) * request.sequences
-    except OverflowError:
-        workload = MAX_WORKLOAD_S
-    workload = min(workload, MAX_WORKLOAD_S)
-    return Candidate(
-        instance=instance.name,
-        score=instance.work_s + workload,
-        ideal_batch=batch * engines,
-        processing_s=t_s,
-        kv_utilization=u,
-        workload=workload,
-    )
-
-
-def paper_work(ctx: SchedulingContext, instance: Instance) -> tuple[int, float, float]:
-    """Return ideal batch, processing time and workload (booked in the ledger), as the paper defines them."""
-    request, predicted = ctx.request, ctx.predicted_output
     prompt = request.prompt_tokens
     engines = instance.engines
     cache, slots = instance.kv_cache_tokens // engines, instance.max_num_seqs // engines
     needed = instance.needed(prompt + predicted)
     batch = ideal_batch(cache, needed, 0.0, slots)
     t_s = processing_s(instance.latency, batch, prompt, predicted) / engines
-    workload_s = t_s * request.sequences
-    return batch * engines, t_s, workload_s if workload_s < MAX_WORKLOAD_S else MAX_WORKLOAD_S
+    work_s = t_s * request.sequences
+    return batch * engines, t_s, work_s if work_s < MAX_WORKLOAD_S else MAX_WORKLOAD_S
 
 
 class KeptForOthers(Protocol):
@@ -166,9 +121,8 @@ class Policy:
         # The ledger stays meaningful when the policy is switched.
         workload = candidates[index].workload
         if workload is None:
-            request, predicted = ctx.request, ctx.predicted_output
-            workload = paper_terms(instances[index], request, predicted, self.params).workload
-        return Choice(index, workload or 0.0, lambda: candidates, foreseen(ctx, instances[index]))
+            workload = paper_work(instances[index], ctx.request, ctx.predicted_output)[2]
+        return Choice(index, workload, lambda: candidates, foreseen(ctx, instances[index]))
 
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
         """Return one candidate per instance, in their order; an infinite score is never chosen."""

@@ -182,7 +182,7 @@ class Evaluation:
         return [self._candidate(each) for each in self.ratings]
 
     def _candidate(self, each: Sight) -> Candidate:
-        batch, t_s, workload = paper_work(self._ctx, each.instance)
+        batch, t_s, workload = paper_work(each.instance, self._ctx.request, self._ctx.predicted_output)
         return Candidate(
             instance=each.instance.name,
             score=each.score,
@@ -242,7 +242,7 @@ class Hetlb(Policy):
             other = evaluation.best(among)
             if other is not None and other.score <= (1.0 + ctx.request.preferred_within) * found.score:
                 found = other
-        work_s = paper_work(ctx, found.instance)[2]
+        work_s = paper_work(found.instance, ctx.request, ctx.predicted_output)[2]
         return Choice(found.index, work_s, evaluation, found)
 
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
