@@ -15,6 +15,7 @@ from hetlb.balancer.fleet.service import Service
 from hetlb.cli.main import main
 from hetlb.options.profiles.profile_file import load_profile
 from hetlb.tools.emulator import EmulatedEngine
+from hetlb.tools.sim.integrity import check_scheduler
 
 DEMO = Path(__file__).parents[1] / "hetlb" / "tools" / "demo"
 
@@ -53,7 +54,7 @@ async def _serve_some(log: Path, policy: str) -> None:
                 await asyncio.gather(*(ask(number) for number in range(150)))
         finally:
             await service.stop(10.0)
-        service.scheduler.check_integrity()
+        check_scheduler(service.scheduler)
         assert service.scheduler.in_flight == 0
 
 

@@ -80,19 +80,15 @@ MODULES = {
         (
             *(
                 f"hetlb.balancer.core.instance.xǁInstanceǁ{name}"
-                for name in ("acquire", "first_token", "release", "_elapsed", "check_integrity")
+                for name in ("acquire", "first_token", "release", "_elapsed")
             ),
             *(
                 f"hetlb.balancer.core.scheduler.xǁSchedulerǁ{name}"
                 for name in (
                     "on_first_token", "on_lease_ended", "_ended_badly", "on_busy", "on_cancelled", "_retry",
-                    "check_integrity",
                 )
             ),
-            *(
-                f"hetlb.balancer.core.ledger.xǁLedgerǁ{name}"
-                for name in ("book", "drop", "grant", "check_integrity")
-            ),
+            *(f"hetlb.balancer.core.ledger.xǁLedgerǁ{name}" for name in ("book", "drop", "grant")),
             "hetlb.balancer.core.placement.xǁPlacementǁbook",
             *(f"hetlb.balancer.core.retries.xǁRetriesǁ{name}" for name in ("of", "forget", "allowed")),
         ),

@@ -23,6 +23,7 @@ from hetlb.tools.loadtest.result_tables import percent, runs_table
 from hetlb.tools.paths.path_log import dispatches, is_path_log
 from hetlb.tools.plan.common.remarks import remarks_on_fleet
 from hetlb.tools.plots import picture_path
+from hetlb.tools.sim.integrity import check_scheduler
 from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.sim.simulation_sweep import TRACE, Ran, Study, StudyCell, run_sweep
 from hetlb.tools.sim.study import by_policy_and_rate, make_study, median_run, run_document, watch
@@ -210,7 +211,7 @@ def replay(args: argparse.Namespace) -> int:
             decisions += len(step.recorded)
             if not step.same:
                 differing.append(step.line)
-    log.scheduler.check_integrity()
+    check_scheduler(log.scheduler)
     verdict = "every decision is the recorded one"
     if differing:
         verdict = f"{len(differing)} facts led to other decisions, the first on line {differing[0]}"

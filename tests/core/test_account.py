@@ -12,6 +12,7 @@ from hetlb.balancer.core.account import LEAST_SILENCE_S, MOST_PAUSE_S, PAUSE_S, 
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Dispatch, EngineSample, Lease, ModelsLearned, Outcome, PassOn
+from hetlb.tools.sim.integrity import check_scheduler
 
 
 def account(scheduler: Scheduler, name: str) -> Account:
@@ -62,7 +63,7 @@ def test_an_instance_that_refuses_at_once_draws_no_work(
     assert lost <= 10
     assert 10.0 <= back_at <= 15.0 or policy == "single" or back_at == 0.0
     assert not account(scheduler, "a").doubted
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -84,7 +85,7 @@ def test_what_all_refuse_alike_is_the_clients_own(fleet: str, policy: str) -> No
         while len(running) > 5:
             whole(scheduler, running.pop(0), now)
         assert not any(each.account.lost for each in scheduler.instances), i
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_one_that_refuses_every_second_request_is_found() -> None:
@@ -179,7 +180,7 @@ def test_a_full_queue_is_a_limit_and_no_fault() -> None:
     whole(scheduler, held[0], 0.3)
     assert dispatched(scheduler.on_arrival(request(10), 0.4)).instance == "a", "a place is free"
     assert account(scheduler, "a").lost == 0.0
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def known(scheduler: Scheduler) -> None:
@@ -213,7 +214,7 @@ def test_what_says_nothing_stalls_and_its_requests_go_elsewhere(policy: str) -> 
     assert (trial.instance, other.instance != hung) == (hung, True)
     scheduler.on_first_token(trial, later + MOST_PAUSE_S)
     assert account(scheduler, hung).stalled_since is None
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_counters_that_move_are_work_and_counters_that_stand_are_none() -> None:

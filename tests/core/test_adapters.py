@@ -22,6 +22,7 @@ from hetlb.balancer.core.types import (
 from hetlb.cli.explain import explained
 from hetlb.options.adapters.adapters import AdapterLoadTime, AdapterSlots
 from hetlb.options.engine_pages.engine_metrics import parse
+from hetlb.tools.sim.integrity import check_scheduler
 
 NAMES = tuple(f"lora-{n}" for n in range(8))
 
@@ -104,7 +105,7 @@ def test_an_adapter_goes_where_it_is_and_explain_says_why() -> None:
     # A request for the base model knows nothing of it.
     candidates, _ = explained(scheduler, Request(9, "m", 100), 100.0, 0.0)
     assert not any((each.terms or {})["adapter_s"] for each in candidates)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_balance_wins_where_the_server_with_the_adapter_is_loaded() -> None:
@@ -150,4 +151,4 @@ def test_a_scheduler_weighs_the_time_that_it_has_seen() -> None:
     ]
     # Two loads: its own, and a later one of the adapter that leaves and is to come back.
     assert all(each > 2.0 for each in weighed), weighed
-    scheduler.check_integrity()
+    check_scheduler(scheduler)

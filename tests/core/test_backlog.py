@@ -26,6 +26,7 @@ from hetlb.balancer.core.types import (
     Reject,
     RejectReason,
 )
+from hetlb.tools.sim.integrity import check_scheduler
 
 
 def drained(limits: QueueLimits | None = None, policy: str = "single", names: str = "a") -> Scheduler:
@@ -73,7 +74,7 @@ def test_a_full_queue_says_so_to_the_arrival_or_to_evicted_requests() -> None:
     assert told(scheduler.on_arrival(request(3, tenant="x"), 0.0)) == [(3, *full)]
     assert told(scheduler.on_arrival(request(4, tenant="y"), 0.0)) == [(2, *full)]
     assert [entry.request.id for entry in scheduler.queue] == [1, 4]
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_a_retry_that_leaves_a_full_queue_is_forgotten() -> None:
@@ -86,7 +87,7 @@ def test_a_retry_that_leaves_a_full_queue_is_forgotten() -> None:
     commands = scheduler.on_arrival(request(9, tenant="y", subset=("a",)), 0.2)
     assert [each[0] for each in told(commands)] == [4]
     assert scheduler._retries.attempts.keys() == {0, 1, 2, 3}
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_an_entry_waits_with_its_size() -> None:
@@ -125,7 +126,7 @@ def test_each_request_gives_up_at_its_own_limit() -> None:
     assert [each[0] for each in told(scheduler.on_tick(75.0))] == [2, 4]
     assert [each[0] for each in told(scheduler.on_tick(99.9))] == []
     assert [each[0] for each in told(scheduler.on_tick(100.0))] == [3]
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_without_a_limit_a_request_waits_for_as_long_as_an_instance_is_up() -> None:
@@ -153,7 +154,7 @@ def test_waiting_requests_go_in_order_when_an_instance_is_back() -> None:
     assert sent(back(scheduler)) == [(3, "a"), (1, "a"), (4, "a")]
     assert sent(back(scheduler, "b")) == [(2, "b")]
     assert not len(scheduler.queue)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_requests_of_a_model_that_is_gone_wait_for_it() -> None:
@@ -178,7 +179,7 @@ def test_a_prompt_that_no_instance_takes_any_more_is_turned_down() -> None:
         (4, RejectReason.TOO_LONG),
     ]
     assert {each[0] for each in sent(commands)} == {2, 3}, "an estimate may be wrong"
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def full(policy: str = "hetlb", places: int = 2, **more: object) -> tuple[Scheduler, list[Lease]]:
@@ -216,7 +217,7 @@ def test_lengths_are_predicted_again_a_few_at_a_time_from_the_newest_on() -> Non
         predicted = predictor.predict(waiting[number].request)
         assert waiting[number].size == round(PROMPT_WEIGHT * 100 + predicted)
     assert scheduler.queue.waiting("m") == sum(entry.size for entry in waiting.values())
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_what_has_no_answer_is_not_predicted_again() -> None:
@@ -238,7 +239,7 @@ def test_a_retry_waits_for_the_budget_and_then_counts_in_it() -> None:
     assert sent(scheduler.on_lease_ended(again[0], Outcome.OK, 1.0)) == [(3, "b")]
     assert sent(scheduler.on_tick(1.5)) == []
     assert sent(scheduler.on_lease_ended(again[1], Outcome.OK, 2.0)) == [(4, "b")]
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_a_retry_that_has_been_everywhere_by_its_turn_is_given_up() -> None:
@@ -250,7 +251,7 @@ def test_a_retry_that_has_been_everywhere_by_its_turn_is_given_up() -> None:
     commands = scheduler.on_instance(InstanceRemoved("b"), 0.2)
     closed = "The instance closed the connection without answering."
     assert told(commands) == [(3, RejectReason.NO_RESPONSE, closed, None)]
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 # --- targets ---
@@ -266,7 +267,7 @@ def test_late_requests_are_refused_or_served_after_requests_in_time() -> None:
     [refused, *sent_now] = back(scheduler, now=4.5)
     assert told([refused]) == [(2, RejectReason.QUEUE_EXPIRED, text, 1.0)]
     assert sent(sent_now) == [(3, "a"), (1, "a")]
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 @given(
@@ -289,7 +290,7 @@ def test_a_greedy_tenant_leaves_others_their_share_of_what_runs(
         lease = running.pop(0)
         lease.output_tokens = 50
         running += leases_of(scheduler.on_lease_ended(lease, Outcome.OK, float(now)))
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
     held = Counter[str | None]()
     for lease in running:
         held[lease.request.tenant] += lease.promised_tokens

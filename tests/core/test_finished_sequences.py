@@ -7,6 +7,7 @@ from helpers import dispatched, make_scheduler, request, spec
 
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Capacity, Dispatch, EngineSample, Lease, Outcome
+from hetlb.tools.sim.integrity import check_scheduler
 
 SLOTS = 64
 
@@ -35,7 +36,7 @@ def test_a_request_gets_the_slot_of_a_sequence_that_ended_before_its_request() -
     assert instance.unfinished_sequences == SLOTS - 23
     [_, second] = instance.leases.values()
     assert second.mark is not None, "it could begin at once"
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_kv_tokens_of_sequences_that_ended_are_free() -> None:
@@ -61,7 +62,7 @@ def test_one_sequence_of_each_request_runs_to_its_end() -> None:
     assert instance.unfinished_sequences == 1
     scheduler.on_lease_ended(lease, Outcome.OK, 3.0)
     assert instance.unfinished_sequences == instance.finished_sequences == 0
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_an_engine_that_does_not_tell_its_counts_frees_nothing() -> None:

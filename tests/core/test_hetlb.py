@@ -17,6 +17,7 @@ from hetlb.balancer.core.predictor import PRIOR_OUTPUT_TOKENS, OnlinePredictor
 from hetlb.balancer.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome
 from hetlb.cli.explain import explained
 from hetlb.options.length_samples.samples import OraclePredictor
+from hetlb.tools.sim.integrity import check_scheduler
 
 #: As fast as `FAST` in decoding, fifty times as slow at reading.
 SLOW_READER = LatencyModel(5e-3, 5e-2, 0.0, 1e-2, FAST.k5, FAST.k6, 0.0, FAST.k8)
@@ -236,7 +237,7 @@ def test_no_request_waits_for_ever_and_all_is_given_back(
         lease.output_tokens = lease.request.max_tokens or 1
         now += 0.5
         take(scheduler.on_lease_ended(lease, Outcome.OK, now))  # type: ignore[arg-type]
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
     assert seen == set(range(len(asked)))
     assert len(scheduler.queue) == 0
     assert all(instance.sequences == 0 for instance in scheduler.instances)

@@ -14,6 +14,7 @@ from hetlb.balancer.core.health import HealthTracker
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.kv_need import KvNeed, kv_need
 from hetlb.balancer.core.types import Capacity, Dispatch, InstanceSpec, Outcome
+from hetlb.tools.sim.integrity import check_scheduler
 
 #: Bytes that grow, windows, and a state: gpt-oss-120b, Gemma 3 27B, Qwen3.5 35B, Mistral 7B, Mamba 2.8B.
 MODELS = (
@@ -96,4 +97,4 @@ def test_no_more_requests_go_to_an_instance_than_their_layers_let_it_hold(
     assert instance.kv_tokens == sum(each.kv_tokens for each in leases)
     for lease in leases:
         scheduler.on_lease_ended(lease, Outcome.OK, 1.0)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)

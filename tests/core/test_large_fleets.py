@@ -7,6 +7,7 @@ from helpers import make_scheduler, spec
 
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Capacity, Dispatch, Lease, Outcome, Request
+from hetlb.tools.sim.integrity import check_scheduler
 
 
 def large(count: int, fast_every: int = 4, slots: int = 8) -> Scheduler:
@@ -31,10 +32,10 @@ def test_the_last_place_of_a_large_fleet_is_found_and_then_requests_wait() -> No
         leases.append(lease)
     places = sum(each.max_num_seqs for each in scheduler.instances)
     assert len(leases) == places
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     commands = scheduler.on_lease_ended(leases[137], Outcome.OK, 1.0)
     assert [c.lease.instance for c in commands if isinstance(c, Dispatch)] == [leases[137].instance]
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_slow_instances_are_passed_over_as_in_a_small_fleet() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.ledger import Ledger, check_instance
+from hetlb.balancer.core.ledger import Ledger
 from hetlb.balancer.core.queue import Queue, QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (
@@ -31,6 +31,7 @@ from hetlb.balancer.core.types import (
     Role,
 )
 from hetlb.options.kv_events.block_index import BlocksStored, KvEventBatch, block_digests
+from hetlb.tools.sim.integrity import check_instance, check_scheduler
 
 PLACES, CACHE = 8, 5000
 #: Figures of a ledger that count something of each live lease.
@@ -277,7 +278,7 @@ def test_requests_that_fill_the_cache_push_unused_prefixes_out() -> None:
     assert instance.tree.unused_tokens == 3000, "there is room for both"
     dispatched(scheduler.on_arrival(request(3, prompt=1000, max_tokens=1), 1.0))
     assert instance.tree.unused_tokens == 0
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 @pytest.mark.parametrize(("sequences", "samples", "prompts"), [(1, 1, 1), (3, 2, 2), (4, 4, 1), (2, 1, 2)])
@@ -292,7 +293,7 @@ def test_each_prompt_of_a_request_reads_what_it_does_not_share(
     assert instance.kv_prompt_tokens == prompts * 300 + 200
     again = instance_lease(scheduler, request(2, prompt=500, prefix_keys=(("k", 200),)))
     assert (again.kv_prompt_tokens, again.unread_tokens) == (300, 300)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def instance_lease(scheduler: Scheduler, asked: Request) -> Lease:
@@ -317,7 +318,7 @@ def test_exact_blocks_replace_the_belief_about_a_prefix() -> None:
     assert (lease.shared.tokens, lease.shared.new_tokens, lease.shared.held_tokens) == (1000, 1000, 800)
     # 200 beyond the prefix, and of the prefix what is not held.
     assert (lease.kv_prompt_tokens, lease.unread_tokens) == (200, 400)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_exact_blocks_without_a_prefix_share_no_part_of_the_books() -> None:
@@ -333,7 +334,7 @@ def test_exact_blocks_without_a_prefix_share_no_part_of_the_books() -> None:
     assert (pair.shared, pair.unread_tokens) == (None, 700)
     for each in (lease, unknown, pair):
         scheduler.on_lease_ended(each, Outcome.CLIENT_GONE, 1.0)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     assert instance.kv_tokens == 0
 
 
@@ -382,10 +383,10 @@ def booked() -> tuple[Scheduler, Instance, Lease]:
 @pytest.mark.parametrize("off", [1, -1])
 def test_a_figure_that_is_off_by_one_is_noticed(figure: str, off: int) -> None:
     scheduler, instance, _ = booked()
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     setattr(instance, figure, getattr(instance, figure) + off)
     with pytest.raises(AssertionError):
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
 
 
 @pytest.mark.parametrize("figure", FIGURES)
@@ -425,10 +426,10 @@ def test_ended_sequences_are_bounded_by_running_ones() -> None:
         instance.finished_sequences = finished
         instance._occupancy = None
         if right:
-            scheduler.check_integrity()
+            check_scheduler(scheduler)
         else:
             with pytest.raises(AssertionError):
-                scheduler.check_integrity()
+                check_scheduler(scheduler)
 
 
 def link() -> KvLink:
@@ -516,11 +517,10 @@ def test_books_that_do_not_add_up_are_noticed(
     breaks: Callable[[Scheduler, Lease, Lease], None], says: str | None
 ) -> None:
     scheduler, lease, decode = split()
-    assert set(scheduler.ledger.check_integrity(scheduler.instances)) == set(scheduler.instances)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     breaks(scheduler, lease, decode)
     with pytest.raises(AssertionError, match=says):
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
 
 
 def test_prompts_of_whole_answers_are_read_when_their_forecast_says_so() -> None:
@@ -537,5 +537,5 @@ def test_prompts_of_whole_answers_are_read_when_their_forecast_says_so() -> None
                 scheduler.on_first_token(lease, read_at)
         assert instance.seen(read_at).unread == 0.0
         forecasts.append(dispatched(scheduler.on_arrival(request(9), 2 * read_at)).forecast_first_s)
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
     assert forecasts[0] == forecasts[1]

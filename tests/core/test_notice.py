@@ -8,6 +8,7 @@ from helpers import dispatched, make_scheduler, request, spec
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import AdminState, AdminStateSet, Dispatch
+from hetlb.tools.sim.integrity import check_scheduler
 
 
 def noticed(deadline_s: float, *, slower: float = 50.0, policy: str = "hetlb") -> Scheduler:
@@ -51,4 +52,4 @@ def test_a_notice_and_a_throttled_instance_leave_the_third(policy: str) -> None:
         assert isinstance(command, Dispatch)
         shown = [each.instance for each in command.candidates]
         assert (command.lease.instance, shown) == ("stays", ["busy", "leaves", "stays"])
-    scheduler.check_integrity()
+    check_scheduler(scheduler)

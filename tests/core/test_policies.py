@@ -23,6 +23,7 @@ from hetlb.options.policies.baselines import (
     PrefixMatch,
     kv_used_tokens,
 )
+from hetlb.tools.sim.integrity import check_scheduler
 
 COMBINE_BY_HAND = {
     "power": lambda t, u, theta: t * theta**u,
@@ -359,7 +360,7 @@ def test_an_absurd_utilisation_does_not_overflow() -> None:
     scheduler = make_scheduler([spec("a", capacity=capacity)], "paper", params=PolicyParams(theta=50.0))
     for i in range(2000):
         dispatched(scheduler.on_arrival(request(i, exact=False), 0.0))
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_lmetric_multiplies_tokens_to_compute_by_the_batch() -> None:

@@ -11,6 +11,7 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.prefix_index import LEAST_SHARE, PrefixIndex, PrefixKey, Shared, Tree
 from hetlb.balancer.core.types import Capacity, CapacityLearned, Outcome
 from hetlb.options.kv_events.block_index import BlocksRemoved, BlocksStored, KvEventBatch, block_digests
+from hetlb.tools.sim.integrity import check_scheduler, check_tree
 
 KEYS: tuple[PrefixKey, ...] = (("a", 500), ("b", 1000))
 
@@ -47,7 +48,7 @@ def test_reported_evictions_replace_guesses() -> None:
     assert tree.unused_tokens == 500
     tree.clear()
     assert tree.unused_tokens == 0
-    tree.check_integrity()
+    check_tree(tree)
 
 
 def used(tree: Tree, *keys: PrefixKey, prompt: int = 5000) -> Shared:
@@ -96,7 +97,7 @@ def test_unused_prefixes_stay_within_their_share_of_the_room() -> None:
     tree.share = 0.5
     tree.evict(400)
     assert list(tree.unused) == ["d", "b"], "the one used last goes last"
-    tree.check_integrity()
+    check_tree(tree)
 
 
 def test_an_index_forgets_the_oldest_beyond_its_number_whatever_the_room() -> None:
@@ -153,7 +154,7 @@ def test_a_conversation_is_remembered_once_and_from_its_longest_turn() -> None:
     assert "t" not in tree.nodes, "there is nothing beyond its prefix"
     tree.remember("t", 401, shared.node)
     assert (tree.nodes["t"].own, tree.nodes["t"].tokens) == (1, 401)
-    tree.check_integrity()
+    check_tree(tree)
 
 
 def test_each_engine_holds_what_its_own_tree_does() -> None:
@@ -201,10 +202,10 @@ def test_a_tree_whose_counts_are_wrong_is_noticed() -> None:
         tree = Tree(PrefixIndex(), 1)
         tree.attach((("a", 100),), 500)
         used(tree, ("b", 100))
-        tree.check_integrity()
+        check_tree(tree)
         break_it(tree)
         with pytest.raises(AssertionError, match=says):
-            tree.check_integrity()
+            check_tree(tree)
 
 
 def ended(first: str, **facts: object) -> tuple[Instance, str]:
@@ -217,7 +218,7 @@ def ended(first: str, **facts: object) -> tuple[Instance, str]:
         )
         scheduler.on_first_token(lease, 1.0)
         scheduler.on_lease_ended(lease, Outcome.OK, 2.0)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     return next(each for each in scheduler.instances if each.name == first), lease.instance
 
 
@@ -240,7 +241,7 @@ def test_events_of_blocks_take_the_tree_s_part_of_what_was_evicted() -> None:
     assert instance.tree.unused_tokens == 1000
     scheduler.on_kv_events("x", KvEventBatch((BlocksRemoved(names[50:]),)), 3.0)
     assert instance.tree.unused_tokens == 500  # half of all blocks
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_blocks_that_are_published_or_on_their_way_are_not_read_again() -> None:
@@ -258,4 +259,4 @@ def test_blocks_that_are_published_or_on_their_way_are_not_read_again() -> None:
         scheduler.on_lease_ended(lease, Outcome.CLIENT_GONE, 2.0)
     third = dispatched(scheduler.on_arrival(request(3, prompt=1200, blocks=(100, digests)), 3.0))
     assert third.unread_tokens == 400
-    scheduler.check_integrity()
+    check_scheduler(scheduler)

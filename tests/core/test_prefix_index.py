@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from hetlb.balancer.core.prefix_index import LEAST_SHARE, PrefixIndex, PrefixKey, Shared, Tree
 from hetlb.balancer.core.types import InstanceAdded, InstanceRemoved, Outcome
+from hetlb.tools.sim.integrity import check_scheduler, check_tree
 
 #: Prefixes of a prompt as turns taken in a tree: equal ways are equal prefixes of equal length.
 PATHS = st.lists(st.sampled_from("ab"), min_size=1, max_size=4).map("".join)
@@ -115,7 +116,7 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def counts_are_exact(self) -> None:
         for tree in (*self.trees, *self.retired):
-            tree.check_integrity()
+            check_tree(tree)
             used = self.used(tree)
             assert {key for key, node in tree.nodes.items() if node.users} == used
             assert tree.used_tokens == sum(TURN_TOKENS[way[-1]] for way in used)
@@ -140,7 +141,7 @@ def test_a_chain_with_a_key_skipped_is_booked_and_given_back_all_the_same() -> N
     assert tree.used_tokens == 400
     assert tree.detach(first.node) == 200
     assert tree.detach(second.node) == 200
-    tree.check_integrity()
+    check_tree(tree)
     tree.evict(0)
     assert (len(index), index.unused) == (0, 0)
 
@@ -225,7 +226,7 @@ def test_requests_that_share_a_prompt_book_it_once() -> None:
         assert after.unread_tokens <= before.unread_tokens
     for lease in leases:
         scheduler.on_lease_ended(lease, Outcome.OK, 1.0)
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
     assert instance.kv_tokens == 0
 
 

@@ -27,6 +27,7 @@ from hetlb.balancer.core.types import (
     Request,
 )
 from hetlb.cli.explain import explained
+from hetlb.tools.sim.integrity import check_scheduler
 
 #: Policies whose score is of an instance among the others: its turn or place, or a draw.
 AMONG_OTHERS = {"rr", "random", "p2c", "peak-ewma", "single"}
@@ -97,7 +98,7 @@ class Run:
                 said.append((command.request_id, command.lease.instance, command.lease.work_ns, documents))
             else:
                 said.append(repr(command))
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
         return said
 
 

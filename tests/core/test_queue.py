@@ -22,6 +22,7 @@ from hetlb.balancer.core.types import (
     RejectReason,
     Request,
 )
+from hetlb.tools.sim.integrity import check_queue, check_scheduler
 
 
 def asked(number: int, tenant: str | None = None, priority: int = 0, body: int = 0) -> Request:
@@ -36,7 +37,7 @@ def drain(queue: Queue, count: int = 10**9) -> list[Request]:
         assert entry is not None
         queue.booked(entry.request.tenant, entry.size)
         served.append(entry.request)
-        queue.check_integrity()
+        check_queue(queue)
     return served
 
 
@@ -148,7 +149,7 @@ def test_in_a_full_queue_the_newest_of_the_largest_tenant_makes_room() -> None:
         commands = scheduler.on_arrival(asked(number, "modest"), 0.0)
         assert all(isinstance(c, Reject) and c.reason is RejectReason.QUEUE_FULL for c in commands)
         gone += [c.request_id for c in commands if isinstance(c, Reject)]
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
     # The newest of the worst priority first; then both hold three, and no other has to leave.
     assert gone == [5, 3, 1, 9, 10, 11]
     assert len(scheduler.queue) == 6
@@ -171,7 +172,7 @@ def test_bytes_are_shared_the_same() -> None:
     assert 20 in scheduler.queue
     commands = scheduler.on_arrival(asked(21, "modest", body=600), 0.0)
     assert [c.request_id for c in commands if isinstance(c, Reject)] == [21], "more than its share"
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 @pytest.mark.parametrize("weight", [1e-300, 1e-9, 1e9, 1.7e308])
@@ -213,7 +214,7 @@ def test_a_free_place_goes_to_whose_turn_it_is() -> None:
         running.append(lease)
     assert served[0] == 1001, "priority goes before fairness"
     assert 1000 in served
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_an_arrival_does_not_pass_a_better_priority() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.queue import FlowName, Queue, QueueFlow, QueueKey, QueueLimits
 from hetlb.balancer.core.types import Request
+from hetlb.tools.sim.integrity import check_queue
 
 LINE = QueueKey("m", None, False)
 
@@ -24,7 +25,7 @@ def filled(limits: QueueLimits, *requests: Request, size: int = 10) -> Queue:
     queue = Queue(limits)
     for each in requests:
         queue.push(each, 0.0, size=size)
-        queue.check_integrity()
+        check_queue(queue)
     return queue
 
 
@@ -36,7 +37,7 @@ def served(queue: Queue, count: int) -> list[int]:
         assert entry is not None
         queue.booked(entry.request.tenant, entry.size)
         ids.append(entry.request.id)
-        queue.check_integrity()
+        check_queue(queue)
     return ids
 
 
@@ -175,7 +176,7 @@ def test_lines_are_by_model_instance_and_whether_it_is_tried_again() -> None:
     assert {entry.request.id for entry in queue} == {1, 2, 3, 4}
     for number in (1, 2, 4):
         assert queue.remove(number) is not None
-        queue.check_integrity()
+        check_queue(queue)
     assert queue.waiting("m") == 0
     assert queue.keys == [("other", None, False)]
     assert queue.remove(1) is None
@@ -268,7 +269,7 @@ def test_late_requests_come_after_requests_in_time_and_before_the_background() -
     [late] = queue.late(LINE, 2.0)
     assert late.request.id == 2
     queue.demote(late)
-    queue.check_integrity()
+    check_queue(queue)
     assert queue.late(LINE, 2.0) == []
     assert [entry.request.id for entry in queue.heads(LINE)] == [4, 1]
     assert served(queue, 4) == [4, 3, 2, 1]
@@ -294,7 +295,7 @@ def test_heads_are_the_best_of_each_fit(
     for number in removed:
         assert (queue.remove(number) is not None) == (number in known)
         known.pop(number, None)
-    queue.check_integrity()
+    check_queue(queue)
     best = {
         min((priority, number) for number, (priority, tenant, of) in known.items() if of == fit)
         for fit in {fit for _, _, fit in known.values()}
@@ -302,7 +303,7 @@ def test_heads_are_the_best_of_each_fit(
     assert [entry.request.id for entry in queue.heads(LINE)] == [number for _, number in sorted(best)]
     shift = {number: (fit + 1) % 3 for number, (_, _, fit) in known.items()}
     queue.refit(lambda request: shift[request.id])
-    queue.check_integrity()
+    check_queue(queue)
     assert {entry.request.id: entry.flow.name.fit for entry in queue} == shift
 
 
@@ -369,10 +370,10 @@ def test_a_count_that_is_wrong_is_noticed() -> None:
         (share_of_stranger, None),
     ):
         queue = filled(QueueLimits(), asked(1, "a", body=5), asked(2, "a", body=6), asked(3, "b", priority=4))
-        queue.check_integrity()
+        check_queue(queue)
         break_it(queue)
         with pytest.raises(AssertionError, match=says):
-            queue.check_integrity()
+            check_queue(queue)
 
 
 def test_bytes_never_fall_below_zero() -> None:

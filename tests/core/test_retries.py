@@ -31,6 +31,7 @@ from hetlb.balancer.core.types import (
     RejectReason,
     Role,
 )
+from hetlb.tools.sim.integrity import check_scheduler
 
 LINK = KvLink(Connector.NIXL, lease_s=10.0, bandwidth_bytes_per_s=1e10, latency_s=0.001)
 
@@ -98,17 +99,17 @@ def test_a_request_that_was_turned_away_does_not_come_again() -> None:
     second = dispatched(scheduler.on_refused(first, True, 1.0, 0.1))
     third = dispatched(refuses(scheduler, second, 5.0))
     assert [first.instance, second.instance, third.instance] == ["a", "b", "c"]
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     assert rejected(refuses(scheduler, third, 6.0)) is RejectReason.CONNECT_FAILED
     assert not scheduler.in_flight
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_a_request_that_was_turned_away_and_then_dropped_is_given_up() -> None:
     scheduler = fleet("abc")
     second = dispatched(scheduler.on_refused(arrived(scheduler, 1), True, 1.0, 0.1))
     assert rejected(drops(scheduler, second)) is RejectReason.NO_RESPONSE
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_a_busy_time_that_ends_now_is_over() -> None:
@@ -155,10 +156,10 @@ def test_a_busy_decode_leg_is_tried_with_another_pair_and_after_that_whole() -> 
     again = dispatched(scheduler.on_refused(decode, True, 5.0, 0.6))
     assert again.decode is not None
     assert (lease.instance, {decode.instance, again.decode.instance}) == (again.instance, {"d", "e"})
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     whole = dispatched(refuses(scheduler, again, 0.7))
     assert (whole.instance, whole.decode) == (again.decode.instance, None)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 @pytest.mark.option("split")
@@ -170,7 +171,7 @@ def test_a_busy_prefill_leg_gives_both_back_and_is_split_again() -> None:
     assert again.decode is not None
     assert (lease.ended, decode.ended, scheduler.in_flight) == (True, True, 2)
     assert named(scheduler, "d").in_flight == 1
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_what_waits_is_looked_at_when_a_request_moves() -> None:
@@ -180,7 +181,7 @@ def test_what_waits_is_looked_at_when_a_request_moves() -> None:
     assert scheduler.on_arrival(request(9, subset=("c",)), 0.0) == []
     assert dispatched(scheduler.on_refused(arrived(scheduler, 1), True, 1.0, 0.1)).instance == "b"
     assert 9 in scheduler.queue
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 # --- dropped and refused ---
@@ -190,7 +191,7 @@ def test_dropped_by_the_only_one_it_is_given_up() -> None:
     scheduler = fleet("a")
     assert rejected(drops(scheduler, arrived(scheduler, 1))) is RejectReason.NO_RESPONSE
     assert not len(scheduler.queue)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_dropped_by_one_and_refused_by_the_other_it_may_have_run() -> None:
@@ -220,7 +221,7 @@ def test_a_retry_needs_no_place_in_the_queue(ends: Any) -> None:
     assert scheduler.on_arrival(request(9, subset=("c",)), 0.0) == []
     assert dispatched(ends(scheduler, arrived(scheduler, 1))).instance == "b"
     assert 9 in scheduler.queue
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_where_all_others_are_full_and_the_queue_is_too_it_is_given_up() -> None:
@@ -234,7 +235,7 @@ def test_where_all_others_are_full_and_the_queue_is_too_it_is_given_up() -> None
     lease = arrived(scheduler, 1)
     assert lease.instance == "a"
     assert rejected(refuses(scheduler, lease)) is RejectReason.CONNECT_FAILED
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_refused_and_waiting_it_may_go_back_to_where_it_was() -> None:
@@ -252,7 +253,7 @@ def test_refused_and_waiting_it_may_go_back_to_where_it_was() -> None:
         commands = scheduler.on_instance(Probed("a", ProbeResult.OK), 1.0)
         found += [each.lease for each in commands if isinstance(each, Dispatch)]
     assert [(each.request.id, each.instance) for each in found] == [(1, "a")]
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_refused_by_the_only_one_it_waits_from_now_on() -> None:
@@ -286,14 +287,14 @@ def test_the_rest_of_an_answer_waits_while_all_are_lost(names: str) -> None:
         commands = scheduler.on_instance(Probed("a", ProbeResult.OK), 21.0)
         found += [each.lease for each in commands if isinstance(each, Dispatch)]
     assert [(each.request.id, each.instance, each.request.generated) for each in found] == [(1, "a", 2)]
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_the_rest_of_an_answer_waits_for_an_instance_as_long_as_any() -> None:
     scheduler = broken("ab")
     assert scheduler.on_tick(30.0) == []
     assert rejected(scheduler.on_tick(30.3)) is RejectReason.NO_INSTANCE
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_a_first_token_frees_a_place_in_the_budget_of_retries() -> None:
@@ -307,7 +308,7 @@ def test_a_first_token_frees_a_place_in_the_budget_of_retries() -> None:
     scheduler.on_lease_ended(again[1], Outcome.CLIENT_GONE, 0.5)
     assert dispatched(drops(scheduler, leases[4], 0.6)).request.id == 4
     assert drops(scheduler, leases[5], 0.7) == []
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_a_request_that_is_over_is_forgotten() -> None:
@@ -317,7 +318,7 @@ def test_a_request_that_is_over_is_forgotten() -> None:
     scheduler.on_lease_ended(again, Outcome.OK, 1.0)
     assert not scheduler._retries.attempts
     scheduler.on_arrival(request(1), 2.0)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 # --- first tokens ---
@@ -371,7 +372,7 @@ def test_a_lease_that_ends_without_a_first_token_shows_no_load(outcome: Outcome)
     scheduler.on_first_token(leases[1], 1.1)
     scheduler.on_lease_ended(leases[1], outcome, 1.2, retry=False)
     assert not load.expected
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_a_first_token_is_expected_later_where_answers_have_shown_a_slow_instance() -> None:

@@ -25,6 +25,7 @@ from hetlb.balancer.core.types import (
     Reject,
     RejectReason,
 )
+from hetlb.tools.sim.integrity import check_scheduler
 
 
 def reject(commands: list[object]) -> RejectReason:
@@ -139,7 +140,7 @@ def test_a_dropped_request_is_tried_once_more_and_no_more() -> None:
     assert second.instance != first.instance
     commands = scheduler.on_lease_ended(second, Outcome.NO_RESPONSE, 0.2)
     assert reject(commands) is RejectReason.NO_RESPONSE
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     assert scheduler.in_flight == 0
 
 
@@ -193,7 +194,7 @@ def test_requests_wait_while_everyone_is_down_and_go_first_in_first_out() -> Non
     commands = scheduler.on_instance(Probed("a", ProbeResult.OK), 3.0)
     assert [c.request_id for c in commands if isinstance(c, Dispatch)] == [0, 1, 2]
     assert scheduler.next_deadline() is None
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_waiting_for_an_instance_ends_after_its_limit() -> None:
@@ -222,7 +223,7 @@ def test_the_queue_is_bounded_by_count_and_bytes(limits: QueueLimits) -> None:
     assert reject(scheduler.on_arrival(request(2, body_bytes=100), 0.0)) is RejectReason.QUEUE_FULL
     scheduler.on_cancelled(0, 0.0)
     assert scheduler.on_arrival(request(3, body_bytes=100), 0.0) == []
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_a_lease_outlives_its_instance_and_a_namesake() -> None:
@@ -234,7 +235,7 @@ def test_a_lease_outlives_its_instance_and_a_namesake() -> None:
     assert (new.in_flight, new.work_ns, new.kv_tokens) == (0, 0, 0)
     scheduler.on_lease_ended(old, Outcome.OK, 3.0)
     assert (new.in_flight, new.work_ns, new.kv_tokens) == (0, 0, 0)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_a_lease_cannot_be_given_back_twice() -> None:
@@ -290,7 +291,7 @@ def test_a_request_refused_by_the_last_instance_waits_and_goes_when_one_is_back(
     assert 1 in scheduler.queue
     scheduler.on_instance(Probed("a", ProbeResult.OK), 1.0)
     assert dispatched(scheduler.on_instance(Probed("a", ProbeResult.OK), 2.0)).request.id == 1
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 @pytest.mark.parametrize("outcome", [Outcome.OK, Outcome.UPSTREAM_REFUSED])

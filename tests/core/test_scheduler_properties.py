@@ -40,6 +40,7 @@ from hetlb.balancer.core.types import (
     Role,
 )
 from hetlb.options.length_samples.samples import LengthDistribution
+from hetlb.tools.sim.integrity import check_scheduler
 
 NAMES = ("a", "b", "c")
 ENDS = (
@@ -331,7 +332,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def adds_up(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         booked = len(self.leases) + sum(
             each.decode is not None and each.decode.incoming for each in self.leases.values()
         )

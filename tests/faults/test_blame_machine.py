@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 from proxy.memory import End, Proxy
 
 from hetlb.balancer.core.types import Health
+from hetlb.tools.sim.integrity import check_scheduler
 
 #: Examples of the property; `BLAME_EXAMPLES=10000` runs it at length.
 EXAMPLES = int(os.environ.get("BLAME_EXAMPLES", "40"))
@@ -198,7 +199,7 @@ class BlameMachine(RuleBasedStateMachine):
         for client in self.clients:
             client.leave()
         self.proxy.loop.turn(3.0)
-        self.proxy.scheduler.check_integrity()
+        check_scheduler(self.proxy.scheduler)
         assert self.proxy.scheduler.in_flight == 0
         assert not self.proxy.driver.exchanges
         assert not self.proxy.server.connections

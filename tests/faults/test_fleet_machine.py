@@ -39,6 +39,7 @@ from hetlb.balancer.core.types import (
     Reject,
     RejectReason,
 )
+from hetlb.tools.sim.integrity import check_scheduler
 
 NAMES = ("a", "b", "c")
 LIMITS = QueueLimits(max_requests=6, max_bytes=2000, timeout_s=60, no_instance_timeout_s=10)
@@ -260,7 +261,7 @@ class FleetMachine(RuleBasedStateMachine):
     def owes_nothing_else(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         assert self.scheduler.in_flight == len(self.leases)
         assert {entry.request.id for entry in self.scheduler.queue} == self.waiting
         assert len(self.waiting) <= 6

@@ -24,6 +24,7 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.telemetry.request_record import RequestRecord
+from hetlb.tools.sim.integrity import check_scheduler
 
 #: Modules whose tests run on the standard library's loop too: what transports say, and when, is their matter.
 ON_BOTH_LOOPS = frozenset(
@@ -94,7 +95,7 @@ class Proxy:
             while self.driver.exchanges:
                 await self.driver.drain(HANG_S)
         scheduler = self.scheduler
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
         assert scheduler.in_flight == 0
         assert len(scheduler.queue) == 0
         for instance in scheduler.instances:

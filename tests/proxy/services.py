@@ -21,6 +21,7 @@ from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import Health
 from hetlb.balancer.fleet.service import Service
+from hetlb.tools.sim.integrity import check_scheduler
 
 METRICS = b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0\n"
 
@@ -147,7 +148,7 @@ class Running:
     async def settled(self) -> None:
         """Wait until no request is open, then check that nothing of one is left."""
         await turns_until(lambda: not self.service.driver.exchanges)
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         sharing = self.service.sharing
         # Leases of a peer end with its messages, which may still be under way.
         assert self.scheduler.in_flight == (0 if sharing is None else sharing.view.peer_leases)

@@ -19,6 +19,7 @@ from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.options.profiles.profile_file import load_profile
 from hetlb.tools.emulator import EmulatedEngine
+from hetlb.tools.sim.integrity import check_scheduler
 
 DEMO = Path(__file__).parents[2] / "hetlb" / "tools" / "demo"
 REQUESTS = 500
@@ -123,7 +124,7 @@ async def test_three_in_ten_leave_and_nothing_is_left_of_them() -> None:
             assert set(outcomes) == {Outcome.OK.value, Outcome.CLIENT_GONE.value}
             assert Phase.STREAMING in phases
             # Nothing is left: not in the ledger, not at the engines, no task.
-            service.scheduler.check_integrity()
+            check_scheduler(service.scheduler)
             assert service.scheduler.in_flight == 0
             assert len(service.scheduler.queue) == service.scheduler.queue.bytes == 0
             for instance in service.scheduler.instances:

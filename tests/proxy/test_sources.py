@@ -17,6 +17,7 @@ from proxy.upstreams import plain
 from hetlb.errors import ConfigError
 from hetlb.options.profiles.selectors import parse_selector, select_profile
 from hetlb.options.source import Found
+from hetlb.tools.sim.integrity import check_scheduler
 
 PROFILE: dict[str, Any] = {
     "version": 1,
@@ -129,7 +130,7 @@ async def test_another_profile_does_not_replace_an_instance(tmp_path: Path) -> N
             assert "1 changed" in (await running.admin("POST", "/v1/reload")).json["reloaded"]
             assert running.instance("i0") is instance
             assert (instance.nominal.k8, instance.in_flight) == (0.02, 1)
-            running.scheduler.check_integrity()
+            check_scheduler(running.scheduler)
             engine.released.set()
             assert (await asking).status == 200
 

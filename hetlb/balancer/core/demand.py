@@ -80,11 +80,10 @@ class Costs:
 class FleetCosts:
     """Facts about a sequence of instances under one mean request, until any of them changes.
 
-    `costs` of each; `order`: their indices, a full batch done soonest first; `prefill_alike`: a prompt token
-    takes all the same time.
+    `costs` of each; `order`: their indices, a full batch done soonest first.
     """
 
-    __slots__ = ("changes", "costs", "counter", "instances", "members", "order", "prefill_alike")
+    __slots__ = ("changes", "costs", "counter", "instances", "members", "order")
 
     def __init__(self, instances: Sequence[Instance], costs: Sequence[Costs]) -> None:
         self.instances = instances
@@ -94,7 +93,6 @@ class FleetCosts:
         self.changes = self.counter.count
         self.costs = list(costs)
         self.order = sorted(range(len(costs)), key=lambda i: costs[i].batch_s)
-        self.prefill_alike = len({cost.token_prefill_s for cost in costs}) == 1
 
 
 class Mix:

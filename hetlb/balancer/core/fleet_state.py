@@ -69,13 +69,6 @@ class FleetState:
         """Tokens of a block of the engines that publish KV events, 0 where none does."""
         return max((each.blocks.block_tokens for each in self.publishers if each.blocks), default=0)
 
-    def any_routable(self, request: Request) -> bool:
-        """Return True unless the model of a request is served, but by no routable instance of its subset."""
-        ready = self.ready.get(request.model)
-        if ready is None or request.subset is None:
-            return True
-        return any(each.routable and each.name in request.subset for each in ready.instances)
-
     def fit_of(self, request: Request) -> int:
         """Return the smallest class of instances that can take a request (see `ReadyInstances`)."""
         ready = self.ready.get(request.model)

@@ -93,7 +93,8 @@ class HealthTracker:
         self.clean = state is Health.UP
         self._probe_failures = 0
         self._probe_successes = 0
-        self._passive_failures = 0
+        #: Answers that failed in a row, until it changes its state.
+        self.failures = 0
         self._half_open = False
         #: True if no process listened at its address since its process was seen last.
         self.gone = False
@@ -151,7 +152,7 @@ class HealthTracker:
         """Note that an answer is whole and well. Return True if the state changed."""
         if self.clean:
             return False
-        self._passive_failures = self._probe_failures = 0
+        self.failures = self._probe_failures = 0
         self._half_open = False
         if self.state is Health.SUSPECT:
             return self._enter(ANSWERS, "answered a request")
@@ -160,23 +161,18 @@ class HealthTracker:
 
     def on_failure(self, now: float, *, may_eject: bool) -> bool:
         """Note an answer that its engine dropped or broke off. Return True if the state changed."""
-        self._passive_failures += 1
+        self.failures += 1
         self.clean = False
         found: Transition[Health] | None = None
-        reason = f"{self._passive_failures} answers failed in a row"
+        reason = f"{self.failures} answers failed in a row"
         if self._half_open:
             found, reason = FAILS_HALF_OPEN, "failed again after it came back"
-        elif self._passive_failures >= FALL_ANSWERS:
+        elif self.failures >= FALL_ANSWERS:
             found = FAILS_IN_A_ROW
         if found is None or not may_eject or self.state is Health.EJECTED:
             return False
         self._half_open = True
         return self._eject(found, reason, now)
-
-    @property
-    def failures(self) -> int:
-        """Answers that failed in a row, until it changes its state."""
-        return self._passive_failures
 
     @property
     def ejected_for_failures(self) -> bool:
@@ -196,7 +192,7 @@ class HealthTracker:
         self.reason = reason
         self.clean = False
         self._been_up = self._been_up or state is Health.UP
-        self._passive_failures = 0
+        self.failures = 0
         if state is Health.EJECTED:
             self._probe_successes = 0
         self._probe_failures = 0

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-
 from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.journal import Begun, Booked, Change, Ended, Journal, booked
-from hetlb.balancer.core.occupancy import Occupancy
 from hetlb.balancer.core.policies.sight import SchedulingContext, Sight
 from hetlb.balancer.core.prefix_index import Shared
 from hetlb.balancer.core.queue import Queue
@@ -151,59 +147,3 @@ class Ledger:
     def live(self, now: float) -> list[Booked]:
         """Return the own leases that have not ended, as another process must know them."""
         return [booked(lease, now) for lease in self.leases() if lease.own]
-
-    def check_integrity(self, instances: Iterable[Instance]) -> list[Instance]:
-        """Assert that each instance books its leases and nothing else.
-
-        Returns `instances` and all other instances with leases.
-        """
-        known = {id(instance): instance for instance in (*self.leased.values(), *instances)}
-        everyone = list(known.values())
-        for instance in everyone:
-            check_instance(instance)
-        assert sum(len(instance.leases) for instance in everyone) == len(self.leased)
-        for lease_id, instance in self.leased.items():
-            assert lease_id in instance.leases, f"lease {lease_id} is not booked on {instance.name}"
-        leases = self.leases()
-        incoming = {lease.id for lease in leases if lease.incoming}
-        expected = {lease.decode.id for lease in leases if lease.decode is not None and lease.decode.incoming}
-        assert incoming == expected, "a decode leg is booked without its prefill leg"
-        return everyone
-
-
-def check_instance(instance: Instance) -> None:
-    """Assert that the bookings on an instance are the sums over its live leases."""
-    leases = instance.leases.values()
-    used: dict[int, int] = {}
-    for lease in leases:
-        node = None if lease.shared is None else lease.shared.node
-        while node is not None:
-            used[id(node)] = node.own
-            node = node.parent
-    shared = sum(used.values()) + instance.held_tokens
-    assert all(instance.leases.get(each.id) is each and each.incoming for each in instance.incoming.values())
-    for name in ("work_ns", "promised_tokens", "prompt_tokens"):
-        booked_there = sum(getattr(lease, name) for lease in leases)
-        assert getattr(instance, name) == booked_there, f"{name} of {instance.name}"
-    assert instance.kv_tokens == shared + sum(lease.kv_tokens for lease in leases), instance.name
-    prompts = shared + sum(lease.kv_prompt_tokens for lease in leases)
-    assert instance.kv_prompt_tokens == prompts, instance.name
-    unread = sum(lease.unread_tokens for lease in leases if lease.first_token_at is None)
-    assert instance.pending_prompt_tokens == unread, instance.name
-    assert instance.in_flight == len(instance.leases), instance.name
-    assert instance.sequences == sum(lease.request.sequences for lease in leases), instance.name
-    stated = sum(lease.request.sequences for lease in leases if lease.request.service.stated)
-    assert instance.stated_sequences == stated, instance.name
-    streams = [lease.request for lease in leases if lease.first_token_at is None and lease.request.streamed]
-    assert instance.unread_sequences == sum(request.sequences for request in streams), instance.name
-    groups = {lease.id: lease for lease in leases if lease.request.sequences > 1}
-    assert instance.groups == groups, instance.name
-    assert 0 <= instance.finished_sequences <= sum(each.request.sequences - 1 for each in groups.values())
-    assert all(not lease.ended for lease in leases), instance.name
-    grown = sum(lease.request.sequences * instance.age(lease) for lease in leases)
-    assert math.isclose(instance.grown_tokens, grown, abs_tol=1e-3), instance.name
-    assert instance._occupancy is None or instance._occupancy.same_as(Occupancy(instance)), instance.name
-    if instance.adapters is not None:
-        names = [lease.request.model for lease in leases if lease.request.model in instance.adapters.names]
-        assert instance.adapters.count() == {name: names.count(name) for name in names}, instance.name
-    instance.tree.check_integrity()

@@ -105,15 +105,6 @@ class Occupancy:
         if instance.incoming:
             self.oldest_at = next(iter(instance.incoming.values())).dispatched_at
 
-    def same_as(self, other: Occupancy) -> bool:
-        """Return True if both say the same."""
-        names = ["empty", "running", "context", "kv_utilization", "pending", "kv_tokens", "kv_excess"]
-        names += ["sample_at", "incoming", "oldest_at"]
-        load, loads = self.load, other.load
-        if load.batch != loads.batch or load.latency is not loads.latency:
-            return False
-        return all(getattr(self, name) == getattr(other, name) for name in names)
-
     def ending(self, answer_s: float, now: float) -> float:
         """Answers of `answer_s` that will have ended when a prompt that is elsewhere comes to decode.
 

@@ -196,14 +196,6 @@ class Tree:
         self.share, self.told = 0.0, False
         self.evict(0)
 
-    def check_integrity(self) -> None:
-        """Assert that all counts match the nodes."""
-        nodes = self.nodes.values()
-        assert self.used_tokens == sum(node.own for node in nodes if node.users), "tokens in use"
-        assert self.unused_tokens == sum(node.own for node in self.unused.values()), "unused tokens"
-        assert all(node.users >= 0 for node in nodes), "negative users"
-        assert {node.key for node in nodes if not node.users} == self.unused.keys(), "unused nodes"
-
 
 @mypyc_attr(acyclic=True)
 class Held:

@@ -26,6 +26,8 @@ _BACKGROUND: Final = 2
 _RANKS: Final = 3
 #: Most tenants beyond which idle ones are forgotten, if they were served no more than others.
 _KEPT_TENANTS: Final = 1024
+#: Requests and bytes of a tenant without any.
+_NO_SHARE: Final = [0, 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,18 +299,13 @@ class Queue:
         limits = self.limits
         if limits.tenant_share >= 1.0:
             return True
-        requests, held_bytes = self.held_by(request.tenant)
+        requests, held_bytes = self._shares.get(request.tenant, _NO_SHARE)
         if not requests:  # one is always allowed
             return True
         if limits.max_requests is not None and requests >= limits.tenant_share * limits.max_requests:
             return False
         most = limits.max_bytes
         return most is None or held_bytes + request.body_bytes <= limits.tenant_share * most
-
-    def held_by(self, tenant: str | None) -> tuple[int, int]:
-        """Return requests and bytes that a tenant holds."""
-        requests, held_bytes = self._shares.get(tenant, (0, 0))
-        return requests, held_bytes
 
     def crowding_out(self, request: Request) -> Sequence[RequestId]:
         """Return the requests that leave a full queue so that this one has room; none if unfair.
@@ -320,14 +317,14 @@ class Queue:
         limits = self.limits
         by_count = limits.max_requests is not None and len(self.held) >= limits.max_requests
         unit = 0 if by_count else 1
-        held = {tenant: self.held_by(tenant)[unit] for tenant in self._shares}
+        held = {tenant: share[unit] for tenant, share in self._shares.items()}
         tenant = max(held, key=held.__getitem__, default=request.tenant)
         if tenant == request.tenant:
             return ()
         gone: list[RequestId] = []
         requests, held_bytes = len(self.held), self.bytes
         theirs = held[tenant]
-        after = self.held_by(request.tenant)[unit] + (1 if by_count else request.body_bytes)
+        after = held.get(request.tenant, 0) + (1 if by_count else request.body_bytes)
         flows = [
             flow for line in self._lines.values() for flow in line.values() if flow.name.tenant == tenant
         ]
@@ -444,18 +441,3 @@ class Queue:
     def booked(self, tenant: str | None, tokens: int) -> None:
         """Note that a lease of a tenant began, for `tokens` tokens."""
         self.service.booked(tenant, tokens, self._shares)
-
-    def check_integrity(self) -> None:
-        """Assert that the counts match the entries."""
-        entries = [entry for waiting in self.flows() for entry in waiting]
-        assert sum(entry.request.body_bytes for entry in entries) == self.bytes
-        assert {entry.request.id for entry in entries} == self.held.keys()
-        assert all(self.flows()), "an empty flow was left behind"
-        assert all(self._lines.values()), "an empty line was left behind"
-        assert all(entry.request.id in entry.flow.entries for entry in entries), "an entry has a wrong flow"
-        held: dict[str | None, list[int]] = {}
-        for entry in entries:
-            of = held.setdefault(entry.request.tenant, [0, 0])
-            of[0] += 1
-            of[1] += entry.request.body_bytes
-        assert held == self._shares

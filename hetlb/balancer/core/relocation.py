@@ -10,10 +10,9 @@ from hetlb.balancer.core.health import FALL_ANSWERS, Verdict, verdict
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.placement import Decision, Placement
 from hetlb.balancer.core.ready import ReadyInstances
+from hetlb.balancer.core.retries import MOST_MOVES
 from hetlb.balancer.core.types import Command, Health, Lease, Outcome, Request
 
-#: Most times that a request without a byte of an answer is sent elsewhere.
-MOST_MOVES: Final = 2
 #: Multiple of the forecast, and seconds, after which a client that leaves without a byte was not heard.
 _UNHEARD_FACTOR: Final = 3.0
 _UNHEARD_S: Final = 2.0
@@ -28,18 +27,13 @@ class Relocation:
         self.ledger, self._retries = placement.ledger, placement.retries
         self.backlog = Backlog(placement, now)
         #: Model of an instance of which the first prompts have shown another speed than its profile.
-        self._misplaced: str | None = None
+        self.misplaced_model: str | None = None
         self._taken_back: list[Lease] = []
 
     @property
     def in_flight(self) -> int:
         """Leases that have not ended, removed instances' included."""
         return len(self.ledger.leased)
-
-    @property
-    def retrying(self) -> bool:
-        """Return True if a request that was sent elsewhere has no byte of an answer yet."""
-        return bool(self._retries.leases)
 
     def drop(self, lease: Lease, now: float, outcome: Outcome = Outcome.CLIENT_GONE) -> Instance:
         """Give back a lease's bookings; readers of the journal are told the outcome."""
@@ -135,14 +129,9 @@ class Relocation:
                     found.append(lease)
         return found
 
-    @property
-    def misplaces(self) -> bool:
-        """Return True if `misplaced` may have some."""
-        return self._misplaced is not None
-
     def misplaced(self) -> list[Lease]:
         """Return once the leases placed by a wrong profile that have no token yet, the newest first."""
-        model, self._misplaced = self._misplaced, None
+        model, self.misplaced_model = self.misplaced_model, None
         if model is None:
             return []
         found = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
 from typing import Final
 
 from mypy_extensions import mypyc_attr
@@ -14,6 +13,8 @@ from hetlb.balancer.core.types import Lease, LeaseId, RequestId
 RETRY_SHARE: Final = 0.2
 #: Number of retries that are always allowed at a time.
 RETRY_REQUESTS: Final = 3
+#: Most times that a request without a byte of an answer is sent elsewhere.
+MOST_MOVES: Final = 2
 
 
 @mypyc_attr(acyclic=True)
@@ -54,8 +55,3 @@ class Retries:
     def allowed(self, in_flight: int) -> bool:
         """Return True if the budget allows one more retry of a request that may run twice."""
         return len(self.leases) < max(RETRY_REQUESTS, int(RETRY_SHARE * in_flight))
-
-    def check_integrity(self, leases: Set[LeaseId], requests: Set[RequestId]) -> None:
-        """Assert that nothing is noted of leases and requests other than these, which are alive."""
-        assert self.leases <= leases, "a retry outlived its lease"
-        assert self.attempts.keys() <= requests, "retry notes outlived their request"

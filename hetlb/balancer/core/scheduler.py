@@ -21,7 +21,8 @@ from hetlb.balancer.core.policies.registry import make_policy
 from hetlb.balancer.core.predictor import Predictor
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.ready import ReadyInstances, least_tokens
-from hetlb.balancer.core.relocation import MOST_MOVES, Relocation
+from hetlb.balancer.core.relocation import Relocation
+from hetlb.balancer.core.retries import MOST_MOVES
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.splitting import Splitting
 from hetlb.balancer.core.types import (
@@ -166,7 +167,7 @@ class Scheduler(Relocation):
         taught = not (instance.explored and (instance.speed.begun or instance.speed.seen))
         if taught and lease.request.streamed and lease.decode is None and instance.learn_prefill(lease, now):
             if instance.profiled:
-                self._misplaced = instance.spec.model
+                self.misplaced_model = instance.spec.model
             else:
                 self.fleet.share_speed(instance.spec.model, False)
         if self.ledger.journals:
@@ -439,20 +440,6 @@ class Scheduler(Relocation):
         if self.placement.splits is not None:
             self._splits.let_go_expired(now)
         return self.backlog.flush(now) + self.backlog.expire(now)
-
-    # --- integrity ---
-
-    def check_integrity(self) -> None:
-        """Assert that blocks, work and requests are all accounted for."""
-        ledger, queue = self.ledger, self.queue
-        everyone = ledger.check_integrity(self.fleet.instances.values())
-        if self.placement.splits is not None:
-            self._splits.check_integrity(everyone)
-        leased = {lease.request.id for lease in ledger.leases()}
-        waiting = {entry.request.id for entry in queue}
-        assert not leased & waiting, f"requests {leased & waiting} wait and are leased"
-        queue.check_integrity()
-        self._retries.check_integrity(ledger.leased.keys(), leased | waiting)
 
 
 def _serves_elsewhere(instance: Instance, ready: ReadyInstances) -> bool:

@@ -87,7 +87,8 @@ class SpeedTracker:
         self._most = MOST_PROFILED_FACTOR if profiled else MOST_UNPROFILED_FACTOR
         #: Time of the last `elapsed`.
         self.last = now
-        self._at = now
+        #: Time of the newest evidence.
+        self.seen_at = now
         self._sequence_s = self._token_s = 0.0
         #: Tokens of prompts that were prefilled so far.
         self.prompt_tokens = self._prompts = self._turns = 0
@@ -123,11 +124,6 @@ class SpeedTracker:
         self._newest_pace = self.pace = 0.0
 
     @property
-    def seen_at(self) -> float:
-        """Time of the newest evidence."""
-        return self._at
-
-    @property
     def confidence(self) -> float:
         """Share of the seen seconds of answers in all that the factor rests on, 0 to 1."""
         return self._observed_s / (self._observed_s + PRIOR_S)
@@ -156,7 +152,7 @@ class SpeedTracker:
 
     def age(self, now: float) -> None:
         """Let a factor that is worse than before return to that while no answer confirms it."""
-        begin = max(self._at + MEMORY_S, self._aged_at)
+        begin = max(self.seen_at + MEMORY_S, self._aged_at)
         if not self.seen or now <= begin or self.shown <= self._good * (1.0 + _CHANGE_SHARE):
             return
         keep = math.exp(-(now - begin) / MEMORY_S)
@@ -245,7 +241,7 @@ class SpeedTracker:
         ratio = max(1.0 / self._most, min(self._most, seconds / expected_s))
         if self.seen or 1.0 / _CLEAR_FACTOR < ratio < _CLEAR_FACTOR:
             return False
-        self._observed_s, self._expected_s, self._at = ratio * _FIRST_S, _FIRST_S, now
+        self._observed_s, self._expected_s, self.seen_at = ratio * _FIRST_S, _FIRST_S, now
         return self._observe(0.0, 0.0, now)
 
     def assume(self, factor: float) -> bool:
@@ -258,9 +254,9 @@ class SpeedTracker:
 
     def _observe(self, expected_s: float, seconds: float, now: float) -> bool:
         """Take one comparison over. True if the factor changed."""
-        since = now - self._at
+        since = now - self.seen_at
         keep = math.exp(-since / MEMORY_S)
-        self._at, self.seen = now, True
+        self.seen_at, self.seen = now, True
         self._observed_s = self._observed_s * keep + seconds
         self._expected_s = self._expected_s * keep + expected_s
         if self._expected_s <= 0.0:

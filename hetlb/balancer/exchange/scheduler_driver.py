@@ -179,7 +179,7 @@ class SchedulerDriver(SchedulerSide):
     def first_token(self, lease: Lease, now: float) -> None:
         if commands := self.scheduler.on_first_token(lease, now):
             self.carry_out(commands)
-        if self.scheduler.misplaces and self.carrier.takes_back():
+        if self.scheduler.misplaced_model is not None and self.carrier.takes_back():
             self._move(self.scheduler.misplaced(), self.scheduler.on_misplaced, now, Outcome.MISPLACED)
             self.carry_out(self.scheduler.wait_again(now))
 
@@ -306,7 +306,7 @@ class SchedulerDriver(SchedulerSide):
         """Send elsewhere requests that wait at stalled instances; the rest soon if the budget is used up."""
         self._mover, now = None, self.carrier.now()
         left = self._move(self.scheduler.stranded(now), self.scheduler.on_stranded, now)
-        if left and self.scheduler.retrying:
+        if left and self.scheduler.placement.retries.leases:
             self._mover = self.carrier.loop.call_later(_NEXT_MOVES_S, self._move_stranded)
 
     def _move(

@@ -304,7 +304,10 @@ class HttpStream(Upstream):
         request = taken.record.request = replace(request, splittable=False, priority=priority, subset=subset)
         self._exchange = taken
         driver.streams[request.id] = self
-        if request.subset is not None and not driver.scheduler.fleet.any_routable(request):
+        ready = None if subset is None else driver.scheduler.fleet.ready.get(request.model)
+        if ready is not None and not any(
+            each.routable and each.name in (subset or ()) for each in ready.instances
+        ):
             driver.exchanges[request.id] = taken
             taken.refuse(
                 error_responses.REJECTIONS[RejectReason.NO_INSTANCE],

@@ -130,7 +130,8 @@ class _Pairs:
         with the square of the fleet.
         """
         evaluation, fleet = self._evaluation, self._evaluation.fleet
-        if self._mixed and self._ctx.held is None and fleet.prefill_alike:
+        kinds = {cost.token_prefill_s for cost in fleet.costs}
+        if self._mixed and self._ctx.held is None and len(kinds) == 1:
             return None
         sources: list[tuple[float, int]] = []
         targets: list[tuple[float, int]] = []

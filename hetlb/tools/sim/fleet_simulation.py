@@ -51,6 +51,7 @@ from hetlb.tools.sim.fleet_engine import (
 )
 from hetlb.tools.sim.fleet_result import FleetMoment, FleetResult, FleetSeries
 from hetlb.tools.sim.flights import EngineRun, Flight, leg_sequences
+from hetlb.tools.sim.integrity import check_scheduler
 from hetlb.tools.sim.iteration_records import IterationEnd
 from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.sim.kv_links import KvLinks, own_links
@@ -153,7 +154,7 @@ class FleetSimulation:
             handlers[kind](payload)
         assert self._open == 0, f"{self._open} requests never ended"
         for scheduler in (self.scheduler, *self._replaced):
-            scheduler.check_integrity()
+            check_scheduler(scheduler)
         return self._result()
 
     def _result(self) -> FleetResult:
@@ -353,7 +354,7 @@ class FleetSimulation:
         scheduler, lease = flight.leased
         now = self._events.now
         self._carry_out(scheduler, scheduler.on_first_token(lease, now))
-        if not scheduler.misplaces:
+        if scheduler.misplaced_model is None:
             return
         for misplaced in scheduler.misplaced():
             sequences = self._by_id[misplaced.request.id].sequences

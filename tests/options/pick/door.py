@@ -24,6 +24,7 @@ from hetlb.options.pick.pick_driver import PickDriver
 from hetlb.options.pick.pick_table import PickTable
 from hetlb.options.pick.stream import HttpStream, PickerState
 from hetlb.options.pick.tenant_names import MAX_NAMES
+from hetlb.tools.sim.integrity import check_scheduler
 
 #: The messages of a request and its answer, as Envoy sends them.
 HEADERS = request_headers(STREAMED).SerializeToString()
@@ -79,7 +80,7 @@ class Door:
         assert len(self.scheduler.queue) == 0
         assert self.state.held_bytes == 0
         assert len(self.state.tenants) <= MAX_NAMES
-        self.scheduler.check_integrity()
+        check_scheduler(self.scheduler)
         # Nothing of one input is to be held against the next.
         instance = self.scheduler.instances[0]
         instance.health = HealthTracker(random.Random(0), Health.UP)

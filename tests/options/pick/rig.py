@@ -19,6 +19,7 @@ from proxy.upstreams import DONE, PLAIN_BODY, TOKEN, USAGE
 
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.options.pick.pick_service import PickService
+from hetlb.tools.sim.integrity import check_scheduler
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "envoy"
 STATIC, GATEWAY_API = CONFIGS / "static.yaml", CONFIGS / "gateway-api.yaml"
@@ -257,7 +258,7 @@ class Rig:
         """Wait until no request is open, then check that nothing of one is left."""
         driver, scheduler = self.picker.driver, self.picker.scheduler
         await turns_until(lambda: not driver.exchanges and not driver.streams)
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
         assert scheduler.in_flight == len(driver.picking.foreign)
         assert len(scheduler.queue) == 0
 

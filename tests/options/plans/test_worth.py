@@ -15,6 +15,7 @@ from hetlb.balancer.core.predictor import make_predictor
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Capacity, Dispatch, Lease, Outcome
 from hetlb.options.plans.worth import Worth, busy_s
+from hetlb.tools.sim.integrity import check_scheduler
 
 READER = LatencyModel(k1=1e-5, k2=0.0, k3=0.0, k4=1e-3, k5=0.0, k6=0.0, k7=0.0, k8=4e-2)
 WRITER = LatencyModel(k1=1e-4, k2=0.0, k3=0.0, k4=1e-3, k5=0.0, k6=0.0, k7=0.0, k8=4e-3)
@@ -50,7 +51,7 @@ def test_a_free_instance_gets_what_suits_it_not_the_head(
     assert set(leases) == {"reader", "writer"}
     placed = dispatched(scheduler.on_lease_ended(leases["writer"], Outcome.OK, 5.0))
     assert (placed.request.id, placed.instance) == (next_one, "writer")
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_an_instance_takes_what_waits_when_nothing_suits_it() -> None:

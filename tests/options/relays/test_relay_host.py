@@ -28,6 +28,7 @@ from hetlb.options.relays.protocol import (
 )
 from hetlb.options.relays.relay_driver import ID_BITS, arrival_of
 from hetlb.options.relays.relay_host import RelayHost, RelayLink
+from hetlb.tools.sim.integrity import check_scheduler
 
 ENDS = [Outcome.OK, Outcome.CLIENT_GONE, Outcome.BROKEN_STREAM, Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE]
 
@@ -205,7 +206,7 @@ class World:
             self.deliver_up(relay)
         else:
             self.deliver_down(relay)
-        self.host.scheduler.check_integrity()
+        check_scheduler(self.host.scheduler)
 
     def deliver_up(self, relay: Relay) -> None:
         count = self.rng.randrange(1, 4)
@@ -244,7 +245,7 @@ async def play(seed: int) -> None:
         world.step()
     world.settle()
     scheduler = world.host.scheduler
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     assert scheduler.in_flight == len(scheduler.queue) == 0
     assert not world.host._open
     for instance in scheduler.instances:

@@ -12,6 +12,7 @@ from msgspec import msgpack
 from hetlb.options.lease_wire import PART_CHANGES
 from hetlb.options.shared_view.shared_table import SharedTable
 from hetlb.options.shared_view.sharing import _VERSION, Sharing
+from hetlb.tools.sim.integrity import check_scheduler
 
 #: The loop of `sharing`, which lives as long as it.
 _LOOP = asyncio.new_event_loop()
@@ -45,7 +46,7 @@ def shared_view(data: bytes) -> None:
     shared._receive(data)
     assert shared.received + shared.rejected - before in (0, 1)
     assert view.peer_leases <= len(data)
-    view._scheduler.check_integrity()
+    check_scheduler(view._scheduler)
     for peer in view.peers:
         view.gone(peer, 0.0)
     assert view._scheduler.in_flight == 0

@@ -20,6 +20,7 @@ from hetlb.balancer.fleet.service import Service
 from hetlb.options.profiles.profile_file import Profile, load_profile
 from hetlb.tools.emulator import EmulatedEngine
 from hetlb.tools.emulator.kv_transfer import KvSettings
+from hetlb.tools.sim.integrity import check_scheduler
 
 DEMO = Path(__file__).parents[3] / "hetlb" / "tools" / "demo"
 SCALE = 0.02
@@ -66,7 +67,7 @@ class Rig:
             while busy := self.busy():
                 await asyncio.sleep(0.01)
         assert not busy
-        self.service.scheduler.check_integrity()
+        check_scheduler(self.service.scheduler)
 
     def busy(self) -> list[str]:
         scheduler = self.service.scheduler

@@ -31,6 +31,7 @@ from hetlb.balancer.core.types import (
 )
 from hetlb.options.split.pairs import _Pairs
 from hetlb.options.split.split_choice import join_s
+from hetlb.tools.sim.integrity import check_scheduler
 
 LINK = KvLink(Connector.NIXL, lease_s=10.0, bandwidth_bytes_per_s=1e10, latency_s=0.001)
 
@@ -71,21 +72,21 @@ def test_the_two_legs_follow_each_other_and_the_prompt_is_held_until_it_is_fetch
     assert decode is not None
     assert (lease.instance, decode.instance, decode.incoming) == ("p", "d", True)
     assert (p.pending_prompt_tokens, d.pending_prompt_tokens) == (2000, 1)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
     assert placed(scheduler.on_prefilled(lease, 0.5)) is decode
     hold = decode.hold
     assert hold is not None
     assert (p.in_flight, p.sequences, p.kv_tokens, p.held_tokens) == (0, 0, 2000, 2000)
     assert (d.in_flight, decode.dispatched_at, hold.expires_at) == (1, 0.5, 10.5)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
     scheduler.on_first_token(decode, 0.6)
     assert hold.ended
     assert p.kv_tokens == 0
     decode.output_tokens = 50
     scheduler.on_lease_ended(decode, Outcome.OK, 1.0)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     assert scheduler.in_flight == d.kv_tokens == d.work_ns == 0
 
 
@@ -101,7 +102,7 @@ def test_blocks_that_are_not_fetched_are_held_until_the_lease_ends() -> None:
     assert p.kv_tokens == 2000
     scheduler.on_tick(11.0)
     assert (p.kv_tokens, scheduler.next_deadline()) == (0, None)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_a_released_prompt_is_held_no_longer_and_only_once() -> None:
@@ -112,7 +113,7 @@ def test_a_released_prompt_is_held_no_longer_and_only_once() -> None:
     scheduler.on_hold_released(decode.hold, 1.2)
     scheduler.on_hold_released(decode.hold, 1.3)
     assert named(scheduler, "p").kv_tokens == 0
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_legs_that_are_sent_at_once_may_end_in_either_order() -> None:
@@ -125,7 +126,7 @@ def test_legs_that_are_sent_at_once_may_end_in_either_order() -> None:
     scheduler.on_first_token(lease.decode, 0.5)
     assert scheduler.on_prefilled(lease, 0.6) == []
     assert named(scheduler, "p").kv_tokens == 0
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
@@ -137,7 +138,7 @@ def test_a_failed_hand_over_sends_the_whole_request_to_one_instance(leg: str) ->
     again = placed(scheduler.on_unsplit(lease, Outcome.CLIENT_GONE, 2.0))
     assert (again.instance, again.decode, again.hold) == ("d", None, None)
     assert again.unread_tokens == 2000
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     again.output_tokens = 3
     scheduler.on_lease_ended(again, Outcome.OK, 3.0)
     assert placed(scheduler.on_arrival(split_request(2), 3.0)).decode is not None
@@ -149,7 +150,7 @@ def test_a_reader_answers_where_the_only_decode_instance_dropped_the_request() -
     decode = placed(scheduler.on_prefilled(lease, 1.0))
     whole = placed(scheduler.on_unsplit(decode, Outcome.NO_RESPONSE, 1.1))
     assert (whole.instance, whole.decode) == ("p", None)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_a_request_that_every_instance_dropped_is_given_up() -> None:
@@ -160,7 +161,7 @@ def test_a_request_that_every_instance_dropped_is_given_up() -> None:
     (command,) = scheduler.on_unsplit(decode, Outcome.NO_RESPONSE, 1.1)
     assert isinstance(command, Reject)
     assert not scheduler.in_flight
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_an_instance_that_refuses_the_first_leg_gives_back_both() -> None:
@@ -173,7 +174,7 @@ def test_an_instance_that_refuses_the_first_leg_gives_back_both() -> None:
     assert {lease.instance, again.instance} == {"p", "q"}
     assert again.decode is not None
     assert scheduler.in_flight == 2
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 @pytest.mark.parametrize("how", ["removed", "refuses"])
@@ -186,7 +187,7 @@ def test_a_decode_instance_that_is_gone_when_the_prompt_is_read(how: str) -> Non
     commands = scheduler.on_prefilled(lease, 1.0)
     again = next(each.lease for each in commands if isinstance(each, Dispatch))
     assert (again.instance, again.decode) == ("p", None)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
 
 
 def test_requests_that_cannot_be_split_go_to_decode_instances_whole() -> None:
@@ -386,4 +387,4 @@ def test_a_lease_of_a_split_request_is_restored_as_what_it_was_at_its_instance()
     restored = other.restore(live, 0.0)
     assert restored is not None
     other.on_lease_ended(restored, Outcome.CLIENT_GONE, 1.0)
-    other.check_integrity()
+    check_scheduler(other)

@@ -13,6 +13,7 @@ from proxy.one_alone import LABEL, Double, doubled, nothing_escapes
 
 from hetlb.balancer.exchange import exchange
 from hetlb.options.split.kv_transfers import Split
+from hetlb.tools.sim.integrity import check_scheduler
 
 pytestmark = pytest.mark.skipif(
     exchange.__file__.endswith(".so"), reason="methods of compiled classes cannot be replaced"
@@ -48,4 +49,4 @@ async def test_a_split_request_that_raises_ends_alone(connector: str, tmp_path: 
             assert await split(at, "served") == 200
             at.service.driver.swept(0.0)
             await turns_until(lambda busy=at.busy: not [each for each in busy() if "verdict" not in each])
-            at.service.scheduler.check_integrity()
+            check_scheduler(at.service.scheduler)

@@ -9,6 +9,7 @@ from helpers import make_scheduler, spec
 
 from hetlb.options.remote_leases import RemoteLeases
 from hetlb.options.takeover.offer import DECODER, Step
+from hetlb.tools.sim.integrity import check_scheduler
 
 
 def takeover(data: bytes) -> None:
@@ -19,7 +20,7 @@ def takeover(data: bytes) -> None:
         remote = RemoteLeases(make_scheduler([spec("a")]), arrived=False)
         remote.receive("old", changes, 0.0)
         remote.gone("old", 0.0)
-        remote._scheduler.check_integrity()
+        check_scheduler(remote._scheduler)
         assert remote._scheduler.in_flight == 0
 
 

@@ -27,6 +27,7 @@ from hetlb.errors import HetlbError
 from hetlb.options.takeover.offer import HELLO, Offer, local_socket, name_of
 from hetlb.options.takeover.takeover import Takeover
 from hetlb.systemd import inherited
+from hetlb.tools.sim.integrity import check_scheduler
 
 BODY = b'{"model":"m","prompt":"hello","max_tokens":5}'
 
@@ -78,11 +79,11 @@ async def test_leases_of_the_old_process_are_booked_in_the_new_one(tmp_path: Pat
             second = asyncio.create_task(request(session, new.address[1]))
             await engine.asked_for(2)
             assert (before.in_flight, after.in_flight) == (1, 2)
-            new.scheduler.check_integrity()
+            check_scheduler(new.scheduler)
             engine.released.set()
             assert (await first, await second) == (200, 200)
             await turns_until(lambda: after.in_flight == 0)
-            new.scheduler.check_integrity()
+            check_scheduler(new.scheduler)
             assert after.work_ns == after.kv_tokens == after.promised_tokens == 0
 
 

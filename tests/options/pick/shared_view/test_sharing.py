@@ -27,6 +27,7 @@ from hetlb.options.pick.pick_service import PickService
 from hetlb.options.shared_view.hub import Hub
 from hetlb.options.shared_view.shared_table import SharedTable
 from hetlb.options.shared_view.sharing import Sharing
+from hetlb.tools.sim.integrity import check_scheduler
 
 SERVER = shutil.which("valkey-server") or shutil.which("redis-server")
 needs_server = pytest.mark.skipif(SERVER is None, reason="needs valkey-server or redis-server")
@@ -199,7 +200,7 @@ async def test_each_books_what_the_other_books_and_gives_it_back(tmp_path: Path,
         predicted = [p.scheduler.predictor.predict(Request(1, "m", 1)) for p in both.pickers]
         assert predicted[0] == predicted[1]
         for picker in both.pickers:
-            picker.scheduler.check_integrity()
+            check_scheduler(picker.scheduler)
 
 
 async def test_what_changes_is_said_once_and_at_once(carrier: Carrier) -> None:
@@ -299,7 +300,7 @@ async def test_the_server_dies_and_comes_back_beside_streams(tmp_path: Path, car
             await turns_until(lambda: both.booked == [BESIDE, BESIDE])
         await turns_until(lambda: both.booked == [0, 0])
         assert made.outcomes == ["ok"] * (BESIDE + 20)
-        both.pickers[1].scheduler.check_integrity()
+        check_scheduler(both.pickers[1].scheduler)
 
 
 async def test_the_first_peer_is_the_hub_and_the_next_one_when_it_is_gone(tmp_path: Path) -> None:
