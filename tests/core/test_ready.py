@@ -65,20 +65,20 @@ def set_health(scheduler: Scheduler, name: str, *results: ProbeResult) -> None:
 
 def test_of_each_that_takes_nothing_the_reason_is_told() -> None:
     scheduler, all_there = fleet(*(spec(name) for name in "abcde"))
-    assert (names(all_there.able), all_there.excluded) == ("abcde", {})
+    assert (names(all_there.able), all_there.everyone.excluded) == ("abcde", {})
     scheduler.on_instance(AdminStateSet("a", AdminState.DRAIN), 0.0)
     scheduler.on_instance(AdminStateSet("b", AdminState.MAINT), 0.0)
     set_health(scheduler, "c", ProbeResult.REFUSED)
     scheduler.on_scrape("d", EngineSample(0, 0, 0.0, asleep=True), 0.0)
     some = ready(scheduler)
     assert (names(some.able), names(list(some.instances))) == ("e", "abcde")
-    assert some.excluded == {
+    assert some.everyone.excluded == {
         "a": "draining",
         "b": "in maintenance",
         "c": "ejected: connection refused",
         "d": "asleep",
     }
-    assert choices(some) == ("e", some.excluded, None)
+    assert choices(some) == ("e", some.everyone.excluded, None)
     assert choices(some, subset=("a",)) == ("", {
         "a": "draining",
         **dict.fromkeys("bcde", "not in the subset of the gateway"),
@@ -87,13 +87,13 @@ def test_of_each_that_takes_nothing_the_reason_is_told() -> None:
 
 def test_suspects_take_requests_where_none_is_up() -> None:
     scheduler, none_up = fleet(*(spec(name) for name in "abc"), health=Health.SUSPECT)
-    assert (names(none_up.able), none_up.excluded) == ("abc", {})
+    assert (names(none_up.able), none_up.everyone.excluded) == ("abc", {})
     set_health(scheduler, "b", ProbeResult.OK)
     one_up = ready(scheduler)
     assert names(one_up.able) == "b"
-    assert one_up.excluded == dict.fromkeys("ac", "suspect: not probed yet")
+    assert one_up.everyone.excluded == dict.fromkeys("ac", "suspect: not probed yet")
     assert choices(one_up, tried=["b"]) == ("ac", {"b": "tried before"}, None)
-    assert choices(one_up, tried=[]) == ("b", one_up.excluded, None)
+    assert choices(one_up, tried=[]) == ("b", one_up.everyone.excluded, None)
 
 
 def test_the_rest_of_an_answer_goes_where_token_ids_are_taken() -> None:
@@ -218,7 +218,7 @@ def test_the_most_available_are_left_where_the_policy_does_not_hold_back() -> No
         {"a": why},
         [(0, ""), (0, "")],
     )
-    assert restrained.excluded == {}, "what is shared is not changed"
+    assert restrained.everyone.excluded == {}, "what is shared is not changed"
     assert choices(restrained, now=1.0, subset=("a",), holds_back=False)[0] == "a"
     assert choices(restrained, now=1.0, subset=("b",)) == (
         "b",
@@ -280,7 +280,7 @@ def test_whole_requests_go_to_instances_without_a_role_or_else_to_decode_instanc
     kept = {each.name: f"its role is {each.spec.role}" for each in scheduler.instances}
     for each in filtered.able:
         del kept[each.name]
-    assert filtered.roles == filtered.excluded == kept
+    assert filtered.roles == filtered.everyone.excluded == kept
 
 
 @pytest.mark.option("split")

@@ -55,28 +55,14 @@ class ReadyInstances:
 
     def __init__(self, instances: list[Instance], now: float) -> None:
         self.instances = instances
-        self.excluded: dict[str, str] = {}
-        routable: list[Instance] = []
-        for instance in instances:
-            if reason := _why_not(instance):
-                self.excluded[instance.name] = reason
-            else:
-                routable.append(instance)
-        up = [instance for instance in routable if instance.health.state is Health.UP] or routable
-        if len(up) < len(routable):
-            for instance in routable:
-                if instance.health.state is not Health.UP:
-                    self.excluded[instance.name] = f"suspect: {instance.health.reason}"
+        routable = [each for each in instances if not _why_not(each)]
         #: Instances that take requests, in any role.
-        self.up = up
+        self.up = [each for each in routable if each.health.state is Health.UP] or routable
         #: Reasons of the instances that get no whole request: their role, while another one is there.
         self.roles = _kept_by_role(routable)
-        self.excluded.update(self.roles)
-        self.able = [each for each in up if each.name not in self.roles] if self.roles else up
-        if not self.able and routable:  # instances of the role that takes whole requests are all suspect
-            self.able = [each for each in routable if each.name not in self.roles]
         #: Choices of a request that may go to all of `able`.
-        self.everyone = Choices(self.able, self.excluded)
+        self.everyone = self._fitting(0, None, None, False)
+        self.able = self.everyone.instances
         #: True if an instance is throttled.
         self.throttled = any(instance.throttle.active(now) for instance in self.able)
         #: A request whose prompt and output stay within this fits everywhere.
@@ -118,7 +104,15 @@ class ReadyInstances:
         `tried`: where the request was before; it is no trial then. `holds_back`: the policy heeds
         availability itself; otherwise only the most available are left.
         """
-        found = self._fitting(request, tried)
+        tokens = tokens_of(request)
+        by_ids = request.generated > 0 and any(
+            not _why_not(each) and each.gives_ids for each in self.instances
+        )
+        anywhere = tried is None and request.subset is None and not by_ids
+        if anywhere and all(tokens <= _longest(instance) for instance in self.able):
+            found = Choices(self.able, self.everyone.excluded)
+        else:
+            found = self._fitting(tokens, request.subset, tried, by_ids)
         chosen = found.instances
         if not self.throttled or not any(instance.throttle.active(now) for instance in chosen):
             return found
@@ -146,24 +140,19 @@ class ReadyInstances:
         }
         return found.without(less)
 
-    def _fitting(self, request: Request, tried: Sequence[str] | None) -> Choices:
-        """Return the instances that may have the request and are large enough.
+    def _fitting(
+        self, tokens: int, subset: Sequence[str] | None, tried: Sequence[str] | None, by_ids: bool
+    ) -> Choices:
+        """Return the instances that may have a request of `tokens` and are large enough.
 
         Roles count for nothing where no other instance is left. The rest of an answer goes on by its token
-        ids, where any that is there takes them.
+        ids (`by_ids`), where any that is there takes them.
         """
-        tokens = tokens_of(request)
-        by_ids = request.generated > 0 and any(
-            not _why_not(each) and each.gives_ids for each in self.instances
-        )
-        anywhere = tried is None and request.subset is None and not by_ids
-        if anywhere and all(tokens <= _longest(instance) for instance in self.able):
-            return Choices(self.able, self.excluded)
         excluded: dict[str, str] = {}
         able: list[Instance] = []
         kept: list[Instance] = []
         for instance in self.instances:
-            if request.subset is not None and instance.name not in request.subset:
+            if subset is not None and instance.name not in subset:
                 reason = "not in the subset of the gateway"
             else:
                 reason = _why_not(instance)
