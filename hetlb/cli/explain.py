@@ -144,7 +144,7 @@ def explained(
         return [], None
     choices = placement.able(request, ready, now)
     ctx = placement.context(request, predicted, scheduler.queue.waiting(request.model), now)
-    ctx.availabilities = choices.availabilities
+    ctx.restraints = choices.restraints
     ctx.burst = 1 if ready.idle else ctx.burst + 1
     scored = placement.policy.score(ctx, choices.instances) if choices.instances else []
     candidates = with_excluded(scored, ready.instances, choices.excluded)

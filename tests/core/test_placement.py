@@ -51,7 +51,7 @@ def test_a_policy_is_told_the_request_and_what_waits_beside_it() -> None:
     asked = request(1, prompt=300, max_tokens=None)
     ctx = context(scheduler, asked, 70, 3.0)
     assert (ctx.request, ctx.predicted_output, ctx.waiting, ctx.now) == (asked, 50.0, 70, 3.0)
-    assert (ctx.held, ctx.availabilities, ctx.adapter_load_s) == (None, None, 0.0)
+    assert (ctx.held, ctx.restraints, ctx.adapter_load_s) == (None, None, 0.0)
     predictor = scheduler.predictor
     assert ctx.long_output == predictor.long(asked) > 0.0
     assert ctx.waited_s == 0.0
@@ -166,7 +166,7 @@ def test_instances_that_are_kept_for_others_are_not_chosen() -> None:
         assert "".join(each.name for each in chosen) == names
 
 
-def test_availabilities_go_with_the_instances_that_are_left() -> None:
+def test_restraints_go_with_the_instances_that_are_left() -> None:
     scheduler = make_scheduler([spec("a", kv=1000), spec("b", kv=5000), spec("c", kv=1000)], "hetlb")
     c = scheduler.instances[2]
     c.account.asked(10.0, 0.0)
@@ -174,13 +174,13 @@ def test_availabilities_go_with_the_instances_that_are_left() -> None:
     ready = scheduler.fleet.ready["m"]
     found = scheduler.placement.choose(request(1), ready, 1.0, 50.0, ceiling=1)
     assert found is not None
-    assert found.ctx.availabilities is not None
+    assert found.ctx.restraints is not None
     assert [
-        (each.name, said)
-        for each, (said, _) in zip(found.choices.instances, found.ctx.availabilities, strict=True)
+        (each.name, bool(said))
+        for each, said in zip(found.choices.instances, found.ctx.restraints, strict=True)
     ] == [
-        ("a", 0),
-        ("c", 2),
+        ("a", False),
+        ("c", True),
     ]
 
 
@@ -190,7 +190,7 @@ def test_most_requests_go_to_all_without_a_look() -> None:
 
     def able(asked: Request) -> str:
         found = placement.able(asked, ready, 0.0)
-        assert found.availabilities is None
+        assert found.restraints is None
         return "".join(each.name for each in found.instances)
 
     assert placement.able(request(1, prompt=950), ready, 0.0) is ready.everyone

@@ -182,9 +182,9 @@ def test_the_choice_is_the_least_score_and_candidates_stay_what_they_were(
 
     def look(scheduler: Scheduler, now: float) -> None:
         later = now + (100.0 if stopped else 0.05)
-        availabilities = [(i % 3, "throttled" if i % 3 else "") for i in range(4)] if throttled else None
+        restraints = ["throttled" if i % 3 else "" for i in range(4)] if throttled else None
         ctx = scheduler.placement.context(asked, 60.0, waiting, later)
-        ctx.availabilities = availabilities
+        ctx.restraints = restraints
         instances = scheduler.instances
         glanced, rated = Evaluation(ctx, instances, WEIGHTS, True), Evaluation(ctx, instances, WEIGHTS, True)
         found, everyone = glanced.best(), rated.ratings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetlb.balancer.core.account import Account
-from hetlb.balancer.core.throttle import BLOCKED, BUSY_CAP_S, FORGOTTEN_S, LIMIT_S, NORMAL, Throttle
+from hetlb.balancer.core.throttle import BUSY_CAP_S, FORGOTTEN_S, LIMIT_S, Throttle
 
 
 def throttle(lost: int = 0) -> Throttle:
@@ -21,7 +21,7 @@ def test_at_first_nothing_restrains_it() -> None:
     fresh = Throttle(Account(0.0))
     assert not fresh.restarted
     assert not fresh.active(-1e9)
-    assert fresh.availability(1000, 8, -1e9) == (NORMAL, "")
+    assert fresh.restraint(1000, 8, -1e9) == ""
     assert fresh.reason(8, -1e9) == ""
 
 
@@ -35,13 +35,13 @@ def test_what_it_may_run_grows_from_one_to_all() -> None:
     assert not slow.restarted
     for now, places in ((99.0, 1), (100.0, 1), (101.0, 1), (102.5, 2), (105.0, 4), (109.9, 7)):
         assert slow.active(now)
-        assert slow.availability(0, 8, now) == (NORMAL, "")
-        assert slow.availability(places - 1, 8, now) == (NORMAL, "")
-        assert slow.availability(max(1, places), 8, now) == (BLOCKED, f"slow start: {places} of 8 slots")
+        assert slow.restraint(0, 8, now) == ""
+        assert slow.restraint(places - 1, 8, now) == ""
+        assert slow.restraint(max(1, places), 8, now) == f"slow start: {places} of 8 slots"
         assert slow.reason(8, now) == f"slow start: {places} of 8 slots"
-    assert slow.availability(8, 8, 110.0) == (BLOCKED, "slow start: 8 of 8 slots")
+    assert slow.restraint(8, 8, 110.0) == "slow start: 8 of 8 slots"
     assert not slow.active(110.0)
-    assert slow.availability(8, 8, 109.0) == (NORMAL, ""), "it is over once and for all"
+    assert slow.restraint(8, 8, 109.0) == "", "it is over once and for all"
 
 
 def test_a_slow_start_of_no_time_is_none_and_ends_one() -> None:
@@ -49,7 +49,7 @@ def test_a_slow_start_of_no_time_is_none_and_ends_one() -> None:
     slow.begin_slow_start(10.0, 0.0)
     slow.restarted = True
     slow.begin_slow_start(0.0, 1.0)
-    assert slow.availability(9, 8, 1.0) == (NORMAL, "")
+    assert slow.restraint(9, 8, 1.0) == ""
     assert (slow.active(1.0), slow.restarted) == (False, False)
 
 
@@ -58,7 +58,7 @@ def test_a_slow_start_ends_when_it_is_told_to() -> None:
     assert not slow.end_slow_start()
     slow.begin_slow_start(10.0, 0.0)
     assert slow.end_slow_start()
-    assert slow.availability(7, 8, 0.0) == (NORMAL, "")
+    assert slow.restraint(7, 8, 0.0) == ""
     assert slow.reason(8, 0.0) == ""
 
 
@@ -69,9 +69,9 @@ def test_what_it_refused_beside_others_is_its_limit() -> None:
     full = throttle()
     full.refused(3, 5.0, 100.0)
     reason = "full: it refused more than 3 requests"
-    assert full.availability(2, 8, 104.9) == (NORMAL, "")
-    assert full.availability(3, 8, 104.9) == (BLOCKED, reason)
-    assert full.reason(8, 101.0) == "it refused more than 3 requests"
+    assert full.restraint(2, 8, 104.9) == ""
+    assert full.restraint(3, 8, 104.9) == reason
+    assert full.reason(8, 101.0) == "full: it refused more than 3 requests"
     assert full.reason(3, 101.0) == ""
     assert full.active(105.0 + FORGOTTEN_S - 0.001)
     assert not full.active(105.0 + FORGOTTEN_S)
@@ -90,7 +90,7 @@ def test_after_the_time_one_more_is_tried_and_then_more() -> None:
 def test_a_limit_is_one_at_least(ran: int) -> None:
     full = throttle()
     full.refused(ran, 5.0, 0.0)
-    assert [full.availability(running, 8, 1.0)[0] for running in (0, 1)] == [NORMAL, BLOCKED]
+    assert [bool(full.restraint(running, 8, 1.0)) for running in (0, 1)] == [False, True]
 
 
 def test_of_two_times_the_later_holds_up_to_a_cap() -> None:
@@ -106,6 +106,6 @@ def test_of_several_restraints_the_strictest_is_told() -> None:
     all_three = throttle(lost=3)
     all_three.begin_slow_start(8.0, 0.0)
     all_three.refused(3, 4.0, 0.0)
-    assert all_three.availability(1, 8, 0.5)[1].startswith("on trial")
-    assert all_three.availability(1, 8, 0.5, doubt=False) == (BLOCKED, "slow start: 1 of 8 slots")
-    assert all_three.availability(3, 64, 2.0)[1].startswith("full")
+    assert all_three.restraint(1, 8, 0.5).startswith("on trial")
+    assert all_three.restraint(1, 8, 0.5, doubt=False) == "slow start: 1 of 8 slots"
+    assert all_three.restraint(3, 64, 2.0).startswith("full")

@@ -179,7 +179,7 @@ class Placement:
                     left = worth.without(left, kept)
                 if not left.instances:
                     return None
-                ctx.availabilities = left.availabilities
+                ctx.restraints = left.restraints
                 found = self.policy.choose(ctx, left.instances)
                 if found is None:
                     return None
@@ -292,7 +292,7 @@ class Placement:
             lease = self.ledger.book(ctx, instance, choice.work_s, choice.forecast)
             if loads is not None and self.adapter_load is not None:
                 self.adapter_load.expected[lease.id] = lease.forecast_first_s, loads
-        if ctx.availabilities is not None:
+        if ctx.restraints is not None:
             instance.account.dispatched(lease.id, now)
             for other in found.ready.able:
                 if other is not instance and other.account.held(now):

@@ -24,30 +24,30 @@ def tokens_of(request: Request) -> int:
 class Choices:
     """Instances that may get a request now, in file order, and why each other one of its model may not.
 
-    `availabilities` (see `core.throttle`) go with `instances`; None where none is throttled.
+    `restraints` (see `Throttle.restraint`) go with `instances`; None where none is throttled.
     """
 
-    __slots__ = ("availabilities", "excluded", "instances")
+    __slots__ = ("excluded", "instances", "restraints")
 
     def __init__(
         self,
         instances: list[Instance],
         excluded: dict[str, str],
-        availabilities: list[tuple[int, str]] | None = None,
+        restraints: list[str] | None = None,
     ) -> None:
         self.instances = instances
         self.excluded = excluded
-        self.availabilities = availabilities
+        self.restraints = restraints
 
     def without(self, reasons: Mapping[str, str]) -> Choices:
         """Return the choices but for the instances that are named, with the reasons against them."""
         if not reasons:
             return self
         kept = [i for i, each in enumerate(self.instances) if each.name not in reasons]
-        availabilities = self.availabilities
-        if availabilities is not None:
-            availabilities = [availabilities[i] for i in kept]
-        return Choices([self.instances[i] for i in kept], {**self.excluded, **reasons}, availabilities)
+        restraints = self.restraints
+        if restraints is not None:
+            restraints = [restraints[i] for i in kept]
+        return Choices([self.instances[i] for i in kept], {**self.excluded, **reasons}, restraints)
 
 
 class ReadyInstances:
@@ -102,7 +102,7 @@ class ReadyInstances:
         """Return the choices of a request now.
 
         `tried`: where the request was before; it is no trial then. `holds_back`: the policy heeds
-        availability itself; otherwise only the most available are left.
+        restraints itself; otherwise only instances without one are left, if there are some.
         """
         tokens = tokens_of(request)
         by_ids = request.generated > 0 and any(
@@ -117,28 +117,22 @@ class ReadyInstances:
         if not self.throttled or not any(instance.throttle.active(now) for instance in chosen):
             return found
         doubt = not all(instance.account.held(now) for instance in chosen)
-        found.availabilities = availabilities = [
-            each.throttle.availability(each.sequences, each.max_num_seqs, now, doubt=doubt) for each in chosen
+        found.restraints = restraints = [
+            each.throttle.restraint(each.sequences, each.max_num_seqs, now, doubt=doubt) for each in chosen
         ]
         if tried is not None:
             restrained = {each.name: each.account.why(now) for each in chosen if each.account.restrained(now)}
             if restrained and len(restrained) < len(chosen):
                 found = found.without(restrained)
-                chosen, availabilities = found.instances, found.availabilities or []
+                chosen, restraints = found.instances, found.restraints or []
         elif doubt:
             due = [each for each in chosen if each.account.due(now)]
             if due and len(due) < len(chosen):
                 waits = f"{due[0].name} gets a trial"
                 return found.without({each.name: waits for each in chosen if each is not due[0]})
-        if holds_back:
+        if holds_back or "" not in restraints:
             return found
-        best_availability = min(availability for availability, _ in availabilities)
-        less = {
-            instance.name: reason
-            for instance, (availability, reason) in zip(chosen, availabilities, strict=True)
-            if availability > best_availability
-        }
-        return found.without(less)
+        return found.without({each.name: why for each, why in zip(chosen, restraints, strict=True) if why})
 
     def _fitting(
         self, tokens: int, subset: Sequence[str] | None, tried: Sequence[str] | None, by_ids: bool

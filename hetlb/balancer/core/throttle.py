@@ -21,9 +21,6 @@ LIMIT_S: Final = 1.0
 FORGOTTEN_S: Final = 10.0
 #: Growth of a limit in a second, as a share of it.
 _GROWTH_SHARE: Final = 0.25
-#: Availability at a moment: like any other, or not now.
-NORMAL: Final = 0
-BLOCKED: Final = 2
 
 
 @mypyc_attr(acyclic=True)
@@ -78,31 +75,17 @@ class Throttle:
         return self._ramp_since is not None or limited or account.wary(now)
 
     def reason(self, max_num_seqs: int, now: float) -> str:
-        """Return the reason of a restraint now, "" without one; for people."""
-        if why := self._account.why(now):
-            return why
-        if self._ramp_since is not None and now - self._ramp_since < self._ramp_s:
-            return self._slow_start(max_num_seqs, now)
-        limit = self.limit(now)
-        return "" if limit >= max_num_seqs else f"it refused more than {limit:.0f} requests"
+        """Return the reason for which it may not take all that it can now, "" without one; for people."""
+        return self._account.why(now) or self.restraint(max_num_seqs - 1, max_num_seqs, now, doubt=False)
 
-    def _slow_start(self, max_num_seqs: int, now: float) -> str:
-        assert self._ramp_since is not None
-        slots = max_num_seqs * max(0.0, now - self._ramp_since) / self._ramp_s
-        return f"slow start: {max(1, int(slots))} of {max_num_seqs} slots"
-
-    def availability(
-        self, sequences: int, max_num_seqs: int, now: float, *, doubt: bool = True
-    ) -> tuple[int, str]:
-        """Return the availability now, and its reason; `doubt`: whether the account is heeded."""
+    def restraint(self, sequences: int, max_num_seqs: int, now: float, *, doubt: bool = True) -> str:
+        """Return why it may take no more now, "" where it may; `doubt`: whether the account is heeded."""
         if doubt and self._account.held(now):
-            return BLOCKED, self._account.why(now)
+            return self._account.why(now)
         wanted = sequences + 1
         if self._ramp_since is not None:
             slots = max_num_seqs * max(0.0, now - self._ramp_since) / self._ramp_s
             if wanted > max(1.0, slots):
-                return BLOCKED, self._slow_start(max_num_seqs, now)
+                return f"slow start: {max(1, int(slots))} of {max_num_seqs} slots"
         limit = self.limit(now)
-        if wanted > limit:
-            return BLOCKED, f"full: it refused more than {limit:.0f} requests"
-        return NORMAL, ""
+        return f"full: it refused more than {limit:.0f} requests" if wanted > limit else ""

@@ -37,7 +37,6 @@ from hetlb.balancer.core.policies.sight import (
     SchedulingContext,
     Sight,
 )
-from hetlb.balancer.core.throttle import BLOCKED, NORMAL
 from hetlb.balancer.core.types import Candidate
 from hetlb.extras import option
 
@@ -64,7 +63,7 @@ class Evaluation:
         self.fleet = fleet = ctx.demand.mix.fleet(instances)
         self.instances = members = fleet.members
         self._sights = sights = [Sight(ctx, members[i], fleet.costs[i], i) for i in range(len(members))]
-        protected, availabilities = ctx.demand.protected, ctx.availabilities
+        protected, restraints = ctx.demand.protected, ctx.restraints
         service = ctx.request.service
         # The rest is rated for people alone, later: but not where the terms may change until then.
         at_once = service.background or service.stated or bool(protected) or ctx.adapter_load_s > 0.0
@@ -77,9 +76,9 @@ class Evaluation:
             unread += each.seen.unread
             if each.cached > most_cached:
                 most_cached, holder = each.cached, each
-            if availabilities is None or availabilities[i][0] == NORMAL:
+            if restraints is None or not restraints[i]:
                 speed += each.cost.speed
-            elif availabilities[i][0] == BLOCKED and each.state == ROOM:
+            elif each.state == ROOM:
                 each.state = RESTRAINED
             if each.state == ROOM or at_once or not full:
                 needed.append(each)
@@ -198,7 +197,7 @@ class Evaluation:
         )
 
     def _reason(self, each: Sight) -> str:
-        state, availabilities = each.state, self._ctx.availabilities
+        state, restraints = each.state, self._ctx.restraints
         if state == NO_SLOT:
             few = "" if each.instance.explored else ", few until its speed is known"
             return f"{FULL}: every slot is taken{few}"
@@ -208,7 +207,7 @@ class Evaluation:
             return "kept free: requests with targets would miss them beside it"
         if state == HELD:
             return f"{PASSED_OVER}: a better one that is full scores {each.limit:.3g}, the wait included"
-        return "" if availabilities is None else availabilities[each.index][1]
+        return "" if restraints is None else restraints[each.index]
 
 
 class Hetlb(Policy):

@@ -38,15 +38,15 @@ class SchedulingContext:
     """Context of one decision: the request, the time, and the state of demand.
 
     `waiting` is the size of the other requests in the queue for the same model. `held` is what prefix caches
-    have of its prompt. `availabilities` are the instances' of `core.throttle`, with reasons, for policies
+    have of its prompt. `restraints` are the instances' of `Choices`, for policies
     that hold back; None where all are normal. Of the KV cache it takes `booked` tokens where nothing of its
     `prompts` is cached, its answers half-grown.
     """
 
     __slots__ = (
-        "adapter_load_s", "availabilities", "booked", "burst", "demand", "goes_on", "half_output", "held",
+        "adapter_load_s", "booked", "burst", "demand", "goes_on", "half_output", "held",
         "least_output", "long_output", "mean_output", "mean_prefill", "most_cached", "now",
-        "predicted_output", "prompt", "prompts", "request", "unread", "waited_s", "waiting",
+        "predicted_output", "prompt", "prompts", "request", "restraints", "unread", "waited_s", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -69,7 +69,7 @@ class SchedulingContext:
         self.mean_output = demand.mix.output
         self.now = now
         self.held = held
-        self.availabilities: Sequence[tuple[int, str]] | None = None
+        self.restraints: Sequence[str] | None = None
         #: Tokens of its prompt that one instance holds at most, and of all that wait to be computed on an
         #: instance in the mean.
         self.most_cached = self.unread = 0.0
