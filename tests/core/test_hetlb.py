@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from helpers import FAST, MODEL, dispatched, make_scheduler, request, spec
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass
+from hetlb.balancer.core.policies.hetlb import Hetlb
 from hetlb.balancer.core.policies.score_terms import TERMS
 from hetlb.balancer.core.predictor import PRIOR_OUTPUT_TOKENS, OnlinePredictor
 from hetlb.balancer.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome
@@ -43,6 +44,15 @@ def test_samples_of_a_prompt_are_read_once_where_prefixes_are_cached(caches: boo
     expected = instance.latency.first_token_s(3000, 0.0, 0.0, 0.0, 0.0, instance.token_budget, read)
     assert candidate.terms is not None
     assert candidate.terms["first_token_s"] == pytest.approx(expected)
+
+
+def test_an_instance_that_is_surely_worse_is_not_foreseen_until_people_look() -> None:
+    scheduler = make_scheduler([spec("a"), spec("b", slower=100.0)], "hetlb")
+    ctx = scheduler.placement.context(request(1, prompt=1000), 50.0, 0, 0.0)
+    policy = cast("Hetlb", scheduler.placement.policy)
+    evaluation = policy.evaluate(ctx, scheduler.instances, True)
+    assert [each.rated for each in evaluation._sights] == [True, False]
+    assert all(each.rated for each in evaluation.ratings)
 
 
 def test_an_idle_instance_is_better_than_one_that_reads_many_prompts() -> None:

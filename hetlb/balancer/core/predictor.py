@@ -107,7 +107,7 @@ class _Histogram:
         self._unit = 1.0
         self._fresh = False
         self.seen = 0
-        #: By doubling of the limit, not part of `state` (a few answers tell it again): see `share`.
+        #: By doubling of the limit: see `share`.
         self._moved = [0.0] * 64
         self._room = [0.0] * 64
 
