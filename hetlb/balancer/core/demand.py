@@ -217,14 +217,6 @@ class Demand:
         self.protected.sort(key=lambda each: each.tightness())
         return found
 
-    @property
-    def tightest(self) -> ProtectedClass | None:
-        """Return the tightest class whose targets can be met, None if there is none."""
-        for each in self.protected:
-            if not each.hopeless:
-                return each
-        return None
-
     def arrived(self, prompt: float, output: float, now: float, idle: bool) -> None:
         """Record an arrival as predicted, in tokens.
 

@@ -406,7 +406,10 @@ class LatencyModel(PickleByFields):
 
 
 def delay_of_reading_s(read_s: float, tokens: float, batch: float, step_s: float, budget: float) -> float:
-    """Return the seconds that `tokens` of prompts, which take `read_s`, delay `batch` decoding sequences."""
+    """Return the seconds that `tokens` of prompts, which take `read_s`, delay `batch` decoding sequences.
+
+    In the iterations that compute them each of these makes a step, too.
+    """
     part = budget - batch if budget - batch >= 1.0 else 1.0
     delay_s = read_s - math.ceil(tokens / part) * step_s
     return delay_s if delay_s > 0.0 else 0.0

@@ -47,9 +47,17 @@ def stake_s(ctx: SchedulingContext, each: Sight) -> float:
     return min(service.e2e_s, first_s + ctx.predicted_output * step_s) / (1.0 - service.attainment)
 
 
+def _tightest(ctx: SchedulingContext) -> Protected | None:
+    """Return the tightest class whose targets can be met, None if there is none."""
+    for each in cast("list[Protected]", ctx.demand.protected):
+        if not each.hopeless:
+            return each
+    return None
+
+
 def lost_by_others_s(ctx: SchedulingContext, each: Sight) -> float:
     """Return the seconds lost by requests with targets that run there and miss them because of this one."""
-    protected, now_s = cast("Protected | None", ctx.demand.tightest), each.seen.now_s
+    protected, now_s = _tightest(ctx), each.seen.now_s
     # Requests with targets may run there for other models, or since before this process.
     if protected is None or protected.tpot_s == math.inf or now_s <= 0.0:
         return 0.0

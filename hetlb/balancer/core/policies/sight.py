@@ -15,6 +15,7 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.core.demand import Costs, Demand
 from hetlb.balancer.core.forecast_errors import ForecastErrors
 from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.latency import delay_of_reading_s
 from hetlb.balancer.core.occupancy import EngineLoad, Occupancy
 from hetlb.balancer.core.prefix_index import Held
 from hetlb.balancer.core.types import Request
@@ -211,11 +212,8 @@ class Sight:
         self.others_s = self.slower_s = 0.0
         if batch > 0.0:
             new = prompt - cached
-            part = budget - batch if budget - batch >= 1.0 else 1.0
-            # In the iterations that compute its prompt each of the others makes a step, too.
-            delay_s = prefill_s - math.ceil(prompts * (new if new > 1.0 else 1.0) / part) * now_s
-            if delay_s < 0.0:
-                delay_s = 0.0
+            new = prompts * (new if new > 1.0 else 1.0)
+            delay_s = delay_of_reading_s(prefill_s, new, batch, now_s, budget)
             if with_s > now_s:
                 delay_s += output * (with_s - now_s)
                 self.slower_s = batch * output * (with_s - now_s)
