@@ -38,7 +38,7 @@ _OLD_HEADINGS = re.compile(r"\bpromised\b|\bcoming s\b|Ideal batch|Work booked")
 
 
 def prose(text: str) -> str:
-    """Return the docstrings and comments of a module; its messages stay as scripts know them."""
+    """Return the docstrings and comments of a module."""
     found = [
         ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, _DOCUMENTED)
     ]
@@ -92,6 +92,15 @@ def of_prose(text: str) -> Iterator[str]:
     yield from pronouns(prose(text))
 
 
+def of_messages(text: str) -> Iterator[str]:
+    """Yield the pronouns in the messages of a module: strings that are no docstrings."""
+    tree = ast.parse(text)
+    documents = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documents:
+            yield from pronouns(node.value)
+
+
 def shared_names(modules: list[Path]) -> Iterator[str]:
     """Yield the names that two public classes or two files have."""
     places: dict[str, list[str]] = defaultdict(list)
@@ -117,7 +126,7 @@ def main() -> int:
     wrong = list(shared_names(modules))
     for paths, rule in (
         (modules, of_module), (sorted((ROOT / "tests").rglob("test_*.py")), of_tests), (pages, of_pages),
-        (docs, pronouns), (sources, of_prose),
+        (docs, pronouns), (sources, of_prose), (modules, of_messages),
     ):  # fmt: skip
         wrong += [
             f"{path.relative_to(ROOT)}: {mistake}" for path in paths for mistake in rule(path.read_text())

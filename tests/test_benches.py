@@ -40,11 +40,16 @@ def test_every_bench_has_a_short_run() -> None:
         ('"""Seconds between\nthose."""\n', 1),
         ("#: A try fails after so\n#: many seconds.\nTRY_S = 3\n", 1),
         ('def count() -> int:\n    """Return that of the fleet, by which it is judged."""\n', 2),
-        ("raise ValueError('expected none of those')  # a message stays\n", 0),
+        ("raise ValueError('expected none of those')  # a message\n", 0),
     ],
 )
 def test_comments_and_docstrings_name_the_thing(text: str, mistakes: int) -> None:
     assert len(list(check_words.of_prose(text))) == mistakes
+
+
+def test_messages_name_the_thing() -> None:
+    text = '"""Some of those."""\nraise ValueError(f"{KEY}: expected none of those, got {key}")\n'
+    assert len(list(check_words.of_messages(text))) == 1
 
 
 @pytest.mark.parametrize(

@@ -317,7 +317,9 @@ def test_mistakes_that_only_the_whole_shows_are_reported_at_once_too(tmp_path: P
 
 @pytest.mark.parametrize("again", ["http://127.0.0.1:8000", "http://127.0.0.1:8000/"])
 def test_two_instances_with_one_address_are_refused(tmp_path: Path, again: str) -> None:
-    with pytest.raises(InputError, match=r"instances\[1\]\.url: .* used once .*, got that of a800-0 again"):
+    with pytest.raises(
+        InputError, match=r"instances\[1\]\.url: .* used once .*, got the address of a800-0 again"
+    ):
         load(tmp_path, FLEET.replace("http://127.0.0.1:8001", again))
 
 

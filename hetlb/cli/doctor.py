@@ -281,9 +281,9 @@ def _metrics(facts: EngineFacts) -> str:
         expected = ", ".join(
             each.partition("{")[0] for each in (*table.running, *table.waiting, *table.kv_usage)
         )
-        return f"/metrics: names of {table.title}, but none of those that are read: {expected}"
+        return f"/metrics: names of {table.title}, but none that hetlb reads: {expected}"
     if table is not None:
-        return "; ".join([f"those of {table.title}", *table.lacks]) if table.lacks else "there"
+        return "; ".join([f"names of {table.title}", *table.lacks]) if table.lacks else "there"
     if facts.metrics_status == 200:
         return "/metrics: no figures of an engine that is known"
     return f"/metrics: status {facts.metrics_status}" if facts.metrics_status else "/metrics: no answer"

@@ -80,7 +80,7 @@ def fleet_text(found: list[EngineFacts], key_env: str | None) -> str:
         f"# For editors: `hetlb schema fleet > {SCHEMA}`.",
         "# Written by `hetlb init`. Check: `hetlb doctor --config FILE`. Serve: `hetlb serve --config FILE`.",
         "version: 1",
-        "listen: {host: 127.0.0.1, port: 8080}     # for clients; 0.0.0.0 for those of other machines",
+        "listen: {host: 127.0.0.1, port: 8080}     # for clients; 0.0.0.0 for clients on other machines",
         "admin: {host: 127.0.0.1, port: 8081}      # dashboard, metrics, switches",
         "models:",
     ]

@@ -47,7 +47,7 @@ def profile_doubts(fleet: Fleet) -> list[str]:
         served = {name: profile.model.name for name, profile in profiles.items() if profile.model}
         if len(set(served.values())) > 1:
             of = ", ".join(f"{name} of {what}" for name, what in served.items())
-            lines.append(f"{model.name}: profiles: expected those of one model, got {of}")
+            lines.append(f"{model.name}: expected profiles of one model, got {of}")
     return lines
 
 

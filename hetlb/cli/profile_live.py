@@ -162,7 +162,7 @@ def _assumed(tokens: float | None) -> tuple[str, ...]:
     if tokens is None:
         return ()
     made = f"engine.tokens_per_step: {tokens:.2f}, as with the made prompts of the sweep"
-    return (f"{made}; in --facts it states that of your traffic",)
+    return (f"{made}; in --facts it states the figure of your traffic",)
 
 
 async def _facts(

@@ -91,7 +91,9 @@ class Members:
         if roster.spec(spec.name) is not None:
             raise ConfigError(f"name: expected a name used once in the fleet, got {spec.name!r} again")
         if taken := roster.name_at(origin(spec.url)):
-            raise ConfigError(f"url: expected an address used once in the fleet, got that of {taken} again")
+            raise ConfigError(
+                f"url: expected an address used once in the fleet, got the address of {taken} again"
+            )
         self._registered(spec.name, ttl_s)
         roster.join([spec], address)
         return True

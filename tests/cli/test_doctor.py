@@ -153,11 +153,11 @@ MODELS = json.dumps({"object": "list", "data": [{"id": "m", "object": "model", "
 NEXT_STEPS = {
     "a page of another version": (
         (("/health", ""), ("/metrics", NO_FIGURES)),
-        ("metrics of s1", "names of SGLang, but none of those that are read", "--disable-log-stats"),
+        ("metrics of s1", "names of SGLang, but none that hetlb reads", "--disable-log-stats"),
     ),
     "Ray, whose figures are others": (
         (("/health", ""), ("/metrics", "ray_vllm_e2e_request_latency_seconds_count 1\n")),
-        ("metrics of s1", "names of vLLM, but none of those that are read", "--disable-log-stats"),
+        ("metrics of s1", "names of vLLM, but none that hetlb reads", "--disable-log-stats"),
     ),
     "stages down": (STAGES, ("stages of s1", "down: b", "start them (`hetlb stage`)")),
     "asleep": (

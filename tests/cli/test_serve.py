@@ -321,7 +321,7 @@ def test_check_prints_what_makes_profiles_doubtful(
         "i1: profile: decode: the mean held-out error is 37.0% (over 10%)",
         "i1: profile: decode: the largest held-out error is 53.0% (over 30%)",
         "i2: profile: unmeasured: an estimate that no hardware has confirmed",
-        "m: profiles: expected those of one model, got i0 of org/eight, i1 of org/eight, i2 of org/seventy",
+        "m: expected profiles of one model, got i0 of org/eight, i1 of org/eight, i2 of org/seventy",
     ]
 
 

@@ -50,7 +50,7 @@ async def test_an_address_is_registered_once(tmp_path: Path) -> None:
             reply = await running.admin("POST", "/v1/fleet/instances", {"url": engine.url, "name": "again"})
             assert (reply.status, reply.message) == (
                 400,
-                "url: expected an address used once in the fleet, got that of i0 again",
+                "url: expected an address used once in the fleet, got the address of i0 again",
             )
 
 

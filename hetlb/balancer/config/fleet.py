@@ -336,7 +336,7 @@ class _Resolved:
             taken = self._origins.setdefault(origin(spec.url), spec.name)
             if taken != spec.name:
                 raise ConfigError(
-                    f"{key}.url: expected an address used once in the fleet, got that of {taken} again"
+                    f"{key}.url: expected an address used once in the fleet, got the address of {taken} again"
                 )
         self.specs.append(spec)
         known[spec.name] = Listed(key, table)

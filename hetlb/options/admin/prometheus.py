@@ -115,7 +115,7 @@ HISTOGRAMS: Final = {
     "hetlb_websocket_session_seconds": "From dispatch to the end of a session.",
     "hetlb_predicted_output_ratio": "Predicted over actual output tokens.",
     "hetlb_predicted_time_ratio": "Predicted over actual time from the dispatch.",
-    "hetlb_decision_seconds": "Time of one call of the scheduler, by what happened.",
+    "hetlb_decision_seconds": "Time of one call of the scheduler, by event.",
 }
 HELP: Final = {**FIGURES, **HISTOGRAMS}
 

@@ -74,7 +74,7 @@ def mistakes(fleet: Fleet) -> Iterator[str]:
     if fleet.file.proxy.passthrough_authorization and fleet.file.proxy.api_keys_file is not None:
         yield (
             "proxy.passthrough_authorization: expected false where proxy.api_keys_file is set, "
-            "got true: the engines would see those keys"
+            "got true: the engines would see the clients' keys"
         )
 
 
@@ -107,7 +107,7 @@ def _wrong(key: Tenant, seen: Collection[str]) -> str:
     if not isinstance(key.sha256, str) or not re.fullmatch(r"[0-9A-Fa-f]{64}", key.sha256):
         return "sha256: expected the 64 hex digits (in quotes) that `printf %s KEY | sha256sum` prints"
     if key.sha256.lower() in seen:
-        return f"sha256: expected every key once, got that of {key.name} again"
+        return f"sha256: expected every key once, got the one of {key.name} again"
     for field, what in (("models", "model"), ("classes", "class")):
         if getattr(key, field) == ():
             return f"{field}: expected at least one {what}, or no such key for all"

@@ -70,7 +70,7 @@ class HostTimes:
             return
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             self._tries[key] = _TRIES
-            text = "%s: its host time could not be measured, that of its profile is assumed: %s"
+            text = "%s: its host time could not be measured; the profile's is assumed: %s"
             tell(logger, Event.INSTANCE_HOST_TIME, text, name, reason_of(error), instance=name)
             return
         finally:

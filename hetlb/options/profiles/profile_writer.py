@@ -75,12 +75,14 @@ def with_host(profile: Profile, found: LatencyModel) -> Profile:
     """Return a profile with the host time of `found`, its own model as `HostProbe` has corrected it."""
     host = HostTime(iteration_s=found.host_s, sequence_s=found.host_sequence_s, request_s=found.request_s)
     note = (
-        f"host.sequence_s: {1e3 * host.sequence_s:.3g} ms, of what a server added to an iteration of one "
+        f"host.sequence_s: {1e3 * host.sequence_s:.3g} ms, added by a server to an iteration of one "
         "sequence; more sequences would show it"
     )
     assumed = [line for line in profile.assumed if not line.startswith("host")]
     if found.better_decode != profile.latency.better_decode or found.k8 != profile.latency.k8:
-        note = "decode: steps are shorter than the points by as much as that of one sequence was on a server"
+        note = (
+            "decode: every step is shorter than its point by as much as a server's step of one sequence was"
+        )
         # Times of a profile are per step, times of a model per token.
         if (profile.engine.tokens_per_step or 1.0) == 1.0:
             profile = with_latency(profile, found)

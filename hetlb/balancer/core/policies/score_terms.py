@@ -32,11 +32,15 @@ TERMS: Final = (
     Term("first_token_s", FIRST_WEIGHT, "until the first token"),
     Term("own_s", 1.0, "until the whole answer, at the steps of now"),
     Term("others_s", 1.0, "added to the answers that run there, all together"),
-    Term("coming_s", UNSTATED, "by which its prompt delays first tokens of prompts that come there later"),
-    Term("loss_s", 1.0, "lost by targets that are missed, its own and those of requests that run there"),
+    Term(
+        "coming_s",
+        UNSTATED,
+        "delay, by its prompt, of the first tokens of prompts to come there, all together",
+    ),
+    Term("loss_s", 1.0, "cost of missed targets, its own and of requests that run there"),
     Term("adapter_s", UNSTATED, "until its LoRA adapter has a slot"),
-    Term("finish_s", 0.2, "by which all that waits is done later, for each request of a burst"),
-    Term("later_s", UNSTATED, "by which an answer that ends well is later: tries are lost, tokens overdue"),
+    Term("finish_s", 0.2, "delay of the end of all waiting work, for each request of a burst"),
+    Term("later_s", UNSTATED, "expected delay by lost tries and overdue tokens"),
 )
 #: Index of `finish_s`, for pairs.
 FINISH_INDEX: Final = 6
