@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -80,10 +81,13 @@ def proxy(start: Starter, *instances: str, up: int | None = None) -> tuple[subpr
 
 def wait_until_up(admin: str, count: int) -> None:
     """A proxy listens after its first look at the engines, however little that has seen."""
-    known = 0
-    while known < count:
-        found = instances_of(admin)
-        known = sum(each["health"] == "up" and each["signal_age_s"] is not None for each in found)
+    wait_for(lambda: sum(each["health"] == "up" for each in instances_of(admin)) >= count)
+
+
+def wait_for(known: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + HANG_S
+    while not known():
+        assert time.monotonic() < end_s, "not within HANG_S"
 
 
 def instances_of(admin: str) -> list[dict[str, Any]]:
@@ -104,8 +108,10 @@ def _kv_cache_tokens() -> int | None:
     return load_profile(DEMO / "fast.yaml").engine.kv_cache_tokens
 
 
+@pytest.mark.option("engine_pages")
 def test_addresses_alone_are_enough(start: Starter) -> None:
     _, url, admin = proxy(start, engine(start), engine(start))
+    wait_for(lambda: all(each["signal_age_s"] is not None for each in instances_of(admin)))
     assert [entry["id"] for entry in get(f"{url}/v1/models")["data"]] == ["m"]
     for _ in range(4):
         status, document = ask(url)
