@@ -36,11 +36,11 @@ SPREAD := -n $(JOBS) --dist worksteal
 AGAIN := --hypothesis-profile=again
 # Folders of which `make test-slow` runs the tests; all of them.
 SLOW ?=
-# Tests of what is compiled. The rest runs interpreted in either build: dashboard, sources of instances, logs.
-INTERPRETED_OPTIONS := dashboard dns instance_files kubernetes
+# Tests of what is compiled. The rest runs interpreted in either build: dashboard, sources of instances, spans, the supervisor of relays.
+INTERPRETED_OPTIONS := dashboard dns instance_files kubernetes tokenizers tracing
 COMPILED_TESTS := tests/core tests/proxy tests/options tests/faults tests/test_parity.py tests/cli/test_explain.py \
   tests/sim tests/emulator $(addprefix tests/fuzz/test_,growth.py corpus.py mutants.py) $(INTERPRETED_OPTIONS:%=--ignore=tests/options/%) \
-  --ignore=tests/sim/test_against.py
+  --ignore=tests/sim/test_against.py --ignore=tests/options/relays/test_supervisor.py
 PACKAGES_OF_PROXY_TESTS := hypothesis openai pytest pytest-asyncio pytest-timeout pytest-xdist python-multipart \
   tokenizers trustme websockets
 PYTHONS ?= $(shell for n in 12 13 14; do for each in python3.$$n $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.$$n.*/bin/python; do \
@@ -103,7 +103,7 @@ test-pythons:
 # Without the folder of an option and its own tests: files that ask for it, in a copy. WITHOUT names options, all by
 # default. The first run records which files ask (`make clean` forgets it).
 test-without-options: .venv/.dev
-	$(BIN)/python tests/without_options.py $(WITHOUT) --asked build/asked --pytest='$(SPREAD)'
+	$(BIN)/python tests/without_options.py $(WITHOUT) --asked build/asked --pytest='$(SPREAD) $(AGAIN)'
 
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest $(SPREAD) -m 'slow and not vllm' $(SLOW)

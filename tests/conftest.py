@@ -39,8 +39,9 @@ settings.register_profile("again", settings.get_profile("hetlb"), max_examples=1
 settings.load_profile("hetlb")
 
 
-#: Option whose folder was taken away (`without_options.py`).
+#: Option whose folder was taken away (`without_options.py`), and the files of tests to run; without any, all.
 GONE = os.environ.get("HETLB_WITHOUT", "")
+ONLY = frozenset(filter(None, os.environ.get("HETLB_ONLY", "").split(os.pathsep)))
 
 
 class GoneFinder(MetaPathFinder):
@@ -82,6 +83,8 @@ if "HETLB_ASKED" in os.environ:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave the tests against real vLLM alone where none of them is asked for: they import a lot."""
     asked_for = collection_path.name != "vllm" or "not vllm" not in config.getoption("markexpr")
+    if ONLY and collection_path.suffix == ".py":
+        asked_for = str(collection_path.relative_to(Path(__file__).parents[1])) in ONLY
     return None if asked_for else True
 
 

@@ -57,14 +57,18 @@ def record(folder: Path, more: list[str]) -> int:
     return subprocess.run([*PYTEST, *more], cwd=ROOT, env=environment, check=False).returncode
 
 
-def passes_without(option: str, more: list[str]) -> bool:
-    """Return whether the tests pass in a copy without an option; `more` are arguments of pytest."""
+def passes_without(option: str, more: list[str], files: list[str]) -> bool:
+    """Return whether tests of files (all without any) pass without an option; `more` are arguments of pytest.
+
+    As arguments, files would have the fixtures of their folders imported before a test can be skipped.
+    """
     with tempfile.TemporaryDirectory(prefix="hetlb-without-") as folder:
         root = copy_without(option, Path(folder))
         asked = root / "build" / "asked"
         asked.mkdir(parents=True)
         path = f"{root}{os.pathsep}{root / 'tests' / 'asking'}"
         more_of = {"PYTHONPATH": path, "HETLB_WITHOUT": option, "HETLB_ASKED": str(asked)}
+        more_of["HETLB_ONLY"] = os.pathsep.join(files)
         environment = {**os.environ, **more_of}
         # A test that ends early because it asks for the option leaves open what it had opened.
         command = [*PYTEST, "-p", "no:unraisableexception", *more]
@@ -92,7 +96,7 @@ def main() -> int:
         if arguments.asked is not None and not files:
             print(f"without {option}: no other test asks for it", flush=True)
             continue
-        passed = passes_without(option, more + files)
+        passed = passes_without(option, more, files)
         print(f"without {option}: {'passed' if passed else 'FAILED'}", flush=True)
         failed += [] if passed else [option]
     return 1 if failed else 0
