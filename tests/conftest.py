@@ -51,6 +51,11 @@ class GoneFinder(MetaPathFinder):
     finding = False
     #: True once a test has asked for it.
     asked = False
+    #: Errors of tests that were skipped for it: fixtures of several tests raise theirs again in each.
+    excused: list[BaseException]
+
+    def __init__(self) -> None:
+        self.excused = []
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if name in (f"hetlb.options.{GONE}", f"options.{GONE}"):
@@ -60,7 +65,10 @@ class GoneFinder(MetaPathFinder):
 
     def excuse(self, error: BaseException) -> None:
         """Skip a failed test where a process of it asked for the option, or its error names the folder."""
-        if self.asked or (GONE and (re.search(rf"\boptions[./]{GONE}\b", str(error)) or _process_asked())):
+        known = any(error is each for each in self.excused)
+        named = bool(GONE and re.search(rf"\boptions[./]{GONE}\b", str(error)))
+        if known or named or self.asked or (GONE and _process_asked()):
+            self.excused.append(error)
             pytest.skip(f"asks for the option {GONE}")
 
 
