@@ -300,16 +300,15 @@ async def test_an_engine_that_speaks_no_tls(tmp_path: Path, caplog: pytest.LogCa
             await reader.read()
         writer.close()
 
-    server = await asyncio.start_server(talk, "127.0.0.1", 0)
-    async with Engine() as good:
-        fleet = document(good, good)
-        port = server.sockets[0].getsockname()[1]
-        fleet["models"][0]["instances"][0]["url"] = f"https://127.0.0.1:{port}"
-        async with serving(tmp_path, fleet) as running:
-            assert running.instance("i0").health.state is not Health.UP
-            for _ in range(2):
-                assert (await running.ask()).headers["x-hetlb-instance"] == "i1"
-    server.close()
+    with contextlib.closing(await asyncio.start_server(talk, "127.0.0.1", 0)) as server:
+        async with Engine() as good:
+            fleet = document(good, good)
+            port = server.sockets[0].getsockname()[1]
+            fleet["models"][0]["instances"][0]["url"] = f"https://127.0.0.1:{port}"
+            async with serving(tmp_path, fleet) as running:
+                assert running.instance("i0").health.state is not Health.UP
+                for _ in range(2):
+                    assert (await running.ask()).headers["x-hetlb-instance"] == "i1"
     [line] = said(caplog.records, "i0: no TLS connection: ")
     assert "WRONG_VERSION_NUMBER" in line
 
