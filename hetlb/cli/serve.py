@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import uvloop
 
 from hetlb import systemd
@@ -20,6 +21,7 @@ from hetlb.balancer.config.fleet import Fleet, check_policy, fleet_from_urls, lo
 from hetlb.balancer.config.fleet_tables import MOST_WORKERS
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.fleet.service import Service, announce, require_urls, tune_gc
+from hetlb.balancer.hooks import hook
 from hetlb.cli.flags import PORT, changed, declare, whole
 from hetlb.errors import InputError
 from hetlb.logs import logging_to_stderr, plain_line
@@ -169,4 +171,5 @@ def fleet_of(args: argparse.Namespace) -> Fleet:
     from hetlb.tools.workload.traces import read_trace
 
     rows = read_trace(fleet.base / fleet.file.policy.trace)
-    return fleet.with_lengths(row.output_tokens for row in rows)
+    lengths = hook("length_samples", (row.output_tokens for row in rows))
+    return msgspec.structs.replace(fleet, lengths=lengths)

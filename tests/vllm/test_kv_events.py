@@ -19,7 +19,7 @@ import pytest
 import yaml
 from engines import SERVED_MODEL_NAME, Server, ServerSpec, vllm_servers
 
-from hetlb.options.engine_pages.engine_metrics import EngineCounters, parse_counters
+from hetlb.options.engine_pages.engine_metrics import EngineCounters, page_of
 from hetlb.tools.loadtest.processes import helper_processes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
@@ -54,7 +54,7 @@ def telling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Ser
 
 
 def counters(server: Server) -> EngineCounters:
-    return parse_counters(server.get("/metrics")[1].decode())
+    return page_of(server.get("/metrics")[1].decode()).counters()
 
 
 def prompts(rng: random.Random) -> list[list[int]]:

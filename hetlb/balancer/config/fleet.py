@@ -66,10 +66,6 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         """Copy of the fleet with other tables in force, by their keys in the file."""
         return msgspec.structs.replace(self, file=msgspec.structs.replace(self.file, **tables))
 
-    def with_lengths(self, tokens: Iterable[int]) -> Fleet:
-        """Copy of the fleet with the output lengths that its predictor begins with."""
-        return msgspec.structs.replace(self, lengths=hook("length_samples", tokens))
-
     def resolve_found(
         self, table: InstanceTable, model: str, cache: dict[Path, EngineProfile]
     ) -> InstanceSpec:

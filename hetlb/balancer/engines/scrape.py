@@ -165,11 +165,11 @@ class EngineWatch:
     def reconnected(self, name: str, body: bytes) -> None:
         """Note that an engine that closed connections was asked again: `body` is its `/v1/models`."""
         entries = read_model_list(body)
-        names = tuple(dict.fromkeys(entry["id"] for entry in entries))
+        listed = models_learned(name, entries)
         instance = self._scheduler.fleet.instances.get(name)
-        if names and instance is not None and instance.served != names:
+        if entries and instance is not None and instance.served != listed.models:
             self.models[name] = entries
-            self._learned(models_learned(name, entries))
+            self._learned(listed)
 
     def model_list(self) -> list[dict[str, Any]]:
         union: dict[str, dict[str, Any]] = {}
@@ -195,15 +195,6 @@ class EngineWatch:
         self._scheduling.change(change)
         if change.models != before:
             _log_models(change.name, model, before, change.models)
-
-    def _sampled(self, name: str, sample: EngineSample) -> None:
-        instance = self._scheduler.fleet.instances.get(name)
-        slept = instance is not None and instance.asleep
-        self._scheduling.sample(name, sample)
-        if instance is not None and instance.asleep is not slept:
-            event = Event.INSTANCE_ASLEEP if instance.asleep else Event.INSTANCE_AWAKE
-            now = "sleeps: it gets no requests" if instance.asleep else "woke up"
-            tell(logger, event, "%s %s", name, now, instance=name)
 
     async def _watch(self, name: str) -> None:
         loop, seen = asyncio.get_running_loop(), _Seen()
@@ -244,7 +235,7 @@ class EngineWatch:
             if seen.began is not None:
                 await self._read_models(name)  # another process has its address
             seen.began = sample.began
-        self._sampled(name, sample)
+        self._scheduling.sample(name, sample)
         if sample.running == 0 and not sample.waiting:
             self.on_idle(name)
         if sample.invalid:

@@ -244,6 +244,9 @@ class SchedulerDriver(SchedulerSide):
         if self._splitting is not None and self._splitting.splits is not None:
             self._splitting.splits.judged()
         if instance is not None and instance.asleep is not slept:
+            event = Event.INSTANCE_ASLEEP if instance.asleep else Event.INSTANCE_AWAKE
+            text = "%s sleeps: it gets no requests" if instance.asleep else "%s woke up"
+            tell(logger, event, text, name, instance=name)
             self.carrier.view_changed()
 
     def kv_events(self, name: str, batch: BlockEvents) -> None:

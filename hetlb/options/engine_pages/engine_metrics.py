@@ -116,32 +116,17 @@ class EnginePage:
         self._page.end()
         return _sample_of(self._page.series, self.table)
 
-    def caches_prefixes(self) -> bool:
-        """Return True if the server says that it keeps prefixes of prompts."""
-        self._page.end()
-        return _caches_prefixes(self._page.series) is True
-
 
 def page_of(text: str) -> EnginePage:
-    """Return the sample of a whole page."""
+    """Return a whole page, read from its text."""
     page = EnginePage()
     page.feed(text.encode("utf-8", "replace"))
     return page
 
 
-def parse_counters(text: str) -> EngineCounters:
-    """Read the counters of a Prometheus text page of one vLLM server."""
-    return page_of(text).counters()
-
-
 def parse(text: str) -> EngineSample:
     """Read a Prometheus text page of one server; one of no known engine as vLLM's, without its figures."""
     return page_of(text).sample()
-
-
-def has_prefix_cache(text: str) -> bool:
-    """Return True if the server of this page says that it keeps prefixes of prompts."""
-    return page_of(text).caches_prefixes()
 
 
 def _sample_of(series: Series, known: EngineTable | None) -> EngineSample:

@@ -19,7 +19,7 @@ import msgspec
 
 from hetlb.balancer.core.types import Capacity, EngineSample
 from hetlb.errors import HetlbError, InputError, reason_of
-from hetlb.options.engine_pages.engine_metrics import EngineCounters, has_prefix_cache, parse, parse_counters
+from hetlb.options.engine_pages.engine_metrics import EngineCounters, page_of, parse
 from hetlb.served_models import longest_context, read_model_list, read_version
 from hetlb.tools.openai.answer_events import AnswerError, AnswerEvent, EventReader
 
@@ -177,15 +177,15 @@ class EngineClient:
                 block_size=found.block_size,
                 max_model_len=longest_context([entries[self.model]]),
             ),
-            counts=parse_counters(text).prompt_tokens is not None,
-            prefix_cache=has_prefix_cache(text),
+            counts=page_of(text).counters().prompt_tokens is not None,
+            prefix_cache=found.enable_prefix_caching is True,
         )
 
     async def sample(self) -> EngineSample:
         return parse((await self._page("/metrics"))[1].decode("utf-8", "replace"))
 
     async def counters(self) -> EngineCounters:
-        return parse_counters((await self._page("/metrics"))[1].decode("utf-8", "replace"))
+        return page_of((await self._page("/metrics"))[1].decode("utf-8", "replace")).counters()
 
     async def send(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> CompletionStream:
         """Ask for `max_tokens` tokens of every prompt, in one request; returns once its head has come."""
