@@ -40,7 +40,7 @@ def test_a_key_or_value_that_went_is_one_line(tmp_path: Path, path: str, value: 
         load_fleet(file)
     [line] = caught.value.lines
     assert path.replace("[]", "[0]") in line
-    assert "went" in line
+    assert "was removed" in line
     assert use in line
 
 
@@ -48,4 +48,4 @@ def test_a_key_or_value_that_went_is_one_line(tmp_path: Path, path: str, value: 
 def test_a_flag_that_went_is_one_line(command: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, *flag.split()]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert line == f"hetlb {command}: {flag}: went; {GONE_FLAGS[command, flag]}"
+    assert line == f"hetlb {command}: {flag}: was removed; {GONE_FLAGS[command, flag]}"

@@ -97,8 +97,8 @@ def _check_alone(fleet: Fleet) -> None:
         raise InputError(f"{where}proxy.workers: expected 1 with kv_transfer, got {workers}")
     if shared is not None:
         raise InputError(
-            f"{where}shared: this went for `hetlb serve`; use `--workers N` on one machine, `hetlb pick`"
-            " behind Envoy over several"
+            f"{where}shared: this key was removed for `hetlb serve`; use `--workers N` on one machine,"
+            " `hetlb pick` behind Envoy over several"
         )
 
 

@@ -30,11 +30,11 @@ _BLOCKS: Final = "it is read from the lengths; NAME=TOKENS in hash_ids states an
 #: By command and flag, or flag and value.
 GONE_FLAGS: Final[dict[tuple[str, str], str]] = {
     ("rent", "--budgets"): "run it once for each `budget_per_hour`",
-    ("rent", "--plot"): "it was of `--budgets`, which went",
+    ("rent", "--plot"): "it drew the plans of `--budgets`, which was removed too",
     ("rent", "--hours"): "make a plan for each hour: `--replan PLAN.json` follows the one before",
     ("bench", "--html"): "use --plot PICTURE, and --json for the figures",
     ("engine", "--kv-transfer shared-storage"): _CONNECTORS,
-    ("engine", "--kv-folder"): "it was for `shared-storage`, which went",
+    ("engine", "--kv-folder"): "it was for `shared-storage`, which was removed too",
     ("engine", "--kv-layers"): "all emulated engines hold the same layers",
     ("engine", "--iteration"): "engines read weights once per iteration; `hetlb simulate` has both rules",
     ("serve", "--connect"): "`hetlb doctor --config FLEET.yaml` asks every server",
@@ -106,13 +106,13 @@ GONE_FLAGS: Final[dict[tuple[str, str], str]] = {
 
 
 #: About `resume: true`, at each of its keys.
-RESUME_BY_TEXT: Final = "true went; use `ids`: an answer goes on by its token ids alone"
+RESUME_BY_TEXT: Final = "true was removed; use `ids`: an answer goes on by its token ids alone"
 
 
 def gone_key(path: str) -> str | None:
     """Return the line about a key that went, None for other keys; `path` is as in `models[0].name`."""
     use = GONE_KEYS.get(_without_positions(path))
-    return None if use is None else f"{path}: this key went; {use}"
+    return None if use is None else f"{path}: this key was removed; {use}"
 
 
 def gone_value(path: str, value: Any) -> str | None:
@@ -121,16 +121,16 @@ def gone_value(path: str, value: Any) -> str | None:
         use = GONE_VALUES.get((_without_positions(path), value))
     except TypeError:  # not hashable
         return None
-    return None if use is None else f"{path}: {value!r} went; {use}"
+    return None if use is None else f"{path}: {value!r} was removed; {use}"
 
 
 def gone_flag(command: str, arguments: Sequence[str]) -> str | None:
-    """Return the line about the first flag, or value of one, that went; None without one."""
+    """Return the line about the first flag, or value of one, that was removed; None without one."""
     words = [word for argument in arguments for word in argument.split("=", 1)]
     for flag, value in zip(words, [*words[1:], ""], strict=True):
         for text in (flag, f"{flag} {value}"):
             if (use := GONE_FLAGS.get((command, text))) is not None:
-                return f"{text}: went; {use}"
+                return f"{text}: was removed; {use}"
     return None
 
 

@@ -242,7 +242,7 @@ class EngineWatch:
             self.invalid_samples[name] = self.invalid_samples.get(name, 0) + 1
         if sample.missing and not seen.told_missing:
             seen.told_missing = True
-            text, lacking = "%s does not report %s; its own ledger is used instead", sample.missing
+            text, lacking = "%s does not report %s: hetlb uses its own bookings instead", sample.missing
             tell(logger, Event.INSTANCE_METRICS, text, name, ", ".join(lacking), instance=name)
 
     def _make_session(self, **options: Any) -> aiohttp.ClientSession:

@@ -68,7 +68,10 @@ LAST_MISSING: Final = End(
     "last-missing", "it broke off after its last token: hetlb ended it", Outcome.OK, Outcome.BROKEN_STREAM
 )
 OTHERWISE: Final = End(
-    "otherwise", "it said something else than was said before", Outcome.BROKEN_STREAM, Outcome.CLIENT_GONE
+    "otherwise",
+    "the answer that went on elsewhere differs from the part already sent",
+    Outcome.BROKEN_STREAM,
+    Outcome.CLIENT_GONE,
 )
 NOTICE: Final = End(
     "notice", "its instance leaves: the answer goes on elsewhere", Outcome.BROKEN_STREAM, Outcome.CLIENT_GONE

@@ -342,7 +342,7 @@ class SchedulerDriver(SchedulerSide):
             tell(
                 logger,
                 Event.INSTANCE_MOVES,
-                "%s goes on: tokens come again, or it is gone",
+                "%s has recovered or was removed",
                 name,
                 instance=name,
             )

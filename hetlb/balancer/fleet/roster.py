@@ -202,7 +202,7 @@ class Roster:
             if self._watch.started:
                 self._watch.add(spec.name, spec.url)
             source = self.source_of.get(spec.name) or "file"
-            tell(logger, Event.INSTANCE_ADDED, "%s (%s) came", spec.name, spec.url,
+            tell(logger, Event.INSTANCE_ADDED, "%s (%s) was added", spec.name, spec.url,
                  instance=spec.name, url=spec.url, source=source)  # fmt: skip
 
     def _leave(self, names: Sequence[str]) -> None:
@@ -221,7 +221,7 @@ class Roster:
             self._scheduling.change(InstanceRemoved(names[0], tuple(names[1:])))
         for name in names:
             del self._engines[name]
-            tell(logger, Event.INSTANCE_REMOVED, "%s went", name, instance=name)
+            tell(logger, Event.INSTANCE_REMOVED, "%s was removed", name, instance=name)
 
 
 def same_place(one: InstanceSpec, other: InstanceSpec) -> bool:

@@ -441,7 +441,12 @@ class Service(FleetService):
     def _on_stop_signal(self, hurry: bool) -> None:
         # A second signal, or SIGINT, ends at once.
         self._hurry = self._hurry or hurry or self._stop.is_set() or self.stopping_soon
-        tell(logger, Event.STOPPING, "told to stop%s", " at once" if self._hurry else "")
+        tell(
+            logger,
+            Event.STOPPING,
+            "stopping%s",
+            " at once" if self._hurry else " once open requests have ended",
+        )
         self._stop.set()
         if self._hurry:
             self.driver.shut_down()

@@ -24,7 +24,7 @@ class Event(Enum):
     CERTIFICATE = "certificate", _INFO, "a reload put another certificate in force"
     POLICY = "policy", _INFO, "the policy was switched"
     INSTANCE_ADDED = "instance_added", _INFO, "an instance came (reload, discovery, registration)"
-    INSTANCE_REMOVED = "instance_removed", _INFO, "an instance went; what it is answering goes on"
+    INSTANCE_REMOVED = "instance_removed", _INFO, "an instance was removed; its running answers are completed"
     INSTANCE_UPDATED = "instance_updated", _INFO, "it has another profile, capacity or weight"
     INSTANCE_STATE = "instance_state", _INFO, "an operator drained it, took it out or set it ready"
     INSTANCE_UP = "instance_up", _INFO, "it answers"

@@ -197,11 +197,14 @@ class AdminApi:
             return await handler(request)
         token = self.control.access.admin_token
         if token is not None and not _has_token(request, token):
-            reply = _refuse(401, "this needs the admin token: Authorization: Bearer TOKEN")
+            reply = _refuse(401, "expected the admin token: Authorization: Bearer TOKEN")
             reply.headers["WWW-Authenticate"] = "Bearer"
             return reply
         if token is None and _from_a_page(request):
-            return _refuse(403, "without a token this listener is asked by its address, and not by web pages")
+            return _refuse(
+                403,
+                "expected an IP address or localhost as Host and no foreign Origin: no admin token is set",
+            )
         return await handler(request)
 
     # --- documents, for the handlers and the dashboard ---

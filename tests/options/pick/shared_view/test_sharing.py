@@ -373,4 +373,4 @@ def test_a_proxy_that_is_to_share_is_told_what_to_use(
     file.write_text(f"version: 1\nshared: {{url: 'hub:/x'}}\n{models}")
     assert main(["serve", "--config", str(file), "--check"]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "shared: this went for `hetlb serve`; use `--workers N`" in line
+    assert "shared: this key was removed for `hetlb serve`; use `--workers N`" in line
