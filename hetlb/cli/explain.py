@@ -18,10 +18,8 @@ from rich.text import Text
 
 from hetlb.balancer.config.fleet import Fleet, load_fleet
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.policies.base import best
 from hetlb.balancer.core.policies.registry import POLICIES
-from hetlb.balancer.core.policies.sight import foreseen
-from hetlb.balancer.core.ready import least_tokens, with_excluded
+from hetlb.balancer.core.ready import least_tokens
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import HAND_OVER, Candidate, Dispatch, Health, Request
@@ -30,7 +28,8 @@ from hetlb.cli.flags import COUNT, add_json, declare, event_log, number, print_d
 from hetlb.errors import ConfigError, InputError
 from hetlb.options.admin.decisions import decision_summary
 from hetlb.options.event_log.eventlog import Replay
-from hetlb.options.policies.baselines import COMBINE_FORMS, paper_terms
+from hetlb.options.policies.baselines import COMBINE_FORMS
+from hetlb.tools.explained import explained
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,33 +129,6 @@ def _use_kv(instance: Instance, share: float) -> None:
     tokens = round(share * instance.kv_cache_tokens)
     instance.keep(tokens)
     instance.promised_tokens = instance.prompt_tokens = tokens
-
-
-def explained(
-    scheduler: Scheduler, request: Request, predicted: float, now: float
-) -> tuple[list[Candidate], str | None]:
-    """Return every instance of the request's model with all its terms, in file order, and the chosen one.
-
-    Terms that the policy does not use are filled with the paper's. Policies that draw draw here too.
-    """
-    placement, ready = scheduler.placement, scheduler.fleet.ready.get(request.model)
-    if ready is None:
-        return [], None
-    choices = placement.able(request, ready, now)
-    ctx = placement.context(request, predicted, scheduler.queue.waiting(request.model), now)
-    ctx.restraints = choices.restraints
-    ctx.burst = 1 if ready.idle else ctx.burst + 1
-    scored = placement.policy.score(ctx, choices.instances) if choices.instances else []
-    candidates = with_excluded(scored, ready.instances, choices.excluded)
-    for instance, candidate in zip(ready.instances, candidates, strict=True):
-        if candidate.forecast is None:
-            candidate.forecast = foreseen(ctx, instance).document(instance.errors)
-        if candidate.ideal_batch is None:
-            terms = paper_terms(instance, request, predicted, placement.policy.params)
-            candidate.ideal_batch, candidate.processing_s = terms.ideal_batch, terms.processing_s
-            candidate.kv_utilization, candidate.workload = terms.kv_utilization, terms.workload
-    chosen = best(candidates)
-    return candidates, None if chosen is None else candidates[chosen].instance
 
 
 def _assignments(flag: str, pairs: list[str], names: Collection[str]) -> Iterator[tuple[str, float]]:

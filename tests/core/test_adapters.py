@@ -19,9 +19,9 @@ from hetlb.balancer.core.types import (
     Outcome,
     Request,
 )
-from hetlb.cli.explain import explained
 from hetlb.options.adapters.adapters import AdapterLoadTime, AdapterSlots
 from hetlb.options.engine_pages.engine_metrics import parse
+from hetlb.tools.explained import explained
 from hetlb.tools.sim.integrity import check_scheduler
 
 NAMES = tuple(f"lora-{n}" for n in range(8))

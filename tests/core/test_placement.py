@@ -21,8 +21,8 @@ from hetlb.balancer.core.types import (
     ModelsLearned,
     Request,
 )
-from hetlb.cli.explain import explained
 from hetlb.options.kv_events.block_index import BlocksStored, KvEventBatch, block_digests
+from hetlb.tools.explained import explained
 
 ROOMY = Capacity(kv_cache_tokens=10**6, kv_tokens_per_request=10**6, max_num_seqs=64)
 

@@ -13,7 +13,6 @@ from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.policies.sight import SchedulingContext
 from hetlb.balancer.core.predictor import make_predictor
 from hetlb.balancer.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome, Request
-from hetlb.cli.explain import explained
 from hetlb.options.length_samples.samples import OraclePredictor
 from hetlb.options.policies.baselines import (
     COMBINE_FORMS,
@@ -23,6 +22,7 @@ from hetlb.options.policies.baselines import (
     PrefixMatch,
     kv_used_tokens,
 )
+from hetlb.tools.explained import explained
 from hetlb.tools.sim.integrity import check_scheduler
 
 COMBINE_BY_HAND = {
