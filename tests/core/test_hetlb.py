@@ -61,11 +61,8 @@ def test_an_idle_instance_is_better_than_one_that_reads_many_prompts() -> None:
     assert chosen == ["a", "b"]
 
 
-def test_an_instance_gets_about_what_it_does_until_faster_ones_are_done_with_all() -> None:
-    """Short answers, known to be: each is done in time on the slow one, all of them are not.
-
-    Nothing has waited when it comes, and so nothing is held back by the end of the burst: a quarter more.
-    """
+def test_an_instance_gets_no_more_than_it_does_until_faster_ones_are_done_with_all() -> None:
+    """Short answers, known to be: each is done in time on the slow one, all of them are not."""
     slower = LatencyModel(
         SLOW_READER.k1, SLOW_READER.k2, 0.0, SLOW_READER.k4, FAST.k5, 100 * FAST.k6, 0.0, FAST.k8
     )
@@ -81,7 +78,7 @@ def test_an_instance_gets_about_what_it_does_until_faster_ones_are_done_with_all
     ]
     mix = scheduler.placement.demands[MODEL].mix
     fast_s, slow_s = (mix.size / mix.speed(instance) for instance in scheduler.instances)
-    assert 0 < placed.count("slow") * slow_s < 1.25 * len(lengths) * fast_s
+    assert 0 < placed.count("slow") * slow_s < len(lengths) * fast_s
 
 
 def test_a_burst_does_not_fill_a_slow_instance_for_longer_than_the_fast_one_needs() -> None:
@@ -101,21 +98,6 @@ def test_a_burst_does_not_fill_a_slow_instance_for_longer_than_the_fast_one_need
     mix = scheduler.placement.demands[MODEL].mix
     fast_s, slow_s = (mix.size / mix.speed(instance) for instance in scheduler.instances)
     assert 0 < placed.count("slow") * slow_s < 3 * 300 * fast_s
-
-
-@pytest.mark.parametrize(("waited_s", "chosen"), [(0.0, "slow"), (0.1, None)])
-def test_the_end_of_a_burst_holds_back_what_has_waited_and_nothing_else(
-    waited_s: float, chosen: str | None
-) -> None:
-    fleet = [spec("fast", capacity=capacity(64)), spec("slow", slower=2.0, capacity=capacity(256))]
-    scheduler = make_scheduler(fleet, "hetlb")
-    for i in range(64):
-        scheduler.on_arrival(request(i, prompt=50), 0.0)
-    ctx = scheduler.placement.context(request(64, prompt=50), 100.0, 0, 0.0)
-    ctx.burst, ctx.waited_s = 600, waited_s
-    policy = cast("Hetlb", scheduler.placement.policy)
-    best = policy.evaluate(ctx, scheduler.instances, True).best()
-    assert (None if best is None else best.instance.name) == chosen
 
 
 def test_answers_at_once_of_unknown_lengths_have_room_for_half_a_long_one_until_some_have_ended() -> None:

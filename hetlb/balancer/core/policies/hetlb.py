@@ -26,14 +26,7 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.core.demand import size_of
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.base import Choice, Policy, PolicyParams, paper_work
-from hetlb.balancer.core.policies.score_terms import (
-    FINISH_INDEX,
-    TERMS,
-    Weights,
-    rate_best,
-    set_score,
-    weights_of,
-)
+from hetlb.balancer.core.policies.score_terms import TERMS, Weights, rate_best, set_score, weights_of
 from hetlb.balancer.core.policies.sight import (
     HELD,
     KEPT_FREE,
@@ -149,13 +142,10 @@ class Evaluation:
 
         What waits is done at the speed of the faster ones, less what keeps coming: until the queue is empty
         each request to come waits for this one, too (the busy period of a fluid queue).
-
-        The end of a burst holds back no request that has just come, only one that has waited already.
         """
         ctx, weight, full, coming = self._ctx, self.weights[0] + self.weights[1], math.inf, 0.0
         if ctx.goes_on:
             coming = ctx.demand.rate.per_s(ctx.now) * ctx.demand.mix.size
-        finish = self.weights[FINISH_INDEX] if ctx.waited_s <= 0.0 else 0.0
         for i in self.fleet.order:
             each = self._sights[i]
             if each.state == ROOM:
@@ -164,10 +154,10 @@ class Evaluation:
                 left = each.faster - coming
                 left = left if left > _LEAST_LEFT_SHARE * each.faster else _LEAST_LEFT_SHARE * each.faster
                 each.limit = full + weight * todo / left if left > 0.0 else math.inf
-                if each.limit < each.score - finish * each.finish_s:
+                if each.limit < each.score:
                     each.state = HELD
             elif full == math.inf and each.state >= KEPT_FREE:
-                full = each.score - finish * each.finish_s
+                full = each.score
 
     def _keep_together(self, there: Sight) -> None:
         """Pass instances over that would read again what a full one holds, where waiting for that costs less.
