@@ -49,8 +49,19 @@ def write_text(path: Path, text: str, error: type[InputError] = ConfigError) -> 
         raise error(f"{path}: expected a place to write to: {caught.strerror}") from caught
 
 
+def check_writable(flag: str, path: Path) -> None:
+    """Notice before the work, not after it, that there is no folder to write to. Raises `InputError`."""
+    if not path.parent.is_dir() or path.is_dir():
+        raise InputError(f"{flag}: expected a file in a folder that exists, got {path}")
+
+
 def read_text(path: Path, error: type[InputError], most_bytes: int | None = None) -> str:
     """Read a text file. Raises `error` if it is unreadable, too large or not UTF-8."""
+    return text_of(path, read_bytes(path, error, most_bytes), error)
+
+
+def read_bytes(path: Path, error: type[InputError], most_bytes: int | None = None) -> bytes:
+    """Read a file. Raises `error` if it is unreadable or too large."""
     try:
         with path.open("rb") as file:
             data = file.read() if most_bytes is None else file.read(most_bytes + 1)
@@ -58,7 +69,7 @@ def read_text(path: Path, error: type[InputError], most_bytes: int | None = None
         raise error(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught
     if most_bytes is not None and len(data) > most_bytes:
         raise error(f"{path}: expected at most {most_bytes >> 20} MiB, got more")
-    return text_of(path, data, error)
+    return data
 
 
 def text_of(path: Path, data: bytes, error: type[InputError]) -> str:

@@ -26,7 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # One authority that signs nothing in place of the system's 140: a process that starts reads them all (50 ms).
-os.environ.setdefault("SSL_CERT_FILE", str(Path(__file__).with_name("nobody.pem")))
+os.environ.setdefault("SSL_CERT_FILE", str(Path(__file__).with_name("lone-authority.pem")))
 
 OPTIONS = Path(hetlb.options.__file__).parent
 #: Checks of how examples are drawn, by the clock or by their size: no result of a test.

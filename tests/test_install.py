@@ -95,7 +95,7 @@ def several_without_tools(lines: Sequence[str]) -> dict[str, tuple[int, str, str
 
 
 def test_every_command_has_help_without_any_extra() -> None:
-    """Where its extra is missing, the help says how to install the flags."""
+    """The help of a command without its extra says how to install the flags."""
     found = several_without_tools([f"{command} --help" for command in COMMANDS])
     assert {line: code for line, (code, _, _) in found.items()} == dict.fromkeys(found, 0)
     for command in TOOLS_COMMANDS:

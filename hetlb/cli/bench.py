@@ -23,7 +23,7 @@ from hetlb.cli.flags import COUNT, FINITE, FRACTION, INTEGER, SHARE, add_json, a
 from hetlb.cli.signals import stoppable
 from hetlb.errors import HetlbError, InputError, TraceError
 from hetlb.extras import require
-from hetlb.files import write_text
+from hetlb.files import check_writable, write_text
 from hetlb.inputs.urls import check_base, check_url
 from hetlb.tools.loadtest import options, result_tables
 from hetlb.tools.loadtest.bodies import CHAT, COMPLETIONS
@@ -31,7 +31,6 @@ from hetlb.tools.loadtest.campaign import Campaign
 from hetlb.tools.loadtest.generator import LONGEST_ANSWER_S
 from hetlb.tools.loadtest.load_plot import write_load_plot
 from hetlb.tools.loadtest.result_files import (
-    check_writable,
     csv_text,
     default_filename,
     json_text,

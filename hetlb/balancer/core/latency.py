@@ -20,7 +20,7 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 
-#: Factor on the attention part of decodes that share an iteration with prefill work .
+#: Factor on the attention part of decodes that share an iteration with prefill work.
 MIXED_DECODE_ATTENTION_FACTOR: Final = 1.5
 #: Number of parts of a prompt up to which each is computed; of more the mean part is taken.
 _EXACT_PARTS: Final = 8.0

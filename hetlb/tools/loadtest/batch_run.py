@@ -87,11 +87,10 @@ class BatchRun:
             if status in (401, 403):
                 problem = f"expected an API key that it accepts in OPENAI_API_KEY, got {status}"
                 raise InputError(f"{target}: {problem}")
-            late = time.monotonic() - self._heard_s > self._timeout_s
-            if status and (late or status not in _NOT_YET):
+            if status and (self._late or status not in _NOT_YET):
                 break
             waits += 1
-            await self._wait(waits, why or f"status {status}", late=late)
+            await self._wait(waits, why or f"status {status}")
         self._heard_s = time.monotonic()
         stated = {entry["id"]: entry.get("background_class") for entry in read_model_list(body)}
         return {model: name for model, name in stated.items() if isinstance(name, str) and name.isascii()}
@@ -128,8 +127,7 @@ class BatchRun:
                 if tries == _TRIES:
                     return self._journal.broken(job, "connection_error", reason_of(error))
                 waits += 1
-                late = time.monotonic() - self._heard_s > self._timeout_s
-                await self._wait(waits, reason_of(error), late=late)
+                await self._wait(waits, reason_of(error))
             else:
                 self._heard_s, self._timeouts, self._told = time.monotonic(), 0, False
                 status = response.status
@@ -143,9 +141,14 @@ class BatchRun:
                 wait_s = _wait_s(waits) if asked_s is None else min(asked_s, _LONGEST_RETRY_AFTER_S)
                 await asyncio.sleep(wait_s)
 
-    async def _wait(self, waits: int, why: str, *, late: bool) -> None:
-        """Wait for a server that does not answer, and tell the first wait. Raises `HetlbError` if `late`."""
-        if late:
+    @property
+    def _late(self) -> bool:
+        """True once the server has not been heard for the timeout."""
+        return time.monotonic() - self._heard_s > self._timeout_s
+
+    async def _wait(self, waits: int, why: str) -> None:
+        """Wait for a server that does not answer, and tell the first wait. Raises `HetlbError` if `_late`."""
+        if self._late:
             raise self._silent()
         if not self._told:
             self._told = True

@@ -15,11 +15,9 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import hetlb
-from hetlb.errors import InputError
 
 
 def platform_document() -> dict[str, Any]:
@@ -54,9 +52,3 @@ def csv_text(runs: Sequence[Mapping[str, Any]]) -> str:
 
 def json_text(document: Mapping[str, Any]) -> str:
     return json.dumps(document, allow_nan=False)
-
-
-def check_writable(flag: str, path: Path) -> None:
-    """Notice before the load, not after it, that there is no folder to write to. Raises `InputError`."""
-    if not path.parent.is_dir() or path.is_dir():
-        raise InputError(f"{flag}: expected a file in a folder that exists, got {path}")

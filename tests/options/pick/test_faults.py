@@ -29,7 +29,7 @@ from hetlb.build import compiled
 
 pytestmark = pytest.mark.envoy
 
-#: What is compiled is the same behind either configuration of Envoy.
+#: Compiled modules are the same behind either configuration of Envoy.
 BOTH = pytest.mark.parametrize(
     "base", [GATEWAY_API] if compiled() else [STATIC, GATEWAY_API], ids=lambda path: path.stem
 )

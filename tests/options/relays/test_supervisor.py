@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -76,6 +77,15 @@ async def test_workers_that_begin_do_not_outlive_their_supervisor(
             await turns_until(lambda: not alive(workers))
 
 
+async def asked_and_held(serve: Serve, one: Engine, count: int) -> tuple[Any, list[asyncio.Task[Any]]]:
+    """Serve by two workers; return them and requests that `one` has and does not answer."""
+    proxy = await serve(document(one), workers=2)
+    one.hold()
+    asked = [asyncio.create_task(proxy.ask()) for _ in range(count)]
+    await proxy.fleet_until(lambda fleet: in_flight(fleet) == count)
+    return proxy, asked
+
+
 async def test_what_is_open_ends_before_the_workers_do(serve: Serve) -> None:
     async with Engine() as one:
         proxy = await serve(document(one), workers=2)
@@ -98,10 +108,7 @@ async def test_what_is_open_ends_before_the_workers_do(serve: Serve) -> None:
 
 async def test_ctrl_c_ends_it_at_once_with_streams_open(serve: Serve) -> None:
     async with Engine() as one:
-        proxy = await serve(document(one), workers=2)
-        one.hold()
-        asked = [asyncio.create_task(proxy.ask()) for _ in range(6)]
-        await proxy.fleet_until(lambda fleet: in_flight(fleet) == 6)
+        proxy, asked = await asked_and_held(serve, one, 6)
         workers = proxy.processes
         assert await proxy.end(signal.SIGINT) == 0
         assert not alive(workers)
@@ -127,10 +134,7 @@ async def test_a_port_in_use_is_one_line(serve: Serve) -> None:
 
 async def test_a_relay_that_is_asked_to_end_does_so_and_is_replaced(serve: Serve) -> None:
     async with Engine() as one:
-        proxy = await serve(document(one), workers=2)
-        one.hold()
-        asked = [asyncio.create_task(proxy.ask()) for _ in range(10)]
-        await proxy.fleet_until(lambda fleet: in_flight(fleet) == 10)
+        proxy, asked = await asked_and_held(serve, one, 10)
         os.kill(proxy.relays[0], signal.SIGTERM)
         one.released.set()
         assert {reply.status for reply in await asyncio.gather(*asked)} == {200}

@@ -32,11 +32,7 @@ TERMS: Final = (
     Term("first_token_s", FIRST_WEIGHT, "until the first token"),
     Term("own_s", 1.0, "until the whole answer, at the steps of now"),
     Term("others_s", 1.0, "added to the answers that run there, all together"),
-    Term(
-        "coming_s",
-        UNSTATED,
-        "delay, by its prompt, of the first tokens of prompts to come there, all together",
-    ),
+    Term("coming_s", UNSTATED, "delay that its prompt adds to the first tokens of prompts to come there"),
     Term("loss_s", 1.0, "cost of missed targets, its own and of requests that run there"),
     Term("adapter_s", UNSTATED, "until its LoRA adapter has a slot"),
     Term("finish_s", 0.2, "delay of the end of all waiting work, for each request of a burst"),

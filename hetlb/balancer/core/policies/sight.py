@@ -39,9 +39,9 @@ class SchedulingContext:
     """Context of one decision: the request, the time, and the state of demand.
 
     `waiting` is the size of the other requests in the queue for the same model. `held` is what prefix caches
-    have of its prompt. `restraints` are the instances' of `Choices`, for policies
-    that hold back; None where all are normal. Of the KV cache it takes `booked` tokens where nothing of its
-    `prompts` is cached, its answers half-grown.
+    have of its prompt. `restraints` are the instances' of `Choices`, for policies that hold back; None where
+    all are normal. Of the KV cache it takes `booked` tokens where nothing of its `prompts` is cached, its
+    answers half-grown.
     """
 
     __slots__ = (
