@@ -49,12 +49,6 @@ def write_text(path: Path, text: str, error: type[InputError] = ConfigError) -> 
         raise error(f"{path}: expected a place to write to: {caught.strerror}") from caught
 
 
-def check_writable(flag: str, path: Path) -> None:
-    """Notice before the work, not after it, that there is no folder to write to. Raises `InputError`."""
-    if not path.parent.is_dir() or path.is_dir():
-        raise InputError(f"{flag}: expected a file in a folder that exists, got {path}")
-
-
 def read_text(path: Path, error: type[InputError], most_bytes: int | None = None) -> str:
     """Read a text file. Raises `error` if it is unreadable, too large or not UTF-8."""
     return text_of(path, read_bytes(path, error, most_bytes), error)

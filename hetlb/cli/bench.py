@@ -23,7 +23,7 @@ from hetlb.cli.flags import COUNT, FINITE, FRACTION, INTEGER, SHARE, add_json, a
 from hetlb.cli.signals import stoppable
 from hetlb.errors import HetlbError, InputError, TraceError
 from hetlb.extras import require
-from hetlb.files import check_writable, write_text
+from hetlb.files import write_text
 from hetlb.inputs.urls import check_base, check_url
 from hetlb.tools.loadtest import options, result_tables
 from hetlb.tools.loadtest.bodies import CHAT, COMPLETIONS
@@ -38,6 +38,7 @@ from hetlb.tools.loadtest.result_files import (
 )
 from hetlb.tools.loadtest.runs import LoadSpec, first_model
 from hetlb.tools.loadtest.screen import Screen
+from hetlb.tools.output_files import output_path
 from hetlb.tools.plots import picture_path
 from hetlb.tools.workload.arrivals import Load, Ramp, Rate
 from hetlb.tools.workload.content import block_tokens
@@ -210,7 +211,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     if args.save_result and not args.result_dir.is_dir():
         raise InputError(f"--result-dir: expected a folder that exists, got {args.result_dir}")
     if args.save_result and args.result_filename:
-        check_writable("--result-filename", args.result_dir / args.result_filename)
+        output_path(args.result_dir / args.result_filename, "--result-filename")
 
 
 def _read_rates(args: argparse.Namespace) -> list[Rate | Ramp]:

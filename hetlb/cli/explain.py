@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from rich.console import Console, Group
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -227,24 +228,34 @@ def _candidates(title: str, candidates: list[dict[str, Any]], chosen: str | None
         ("end\ns", [each.get("end_s") for each in forecasts]),
         ("90 %\ns", [each.get("end_s_90") for each in forecasts]),
     ]
-    shown = [(title, cells) for title, cells in columns if any(cell is not None for cell in cells)]
-    table = Table(box=None, pad_edge=False)
-    for column in ("instance", "score", *(title for title, _ in shown), "why"):
-        left = column in ("instance", "why")
-        table.add_column(
-            column, justify="left" if left else "right", vertical="bottom", no_wrap=column != "why"
-        )
-    # Sentences are too long for a cell: they go below the table.
-    sentences = []
+    columns = [(head, cells) for head, cells in columns if any(cell is not None for cell in cells)]
     best = next((each for each in candidates if each["instance"] == chosen), None)
+    # Sentences are too long for a cell: they go below the table.
+    reasons = [_why(each, best).partition(": ") for each in candidates]
+    sentences = [
+        f"{each['instance']} {why}: {rest}"
+        for each, (why, _, rest) in zip(candidates, reasons, strict=True)
+        if rest
+    ]
+    table = Table(box=None, pad_edge=False)
+    for head in ("instance", "score", *(head for head, _ in columns), "why"):
+        left = head in ("instance", "why")
+        table.add_column(head, justify="left" if left else "right", vertical="bottom", no_wrap=True)
     for index, each in enumerate(candidates):
-        why, _, rest = _why(each, best, candidates).partition(": ")
-        if rest:
-            sentences.append(f"{each['instance']} {why}: {rest}")
-        figures = (_figure(cells[index]) for _, cells in shown)
+        figures = (_figure(cells[index]) for _, cells in columns)
         style = "bold" if each is best else ""
-        table.add_row(each["instance"], _figure(each["score"]), *figures, why, style=style)
+        table.add_row(each["instance"], _figure(each["score"]), *figures, reasons[index][0], style=style)
+    _narrow(table)
     return Group(Text(title), table, *map(Text, sentences), Text())
+
+
+def _narrow(table: Table) -> None:
+    """Remove columns before the last, the nearest to it first, until the rest fits the terminal uncut."""
+    console = Console()
+    while Measurement.get(console, console.options.update(max_width=1000), table).minimum > console.width:
+        if len(table.columns) == 2:
+            return
+        del table.columns[-2]
 
 
 def _head(name: str, weight: float | None) -> str:
@@ -257,15 +268,13 @@ def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def _why(candidate: dict[str, Any], chosen: dict[str, Any] | None, candidates: list[dict[str, Any]]) -> str:
-    """Return the reason for which a candidate was chosen or not."""
+def _why(candidate: dict[str, Any], chosen: dict[str, Any] | None) -> str:
+    """Return the reason for which a candidate was chosen or not, short: it is a column of the table."""
     if candidate is chosen:
-        able = sum(each["eligible"] and each["score"] is not None for each in candidates)
-        return f"chosen, lowest of {able}" if able > 1 else "chosen, the only one able"
+        return "chosen"
     if chosen is None or not candidate["eligible"] or candidate["score"] is None or chosen["score"] is None:
         return candidate["reason"] or "not able"
     more = candidate["score"] - chosen["score"]
     if more == 0:
-        return "equal, listed later"
-    share = f" ({100 * more / chosen['score']:+.0f} %)" if chosen["score"] > 0 else ""
-    return f"higher by {more:.3g}{share}"
+        return "equal, later"
+    return f"{100 * more / chosen['score']:+.0f} %" if chosen["score"] > 0 else f"{more:+.3g}"

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from hetlb.cli.flags import FINITE, INTEGER, add_json, declare, print_document
 from hetlb.errors import ConfigError, PlanError
+from hetlb.tools.output_files import fleet_path
 from hetlb.tools.paths.path_scheduler import PATH_POLICIES
 from hetlb.tools.plan.highs import Interrupt, SolveLimits
 from hetlb.tools.plan.placement.place_deploy import write_stages
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--time-limit", "seconds for everything (default 60)", "S", FINITE, 60.0)
     add("--seed", "seed of search and simulation (default 0)", "N", INTEGER, 0)
     written = "fleet file, and beside it the file of its stages (FLEET-stages.yaml)"
-    add("--write-fleet", written, "FLEET.yaml", Path)
+    add("--write-fleet", written, "FLEET.yaml", fleet_path)
     add_json(parser)
 
 

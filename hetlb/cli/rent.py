@@ -10,6 +10,7 @@ from pathlib import Path
 from hetlb.cli.flags import INTEGER, add_json, declare, print_document, real, whole
 from hetlb.errors import ConfigError, PlanError
 from hetlb.inputs.yaml_file import read_object
+from hetlb.tools.output_files import fleet_path
 from hetlb.tools.plan import rent_report
 from hetlb.tools.plan.check import check_rent
 from hetlb.tools.plan.highs import INFINITY, Interrupt, SolveLimits
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--time-limit", "seconds for the solver (default 60)", "S", limit, 60.0)
     add("--seed", "seed of types, solver and simulation", "S", INTEGER, 0)
     add_json(parser)
-    add("--write-fleet", "fleet file of the plan", "FLEET.yaml", Path)
+    add("--write-fleet", "fleet file of the plan", "FLEET.yaml", fleet_path)
     add("--no-simulate", "skip the simulation of the whole fleet, and the baselines", action="store_true")
     add("--no-cache", "simulate all throughputs again", action="store_true")
     add("--replan", "running plan (its --json), to change with few moves", "PLAN.json", Path)

@@ -12,6 +12,7 @@ from pathlib import Path
 from hetlb.cli.flags import FINITE, add_json, declare, print_document, whole
 from hetlb.errors import InputError
 from hetlb.tools.loadtest.options import read_goodput
+from hetlb.tools.output_files import fleet_path
 from hetlb.tools.plan.check import check
 from hetlb.tools.plan.cluster import load_cluster
 from hetlb.tools.plan.cluster_layouts import lay_out, servers_of
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     stages = "most stages of an instance (default: 1, more where GPUs would be left over)"
     add("--pipeline-parallel", stages, "N", whole(1, MOST_STAGES))
     add("--data-parallel", "put equal instances of a machine behind one URL", action="store_true")
-    add("--write-fleet", "fleet file of the best layouts", "FLEET.yaml", Path)
+    add("--write-fleet", "fleet file of the best layouts", "FLEET.yaml", fleet_path)
     add_json(parser)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hetlb.cli.flags import FINITE, INTEGER, add_json, declare, print_document, whole
 from hetlb.errors import ConfigError, InputError
+from hetlb.tools.output_files import fleet_path
 from hetlb.tools.plan.check import check_split
 from hetlb.tools.plan.cluster import load_split
 from hetlb.tools.plan.common.servers import write_servers
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--time-limit", "most seconds for the search (default: 20 to 240, by GPUs)", "S", FINITE)
     add("--simulate", "plans that are simulated (default 4; 0: none)", "N", whole(0), 4)
     add("--seed", "seed of search and simulation (default 0)", "N", INTEGER, 0)
-    add("--write-fleet", "fleet file of the plan", "FLEET.yaml", Path)
+    add("--write-fleet", "fleet file of the plan", "FLEET.yaml", fleet_path)
     add_json(parser)
 
 

@@ -270,7 +270,7 @@ _COLUMNS = (
 def _fleet(rows: Sequence[tuple[str, dict[str, Any]]], width: int) -> Table:
     """Return the table of instances, as wide as its columns, with the columns that fit whole."""
     several = len({model for model, _ in rows}) > 1 and width >= 100
-    names = shortened([row["name"] for _, row in rows], 13 if width < 100 else 64)
+    names = shortened([row["name"] for _, row in rows], max(13, width // 4) if width < 100 else 64)
     name_width = max(len("instance"), *map(len, names.values()))
     model_width = min(24, max((len(model) for model, _ in rows), default=0)) if several else 0
     columns = list(_COLUMNS)
@@ -322,8 +322,10 @@ def _decisions(snapshot: dict[str, Any], width: int) -> list[Text]:
         return []
     head = f"{'placed':>7} {'request':>9} {'prompt':>7} {'predicted':>9} {'actual':>9}  chosen"
     chosen = [f"{each['chosen']} ({each['policy']})" for each in last]
-    if len(head) - len("chosen") + max(map(len, chosen)) > width:
-        chosen = [each["chosen"] for each in last]
+    room = width - len(head) + len("chosen")
+    if max(map(len, chosen)) > room:
+        names = shortened(list(dict.fromkeys(each["chosen"] for each in last)), room)
+        chosen = [names[each["chosen"]] for each in last]
     else:
         head += " (policy)"
     lines = [_text(), _text(head, "dim")]

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hetlb.errors import InputError
-from hetlb.files import check_writable, whole_file
+from hetlb.files import whole_file
+from hetlb.tools.output_files import output_path
 
 COLOURS = (
     *("#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#e8a800"),
@@ -23,8 +24,7 @@ LATENCIES = {"ttft": "time to first token, s", "tpot": "time per output token, s
 
 def picture_path(text: str) -> Path:
     """Return the value of `--plot`, before any work is done for it. Raises `InputError`."""
-    path = Path(text)
-    check_writable("--plot", path)
+    path = output_path(text, "--plot")
     if path.suffix.lower() not in _PICTURES:
         raise InputError(f"--plot: expected a picture file, one of {', '.join(_PICTURES)}, got {path}")
     return path

@@ -45,10 +45,10 @@ async def test_the_last_decisions_in_words_and_as_a_document(
     assert [line.split(",")[0] for line in lines if line.startswith("request")] == ["request 3", "request 4"]
     assert re.search(r" \d output tokens predicted, 2 generated;\s+policy paper", text.replace("\n", " "))
     first, second = (rows(lines, f"request {number}") for number in (3, 4))
-    assert first["i0"].endswith("chosen, lowest of 2")
-    assert first["i1"].endswith("equal, listed later")
+    assert first["i0"].endswith(" chosen")
+    assert first["i1"].endswith(" equal, later")
     assert second["i0"].endswith("draining")
-    assert second["i1"].endswith("chosen, the only one able")
+    assert second["i1"].endswith(" chosen")
 
 
 def rows(lines: list[str], title: str) -> dict[str, str]:
@@ -78,7 +78,7 @@ def test_a_sentence_stands_below_the_table(capsys: pytest.CaptureFixture[str]) -
     assert "v100 passed over: it takes too long" in lines
     [row] = [line for line in lines if line.startswith("v100 ") and line.endswith("passed over")]
     assert row.split()[:3] == ["v100", "2", "0.4"]
-    assert next(line for line in lines if line.startswith("late")).endswith("higher by 0.5 (+50 %)")
+    assert next(line for line in lines if line.startswith("late")).endswith(" +50 %")
     text = " ".join(lines)
     assert "request 7, 1.0 s ago: 10 prompt tokens in each of 2 sequences" in text
     assert "4 so far" in text

@@ -206,6 +206,20 @@ def test_the_last_decisions() -> None:
     assert any("17…" in line for line in lines)
 
 
+def test_decisions_for_names_that_do_not_fit_stay_different() -> None:
+    view = viewing(instance(1))
+    last = view.snapshot["decisions"]["last"]
+    names = [f"vllm-a100-production-eu-west-{number}" for number in range(2)]
+    view.snapshot["decisions"]["last"] = [{**last[0], "chosen": name} for name in names]
+    found = [line.split()[-1] for line in frame(view, 60) if line.startswith("  1.0 s ")]
+    assert found == ["…t-0", "…t-1"]
+
+
+def test_names_of_hosts_and_ports_stand_whole_at_80_columns() -> None:
+    rows = [{**instance(number), "name": f"127.0.0.1-910{number}"} for number in (1, 2)]
+    assert {"127.0.0.1-9101", "127.0.0.1-9102"} <= {line.partition(" ")[0] for line in frame(viewing(*rows))}
+
+
 def test_instances_in_trouble_come_first() -> None:
     rows = [instance(1), instance(2, state="drain"), instance(3, health="suspect")]
     lines = frame(viewing(*rows))

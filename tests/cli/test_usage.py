@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +46,16 @@ def test_what_is_misspelt_gets_a_suggestion(
     assert main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"; did you mean {meant}? (see " in line
+
+
+@pytest.mark.parametrize("command", ["place", "rent", "search", "split"])
+@pytest.mark.parametrize("place", ["nowhere/fleet.yaml", "."])
+def test_a_fleet_file_that_cannot_be_written_is_refused_before_the_work(
+    command: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--config", str(tmp_path / "none.yaml"), "--write-fleet", str(tmp_path / place)]
+    trace = ["--trace", "none.csv"] if command == "search" else []
+    assert main([command, *flags, *trace]) == 2
+    expected = f"--write-fleet: expected a file in a folder that exists, got {tmp_path / place}"
+    assert expected in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

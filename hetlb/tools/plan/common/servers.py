@@ -178,7 +178,7 @@ def _reference(path: Path, profile: ProfileOf) -> str:
     if not isinstance(profile, Path):
         folder = path.parent / f"{path.stem}-profiles"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{folder}: expected a folder to write to: {error.strerror}") from error
         made = profile()
