@@ -74,6 +74,7 @@ COMPILED = (
         f"options/split/{name}.py"
         for name in ("fetch_checks", "hand_overs", "kv_transfers", "pairs", "split_choice", "transfers")
     ),
+    "options/tenants/fair_shares.py",
     "options/tunnel/realtime.py",
     *(
         f"tools/sim/{name}.py"

@@ -95,6 +95,7 @@ ASKS = {
     "relays": ("proxy.workers", {"proxy": {"workers": 2}}),
     "resume": ("proxy.resume", {"proxy": {"resume": "ids"}}),
     "split": ("models[0].kv_transfer", {"models": [{**MODEL, "kv_transfer": "nixl"}]}),
+    "tenants": ("queue.tenant_weights", {"queue": {"tenant_weights": {"a": 2}}}),
     "tokenizers": ("models[0].tokenizer", {"models": [{**MODEL, "tokenizer": "t.json"}]}),
     "tracing": ("tracing", {"tracing": {"otlp_endpoint": "http://127.0.0.1:1"}}),
 }

@@ -6,16 +6,14 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from aiohttp import web
-
-from hetlb.balancer.core.engine_blocks import PromptBlocks
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.core.option_interfaces import PromptBlocks
 from hetlb.balancer.core.prefix_index import PrefixKey
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
-from hetlb.balancer.core.types import Capacity, Command, Dispatch, EngineSample, Request
+from hetlb.balancer.core.types import Capacity, Command, EngineSample, Request
 from hetlb.balancer.exchange.scheduler_side import SchedulerSide
 from hetlb.balancer.http.http1 import RequestHead
 from hetlb.balancer.http.openai_body import Call
@@ -234,20 +232,3 @@ class CacheReports(Protocol):
 
     def set(self, name: str, stated: Any) -> None: ...
     async def close(self) -> None: ...
-
-
-class StateDocuments(Protocol):
-    """Documents of the admin listener (`admin`)."""
-
-    def fleet(self) -> dict[str, Any]: ...
-    def status(self) -> dict[str, Any]: ...
-    def pools(self) -> dict[str, list[Instance]]: ...
-    def decision(self, dispatch: Dispatch) -> dict[str, Any]: ...
-
-
-class StatePage(Protocol):
-    """The page of the admin listener, and its stream of events (`dashboard`)."""
-
-    def file(self, path: str) -> web.Response: ...
-    async def serve(self, request: web.Request) -> web.StreamResponse: ...
-    def close(self) -> None: ...

@@ -43,7 +43,7 @@ from hetlb.tools.plots import picture_path
 from hetlb.tools.workload.arrivals import Load, Ramp, Rate
 from hetlb.tools.workload.content import block_tokens
 from hetlb.tools.workload.datasets import custom_rows, random_rows, sharegpt_rows
-from hetlb.tools.workload.rows import Row
+from hetlb.tools.workload.rows import Row, classes_of
 from hetlb.tools.workload.traces import read_trace
 
 _DATASETS = ("random", "sharegpt", "custom")
@@ -268,7 +268,7 @@ async def _measure(campaign: Campaign, fleet: Fleet | None) -> None:
     spec = campaign.spec
     model = spec.model or await first_model(spec.url, spec.headers)
     if fleet is not None:
-        spec = replace(spec, classes=fleet.classes_of(model, (row.service for row in spec.load.rows)))
+        spec = replace(spec, classes=classes_of(fleet, model, spec.load.rows))
     campaign.spec = replace(spec, model=model)
     await campaign.run()
 

@@ -1,4 +1,4 @@
-"""Encoding of the journal of leases (`balancer/core/journal.py`): MessagePack arrays, typed and bounded.
+"""Journal of leases (`balancer/core/journal.py`) in its encoding: MessagePack arrays, typed and bounded.
 
 Fields may be appended within a version: a reader ignores fields that it does not know. Times are ages in
 seconds: two processes need no common clock.
@@ -7,15 +7,14 @@ seconds: two processes need no common clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from hetlb.balancer.core import journal
-from hetlb.balancer.core.journal import Change
+from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass
-from hetlb.balancer.core.types import Outcome, Request
+from hetlb.balancer.core.types import Lease, Outcome, Request
 
 #: Changes in one message, and their bytes, at most; decoded they take some thirty times as much.
 PART_CHANGES: Final = 256
@@ -98,7 +97,7 @@ class WireBooked(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
             raise ValueError("a lease of more samples than sequences, or of no finite length")
 
     @classmethod
-    def of(cls, change: journal.Booked) -> WireBooked:
+    def of(cls, change: Booked) -> WireBooked:
         """Encode a lease, without the digests of its prompt: they may be many."""
         request, age_s = RequestFacts.of(change.request, blocks=False), max(0.0, change.age_s)
         return cls(
@@ -106,9 +105,9 @@ class WireBooked(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
             change.begun, change.first_s,
         )  # fmt: skip
 
-    def change(self, request: Request) -> journal.Booked:
+    def change(self, request: Request) -> Booked:
         """Return what to book, for a request that stands for its own."""
-        return journal.Booked(
+        return Booked(
             self.number, self.instance, request, self.work_ns, self.predicted_output, self.age_s, self.begun,
             self.first_s,
         )  # fmt: skip
@@ -138,16 +137,45 @@ class WireWaiting(msgspec.Struct, array_like=True, tag=3, frozen=True):
 WireChange: TypeAlias = WireBooked | WireBegun | WireEnded | WireWaiting
 
 
-def to_wire(changes: Iterable[Change]) -> list[WireChange]:
-    return [_wire(each) for each in changes]
+def booked(lease: Lease, now: float) -> Booked:
+    """Return what another process must know of a live lease."""
+    begun = lease.first_token_at is not None
+    return Booked(
+        lease.id, lease.instance, lease.request, lease.work_ns, lease.predicted_output,
+        now - lease.dispatched_at, begun, lease.forecast_first_s,
+    )  # fmt: skip
 
 
-def _wire(change: Change) -> WireChange:
-    if isinstance(change, journal.Booked):
-        return WireBooked.of(change)
-    if isinstance(change, journal.Begun):
-        return WireBegun(change.number)
-    return WireEnded(change.number, change.outcome, change.output_tokens, change.cached_tokens)
+def live(leases: Iterable[Lease], now: float) -> list[WireChange]:
+    """Return the leases of this process, as another one must know them."""
+    return [WireBooked.of(booked(each, now)) for each in leases if each.own]
+
+
+class LeaseJournal:
+    """Changes of one scheduler's own leases for one reader, told (`on_change`) when there are some."""
+
+    def __init__(self, on_change: Callable[[], object] = lambda: None) -> None:
+        self.on_change = on_change
+        self._changes: list[WireChange] = []
+
+    def booked(self, lease: Lease, now: float) -> None:
+        self._add(WireBooked.of(booked(lease, now)))
+
+    def begun(self, lease: Lease) -> None:
+        self._add(WireBegun(lease.id))
+
+    def ended(self, lease: Lease, outcome: Outcome) -> None:
+        self._add(WireEnded(lease.id, outcome, lease.output_tokens, lease.reported_cached_tokens))
+
+    def _add(self, change: WireChange) -> None:
+        self._changes.append(change)
+        if len(self._changes) == 1:
+            self.on_change()
+
+    def take(self) -> list[WireChange]:
+        """Return the changes since the last time."""
+        changes, self._changes = self._changes, []
+        return changes
 
 
 def parts(changes: Iterable[WireChange]) -> list[list[msgspec.Raw]]:

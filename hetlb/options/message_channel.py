@@ -16,7 +16,8 @@ from typing import Final, Generic, TypeVar, cast
 
 import msgspec
 
-from hetlb.balancer.telemetry.events import Event, Rarely
+from hetlb.balancer.telemetry.events import Event
+from hetlb.options.rarely import Rarely
 
 logger = logging.getLogger("hetlb.proxy")
 

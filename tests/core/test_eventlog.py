@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.journal import Booked
-from hetlb.balancer.core.kv_need import kv_need
 from hetlb.balancer.core.latency import DEFAULT_LATENCY
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
@@ -38,6 +37,7 @@ from hetlb.balancer.core.types import (
 )
 from hetlb.options.event_log.eventlog import RecordingScheduler, Replay, decode_setup, encode_setup
 from hetlb.options.length_samples.samples import LengthDistribution
+from hetlb.options.profiles.profile_file import kv_need
 from hetlb.options.profiles.step_times import (
     DecodeTable,
     LaunchTime,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from helpers import FAST, dispatched, make_scheduler, request, spec
 
-from hetlb.balancer.core.journal import booked
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Capacity, Dispatch, Lease
+from hetlb.options.lease_wire import booked
 from hetlb.tools.sim.integrity import check_scheduler
 
 #: A burst of prompts of a whole iteration each.

@@ -10,7 +10,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hetlb.balancer.core.journal import booked
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.predictor import make_predictor
@@ -39,6 +38,7 @@ from hetlb.balancer.core.types import (
     Reject,
     Role,
 )
+from hetlb.options.lease_wire import booked
 from hetlb.options.length_samples.samples import LengthDistribution
 from hetlb.tools.sim.integrity import check_scheduler
 

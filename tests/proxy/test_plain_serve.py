@@ -45,6 +45,7 @@ OF_OPTIONS = {
     "hetlb.options",
     "hetlb.options.lease_wire",
     "hetlb.options.message_channel",
+    "hetlb.options.rarely",
     "hetlb.options.recent",
 }
 OF_OPTIONS |= {f"hetlb.options.admin.{name}" for name in ("admin", "beliefs", "causes")}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from engines import VENV_PYTHON
 
-from hetlb.balancer.core.kv_need import kv_need
+from hetlb.options.profiles.profile_file import kv_need
 from hetlb.tools.models.kv_groups import KvBytes, allocated, parts_of
 from hetlb.tools.models.layer import Mixer, Scope
 from hetlb.tools.sim.engine_limits import EngineLimits

@@ -25,7 +25,6 @@ from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.engine_request import EngineRequest
 from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.plain_attempt import PlainMaker
-from hetlb.balancer.exchange.scheduler_driver import several_models
 from hetlb.balancer.hooks import hook
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.endpoints import ENDPOINTS, KEPT_PATHS, NOT_KEPT, REALTIME_PATH, Kind
@@ -36,7 +35,7 @@ from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hetlb.balancer.core.engine_blocks import PromptBlocks
+    from hetlb.balancer.core.option_interfaces import PromptBlocks
     from hetlb.balancer.interfaces import (
         BrowserPages,
         ClientAddresses,
@@ -213,7 +212,9 @@ class Router:
     ) -> Exchange:
         driver, scheduling = self._driver, self._driver.scheduling
         owner = None if tenant is None else tenant.name
-        model = call.model or scheduling.only_model or several_models()
+        model = call.model or scheduling.only_model
+        if not model:
+            raise GateError(400, "model: expected the name of a model, since several are served here.")
         if tenant is not None and not call.renamed and not tenant.may_use(model):
             raise GateError(403, f"This API key is not for the model `{model}`.")
         service = UNSTATED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -121,15 +121,6 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
             model.name: {} if not model.classes else hook("classes.class_tables", model.classes)
             for model in self.file.models
         }
-
-    def classes_of(self, model: str, named: Iterable[str]) -> dict[str, ServiceClass]:
-        """Return the service classes of a model. Raises `ConfigError` if a trace names another one."""
-        classes = self.service_classes.get(model, {})
-        for name in named:
-            if name and name not in classes:
-                known = ", ".join(classes) or f"none, as {model} has no classes in {self.path}"
-                raise ConfigError(f"--trace: class: expected one of {known}, got {name!r}")
-        return classes
 
     @property
     def queue_limits(self) -> QueueLimits:

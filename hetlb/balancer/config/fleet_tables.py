@@ -56,7 +56,7 @@ class PolicyTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     weights: dict[str, NonNegative] = {}
 
 
-class QueueTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class QueueTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The bounded queue in front of the instances.
 
     `tenant_share` is how much of it one tenant may hold, `tenant_weights` the share of what is served that
@@ -68,7 +68,7 @@ class QueueTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     timeout_s: Positive = 300.0
     no_instance_timeout_s: NonNegative = 30.0
     tenant_share: Share = 1.0
-    tenant_weights: dict[str, Positive] = msgspec.field(default_factory=dict)
+    tenant_weights: Annotated[dict[str, Positive], of("tenants")] = {}
 
 
 class HealthTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

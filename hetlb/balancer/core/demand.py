@@ -13,7 +13,7 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.instance_limits import Parameters
 from hetlb.balancer.core.latency import ideal_batch
 from hetlb.balancer.core.objective import ServiceClass
-from hetlb.balancer.core.protected_class import ProtectedClass
+from hetlb.balancer.core.option_interfaces import ProtectedClass
 from hetlb.balancer.core.rate import RecentRate
 from hetlb.balancer.core.types import Request
 from hetlb.extras import option

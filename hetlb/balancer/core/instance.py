@@ -20,7 +20,7 @@ from hetlb.errors import ConfigError
 from hetlb.extras import option
 
 if TYPE_CHECKING:
-    from hetlb.balancer.core.engine_adapters import EngineAdapters
+    from hetlb.balancer.core.option_interfaces import EngineAdapters
 
 #: Seconds before an instance with a notice is gone, in which nothing runs there any more.
 NOTICE_MARGIN_S: Final = 1.5

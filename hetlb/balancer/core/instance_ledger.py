@@ -12,7 +12,7 @@ from hetlb.balancer.core.prefix_index import PrefixIndex, Tree
 from hetlb.balancer.core.types import InstanceSpec, Lease, LeaseId
 
 if TYPE_CHECKING:
-    from hetlb.balancer.core.engine_blocks import EngineBlocks
+    from hetlb.balancer.core.option_interfaces import EngineBlocks
 
 #: Sequences up to which the loads of an instance are kept.
 _KEPT_LOADS: Final = 1024

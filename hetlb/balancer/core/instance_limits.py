@@ -10,7 +10,7 @@ from hetlb.balancer.core.speed import SpeedTracker
 from hetlb.balancer.core.types import Capacity, InstanceSpec
 
 if TYPE_CHECKING:
-    from hetlb.balancer.core.engine_adapters import EngineAdapters
+    from hetlb.balancer.core.option_interfaces import EngineAdapters
 
 #: KV capacity of an engine that has not told its own, in tokens.
 DEFAULT_KV_CACHE_TOKENS: Final = 131_072

@@ -9,7 +9,6 @@ such tokens: vLLM 0.32 tells how many sequences of `max_model_len` tokens fit, t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
@@ -49,18 +48,3 @@ class KvNeed(PickleByFields):
         length = float(max_model_len)
         seen = min(length, self.window_tokens + batched_tokens)
         return max(1, round(cache * (self.grows * length + self.window * seen + self.state) / length))
-
-
-def kv_need(per_token: float, windows: Sequence[tuple[int, float]], state: float) -> KvNeed | None:
-    """Return the form by bytes: of each token, of each of a window's last tokens, and at once.
-
-    None where all layers keep all tokens, or nothing is known. Several windows become one, which is exact for
-    sequences that fill the longest.
-    """
-    windowed = math.fsum([size for _, size in windows])
-    unit = per_token or windowed or state
-    if unit <= 0.0 or (windowed <= 0.0 and state <= 0.0):
-        return None
-    full = math.fsum([tokens * size for tokens, size in windows])
-    length = full / windowed if windowed > 0.0 else 0.0
-    return KvNeed(1.0 if per_token > 0.0 else 0.0, windowed / unit, length, state / unit)

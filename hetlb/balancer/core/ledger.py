@@ -5,7 +5,7 @@ from __future__ import annotations
 from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.journal import Begun, Booked, Change, Ended, Journal, booked
+from hetlb.balancer.core.journal import Journal
 from hetlb.balancer.core.policies.sight import SchedulingContext, Sight
 from hetlb.balancer.core.prefix_index import Shared
 from hetlb.balancer.core.queue import Queue
@@ -34,6 +34,7 @@ class Ledger:
     def __init__(self, queue: Queue) -> None:
         """`queue` counts the service of each tenant."""
         self._queue = queue
+        queue.running = self._running
         #: Instances by lease, removed ones included.
         self.leased: dict[LeaseId, Instance] = {}
         self._next_lease = 1
@@ -50,14 +51,9 @@ class Ledger:
         lease.expected_first_s = forecast.first_token_s / instance.speed.factor
         lease.beside = forecast.load.batch > 0.0
         instance.acquire(lease)
-        if self.journals:
-            self.tell(booked(lease, ctx.now))
-        return lease
-
-    def tell(self, change: Change) -> None:
-        """Append a change to every journal."""
         for journal in self.journals:
-            journal.add(change)
+            journal.booked(lease, ctx.now)
+        return lease
 
     def drop(self, lease: Lease, now: float, outcome: Outcome = Outcome.CLIENT_GONE) -> Instance:
         """Give back what a lease booked; the instance that it was booked on. Readers are told the outcome."""
@@ -66,21 +62,11 @@ class Ledger:
         del leased[key]
         instance.release(lease, now)
         instance.account.ended(lease.id)
-        self._queue.service.ended(lease.request.tenant, lease.promised_tokens)
-        if self.journals and lease.own:
-            self.tell(Ended(lease.id, outcome, lease.output_tokens, lease.reported_cached_tokens))
+        self._queue.ended(lease.request.tenant, lease.promised_tokens)
+        for journal in self.journals:
+            if lease.own:
+                journal.ended(lease, outcome)
         return instance
-
-    def begun(self, lease: Lease) -> None:
-        """Note that the answer of a lease began."""
-        if lease.own:
-            self.tell(Begun(lease.id))
-
-    def restored(self, lease: Lease, now: float, own: bool) -> None:
-        """Note that a lease was booked again, of a request of this process (`own`) or of another."""
-        lease.own = own
-        if own:
-            self.tell(booked(lease, now))
 
     def grant(
         self,
@@ -136,14 +122,13 @@ class Ledger:
             shared=shared,
         )
         self._next_lease += 1
-        self.leased[lease.key] = instance
         self._queue.booked(request.tenant, promised)
+        self.leased[lease.key] = instance
         return lease
+
+    def _running(self) -> list[tuple[str | None, int]]:
+        return [(lease.request.tenant, lease.promised_tokens) for lease in self.leases()]
 
     def leases(self) -> list[Lease]:
         """Return the leases that have not ended."""
         return [instance.leases[lease_id] for lease_id, instance in self.leased.items()]
-
-    def live(self, now: float) -> list[Booked]:
-        """Return the own leases that have not ended, as another process must know them."""
-        return [booked(lease, now) for lease in self.leases() if lease.own]

@@ -10,10 +10,6 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 
-#: Bounds of a target in milliseconds: within them every score is a number.
-LEAST_TARGET_MS: Final = 1e-3
-MOST_TARGET_MS: Final = 1e9
-
 
 @mypyc_attr(acyclic=True)
 class _Targets(PickleByFields):

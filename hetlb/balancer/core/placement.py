@@ -10,10 +10,10 @@ from typing import Final
 from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.demand import Demand, Mix
-from hetlb.balancer.core.engine_adapters import LoadTimes
 from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import NOTICE_MARGIN_S, Instance
 from hetlb.balancer.core.ledger import Ledger, exact_held
+from hetlb.balancer.core.option_interfaces import LoadTimes, Splitting
 from hetlb.balancer.core.policies.base import Choice, Policy
 from hetlb.balancer.core.policies.sight import SchedulingContext
 from hetlb.balancer.core.predictor import Predictor
@@ -21,7 +21,6 @@ from hetlb.balancer.core.prefix_index import Held
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.ready import Choices, ReadyInstances, with_excluded
 from hetlb.balancer.core.retries import Retries
-from hetlb.balancer.core.splitting import Splitting
 from hetlb.balancer.core.types import Candidate, Dispatch, Lease, Request, RequestId
 from hetlb.extras import option
 

@@ -2,7 +2,7 @@
 
 Next to go, under one `QueueKey`: the lowest level (priority; of one priority background requests come last,
 before them requests that cannot meet their target any more); then the tenant with the least service for its
-weight, running requests counted (`TenantService`); then the request that is due first. Requests that only
+weight, running requests counted (`FairShares`); then the request that is due first. Requests that only
 large instances can take are kept apart by `fit`, so that they do not hold up the others.
 """
 
@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from mypy_extensions import mypyc_attr
-
+from hetlb.balancer.core.option_interfaces import FairShares
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.types import Request, RequestId
+from hetlb.errors import ConfigError
+from hetlb.extras import option
 
 #: Ranks of the requests of one priority, and their number.
 _IN_TIME: Final = 0
 _HOPELESS: Final = 1
 _BACKGROUND: Final = 2
 _RANKS: Final = 3
-#: Most tenants beyond which idle ones are forgotten, if they were served no more than others.
-_KEPT_TENANTS: Final = 1024
 #: Requests and bytes of a tenant without any.
 _NO_SHARE: Final = [0, 0]
 
@@ -111,78 +111,6 @@ def _level(request: Request) -> int:
     return request.priority * _RANKS + (_BACKGROUND if request.service.background else _IN_TIME)
 
 
-@mypyc_attr(acyclic=True)
-class _Tenant:
-    """Tokens of a tenant's leases that have not ended, and tokens that it was served over its weight."""
-
-    __slots__ = ("running", "served", "weight")
-
-    def __init__(self, weight: float) -> None:
-        self.weight = weight
-        self.running = 0
-        self.served = 0.0
-
-
-class TenantService:
-    """Tokens that each tenant was served, over its weight: the one with the least is next.
-
-    A virtual token counter (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024) that counts
-    running work: a tenant that comes starts level with the least that another had beyond what runs for it,
-    so that it gets as much as runs for others before they get more, and saves nothing up by not asking.
-    """
-
-    def __init__(self, weights: Mapping[str, float]) -> None:
-        self._weights = weights
-        self._known: dict[str | None, _Tenant] = {}
-        self._floor = 0.0
-
-    def _weight(self, tenant: str | None) -> float:
-        """Return the stated share of a tenant, else 1."""
-        return self._weights.get(tenant, 1.0) if self._weights and tenant is not None else 1.0
-
-    def come(self, tenant: str | None, waiting: Collection[str | None]) -> _Tenant:
-        """Return a tenant that asks; without running requests it starts level with the others that ask."""
-        found = self._known.get(tenant)
-        if found is not None and found.running > 0:
-            return found
-        known = self._known
-        levels = [
-            each.served - each.running / each.weight
-            for name, each in known.items()
-            if each.running > 0 or name in waiting
-        ]
-        self._floor = max(self._floor, min(levels, default=self._floor))
-        if found is None:
-            found = known[tenant] = _Tenant(self._weight(tenant))
-        found.served = max(found.served, self._floor)
-        if len(known) > _KEPT_TENANTS:
-            self._known = {
-                name: each
-                for name, each in known.items()
-                if each.served > self._floor or each.running > 0 or name in waiting or name == tenant
-            }
-        return found
-
-    def booked(self, tenant: str | None, tokens: int, waiting: Collection[str | None]) -> None:
-        """Note that a lease of a tenant began."""
-        found = self._known.get(tenant)
-        if found is None or (found.running <= 0 and tenant not in waiting):
-            found = self.come(tenant, waiting)
-        found.running += tokens
-        found.served += tokens / found.weight
-
-    def ended(self, tenant: str | None, tokens: int) -> None:
-        """Note that a lease of a tenant ended."""
-        found = self._known.get(tenant)
-        if found is not None:
-            found.running = max(0, found.running - tokens)
-
-    def served(self, tenant: str | None) -> float:
-        """Return the tokens that a tenant was served, over its weight."""
-        found = self._known.get(tenant)
-        return self._floor if found is None else found.served
-
-
 class Queue:
     """Waiting requests, bounded by count and bytes over all of them."""
 
@@ -198,8 +126,10 @@ class Queue:
         self._shares: dict[str | None, list[int]] = {}
         self.bytes = 0
         self._pushed = 0
-        #: Service that each tenant has had; kept by the ledger.
-        self.service = TenantService(limits.tenant_weights)
+        #: Service that each tenant has had, None before the first request of one.
+        self.service: FairShares | None = None
+        #: Tenants and tokens of the leases that have not ended; set by their ledger.
+        self.running: Callable[[], Iterable[tuple[str | None, int]]] = tuple
 
     def __len__(self) -> int:
         return len(self.held)
@@ -233,9 +163,11 @@ class Queue:
         if len(line) == 1:
             return [flow.first for flow in line.values()]
         best: dict[tuple[int, int, bool], tuple[int, float, float, int, Queued]] = {}
+        service = self.service
         for name, flow in line.items():
             first = flow.first
-            rank = (name.level, self.service.served(name.tenant), first.due, first.number, first)
+            served = 0.0 if service is None else service.served(name.tenant)
+            rank = (name.level, served, first.due, first.number, first)
             known = best.get((name.fit, name.kind, flow.background))
             if known is None or rank[:4] < known[:4]:
                 best[name.fit, name.kind, flow.background] = rank
@@ -363,7 +295,8 @@ class Queue:
         self._sizes[request.model] = self._sizes.get(request.model, 0) + size
         share = self._shares.get(request.tenant)
         if share is None:
-            self.service.come(request.tenant, self._shares)
+            if (service := self._fair(request.tenant)) is not None:
+                service.come(request.tenant, self._shares)
             share = self._shares[request.tenant] = [0, 0]
         share[0] += 1
         share[1] += request.body_bytes
@@ -438,6 +371,23 @@ class Queue:
             key = self._keys[request.model] = QueueKey(request.model, None, False)
         return key
 
+    def _fair(self, tenant: str | None) -> FairShares | None:
+        """Return the service of tenants, which begins with the first request of one."""
+        if self.service is None and tenant is not None:
+            with suppress(ConfigError):  # in an installation without the option all are alike
+                service: FairShares = option("tenants").hook(self.limits.tenant_weights)
+                for running, tokens in self.running():
+                    service.booked(running, tokens, ())
+                self.service = service
+        return self.service
+
     def booked(self, tenant: str | None, tokens: int) -> None:
-        """Note that a lease of a tenant began, for `tokens` tokens."""
-        self.service.booked(tenant, tokens, self._shares)
+        """Note that a lease of a tenant begins, for `tokens` tokens."""
+        service = self.service if tenant is None else self._fair(tenant)
+        if service is not None:
+            service.booked(tenant, tokens, self._shares)
+
+    def ended(self, tenant: str | None, tokens: int) -> None:
+        """Note that a lease of a tenant ended."""
+        if self.service is not None:
+            self.service.ended(tenant, tokens)

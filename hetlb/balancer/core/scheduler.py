@@ -16,6 +16,7 @@ from hetlb.balancer.core import rejections
 from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.journal import Booked, Journal
+from hetlb.balancer.core.option_interfaces import Splitting
 from hetlb.balancer.core.placement import Placement
 from hetlb.balancer.core.policies.registry import make_policy
 from hetlb.balancer.core.predictor import Predictor
@@ -24,7 +25,6 @@ from hetlb.balancer.core.ready import ReadyInstances, least_tokens
 from hetlb.balancer.core.relocation import Relocation
 from hetlb.balancer.core.retries import MOST_MOVES
 from hetlb.balancer.core.setup import SchedulerSetup
-from hetlb.balancer.core.splitting import Splitting
 from hetlb.balancer.core.types import (
     AdminStateSet,
     CapacityLearned,
@@ -47,7 +47,7 @@ from hetlb.balancer.core.types import (
 from hetlb.extras import option
 
 if TYPE_CHECKING:
-    from hetlb.balancer.core.engine_blocks import BlockEvents
+    from hetlb.balancer.core.option_interfaces import BlockEvents
 
 #: Seconds between ticks while something waits for time to pass (queue limits, ejections).
 TICK_S: Final = 0.25
@@ -111,11 +111,11 @@ class Scheduler(Relocation):
         return commands + self.on_cancelled(request_id, now)
 
     def subscribe(self, journal: Journal) -> None:
-        """Append every change to a journal from now on."""
+        """Tell a journal of every change from now on."""
         self.ledger.journals += (journal,)
 
     def unsubscribe(self, journal: Journal) -> None:
-        """Append nothing more to a journal."""
+        """Tell a journal nothing more."""
         self.ledger.journals = tuple([each for each in self.ledger.journals if each is not journal])
 
     # --- facts about requests ---
@@ -170,8 +170,9 @@ class Scheduler(Relocation):
                 self.misplaced_model = instance.spec.model
             else:
                 self.fleet.share_speed(instance.spec.model, False)
-        if self.ledger.journals:
-            self.ledger.begun(lease)
+        for journal in self.ledger.journals:
+            if lease.own:
+                journal.begun(lease)
         adapter_load = self.placement.adapter_load
         if adapter_load is not None:
             adapter_load.first_token(lease.id, now - lease.dispatched_at)
@@ -329,7 +330,9 @@ class Scheduler(Relocation):
             instance.first_token(lease, now)
         lease.mark = lease.first_mark = None
         instance.speed.begun = True
-        self.ledger.restored(lease, now, own)
+        lease.own = own
+        for journal in self.ledger.journals if own else ():
+            journal.booked(lease, now)
         return lease
 
     def assume(self, request: Request, now: float) -> Lease | None:

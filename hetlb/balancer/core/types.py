@@ -21,7 +21,7 @@ from hetlb.balancer.core.prefix_index import PrefixKey, Shared
 from hetlb.balancer.core.speed import Mark
 
 if TYPE_CHECKING:
-    from hetlb.balancer.core.engine_blocks import PromptBlocks
+    from hetlb.balancer.core.option_interfaces import PromptBlocks
 
 RequestId: TypeAlias = int
 LeaseId: TypeAlias = int
@@ -149,15 +149,6 @@ class KvLink(PickleByFields):
     bandwidth_bytes_per_s: float = 5e9
     latency_s: float = 0.01
     bootstrap: str | None = None
-
-    @property
-    def concurrent(self) -> bool:
-        """True if both legs of a request are sent at the same time."""
-        return self.connector is Connector.MOONCAKE
-
-    def nominal_s(self, tokens: float) -> float:
-        """Return the seconds to transfer the KV of `tokens` tokens, before any was seen."""
-        return self.latency_s + tokens * self.bytes_per_token / self.bandwidth_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)

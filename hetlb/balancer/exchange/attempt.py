@@ -6,7 +6,6 @@ The verbs:
 - `begin`: the lease is there, the request is sent; `engine_*`: what its engine says (`Carried`);
 - `takes`: another lease came while this one is at work; `move`: ask for one, since the instance leaves;
 - `hold`: the client does not read, or reads again; `sweep`: the clock;
-- `wait`, `let_go`: keep the answer until it is known that the client gets it;
 - `head`, `cut`: bytes with which the client's answer begins, and with which it breaks off;
 - `leave`: nothing more is done, the engine stops.
 """
@@ -42,12 +41,6 @@ class Attempt(Carried):
     def sweep(self, now: float, table: ProxyTable) -> None:
         """End waits beyond their limits. Called about twice a second."""
 
-    def wait(self) -> None:
-        """Keep the answer: it is not known yet whether the client gets it."""
-
-    def let_go(self) -> None:
-        """Pass on an answer that was kept: no other instance gets its request."""
-
     def head(self) -> bytes:
         """Return the client's response head; afterwards the answer cannot be another one."""
         raise NotImplementedError
@@ -58,11 +51,6 @@ class Attempt(Carried):
 
     def leave(self) -> None:
         """Stop the engine, if it works for this request. May be called again."""
-
-    @property
-    def waits(self) -> bool:
-        """True if the bytes of the answer are kept."""
-        return False
 
     @property
     def may_be_taken(self) -> bool:

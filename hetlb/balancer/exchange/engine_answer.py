@@ -25,30 +25,20 @@ _WITH_FIELDS: Final = (b"application/json", b"text/event-stream")
 class EngineAnswer:
     """Answer of one lease. `length` is its body's where it is known, `stream` None of a plain answer.
 
-    `whole_only`: nothing goes out before all of it is there. `tail`: the last bytes of a plain body. `waits`:
-    its bytes are `kept` until it is known that the client gets them.
+    `whole_only`: nothing goes out before all of it is there. `tail`: the last bytes of a plain body.
     """
 
-    __slots__ = (
-        "_counted", "_transfers", "failure", "head", "kept", "kept_whole", "length", "stream", "tail",
-        "waits", "whole_only",
-    )  # fmt: skip
+    __slots__ = ("_counted", "_transfers", "head", "length", "stream", "tail", "whole_only")
 
     def __init__(self, head: ResponseHead, length: int | None) -> None:
         self.head = head
         self.length = length
         self.stream: StreamedAnswer | None = None
-        self.waits = self.whole_only = False
+        self.whole_only = False
         self.tail = b""
         self._counted = False
         #: Empties fields about KV transfers, None before the first part.
         self._transfers: TransferWatch | None = None
-
-    def wait(self) -> None:
-        """Keep the bytes: it is not known yet whether the client gets them."""
-        self.waits, self.kept, self.kept_whole = True, b"", False
-        #: Failure of its engine meanwhile, None without one.
-        self.failure: tuple[End, str] | None = None
 
     @property
     def is_stream(self) -> bool:

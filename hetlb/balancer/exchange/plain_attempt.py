@@ -31,8 +31,6 @@ from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import ResponseHead
 from hetlb.balancer.http.sse import is_comment
 
-#: Bytes of a busy engine's answer that are kept; more than that waits in its connection.
-_MAX_KEPT_BYTES: Final = 64 << 10
 #: Seconds of a known standstill of its engine after which a stream ends.
 _HUNG_S: Final = 20.0
 #: Kinds of which a stream ends with `[DONE]`.
@@ -176,12 +174,6 @@ class Plain(Attempt):
 
     def first_bytes(self, answer: EngineAnswer, payload: bytes, now: float, *, whole: bool) -> bytes | None:
         """Look at the first bytes of a body; return the bytes that go on, None if none do for now."""
-        if answer.waits:
-            answer.kept += payload
-            answer.kept_whole = whole
-            if len(answer.kept) > _MAX_KEPT_BYTES and self.engine is not None:
-                self.engine.pause()
-            return None
         if whole and not payload:
             return payload
         record, stream = self.exchange.record, answer.stream
@@ -295,39 +287,10 @@ class Plain(Attempt):
     def tokens_so_far(self) -> int:
         return 0 if self.answer is None else self.answer.tokens_so_far
 
-    # --- an answer that is kept ---
-
-    @property
-    def waits(self) -> bool:
-        return self.answer is not None and self.answer.waits
-
-    def wait(self) -> None:
-        assert self.answer is not None, "expected an engine that has answered"
-        self.answer.wait()
-
-    def let_go(self) -> None:
-        answer = self.answer
-        if answer is None or not answer.waits:
-            return
-        kept, answer.kept, answer.waits = answer.kept, b"", False
-        if answer.kept_whole:
-            self.engine_end(kept)
-        elif kept:
-            self.engine_body(kept)
-        if answer.failure is not None:
-            end, detail = answer.failure
-            self.engine_failed(end, detail)
-        elif self.engine is not None and self.response.held_since is None:
-            self.engine.resume()
-
     # --- the engine fails ---
 
     def engine_failed(self, end: End, detail: str) -> None:
-        answer = self.answer
         self.engine, self.connecting = None, False
-        if answer is not None and answer.waits:
-            answer.failure = end, detail
-            return
         exchange = self.exchange
         begun = exchange.phase is _STREAMING
         self.release()

@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from time import perf_counter
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (
@@ -40,13 +40,12 @@ from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.guard import policy_failed
 from hetlb.balancer.exchange.scheduler_side import Carrier, DrainRate, SchedulerSide
 from hetlb.balancer.hooks import hook
-from hetlb.balancer.http.http1 import GateError
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.request_record import RequestRecord
 
 if TYPE_CHECKING:
-    from hetlb.balancer.core.engine_blocks import BlockEvents
+    from hetlb.balancer.core.option_interfaces import BlockEvents
     from hetlb.balancer.interfaces import KeyLimiter, KeyLimits, KeyTicket, SharedBookings
 
 logger = logging.getLogger("hetlb.proxy")
@@ -361,11 +360,6 @@ class SchedulerDriver(SchedulerSide):
             self._ticker = None
         if self._mover is not None:
             self._mover.cancel()
-
-
-def several_models() -> NoReturn:
-    """Refuse a request that names no model where there are several. Raises `GateError` (400)."""
-    raise GateError(400, "model: expected the name of a model, since several are served here.")
 
 
 def _log_health(command: HealthChanged, totals: Totals) -> None:

@@ -18,8 +18,6 @@ from hetlb.errors import NOT_JSON
 MAX_INJECT_BYTES: Final = 256 << 10
 #: Maximum number of prompts in one request.
 MAX_PROMPTS: Final = 16_384
-#: Bytes of prompt that a sound in a form counts as (about 600 tokens).
-MEDIUM_BYTES: Final = 2400
 
 #: First byte of a list.
 _FIRST = re.compile(rb"\[[ \t\r\n]*(.)", re.S)

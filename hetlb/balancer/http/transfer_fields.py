@@ -11,7 +11,6 @@ from typing import Final, Protocol
 
 import msgspec
 
-from hetlb.errors import NOT_JSON
 from hetlb.extras import option
 
 FIELDS: Final = ("kv_transfer_params", "ec_transfer_params")
@@ -34,14 +33,6 @@ def without_transfer_fields(body: bytes, depth: int = 0) -> bytes:
             fields[name] = msgspec.Raw(kept)
             changed = True
     return msgspec.json.encode(fields) if changed else body
-
-
-def has_transfer_fields(value: bytes) -> bool:
-    """Return True if a form's value, a JSON object, has such a field, or cannot be read."""
-    try:
-        return not _object.decode(value).keys().isdisjoint(FIELDS)
-    except NOT_JSON:
-        return True
 
 
 def _escaped(name: str) -> str:

@@ -22,8 +22,8 @@ _QUEUED: Final = Phase.QUEUED
 class RequestRecord:
     """Facts of one request. Times in seconds on the proxy's clock.
 
-    `prompts` is how many prompts the body has, `sequences` how many sequences the engine decodes for them
-    (prompts times `n`). Prompt tokens count once per prompt, however many sequences are sampled from it.
+    `sequences` is how many sequences the engine decodes (prompts times `n`). Prompt tokens count once per
+    prompt, however many sequences are sampled from it.
 
     A class and not a protocol: compiled, its attributes are read without a lookup by name.
     """
@@ -32,8 +32,8 @@ class RequestRecord:
         "address", "arrived_at", "cached_tokens", "dispatched_at", "end", "ended_at", "ended_in",
         "estimated_prompt_tokens",
         "expected_first_s", "expected_s", "first_byte_at", "kind", "label", "lease", "method", "mixed",
-        "not_resumed", "outcome", "path", "prefill_instance", "prompts", "request", "resumed",
-        "resumed_tokens", "retries", "status", "streamed", "tenant", "ticket", "trace", "usage_prompt_tokens",
+        "not_resumed", "outcome", "path", "prefill_instance", "request", "resumed", "resumed_tokens",
+        "retries", "status", "streamed", "tenant", "ticket", "trace", "usage_prompt_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -77,7 +77,6 @@ class RequestRecord:
         self.not_resumed = ""
         #: True if the answer was a stream of server-sent events; set as it begins.
         self.streamed = False
-        self.prompts = prompts
         #: Tokens of all prompts as known at arrival: counted for token ids, else estimated.
         self.estimated_prompt_tokens = (
             request.prompt_tokens * prompts if estimated_prompt_tokens is None else estimated_prompt_tokens
@@ -105,11 +104,6 @@ class RequestRecord:
         """Tokens of all prompts, each once: the engine's count where it gave one."""
         usage = self.usage_prompt_tokens
         return self.estimated_prompt_tokens if usage is None else usage
-
-    @property
-    def prompt_tokens_per_sequence(self) -> int:
-        """Mean prompt length of one sequence, rounded up."""
-        return -(-self.prompt_tokens_total // self.prompts)
 
     @property
     def output_tokens(self) -> int:

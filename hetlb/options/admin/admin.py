@@ -12,7 +12,7 @@ import ipaddress
 import re
 from collections.abc import Awaitable, Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
 from aiohttp import web
@@ -30,12 +30,19 @@ from hetlb.options.recent import BIN_S, Recent
 
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService
-    from hetlb.balancer.interfaces import StatePage
 
 _MAX_BODY_BYTES = 64 << 10
 #: Files of the dashboard.
 _PAGE_FILES = r"/{file:(?:|(?:dashboard|theme)\.css|(?:charts|dashboard|dom)\.js)}"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class StatePage(Protocol):
+    """The page, and its stream of events (`dashboard`)."""
+
+    def file(self, path: str) -> web.Response: ...
+    async def serve(self, request: web.Request) -> web.StreamResponse: ...
+    def close(self) -> None: ...
 
 
 def fleet_document(scheduler: Scheduler, now: float) -> dict[str, Any]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import Resume
-from hetlb.balancer.core.objective import LEAST_TARGET_MS, MOST_TARGET_MS, ServiceClass
+from hetlb.balancer.core.objective import ServiceClass
 from hetlb.inputs.mistakes import short
 from hetlb.inputs.option_keys import FileTable, of
 
-#: Targets within which scores, sums of their ratios, are numbers.
+#: Bounds of a target in milliseconds: within them every score is a number.
+LEAST_TARGET_MS: Final = 1e-3
+MOST_TARGET_MS: Final = 1e9
 _Target: TypeAlias = Annotated[float, msgspec.Meta(ge=LEAST_TARGET_MS, le=MOST_TARGET_MS)]
 
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from hetlb.balancer.core.objective import LEAST_TARGET_MS, MOST_TARGET_MS, UNSTATED, ServiceClass
+from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.http.http1 import GateError, RequestHead
+from hetlb.options.classes.class_tables import LEAST_TARGET_MS, MOST_TARGET_MS
 
 _CLASS = b"x-hetlb-class"
 #: Headers that change a target, and the attribute that each one changes.

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import msgspec
 from aiohttp import web
 
 import hetlb
+from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.registry import POLICIES
-from hetlb.balancer.core.types import Outcome
+from hetlb.balancer.core.types import Dispatch, Outcome
 from hetlb.balancer.telemetry.histograms import weighted_percentile
 from hetlb.options.dashboard import balance
 from hetlb.options.dashboard.page import EventStream, page_file
@@ -20,10 +21,18 @@ from hetlb.options.recent import BIN_S, BINS, KEPT_POINTS, Recent, Stretch, late
 
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService
-    from hetlb.balancer.interfaces import StateDocuments
 
 #: Decisions listed on the page.
 DECISIONS_SHOWN: Final = 25
+
+
+class StateDocuments(Protocol):
+    """Documents of the admin listener (`admin`)."""
+
+    def fleet(self) -> dict[str, Any]: ...
+    def status(self) -> dict[str, Any]: ...
+    def pools(self) -> dict[str, list[Instance]]: ...
+    def decision(self, dispatch: Dispatch) -> dict[str, Any]: ...
 
 
 class Snapshots:

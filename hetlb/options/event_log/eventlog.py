@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass, is_dataclass, replace
 from enum import Enum
 from typing import Any, Final, get_args
 
-from hetlb.balancer.core.engine_blocks import BlockEvents
 from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.balancer.core.latency import LatencyModel, PassForm
 from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.core.option_interfaces import BlockEvents
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.policies.base import PlannedType, PolicyParams
 from hetlb.balancer.core.queue import QueueLimits

@@ -8,10 +8,13 @@ from __future__ import annotations
 import re
 from typing import Final
 
+import msgspec
+
 from hetlb.balancer.http.http1 import GateError
-from hetlb.balancer.http.openai_body import MEDIUM_BYTES, Call
+from hetlb.balancer.http.openai_body import Call
 from hetlb.balancer.http.openai_fields import MAX_MODEL_CHARACTERS
-from hetlb.balancer.http.transfer_fields import has_transfer_fields
+from hetlb.balancer.http.transfer_fields import FIELDS
+from hetlb.errors import NOT_JSON
 
 #: One parameter of the content type, or none; a boundary has bytes without quotes that are no token.
 _OF_TYPE = re.compile(rb""";[ \t]*(?:([^\s=;"]+)=(?:([^\s;"\\]+)|"([^"\\]*)"))?[ \t]*""")
@@ -33,8 +36,11 @@ MAX_PARTS: Final = 256
 _MOST_BYTES: Final = MAX_MODEL_CHARACTERS
 #: Fields that are read: each once, and no file.
 _READ: Final = (b"model", b"stream", b"vllm_xargs")
+#: Bytes of prompt that a sound counts as (about 600 tokens).
+_MEDIUM_BYTES: Final = 2400
 #: As vLLM's classes read a truth value.
 _TRUE: Final = (b"true", b"1", b"t", b"yes", b"y", b"on")
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _BAD_PART: Final = "A part of the multipart body is malformed or has no end."
 
 
@@ -46,7 +52,7 @@ def read_form(content_type: bytes, body: bytes) -> Call:
     if not body.startswith(boundary, start):
         raise GateError(400, "The multipart body does not begin with its boundary.")
     call = Call(body)
-    call.text_bytes = MEDIUM_BYTES
+    call.text_bytes = _MEDIUM_BYTES
     at, parts = start + len(boundary), 0
     seen: set[bytes] = set()
     while body[at : at + 2] != b"--":
@@ -154,6 +160,14 @@ def _take_field(call: Call, name: bytes, value: bytes) -> None:
             raise GateError(400, f"model: expected one name in UTF-8 of at most {_MOST_BYTES} bytes.")
     elif name == b"stream":
         call.stream = value.lower() in _TRUE
-    elif len(value) > _MOST_BYTES or has_transfer_fields(value):
+    elif len(value) > _MOST_BYTES or _has_transfer_fields(value):
         expected = f"a JSON object of at most {_MOST_BYTES} bytes without transfer parameters"
         raise GateError(400, f"vllm_xargs: expected {expected}.")
+
+
+def _has_transfer_fields(value: bytes) -> bool:
+    """Return True if a value, a JSON object, has a field that hetlb alone sets, or cannot be read."""
+    try:
+        return not _object.decode(value).keys().isdisjoint(FIELDS)
+    except NOT_JSON:
+        return True

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final, TypeAlias
 
-from hetlb.balancer.core.engine_blocks import BlockEvents, PromptBlocks
 from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.option_interfaces import BlockEvents, PromptBlocks
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 
 #: Maximum number of blocks that are followed.

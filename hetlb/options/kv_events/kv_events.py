@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
-from hetlb.balancer.telemetry.events import Event, Rarely
+from hetlb.balancer.telemetry.events import Event
 from hetlb.options.kv_events.block_index import (
     BlocksCleared,
     BlocksRemoved,
@@ -26,6 +26,7 @@ from hetlb.options.kv_events.block_index import (
 )
 from hetlb.options.kv_events.publishers import KvEventsTable, publisher_of
 from hetlb.options.kv_events.zmtp import ZmtpConnection, ZmtpError
+from hetlb.options.rarely import Rarely
 from hetlb.turns import Share
 
 logger = logging.getLogger("hetlb.kv_events")

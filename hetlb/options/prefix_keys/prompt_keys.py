@@ -21,7 +21,7 @@ from hetlb.extras import option
 from hetlb.options.prefix_keys.prefix_cuts import BYTES_PER_TOKEN, FIRST_TOKENS, cuts
 
 if TYPE_CHECKING:
-    from hetlb.balancer.core.engine_blocks import PromptBlocks
+    from hetlb.balancer.core.option_interfaces import PromptBlocks
 
 #: Maximum bytes of text, and of a list of token ids, that have keys.
 _MAX_KEYED_BYTES: Final = 4 << 20

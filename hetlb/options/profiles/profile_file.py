@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.core.kv_need import KvNeed, kv_need
+from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.types import Capacity
 from hetlb.balancer.telemetry.events import Event, tell
@@ -52,6 +53,21 @@ class KvWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     tokens: PositiveInt
     bytes_per_token: Positive
+
+
+def kv_need(per_token: float, windows: Sequence[tuple[int, float]], state: float) -> KvNeed | None:
+    """Return the form by bytes: of each token, of each of a window's last tokens, and at once.
+
+    None where all layers keep all tokens, or nothing is known. Several windows become one, which is exact for
+    sequences that fill the longest.
+    """
+    windowed = math.fsum([size for _, size in windows])
+    unit = per_token or windowed or state
+    if unit <= 0.0 or (windowed <= 0.0 and state <= 0.0):
+        return None
+    full = math.fsum([tokens * size for tokens, size in windows])
+    length = full / windowed if windowed > 0.0 else 0.0
+    return KvNeed(1.0 if per_token > 0.0 else 0.0, windowed / unit, length, state / unit)
 
 
 class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

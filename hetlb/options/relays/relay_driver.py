@@ -11,17 +11,19 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Final
 
-from hetlb.balancer.core.journal import booked
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.types import Lease, Outcome, Reject, RejectReason, Request, RequestId
 from hetlb.balancer.engines.engine_pools import Target
+from hetlb.balancer.engines.upstream import Carried
 from hetlb.balancer.exchange.driver import Driver
+from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.exchange_states import Phase
+from hetlb.balancer.exchange.plain_attempt import Plain
 from hetlb.balancer.exchange.scheduler_side import SchedulerSide
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.telemetry.request_record import RequestRecord
-from hetlb.options.lease_wire import RequestFacts, WireBegun, WireBooked, WireEnded
+from hetlb.options.lease_wire import RequestFacts, WireBegun, WireBooked, WireEnded, booked
 from hetlb.options.message_channel import MessageChannel
 from hetlb.options.relays.protocol import (
     Arrival,
@@ -46,6 +48,8 @@ from hetlb.served_models import read_model_list
 
 #: Bits of a request's id below the number of its relay.
 ID_BITS: Final = 32
+#: Bytes of a refusal that are kept; more wait in its connection.
+_MAX_KEPT_BYTES: Final = 64 << 10
 #: Leases whose tokens so far are reported, for the dashboard's list.
 _RECENT_LEASES: Final = 25
 
@@ -74,6 +78,8 @@ class RelayDriver(SchedulerSide):
         #: Models that engines served when connections to them were made again, by instance.
         self._read: dict[str, set[str]] = {}
         driver.pools.on_reconnect = self.reconnected
+        #: Answers of engines that refused, by request, until the scheduler process has decided.
+        self._kept: dict[RequestId, KeptAnswer] = {}
         #: True if requests wait somewhere: ends that free an instance are sent at once then.
         self.others_wait = False
         self._view = ViewMessage([], [], "", b"[]", False)
@@ -105,14 +111,17 @@ class RelayDriver(SchedulerSide):
         self._channel = None
         self._moving, self._stalled = frozenset(), {}
         self._alone_since = self._driver.now()
-        for exchange in list(self._driver.exchanges.values()):
-            self._let_go(exchange)
+        for request_id in list(self._kept):
+            self._let_go(request_id)
 
-    def _let_go(self, exchange: Exchange) -> None:
+    def _let_go(self, request_id: RequestId) -> None:
+        kept = self._kept.pop(request_id, None)
+        if kept is None:
+            return
         try:
-            exchange.attempt.let_go()
+            kept.let_go()
         except Exception as error:
-            exchange.fault(error)
+            kept.fault(error)
 
     def _send(self, message: RelayMessage) -> None:
         if self._channel is not None:
@@ -205,6 +214,7 @@ class RelayDriver(SchedulerSide):
     ) -> None:
         lease.ended = True
         request_id = lease.request.id
+        self._kept.pop(request_id, None)
         ended = WireEnded(lease.id, outcome, lease.output_tokens, lease.reported_cached_tokens)
         message = LeaseChange(request_id, ended, retry, generated)
         if retry:
@@ -219,7 +229,9 @@ class RelayDriver(SchedulerSide):
         if self._channel is None:
             return  # the client gets the engine's answer
         request_id = lease.request.id
-        self._driver.exchanges[request_id].attempt.wait()
+        attempt = self._driver.exchanges[request_id].attempt
+        assert isinstance(attempt, Plain), "expected an attempt at an engine"
+        self._kept[request_id] = KeptAnswer(attempt)
         self._send(Refused(request_id, lease.id, busy, retry_after_s))
 
     def hung_s(self, lease: Lease, now: float) -> float | None:
@@ -254,7 +266,7 @@ class RelayDriver(SchedulerSide):
         exchange = driver.exchanges.get(command.request)
         if exchange is None:
             return
-        record, held = exchange.record, exchange.attempt.waits
+        record, held = exchange.record, self._kept.pop(command.request, None) is not None
         before = record.lease
         if before is not None and (
             held or (before.instance in self._stalled and driver.may_turn_away(before))
@@ -307,7 +319,7 @@ class RelayDriver(SchedulerSide):
             except Exception as error:
                 exchange.fault(error)
         else:
-            self._let_go(exchange)
+            self._let_go(command.request)
 
     # --- time ---
 
@@ -329,6 +341,52 @@ class RelayDriver(SchedulerSide):
 
     def _queued(self) -> list[Exchange]:
         return [each for each in self._driver.exchanges.values() if each.phase is Phase.QUEUED]
+
+
+class KeptAnswer(Carried):
+    """Answer of an engine that refused a request, in place of its attempt until the client gets it."""
+
+    __slots__ = ("_attempt", "_body", "_engine", "_failure", "_whole")
+
+    def __init__(self, attempt: Plain) -> None:
+        super().__init__(attempt.method)
+        self._attempt = attempt
+        self._body, self._whole = b"", False
+        self._failure: tuple[End, str] | None = None
+        self._engine = attempt.engine
+        assert self._engine is not None, "expected an engine that answers"
+        self._engine.carried = self
+
+    def engine_body(self, payload: bytes) -> None:
+        self._body += payload
+        if len(self._body) > _MAX_KEPT_BYTES and self._engine is not None:
+            self._engine.pause()
+
+    def engine_end(self, payload: bytes) -> None:
+        self._attempt.engine = self._engine = None
+        self._body, self._whole = self._body + payload, True
+
+    def engine_failed(self, end: End, detail: str) -> None:
+        self._attempt.engine = self._engine = None
+        self._failure = end, detail
+
+    def fault(self, error: Exception) -> None:
+        self._attempt.fault(error)
+
+    def let_go(self) -> None:
+        """Give the client the answer: no other instance gets its request."""
+        attempt, engine, body = self._attempt, self._engine, self._body
+        if engine is not None and engine.carried is self:
+            engine.carried = attempt
+        if self._whole:
+            attempt.engine_end(body)
+        elif body:
+            attempt.engine_body(body)
+        if self._failure is not None:
+            end, detail = self._failure
+            attempt.engine_failed(end, detail)
+        elif attempt.engine is not None and attempt.response.held_since is None:
+            attempt.engine.resume()
 
 
 class _RelayTicket:

@@ -12,9 +12,8 @@ import msgspec
 from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.http.http1 import ChunkedDecoder
-from hetlb.balancer.http.openai_fields import ChunkFields
 from hetlb.balancer.http.sse import data_of
-from hetlb.options.resume.resume_fields import NOT_READ
+from hetlb.options.resume.resume_fields import NOT_READ, ChunkFields
 
 #: Maximum bytes of a prompt's token ids that are kept: as many as `MAX_INJECT_BYTES` of text have.
 _MAX_PROMPT_ID_BYTES: Final = 1 << 19

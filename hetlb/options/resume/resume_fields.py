@@ -1,4 +1,4 @@
-"""Request of a chat or a completion as a continuation reads it: every field that vLLM 0.32 and 0.33 have.
+"""Request and events of a chat or a completion as a continuation reads them: all fields of vLLM 0.32, 0.33.
 
 A field with another type than it should have, or one that is not known, is no mistake of the client: its
 answer is not resumed. This module stays interpreted: msgspec looks at annotations.
@@ -24,6 +24,37 @@ _token_lists: Final = msgspec.json.Decoder(list[list[TokenId]])
 _texts: Final = msgspec.json.Decoder(list[str])
 #: Errors of msgspec at bytes of another form.
 NOT_READ: Final = (*NOT_JSON, ValueError)
+
+
+class DeltaFields(msgspec.Struct):
+    """Fields of an event that add to the message of a chat."""
+
+    role: str | None = None
+    content: str | None = None
+    reasoning: msgspec.Raw = msgspec.Raw(b"")
+    reasoning_content: msgspec.Raw = msgspec.Raw(b"")
+    tool_calls: msgspec.Raw = msgspec.Raw(b"")
+
+
+class ChoiceFields(msgspec.Struct):
+    """One answer in an event, of a completion (`text`) or a chat (`delta`)."""
+
+    text: str | None = None
+    delta: DeltaFields | None = None
+    finish_reason: str | None = None
+    logprobs: msgspec.Raw = msgspec.Raw(b"")
+    token_ids: msgspec.Raw = msgspec.Raw(b"")
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"")
+
+
+class ChunkFields(msgspec.Struct):
+    """Fields of an event of a completion or a chat that are needed to continue it."""
+
+    id: str = ""
+    created: int = 0
+    model: str = ""
+    choices: list[ChoiceFields] = []
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"")
 
 
 class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):

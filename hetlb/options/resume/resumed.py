@@ -141,7 +141,7 @@ class Resumed(Plain):
 
     def first_bytes(self, answer: EngineAnswer, payload: bytes, now: float, *, whole: bool) -> bytes | None:
         second = self._rest.second is not None and self.response.state is STARTED
-        if second and answer.stream is None and not answer.waits:
+        if second and answer.stream is None:
             self.exchange.break_off(_not_the_rest(answer), "another instance would not go on with it")
             return None
         return super().first_bytes(answer, payload, now, whole=whole)

@@ -20,10 +20,9 @@ from dataclasses import replace
 from typing import Final
 
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.journal import Journal
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command, Outcome, Request
-from hetlb.options.lease_wire import WireBooked, WireChange, WireWaiting, to_wire
+from hetlb.options.lease_wire import LeaseJournal, WireBooked, WireChange, WireWaiting, live
 from hetlb.options.remote_leases import RemoteLeases
 
 #: Seconds over which the rate of peers' bookings is a mean.
@@ -47,7 +46,7 @@ class SharedView:
         self._own_share: tuple[str, ...] = ()
         self._share_of: tuple[str, ...] = ()
         #: Changes for peers. To be read by the transport.
-        self.journal = Journal()
+        self.journal = LeaseJournal()
         scheduler.subscribe(self.journal)
         self._remote = RemoteLeases(scheduler, arrived=True)
         self._waits: dict[str, dict[str, int]] = {}
@@ -73,7 +72,7 @@ class SharedView:
 
     def take(self) -> list[WireChange]:
         """Return the changes since the last time, for the peers."""
-        changes, waits = to_wire(self.journal.take()), self._scheduler.queue.waiting_sizes()
+        changes, waits = self.journal.take(), self._scheduler.queue.waiting_sizes()
         if waits != self._said:
             self._said = waits
             changes.append(WireWaiting(waits))
@@ -82,7 +81,7 @@ class SharedView:
     def live(self, now: float) -> list[WireChange]:
         """Return all that a new peer must know: every live lease, and the waiting requests."""
         scheduler = self._scheduler
-        return [*to_wire(scheduler.ledger.live(now)), WireWaiting(scheduler.queue.waiting_sizes())]
+        return [*live(scheduler.ledger.leases(), now), WireWaiting(scheduler.queue.waiting_sizes())]
 
     # --- of peers ---
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.journal import booked
 from hetlb.balancer.core.ledger import nearest
 from hetlb.balancer.core.placement import Decision, check_choice
 from hetlb.balancer.core.policies.base import Choice
@@ -72,7 +71,7 @@ def _splits(instances: Sequence[Instance]) -> bool:
 
 
 class HandOvers:
-    """Splits the requests of one scheduler (`core.splitting.Splitting`)."""
+    """Splits the requests of one scheduler (`core.option_interfaces.Splitting`)."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -136,9 +135,9 @@ class HandOvers:
         target.acquire(decode)
         target.incoming[decode.id] = decode
         lease.decode = decode
-        if ledger.journals:
-            ledger.tell(booked(lease, now))
-            ledger.tell(booked(decode, now))
+        for journal in ledger.journals:
+            journal.booked(lease, now)
+            journal.booked(decode, now)
         self.transfers.checks.booked(source, target, now)
         return lease
 

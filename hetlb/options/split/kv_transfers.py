@@ -37,12 +37,12 @@ from hetlb.balancer.exchange.plain_attempt import Plain
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import ResponseHead
 from hetlb.balancer.http.openai_body import with_field
-from hetlb.balancer.http.openai_fields import BootstrapEntry, PrefillFields, TransferFields
 from hetlb.balancer.http.sse import SseWatcher
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import NOT_JSON
 from hetlb.options.split.fetch_checks import FetchChecks
 from hetlb.options.split.hand_overs import HandOvers
+from hetlb.options.split.prefill_answer import BootstrapEntry, PrefillFields, TransferFields
 
 logger = logging.getLogger("hetlb.kv")
 
@@ -108,8 +108,8 @@ class Split(Plain):
     """
 
     __slots__ = (
-        "_body", "_call", "_decode", "_hold", "_link", "_params", "_prefill", "_pushed", "_query", "_splits",
-        "_stopped", "_until", "state",
+        "_body", "_call", "_concurrent", "_decode", "_hold", "_kept", "_kept_whole", "_link", "_params",
+        "_prefill", "_pushed", "_query", "_splits", "_stopped", "_until", "state",
     )  # fmt: skip
 
     def __init__(self, splits: KvTransfers, driver: Driver, exchange: Exchange, lease: Lease) -> None:
@@ -117,8 +117,10 @@ class Split(Plain):
         assert lease.decode is not None, f"{lease!r} is no prefill leg"
         self._splits = splits
         self._link = splits.link(lease)
+        #: True if both legs are sent at the same time.
+        self._concurrent = self._link.connector is Connector.MOONCAKE
         self._prefill, self._decode = lease, lease.decode
-        self.state = TransferState.ASKING if self._link.concurrent else TransferState.PREFILL
+        self.state = TransferState.ASKING if self._concurrent else TransferState.PREFILL
         self._body = exchange.outgoing.body
         self._call: SideCall | None = None
         self._query: SideCall | None = None
@@ -128,6 +130,8 @@ class Split(Plain):
         #: Time after which the first token is of no use.
         self._until = math.inf
         self._pushed = self._stopped = False
+        #: Bytes of the decode leg's answer until it may go on, and whether they are all of it.
+        self._kept, self._kept_whole = b"", False
 
     # --- the prefill leg ---
 
@@ -137,7 +141,7 @@ class Split(Plain):
         now = exchange.record.dispatched_at = lease.dispatched_at
         exchange.enter(states.PREFILL_DISPATCHED, now)
         params = _ASK
-        if self._link.concurrent:
+        if self._concurrent:
             params = b'{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"%b"}' % self._name()
         body = _prefill_body(exchange.record.kind, self._body, params)
         pool = driver.pools.of(lease)
@@ -263,13 +267,17 @@ class Split(Plain):
         )
         if self.engine is None and self.answer is None:
             exchange.enter(states.DISPATCHED, now)
-            if not self._link.concurrent:
+            if not self._concurrent:
                 # Its parameters may be used once: an idle connection that turned out to be closed would
                 # leave open whether they were.
                 self.send(lease, fresh=True)
         else:
             exchange.enter(states.DECODE_UNDER_WAY, now)
-            self.let_go()
+            kept, self._kept = self._kept, b""
+            if self._kept_whole:
+                self.engine_end(kept)
+            elif kept:
+                self.engine_body(kept)
         return True
 
     def enter(self, transition: Transition[Phase], now: float) -> None:
@@ -279,24 +287,19 @@ class Split(Plain):
     def body(self) -> bytes:
         return self._body
 
-    def engine_head(self, head: ResponseHead, length: int | None) -> None:
-        """Keep the answer until its first token, or an error of the request's own."""
-        super().engine_head(head, length)
-        if self.state is not TransferState.OVER and self.answer is not None:
-            self.answer.wait()
-
     def refused(self, answer: EngineAnswer) -> None:
         # While both legs are on their way, a refusal of this one waits for the other one's answer.
         if self.exchange.phase is not Phase.PREFILLING:
             super().refused(answer)
 
     def first_bytes(self, answer: EngineAnswer, payload: bytes, now: float, *, whole: bool) -> bytes | None:
+        """Keep the answer until its first token, or an error of the request's own."""
         if self.state is not TransferState.OVER:
-            answer.kept += payload
-            answer.kept_whole = whole
+            self._kept += payload
+            self._kept_whole = whole
             if not self._may_begin(answer):
                 return None
-            payload, answer.waits = answer.kept, False
+            payload = self._kept
         return super().first_bytes(answer, payload, now, whole=whole)
 
     def _may_begin(self, answer: EngineAnswer) -> bool:
@@ -312,12 +315,12 @@ class Split(Plain):
             return False
         if answer.stream is not None:
             watcher = SseWatcher(False)
-            watcher.feed(answer.kept)
+            watcher.feed(self._kept)
             if watcher.failed and not watcher.events:
                 if not watcher.refused:
                     self._unsplit(ends.NOT_HANDED_OVER, "decode_error")
                     return False
-            elif not watcher.events and not watcher.done and not answer.kept_whole:
+            elif not watcher.events and not watcher.done and not self._kept_whole:
                 return False
         self.state = LEFT.take(self.state)
         if status < 400:

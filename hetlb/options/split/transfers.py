@@ -1,6 +1,6 @@
 """Times of transfers of KV caches from one instance to another, by pair, and verdicts on them.
 
-The first estimate of a time is `KvLink.nominal_s`. Each pair has a factor on it: the sum of the observed
+The first estimate of a time is `nominal_s_of`. Each pair has a factor on it: the sum of the observed
 times over the sum of the nominal ones, older evidence counting less, so that a pair that was slow is tried
 again; without evidence, the factor of all pairs together. The first transfer of a pair holds the handshake
 of the two engines and teaches nothing.
@@ -29,6 +29,11 @@ _SPAN: Final = 1 << 28
 def _pair(source: int, target: int) -> int:
     """Return the pair of the incarnation that has the KV cache and the one that fetches it."""
     return source * _SPAN + target
+
+
+def nominal_s_of(link: KvLink, tokens: float) -> float:
+    """Return the seconds to transfer the KV of `tokens` tokens, before any was seen."""
+    return link.latency_s + tokens * link.bytes_per_token / link.bandwidth_bytes_per_s
 
 
 class _Evidence:
@@ -66,7 +71,7 @@ class TransferTimes:
         evidence = self._pairs.get(_pair(source.incarnation, target.incarnation))
         if evidence is None:
             evidence = self._all
-        nominal_s = link.nominal_s(tokens)
+        nominal_s = nominal_s_of(link, tokens)
         return nominal_s if evidence is None else nominal_s * evidence.factor(now)
 
     def observe(
@@ -82,7 +87,7 @@ class TransferTimes:
         own = self._pairs[pair]
         if own is None:
             own = self._pairs[pair] = _Evidence(now)
-        nominal_s = link.nominal_s(tokens)
+        nominal_s = nominal_s_of(link, tokens)
         for evidence in (own, self._all):
             evidence.add(seconds, nominal_s, now)
 

@@ -24,11 +24,11 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from hetlb.balancer.core.journal import Change, Journal
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.telemetry.events import Event, Rarely
-from hetlb.options.lease_wire import WireChange, to_wire
+from hetlb.balancer.telemetry.events import Event
+from hetlb.options.lease_wire import LeaseJournal, WireChange, live
 from hetlb.options.message_channel import MessageChannel
+from hetlb.options.rarely import Rarely
 from hetlb.turns import Share
 
 logger = logging.getLogger("hetlb.proxy")
@@ -169,7 +169,7 @@ class _Successor:
         self.end = end
         self._scheduler = scheduler
         self._loop = asyncio.get_running_loop()
-        self._journal = Journal(lambda: self._loop.call_soon(self._tell))
+        self._journal = LeaseJournal(lambda: self._loop.call_soon(self._tell))
         self._channel = MessageChannel(DECODER, self._receive, self._closed, _MOST_STEP_BYTES)
         self._opened = False
         #: Steps that came, None at the end.
@@ -201,14 +201,14 @@ class _Successor:
     def follow(self) -> None:
         """Send all leases, and from now on their ends and new grants."""
         self._scheduler.subscribe(self._journal)
-        self._send(self._scheduler.ledger.live(self._loop.time()))
+        self._send(live(self._scheduler.ledger.leases(), self._loop.time()))
         self._channel.send(Step("told"))
 
     def _tell(self) -> None:
         self._send(self._journal.take())
 
-    def _send(self, changes: Iterable[Change]) -> None:
-        for change in to_wire(changes):
+    def _send(self, changes: Iterable[WireChange]) -> None:
+        for change in changes:
             self._channel.send(change)
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.sim.simulation_sweep import Ran, Study, StudyCell
 from hetlb.tools.workload.arrivals import Load
+from hetlb.tools.workload.rows import classes_of
 
 
 def make_study(
@@ -50,7 +51,7 @@ def make_study(
         initial_health=Health.UP,
     )
     engines = {spec.name: _engine(fleet, spec.name, prefix_cache) for spec in setup.specs}
-    classes = fleet.classes_of(name, (each.service for each in load.rows))
+    classes = classes_of(fleet, name, load.rows)
     # Texts and further columns of a trace may be large, and processes get a copy of all this.
     rows = [replace(row, text=None, extra={}) for row in load.rows]
     return Study(setup, engines, name, rule, replace(load, rows=rows), classes)

@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from hetlb.errors import TraceError
+from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.core.objective import ServiceClass
+from hetlb.errors import ConfigError, TraceError
 from hetlb.tools.csv_rows import CsvRow
 from hetlb.tools.workload.record_file import MOST_TOKENS, Record, RecordFile
 
@@ -52,6 +54,16 @@ class Row:
     service: str = ""
     streamed: bool = True
     extra: dict[str, str] = field(default_factory=dict, compare=False)
+
+
+def classes_of(fleet: Fleet, model: str, rows: Iterable[Row]) -> dict[str, ServiceClass]:
+    """Return the service classes of a model. Raises `ConfigError` if a row names another one."""
+    classes = fleet.service_classes.get(model, {})
+    for row in rows:
+        if row.service and row.service not in classes:
+            known = ", ".join(classes) or f"none, as {model} has no classes in {fleet.path}"
+            raise ConfigError(f"--trace: class: expected one of {known}, got {row.service!r}")
+    return classes
 
 
 def spans_of(hash_ids: Iterable[str], tokens: int, block_tokens: int) -> list[tuple[str, int]]:

@@ -12,10 +12,10 @@ import pytest
 from helpers import make_scheduler, request, spec
 from options.shared_view.fuzzed import TARGETS
 
-from hetlb.balancer.core.journal import Booked, Change, Ended
+from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.types import Outcome
 from hetlb.build import compiled
-from hetlb.options.lease_wire import PART_BYTES, PART_CHANGES, WireBooked, WireChange, to_wire
+from hetlb.options.lease_wire import PART_BYTES, PART_CHANGES, WireBooked, WireChange, WireEnded
 from hetlb.options.shared_view import sharing
 from hetlb.options.shared_view.shared_table import SharedTable
 from hetlb.options.shared_view.sharing import MAX_MESSAGE_BYTES, Sharing
@@ -35,7 +35,7 @@ def message(changes: Any, kind: Any = 1, **other: Any) -> bytes:
 
 def lease(**other: Any) -> list[Any]:
     """A lease as it goes over the wire, with other fields."""
-    [wire] = to_wire([Booked(1, "a", request(1), 10**9, 20.0, 0.5)])
+    wire = WireBooked.of(Booked(1, "a", request(1), 10**9, 20.0, 0.5))
     fields = msgspec.structs.asdict(wire) | {name: value for name, value in other.items() if name != "facts"}
     facts = msgspec.structs.asdict(fields["request"]) | other.get("facts", {})
     return [0, *[list(facts.values()) if name == "request" else value for name, value in fields.items()]]
@@ -122,15 +122,15 @@ async def test_peers_are_bounded() -> None:
 def test_the_limits_hold_what_a_scheduler_may_say() -> None:
     """A lease of the largest request that passes, and one whose process has restored it."""
     largest = request(1 << 61, prompt=1 << 31)
-    changes: list[Change] = [
-        Booked(1 << 61, "i" * 200, largest, 1 << 53, 1e9, 1e9, True),
-        Ended(1 << 61, Outcome.BROKEN_STREAM, 1 << 40, 1 << 31),
+    lease = Booked(1 << 61, "i" * 200, largest, 1 << 53, 1e9, 1e9, True)
+    wire: list[WireChange] = [
+        WireBooked.of(lease),
+        WireEnded(1 << 61, Outcome.BROKEN_STREAM, 1 << 40, 1 << 31),
     ]
-    wire = to_wire(changes)
     read = msgspec.msgpack.decode(msgspec.msgpack.encode(wire), type=list[WireChange])
     assert read == wire
     assert isinstance(read[0], WireBooked)
-    assert read[0].change(read[0].request.request()) == changes[0]
+    assert read[0].change(read[0].request.request()) == lease
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,10 @@ async def test_many_leases_come_in_parts_that_mean_the_same(
     sent: list[bytes] = []
     monkeypatch.setattr(one._transport, "send", sent.append)
     one.name = "ef56"
-    leases = to_wire(Booked(n, "a", request(n, prompt=1), 1, 1.0, 0.0) for n in range(3 * PART_CHANGES))
+    numbers = range(3 * PART_CHANGES)
+    leases: list[WireChange] = [
+        WireBooked.of(Booked(n, "a", request(n, prompt=1), 1, 1.0, 0.0)) for n in numbers
+    ]
     if kind == "state":
         one.view.live = lambda now: leases  # type: ignore[method-assign, assignment]
         one._send_state()

@@ -1,0 +1,29 @@
+"""Log of events that a stranger can cause at will."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import Any
+
+from hetlb.balancer.telemetry.events import Event, tell
+
+
+class Rarely:
+    """Log of events that a stranger can cause at will: one line in `every_s`, with the number left out."""
+
+    def __init__(self, every_s: float = 10.0) -> None:
+        self._every_s = every_s
+        self._told_at = -math.inf
+        self._left_out = 0
+
+    def tell(self, logger: logging.Logger, event: Event, message: str, *args: object, **fields: Any) -> None:
+        now = time.monotonic()
+        if now - self._told_at < self._every_s:
+            self._left_out += 1
+            return
+        if self._left_out:
+            message, args = message + " (and %d more like it)", (*args, self._left_out)
+        self._told_at, self._left_out = now, 0
+        tell(logger, event, message, *args, **fields)
