@@ -75,7 +75,7 @@ MODULES = {
             "hetlb/balancer/core/scheduler.py",
             "hetlb/balancer/core/ledger.py",
             "hetlb/balancer/core/placement.py",
-            "hetlb/balancer/core/retries.py",
+            "hetlb/balancer/core/retry_budget.py",
         ),
         (
             *(
@@ -90,18 +90,20 @@ MODULES = {
             ),
             *(f"hetlb.balancer.core.ledger.xǁLedgerǁ{name}" for name in ("book", "drop", "grant")),
             "hetlb.balancer.core.placement.xǁPlacementǁbook",
-            *(f"hetlb.balancer.core.retries.xǁRetriesǁ{name}" for name in ("of", "forget", "allowed")),
+            *(f"hetlb.balancer.core.retry_budget.xǁRetriesǁ{name}" for name in ("of", "forget", "allowed")),
         ),
         LEDGER_TESTS,
     ),
-    "health": Module(("hetlb/balancer/core/health.py", "hetlb/balancer/core/throttle.py"), (), HEALTH_TESTS),
+    "health": Module(
+        ("hetlb/balancer/core/health.py", "hetlb/balancer/core/instance_throttle.py"), (), HEALTH_TESTS
+    ),
     "admission": Module(("hetlb/balancer/core/queue.py",), (), ADMISSION_TESTS),
     "placement": Module(
         (
             "hetlb/balancer/core/placement.py",
             "hetlb/balancer/core/ready.py",
             "hetlb/balancer/core/backlog.py",
-            "hetlb/balancer/core/throttle.py",
+            "hetlb/balancer/core/instance_throttle.py",
             "hetlb/options/split/transfers.py",
         ),
         (),

@@ -169,7 +169,7 @@ def test_instances_that_are_kept_for_others_are_not_chosen() -> None:
 def test_restraints_go_with_the_instances_that_are_left() -> None:
     scheduler = make_scheduler([spec("a", kv=1000), spec("b", kv=5000), spec("c", kv=1000)], "hetlb")
     c = scheduler.instances[2]
-    c.account.asked(10.0, 0.0)
+    c.breaker.asked(10.0, 0.0)
     scheduler.fleet.reindex(0.0)
     ready = scheduler.fleet.ready["m"]
     found = scheduler.placement.choose(request(1), ready, 1.0, 50.0, ceiling=1)
@@ -207,7 +207,7 @@ def test_most_requests_go_to_all_without_a_look() -> None:
 
 def test_a_restraint_that_is_over_is_forgotten_at_the_next_request() -> None:
     scheduler = fleet()
-    scheduler.instances[0].account.asked(10.0, 0.0)
+    scheduler.instances[0].breaker.asked(10.0, 0.0)
     scheduler.fleet.reindex(0.0)
     assert sole(scheduler, request(1), 1.0).lease.instance == "b"
     assert scheduler.fleet.ready["m"].throttled
@@ -249,14 +249,14 @@ def test_in_doubt_a_request_is_a_trial_until_that_is_answered() -> None:
     scheduler = fleet(policy="rr")
     a, b = scheduler.instances
     for _ in range(3):
-        a.account.ended_badly(0, 0.0, 0.0)
-    a.account.judge([a.account, b.account])
+        a.breaker.ended_badly(0, 0.0, 0.0)
+    a.breaker.judge([a.breaker, b.breaker])
     scheduler.fleet.reindex(0.0)
     for number in range(2):
         assert sole(scheduler, request(number), 0.5).lease.instance == "b"
     assert sole(scheduler, request(2), 1.0).lease.instance == "a", "the pause is over"
-    assert a.account.held(1.0)
-    assert a.account.held(100.0), "until that one is answered"
+    assert a.breaker.held(1.0)
+    assert a.breaker.held(100.0), "until that one is answered"
 
 
 def test_a_policy_that_remembers_is_told_of_what_was_booked_alone() -> None:

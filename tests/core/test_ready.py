@@ -202,7 +202,7 @@ def test_one_token_of_output_is_the_least() -> None:
 
 def busy(scheduler: Scheduler, name: str, until: float) -> None:
     each = next(each for each in scheduler.instances if each.name == name)
-    each.account.asked(until, 0.0)
+    each.breaker.asked(until, 0.0)
 
 
 def test_the_most_available_are_left_where_the_policy_does_not_hold_back() -> None:
@@ -232,8 +232,8 @@ def in_doubt(scheduler: Scheduler, name: str) -> None:
     """Have three answers of an instance fail, and none of the others."""
     each = next(each for each in scheduler.instances if each.name == name)
     for _ in range(3):
-        each.account.ended_badly(0, 0.0, 0.0)
-    each.account.judge([other.account for other in scheduler.instances])
+        each.breaker.ended_badly(0, 0.0, 0.0)
+    each.breaker.judge([other.breaker for other in scheduler.instances])
 
 
 def test_doubt_is_heeded_unless_all_are_in_doubt() -> None:
@@ -243,9 +243,9 @@ def test_doubt_is_heeded_unless_all_are_in_doubt() -> None:
     assert choices(ready(scheduler), now=0.5, holds_back=False) == ("b", {"a": why}, [""])
     trial = {"b": "a gets a trial"}
     assert choices(ready(scheduler), now=1.0, holds_back=False) == ("a", trial, [""])
-    scheduler.instances[1].account.doubted = True
-    scheduler.instances[1].account.trial = 1
-    scheduler.instances[0].account.trial = 2
+    scheduler.instances[1].breaker.doubted = True
+    scheduler.instances[1].breaker.trial = 1
+    scheduler.instances[0].breaker.trial = 2
     assert choices(ready(scheduler), now=1.0, holds_back=False) == ("ab", {}, ["", ""])
 
 

@@ -89,7 +89,7 @@ def drops(scheduler: Scheduler, lease: Lease, now: float = 0.2) -> list[Command]
 def test_a_second_is_a_time_to_come_again_as_any_other() -> None:
     scheduler = fleet("ab")
     assert dispatched(scheduler.on_refused(arrived(scheduler, 1), True, 0.5, 0.1)).instance == "b"
-    assert named(scheduler, "a").account.asked_until == pytest.approx(0.6)
+    assert named(scheduler, "a").breaker.asked_until == pytest.approx(0.6)
 
 
 def test_a_request_that_was_turned_away_does_not_come_again() -> None:
@@ -144,7 +144,7 @@ def test_a_request_without_an_answer_may_not_move_where_the_driver_says_so() -> 
     scheduler = fleet("ab")
     lease = arrived(scheduler, 1)
     assert scheduler.on_refused(lease, True, 1.0, 0.1, may_move=False) == [PassOn(1, lease)]
-    assert named(scheduler, "a").account.asked_until == pytest.approx(1.1)
+    assert named(scheduler, "a").breaker.asked_until == pytest.approx(1.1)
 
 
 @pytest.mark.option("split")

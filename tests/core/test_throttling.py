@@ -7,11 +7,11 @@ from helpers import dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.balancer.core.account import MOST_PAUSE_S
+from hetlb.balancer.core.circuit_breaker import MOST_PAUSE_S
 from hetlb.balancer.core.health import HealthParams
+from hetlb.balancer.core.instance_throttle import BUSY_CAP_S
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.throttle import BUSY_CAP_S
 from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,

@@ -189,7 +189,7 @@ class BlameMachine(RuleBasedStateMachine):
         for instance in self.proxy.scheduler.instances:
             health = instance.health
             assert health.state is Health.UP, f"{instance.name}: {health.reason}"
-            assert not instance.account.doubted, f"{instance.name}: {instance.account.why(now)}"
+            assert not instance.breaker.doubted, f"{instance.name}: {instance.breaker.why(now)}"
             assert health.clean, f"{instance.name} is held to have failed"
         self.clients = [each for each in self.clients if not each.closed]
 

@@ -21,7 +21,7 @@ from proxy.memory import End, Proxy
 
 from hetlb import turns
 from hetlb.balancer.core.health import HealthTracker
-from hetlb.balancer.core.throttle import Throttle
+from hetlb.balancer.core.instance_throttle import InstanceThrottle
 from hetlb.balancer.core.types import Health
 from hetlb.balancer.http import openai_body as bodies
 from hetlb.balancer.http.endpoints import Kind
@@ -103,7 +103,7 @@ class Kept:
         # Nothing of one input is to be held against the next.
         instance = self.proxy.scheduler.instances[0]
         instance.health = HealthTracker(random.Random(0), Health.UP)
-        instance.throttle = Throttle(instance.account)
+        instance.throttle = InstanceThrottle(instance.breaker)
 
 
 KEPT = Kept()

@@ -49,10 +49,10 @@ def test_an_end_counts_as_its_row_says(end: End) -> None:
     if end.counts_as is Verdict.ABSENT:
         assert health.state is Health.EJECTED
     elif end.counts_as in (Verdict.FAILED, Verdict.LOST):
-        assert one.account.doubted
+        assert one.breaker.doubted
     else:
         assert health.state is Health.UP
-        assert not one.account.doubted
+        assert not one.breaker.doubted
         assert health.clean
 
 

@@ -235,11 +235,11 @@ def test_a_stalled_server_is_named() -> None:
 def test_a_server_that_refuses_what_others_serve_is_named() -> None:
     fleet = Watched("ab")
     for each in fleet.scheduler.instances:
-        each.account.well = 5.0
+        each.breaker.well = 5.0
     refuses, other = fleet.scheduler.instances
     for _ in range(8):
-        refuses.account.ended_badly(0, 0.0, fleet.now)
-    refuses.account.judge([refuses.account, other.account])
+        refuses.breaker.ended_badly(0, 0.0, fleet.now)
+    refuses.breaker.judge([refuses.breaker, other.breaker])
     assert (fleet.look()["state"], causes(fleet.look())) == ("degraded", [("refuses", "a")])
 
 
@@ -249,7 +249,7 @@ def test_a_storm_of_clients_mistakes_is_said_and_is_no_load() -> None:
     fleet.end(12, Outcome.UPSTREAM_REFUSED)
     found = fleet.look()
     assert (found["state"], causes(found)) == ("busy", [("client_errors", "")])
-    assert not any(each.account.doubted for each in fleet.scheduler.instances)
+    assert not any(each.breaker.doubted for each in fleet.scheduler.instances)
 
 
 def test_a_stale_report_and_a_refused_reload_are_said() -> None:

@@ -97,7 +97,7 @@ class FleetState:
         instance.tree = Tree(self.prefixes, self._next_cache)
         self._next_cache -= 1
         instance.health.gone = False
-        instance.account.forget()
+        instance.breaker.forget()
         if instance.health.state is Health.UP:
             instance.throttle.begin_slow_start(self._params.slow_start_s, now)
         else:
@@ -182,17 +182,17 @@ class FleetState:
             return []
         return [HealthChanged(instance.name, instance.health.state, instance.health.reason)]
 
-    # --- accounts ---
+    # --- breakers ---
 
     def judge(self, instance: Instance, now: float) -> bool:
-        """Compare the accounts of an instance, and of all with an excess, with the others of their models.
+        """Compare the breakers of an instance, and of all with an excess, with the others of their models.
 
         True if what one of them may get changed.
         """
         changed = False
         for each in self._peers(instance):
-            if each is instance or each.account.excess > 0.0:
-                changed = each.account.judge([peer.account for peer in self._peers(each)]) or changed
+            if each is instance or each.breaker.excess > 0.0:
+                changed = each.breaker.judge([peer.breaker for peer in self._peers(each)]) or changed
         if changed:
             self.reindex(now)
         return changed
@@ -205,16 +205,16 @@ class FleetState:
         """Look at every instance: does it work, is it in doubt? True if an answer to that changed."""
         changed = False
         for instance in self.instances.values():
-            account = instance.account
-            account.age(now)
+            breaker = instance.breaker
+            breaker.age(now)
             sample = instance.sample
-            if not by_counters or (account.counts(now) and sample is not None and sample.running):
+            if not by_counters or (breaker.counts(now) and sample is not None and sample.running):
                 changed = instance.watch(tokens_at.get(instance.name), now) or changed
             if instance.speed.changed:
                 instance.speed.changed = False
                 instance.take_speed()
                 self.share_speed(instance.spec.model, instance.profiled)
-            if account.excess > 0.0:
+            if breaker.excess > 0.0:
                 changed = self.judge(instance, now) or changed
         if changed:
             self.reindex(now)

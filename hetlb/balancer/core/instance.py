@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from hetlb.balancer.core.account import LEAST_SILENCE_S, STANDS_S, UNKNOWN_SILENCE_S, Account
+from hetlb.balancer.core.circuit_breaker import LEAST_SILENCE_S, STANDS_S, UNKNOWN_SILENCE_S, CircuitBreaker
 from hetlb.balancer.core.forecast_errors import ForecastErrors
 from hetlb.balancer.core.health import HealthTracker
 from hetlb.balancer.core.instance_ledger import InstanceLedger
 from hetlb.balancer.core.instance_limits import DEFAULT_MAX_LORAS, DEFAULT_MAX_NUM_SEQS, ChangeCounter
+from hetlb.balancer.core.instance_throttle import InstanceThrottle
 from hetlb.balancer.core.latency import DEFAULT_LATENCY
 from hetlb.balancer.core.occupancy import SIGNAL_STALE_S
 from hetlb.balancer.core.prefix_index import PrefixIndex
 from hetlb.balancer.core.speed import SpeedTracker
-from hetlb.balancer.core.throttle import Throttle
 from hetlb.balancer.core.types import AdminState, EngineSample, Health, InstanceSpec, Lease
 from hetlb.errors import ConfigError
 from hetlb.extras import option
@@ -48,8 +48,19 @@ class Instance(InstanceLedger):
     """One incarnation of one vLLM server."""
 
     __slots__ = (
-        "_waiting_seen", "account", "admin", "asleep", "began", "errors", "health", "leaves_at", "sample",
-        "served", "slots_learnt_at", "slots_step", "throttle",
+        "_waiting_seen",
+        "admin",
+        "asleep",
+        "began",
+        "breaker",
+        "errors",
+        "health",
+        "leaves_at",
+        "sample",
+        "served",
+        "slots_learnt_at",
+        "slots_step",
+        "throttle",
     )  # fmt: skip
 
     def __init__(
@@ -64,8 +75,8 @@ class Instance(InstanceLedger):
         prefixes = PrefixIndex() if prefixes is None else prefixes
         super().__init__(spec, incarnation, now, changes or ChangeCounter(), prefixes)
         self.health = health
-        self.account = Account(now)
-        self.throttle = Throttle(self.account)
+        self.breaker = CircuitBreaker(now)
+        self.throttle = InstanceThrottle(self.breaker)
         self.admin = AdminState.READY
         #: Time at which it is gone, None without a notice.
         self.leaves_at: float | None = None
@@ -143,7 +154,7 @@ class Instance(InstanceLedger):
         self._occupancy = None
         self.sample = sample
         self.sample_at = now
-        self.account.read(sample.generated, now)
+        self.breaker.read(sample.generated, now)
         if self.profiled and sample.answered is not None:
             self._count_tokens(sample.answered, now)
         self.learn_capacity(sample.capacity)
@@ -176,7 +187,7 @@ class Instance(InstanceLedger):
 
     def _learn_slots(self, sample: EngineSample, now: float) -> None:
         """Learn how many sequences it runs at once, unless it stands still."""
-        if self.account.silent_since is not None:
+        if self.breaker.silent_since is not None:
             self._waiting_seen = 0
             return
         running = sample.running or 0
@@ -204,21 +215,21 @@ class Instance(InstanceLedger):
 
         What passed without one until then is no evidence about its speed.
         """
-        account = self.account
-        since = account.silent_since
+        breaker = self.breaker
+        since = breaker.silent_since
         if since is not None:
             self._stood(since, now)
-            account.silent_since = None
-        return account.token(now)
+            breaker.silent_since = None
+        return breaker.token(now)
 
     def watch(self, token_at: float | None, now: float) -> bool:
         """Look whether it works, by its newest token. True if it has stalled now, or stalls no more.
 
         Called about twice a second.
         """
-        account = self.account
-        changed = token_at is not None and token_at > account.token_at and self.token(token_at)
-        counts = account.counts(now)
+        breaker = self.breaker
+        changed = token_at is not None and token_at > breaker.token_at and self.token(token_at)
+        counts = breaker.counts(now)
         since, need_s, late_s = math.inf, 0.0, 0.0
         least_s = LEAST_SILENCE_S if self.profiled or self.speed.seen else UNKNOWN_SILENCE_S
         stands_s = least_s
@@ -236,9 +247,9 @@ class Instance(InstanceLedger):
                 since, need_s = min(since, lease.first_token_at), self.occupancy.now_s
                 stands_s = STANDS_S
                 break
-        changed = account.watch(since, need_s, late_s, stands_s, least_s, now) or changed
-        if account.silent_since is not None:
-            self._stood(account.silent_since, now)
+        changed = breaker.watch(since, need_s, late_s, stands_s, least_s, now) or changed
+        if breaker.silent_since is not None:
+            self._stood(breaker.silent_since, now)
         else:
             self.speed.age(now)
             self._age_slots(now)

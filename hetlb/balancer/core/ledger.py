@@ -61,7 +61,7 @@ class Ledger:
         instance = leased[key]
         del leased[key]
         instance.release(lease, now)
-        instance.account.ended(lease.id)
+        instance.breaker.ended(lease.id)
         self._queue.ended(lease.request.tenant, lease.promised_tokens)
         for journal in self.journals:
             if lease.own:

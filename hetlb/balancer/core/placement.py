@@ -20,7 +20,7 @@ from hetlb.balancer.core.predictor import Predictor
 from hetlb.balancer.core.prefix_index import Held
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.ready import Choices, ReadyInstances, with_excluded
-from hetlb.balancer.core.retries import Retries
+from hetlb.balancer.core.retry_budget import Retries
 from hetlb.balancer.core.types import Candidate, Dispatch, Lease, Request, RequestId
 from hetlb.extras import option
 
@@ -292,10 +292,10 @@ class Placement:
             if loads is not None and self.adapter_load is not None:
                 self.adapter_load.expected[lease.id] = lease.forecast_first_s, loads
         if ctx.restraints is not None:
-            instance.account.dispatched(lease.id, now)
+            instance.breaker.dispatched(lease.id, now)
             for other in found.ready.able:
-                if other is not instance and other.account.held(now):
-                    other.account.passed_over()
+                if other is not instance and other.breaker.held(now):
+                    other.breaker.passed_over()
         shared = lease.shared
         used = lease.kv_prompt_tokens if shared is None else lease.kv_prompt_tokens + shared.new_tokens
         sequences = request.sequences

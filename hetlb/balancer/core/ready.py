@@ -24,7 +24,7 @@ def tokens_of(request: Request) -> int:
 class Choices:
     """Instances that may get a request now, in file order, and why each other one of its model may not.
 
-    `restraints` (see `Throttle.restraint`) go with `instances`; None where none is throttled.
+    `restraints` (see `InstanceThrottle.restraint`) go with `instances`; None where none is throttled.
     """
 
     __slots__ = ("excluded", "instances", "restraints")
@@ -116,17 +116,17 @@ class ReadyInstances:
         chosen = found.instances
         if not self.throttled or not any(instance.throttle.active(now) for instance in chosen):
             return found
-        doubt = not all(instance.account.held(now) for instance in chosen)
+        doubt = not all(instance.breaker.held(now) for instance in chosen)
         found.restraints = restraints = [
             each.throttle.restraint(each.sequences, each.max_num_seqs, now, doubt=doubt) for each in chosen
         ]
         if tried is not None:
-            restrained = {each.name: each.account.why(now) for each in chosen if each.account.restrained(now)}
+            restrained = {each.name: each.breaker.why(now) for each in chosen if each.breaker.restrained(now)}
             if restrained and len(restrained) < len(chosen):
                 found = found.without(restrained)
                 chosen, restraints = found.instances, found.restraints or []
         elif doubt:
-            due = [each for each in chosen if each.account.due(now)]
+            due = [each for each in chosen if each.breaker.due(now)]
             if due and len(due) < len(chosen):
                 waits = f"{due[0].name} gets a trial"
                 return found.without({each.name: waits for each in chosen if each is not due[0]})

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core import rejections
+from hetlb.balancer.core.failover import Failover
 from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.journal import Booked, Journal
@@ -22,8 +23,7 @@ from hetlb.balancer.core.policies.registry import make_policy
 from hetlb.balancer.core.predictor import Predictor
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.ready import ReadyInstances, least_tokens
-from hetlb.balancer.core.relocation import Relocation
-from hetlb.balancer.core.retries import MOST_MOVES
+from hetlb.balancer.core.retry_budget import MOST_MOVES
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import (
     AdminStateSet,
@@ -55,7 +55,7 @@ TICK_S: Final = 0.25
 _OK: Final = Outcome.OK
 
 
-class Scheduler(Relocation):
+class Scheduler(Failover):
     """Places requests on instances by a policy and keeps the ledger. Its parts are not to be written."""
 
     def __init__(
@@ -160,7 +160,7 @@ class Scheduler(Relocation):
         instance = self.ledger.leased[lease.key]
         if lease.incoming or lease.hold is not None:
             self._splits.first_token(lease, instance, now)
-        instance.account.ended(lease.id)
+        instance.breaker.ended(lease.id)
         if instance.token(now):
             self.fleet.reindex(now)
         instance.first_token(lease, now)
@@ -229,7 +229,7 @@ class Scheduler(Relocation):
                     self.backlog.predict_again()
             if health.on_success(now):
                 commands = self.fleet.health_changed(instance, now)
-            if instance.account.ended_well(lease.id, now):
+            if instance.breaker.ended_well(lease.id, now):
                 self.fleet.judge(instance, now)
         else:
             commands = self.ended_badly(instance, lease, outcome, now)
@@ -248,7 +248,7 @@ class Scheduler(Relocation):
     ) -> list[Command]:
         """Note that an engine refused a request with 4xx or 503 and ran nothing of it; `busy`: 429 or 503.
 
-        If it is busy beside what it answers, that is a limit of it, otherwise it counts in its account. Any
+        If it is busy beside what it answers, that is a limit of it, otherwise it counts in its breaker. Any
         other refusal is the client's own, unless it is one of several in a row: then another instance gets
         the request, too, and the refusal counts if that answers it. A busy engine's request goes elsewhere if
         the engine said when to come again (`retry_after_s`), has reached its limit or is in doubt. Within the
@@ -259,34 +259,34 @@ class Scheduler(Relocation):
         if retry_after_s is not None and retry_after_s <= 0.0:
             retry_after_s = None
         instance = self.ledger.leased[lease.id]
-        account, others = instance.account, instance.sequences - request.sequences
+        breaker, others = instance.breaker, instance.sequences - request.sequences
         passed_on: list[Command] = [PassOn(request.id, lease)]
         known, ready = retries.attempts.get(request.id), self.fleet.ready.get(request.model)
         runs = 0 if known is None else known.runs
         if not busy and may_move and ready is not None:
             refusals = [] if known is None else known.refusals
-            elsewhere = bool(refusals) or account.doubted or _serves_elsewhere(instance, ready)
+            elsewhere = bool(refusals) or breaker.doubted or _serves_elsewhere(instance, ready)
             tries = elsewhere and runs < MOST_MOVES and retries.allowed(self.in_flight)
-            account.refuses()
+            breaker.refuses()
             if tries and (commands := self._move(lease, ready, now, ran=False)):
                 retries.of(request.id).refusals.append((instance, lease, now))
                 return commands
             for refuser, _, _ in refusals:  # all refuse it
-                refuser.account.refusals = account.refusals = 0
-                refuser.account.refused = 0.0
-            if account.suspect:
+                refuser.breaker.refusals = breaker.refusals = 0
+                refuser.breaker.refused = 0.0
+            if breaker.suspect:
                 self.fleet.reindex(now)
             if not elsewhere or refusals or not self._others_left(lease, ready, now):
                 lease.judged = True
                 return passed_on
             # The others have no room, or too many are tried again: its share of refusals counts.
-        doubted, limited = account.doubted, busy and others > 0 and not account.doubted
+        doubted, limited = breaker.doubted, busy and others > 0 and not breaker.doubted
         if limited:
             lease.judged = True
             instance.throttle.refused(others, retry_after_s, now)
         else:
             if busy and retry_after_s is not None:
-                account.asked(retry_after_s, now)
+                breaker.asked(retry_after_s, now)
             self._lost(instance, lease, now)
         self.fleet.reindex(now)
         may_move = may_move and busy and not runs and (retry_after_s is not None or limited or doubted)
@@ -447,7 +447,7 @@ class Scheduler(Relocation):
 
 def _serves_elsewhere(instance: Instance, ready: ReadyInstances) -> bool:
     """Return True if another instance answers what this one refuses: several in a row, or a larger share."""
-    account, accounts = instance.account, [each.account for each in ready.instances]
-    if account.suspect and any(not each.refusals and each.token_at > account.token_at for each in accounts):
+    breaker, breakers = instance.breaker, [each.breaker for each in ready.instances]
+    if breaker.suspect and any(not each.refusals and each.token_at > breaker.token_at for each in breakers):
         return True
-    return account.refuses_more(accounts)
+    return breaker.refuses_more(breakers)

@@ -201,10 +201,10 @@ class SchedulerDriver(SchedulerSide):
         self.carry_out(commands)
 
     def hung_s(self, lease: Lease, now: float) -> float | None:
-        account = self.scheduler.ledger.leased[lease.id].account
-        if account.works(now):
+        breaker = self.scheduler.ledger.leased[lease.id].breaker
+        if breaker.works(now):
             return None
-        return 0.0 if account.stalled_since is None else now - account.stalled_since
+        return 0.0 if breaker.stalled_since is None else now - breaker.stalled_since
 
     def cancelled(self, request_id: RequestId, now: float) -> None:
         self.carry_out(self.scheduler.on_cancelled(request_id, now))
@@ -298,7 +298,7 @@ class SchedulerDriver(SchedulerSide):
         scheduler, carrier = self.scheduler, self.carrier
         if carrier.stalls.since(now - _OWN_STALL_S):
             return  # bytes that came meanwhile are not read yet
-        if scheduler.in_flight or any(each.account.wary(now) for each in scheduler.instances):
+        if scheduler.in_flight or any(each.breaker.wary(now) for each in scheduler.instances):
             self.carry_out(scheduler.on_sweep(carrier.tokens_at(), now, by_counters=self.by_counters))
         self._tell_stalls(now)
         if self._mover is None:
@@ -331,9 +331,9 @@ class SchedulerDriver(SchedulerSide):
 
     def _tell_stalls(self, now: float) -> None:
         """Log which instances have stalled, or do so no more."""
-        stalled = {each.name for each in self.scheduler.instances if each.account.stalled_since is not None}
+        stalled = {each.name for each in self.scheduler.instances if each.breaker.stalled_since is not None}
         for name in stalled - self._stalled:
-            why = self.scheduler.fleet.instances[name].account.why(now)
+            why = self.scheduler.fleet.instances[name].breaker.why(now)
             text = "%s has %s: it gets one request at a time"
             tell(logger, Event.INSTANCE_STALLED, text, name, why, instance=name, reason=why)
             self.carrier.counted.instance(name).stalls += 1

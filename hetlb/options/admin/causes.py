@@ -101,7 +101,7 @@ def in_order(causes: Sequence[StateCause]) -> list[StateCause]:
 
 def of_instance(each: Instance, share: InstanceShare | None, now: float) -> StateCause | None:
     """Return the cause of trouble at an instance that should take requests, None without any."""
-    name, account = each.name, each.account
+    name, breaker = each.name, each.breaker
     if each.admin is not AdminState.READY:
         state = "is drained" if each.admin is AdminState.DRAIN else "is in maintenance"
         return StateCause("drained", name, f"{name} {state}", f"Set {name} ready when it may serve again.")
@@ -110,11 +110,11 @@ def of_instance(each: Instance, share: InstanceShare | None, now: float) -> Stat
     if not each.routable or each.health.state is not Health.UP:
         reason = f" ({each.health.reason})" if each.health.reason else ""
         return StateCause("dead", name, f"{name} is out{reason}", f"Bring {name} back.")
-    if account.stalled_since is not None:
+    if breaker.stalled_since is not None:
         advice = f"Look at the engine process of {name} and its GPU; restart it if it does not go on."
-        return StateCause("stalled", name, f"{name} has {account.why(now)}", advice)
-    if account.doubted:
-        share_text = f"{account.lost:.0f} of its last {account.lost + account.well:.0f} answers"
+        return StateCause("stalled", name, f"{name} has {breaker.why(now)}", advice)
+    if breaker.doubted:
+        share_text = f"{breaker.lost:.0f} of its last {breaker.lost + breaker.well:.0f} answers"
         advice = f"Look at the log of {name}: its key, its model, its limits."
         return StateCause("refuses", name, f"{name} refuses or fails {share_text}, the others do not", advice)
     if each.leaves_at is not None:

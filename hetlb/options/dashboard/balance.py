@@ -109,9 +109,9 @@ def _out(instance: Instance, now: float) -> str:
         return "ejected"
     if instance.asleep:
         return "asleep"
-    if instance.account.stalled_since is not None:
+    if instance.breaker.stalled_since is not None:
         return "stalled"
-    return "held back" if instance.account.restrained(now) else ""
+    return "held back" if instance.breaker.restrained(now) else ""
 
 
 def documents(

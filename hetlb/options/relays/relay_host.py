@@ -410,10 +410,10 @@ class RelayHost(Carrier):
 
     def _tell_work(self, now: float) -> None:
         """Tell the relays which instances work and which stand still, where it changed."""
-        accounts = [(each.name, each.account) for each in self.scheduler.instances]
-        moving = [name for name, account in accounts if account.works(now)]
+        breakers = [(each.name, each.breaker) for each in self.scheduler.instances]
+        moving = [name for name, breaker in breakers if breaker.works(now)]
         stalled = {
-            name: account.stalled_since for name, account in accounts if account.stalled_since is not None
+            name: breaker.stalled_since for name, breaker in breakers if breaker.stalled_since is not None
         }
         if (moving, stalled) != self._work:
             self._work = moving, stalled

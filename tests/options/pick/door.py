@@ -15,7 +15,7 @@ from hetlb.balancer.clients.router import Router
 from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.health import HealthTracker
-from hetlb.balancer.core.throttle import Throttle
+from hetlb.balancer.core.instance_throttle import InstanceThrottle
 from hetlb.balancer.core.types import Health
 from hetlb.options.pick.calls import receive
 from hetlb.options.pick.envoy_fields import MalformedMessage
@@ -84,7 +84,7 @@ class Door:
         # Nothing of one input is to be held against the next.
         instance = self.scheduler.instances[0]
         instance.health = HealthTracker(random.Random(0), Health.UP)
-        instance.throttle = Throttle(instance.account)
+        instance.throttle = InstanceThrottle(instance.breaker)
 
 
 def messages_of(data: bytes) -> list[bytes]:

@@ -12,7 +12,7 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.balancer.core.account import Account
+from hetlb.balancer.core.circuit_breaker import CircuitBreaker
 
 #: Longest time in seconds for which an engine is believed that says when to come again.
 BUSY_CAP_S: Final = 60.0
@@ -24,11 +24,11 @@ _GROWTH_SHARE: Final = 0.25
 
 
 @mypyc_attr(acyclic=True)
-class Throttle:
+class InstanceThrottle:
     """Slow start, learnt limit and trials of one instance."""
 
-    def __init__(self, account: Account) -> None:
-        self._account = account
+    def __init__(self, breaker: CircuitBreaker) -> None:
+        self._breaker = breaker
         #: True if its process is new and is not up yet.
         self.restarted = False
         #: Begin and length of its slow start.
@@ -71,17 +71,17 @@ class Throttle:
         if self._ramp_since is not None and now - self._ramp_since >= self._ramp_s:
             self._ramp_since = None
         limited = now - self._limit_until < FORGOTTEN_S
-        account = self._account
-        return self._ramp_since is not None or limited or account.wary(now)
+        breaker = self._breaker
+        return self._ramp_since is not None or limited or breaker.wary(now)
 
     def reason(self, max_num_seqs: int, now: float) -> str:
         """Return the reason for which it may not take all that it can now, "" without one; for people."""
-        return self._account.why(now) or self.restraint(max_num_seqs - 1, max_num_seqs, now, doubt=False)
+        return self._breaker.why(now) or self.restraint(max_num_seqs - 1, max_num_seqs, now, doubt=False)
 
     def restraint(self, sequences: int, max_num_seqs: int, now: float, *, doubt: bool = True) -> str:
-        """Return why it may take no more now, "" where it may; `doubt`: whether the account is heeded."""
-        if doubt and self._account.held(now):
-            return self._account.why(now)
+        """Return why it may take no more now, "" where it may; `doubt`: whether the breaker is heeded."""
+        if doubt and self._breaker.held(now):
+            return self._breaker.why(now)
         wanted = sequences + 1
         if self._ramp_since is not None:
             slots = max_num_seqs * max(0.0, now - self._ramp_since) / self._ramp_s

@@ -1,4 +1,4 @@
-"""Account of an instance: what counts against it, what it gets meanwhile, and how it comes back."""
+"""Circuit breaker of an instance: what counts against it, what it gets meanwhile, and how it comes back."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from typing import Any
 import pytest
 from helpers import MODEL, dispatched, make_scheduler, request, spec
 
-from hetlb.balancer.core.account import LEAST_SILENCE_S, MOST_PAUSE_S, PAUSE_S, Account, lower_share
+from hetlb.balancer.core.circuit_breaker import (
+    LEAST_SILENCE_S,
+    MOST_PAUSE_S,
+    PAUSE_S,
+    CircuitBreaker,
+    lower_share,
+)
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Dispatch, EngineSample, Lease, ModelsLearned, Outcome, PassOn
 from hetlb.tools.sim.integrity import check_scheduler
 
 
-def account(scheduler: Scheduler, name: str) -> Account:
-    return next(each.account for each in scheduler.instances if each.name == name)
+def breaker(scheduler: Scheduler, name: str) -> CircuitBreaker:
+    return next(each.breaker for each in scheduler.instances if each.name == name)
 
 
 def whole(scheduler: Scheduler, lease: Lease, now: float) -> None:
@@ -62,14 +68,14 @@ def test_an_instance_that_refuses_at_once_draws_no_work(
         scheduler.on_sweep({}, now)
     assert lost <= 10
     assert 10.0 <= back_at <= 15.0 or policy == "single" or back_at == 0.0
-    assert not account(scheduler, "a").doubted
+    assert not breaker(scheduler, "a").doubted
     check_scheduler(scheduler)
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("fleet", ["a", "ab", "abc"])
 def test_what_all_refuse_alike_is_the_clients_own(fleet: str, policy: str) -> None:
-    """Of two clients one gets 4xx for everything: that changes no account, at any instance."""
+    """Of two clients one gets 4xx for everything: that changes no breaker, at any instance."""
     scheduler = make_scheduler([spec(name) for name in fleet], policy)
     rng = random.Random(1)
     running: list[Lease] = []
@@ -84,7 +90,7 @@ def test_what_all_refuse_alike_is_the_clients_own(fleet: str, policy: str) -> No
             running.append(lease)
         while len(running) > 5:
             whole(scheduler, running.pop(0), now)
-        assert not any(each.account.lost for each in scheduler.instances), i
+        assert not any(each.breaker.lost for each in scheduler.instances), i
     check_scheduler(scheduler)
 
 
@@ -115,11 +121,11 @@ def test_refusals_count_where_too_many_are_tried_elsewhere_already() -> None:
     passed = 0
     for i in range(2, 9):
         lease = dispatched(scheduler.on_arrival(request(i, subset=("a",)), float(i)))
-        lost = account(scheduler, "a").lost
+        lost = breaker(scheduler, "a").lost
         lease.request = request(i)
         passed += refused(scheduler, lease, False, float(i)) is None
     assert passed == 4
-    assert lost < account(scheduler, "a").lost
+    assert lost < breaker(scheduler, "a").lost
 
 
 def test_clients_whose_every_second_request_is_wrong_change_nothing() -> None:
@@ -132,7 +138,7 @@ def test_clients_whose_every_second_request_is_wrong_change_nothing() -> None:
         if lease is not None:
             whole(scheduler, lease, now)
         for each in scheduler.instances:
-            assert not each.account.wary(now)
+            assert not each.breaker.wary(now)
 
 
 @pytest.mark.parametrize("own", ["of-a", "of-b", "of-all"])
@@ -153,7 +159,7 @@ def test_names_that_not_all_answer_to_change_nothing(own: str) -> None:
             whole(scheduler, lease, now)
         scheduler.on_sweep({}, now)
     assert visits <= 12
-    assert account(scheduler, "a").doubted
+    assert breaker(scheduler, "a").doubted
     assert dispatched(scheduler.on_arrival(request(100, model="lora"), 10.0)).instance in "ab"
 
 
@@ -179,7 +185,7 @@ def test_a_full_queue_is_a_limit_and_no_fault() -> None:
     assert dispatched(scheduler.on_arrival(request(9), 0.2)).instance == "b"
     whole(scheduler, held[0], 0.3)
     assert dispatched(scheduler.on_arrival(request(10), 0.4)).instance == "a", "a place is free"
-    assert account(scheduler, "a").lost == 0.0
+    assert breaker(scheduler, "a").lost == 0.0
     check_scheduler(scheduler)
 
 
@@ -198,7 +204,7 @@ def test_what_says_nothing_stalls_and_its_requests_go_elsewhere(policy: str) -> 
     known(scheduler)
     lease = dispatched(scheduler.on_arrival(request(1, subset=None, streamed=True), 1.0))
     hung, now = lease.instance, 1.0
-    while account(scheduler, hung).stalled_since is None:
+    while breaker(scheduler, hung).stalled_since is None:
         now += 0.5
         scheduler.on_sweep({}, now)
         assert now < 10.0
@@ -213,7 +219,7 @@ def test_what_says_nothing_stalls_and_its_requests_go_elsewhere(policy: str) -> 
     other = dispatched(scheduler.on_arrival(request(3, streamed=True), later + MOST_PAUSE_S))
     assert (trial.instance, other.instance != hung) == (hung, True)
     scheduler.on_first_token(trial, later + MOST_PAUSE_S)
-    assert account(scheduler, hung).stalled_since is None
+    assert breaker(scheduler, hung).stalled_since is None
     check_scheduler(scheduler)
 
 
@@ -225,12 +231,12 @@ def test_counters_that_move_are_work_and_counters_that_stand_are_none() -> None:
     for second in range(2, 60):
         scheduler.on_scrape("a", EngineSample(1, 0, 0.1, generated=10 + second), float(second))
         scheduler.on_sweep({}, second + 0.5)
-        assert account(scheduler, "a").stalled_since is None
+        assert breaker(scheduler, "a").stalled_since is None
     for second in range(60, 70):
         scheduler.on_scrape("a", EngineSample(1, 0, 0.1, generated=69), float(second))
         scheduler.on_sweep({}, second + 0.5)
-    assert account(scheduler, "a").stalled_since is not None
-    assert not account(scheduler, "a").works(70.0)
+    assert breaker(scheduler, "a").stalled_since is not None
+    assert not breaker(scheduler, "a").works(70.0)
     scheduler.on_first_token(lease, 70.0)
 
 

@@ -1,16 +1,16 @@
-"""Relocation: where requests go whose instance failed, fell silent, refused them or leaves."""
+"""Failover: the next try of a request whose instance failed, fell silent, refused it or leaves."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from hetlb.balancer.core.account import LEAST_SILENCE_S
 from hetlb.balancer.core.backlog import Backlog
+from hetlb.balancer.core.circuit_breaker import LEAST_SILENCE_S
 from hetlb.balancer.core.health import FALL_ANSWERS, Verdict, verdict
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.placement import Decision, Placement
 from hetlb.balancer.core.ready import ReadyInstances
-from hetlb.balancer.core.retries import MOST_MOVES
+from hetlb.balancer.core.retry_budget import MOST_MOVES
 from hetlb.balancer.core.types import Command, Health, Lease, Outcome, Request
 
 #: Multiple of the forecast, and seconds, after which a client that leaves without a byte was not heard.
@@ -18,8 +18,8 @@ _UNHEARD_FACTOR: Final = 3.0
 _UNHEARD_S: Final = 2.0
 
 
-class Relocation:
-    """Fleet, placement and queue of a scheduler, and the relocation of a lease that cannot go on."""
+class Failover:
+    """Fleet, placement and queue of a scheduler, and the failover of a lease that cannot go on."""
 
     def __init__(self, placement: Placement, now: float) -> None:
         self.placement = placement
@@ -43,12 +43,12 @@ class Relocation:
         return self.ledger.drop(lease, now, outcome)
 
     def ended_badly(self, instance: Instance, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
-        """Count the end of a lease in the health and the account of its instance; return commands."""
+        """Count the end of a lease in the health and the breaker of its instance; return commands."""
         health, fleet, says = instance.health, self.fleet, verdict(outcome)
         changed = False
         if says is Verdict.ABSENT:
             changed = health.on_refused(now)
-            instance.account.forget()
+            instance.breaker.forget()
         elif says is Verdict.FAILED:
             changed = health.on_failure(now, may_eject=fleet.may_eject(instance, self.placement.capacity))
         elif says is Verdict.LOST:
@@ -59,11 +59,11 @@ class Relocation:
         return fleet.health_changed(instance, now) if changed else []
 
     def _lost(self, instance: Instance, lease: Lease, now: float, skip: int = 0) -> None:
-        """Count a lost answer in the account of its instance, unless it was counted before."""
+        """Count a lost answer in the breaker of its instance, unless it was counted before."""
         if lease.judged:
             return
         lease.judged = True
-        instance.account.ended_badly(lease.id, now - lease.dispatched_at, now, skip)
+        instance.breaker.ended_badly(lease.id, now - lease.dispatched_at, now, skip)
         self.fleet.judge(instance, now)
 
     def _others_left(self, lease: Lease, ready: ReadyInstances, now: float) -> bool:
@@ -88,8 +88,8 @@ class Relocation:
             predicted = max(1.0, predicted - (rest.generated - lease.request.generated))
         found = placement.choose(rest, ready, now, predicted)
         if found is not None and with_room:
-            account, throttle = found.instance.account, found.instance.throttle
-            restrained = account.restrained(now) and not account.suspect
+            breaker, throttle = found.instance.breaker, found.instance.throttle
+            restrained = breaker.restrained(now) and not breaker.suspect
             if restrained or found.instance.sequences >= throttle.limit(now):
                 found = None
         if found is None:
@@ -121,7 +121,7 @@ class Relocation:
         found: list[Lease] = []
         for instance in self.fleet.instances.values():
             ejected = instance.health.state is Health.EJECTED
-            if not instance.leases or not (ejected or instance.account.stalled_since is not None):
+            if not instance.leases or not (ejected or instance.breaker.stalled_since is not None):
                 continue
             for lease in instance.leases.values():
                 late = now - lease.dispatched_at >= max(LEAST_SILENCE_S, lease.forecast_first_s)

@@ -1,4 +1,4 @@
-"""Retries: where a request was before, and the budget of retries of requests that may run twice."""
+"""Retry budget: how many requests may run twice at a time, and where each was before."""
 
 from __future__ import annotations
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from hetlb.balancer.core.account import Account
-from hetlb.balancer.core.throttle import BUSY_CAP_S, FORGOTTEN_S, LIMIT_S, Throttle
+from hetlb.balancer.core.circuit_breaker import CircuitBreaker
+from hetlb.balancer.core.instance_throttle import BUSY_CAP_S, FORGOTTEN_S, LIMIT_S, InstanceThrottle
 
 
-def throttle(lost: int = 0) -> Throttle:
+def throttle(lost: int = 0) -> InstanceThrottle:
     """Return the throttle of an instance that lost `lost` answers at 0 s, beside one that is well."""
-    account, other = Account(0.0), Account(0.0)
+    breaker, other = CircuitBreaker(0.0), CircuitBreaker(0.0)
     for _ in range(lost):
-        account.ended_badly(0, 0.0, 0.0)
-    account.judge([account, other])
-    return Throttle(account)
+        breaker.ended_badly(0, 0.0, 0.0)
+    breaker.judge([breaker, other])
+    return InstanceThrottle(breaker)
 
 
 def test_at_first_nothing_restrains_it() -> None:
-    fresh = Throttle(Account(0.0))
+    fresh = InstanceThrottle(CircuitBreaker(0.0))
     assert not fresh.restarted
     assert not fresh.active(-1e9)
     assert fresh.restraint(1000, 8, -1e9) == ""

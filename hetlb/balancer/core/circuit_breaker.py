@@ -1,4 +1,4 @@
-"""Account of one instance: its requests, their ends, and the time of its last token.
+"""Circuit breaker of one instance: lost answers and silence trip it, trials close it again.
 
 A lost answer is a refusal (4xx, 429, 503), a server error, an error event, a broken stream, or a client that
 left after a long wait without a byte. A 4xx is one where another instance answers the same request: that is
@@ -57,7 +57,7 @@ _MOST_EXCESS: Final = 0.95
 
 
 @mypyc_attr(acyclic=True)
-class Account:
+class CircuitBreaker:
     """Evidence about the answers of one instance, and the trials that it gets while they are bad."""
 
     __slots__ = (
@@ -147,7 +147,7 @@ class Account:
         self._in_a_row = 0
         self._keep_newest()
 
-    def refuses_more(self, others: Iterable[Account]) -> bool:
+    def refuses_more(self, others: Iterable[CircuitBreaker]) -> bool:
         """Return True if it surely refuses (4xx) a larger share than another one that answers."""
         if self.refused < SUSPECT_REFUSALS:
             return False
@@ -182,7 +182,7 @@ class Account:
         self.asked_until = -math.inf
         self.trial = self.refusals = 0
 
-    def judge(self, others: Iterable[Account]) -> bool:
+    def judge(self, others: Iterable[CircuitBreaker]) -> bool:
         """Compare its share of lost answers with the others. True if a doubt or an excess began or ended."""
         before = self.doubted, self.excess > 0.0
         self.excess = 0.0
