@@ -38,7 +38,7 @@ from hetlb.tools.sim.study import make_study
 from hetlb.tools.workload.arrivals import Load
 from hetlb.tools.workload.records import RequestResult, percentile
 from hetlb.tools.workload.rows import Row
-from hetlb.tools.workload.traces import read_trace
+from hetlb.tools.workload.trace_formats import read_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "bench" / "results" / "batch_gaps.json"

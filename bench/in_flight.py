@@ -24,7 +24,7 @@ from hetlb.tools.loadtest.fleet_admin import FleetAdmin
 from hetlb.tools.loadtest.generator import allow_open_files, run_load
 from hetlb.tools.loadtest.processes import Helpers, helper_processes
 from hetlb.tools.workload.arrivals import make_plan
-from hetlb.tools.workload.traces import read_trace
+from hetlb.tools.workload.trace_formats import read_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "pictures" / "in-flight.svg"

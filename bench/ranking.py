@@ -28,7 +28,7 @@ from hetlb.options.profiles.profile_file import EngineInfo, ProfileSource
 from hetlb.tools.plan.trace_throughput import Throughputs, static_estimate
 from hetlb.tools.profiler.fit import DEFAULT_DECODE_GRID, DEFAULT_PREFILL_GRID, Point, StepKind, fit
 from hetlb.tools.profiler.sources import Measurements, make_profile
-from hetlb.tools.workload.traces import read_trace
+from hetlb.tools.workload.trace_formats import read_trace
 
 RESULT = Path(__file__).parent / "results" / "ranking.json"
 GPUS = 8

@@ -22,7 +22,7 @@ from hetlb.tools.plan.layouts import LayoutFleet, LayoutTarget, layout_name
 from hetlb.tools.plan.throughput import SloLimits
 from hetlb.tools.plan.tp_search import search, whole_tok_s
 from hetlb.tools.plan.trace_throughput import RowSample, Throughputs
-from hetlb.tools.workload.traces import read_trace
+from hetlb.tools.workload.trace_formats import read_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "bench/results/search-fleets.json"

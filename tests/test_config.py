@@ -11,7 +11,7 @@ from hetlb.cli.main import main
 from hetlb.errors import ConfigError, InputError
 from hetlb.inputs.urls import check_url
 from hetlb.options.profiles.profile_file import load_profile
-from hetlb.tools.workload.traces import read_trace
+from hetlb.tools.workload.trace_formats import read_trace
 
 PROFILE = """\
 version: 1

@@ -19,7 +19,7 @@ from hetlb.tools.loadtest.bodies import RequestBodies
 from hetlb.tools.loadtest.generator import run_load
 from hetlb.tools.loadtest.processes import helper_processes
 from hetlb.tools.workload.arrivals import make_plan
-from hetlb.tools.workload.traces import read_trace
+from hetlb.tools.workload.trace_formats import read_trace
 
 ENGINES = {"fast": "fast.yaml", "slow-0": "slow.yaml", "slow-1": "slow.yaml"}
 #: Seconds after the start: the share is looked at from, drained, ready again, the end.

@@ -20,7 +20,7 @@ from hetlb.tools.loadtest.bodies import RequestBodies
 from hetlb.tools.loadtest.runs import LoadSpec
 from hetlb.tools.workload.arrivals import PlannedRequest, Waves
 from hetlb.tools.workload.rows import Row
-from hetlb.tools.workload.traces import read_trace
+from hetlb.tools.workload.trace_formats import read_trace
 
 #: Traces by name: the file in bench/data.
 LENGTHS = {

@@ -38,7 +38,7 @@ from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.sim.simulation_sweep import Study
 from hetlb.tools.workload.arrivals import Load
 from hetlb.tools.workload.rows import Row
-from hetlb.tools.workload.traces import read_trace
+from hetlb.tools.workload.trace_formats import read_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAREGPT = ROOT / "bench/data/sharegpt-first-turn.csv"

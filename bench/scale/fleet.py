@@ -15,7 +15,7 @@ from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.workload.arrivals import PlannedRequest
 from hetlb.tools.workload.rows import Row
-from hetlb.tools.workload.traces import read_trace
+from hetlb.tools.workload.trace_formats import read_trace
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("h100_sxm", "a100_sxm", "l40s", "a100_sxm")

@@ -27,7 +27,7 @@ from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.workload.arrivals import PlannedRequest, make_plan
 from hetlb.tools.workload.rows import Row
-from hetlb.tools.workload.traces import read_trace
+from hetlb.tools.workload.trace_formats import read_trace
 
 MODEL = "m"
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, BLOCK_SIZE = 256, 2048, 16

@@ -38,7 +38,7 @@ from hetlb.tools.workload.arrivals import PlannedRequest, Waves, make_plan
 from hetlb.tools.workload.content import HASH_BLOCK_TOKENS
 from hetlb.tools.workload.records import percentile
 from hetlb.tools.workload.rows import Row
-from hetlb.tools.workload.traces import read_trace
+from hetlb.tools.workload.trace_formats import read_trace
 
 OTHERS = ("paper", "least-requests", "p2c", "peak-ewma", "least-kv", "wrr", "prefix", "session")
 POLICIES = ("hetlb", *OTHERS)

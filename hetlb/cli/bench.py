@@ -44,7 +44,7 @@ from hetlb.tools.workload.arrivals import Load, Ramp, Rate
 from hetlb.tools.workload.content import block_tokens
 from hetlb.tools.workload.datasets import custom_rows, random_rows, sharegpt_rows
 from hetlb.tools.workload.rows import Row, classes_of
-from hetlb.tools.workload.traces import read_trace
+from hetlb.tools.workload.trace_formats import read_trace
 
 _DATASETS = ("random", "sharegpt", "custom")
 #: Default number of requests of random and sharegpt, as in `vllm bench serve`.

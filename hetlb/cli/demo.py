@@ -25,7 +25,7 @@ from hetlb.tools.loadtest.processes import Helpers, helper_processes
 from hetlb.tools.loadtest.result_tables import percent, runs_table
 from hetlb.tools.loadtest.screen import Screen
 from hetlb.tools.workload.arrivals import PlannedRequest, make_plan
-from hetlb.tools.workload.traces import read_trace
+from hetlb.tools.workload.trace_formats import read_trace
 
 MODEL = "demo-model"
 ENGINES = ("fast", "slow")

@@ -168,7 +168,7 @@ def fleet_of(args: argparse.Namespace) -> Fleet:
     check_policy(fleet.file.policy, "")
     if fleet.file.policy.trace is None:
         return fleet
-    from hetlb.tools.workload.traces import read_trace
+    from hetlb.tools.workload.trace_formats import read_trace
 
     rows = read_trace(fleet.base / fleet.file.policy.trace)
     lengths = hook("length_samples", (row.output_tokens for row in rows))

@@ -31,7 +31,7 @@ from hetlb.tools.sim.sweep_plot import rate_in_words, write_sweep_plot
 from hetlb.tools.tables import bar
 from hetlb.tools.workload.arrivals import Load
 from hetlb.tools.workload.content import block_tokens
-from hetlb.tools.workload.traces import read_trace
+from hetlb.tools.workload.trace_formats import read_trace
 
 #: Requests over all runs for which starting another process pays.
 _REQUESTS_WORTH_A_PROCESS = 4000

@@ -33,7 +33,7 @@ from hetlb.tools.loadtest.processes import helper_processes
 from hetlb.tools.loadtest.result_files import csv_text
 from hetlb.tools.loadtest.runs import measure
 from hetlb.tools.workload.arrivals import make_plan
-from hetlb.tools.workload.traces import read_trace
+from hetlb.tools.workload.trace_formats import read_trace
 
 DEMO = Path(hetlb.tools.demo.__file__).parent
 COUNT = 12

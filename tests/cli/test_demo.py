@@ -28,7 +28,7 @@ from hetlb.tools.loadtest.fleet_admin import busy_figures
 from hetlb.tools.sim.simulation_sweep import StudyCell, run_sweep
 from hetlb.tools.sim.study import make_study, run_document
 from hetlb.tools.workload.arrivals import Load
-from hetlb.tools.workload.traces import read_trace
+from hetlb.tools.workload.trace_formats import read_trace
 
 DATA = Path(hetlb.tools.demo.__file__).parent
 MARK = "HETLB_TEST_MARK"

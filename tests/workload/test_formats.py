@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hetlb.errors import TraceError
 from hetlb.tools.workload.measured_logs import read_log
 from hetlb.tools.workload.rows import Row
-from hetlb.tools.workload.traces import read_trace
+from hetlb.tools.workload.trace_formats import read_trace
 
 SHARED = Path(__file__).parents[3] / "shared/data/formats"
 

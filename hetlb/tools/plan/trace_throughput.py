@@ -22,7 +22,7 @@ from hetlb.tools.plan.common.fleet_run import arrivals
 from hetlb.tools.sim.alone import run_alone
 from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.sim.study import engine_of
-from hetlb.tools.workload.traces import read_trace
+from hetlb.tools.workload.trace_formats import read_trace
 
 #: Requests of a trace: (input tokens, output tokens).
 Rows = Sequence[tuple[int, int]]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.cluster.vq import kmeans2
 
-from hetlb.tools.workload.traces import read_trace
+from hetlb.tools.workload.trace_formats import read_trace
 
 #: Requests of a type that a throughput is measured on.
 SAMPLE_REQUESTS = 200

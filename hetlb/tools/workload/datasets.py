@@ -11,7 +11,7 @@ from hetlb.files import read_text
 from hetlb.tools.workload.chats import CHATS, encodable, estimate_tokens, is_chats
 from hetlb.tools.workload.record_file import open_records
 from hetlb.tools.workload.rows import Row
-from hetlb.tools.workload.traces import rows_in
+from hetlb.tools.workload.trace_formats import rows_in
 
 #: Endings of files whose form shows in their keys; others hold a prompt a line.
 _KEYED = (".jsonl", ".json", ".csv", ".gz", ".ndjson")

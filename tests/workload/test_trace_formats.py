@@ -8,7 +8,7 @@ import pytest
 
 from hetlb.errors import TraceError
 from hetlb.tools.workload.rows import spans_of
-from hetlb.tools.workload.traces import read_trace
+from hetlb.tools.workload.trace_formats import read_trace
 
 
 def written(tmp_path: Path, columns: str, *lines: str) -> Path:
