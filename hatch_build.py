@@ -57,7 +57,7 @@ COMPILED = (
     *(f"options/relays/{name}.py" for name in ("relay_driver", "relay_host")),
     *(f"options/resume/{name}.py" for name in ("continuation", "progress", "resumed")),
     "options/adapters/adapters.py",
-    *(f"options/classes/{name}.py" for name in ("protected", "room_for_targets")),
+    *(f"options/classes/{name}.py" for name in ("protected", "room_for_targets", "waiting_targets")),
     *(f"options/engine_pages/{name}.py" for name in ("engine_metrics", "engine_tables", "series_reader")),
     "options/event_log/eventlog.py",
     "options/kv_events/block_index.py",

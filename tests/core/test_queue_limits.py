@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.queue import FlowName, Queue, QueueFlow, QueueKey, QueueLimits
 from hetlb.balancer.core.types import Request
+from hetlb.options.classes.waiting_targets import late
 from hetlb.tools.sim.integrity import check_queue
 
 LINE = QueueKey("m", None, False)
@@ -266,11 +267,11 @@ def test_late_requests_come_after_requests_in_time_and_before_the_background() -
     queue.push(asked(2, service=quick), 0.0, due=1.0)
     queue.push(asked(3, service=quick), 3.0, due=4.0)
     queue.push(asked(4), 0.0, due=0.0)
-    [late] = queue.late(LINE, 2.0)
-    assert late.request.id == 2
-    queue.demote(late)
+    [found] = late(queue, LINE, 2.0)
+    assert found.request.id == 2
+    queue.demote(found)
     check_queue(queue)
-    assert queue.late(LINE, 2.0) == []
+    assert late(queue, LINE, 2.0) == []
     assert [entry.request.id for entry in queue.heads(LINE)] == [4, 1]
     assert served(queue, 4) == [4, 3, 2, 1]
 

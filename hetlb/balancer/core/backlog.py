@@ -6,10 +6,12 @@ from typing import Final
 
 from hetlb.balancer.core import rejections
 from hetlb.balancer.core.demand import size_of
+from hetlb.balancer.core.option_interfaces import WaitingTargets
 from hetlb.balancer.core.placement import Placement
 from hetlb.balancer.core.queue import Queued, QueueKey
 from hetlb.balancer.core.ready import ReadyInstances, least_tokens
 from hetlb.balancer.core.types import Command, Reject, Request, RequestId
+from hetlb.extras import option
 
 #: Waiting requests that are predicted again per completed answer.
 _REPREDICTED_REQUESTS: Final = 8
@@ -28,6 +30,8 @@ class Backlog:
         self._ledger, self._retries = placement.ledger, placement.retries
         #: Waiting requests whose predicted length is older than the newest lesson.
         self._stale: list[RequestId] = []
+        #: Targets of what waits, None before the first request with some.
+        self._targets: WaitingTargets | None = None
         #: Time from which the next tick counts: the last one, or when the first began to wait.
         self.ticked_at = now
 
@@ -50,7 +54,9 @@ class Backlog:
         if not len(queue):
             self.ticked_at = now
         size = round(size_of(request, predicted))
-        due = self._placement.due(request, now, predicted)
+        if request.service.stated and self._targets is None:
+            self._targets = option("classes.waiting_targets").WaitingTargets(self, fleet)
+        due = now if self._targets is None else self._targets.due(request, now, predicted)
         kind = self._placement.kind_of(request, predicted)
         queue.push(request, now, size, again, fleet.fit_of(request), due, kind)
         return commands + self.flush(now) if fleet.end_slow_starts(request.model) else commands
@@ -84,7 +90,8 @@ class Backlog:
             return []
         commands: list[Command] = []
         for key in self.queue.keys:
-            self._demote_late(key, now, commands)
+            if self._targets is not None:
+                commands += self._targets.late(key, now)
             while (command := self._place_next(key, now)) is not None:
                 commands.append(command)
         return commands
@@ -114,15 +121,6 @@ class Backlog:
                 fit = entry.flow.name.fit
                 ceiling = fit if ceiling is None else min(ceiling, fit)
         return None
-
-    def _demote_late(self, key: QueueKey, now: float, commands: list[Command]) -> None:
-        """Refuse requests that can meet their targets no more, or serve them after the others."""
-        for entry in self.queue.late(key, now):
-            if entry.request.service.refuse_hopeless:
-                self.forget(entry.request.id)
-                commands.append(rejections.hopeless(entry.request))
-            else:
-                self.queue.demote(entry)
 
     def _place_head(
         self,

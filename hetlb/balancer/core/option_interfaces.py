@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from hetlb.balancer.core.objective import ServiceClass
     from hetlb.balancer.core.placement import Decision
     from hetlb.balancer.core.policies.sight import SchedulingContext
+    from hetlb.balancer.core.queue import QueueKey
     from hetlb.balancer.core.ready import ReadyInstances
-    from hetlb.balancer.core.types import Command, EngineSample, Hold, Lease, LeaseId, Outcome
+    from hetlb.balancer.core.types import Command, EngineSample, Hold, Lease, LeaseId, Outcome, Request
 
 #: Block size in tokens, and the digest of every full block of a prompt but for its last token.
 PromptBlocks: TypeAlias = tuple[int, tuple[int, ...]]
@@ -73,6 +74,13 @@ class ProtectedClass(Protocol):
     def tightness(self) -> tuple[float, float, float]: ...
     def arrived(self, service: ServiceClass, prompt: float, output: float, now: float) -> None: ...
     def answered(self, lease: Lease, now: float, alone: bool) -> None: ...
+
+
+class WaitingTargets(Protocol):
+    """Targets of waiting requests: when each is due, and the ones that meet theirs no more (`classes`)."""
+
+    def due(self, request: Request, now: float, predicted: float) -> float: ...
+    def late(self, key: QueueKey, now: float) -> list[Command]: ...
 
 
 class FairShares(Protocol):

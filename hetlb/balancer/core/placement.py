@@ -79,8 +79,6 @@ class Placement:
         self.splits: Splitting | None = None
         #: Times in which adapters are loaded, None before the first request for one.
         self.adapter_load: LoadTimes | None = None
-        #: Longest target of a first token by model.
-        self._patience_s: dict[str, float] = {}
         self._usual = Mix()
         self._usual.add(*_USUAL_REQUEST)
         #: Called with each request at which the policy raised an error; None: the error is raised.
@@ -108,25 +106,6 @@ class Placement:
         """Return weighted tokens per second of each instance at the mean request of a model; for people."""
         mix = self._mix(model)
         return {instance.name: mix.speed(instance) for instance in instances}
-
-    def due(self, request: Request, now: float, predicted: float) -> float:
-        """Return the latest time of the dispatch of a request that came now, for its targets to be met.
-
-        A request without targets is due as late as any of its model.
-        """
-        service, ready = request.service, self.fleet.ready.get(request.model)
-        if ready is None or not service.stated:
-            return now + self._patience_s.get(request.model, 0.0)
-        if service.ttft_s < math.inf:
-            self._patience_s[request.model] = max(service.ttft_s, self._patience_s.get(request.model, 0.0))
-        fastest_s = min([each.latency.prefill_s(request.prompt_tokens) for each in ready.able], default=0.0)
-        due = now + service.ttft_s - fastest_s
-        if service.e2e_s < math.inf:
-            steps_s = [
-                each.latency.answer_s(request.prompt_tokens, predicted, 0.0, 0.0) for each in ready.able
-            ]
-            due = min(due, now + service.e2e_s - fastest_s - min(steps_s, default=0.0))
-        return due
 
     def kind_of(self, request: Request, predicted: float) -> int:
         """Return the kind of a request, whose line is its own, 0 without a plan."""

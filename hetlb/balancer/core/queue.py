@@ -105,6 +105,11 @@ class QueueFlow:
         """True if the requests are in the background."""
         return self.name.level % _RANKS == _BACKGROUND
 
+    @property
+    def in_time(self) -> bool:
+        """True if the requests are neither demoted nor in the background."""
+        return self.name.level % _RANKS == _IN_TIME
+
 
 def _level(request: Request) -> int:
     """Return the level of a request that has just come."""
@@ -155,6 +160,10 @@ class Queue:
         lines = self._lines
         return sorted(lines, key=lambda key: not key.retry) if len(lines) > 1 else list(lines)
 
+    def line(self, key: QueueKey) -> list[QueueFlow]:
+        """Return the flows of a line."""
+        return list(self._lines.get(key, {}).values())
+
     def heads(self, key: QueueKey) -> list[Queued]:
         """Return the next of a line for each `fit`, in the background and not: by level and turn."""
         line = self._lines.get(key)
@@ -184,20 +193,9 @@ class Queue:
     def demote(self, entry: Queued) -> None:
         """Serve a request after requests of its priority that can still meet their targets."""
         flow = entry.flow
-        assert flow.name.level % _RANKS == _IN_TIME, f"{entry.request.id} is demoted twice"
+        assert flow.in_time, f"{entry.request.id} is demoted twice"
         self._withdraw(entry)
         self._enter(flow.key, flow.name._replace(level=flow.name.level + _HOPELESS), entry)
-
-    def late(self, key: QueueKey, now: float) -> list[Queued]:
-        """Return requests of a line that are late and neither demoted nor in the background."""
-        found: list[Queued] = []
-        for name, flow in self._lines.get(key, {}).items():
-            if name.level % _RANKS == _IN_TIME:
-                for entry in flow.entries.values():
-                    if entry.due >= now or not entry.request.service.stated:
-                        break
-                    found.append(entry)
-        return found
 
     def by_model(self) -> dict[str, int]:
         """Return the number of waiting requests, by model."""

@@ -28,12 +28,6 @@ def expired(request_id: RequestId, waited_s: float) -> Reject:
     return _later(request_id, RejectReason.QUEUE_EXPIRED, text)
 
 
-def hopeless(request: Request) -> Reject:
-    """Refuse a request that can meet the targets of its class no more, where the class wants that."""
-    text = f"The targets of the class `{request.service.name}` can no longer be met for this request."
-    return _later(request.id, RejectReason.QUEUE_EXPIRED, text)
-
-
 def unknown_model(request: Request, instances: Iterable[Instance], models: Iterable[str]) -> Reject:
     """Refuse a request whose model none of `instances`, the fleet, is known to serve; `models` exist."""
     if any(each.served is None and not each.spec.model for each in instances):
