@@ -93,7 +93,7 @@ def test_what_has_ended_gives_a_tenant_no_debt() -> None:
     for number in range(1000):
         queue.push(asked(number, "early"), 0.0, size=10)
     drain(queue, 500)
-    queue.service.ended("early", 5000)
+    queue.ended("early", 5000)
     for number in range(1000, 1500):
         queue.push(asked(number, "late"), 1.0, size=10)
     served = Counter(each.tenant for each in drain(queue, 100))
@@ -112,7 +112,8 @@ def test_what_was_served_differs_by_one_request_at_most_while_both_wait(data: st
     count = len(sizes)
     while len(queue):
         if {entry.request.tenant for entry in queue} == {"a", "b"}:
-            used = [queue.service.served(tenant) for tenant in weights]
+            assert queue.tenants is not None
+            used = [queue.tenants.served(tenant) for tenant in weights]
             assert abs(used[0] - used[1]) <= most / min(weights.values())
         drain(queue, 1)
         count -= 1

@@ -67,7 +67,7 @@ class QueueTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     max_bytes: PositiveInt = 256 << 20
     timeout_s: Positive = 300.0
     no_instance_timeout_s: NonNegative = 30.0
-    tenant_share: Share = 1.0
+    tenant_share: Annotated[Share, of("tenants")] = 1.0
     tenant_weights: Annotated[dict[str, Positive], of("tenants")] = {}
 
 

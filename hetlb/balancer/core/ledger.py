@@ -32,7 +32,7 @@ class Ledger:
     """Leases that have not ended, each with the incarnation that it is booked on."""
 
     def __init__(self, queue: Queue) -> None:
-        """`queue` counts the service of each tenant."""
+        """`queue` asks it for the leases that run."""
         self._queue = queue
         queue.running = self._running
         #: Instances by lease, removed ones included.

@@ -5,7 +5,7 @@ Each names in brackets the option that has it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -15,7 +15,16 @@ if TYPE_CHECKING:
     from hetlb.balancer.core.policies.sight import SchedulingContext
     from hetlb.balancer.core.queue import QueueKey
     from hetlb.balancer.core.ready import ReadyInstances
-    from hetlb.balancer.core.types import Command, EngineSample, Hold, Lease, LeaseId, Outcome, Request
+    from hetlb.balancer.core.types import (
+        Command,
+        EngineSample,
+        Hold,
+        Lease,
+        LeaseId,
+        Outcome,
+        Request,
+        RequestId,
+    )
 
 #: Block size in tokens, and the digest of every full block of a prompt but for its last token.
 PromptBlocks: TypeAlias = tuple[int, tuple[int, ...]]
@@ -83,13 +92,19 @@ class WaitingTargets(Protocol):
     def late(self, key: QueueKey, now: float) -> list[Command]: ...
 
 
-class FairShares(Protocol):
-    """Tokens that each tenant was served, over its weight: the one with the least is next (`tenants`)."""
+class TenantShares(Protocol):
+    """Shares of tenants in the queue and in service: the one with the least service is next (`tenants`)."""
 
-    def come(self, tenant: str | None, waiting: Collection[str | None]) -> object: ...
-    def booked(self, tenant: str | None, tokens: int, waiting: Collection[str | None]) -> None: ...
+    #: Requests and bytes that wait, by tenant.
+    waiting: dict[str | None, list[int]]
+
+    def waits(self, request: Request) -> None: ...
+    def left(self, request: Request) -> None: ...
+    def booked(self, tenant: str | None, tokens: int) -> None: ...
     def ended(self, tenant: str | None, tokens: int) -> None: ...
     def served(self, tenant: str | None) -> float: ...
+    def may_wait(self, request: Request) -> bool: ...
+    def crowding_out(self, request: Request) -> Sequence[RequestId]: ...
 
 
 class Splitting(Protocol):

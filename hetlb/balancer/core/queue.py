@@ -2,7 +2,7 @@
 
 Next to go, under one `QueueKey`: the lowest level (priority; of one priority background requests come last,
 before them requests that cannot meet their target any more); then the tenant with the least service for its
-weight, running requests counted (`FairShares`); then the request that is due first. Requests that only
+weight, running requests counted (`TenantShares`); then the request that is due first. Requests that only
 large instances can take are kept apart by `fit`, so that they do not hold up the others.
 """
 
@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from hetlb.balancer.core.option_interfaces import FairShares
+from hetlb.balancer.core.option_interfaces import TenantShares
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.types import Request, RequestId
 from hetlb.errors import ConfigError
@@ -26,8 +26,6 @@ _IN_TIME: Final = 0
 _HOPELESS: Final = 1
 _BACKGROUND: Final = 2
 _RANKS: Final = 3
-#: Requests and bytes of a tenant without any.
-_NO_SHARE: Final = [0, 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +125,13 @@ class Queue:
         #: The waiting requests, to be read only: each event asks whether it is empty.
         self.held: dict[RequestId, Queued] = {}
         self._sizes: dict[str, int] = {}
-        #: Requests and bytes that a tenant holds.
-        self._shares: dict[str | None, list[int]] = {}
         self.bytes = 0
         self._pushed = 0
-        #: Service that each tenant has had, None before the first request of one.
-        self.service: FairShares | None = None
         #: Tenants and tokens of the leases that have not ended; set by their ledger.
         self.running: Callable[[], Iterable[tuple[str | None, int]]] = tuple
+        #: Shares of the tenants, None before the first request of one, where none is bounded.
+        self.tenants: TenantShares | None = None
+        self._shared(None)
 
     def __len__(self) -> int:
         return len(self.held)
@@ -146,13 +143,18 @@ class Queue:
         """Yield the waiting requests; a snapshot: callers may remove meanwhile."""
         return iter(list(self.held.values()))
 
-    def flows(self) -> list[list[Queued]]:
-        """Return the waiting requests in lists, each oldest first: by key, level, tenant, class and fit."""
+    @property
+    def all_flows(self) -> list[QueueFlow]:
+        """The flows of all lines, by key and level."""
         return [
-            list(flow.entries.values())
+            flow
             for line in self._lines.values()
             for flow in sorted(line.values(), key=lambda each: each.name.level)
         ]
+
+    def flows(self) -> list[list[Queued]]:
+        """Return the waiting requests in lists, each oldest first: by key, level, tenant, class and fit."""
+        return [list(flow.entries.values()) for flow in self.all_flows]
 
     @property
     def keys(self) -> list[QueueKey]:
@@ -172,10 +174,10 @@ class Queue:
         if len(line) == 1:
             return [flow.first for flow in line.values()]
         best: dict[tuple[int, int, bool], tuple[int, float, float, int, Queued]] = {}
-        service = self.service
+        tenants = self.tenants
         for name, flow in line.items():
             first = flow.first
-            served = 0.0 if service is None else service.served(name.tenant)
+            served = 0.0 if tenants is None else tenants.served(name.tenant)
             rank = (name.level, served, first.due, first.number, first)
             known = best.get((name.fit, name.kind, flow.background))
             if known is None or rank[:4] < known[:4]:
@@ -217,58 +219,21 @@ class Queue:
 
     def has_room(self, request: Request) -> bool:
         """Return True if one more request stays within the bounds and its tenant's share of them."""
-        return self._within(len(self.held), self.bytes, request) and self._within_share(request)
+        tenants = self.tenants
+        may_wait = tenants is None or tenants.may_wait(request)
+        return may_wait and self.within(len(self.held), self.bytes, request)
 
-    def _within(self, requests: int, held_bytes: int, request: Request) -> bool:
+    def within(self, requests: int, held_bytes: int, request: Request) -> bool:
+        """Return True if one more request beside these stays within the bounds."""
         limits = self.limits
         if limits.max_requests is not None and requests >= limits.max_requests:
             return False
         return limits.max_bytes is None or held_bytes + request.body_bytes <= limits.max_bytes
 
-    def _within_share(self, request: Request) -> bool:
-        limits = self.limits
-        if limits.tenant_share >= 1.0:
-            return True
-        requests, held_bytes = self._shares.get(request.tenant, _NO_SHARE)
-        if not requests:  # one is always allowed
-            return True
-        if limits.max_requests is not None and requests >= limits.tenant_share * limits.max_requests:
-            return False
-        most = limits.max_bytes
-        return most is None or held_bytes + request.body_bytes <= limits.tenant_share * most
-
     def crowding_out(self, request: Request) -> Sequence[RequestId]:
-        """Return the requests that leave a full queue so that this one has room; none if unfair.
-
-        The newest of the tenant that holds most, while it holds more than the requester would.
-        """
-        if (len(self._shares) < 2 and request.tenant in self._shares) or not self._within_share(request):
-            return ()
-        limits = self.limits
-        by_count = limits.max_requests is not None and len(self.held) >= limits.max_requests
-        unit = 0 if by_count else 1
-        held = {tenant: share[unit] for tenant, share in self._shares.items()}
-        tenant = max(held, key=held.__getitem__, default=request.tenant)
-        if tenant == request.tenant:
-            return ()
-        gone: list[RequestId] = []
-        requests, held_bytes = len(self.held), self.bytes
-        theirs = held[tenant]
-        after = held.get(request.tenant, 0) + (1 if by_count else request.body_bytes)
-        flows = [
-            flow for line in self._lines.values() for flow in line.values() if flow.name.tenant == tenant
-        ]
-        for flow in sorted(flows, key=lambda each: -each.name.level):
-            for request_id, entry in reversed(flow.entries.items()):
-                theirs -= 1 if by_count else entry.request.body_bytes
-                if theirs < after:
-                    return ()
-                gone.append(request_id)
-                requests -= 1
-                held_bytes -= entry.request.body_bytes
-                if self._within(requests, held_bytes, request):
-                    return gone
-        return ()
+        """Return the requests that leave a full queue so that this one has room; none if unfair."""
+        tenants = self._shared(request.tenant)
+        return () if tenants is None else tenants.crowding_out(request)
 
     # --- in and out ---
 
@@ -284,6 +249,7 @@ class Queue:
     ) -> None:
         """Append a request that there is room for."""
         assert request.id not in self.held, f"request {request.id} is queued already"
+        tenants = self._shared(request.tenant)
         key = self._key(request, retry)
         name = FlowName(_level(request), request.tenant, request.service.name, fit, kind)
         flow = self._flow(key, name)
@@ -291,14 +257,9 @@ class Queue:
         entry = Queued(request, self._pushed, arrived_at, size, due, flow)
         flow.entries[request.id] = self.held[request.id] = entry
         self._sizes[request.model] = self._sizes.get(request.model, 0) + size
-        share = self._shares.get(request.tenant)
-        if share is None:
-            if (service := self._fair(request.tenant)) is not None:
-                service.come(request.tenant, self._shares)
-            share = self._shares[request.tenant] = [0, 0]
-        share[0] += 1
-        share[1] += request.body_bytes
         self.bytes += request.body_bytes
+        if tenants is not None:
+            tenants.waits(request)
 
     def _flow(self, key: QueueKey, name: FlowName) -> QueueFlow:
         """Return a flow that something is about to enter."""
@@ -334,11 +295,8 @@ class Queue:
         self._sizes[model] -= entry.size
         if not any(other.model == model for other in self._lines):
             assert self._sizes.pop(model) == 0, f"sizes waiting for {model} do not add up"
-        share = self._shares[request.tenant]
-        share[0] -= 1
-        share[1] -= request.body_bytes
-        if not share[0]:
-            del self._shares[request.tenant]
+        if self.tenants is not None:
+            self.tenants.left(request)
         self.bytes -= request.body_bytes
         assert self.bytes >= 0, "queued bytes fell below zero"
         return entry
@@ -369,23 +327,20 @@ class Queue:
             key = self._keys[request.model] = QueueKey(request.model, None, False)
         return key
 
-    def _fair(self, tenant: str | None) -> FairShares | None:
-        """Return the service of tenants, which begins with the first request of one."""
-        if self.service is None and tenant is not None:
+    def _shared(self, tenant: str | None) -> TenantShares | None:
+        """Return the shares of tenants, from the first request of one on."""
+        if self.tenants is None and (tenant is not None or self.limits.tenant_share < 1.0):
             with suppress(ConfigError):  # in an installation without the option all are alike
-                service: FairShares = option("tenants").hook(self.limits.tenant_weights)
-                for running, tokens in self.running():
-                    service.booked(running, tokens, ())
-                self.service = service
-        return self.service
+                self.tenants = option("tenants").hook(self)
+        return self.tenants
 
     def booked(self, tenant: str | None, tokens: int) -> None:
         """Note that a lease of a tenant begins, for `tokens` tokens."""
-        service = self.service if tenant is None else self._fair(tenant)
-        if service is not None:
-            service.booked(tenant, tokens, self._shares)
+        tenants = self.tenants if tenant is None else self._shared(tenant)
+        if tenants is not None:
+            tenants.booked(tenant, tokens)
 
     def ended(self, tenant: str | None, tokens: int) -> None:
         """Note that a lease of a tenant ended."""
-        if self.service is not None:
-            self.service.ended(tenant, tokens)
+        if self.tenants is not None:
+            self.tenants.ended(tenant, tokens)

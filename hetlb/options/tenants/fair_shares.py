@@ -1,14 +1,19 @@
-"""Fair shares of tenants: the one that was served least for its weight is next."""
+"""Fair shares of tenants: of a full queue, and of service by weight: the one that had least is next."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Sequence
 from typing import Final
 
 from mypy_extensions import mypyc_attr
 
+from hetlb.balancer.core.queue import Queue
+from hetlb.balancer.core.types import Request, RequestId
+
 #: Most tenants beyond which idle ones are forgotten, if they were served no more than others.
 _KEPT_TENANTS: Final = 1024
+#: Requests and bytes of a tenant without any.
+_NO_SHARE: Final = [0, 0]
 
 
 @mypyc_attr(acyclic=True)
@@ -23,29 +28,39 @@ class _Tenant:
         self.served = 0.0
 
 
-class TenantService:
-    """Tokens that each tenant was served, over its weight: the one with the least is next.
+class FairShares:
+    """Requests of each tenant in a queue, and tokens that it was served, over its weight.
 
     A virtual token counter (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024) that counts
     running work: a tenant that comes starts level with the least that another had beyond what runs for it,
     so that it gets as much as runs for others before they get more, and saves nothing up by not asking.
     """
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
-        self._weights = weights
+    def __init__(self, queue: Queue) -> None:
+        """Begin with what runs and waits."""
+        self._queue = queue
+        self._limits = queue.limits
         self._known: dict[str | None, _Tenant] = {}
         self._floor = 0.0
+        #: Requests and bytes that wait, by tenant.
+        self.waiting: dict[str | None, list[int]] = {}
+        for tenant, tokens in queue.running():
+            self.booked(tenant, tokens)
+        for entry in queue:
+            self.waits(entry.request)
+
+    # --- service ---
 
     def _weight(self, tenant: str | None) -> float:
         """Return the stated share of a tenant, else 1."""
-        return self._weights.get(tenant, 1.0) if self._weights and tenant is not None else 1.0
+        return 1.0 if tenant is None else self._limits.tenant_weights.get(tenant, 1.0)
 
-    def come(self, tenant: str | None, waiting: Collection[str | None]) -> _Tenant:
+    def _come(self, tenant: str | None) -> _Tenant:
         """Return a tenant that asks; without running requests it starts level with the others that ask."""
         found = self._known.get(tenant)
         if found is not None and found.running > 0:
             return found
-        known = self._known
+        known, waiting = self._known, self.waiting
         levels = [
             each.served - each.running / each.weight
             for name, each in known.items()
@@ -63,11 +78,11 @@ class TenantService:
             }
         return found
 
-    def booked(self, tenant: str | None, tokens: int, waiting: Collection[str | None]) -> None:
+    def booked(self, tenant: str | None, tokens: int) -> None:
         """Note that a lease of a tenant began."""
         found = self._known.get(tenant)
-        if found is None or (found.running <= 0 and tenant not in waiting):
-            found = self.come(tenant, waiting)
+        if found is None or (found.running <= 0 and tenant not in self.waiting):
+            found = self._come(tenant)
         found.running += tokens
         found.served += tokens / found.weight
 
@@ -81,3 +96,66 @@ class TenantService:
         """Return the tokens that a tenant was served, over its weight."""
         found = self._known.get(tenant)
         return self._floor if found is None else found.served
+
+    # --- the queue ---
+
+    def waits(self, request: Request) -> None:
+        """Note that a request waits."""
+        share = self.waiting.get(request.tenant)
+        if share is None:
+            self._come(request.tenant)
+            share = self.waiting[request.tenant] = [0, 0]
+        share[0] += 1
+        share[1] += request.body_bytes
+
+    def left(self, request: Request) -> None:
+        """Note that a request waits no longer."""
+        share = self.waiting[request.tenant]
+        share[0] -= 1
+        share[1] -= request.body_bytes
+        if not share[0]:
+            del self.waiting[request.tenant]
+
+    def may_wait(self, request: Request) -> bool:
+        """Return True if one more request stays within its tenant's share of the bounds."""
+        limits = self._limits
+        if limits.tenant_share >= 1.0:
+            return True
+        requests, held_bytes = self.waiting.get(request.tenant, _NO_SHARE)
+        if not requests:  # one is always allowed
+            return True
+        if limits.max_requests is not None and requests >= limits.tenant_share * limits.max_requests:
+            return False
+        most = limits.max_bytes
+        return most is None or held_bytes + request.body_bytes <= limits.tenant_share * most
+
+    def crowding_out(self, request: Request) -> Sequence[RequestId]:
+        """Return the requests that leave a full queue so that this one has room; none if unfair.
+
+        The newest of the tenant that holds most, while it holds more than the requester would.
+        """
+        waiting, queue, limits = self.waiting, self._queue, self._limits
+        if (len(waiting) < 2 and request.tenant in waiting) or not self.may_wait(request):
+            return ()
+        by_count = limits.max_requests is not None and len(queue) >= limits.max_requests
+        unit = 0 if by_count else 1
+        held = {tenant: share[unit] for tenant, share in waiting.items()}
+        tenant = max(held, key=held.__getitem__, default=request.tenant)
+        if tenant == request.tenant:
+            return ()
+        gone: list[RequestId] = []
+        requests, held_bytes = len(queue), queue.bytes
+        theirs = held[tenant]
+        after = held.get(request.tenant, 0) + (1 if by_count else request.body_bytes)
+        flows = [flow for flow in queue.all_flows if flow.name.tenant == tenant]
+        for flow in sorted(flows, key=lambda each: -each.name.level):
+            for request_id, entry in reversed(flow.entries.items()):
+                theirs -= 1 if by_count else entry.request.body_bytes
+                if theirs < after:
+                    return ()
+                gone.append(request_id)
+                requests -= 1
+                held_bytes -= entry.request.body_bytes
+                if queue.within(requests, held_bytes, request):
+                    return gone
+        return ()

@@ -62,7 +62,7 @@ def check_queue(queue: Queue) -> None:
         of = held.setdefault(entry.request.tenant, [0, 0])
         of[0] += 1
         of[1] += entry.request.body_bytes
-    assert held == queue._shares
+    assert queue.tenants is None or held == queue.tenants.waiting
 
 
 def check_tree(tree: Tree) -> None:
