@@ -330,6 +330,12 @@ def test_figures_of_waiting_requests() -> None:
 # --- noticing ---
 
 
+def shares(queue: Queue) -> dict[str | None, list[int]]:
+    """Return the requests and bytes that wait, by tenant."""
+    assert queue.tenants is not None
+    return queue.tenants.waiting
+
+
 def test_a_count_that_is_wrong_is_noticed() -> None:
     def wrong_bytes(queue: Queue) -> None:
         queue.bytes += 1
@@ -351,13 +357,13 @@ def test_a_count_that_is_wrong_is_noticed() -> None:
         queue.held[1].flow = QueueFlow(LINE, FlowName(0, "stranger", "", 0))
 
     def wrong_share(queue: Queue) -> None:
-        queue._shares["a"][0] += 1
+        shares(queue)["a"][0] += 1
 
     def wrong_share_bytes(queue: Queue) -> None:
-        queue._shares["a"][1] += 1
+        shares(queue)["a"][1] += 1
 
     def share_of_stranger(queue: Queue) -> None:
-        queue._shares["stranger"] = [0, 0]
+        shares(queue)["stranger"] = [0, 0]
 
     for break_it, says in (
         (wrong_bytes, None),
