@@ -6,7 +6,7 @@ from typing import Final
 
 from hetlb.balancer.core import rejections
 from hetlb.balancer.core.demand import size_of
-from hetlb.balancer.core.option_interfaces import WaitingTargets
+from hetlb.balancer.core.option_interfaces import QueueTargets
 from hetlb.balancer.core.placement import Placement
 from hetlb.balancer.core.queue import Queued, QueueKey
 from hetlb.balancer.core.ready import ReadyInstances, least_tokens
@@ -31,7 +31,7 @@ class Backlog:
         #: Waiting requests whose predicted length is older than the newest lesson.
         self._stale: list[RequestId] = []
         #: Targets of what waits, None before the first request with some.
-        self._targets: WaitingTargets | None = None
+        self._targets: QueueTargets | None = None
         #: Time from which the next tick counts: the last one, or when the first began to wait.
         self.ticked_at = now
 

@@ -85,7 +85,7 @@ class ProtectedClass(Protocol):
     def answered(self, lease: Lease, now: float, alone: bool) -> None: ...
 
 
-class WaitingTargets(Protocol):
+class QueueTargets(Protocol):
     """Targets of waiting requests: when each is due, and the ones that meet theirs no more (`classes`)."""
 
     def due(self, request: Request, now: float, predicted: float) -> float: ...
