@@ -18,6 +18,8 @@ from hetlb.balancer.core.types import Capacity, CapacityLearned
 
 #: Streams of one fleet, and fleets.
 STREAMS, FLEETS = 8, 8
+#: Seconds of silence after which an engine is lost; also where it would have spoken, its answer ends.
+SILENCE_S = 0.05
 HEAD = b"POST %b HTTP/1.1\r\nhost: h\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
 
 
@@ -54,10 +56,12 @@ class Hostile:
             if self._rng.random() < 0.3:
                 await asyncio.sleep(0)
         await visit.writer.drain()
-        how = self._rng.choice(["whole", "fin", "rst", "junk"])
+        how = self._rng.choice(["whole", "fin", "rst", "junk", "silence"])
         if how == "rst":
             visit.reset()
-        elif how != "fin":
+        elif how == "fin":
+            visit.writer.close()
+        elif how != "silence":
             visit.send(LAST if how == "whole" else b"zz\r\n")
 
 
@@ -70,7 +74,7 @@ async def test_answers_of_hostile_engines_end(
     hostile = Hostile(rng)
     async with Upstream(hostile) as one, Upstream(hostile) as two, Upstream(hostile) as three:
         for _ in range(FLEETS):
-            proxy = await proxied(start, one.url, two.url, three.url)
+            proxy = await proxied(start, one.url, two.url, three.url, idle_timeout_s=SILENCE_S)
             for each in proxy.scheduler.instances:
                 proxy.scheduling.change(CapacityLearned(each.name, Capacity(max_model_len=512)))
             for _ in range(STREAMS):
