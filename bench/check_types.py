@@ -35,7 +35,7 @@ def _check(folder: Path) -> bool:
     else:
         what = [str(each) for each in PICTURES] if folder == PICTURES[0].parent else []
         what = what or [str(path) for path in sorted(folder.glob("*.py"))]
-    flags = ["--strict", "--follow-imports=silent", f"--cache-dir=.mypy_cache/bench-{folder.name}"]
+    flags = ["--strict", "--follow-imports=silent"]
     environment = {**os.environ, "MYPYPATH": os.pathsep.join(map(str, paths))}
     done = subprocess.run(
         [sys.executable, "-m", "mypy", *flags, *what], env=environment, cwd=BENCH.parent, check=False
