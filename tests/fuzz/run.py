@@ -7,53 +7,69 @@ times as long, since it looks for what is slow, and begins first. Finds lie unde
 from __future__ import annotations
 
 import argparse
-import asyncio
+import contextlib
 import os
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import IO
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from fuzz.corpora import corpora  # noqa: E402 -- the tests are no package
+from fuzz import run_target  # noqa: E402 -- the tests are no package
 
-#: Each has a folder of inputs.
-TARGETS = sorted(corpora())
 AT_ONCE = max(2, os.cpu_count() or 1)
 #: Seconds of a target in place of one: what is slow shows itself late.
 TIMES = {"cost": 6}
 
 
-async def command(name: str, *arguments: str, room: asyncio.Semaphore) -> bool:
-    """Run one of the scripts here; its output is shown if it failed, else its last figures."""
-    async with room:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(HERE / arguments[0]),
-            *arguments[1:],
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        output, _ = await process.communicate()
-    text = output.decode(errors="replace")
-    if process.returncode:
-        print(f"{name}: FOUND SOMETHING (exit status {process.returncode})\n{text[-6000:]}", flush=True)
+def start(name: str, seconds: int, output: IO[bytes]) -> int:
+    """Fork a process that fuzzes a target, its output in a file; return its id."""
+    if pid := os.fork():
+        return pid
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
+    status = 1
+    try:
+        status = run_target.fuzz(name, seconds * TIMES.get(name, 1), seed=1)
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def show(name: str, status: int, output: IO[bytes]) -> bool:
+    """Print the end of the output of a target that found something, else its last figure; True if none."""
+    output.seek(0)
+    text = output.read().decode(errors="replace")
+    if status:
+        print(f"{name}: FOUND SOMETHING (exit status {status})\n{text[-6000:]}", flush=True)
         return False
     runs = [line.split()[-1] for line in text.splitlines() if "number_of_executed_units" in line]
     print(f"{name}: {runs[0]} runs, nothing found" if runs else text.strip(), flush=True)
     return True
 
 
-async def everything(seconds: int, mutants: int) -> bool:
-    """All targets, then the mutants alone: they are timed."""
-    room = asyncio.Semaphore(AT_ONCE)
-    found = await asyncio.gather(
-        *(
-            command(name, "run_target.py", name, "--seconds", str(seconds * TIMES.get(name, 1)), room=room)
-            for name in sorted(TARGETS, key=lambda name: -TIMES.get(name, 1))
-        )
-    )
-    return all([*found, await command("mutants", "mutants.py", "--count", str(mutants), room=room)])
+def everything(seconds: int, mutants: int) -> bool:
+    """All targets, then the mutants alone: they are timed. True if nothing was found."""
+    run_target.load()
+    waiting = sorted(run_target.TARGETS, key=lambda name: TIMES.get(name, 1))
+    running: dict[int, tuple[str, IO[bytes]]] = {}
+    quiet = []
+    with contextlib.ExitStack() as files:
+        while waiting or running:
+            while waiting and len(running) < AT_ONCE:
+                name, output = waiting.pop(), files.enter_context(tempfile.TemporaryFile())
+                running[start(name, seconds, output)] = name, output
+            pid, status = os.wait()
+            name, output = running.pop(pid)
+            quiet.append(show(name, os.waitstatus_to_exitcode(status), output))
+        output = files.enter_context(tempfile.TemporaryFile())
+        command = [sys.executable, str(HERE / "mutants.py"), "--count", str(mutants)]
+        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
+        quiet.append(show("mutants", done.returncode, output))
+    return all(quiet)
 
 
 def main() -> int:
@@ -62,7 +78,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=60, help="for each target")
     parser.add_argument("--mutants", type=int, default=10_000)
     arguments = parser.parse_args()
-    return 0 if asyncio.run(everything(arguments.seconds, arguments.mutants)) else 1
+    return 0 if everything(arguments.seconds, arguments.mutants) else 1
 
 
 if __name__ == "__main__":

@@ -9,10 +9,13 @@ into `corpus/NAME` with its mending: the tests run every file there.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import random
 import sys
 import time
 import traceback
+from importlib import import_module
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -76,10 +79,26 @@ def without_coverage(name: str, seconds: float, seed: int) -> int:
     return 0
 
 
+def load() -> None:
+    """Import the targets, under atheris's watch: that takes seconds, which forked processes share."""
+    watched = contextlib.nullcontext() if atheris is None else atheris.instrument_imports(include=["hetlb"])
+    with contextlib.redirect_stderr(io.StringIO()), watched:  # it names each module
+        import_module("fuzz.targets")
+
+
+def fuzz(name: str, seconds: int, seed: int) -> int:
+    """Fuzz a target; return 1 where something was found. libFuzzer ends the process with its own status."""
+    load()
+    if atheris is None:
+        return without_coverage(name, seconds, seed)
+    with_coverage(name, seconds, seed)
+    return 0
+
+
 def with_coverage(name: str, seconds: int, seed: int) -> None:
     """Let libFuzzer lead; it ends the process with its own status."""
-    with atheris.instrument_imports(include=["hetlb"]):
-        from fuzz.targets import TARGETS
+    from fuzz.targets import TARGETS
+
     grown = FOUND / name / "corpus"
     grown.mkdir(parents=True, exist_ok=True)
     # An input that takes minutes hangs: what is merely slow is for the target `cost` to find, by CPU time. It
@@ -100,10 +119,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    if atheris is None:
-        return without_coverage(arguments.name, arguments.seconds, arguments.seed)
-    with_coverage(arguments.name, arguments.seconds, arguments.seed)
-    return 0
+    return fuzz(arguments.name, arguments.seconds, arguments.seed)
 
 
 if __name__ == "__main__":
