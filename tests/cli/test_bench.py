@@ -261,6 +261,7 @@ def policy_of(fleet: Fleet) -> str:
         return str(json.load(reply)["policy"])
 
 
+@pytest.mark.option("policies")
 def test_policies_meet_the_same_load_and_the_policy_is_put_back(
     capsys: pytest.CaptureFixture[str], fleet: Fleet, trace: Path
 ) -> None:
@@ -327,6 +328,7 @@ def test_the_search_goes_on_from_the_listed_rates(
     assert len(rates) == 2 + 3
 
 
+@pytest.mark.option("policies")
 def test_the_picture_is_written(
     capsys: pytest.CaptureFixture[str], fleet: Fleet, trace: Path, tmp_path: Path
 ) -> None:
@@ -338,6 +340,7 @@ def test_the_picture_is_written(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.option("policies")
 def test_told_to_stop_it_ends_at_once_and_the_policy_is_put_back(fleet: Fleet, trace: Path) -> None:
     """Within a run that would take hours, by each of the signals."""
     for number in (signal.SIGINT, signal.SIGTERM):

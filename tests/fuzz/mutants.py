@@ -171,9 +171,12 @@ async def run(count: int, seed: int, folder: Path, *, only: int | None = None) -
         },
         "scrape": {"timeout_s": HANG_S},  # the engine is well: however slow this machine is
     }  # fmt: skip
-    async with FaultEngine() as engine, FaultEngine(served="bg") as neighbour:
+    async with contextlib.AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(FaultEngine())
+        neighbour = await stack.enter_async_context(FaultEngine(served="bg"))
         tap = Wiretap(engine)
         server = await asyncio.start_server(tap.serve, "127.0.0.1", 0)
+        stack.callback(server.close)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with as_process(folder, [engine], neighbour, tables, urls=[url]) as rig:
             going = Run(rig, seed)
@@ -189,7 +192,6 @@ async def run(count: int, seed: int, folder: Path, *, only: int | None = None) -
                 report.finds.append(f"the process ended with {rig.process.returncode}")
             elif (await get(rig.admin_port, "/healthz"))[0] != 200:
                 report.finds.append("the admin listener does not answer")
-        server.close()
     log = (folder / "log").read_text(errors="replace")
     if "Traceback" in log:
         report.finds.append(log[log.index("Traceback") :][:2000])
