@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -69,29 +70,39 @@ def test_the_page_of_claims_is_as_its_results_are() -> None:
     assert claims.PAGE.read_text() == claims.page(), "run `python bench/claims.py`"
 
 
-#: Runs a script up to its parser, which reads the command lines of standard input, one a line.
+#: Runs scripts up to their parsers, which read command lines: `{script: [line, ...]}` on standard input.
+#: All in one process, for they import the same packages; modules beside a script are its own.
 _READ = """
-import argparse, runpy, shlex, sys
+import argparse, json, runpy, shlex, sys
+from pathlib import Path
 def read(self, *_):
-    for line in sys.stdin.read().splitlines():
+    for line in lines:
         own(self, shlex.split(line))
     raise SystemExit(0)
 own, argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_args, read
-sys.path.insert(0, sys.argv[1].rpartition("/")[0])
-runpy.run_path(sys.argv[1], run_name="__main__")
+for script, lines in json.load(sys.stdin).items():
+    sys.argv[0] = script
+    sys.path.insert(0, str(Path(script).parent))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code:
+            sys.exit(f"{script}: {ended.code}")
+    folder = sys.path.pop(0)
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(folder):
+            del sys.modules[name]
 """
-COMMANDS = {each.command for _, of in claims.PAPERS for each in of if each.command != "-"}
 
 
-@pytest.mark.parametrize("script", sorted({command.partition(" ")[0] for command in COMMANDS}))
-def test_a_bench_takes_the_commands_of_its_claims(script: str) -> None:
-    lines = [
-        rest for command in sorted(COMMANDS) for name, _, rest in [command.partition(" ")] if name == script
-    ]
+def test_benches_take_the_commands_of_their_claims() -> None:
+    lines: dict[str, list[str]] = {}
+    for command in sorted({each.command for _, of in claims.PAPERS for each in of if each.command != "-"}):
+        script, _, rest = command.partition(" ")
+        lines.setdefault(str(BENCH / script), []).append(rest)
     done = subprocess.run(
-        [sys.executable, "-c", _READ, str(BENCH / script)], input="\n".join(lines), text=True,
-        stderr=subprocess.PIPE, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", _READ], input=json.dumps(lines), text=True, stderr=subprocess.PIPE, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 

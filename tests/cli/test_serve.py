@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -29,9 +30,9 @@ DEMO = Path(__file__).parents[2] / "hetlb" / "tools" / "demo"
 Starter = Callable[..., subprocess.Popen[str]]
 
 
-@pytest.fixture
-def start() -> Iterator[Starter]:
-    """Start `python -m hetlb …`; whatever is still running at the end is killed."""
+@contextlib.contextmanager
+def starting() -> Iterator[Starter]:
+    """Give what starts `python -m hetlb …`; whatever is still running at the end is killed."""
     running: list[subprocess.Popen[str]] = []
 
     def starter(*arguments: str) -> subprocess.Popen[str]:
@@ -44,10 +45,25 @@ def start() -> Iterator[Starter]:
         running.append(process)
         return process
 
-    yield starter
-    for process in running:
-        process.kill()
-        process.communicate()
+    try:
+        yield starter
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def start() -> Iterator[Starter]:
+    with starting() as starter:
+        yield starter
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[list[str]]:
+    """URLs of two engines, for all tests: none of them does anything to an engine."""
+    with starting() as starter:
+        yield [engine(starter) for _ in range(2)]
 
 
 def ready(process: subprocess.Popen[str]) -> list[str]:
@@ -58,10 +74,10 @@ def ready(process: subprocess.Popen[str]) -> list[str]:
     return [word.strip("()\n") for word in line.split() if word.startswith("http://")]
 
 
-def engine(start: Starter, *flags: str) -> str:
+def engine(start: Starter) -> str:
     profile = str(DEMO / "fast.yaml")
     arguments = ("engine", "--profile", profile, "--port", "0", "--served-model-name", "m")
-    return ready(start(*arguments, "--time-scale", "0.05", *flags))[0]
+    return ready(start(*arguments, "--time-scale", "0.05"))[0]
 
 
 def get(url: str) -> dict[str, Any]:
@@ -109,8 +125,8 @@ def _kv_cache_tokens() -> int | None:
 
 
 @pytest.mark.option("engine_pages")
-def test_addresses_alone_are_enough(start: Starter) -> None:
-    _, url, admin = proxy(start, engine(start), engine(start))
+def test_addresses_alone_are_enough(start: Starter, engines: list[str]) -> None:
+    _, url, admin = proxy(start, *engines)
     wait_for(lambda: all(each["signal_age_s"] is not None for each in instances_of(admin)))
     assert [entry["id"] for entry in get(f"{url}/v1/models")["data"]] == ["m"]
     for _ in range(4):
@@ -122,9 +138,11 @@ def test_addresses_alone_are_enough(start: Starter) -> None:
     assert all(each[key] == 0 for each in instances for key in ("in_flight", "queued", "workload"))
 
 
-def test_an_instance_that_is_not_there_is_named_and_the_other_serves(start: Starter) -> None:
+def test_an_instance_that_is_not_there_is_named_and_the_other_serves(
+    start: Starter, engines: list[str]
+) -> None:
     dead = f"http://127.0.0.1:{free_port()}"
-    process, url, _ = proxy(start, dead, engine(start), up=1)
+    process, url, _ = proxy(start, dead, engines[0], up=1)
     assert ask(url)[0] == 200
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=HANG_S)
@@ -146,16 +164,16 @@ def test_a_port_in_use_is_one_line(start: Starter) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_with_status_0(start: Starter, number: signal.Signals) -> None:
-    process, url, _ = proxy(start, engine(start))
+def test_a_signal_ends_it_with_status_0(start: Starter, engines: list[str], number: signal.Signals) -> None:
+    process, url, _ = proxy(start, engines[0])
     assert ask(url)[0] == 200
     process.send_signal(number)
     process.communicate(timeout=HANG_S)
     assert process.returncode == 0
 
 
-def test_a_request_in_flight_ends_before_the_proxy_does(start: Starter) -> None:
-    process, url, _ = proxy(start, engine(start))
+def test_a_request_in_flight_ends_before_the_proxy_does(start: Starter, engines: list[str]) -> None:
+    process, url, _ = proxy(start, engines[0])
     body = json.dumps({"model": "m", "prompt": "x", "max_tokens": 100, "stream": True}).encode()
     request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=HANG_S) as reply:
@@ -168,8 +186,8 @@ def test_a_request_in_flight_ends_before_the_proxy_does(start: Starter) -> None:
     assert process.returncode == 0
 
 
-def test_the_request_log_has_one_line_per_request(start: Starter) -> None:
-    process, url, _ = proxy(start, engine(start))
+def test_the_request_log_has_one_line_per_request(start: Starter, engines: list[str]) -> None:
+    process, url, _ = proxy(start, engines[0])
     ask(url)
     ask(url, model="nobody\nknows=it")
     process.send_signal(signal.SIGINT)
@@ -269,8 +287,8 @@ def test_a_fleet_or_addresses_but_not_both(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err.count("expected either --config") == 2
 
 
-def test_killing_the_proxy_leaves_nothing(start: Starter) -> None:
-    process, _, _ = proxy(start, engine(start))
+def test_killing_the_proxy_leaves_nothing(start: Starter, engines: list[str]) -> None:
+    process, _, _ = proxy(start, engines[0])
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     assert not children.exists() or children.read_text() == ""
     os.kill(process.pid, signal.SIGKILL)
