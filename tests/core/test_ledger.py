@@ -30,7 +30,7 @@ from hetlb.balancer.core.types import (
     Request,
     Role,
 )
-from hetlb.options.kv_events.block_index import BlocksStored, KvEventBatch, block_digests
+from hetlb.options.kv_events.block_index import BlockIndex, BlocksStored, KvEventBatch, block_digests
 from hetlb.tools.sim.integrity import check_instance, check_scheduler
 
 PLACES, CACHE = 8, 5000
@@ -357,7 +357,7 @@ def test_blocks_on_their_way_belong_to_the_adapter_of_the_request() -> None:
     assert instance_lease(scheduler, request(2, prompt=1200, blocks=(100, digests))).unread_tokens == 400
     second = instance_lease(scheduler, request(3, prompt=1200, blocks=(100, digests), model="lora"))
     assert second.unread_tokens == 1
-    assert instance.blocks is not None
+    assert isinstance(instance.blocks, BlockIndex)
     for lease in (first, second):
         scheduler.on_lease_ended(lease, Outcome.CLIENT_GONE, 1.0)
     assert instance.blocks.held("lora", (100, digests)) == 100
@@ -365,7 +365,7 @@ def test_blocks_on_their_way_belong_to_the_adapter_of_the_request() -> None:
 
 def test_a_prompt_without_blocks_is_none_of_the_index() -> None:
     scheduler, instance, digests = published(2)
-    assert instance.blocks is not None
+    assert isinstance(instance.blocks, BlockIndex)
     instance_lease(scheduler, request(1, prompt=1200))
     assert instance.blocks.held("m", (100, digests)) == 200
 

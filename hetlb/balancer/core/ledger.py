@@ -19,14 +19,6 @@ def nearest(value: float) -> int:
     return whole + 1 if rest > 0.5 or (rest == 0.5 and whole % 2) else whole
 
 
-def exact_held(instance: Instance, request: Request) -> int | None:
-    """Return a prompt's tokens in an instance's cache by its own KV events; None where they do not tell."""
-    blocks = instance.blocks
-    if blocks is None or not blocks.live or request.blocks is None or instance.engines > 1:
-        return None
-    return min(blocks.held(request.model, request.blocks), request.prompt_tokens - 1)
-
-
 @mypyc_attr(acyclic=True)
 class Ledger:
     """Leases that have not ended, each with the incarnation that it is booked on."""
@@ -83,7 +75,7 @@ class Ledger:
         answers = sequences * nearest(predicted)
         promised = min(sequences * prompt + answers, cache)
         shared: Shared | None = None
-        exact = None if instance.blocks is None else exact_held(instance, request)
+        exact = None if instance.blocks is None else instance.blocks.exact(request, instance.engines)
         if (sequences == 1 and not request.prefix_keys and exact is None) or not instance.caches_prefixes:
             own, unread = prompt_tokens, prompt_tokens
         else:

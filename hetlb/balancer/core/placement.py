@@ -12,7 +12,7 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.core.demand import Demand, Mix
 from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import NOTICE_MARGIN_S, Instance
-from hetlb.balancer.core.ledger import Ledger, exact_held
+from hetlb.balancer.core.ledger import Ledger
 from hetlb.balancer.core.option_interfaces import LoadTimes, Splitting
 from hetlb.balancer.core.policies.base import Choice, Policy
 from hetlb.balancer.core.policies.sight import SchedulingContext
@@ -218,7 +218,7 @@ class Placement:
         if request.prefix_keys:
             held = fleet.prefixes.held(request.prefix_keys, request.prompt_tokens)
         if fleet.publishers and request.blocks is not None:
-            held = self._exact(request, held)
+            held = option("kv_events.block_index").held_exactly(fleet.publishers, request, held)
         ctx = SchedulingContext(request, predicted, long, waiting, demand, now, held)
         if unknown:
             ctx.least_output = long / 2.0
@@ -247,16 +247,6 @@ class Placement:
             if request.max_tokens is not None and long > request.max_tokens:
                 long = float(request.max_tokens)
         return running > _UNKNOWN * ended, long
-
-    def _exact(self, request: Request, held: Held | None) -> Held:
-        """Held tokens of a prompt, with the exact figures of engines that publish KV events."""
-        if held is None:
-            held = Held()
-        for instance in self.fleet.publishers:
-            exact = exact_held(instance, request)
-            if exact is not None:
-                held.tokens[instance.tree.cache_id] = exact
-        return held
 
     def book(self, found: Decision) -> Dispatch:
         """Book a decision."""

@@ -16,7 +16,7 @@ from hetlb.balancer.clients.access import EngineAccess
 from hetlb.balancer.clients.client_response import STARTED
 from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet_tables import ProxyTable
-from hetlb.balancer.core.instance import NOTICE_MARGIN_S, Instance
+from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Reject, RequestId
 from hetlb.balancer.engines.engine_pools import EnginePools
 from hetlb.balancer.engines.upstream import Upstream
@@ -24,7 +24,8 @@ from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.exchange import Exchange, Host, Maker
 from hetlb.balancer.exchange.exchange_states import TURNED_AWAY, Phase
 from hetlb.balancer.exchange.guard import Guard
-from hetlb.balancer.exchange.scheduler_side import SWEEP_S, SchedulerSide
+from hetlb.balancer.exchange.scheduler_side import SchedulerSide
+from hetlb.balancer.hooks import hook
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.error_responses import Refusal
@@ -316,28 +317,7 @@ class Driver(Host):
     def _move_all_away(self, now: float) -> None:
         for each in self.scheduling.targets():
             if each.leaves_at is not None:
-                self._move_away(each.name, each.leaves_at, now)
-
-    def _move_away(self, name: str, gone_at: float, now: float) -> None:
-        """Move requests that end after their instance leaves, evenly until then, the shortest first."""
-        left_s = gone_at - NOTICE_MARGIN_S - now
-        late = []
-        for each in self.exchanges.values():
-            record, lease = each.record, each.record.lease
-            if lease is not None and lease.instance == name and each.phase is not Phase.QUEUED:
-                ends_at = lease.dispatched_at + record.expected_s
-                if ends_at > now + left_s or left_s < SWEEP_S:
-                    late.append((ends_at, record.request.id))
-        late.sort()
-        most = math.ceil(len(late) * SWEEP_S / max(left_s, SWEEP_S))
-        for _, request_id in late:
-            exchange = self.exchanges.get(request_id)
-            if most <= 0 or exchange is None:
-                continue
-            try:
-                most -= exchange.attempt.move()
-            except Exception as error:
-                self.guard.ended(exchange, error)
+                hook("notices", self, each.name, each.leaves_at, now)
 
     # --- the end ---
 

@@ -17,6 +17,8 @@ from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.option_interfaces import BlockEvents, PromptBlocks
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
+from hetlb.balancer.core.prefix_index import Held
+from hetlb.balancer.core.types import Request
 
 #: Maximum number of blocks that are followed.
 MAX_BLOCKS: Final = 1 << 20
@@ -144,6 +146,12 @@ class BlockIndex:
             count += 1
         return count * self.block_tokens
 
+    def exact(self, request: Request, engines: int) -> int | None:
+        """Return the tokens of a prompt in the cache of one of `engines`; None where events do not tell."""
+        if not self.live or request.blocks is None or engines > 1:
+            return None
+        return min(self.held(request.model, request.blocks), request.prompt_tokens - 1)
+
     def begin(self, lease_id: int, model: str, blocks: PromptBlocks) -> None:
         """Note that a prompt was sent to the engine: its blocks are computed before later ones."""
         if blocks[0] != self.block_tokens:
@@ -215,6 +223,7 @@ def take_events(fleet: FleetState, instance: Instance, batch: BlockEvents) -> No
         instance.blocks = BlockIndex()
         fleet.publishers.append(instance)
     blocks, tree = instance.blocks, instance.tree
+    assert isinstance(blocks, BlockIndex), "expected the blocks of this option"
     before = blocks.stored_tokens
     removed, cleared = blocks.apply(batch)
     tree.told = blocks.live
@@ -223,3 +232,14 @@ def take_events(fleet: FleetState, instance: Instance, batch: BlockEvents) -> No
     elif removed and tree.unused_tokens:  # prompts of unknown token ids lose their part
         unused = max(tree.unused_tokens, before - tree.used_tokens)
         tree.evicted(removed * blocks.block_tokens * tree.unused_tokens / unused)
+
+
+def held_exactly(publishers: Sequence[Instance], request: Request, held: Held | None) -> Held:
+    """Return the held tokens of a prompt, with the exact figures of engines that publish KV events."""
+    if held is None:
+        held = Held()
+    for instance in publishers:
+        exact = None if instance.blocks is None else instance.blocks.exact(request, instance.engines)
+        if exact is not None:
+            held.tokens[instance.tree.cache_id] = exact
+    return held

@@ -54,13 +54,13 @@ def fleet(engine: Engine, table: object) -> dict[str, Any]:
 
 def held(running: Running, ids: list[int]) -> int:
     blocks = running.instance("i0").blocks
-    assert blocks is not None
+    assert isinstance(blocks, BlockIndex)
     return blocks.held("m", (SIZE, block_digests(array("q", ids), SIZE)))
 
 
 def stored_tokens(running: Running, name: str) -> int:
     blocks = running.instance(name).blocks
-    return 0 if blocks is None else blocks.stored_tokens
+    return blocks.stored_tokens if isinstance(blocks, BlockIndex) else 0
 
 
 def state(running: Running) -> str:
