@@ -78,7 +78,9 @@ class Members:
     async def register(self, table: Mapping[str, Any]) -> bool:
         """Add an instance, or renew its registration. True where it is new. Raises `InputError`."""
         roster, instance = self._roster, read_registration(table)
-        ttl_s = roster.lifetime_s if instance.ttl_s is None else instance.ttl_s
+        discovery, ttl_s = roster.fleet.file.discovery, instance.ttl_s
+        if ttl_s is None:
+            ttl_s = 0.0 if discovery is None else discovery.ttl_s
         spec = roster.resolve(instance, instance.model)
         known = roster.spec(spec.name)
         ours = roster.source_of.get(spec.name) in (REGISTRATION, "")
@@ -87,7 +89,7 @@ class Members:
             if known != spec:
                 roster.update(spec)
             return False
-        address = allowed_address(await addresses(spec.url), roster.networks)
+        address = allowed_address(await addresses(spec.url), roster.access.networks)
         if roster.spec(spec.name) is not None:
             raise ConfigError(f"name: expected a name used once in the fleet, got {spec.name!r} again")
         if taken := roster.name_at(origin(spec.url)):

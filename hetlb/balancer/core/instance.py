@@ -109,11 +109,18 @@ class Instance(InstanceLedger):
         self._update()
 
     @property
+    def why_not(self) -> str:
+        """Reason for which it can take no request now, "" if it can."""
+        if self.admin is not AdminState.READY:
+            return "draining" if self.admin is AdminState.DRAIN else "in maintenance"
+        if self.health.state is Health.EJECTED:
+            return f"ejected: {self.health.reason}"
+        return "asleep" if self.asleep else ""
+
+    @property
     def routable(self) -> bool:
         """True if new work may go here at all."""
-        if self.removed or self.asleep:
-            return False
-        return self.admin is AdminState.READY and self.health.state is not Health.EJECTED
+        return not self.removed and not self.why_not
 
     @property
     def models(self) -> tuple[str, ...]:

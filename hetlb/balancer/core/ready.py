@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.types import AdminState, Candidate, Health, Request, Role
-
-_ADMIN_REASON = {AdminState.DRAIN: "draining", AdminState.MAINT: "in maintenance"}
+from hetlb.balancer.core.types import Candidate, Health, Request, Role
 
 
 def tokens_of(request: Request) -> int:
@@ -55,7 +53,7 @@ class ReadyInstances:
 
     def __init__(self, instances: list[Instance], now: float) -> None:
         self.instances = instances
-        routable = [each for each in instances if not _why_not(each)]
+        routable = [each for each in instances if not each.why_not]
         #: Instances that take requests, in any role.
         self.up = [each for each in routable if each.health.state is Health.UP] or routable
         #: Reasons of the instances that get no whole request: their role, while another one is there.
@@ -105,9 +103,7 @@ class ReadyInstances:
         restraints itself; otherwise only instances without one are left, if there are some.
         """
         tokens = tokens_of(request)
-        by_ids = request.generated > 0 and any(
-            not _why_not(each) and each.gives_ids for each in self.instances
-        )
+        by_ids = request.generated > 0 and any(not each.why_not and each.gives_ids for each in self.instances)
         anywhere = tried is None and request.subset is None and not by_ids
         if anywhere and all(tokens <= _longest(instance) for instance in self.able):
             found = Choices(self.able, self.everyone.excluded)
@@ -149,7 +145,7 @@ class ReadyInstances:
             if subset is not None and instance.name not in subset:
                 reason = "not in the subset of the gateway"
             else:
-                reason = _why_not(instance)
+                reason = instance.why_not
                 if not reason and tried is not None and instance.name in tried:
                     reason = "tried before"
                 if not reason and by_ids and not instance.gives_ids:
@@ -195,15 +191,6 @@ def _kept_by_role(routable: Sequence[Instance]) -> dict[str, str]:
         return {}
     takes = Role.BOTH if Role.BOTH in roles else Role.DECODE
     return {each.name: f"its role is {each.spec.role}" for each in routable if each.spec.role is not takes}
-
-
-def _why_not(instance: Instance) -> str:
-    """Return the reason an instance can take no request now, "" if it can."""
-    if instance.admin is not AdminState.READY:
-        return _ADMIN_REASON[instance.admin]
-    if instance.health.state is Health.EJECTED:
-        return f"ejected: {instance.health.reason}"
-    return "asleep" if instance.asleep else ""
 
 
 def least_tokens(request: Request) -> int:

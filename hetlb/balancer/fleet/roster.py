@@ -12,7 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from hetlb.addresses import Network
 from hetlb.balancer.clients.access import Access, EngineAccess
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import InstanceTable
@@ -58,8 +57,8 @@ class Roster:
         scheduling: SchedulerDriver,
         watch: EngineWatch,
     ) -> None:
-        self._fleet = fleet
-        self._access = access
+        self.fleet = fleet
+        self.access = access
         self._engines = engines
         self._scheduling = scheduling
         self._scheduler = scheduling.scheduler
@@ -95,26 +94,15 @@ class Roster:
 
     # --- sources ---
 
-    @property
-    def networks(self) -> tuple[Network, ...]:
-        """Networks in which instances may be registered."""
-        return self._access.networks
-
-    @property
-    def lifetime_s(self) -> float:
-        """Seconds that a registration holds where it states none, 0 for ever."""
-        discovery = self._fleet.file.discovery
-        return 0.0 if discovery is None else discovery.ttl_s
-
     def resolve(self, table: InstanceTable, model: str) -> InstanceSpec:
         """Return the scheduler's view of an instance that stands in no file. Raises `InputError`."""
-        return self._fleet.resolve_found(table, model, self._profiles)
+        return self.fleet.resolve_found(table, model, self._profiles)
 
     def join(self, specs: Sequence[InstanceSpec], address: str | None = None) -> None:
         """Add instances that stand in no file; their names resolve to `address`, or themselves."""
         for spec in specs:
             self.registered[spec.name] = address
-        self._add(specs, lambda spec: self._access.unlisted(spec.url, spec.model, address))
+        self._add(specs, lambda spec: self.access.unlisted(spec.url, spec.model, address))
         self.on_edited()
 
     def leave(self, names: Sequence[str]) -> None:
@@ -153,7 +141,7 @@ class Roster:
         updated = [new[name] for name in old if name in same and old[name] != new[name]]
         gone = [name for name in old if name not in same and (name in new or name not in found)]
         come = [spec for name, spec in new.items() if name not in same]
-        self._fleet, self._access = fleet, access
+        self.fleet, self.access = fleet, access
         self._engines.update(
             {spec.name: access.engines[spec.name] for spec in new.values() if spec.name in same}
         )
@@ -184,7 +172,7 @@ class Roster:
     def adopt(self, spec: InstanceSpec, address: str | None) -> None:
         """Adopt an instance of an earlier process; the first source that gives it takes it over."""
         self.registered[spec.name] = address
-        self._engines[spec.name] = self._access.unlisted(spec.url, spec.model, address)
+        self._engines[spec.name] = self.access.unlisted(spec.url, spec.model, address)
         self._at[origin(spec.url)] = spec.name
         self._scheduling.change(InstanceAdded(spec))
         self.source_of[spec.name] = ""
