@@ -184,9 +184,8 @@ class Placement:
     def able(self, request: Request, ready: ReadyInstances, now: float) -> Choices:
         """Return the instances that may get a request (see `ReadyInstances.choices`): most may go to all."""
         known = self.retries.attempts
-        prompt = request.longest_prompt_tokens or request.prompt_tokens
         if (
-            prompt + (request.max_tokens or 1) <= ready.longest_tokens
+            request.longest_prompt_tokens + (request.max_tokens or 1) <= ready.longest_tokens
             and request.subset is None
             and not request.generated
             and (not known or request.id not in known)

@@ -15,7 +15,7 @@ from hetlb.balancer.core.types import Candidate, Health, Request, Role
 def tokens_of(request: Request) -> int:
     """Return tokens of its longest sequence, with the output that the client may ask for."""
     output = 0 if not request.generates else (1 if request.max_tokens is None else request.max_tokens)
-    return (request.longest_prompt_tokens or request.prompt_tokens) + output
+    return request.longest_prompt_tokens + output
 
 
 @mypyc_attr(acyclic=True)
@@ -195,7 +195,7 @@ def _kept_by_role(routable: Sequence[Instance]) -> dict[str, str]:
 
 def least_tokens(request: Request) -> int:
     """Return the tokens of its longest sequence that an instance must hold: one of output, if any."""
-    return (request.longest_prompt_tokens or request.prompt_tokens) + request.generates
+    return request.longest_prompt_tokens + request.generates
 
 
 def with_excluded(

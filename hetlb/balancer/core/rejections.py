@@ -41,9 +41,10 @@ def unknown_model(request: Request, instances: Iterable[Instance], models: Itera
 def too_long(request: Request, instances: Sequence[Instance]) -> Reject:
     """Refuse a prompt that is longer than any of the model's instances can take."""
     largest = max(instance.longest_request_tokens or 0 for instance in instances)
-    prompt = request.longest_prompt_tokens or request.prompt_tokens
     text = f"This model's maximum context length is {largest} tokens. "
-    text += f"However, your prompt has {prompt} input tokens. Please reduce its length."
+    text += (
+        f"However, your prompt has {request.longest_prompt_tokens} input tokens. Please reduce its length."
+    )
     return Reject(request.id, RejectReason.TOO_LONG, text)
 
 

@@ -177,9 +177,10 @@ class InstanceSpec(PickleByFields):
 class Request(PickleByFields):
     """One request as the scheduler sees it; its fields are final (a frozen dataclass is not compiled).
 
-    `prompt_tokens` is the mean length of its prompts; `sequences` are prompts times `n`, of which `samples`
-    have the same prompt; `max_tokens` is the client's cap on each output. `generates` is False for
-    embeddings, scores and the like. `prompt_exact`: the length was counted, not estimated from bytes.
+    `prompt_tokens` is the mean length of its prompts, `longest_prompt_tokens` the same unless stated;
+    `sequences` are prompts times `n`, of which `samples` have the same prompt; `max_tokens` is the client's
+    cap on each output. `generates` is False for embeddings, scores and the like. `prompt_exact`: the length
+    was counted, not estimated from bytes.
     `subset` names the instances that a gateway allows (None: all).
     `prefix_keys` name the beginning of each of its prompts, shortest first, each with its tokens: None for
     all that a conversation has had so far. `priority` is vLLM's: the lower value goes first. `blocks` are
@@ -240,7 +241,7 @@ class Request(PickleByFields):
         self.prompt_tokens = prompt_tokens
         self.max_tokens = max_tokens
         self.sequences = sequences
-        self.longest_prompt_tokens = longest_prompt_tokens
+        self.longest_prompt_tokens = longest_prompt_tokens or prompt_tokens
         self.generates = generates
         self.body_bytes = body_bytes
         self.prompt_exact = prompt_exact
