@@ -70,10 +70,12 @@ unexport PYTHONDONTWRITEBYTECODE
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
 	@touch $@ .venv/.run
 
-# Not editable: what is compiled is the tree as it is now.
-.venv-compiled/.done: pyproject.toml hatch_build.py $(shell find hetlb -name '*.py')
-	test -x .venv-compiled/bin/python || $(PYTHON) -m venv .venv-compiled
-	HETLB_COMPILE=1 .venv-compiled/bin/python -m pip install -q --disable-pip-version-check '.[dev]'
+# Not editable: what is compiled is the tree as it is now. All other packages are those of .venv, found behind its own.
+SITE := -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'
+.venv-compiled/.done: pyproject.toml hatch_build.py $(shell find hetlb -name '*.py') | .venv/.dev
+	test -x .venv-compiled/bin/python || $(BIN)/python -m venv .venv-compiled
+	HETLB_COMPILE=1 .venv-compiled/bin/python -m pip install -q --disable-pip-version-check --no-deps .
+	@$(BIN)/python $(SITE) > "$$(.venv-compiled/bin/python $(SITE))/packages.pth"
 	@touch $@
 
 demo: .venv/.run

@@ -18,7 +18,7 @@ from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.engine_sequence import EngineSequence
 from hetlb.tools.sim.kv_blocks import KvBlocks
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 #: Groups of layers in full and of windows, and the window: gpt-oss, Gemma 3, EXAONE 4, Mistral 7B.
 SHAPES = ((1, 1, 128), (1, 5, 1024), (1, 3, 4096), (0, 1, 4096), (2, 3, 512))

@@ -10,7 +10,7 @@ from engines import VENV_PYTHON
 
 from hetlb.options.profiles.engine_defaults import batch_limits
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 _GIB = 1 << 30
 #: GPUs as CUDA names them, and GiB as it counts them.

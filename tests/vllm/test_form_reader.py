@@ -17,7 +17,7 @@ from hetlb.balancer.http.http1 import GateError
 from hetlb.balancer.http.openai_body import Call
 from hetlb.options.forms.multipart import read_form
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 HERE = Path(__file__).parent
 FORMS = 6000
 TRUE = ("true", "1", "t", "yes", "y", "on")

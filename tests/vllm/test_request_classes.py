@@ -15,7 +15,7 @@ from hetlb.balancer.http.endpoints import ENDPOINTS
 from hetlb.balancer.http.http1 import GateError
 from hetlb.balancer.http.openai_body import Call, read_json
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 HERE = Path(__file__).parent
 BODIES = 2000
 #: Fields that the gate reads: of these it says the same as vLLM.
