@@ -292,6 +292,7 @@ def test_policies_meet_the_same_load_and_the_policy_is_put_back(
     assert document["search"] == []
 
 
+@pytest.mark.option("engine_pages")
 def test_the_policy_in_force_and_what_the_engines_report_are_told(
     capsys: pytest.CaptureFixture[str], fleet: Fleet, trace: Path
 ) -> None:
