@@ -23,6 +23,7 @@ from rich.progress import track
 
 import hetlb
 import hetlb.balancer.core.policies.hetlb as default_policy
+import hetlb.balancer.core.policies.sight as sight
 import hetlb.balancer.core.speed as speed
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.policies.base import PolicyParams
@@ -112,7 +113,7 @@ def compiled() -> bool:
 #: Ingredients of `hetlb` by name, and what takes each of them out.
 _INGREDIENTS: dict[str, tuple[Any, str, Any] | None] = {
     "hold": (default_policy.Evaluation, "_hold", lambda self: None),
-    "room": (default_policy.Evaluation, "_room", lambda self, each: 0),
+    "room": (sight.Sight, "_room", lambda self, ctx, running: sight.ROOM),
     "speed correction": (speed, "TRUSTED_FACTOR", math.inf),
     "first_token_s": None,
     "others_s": None,

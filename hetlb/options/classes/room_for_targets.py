@@ -18,12 +18,10 @@ _MOST_LATE_TOKENS: Final = 0.25
 _HALVINGS: Final = 6
 
 
-def set_losses(ctx: SchedulingContext, sights: Sequence[Sight]) -> None:
+def set_loss(ctx: SchedulingContext, each: Sight) -> None:
     """Set the expected loss by missed targets: the request's own, and of requests that run there."""
-    stated = ctx.request.service.stated
-    for each in sights:
-        lost_s = probability_of_miss(ctx, each) * stake_s(ctx, each) if stated else 0.0
-        each.loss_s = lost_s + lost_by_others_s(ctx, each) if each.instance.stated_sequences else lost_s
+    lost_s = probability_of_miss(ctx, each) * stake_s(ctx, each) if ctx.request.service.stated else 0.0
+    each.loss_s = lost_s + lost_by_others_s(ctx, each) if each.instance.stated_sequences else lost_s
 
 
 def probability_of_miss(ctx: SchedulingContext, each: Sight) -> float:

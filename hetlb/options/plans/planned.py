@@ -10,7 +10,8 @@ from typing import Final
 
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.base import Choice, PlannedType, Policy, PolicyParams
-from hetlb.balancer.core.policies.hetlb import FULL, PASSED_OVER, Hetlb
+from hetlb.balancer.core.policies.candidates import FULL, PASSED_OVER
+from hetlb.balancer.core.policies.hetlb import Hetlb
 from hetlb.balancer.core.policies.sight import SchedulingContext
 from hetlb.balancer.core.types import Candidate
 from hetlb.options.plans.worth import ALIKE_LOG_LENGTHS, log_ratio

@@ -26,24 +26,12 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.core.demand import size_of
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.base import Choice, Policy, PolicyParams, paper_work
-from hetlb.balancer.core.policies.score_terms import TERMS, Weights, rate_best, set_score, weights_of
-from hetlb.balancer.core.policies.sight import (
-    HELD,
-    KEPT_FREE,
-    NO_MEMORY,
-    NO_SLOT,
-    RESTRAINED,
-    ROOM,
-    SchedulingContext,
-    Sight,
-)
+from hetlb.balancer.core.policies.candidates import candidate_of
+from hetlb.balancer.core.policies.score_terms import TERMS, Weights, set_score, weights_of
+from hetlb.balancer.core.policies.sight import HELD, KEPT_FREE, RESTRAINED, ROOM, SchedulingContext, Sight
 from hetlb.balancer.core.types import Candidate
 from hetlb.extras import option
 
-#: Reason of an instance that has room and is left to wait for a faster one.
-PASSED_OVER: Final = "passed over"
-#: Reason of an instance without room.
-FULL: Final = "full"
 #: Least share of the faster instances' speed that is left for waiting requests, whatever keeps coming
 #: (`front.py`: with 1, nothing taken off, mean TTFT of a 70B fleet at 95 % is 10 s in place of 3.6).
 _LEAST_LEFT_SHARE: Final = 1.0 / 3.0
@@ -53,7 +41,7 @@ _LEAST_LEFT_SHARE: Final = 1.0 / 3.0
 class Evaluation:
     """The instances for one request, as they were at the time; `candidates` is for people."""
 
-    __slots__ = ("_ctx", "_sights", "fleet", "instances", "weights")
+    __slots__ = ("_ctx", "_fastest", "_sights", "_targets", "fleet", "instances", "weights")
 
     def __init__(
         self, ctx: SchedulingContext, instances: Sequence[Instance], stated: Weights, hold: bool
@@ -63,10 +51,11 @@ class Evaluation:
         self.fleet = fleet = ctx.demand.mix.fleet(instances)
         self.instances = members = fleet.members
         self._sights = sights = [Sight(ctx, members[i], fleet.costs[i], i) for i in range(len(members))]
-        protected, restraints = ctx.demand.protected, ctx.restraints
-        service = ctx.request.service
+        service, restraints = ctx.request.service, ctx.restraints
+        targets = bool(ctx.demand.protected) or service.stated
+        self._targets = option("classes.room_for_targets") if targets else None
         # The rest is rated for people alone, later: but not where the terms may change until then.
-        at_once = service.background or service.stated or bool(protected) or ctx.adapter_load_s > 0.0
+        at_once = targets or service.background or ctx.adapter_load_s > 0.0
         needed: list[Sight] = []
         holder: Sight | None = None
         full, speed, unread, most_cached = False, 0.0, 0.0, 0.0
@@ -90,41 +79,58 @@ class Evaluation:
         ctx.unread = unread / float(len(sights))
         #: Size of all that waits, with the request.
         todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
-        fastest = sights[fleet.order[0]]
+        self._fastest = fastest = sights[fleet.order[0]]
         fastest.foresee(ctx)
         ctx.goes_on = ctx.demand.goes_on(fastest.own_s, ctx.now)
-        hold = hold and len(sights) > 1
         if hold and not ctx.goes_on:
             for each in sights:
                 each.done_s = fastest.long_s + todo / each.faster if each.faster > 0.0 else math.inf
-        self.weights = weights = weights_of(ctx, stated)
+        self.weights = weights_of(ctx, stated)
         if at_once or full or ctx.request.sequences > 1 or ctx.request.preferred:
             for each in needed:
-                if each is not fastest:
-                    each.foresee(ctx)
-            if protected or service.stated:
-                targets = option("classes.room_for_targets")
-                targets.set_losses(ctx, needed)
-                full = targets.keep_free(ctx, sights) or full
-            for each in needed:
-                set_score(ctx, each, weights)
+                self._rate(each)
         else:
-            rate_best(ctx, fastest, needed, weights)
+            self._rate_best(needed)
+        if self._targets is not None:
+            full = self._targets.keep_free(ctx, sights) or full
         if hold and full:
             self._hold(todo)
             if holder is not None and holder.state >= KEPT_FREE:
                 self._keep_together(holder)
 
+    def _rate(self, each: Sight) -> None:
+        """Foresee and rate an instance."""
+        if each is not self._fastest:  # it is foreseen
+            each.foresee(self._ctx)
+        if self._targets is not None:
+            self._targets.set_loss(self._ctx, each)
+        set_score(self._ctx, each, self.weights)
+
+    def _rate_best(self, needed: Sequence[Sight]) -> None:
+        """Rate the instances that may have the lowest score for one sequence.
+
+        Not below its score are its prompt's tokens at their least, and the longer steps of what runs there.
+        """
+        ctx, output, least = self._ctx, self._ctx.predicted_output, math.inf
+        both, own, others = self.weights[0] + self.weights[1], self.weights[1], self.weights[2]
+        for each in needed:
+            seen, load, new = each.seen, each.load, ctx.prompt - each.cached
+            unread = seen.unread + (new if new > 1.0 else 1.0)
+            bound = both * (seen.joining_s + load.prompt_token_s * unread)
+            bound += output * (own * each.with_s + others * load.batch * (each.with_s - seen.now_s))
+            if bound <= least:
+                if each is not self._fastest:
+                    each.foresee(ctx)
+                set_score(ctx, each, self.weights)
+                if each.state == ROOM and each.score < least:
+                    least = each.score
+
     @property
     def ratings(self) -> list[Sight]:
         """Every instance with its forecast, terms and score."""
-        left = [each for each in self._sights if not each.rated]
-        for each in left:
-            each.foresee(self._ctx)
-        if left and (self._ctx.demand.protected or self._ctx.request.service.stated):
-            option("classes.room_for_targets").set_losses(self._ctx, left)
-        for each in left:
-            set_score(self._ctx, each, self.weights)
+        for each in self._sights:
+            if not each.rated:
+                self._rate(each)
         return self._sights
 
     def best(self, among: Sequence[int] | None = None) -> Sight | None:
@@ -177,37 +183,8 @@ class Evaluation:
                 each.limit, each.state = limit, HELD
 
     def __call__(self) -> list[Candidate]:
-        """Return candidates for people. The instances may have changed meanwhile: only constants are read."""
-        return [self._candidate(each) for each in self.ratings]
-
-    def _candidate(self, each: Sight) -> Candidate:
-        batch, t_s, workload = paper_work(each.instance, self._ctx.request, self._ctx.predicted_output)
-        return Candidate(
-            instance=each.instance.name,
-            score=each.score,
-            eligible=each.state == ROOM,
-            reason=self._reason(each),
-            ideal_batch=batch,
-            processing_s=t_s,
-            kv_utilization=each.seen.kv_utilization,
-            workload=workload,
-            terms={term.name: float(getattr(each, term.name)) for term in TERMS},
-            weights={term.name: weight for term, weight in zip(TERMS, self.weights, strict=True)},
-            forecast=each.document(each.instance.errors),
-        )
-
-    def _reason(self, each: Sight) -> str:
-        state, restraints = each.state, self._ctx.restraints
-        if state == NO_SLOT:
-            few = "" if each.instance.explored else ", few until its speed is known"
-            return f"{FULL}: every slot is taken{few}"
-        if state == NO_MEMORY:
-            return f"{FULL}: its KV cache would not hold it beside what is expected in use"
-        if state == KEPT_FREE:
-            return "kept free: requests with targets would miss them beside it"
-        if state == HELD:
-            return f"{PASSED_OVER}: a better one that is full scores {each.limit:.3g}, the wait included"
-        return "" if restraints is None else restraints[each.index]
+        """Return candidates for people."""
+        return [candidate_of(self._ctx, each, self.weights) for each in self.ratings]
 
 
 class Hetlb(Policy):

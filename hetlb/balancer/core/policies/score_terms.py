@@ -5,11 +5,9 @@ A new term is a field of `Sight`, a row of `TERMS` and a line of `set_score`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from hetlb.balancer.core.policies.sight import MOST_PREFILL_SHARE, ROOM, SchedulingContext, Sight
+from hetlb.balancer.core.policies.sight import MOST_PREFILL_SHARE, SchedulingContext, Sight
 
 
 class Term(NamedTuple):
@@ -64,27 +62,6 @@ def set_score(ctx: SchedulingContext, each: Sight, weights: Weights) -> None:
         + later * each.later_s
     )
     each.rated = True
-
-
-def rate_best(ctx: SchedulingContext, fastest: Sight, sights: Sequence[Sight], weights: Weights) -> None:
-    """Foresee and rate the instances that may have the lowest score; `fastest` is foreseen.
-
-    Not below its score are its prompt's tokens at their least, and the longer steps of what runs there.
-    """
-    first, own, others, output = weights[0], weights[1], weights[2], ctx.predicted_output
-    both, mean_context, best = first + own, ctx.prompt + ctx.half_output, math.inf
-    for each in sights:
-        seen, load, new = each.seen, each.load, ctx.prompt - each.cached
-        with_s = load.next_step_s + load.next_token_s * (seen.context + mean_context)
-        least = both * (seen.joining_s + load.prompt_token_s * (seen.unread + (new if new > 1.0 else 1.0)))
-        least += output * (own * with_s + others * load.batch * (with_s - seen.now_s))
-        if least > best:
-            continue
-        if each is not fastest:
-            each.foresee(ctx)
-        set_score(ctx, each, weights)
-        if each.state == ROOM and each.score < best:
-            best = each.score
 
 
 def weights_of(ctx: SchedulingContext, stated: Weights) -> Weights:

@@ -16,7 +16,6 @@ from hetlb.balancer.core.demand import Costs, Demand
 from hetlb.balancer.core.forecast_errors import ForecastErrors
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import delay_of_reading_s
-from hetlb.balancer.core.occupancy import EngineLoad, Occupancy
 from hetlb.balancer.core.prefix_index import Held
 from hetlb.balancer.core.types import Request
 
@@ -118,17 +117,14 @@ class Sight:
 
     __slots__ = (
         "adapter_s", "cached", "coming_s", "cost", "done_s", "end_s", "faster", "finish_s", "first_token_s",
-        "index", "instance", "later_s", "limit", "load", "long_s", "loss_s", "others_s", "own", "own_s",
-        "prompts", "prompts_per_s", "rated", "reading_s", "score", "seen", "slower_s", "state", "step_s",
-        "used_tokens", "with_s",
+        "index", "instance", "later_s", "limit", "load", "long_s", "loss_s", "others_s", "own",
+        "own_s", "prompts", "prompts_per_s", "rated", "reading_s", "score", "seen", "slower_s", "state",
+        "step_s", "used_tokens", "with_s",
     )  # fmt: skip
 
-    seen: Occupancy
-    load: EngineLoad
-    prompts_per_s: float
     own: float
     prompts: float
-    with_s: float
+    prompts_per_s: float
     reading_s: float
     first_token_s: float
     step_s: float
@@ -163,6 +159,8 @@ class Sight:
             running -= ending
         self.used_tokens = used
         self.state = ROOM if seen.empty else self._room(ctx, running)
+        tokens = seen.context + (ctx.prompt + ctx.half_output)
+        self.with_s = self.load.next_step_s + self.load.next_token_s * tokens
 
     def _room(self, ctx: SchedulingContext, running: float) -> int:
         """Return the state of an instance that is not empty: it needs a slot and KV cache."""
@@ -183,17 +181,15 @@ class Sight:
         sequences, output, prompt = float(request.sequences), ctx.predicted_output, ctx.prompt
         batch, budget, context, now_s = load.batch, load.budget, seen.context, seen.now_s
         latency, pending = load.latency, seen.unread
-        own, prompts, mean_context = 1.0, 1.0, prompt + ctx.half_output
-        if sequences <= load.engines:
-            with_s = load.next_step_s + load.next_token_s * (context + mean_context)
-        else:
+        own, prompts, with_s = 1.0, 1.0, self.with_s
+        if sequences > load.engines:
             own = prompts = load.own_batch(sequences)
             if request.samples > 1 and self.instance.caches_prefixes:
                 prompts = load.own_batch(ctx.prompts)
-            with_s = latency.step_s(batch + own, context + own * mean_context)
+            tokens = context + own * (prompt + ctx.half_output)
+            self.with_s = with_s = latency.step_s(batch + own, tokens)
         self.own = own
         self.prompts = prompts
-        self.with_s = with_s
         lately = seen.prefilling.per_s(ctx.now) / (load.engines * max(1.0, ctx.mean_prefill))
         self.prompts_per_s = lately
         prefill_s = latency.first_token_s(prompt, cached, pending, batch, context, budget, prompts)
