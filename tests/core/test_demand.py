@@ -175,18 +175,3 @@ def test_misses_beside_background_do_not_say_that_targets_cannot_be_met() -> Non
         for _ in range(20):
             protected.answered(lease, 3.0, alone)
         assert protected.hopeless == alone
-
-
-def test_the_rate_of_a_class_falls_as_soon_as_the_silence_says_so() -> None:
-    quick = ServiceClass("quick", ttft_s=1.0)
-    protected, rng, now = Protected(quick), random.Random(3), 0.0
-    seen = []
-    for _ in range(1000):
-        now += rng.expovariate(8.0)
-        protected.arrived(quick, 400.0, 100.0, now)
-        seen.append(protected.rate(now))
-    assert sum(seen[500:]) / 500 == pytest.approx(8.0, rel=0.15), "steady traffic is not read as less"
-    assert protected.rate(now + 10.0) < 2.5
-    for number in range(1, 9):
-        protected.arrived(quick, 400.0, 100.0, now + number)
-    assert protected.rate(now + 8.0) < 3.0

@@ -22,10 +22,9 @@ from hetlb.extras import option
 PROMPT_WEIGHT: Final = 0.15
 #: Seconds in which arrivals are one burst, which is no stream (without, tokens/s at once 0.889 x).
 _BURST_S: Final = 0.25
-#: Bursts that make a stream (16, 2: p99 TTFT at 80 % 1.16, 0.97 x).
+#: Bursts that make a stream (16, 2: p99 TTFT at 80 % 1.16, 0.97 x), and mean gaps of silence that end it (by
+#: an idle fleet alone: surges take 1.06 x as long).
 _STREAM_BURSTS: Final = 4
-#: Silence that ends a stream, in its mean gaps (by an idle fleet alone: surges take 1.06 x as long).
-_SILENT_GAPS: Final = 5.0
 
 
 def size_of(request: Request, predicted_output: float) -> float:
@@ -243,4 +242,4 @@ class Demand:
         if len(bursts) < _STREAM_BURSTS:
             return False
         gap_s = (bursts[-1] - bursts[0]) / (_STREAM_BURSTS - 1)
-        return gap_s <= horizon_s and now - bursts[-1] <= _SILENT_GAPS * gap_s
+        return gap_s <= horizon_s and now - bursts[-1] <= _STREAM_BURSTS * gap_s

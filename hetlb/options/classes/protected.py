@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from typing import Final
 
 from hetlb.balancer.core.objective import ServiceClass
@@ -12,10 +11,6 @@ from hetlb.balancer.core.types import Lease
 
 #: Newest requests that the means follow.
 _NEWEST_REQUESTS: Final = 64.0
-#: Newest arrivals that bound the rate from above, and by how many standard deviations: 0.03 of steady traffic
-#: is read as less.
-_BOUNDING_ARRIVALS: Final = 16
-_MOST_DEVIATIONS: Final = 2.0
 #: Part of the share of answers that may miss a target at which the control aims.
 _AIMED_SHARE: Final = 0.5
 #: Age of a miss, in seconds, at which it counts 1/e in the control: the load may have been another one.
@@ -34,7 +29,7 @@ class Protected:
     """
 
     __slots__ = (
-        "_answered_s", "_arrivals_s", "_rate", "attainment", "count", "e2e_s", "ended", "ever_met", "name",
+        "_answered_s", "_rate", "attainment", "count", "e2e_s", "ended", "ever_met", "name",
         "newest_s", "output", "pressure", "prompt", "tpot_s", "ttft_s",
     )  # fmt: skip
 
@@ -43,8 +38,6 @@ class Protected:
         self.count = 0
         self.prompt = self.output = self.newest_s = self._answered_s = 0.0
         self._rate = RecentRate()
-        #: Times of the newest arrivals.
-        self._arrivals_s: deque[float] = deque(maxlen=_BOUNDING_ARRIVALS)
         #: Rises with each answer that misses a target, falls with each other one and with time: a leaky
         #: integral control.
         self.pressure = 0.0
@@ -88,7 +81,6 @@ class Protected:
     def arrived(self, service: ServiceClass, prompt: float, output: float, now: float) -> None:
         """Note that a request came."""
         self._rate = self._rate.plus(1.0, now)
-        self._arrivals_s.append(now)
         self.count = count = self.count + 1
         gain = 1.0 / count if count < _NEWEST_REQUESTS else 1.0 / _NEWEST_REQUESTS
         self.newest_s = now
@@ -117,8 +109,5 @@ class Protected:
         self.pressure = min(_MOST_PRESSURE, max(0.0, self.pressure + rise / _NEWEST_REQUESTS))
 
     def rate(self, now: float) -> float:
-        """Return the requests per second of late, at most what the newest arrivals leave probable."""
-        per_s, newest = self._rate.per_s(now), len(self._arrivals_s)
-        since_s = now - self._arrivals_s[0] if newest else 0.0
-        most = newest + _MOST_DEVIATIONS * math.sqrt(newest)
-        return min(per_s, most / since_s) if since_s > 0.0 else per_s
+        """Return the requests per second of late."""
+        return self._rate.per_s(now)
