@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -185,12 +186,16 @@ async def test_the_state_of_an_unknown_instance(tmp_path: Path) -> None:
         assert (reply.status, reply.message) == (404, "there is no instance 'i9'")
 
 
-async def test_a_notice_holds_until_it_is_taken_back(tmp_path: Path) -> None:
+async def test_a_notice_holds_until_it_is_taken_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     async with Engine() as engine, serving(tmp_path, document(engine)) as running:
         path = "/v1/fleet/instances/i0/notice"
         reply = await running.admin("PUT", path, {"deadline_s": 30})
         assert (reply.status, reply.json) == (200, {"name": "i0", "deadline_s": 30})
         assert leaving(running) == ["i0"]
+        assert "i0 is set to leave in 30 s" in caplog.text
         for wrong in (-1, "30", True, 1e9):
             reply = await running.admin("PUT", path, {"deadline_s": wrong})
             assert reply.status == 400

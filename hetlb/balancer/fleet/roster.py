@@ -119,8 +119,9 @@ class Roster:
     def change(self, change: InstanceChange) -> None:
         self._scheduling.change(change)
         if isinstance(change, AdminStateSet):
+            state = change.state if change.deadline_s is None else f"leave in {change.deadline_s:.0f} s"
             text = "%s is set to %s"
-            tell(logger, Event.INSTANCE_STATE, text, change.name, change.state, instance=change.name)
+            tell(logger, Event.INSTANCE_STATE, text, change.name, state, instance=change.name)
             if change.state is AdminState.MAINT:
                 self._watch.pause(change.name)
             elif not self._watch.watches(change.name):

@@ -23,7 +23,11 @@ class Event(Enum):
     INSTANCE_ADDED = "instance_added", _INFO, "an instance came (reload, discovery, registration)"
     INSTANCE_REMOVED = "instance_removed", _INFO, "an instance was removed; its running answers are completed"
     INSTANCE_UPDATED = "instance_updated", _INFO, "it has another profile, capacity or weight"
-    INSTANCE_STATE = "instance_state", _INFO, "an operator drained it, took it out or set it ready"
+    INSTANCE_STATE = (
+        "instance_state",
+        _INFO,
+        "an operator drained it, took it out, set it ready or gave notice",
+    )
     INSTANCE_UP = "instance_up", _INFO, "it answers"
     INSTANCE_SUSPECT = "instance_suspect", _WARNING, "it failed probes and no other could take over"
     INSTANCE_EJECTED = "instance_ejected", _WARNING, "it is taken out as dead"
