@@ -28,8 +28,10 @@ engine: {{kv_cache_tokens: {130 * STREAMS}, max_num_seqs: {2 * STREAMS}, block_s
 prefill: {{k1: 1.1e-4, k2: 1.0e-3, k3: 0.0, k4: 1.0e-2}}
 decode: {{k5: 5.0e-8, k6: 6.0e-5, k7: 0.0, k8: 1.3e-2}}
 """
-#: Once, and twenty times with the slow tests.
-TIMES = [pytest.param(1, marks=pytest.mark.light), pytest.param(20, marks=pytest.mark.slow)]
+#: Deaths: one, and more with the slow tests. A relay that dies again is replaced after 0.5 s, 1, 2, 4, ...: with
+#: eight deaths two relays wait for 15 s in all, with twenty for more than two minutes.
+SCHEDULER_DEATHS = [pytest.param(1, marks=pytest.mark.light), pytest.param(20, marks=pytest.mark.slow)]
+RELAY_DEATHS = [pytest.param(1, marks=pytest.mark.light), pytest.param(8, marks=pytest.mark.slow)]
 
 
 class Streams(Engine):
@@ -122,7 +124,7 @@ def load(fleet: dict[str, Any]) -> tuple[int, int]:
     return in_flight(fleet), fleet["queue"]["requests"]
 
 
-@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize("times", SCHEDULER_DEATHS)
 async def test_the_scheduler_process_is_killed_under_load(serve: Serve, tmp_path: Path, times: int) -> None:
     async with Streams() as engine:
         proxy, streams = await begin(serve, tmp_path, engine, STREAMS + WAITING)
@@ -145,7 +147,7 @@ async def test_the_scheduler_process_is_killed_under_load(serve: Serve, tmp_path
         await proxy.metric_until('hetlb_requests_total{outcome="ok",phase="stream"}', len(streams))
 
 
-@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize("times", RELAY_DEATHS)
 async def test_a_relay_is_killed_under_load(serve: Serve, tmp_path: Path, times: int) -> None:
     async with Streams() as engine:
         proxy, streams = await begin(serve, tmp_path, engine, STREAMS)
