@@ -28,8 +28,8 @@ engine: {{kv_cache_tokens: {130 * STREAMS}, max_num_seqs: {2 * STREAMS}, block_s
 prefill: {{k1: 1.1e-4, k2: 1.0e-3, k3: 0.0, k4: 1.0e-2}}
 decode: {{k5: 5.0e-8, k6: 6.0e-5, k7: 0.0, k8: 1.3e-2}}
 """
-#: Deaths: one, and more with the slow tests. A relay that dies again is replaced after 0.5 s, 1, 2, 4, ...: with
-#: eight deaths two relays wait for 15 s in all, with twenty for more than two minutes.
+#: Deaths: one, and more with the slow tests. A relay that dies again is replaced after 0.5 s, 1, 2, 4, ...:
+#: with eight deaths two relays wait for 15 s in all, with twenty for more than two minutes.
 SCHEDULER_DEATHS = [pytest.param(1, marks=pytest.mark.light), pytest.param(20, marks=pytest.mark.slow)]
 RELAY_DEATHS = [pytest.param(1, marks=pytest.mark.light), pytest.param(8, marks=pytest.mark.slow)]
 
