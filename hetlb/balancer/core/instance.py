@@ -48,19 +48,8 @@ class Instance(InstanceLedger):
     """One incarnation of one vLLM server."""
 
     __slots__ = (
-        "_waiting_seen",
-        "admin",
-        "asleep",
-        "began",
-        "breaker",
-        "errors",
-        "health",
-        "leaves_at",
-        "sample",
-        "served",
-        "slots_learnt_at",
-        "slots_step",
-        "throttle",
+        "_waiting_seen", "admin", "asleep", "began", "breaker", "errors", "health", "leaves_at", "sample",
+        "served", "slots_learnt_at", "slots_step", "throttle",
     )  # fmt: skip
 
     def __init__(

@@ -131,6 +131,8 @@ class Queue:
         self.running: Callable[[], Iterable[tuple[str | None, int]]] = tuple
         #: Shares of the tenants, None before the first request of one, where none is bounded.
         self.tenants: TenantShares | None = None
+        #: True once the option has been asked for them: without its folder all tenants are alike.
+        self._asked_shares = False
         self._shared(None)
 
     def __len__(self) -> int:
@@ -329,8 +331,9 @@ class Queue:
 
     def _shared(self, tenant: str | None) -> TenantShares | None:
         """Return the shares of tenants, from the first request of one on."""
-        if self.tenants is None and (tenant is not None or self.limits.tenant_share < 1.0):
-            with suppress(ConfigError):  # in an installation without the option all are alike
+        if not self._asked_shares and (tenant is not None or self.limits.tenant_share < 1.0):
+            self._asked_shares = True
+            with suppress(ConfigError):
                 self.tenants = option("tenants").hook(self)
         return self.tenants
 

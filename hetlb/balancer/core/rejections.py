@@ -13,26 +13,27 @@ from hetlb.balancer.core.types import Reject, RejectReason, Request, RequestId
 _LISTED_NAMES: Final = 20
 
 
-def _later(request_id: RequestId, reason: RejectReason, text: str) -> Reject:
+def later(request_id: RequestId, reason: RejectReason, text: str) -> Reject:
+    """Refuse a request that another time might be served."""
     return Reject(request_id, reason, text, retry_after_s=1.0)
 
 
 def queue_full(request_id: RequestId) -> Reject:
     """Refuse a request without room in the queue, or whose room others need."""
-    return _later(request_id, RejectReason.QUEUE_FULL, "Too many requests are waiting for an instance.")
+    return later(request_id, RejectReason.QUEUE_FULL, "Too many requests are waiting for an instance.")
 
 
 def expired(request_id: RequestId, waited_s: float) -> Reject:
     """Refuse a request that has waited for the longest time allowed."""
     text = f"The request waited {waited_s:.0f} s for an instance and none became free."
-    return _later(request_id, RejectReason.QUEUE_EXPIRED, text)
+    return later(request_id, RejectReason.QUEUE_EXPIRED, text)
 
 
 def unknown_model(request: Request, instances: Iterable[Instance], models: Iterable[str]) -> Reject:
     """Refuse a request whose model none of `instances`, the fleet, is known to serve; `models` exist."""
     if any(each.served is None and not each.spec.model for each in instances):
         text = f"Not every instance has told yet what it serves; none is known to serve {request.model!r}."
-        return _later(request.id, RejectReason.NO_INSTANCE, text)
+        return later(request.id, RejectReason.NO_INSTANCE, text)
     names = ", ".join(islice(models, _LISTED_NAMES))
     text = f"The model `{request.model}` does not exist. Valid names: {names or 'none yet'}."
     return Reject(request.id, RejectReason.UNKNOWN_MODEL, text)
@@ -51,14 +52,14 @@ def too_long(request: Request, instances: Sequence[Instance]) -> Reject:
 def no_instance(request: Request) -> Reject:
     """Refuse a request that has waited as long as allowed for an instance of its model."""
     text = f"No instance of the model `{request.model}` is up."
-    return _later(request.id, RejectReason.NO_INSTANCE, text)
+    return later(request.id, RejectReason.NO_INSTANCE, text)
 
 
 def not_answered(request_id: RequestId, *, unsent: bool) -> Reject:
     """Refuse a request that no engine answered; `unsent`: none can have run it."""
     if unsent:
         text = "No instance of this model accepts connections."
-        return _later(request_id, RejectReason.CONNECT_FAILED, text)
+        return later(request_id, RejectReason.CONNECT_FAILED, text)
     text = "The instance closed the connection without answering."
     return Reject(request_id, RejectReason.NO_RESPONSE, text)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
+from hetlb.balancer.core import rejections
 from hetlb.balancer.core.backlog import Backlog
 from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.queue import Queue, Queued, QueueKey
-from hetlb.balancer.core.types import Command, Reject, RejectReason, Request
+from hetlb.balancer.core.types import Command, RejectReason, Request
 
 
 class WaitingTargets:
@@ -48,7 +49,7 @@ class WaitingTargets:
                 backlog.forget(request.id)
                 name = request.service.name
                 text = f"The targets of the class `{name}` can no longer be met for this request."
-                commands.append(Reject(request.id, RejectReason.QUEUE_EXPIRED, text, retry_after_s=1.0))
+                commands.append(rejections.later(request.id, RejectReason.QUEUE_EXPIRED, text))
             else:
                 backlog.queue.demote(entry)
         return commands
