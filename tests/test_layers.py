@@ -18,6 +18,7 @@ LEAVES = {
     "files",
     "inputs",
     "logs",
+    "percentiles",
     "served_models",
     "systemd",
     "turns",

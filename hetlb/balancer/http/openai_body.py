@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -12,7 +13,8 @@ from hetlb.balancer.http.endpoints import NOT_KEPT, Kind
 from hetlb.balancer.http.http1 import GateError
 from hetlb.balancer.http.openai_fields import RequestFields
 from hetlb.balancer.http.transfer_fields import without_transfer_fields
-from hetlb.errors import NOT_JSON
+from hetlb.errors import NOT_JSON, ConfigError
+from hetlb.extras import option
 
 #: Maximum bytes of a body that `stream_options` is put into.
 MAX_INJECT_BYTES: Final = 256 << 10
@@ -92,9 +94,10 @@ def read_json(kind: Kind, body: bytes) -> Call:
         try:
             decoded = _decoder.decode(body)
         except msgspec.ValidationError:
-            from hetlb.balancer.http.lax_numbers import in_plain_numbers
-
-            decoded = _decoder.decode(in_plain_numbers(body))
+            plain = body
+            with suppress(ConfigError):  # an installation without it
+                plain = option("lax_numbers").hook(body)
+            decoded = _decoder.decode(plain)
     except msgspec.ValidationError as error:
         raise GateError(400, _plain(str(error))) from error
     except NOT_JSON as error:

@@ -14,10 +14,10 @@ import hetlb
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.types import Dispatch, Outcome
-from hetlb.balancer.telemetry.histograms import weighted_percentile
 from hetlb.options.dashboard import balance
 from hetlb.options.dashboard.page import EventStream, page_file
 from hetlb.options.recent import BIN_S, BINS, KEPT_POINTS, Recent, Stretch, latencies
+from hetlb.percentiles import weighted_percentile
 
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService

@@ -30,7 +30,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hetlb.balancer.core.objective import ServiceClass
-from hetlb.balancer.telemetry.histograms import weighted_percentile
+from hetlb.percentiles import weighted_percentile
 
 if TYPE_CHECKING:
     Floats: TypeAlias = array[float]

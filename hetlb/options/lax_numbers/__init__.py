@@ -1,7 +1,8 @@
 """Numbers and truth values that are written otherwise than JSON has them, read as vLLM's classes read them.
 
 The classes are Pydantic's, which reads 100.0, "100" and true as integers, and "yes" as true (its conversion
-table, lax mode); 100.5 is refused. Only a body that is not read as it stands gets here.
+table, lax mode); 100.5 is refused. Only a body that is not read as it stands gets here; without this option it
+is refused.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _FALSE: Final = ("0", "false", "f", "no", "n", "off")
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def in_plain_numbers(body: bytes) -> bytes:
+def hook(body: bytes) -> bytes:
     """Return a JSON object with the fields that are read in plain numbers and truth values.
 
     A value that vLLM refuses stays as it is. Raises `msgspec.DecodeError` where the body is no object.
