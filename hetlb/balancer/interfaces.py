@@ -95,28 +95,7 @@ class SpanMaker(Protocol):
 class SharedBookings(Protocol):
     """Bookings of this scheduler and of its peers (`shared_view`)."""
 
-    delay_s: float
-
-    @property
-    def peer_leases(self) -> int: ...
     def on_arrival(self, request: Request, now: float) -> list[Command]: ...
-
-
-class SharedFleet(Protocol):
-    """Exchange of bookings with other schedulers of the fleet (`shared_view`)."""
-
-    @property
-    def peers(self) -> int: ...
-    @property
-    def view(self) -> SharedBookings: ...
-
-    connected: bool
-    sent: int
-    received: int
-    rejected: int
-
-    def start(self) -> None: ...
-    async def close(self) -> None: ...
 
 
 class OtherNames(Protocol):

@@ -58,7 +58,6 @@ if TYPE_CHECKING:
         HostMeasurements,
         Predecessor,
         SchedulerLog,
-        SharedFleet,
         Successor,
     )
 
@@ -86,8 +85,8 @@ class FleetService(ABC):
     """A fleet and its scheduler, for the listener, the admin surface, the dashboard and `/metrics`."""
 
     driver: Carrier
-    #: The view that other processes of the fleet share, None where this one is alone.
-    sharing: SharedFleet | None = None
+    #: The exchange with other schedulers of the fleet (`options/shared_fleet.py`), None where it is alone.
+    sharing: Any = None
     #: The processes that serve, where there are several.
     workers: Sequence[WorkerState] = ()
     #: True between SIGTERM and the closing of the listener: not ready, still accepting.

@@ -218,7 +218,7 @@ def _loads(source: FleetService, now: float) -> Iterator[Family]:
 
 def _peers(source: FleetService, now: float) -> Iterator[Family]:
     """Yield the figures of other schedulers of the fleet, where there may be some."""
-    sharing = source.sharing
+    sharing: SharedFleet | None = source.sharing
     if sharing is not None:
         yield "hetlb_shared_connected", [("", sharing.connected)]
         yield "hetlb_shared_peers", [("", sharing.peers)]

@@ -23,6 +23,7 @@ from hetlb.inputs.urls import bracketed, origin
 from hetlb.options.pick.pick_driver import PickDriver
 from hetlb.options.pick.pick_server import PickServer, gateway_certificates
 from hetlb.options.pick.pick_table import pick_table
+from hetlb.options.shared_fleet import SharedFleet
 from hetlb.systemd import NO_LISTENERS, Listeners
 
 #: Seconds between two resolutions of the names of instances.
@@ -36,6 +37,7 @@ class PickService(Service):
 
     driver: PickDriver
     server: PickServer
+    sharing: SharedFleet | None
     _hands_over = False  # gRPC's listener cannot be given to another process
 
     def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
