@@ -1,4 +1,6 @@
-"""The last minutes by stretches of time, for the dashboard and the status: ended and waiting requests."""
+"""The last minutes, for the dashboard and the status: ended and waiting requests by stretches of time, and
+paces of engines.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from hetlb.balancer.core.types import CAUSES, Outcome
 from hetlb.balancer.telemetry.request_record import RequestRecord
 
 if TYPE_CHECKING:
+    from hetlb.balancer.core.instance import Instance
     from hetlb.balancer.core.scheduler import Scheduler
+    from hetlb.balancer.core.speed import Mark, SpeedTracker
 
 #: Number of bins of the series, and seconds of each: five minutes.
 BINS: Final = 150
@@ -21,6 +25,8 @@ KEPT_POINTS: Final = 400
 KEPT_LEVELS: Final = 16
 #: Most bins that a sample may stand for.
 MOST_LATE_BINS: Final = 5
+#: Seconds over which tokens that an engine counted are compared with its profile.
+PACE_S: Final = 3.0
 #: Latencies are counted in steps of 2^(1/16): 4.4 %, from some 0.1 ms on.
 _STEPS_PER_OCTAVE: Final = 16.0
 #: The same for each factor e.
@@ -93,6 +99,50 @@ def latencies(counts: dict[int, int]) -> list[tuple[float, int]]:
     return [(2.0 ** ((step + 0.5) / _STEPS_PER_OCTAVE), counts[step]) for step in sorted(counts)]
 
 
+class EnginePace:
+    """Pace of one engine by its own counts of tokens: answers show a speed only as they end.
+
+    `value`: times as long as by its profile that tokens of the last seconds took, by the last count and by
+    the last two at least; 0.0 if it is not known.
+    """
+
+    __slots__ = ("_counts", "_newest", "speed", "value")
+
+    def __init__(self, speed: SpeedTracker) -> None:
+        #: Evidence of a server with one profile; another one's is no continuation.
+        self.speed = speed
+        #: Counts of the last seconds: tokens, time, work.
+        self._counts: list[tuple[int, float, Mark]] = []
+        self._newest = self.value = 0.0
+
+    def look(self, instance: Instance) -> None:
+        """Take in the last count, if it is new; a plain answer hides when its tokens began."""
+        sample, now, mark = instance.sample, instance.sample_at, instance.sample_mark
+        if not all([lease.request.streamed for lease in instance.leases.values()]):
+            self.value = 0.0
+            return
+        if sample is None or sample.answered is None or now is None or mark is None:
+            return
+        counts, tokens = self._counts, sample.answered
+        if counts and now <= counts[-1][1]:
+            return
+        if counts and tokens < counts[-1][0]:
+            counts.clear()  # another process
+        counts.append((tokens, now, mark))
+        while len(counts) > 2 and now - counts[1][1] >= PACE_S:
+            del counts[0]
+        before, at, since = counts[0]
+        seconds = now - at - (mark.stood_s - since.stood_s)
+        newest, self._newest = self._newest, 0.0
+        if seconds >= PACE_S and tokens > before:
+            running = (mark.sequence_s - since.sequence_s) / seconds
+            if running >= 1.0:
+                steps, budget = (tokens - before) / running, instance.token_budget
+                expected = self.speed.expected(instance.nominal, since, mark, seconds, steps, budget)
+                self._newest = seconds / expected[0]
+        self.value = min(newest, self._newest)
+
+
 class Recent:
     """The stretches of the last minutes by their numbers, and points: predicted and actual times.
 
@@ -100,10 +150,12 @@ class Recent:
     actual seconds from dispatch on.
     """
 
-    __slots__ = ("points", "stretches")
+    __slots__ = ("_paces", "points", "stretches")
 
     def __init__(self) -> None:
         self.stretches: dict[int, Stretch] = {}
+        #: By instance.
+        self._paces: dict[str, EnginePace] = {}
         self.points: list[tuple[float, str, float, float, float, float]] = []
 
     def finished(self, record: RequestRecord) -> None:
@@ -136,7 +188,14 @@ class Recent:
                 del self.points[:KEPT_POINTS]
 
     def sample(self, scheduler: Scheduler, now: float) -> None:
-        """Keep how things stand now, of the first instances alone."""
+        """Keep how things stand now, of the first instances alone, and look at the paces of all."""
+        paces, self._paces = self._paces, {}
+        for each in scheduler.instances:
+            pace = paces.get(each.name)
+            if pace is None or pace.speed is not each.speed:
+                pace = EnginePace(each.speed)
+            self._paces[each.name] = pace
+            pace.look(each)
         index = math.floor(now / BIN_S)
         loads = {
             each.name: (each.in_flight, round(each.kv_tokens / each.kv_cache_tokens, 4))
@@ -151,6 +210,11 @@ class Recent:
         begin = last + 1 if index - last <= MOST_LATE_BINS else index
         for number in range(begin, index + 1):
             self.stretch(number).levels = levels
+
+    def pace(self, instance: str) -> float:
+        """Return the pace of an engine."""
+        pace = self._paces.get(instance)
+        return 0.0 if pace is None else pace.value
 
     def refused(self, window_s: float, now: float) -> tuple[int, int]:
         """Return the clients' mistakes among what ended in the last `window_s`, and all that ended."""

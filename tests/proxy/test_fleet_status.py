@@ -132,7 +132,8 @@ def test_a_slow_one_is_named_before_its_first_answer_ends(slower: float) -> None
         tokens = int(4 * (second + 1) / (slower * step_s))
         sample = EngineSample(4, 0, 0.0, generated=9 * tokens, answered=tokens)
         fleet.scheduler.on_scrape("a", sample, fleet.now)
-    assert instance.speed.pace == pytest.approx(slower, rel=0.1)
+        fleet.look()
+    assert fleet.recent.pace("a") == pytest.approx(slower, rel=0.1)
     assert causes(fleet.look()) == ([("slow", "a")] if slower > 2.0 else [])
     fleet.now += 10.0
     assert causes(fleet.look()) == [("stale_report", "a")]

@@ -14,7 +14,7 @@ from hetlb.balancer.core.instance_throttle import InstanceThrottle
 from hetlb.balancer.core.latency import DEFAULT_LATENCY
 from hetlb.balancer.core.occupancy import SIGNAL_STALE_S
 from hetlb.balancer.core.prefix_index import PrefixIndex
-from hetlb.balancer.core.speed import SpeedTracker
+from hetlb.balancer.core.speed import Mark, SpeedTracker
 from hetlb.balancer.core.types import AdminState, EngineSample, Health, InstanceSpec, Lease
 from hetlb.errors import ConfigError
 from hetlb.extras import option
@@ -49,7 +49,7 @@ class Instance(InstanceLedger):
 
     __slots__ = (
         "_waiting_seen", "admin", "asleep", "began", "breaker", "errors", "health", "leaves_at", "sample",
-        "served", "slots_learnt_at", "slots_step", "throttle",
+        "sample_mark", "served", "slots_learnt_at", "slots_step", "throttle",
     )  # fmt: skip
 
     def __init__(
@@ -76,6 +76,8 @@ class Instance(InstanceLedger):
         self.errors = ForecastErrors()
         self.served: tuple[str, ...] | None = None
         self.sample: EngineSample | None = None
+        #: Work until the last sample, where that has its own count of tokens, and it has a profile.
+        self.sample_mark: Mark | None = None
         #: Sequences that ran in the last sample while others waited for a slot.
         self._waiting_seen = 0
         #: Time at which its metrics showed how many sequences it runs at once.
@@ -91,7 +93,7 @@ class Instance(InstanceLedger):
         self.explored = self.explored or self.profiled
         self.nominal = self.latency = spec.latency or DEFAULT_LATENCY
         self.speed = SpeedTracker(self.profiled, now)
-        self._occupancy = None
+        self._occupancy = self.sample_mark = None
         for lease in self.leases.values():
             lease.mark = lease.first_mark = None
         self.learn_capacity(spec.capacity)
@@ -152,7 +154,9 @@ class Instance(InstanceLedger):
         self.sample_at = now
         self.breaker.read(sample.generated, now)
         if self.profiled and sample.answered is not None:
-            self._count_tokens(sample.answered, now)
+            if now > self.speed.last:
+                self._elapsed(now)
+            self.sample_mark = self.speed.mark()
         self.learn_capacity(sample.capacity)
         self.engine = sample.engine or self.engine
         if self.adapters is not None and sample.adapters is not None:
@@ -171,15 +175,6 @@ class Instance(InstanceLedger):
         if self.capacity.max_num_seqs is not None:
             return
         self._learn_slots(sample, now)
-
-    def _count_tokens(self, answered: int, now: float) -> None:
-        """Compare its own count of tokens with its profile; a plain answer hides when they begin."""
-        if now > self.speed.last:
-            self._elapsed(now)
-        if all(lease.request.streamed for lease in self.leases.values()):
-            self.speed.counted(self.nominal, answered, now, self.token_budget)
-        else:
-            self.speed.pace = 0.0
 
     def _learn_slots(self, sample: EngineSample, now: float) -> None:
         """Learn how many sequences it runs at once, unless it stands still."""

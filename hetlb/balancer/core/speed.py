@@ -40,8 +40,6 @@ MOST_UNPROFILED_FACTOR: Final = 64.0
 _GOOD_S: Final = 60.0
 #: Relative change of the factor in force from which a new one takes its place.
 _CHANGE_SHARE: Final = 0.05
-#: Seconds over which tokens that its engine counted are compared with its model.
-PACE_S: Final = 3.0
 #: Share of the time of steps, spent on prompts beside them, above which the steps count as mixed.
 _MIXED_SHARE: Final = 0.1
 
@@ -117,11 +115,6 @@ class SpeedTracker:
         self._aged_at = now
         #: True if `age` changed the factor.
         self.changed = False
-        #: Its engine's counts of tokens in the last seconds: count, time, work.
-        self._counts: list[tuple[int, float, Mark]] = []
-        #: Times as long as by its model that these tokens took, by the last count and by the last two at
-        #: least, 0.0 if it is not known: for people.
-        self._newest_pace = self.pace = 0.0
 
     @property
     def confidence(self) -> float:
@@ -181,53 +174,33 @@ class SpeedTracker:
         """Learn from `steps` decode steps in `seconds` since a mark. Return True if the factor changed."""
         if seconds <= 0.0 or steps < 1.0:
             return False
-        self.last_expected_s = expected_s = self._expected(model, since, seconds, steps, budget)
-        return self._observe(expected_s, seconds, now)
+        self.last_expected_s, self.last_mixed = self.expected(
+            model, since, self.mark(), seconds, steps, budget
+        )
+        return self._observe(self.last_expected_s, seconds, now)
 
-    def counted(self, model: LatencyModel, tokens: int, now: float, budget: float) -> None:
-        """Compare its engine's own count of tokens with the model: answers show a speed only as they end.
-
-        Call it right after `elapsed`.
-        """
-        counts = self._counts
-        if counts and tokens < counts[-1][0]:
-            counts.clear()  # another process
-        counts.append((tokens, now, self.mark()))
-        while len(counts) > 2 and now - counts[1][1] >= PACE_S:
-            del counts[0]
-        before, at, since = counts[0]
-        seconds = now - at - (self.stood_s - since.stood_s)
-        newest, self._newest_pace = self._newest_pace, 0.0
-        if seconds >= PACE_S and tokens > before:
-            running = (self._sequence_s - since.sequence_s) / seconds
-            if running >= 1.0:
-                steps = (tokens - before) / running
-                self._newest_pace = seconds / self._expected(model, since, seconds, steps, budget)
-        self.pace = min(newest, self._newest_pace)
-
-    def _expected(
-        self, model: LatencyModel, since: Mark, seconds: float, steps: float, budget: float
-    ) -> float:
-        """Return the model's seconds of `steps` decode steps in `seconds` since a mark."""
+    def expected(
+        self, model: LatencyModel, since: Mark, until: Mark, seconds: float, steps: float, budget: float
+    ) -> tuple[float, bool]:
+        """Return the model's seconds of `steps` decode steps in `seconds` between two marks; many mixed?"""
         engine_s = seconds * self.engines
-        running = (self._sequence_s - since.sequence_s) / engine_s
+        running = (until.sequence_s - since.sequence_s) / engine_s
         if running < 1.0:
             running = 1.0
-        tokens = (self._token_s - since.token_s) / engine_s
+        tokens = (until.token_s - since.token_s) / engine_s
         step_s = model.step_s(running, tokens)
         expected_s = steps * step_s
-        prompts = self._prompts - since.prompts
+        prompts = until.prompts - since.prompts
         delay_s = 0.0
         if prompts > 0:
-            mean_prompt = max(1.0, (self.prompt_tokens - since.prompt_tokens) / prompts)
-            turns = max(1.0, float(self._turns - since.turns))
+            mean_prompt = max(1.0, (until.prompt_tokens - since.prompt_tokens) / prompts)
+            turns = max(1.0, float(until.turns - since.turns))
             beside = prompts / turns / self.engines if prompts > turns * self.engines else 1.0
             read_s = model.first_token_s(mean_prompt, 0.0, 0.0, running, tokens, budget, beside)
             delay_s = delay_of_reading_s(read_s, beside * mean_prompt, running, step_s, budget)
             delay_s *= prompts / (beside * self.engines)
             expected_s += delay_s
-        self.last_mixed = delay_s > _MIXED_SHARE * expected_s
-        return expected_s
+        return expected_s, delay_s > _MIXED_SHARE * expected_s
 
     def observe_prefill(self, expected_s: float, seconds: float, now: float) -> bool:
         """Learn from a prompt's `seconds`, expected in `expected_s`. Return True if the factor changed."""

@@ -99,8 +99,11 @@ def in_order(causes: Sequence[StateCause]) -> list[StateCause]:
     return sorted(causes, key=lambda each: (-ORDER.index(each.severity), names.index(each.cause)))
 
 
-def of_instance(each: Instance, share: InstanceShare | None, now: float) -> StateCause | None:
-    """Return the cause of trouble at an instance that should take requests, None without any."""
+def of_instance(each: Instance, share: InstanceShare | None, pace: float, now: float) -> StateCause | None:
+    """Return the cause of trouble at an instance that should take requests, None without any.
+
+    `pace`: see `options.recent.EnginePace`.
+    """
     name, breaker = each.name, each.breaker
     if each.admin is not AdminState.READY:
         state = "is drained" if each.admin is AdminState.DRAIN else "is in maintenance"
@@ -129,8 +132,8 @@ def of_instance(each: Instance, share: InstanceShare | None, now: float) -> Stat
         return StateCause("fails", name, sentence, f"The log of {name} says why.")
     stale_s = 0.0 if each.sample_at is None else now - each.sample_at
     slower = each.speed.factor if each.speed.seen else 1.0
-    if each.speed.pace >= PACE_FACTOR and stale_s <= STALE_S:
-        slower = max(slower, each.speed.pace)
+    if pace >= PACE_FACTOR and stale_s <= STALE_S:
+        slower = max(slower, pace)
     if each.profiled and slower >= SLOW_FACTOR:
         sentence = f"{name} takes {slower:.1f} times as long as its profile says"
         return StateCause("slow", name, sentence, "Look at its GPU, or profile it again.")

@@ -159,7 +159,7 @@ def _of_model(
         why = _why_down(model, instances, waiting)
         down = StateCause("all_down", "", f"no server of {model or 'the fleet'} takes requests", why)
         return ModelStatus(model, State.DOWN, 0.0, served, 0.0, "", 0.0, why, total, 0, (down,))
-    found = [of_instance(each, shares.get(each.name), now) for each in instances]
+    found = [of_instance(each, shares.get(each.name), recent.pace(each.name), now) for each in instances]
     held = [each.name for each in instances if each.admin is not AdminState.READY]
     running = {lease.request.tenant or "" for each in able for lease in each.leases.values() if waiting}
     hog = of_tenants(Counter(entry.request.tenant or "" for entry in entries), running)
