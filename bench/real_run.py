@@ -164,6 +164,7 @@ class Exact:
         self._host_s = host_s
         self.request_s = request_s
         self.split_kv = None
+        self.better_decode = self
 
     def mixed_step_s(
         self,
@@ -184,7 +185,7 @@ class Exact:
         """Seconds of a decode step."""
         return self.mixed_step_s(0, 0, 0, batch, kv_tokens) if batch else 0.0
 
-    def step_growth_s(self, batch: int) -> float:
+    def growth_s(self, batch: int) -> float:
         """Return the seconds that one more token for each sequence adds to a step."""
         if not batch:
             return 0.0

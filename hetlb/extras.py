@@ -2,6 +2,8 @@
 
 Commands import their packages directly; `hetlb.cli.main` turns a failed import into one line. An option is a
 folder of `hetlb/options`; one that was deleted is a feature that this installation lacks, and nothing else.
+Its package (or a module of it) has one function `hook`: the balancer imports no option, it asks for one by
+name where the fleet file, a flag or a request needs it (`balancer/interfaces.py` has the types).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 from hetlb.errors import ConfigError, InputError
 
@@ -55,6 +58,11 @@ def option(name: str) -> ModuleType:
         if isinstance(missing := missing_extra(error), ConfigError):
             raise missing from None
         raise
+
+
+def hook(name: str, *args: Any, **named: Any) -> Any:
+    """Call the function `hook` of an option; return its result. Raises `ConfigError` as `option` does."""
+    return option(name).hook(*args, **named)
 
 
 def check_extra(key: str, module: str, extra: str) -> None:

@@ -90,7 +90,7 @@ def waiting(queue: Queue, key: QueueKey, fit: int = 0) -> list[Queued]:
     """The requests of one line and fit from which the next is taken, oldest first."""
     for entry in queue.heads(key):
         if entry.flow.name.fit == fit:
-            return next(each for each in queue.flows() if each[0] is entry)
+            return list(entry.flow.entries.values())
     return []
 
 

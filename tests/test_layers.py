@@ -37,8 +37,8 @@ OF_TOOLS = {"engine_pages", "length_samples", "plans", "prefix_keys", "profiles"
 FOLDERS = {
     "balancer/core": set(),
     "balancer/http": {"config", "core"},
-    "balancer/config": {"core", "hooks", "interfaces"},
-    "balancer/telemetry": {"config", "core", "exchange", "hooks", "http", "interfaces"},
+    "balancer/config": {"core", "interfaces"},
+    "balancer/telemetry": {"config", "core", "exchange", "http", "interfaces"},
     "tools/demo": set(),
     "tools/openai": set(),
     "tools/models": {"plan"},

@@ -220,7 +220,7 @@ def _good(
     for record, planned in zip(records, plan, strict=True):
         prompt, output = planned.input_tokens, max(1, planned.output_tokens)
         alone_s = min(each.prefill_s(prompt) for each in latencies)
-        answer_s = min(each.prefill_s(prompt) + each.answer_s(prompt, output, 0.0, 0.0) for each in latencies)
+        answer_s = min(each.prefill_s(prompt) + each.answer_s(prompt, output) for each in latencies)
         first_s, end_s = record.first_token_s - planned.scheduled_s, record.last_token_s - planned.scheduled_s
         slowness.append(max(first_s / alone_s, end_s / answer_s))
     return [sum(each <= times for each in slowness) / len(slowness) for times in GOOD]

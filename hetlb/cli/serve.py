@@ -21,9 +21,9 @@ from hetlb.balancer.config.fleet import Fleet, check_policy, fleet_from_urls, lo
 from hetlb.balancer.config.fleet_tables import MOST_WORKERS
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.fleet.service import Service, announce, require_urls, tune_gc
-from hetlb.balancer.hooks import hook
 from hetlb.cli.flags import PORT, changed, declare, whole
 from hetlb.errors import InputError
+from hetlb.extras import hook
 from hetlb.logs import logging_to_stderr, plain_line
 from hetlb.systemd import NO_LISTENERS, Listeners
 

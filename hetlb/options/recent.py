@@ -118,7 +118,7 @@ class EnginePace:
     def look(self, instance: Instance) -> None:
         """Take in the last count, if it is new; a plain answer hides when its tokens began."""
         sample, now, mark = instance.sample, instance.sample_at, instance.sample_mark
-        if not all([lease.request.streamed for lease in instance.leases.values()]):
+        if not all(lease.request.streamed for lease in instance.leases.values()):
             self.value = 0.0
             return
         if sample is None or sample.answered is None or now is None or mark is None:
@@ -183,7 +183,7 @@ class Recent:
         if tokens > 0:
             each, took_s = tokens / record.sequences, ended_at - lease.dispatched_at
             predicted = lease.predicted_output
-            self.points.append((ended_at, lease.instance, predicted, each, record.expected_s, took_s))
+            self.points.append((ended_at, lease.instance, predicted, each, lease.forecast_end_s, took_s))
             if len(self.points) >= 2 * KEPT_POINTS:
                 del self.points[:KEPT_POINTS]
 

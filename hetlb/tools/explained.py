@@ -28,7 +28,7 @@ def explained(
     candidates = with_excluded(scored, ready.instances, choices.excluded)
     for instance, candidate in zip(ready.instances, candidates, strict=True):
         if candidate.forecast is None:
-            candidate.forecast = foreseen(ctx, instance).document(instance.errors)
+            candidate.forecast = instance.errors.corrected(foreseen(ctx, instance))
         if candidate.ideal_batch is None:
             terms = option("policies.baselines").paper_terms(
                 instance, request, predicted, placement.policy.params

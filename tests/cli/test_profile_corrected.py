@@ -11,8 +11,6 @@ from socketserver import BaseRequestHandler, TCPServer
 
 import pytest
 
-from hetlb.balancer.core.types import Outcome
-from hetlb.balancer.telemetry.counters import InstanceTotals
 from hetlb.cli.main import main
 
 PROFILE = """\
@@ -87,16 +85,6 @@ def test_a_version_1_profile_says_what_it_lacks_and_may_not_have_more(
     path.write_text(PROFILE + "host: {iteration_s: 0.001}\n")
     assert main(["profile", "show", str(path)]) == 2
     assert "host: expected version: 2 of the file for this key, got 1" in capsys.readouterr().err
-
-
-def test_factors_need_evidence() -> None:
-    totals = InstanceTotals()
-    totals.ended(Outcome.OK)
-    totals.took("prefill", 0.5, 0.6)
-    assert totals.model_factors()["prefill"] is None
-    totals.took("prefill", 1.5, 1.8)
-    totals.took("mixed", 2.0, 1.0)
-    assert totals.model_factors() == {"prefill": pytest.approx(1.2), "mixed": 0.5, "decode": None}
 
 
 def test_a_log_of_one_load_tells_no_parts_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

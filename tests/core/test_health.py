@@ -27,7 +27,7 @@ def test_a_suspect_is_up_after_one_probe_or_one_answer() -> None:
     assert health.on_probe(ProbeResult.OK, 0.0)
     assert health.state is Health.UP
     health = tracker(Health.SUSPECT)
-    assert health.on_success(0.0)
+    assert health.on_success()
     assert health.state is Health.UP
 
 
@@ -41,7 +41,7 @@ def test_tokens_that_flow_outweigh_missed_probes() -> None:
     health = tracker()
     for _ in range(20):
         health.on_probe(ProbeResult.FAILED, 0.0)
-        health.on_success(0.0)
+        health.on_success()
     assert health.state is Health.UP
 
 
@@ -70,7 +70,7 @@ def test_a_success_in_between_starts_the_count_anew() -> None:
         now = i * 10.0  # fewer than what a share is taken of
         for _ in range(FALL_ANSWERS - 1):
             assert not health.on_failure(now, may_eject=True)
-        health.on_success(now)
+        health.on_success()
     assert health.state is Health.UP
 
 
@@ -92,4 +92,4 @@ def test_an_ejection_is_as_short_as_the_first_one() -> None:
         for _ in range(2):
             health.on_probe(ProbeResult.OK, now)
         assert health.state is Health.UP
-        health.on_success(now)
+        health.on_success()

@@ -62,7 +62,7 @@ def test_every_change_says_why() -> None:
 def test_an_answer_says_why_too() -> None:
     for told in (HealthTracker.on_answering, HealthTracker.on_success):
         health = tracker(Health.SUSPECT)
-        assert told(health, 0.0)
+        assert told(health)
         assert (health.state, health.reason) == (Health.UP, "answered a request")
 
 
@@ -86,7 +86,7 @@ def test_a_tracker_begins_with_nothing_against_its_instance() -> None:
         assert (health.state, health.ejected_until) == (state, 0.0)
         assert health.clean is (state is Health.UP)
         assert health.ejected_for_failures is False
-    assert tracker().on_answering(0.0) is False
+    assert tracker().on_answering() is False
 
 
 def test_a_probe_says_how_it_failed() -> None:
@@ -176,12 +176,12 @@ def test_half_open_until_an_answer_ends_well() -> None:
     failing(health, FALL_ANSWERS)
     for _ in range(RISE_PROBES):
         health.on_probe(OK, health.ejected_until)
-    assert not health.on_answering(health.ejected_until)  # begun is not ended
+    assert not health.on_answering()  # begun is not ended
     assert health.on_failure(health.ejected_until, may_eject=True)
     assert (health.state, health.reason) == (Health.EJECTED, "failed again after it came back")
     for _ in range(RISE_PROBES):
         health.on_probe(OK, health.ejected_until)
-    assert not health.on_success(health.ejected_until)
+    assert not health.on_success()
     assert failing(health, FALL_ANSWERS, health.ejected_until) == [False] * (FALL_ANSWERS - 1) + [True]
 
 
@@ -200,18 +200,18 @@ def test_an_instance_is_clean_when_no_success_could_make_it_better() -> None:
     health = tracker()
     health.on_failure(0.0, may_eject=True)
     assert health.clean is False
-    health.on_success(0.0)
+    health.on_success()
     assert health.clean is True
     health.on_probe(FAILED, 1.0)
     assert health.clean is False
-    health.on_success(1.0)
+    health.on_success()
     assert health.clean is True
     failing(health, FALL_ANSWERS, 100.0)
     assert health.clean is False
     for _ in range(RISE_PROBES):
         health.on_probe(OK, health.ejected_until)
     assert (health.state, health.clean) == (Health.UP, False)
-    health.on_success(110.0)
+    health.on_success()
     assert health.clean is True
 
 
@@ -225,7 +225,7 @@ def test_only_its_answers_make_an_ejection_one_for_failures() -> None:
     for _ in range(RISE_PROBES):
         health.on_probe(OK, health.ejected_until)
     assert health.ejected_for_failures is False
-    health.on_success(health.ejected_until)
+    health.on_success()
     for _ in range(FALL_PROBES):
         health.on_probe(FAILED, 20.0)
     assert (health.state, health.ejected_for_failures) == (Health.EJECTED, False)
@@ -247,7 +247,7 @@ def test_the_end_of_a_lease_is_evidence_of_one_kind() -> None:
 def test_an_ejected_instance_is_not_clean_whatever_it_answers() -> None:
     health = tracker()
     health.on_refused(0.0)
-    assert not health.on_success(100.0)
+    assert not health.on_success()
     assert (health.state, health.clean) == (Health.EJECTED, False)
 
 
@@ -269,12 +269,12 @@ def test_an_instance_that_may_not_be_ejected_stays() -> None:
 def test_a_success_is_heeded_after_every_kind_of_trouble() -> None:
     """Who is known to be well is asked nothing; a missed probe or a failure ends that."""
     health = tracker()
-    assert not health.on_success(0.0)
+    assert not health.on_success()
     health.on_probe(FAILED, 0.0)
     health.on_probe(FAILED, 0.0)
-    assert not health.on_answering(0.0)
+    assert not health.on_answering()
     assert [health.on_probe(FAILED, 0.0) for _ in range(FALL_PROBES)] == [False, False, True]
     health = tracker()
     failing(health, FALL_ANSWERS - 1)
-    assert not health.on_success(0.0)
+    assert not health.on_success()
     assert failing(health, FALL_ANSWERS) == [False] * (FALL_ANSWERS - 1) + [True]

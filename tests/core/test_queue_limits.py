@@ -227,7 +227,7 @@ def test_the_first_are_of_the_best_priority_and_whose_turn_it_is() -> None:
     )
     assert [entry.request.id for entry in waiting(queue, LINE)[:2]] == [2, 4]
     assert [entry.request.id for entry in waiting(queue, LINE)] == [2, 4, 5]
-    assert [[entry.request.id for entry in flow] for flow in queue.flows()] == [[2, 4, 5], [3], [1]]
+    assert [list(flow.entries) for flow in queue.flows] == [[2, 4, 5], [3], [1]]
 
 
 # --- whose turn ---

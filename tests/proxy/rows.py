@@ -28,10 +28,10 @@ def ended(at: float, *, placed: bool = True, outcome: Outcome = Outcome.OK, **mo
         dispatched_at=at - took_s,
     )
     lease.output_tokens = more.get("tokens", 10)
-    over = RequestRecord(request, Kind.COMPLETION, b"POST", "/v1/completions", "r-1", None, at - took_s)
+    lease.forecast_end_s = more.get("expected_s", 0.5)
+    over = RequestRecord(request, Kind.COMPLETION, b"POST", "/v1/completions", "r-1", None, at - took_s, 100)
     over.ended_at = at
     over.first_byte_at = at - took_s + ttft_s
-    over.expected_s = more.get("expected_s", 0.5)
     over.usage_prompt_tokens = more.get("used")
     over.lease = lease if placed else None
     over.outcome = outcome

@@ -195,4 +195,5 @@ async def test_a_request_of_more_sequences_than_an_instance_has_places(start: St
         await ask(proxy, post(b'{"model":"m","prompt":"hello","n":200}'))
     [record] = proxy.exchanges
     assert (record.sequences, record.status) == (200, 200)
-    assert record.expected_s > 0
+    assert record.lease is not None
+    assert record.lease.forecast_end_s > 0

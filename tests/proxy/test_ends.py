@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
-from hetlb.balancer.core.health import FALL_ANSWERS, Verdict
+from hetlb.balancer.core.health import FALL_ANSWERS, Verdict, verdict
 from hetlb.balancer.core.types import Health
 from hetlb.balancer.exchange import ends, exchange_states
 from hetlb.balancer.exchange.ends import ENDS, End
@@ -35,7 +35,7 @@ def test_every_row_is_judged_here() -> None:
 
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.name)
 def test_an_end_counts_as_its_row_says(end: End) -> None:
-    assert end.counts_as is COUNTS[end.name]
+    assert verdict(end.told) is COUNTS[end.name]
     scheduler = make_scheduler([spec("a"), spec("b")], "single")
     for number in range(FALL_ANSWERS):
         (one,) = (each for each in scheduler.instances if each.name == "a")
@@ -46,9 +46,9 @@ def test_an_end_counts_as_its_row_says(end: End) -> None:
             break
         scheduler.on_lease_ended(lease, end.told, float(number), retry=False)
     health = one.health
-    if end.counts_as is Verdict.ABSENT:
+    if verdict(end.told) is Verdict.ABSENT:
         assert health.state is Health.EJECTED
-    elif end.counts_as in (Verdict.FAILED, Verdict.LOST):
+    elif verdict(end.told) in (Verdict.FAILED, Verdict.LOST):
         assert one.breaker.doubted
     else:
         assert health.state is Health.UP

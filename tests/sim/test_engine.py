@@ -483,7 +483,7 @@ def test_the_models_prediction_of_a_lone_request_is_what_the_engine_takes(
         if engine.end_iteration().first:
             first_s = total_s
     assert first_s == pytest.approx(model.first_token_s(prompt, 0, 0, 0, 0, budget), rel=1e-9)
-    assert total_s - first_s == pytest.approx(model.answer_s(prompt, output - 1, 0, 0), rel=1e-9, abs=1e-12)
+    assert total_s - first_s == pytest.approx(model.answer_s(prompt, output - 1), rel=1e-9, abs=1e-12)
 
 
 def test_a_lone_request_is_two_calls() -> None:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from hetlb.addresses import Network, is_loopback
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.hooks import hook
 from hetlb.errors import ConfigError
+from hetlb.extras import hook
 
 if TYPE_CHECKING:
     from hetlb.balancer.interfaces import KnownKeys

@@ -173,11 +173,6 @@ class ClientResponse:
         return True
 
     @property
-    def is_held(self) -> bool:
-        """True while the client does not read."""
-        return self.held_since is not None
-
-    @property
     def held_up(self) -> bool:
         """True if the client did not read for `HELD_UP_S`: the answer may have broken off for it."""
         return self.held_since is not None or self._held_s >= ends.HELD_UP_S

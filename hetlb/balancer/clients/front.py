@@ -15,10 +15,9 @@ from hetlb.balancer.clients.router import Router
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.exchange.driver import Driver
-from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.errors import ConfigError
-from hetlb.extras import option
+from hetlb.extras import hook, option
 from hetlb.logs import LogWriter
 
 if TYPE_CHECKING:
@@ -53,7 +52,6 @@ class Front:
         self._fleet = fleet
         self.server = server
         driver.on_ended = self._requests_ended
-        driver.on_refused = self._request_refused
         self._apply(fleet, access)
         table = fleet.file.tracing
         self._tracing: SpanMaker | None = None if table is None else hook("tracing", table)
@@ -96,10 +94,6 @@ class Front:
                 self._tracing.finished(record, now)
         if self._lines is not None and self._write_line is not None:
             self._lines.write(*[self._write_line(record, epoch_s) for record in ended])
-
-    def _request_refused(self, record: RequestRecord) -> None:
-        if self._lines is not None and self._write_line is not None:
-            self._lines.write(self._write_line(record, time.time() - self._driver.now()))
 
     async def stop(self, grace_s: float) -> None:
         """Accept no more, and end open requests within `grace_s`."""

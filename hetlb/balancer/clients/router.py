@@ -25,7 +25,6 @@ from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.engine_request import EngineRequest
 from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.plain_attempt import PlainMaker
-from hetlb.balancer.hooks import hook
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.endpoints import ENDPOINTS, KEPT_PATHS, NOT_KEPT, REALTIME_PATH, Kind
 from hetlb.balancer.http.error_responses import Answer, Refusal
@@ -33,6 +32,7 @@ from hetlb.balancer.http.http1 import GateError, RequestHead
 from hetlb.balancer.http.openai_body import Call, read_json
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.errors import ConfigError
+from hetlb.extras import hook
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.option_interfaces import PromptBlocks
@@ -313,7 +313,7 @@ class Router:
         )
         owner = None if tenant is None else tenant.name
         request = Request(request_id, "", 0, generates=False)
-        record = RequestRecord(request, _PLAIN, head.method, path, label, owner, since, 1, 0)
+        record = RequestRecord(request, _PLAIN, head.method, path, label, owner, since, 0)
         record.address = peer if self._forwarded is None else self._forwarded.of(head, peer)
         record.outcome, record.status, record.ended_at = answer.outcome, answer.status, driver.now()
         driver.refused(answer.outcome, answer.status, record)

@@ -27,9 +27,8 @@ from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.predictor import PREDICTORS, LengthSample
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.types import Capacity, InstanceSpec, Role
-from hetlb.balancer.hooks import hook
 from hetlb.errors import ConfigError
-from hetlb.extras import option
+from hetlb.extras import hook, option
 from hetlb.inputs.mistakes import Mistakes, one_of, short
 from hetlb.inputs.option_keys import options_of, stated_keys
 from hetlb.inputs.urls import Origin, check_url, origin

@@ -161,8 +161,8 @@ class Backlog:
     def expire(self, now: float) -> list[Command]:
         """Turn down requests that have waited for too long."""
         commands: list[Command] = []
-        for waiting in self.queue.flows():
-            for entry in waiting:
+        for flow in self.queue.flows:
+            for entry in list(flow.entries.values()):
                 reject = self._waited(entry, now)
                 if reject is None:
                     break  # entries behind it have waited for less

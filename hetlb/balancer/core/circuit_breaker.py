@@ -107,7 +107,7 @@ class CircuitBreaker:
         """True if an answer may come later than forecast."""
         return self.excess > 0.0 or self.overdue_s > 0.0
 
-    def ended_well(self, lease_id: int, now: float) -> bool:
+    def ended_well(self, now: float) -> bool:
         """Count an answer that ended well. True if that speaks against a doubt."""
         self.well += 1.0
         self.token_at, self.refusals = now, 0
@@ -119,8 +119,6 @@ class CircuitBreaker:
             self.lost = 0.0
         if self.excess > 0.0:
             self._begin_trials(now)
-        if self.trial == lease_id:
-            self.trial = 0
         return self.excess > 0.0
 
     def ended_badly(self, lease_id: int, seconds: float, now: float, skip: int = 0) -> None:

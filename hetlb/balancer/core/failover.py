@@ -52,7 +52,7 @@ class Failover:
         elif says is Verdict.FAILED:
             changed = health.on_failure(now, may_eject=fleet.may_eject(instance, self.placement.capacity))
         elif says is Verdict.LOST:
-            changed = health.on_answering(now)
+            changed = health.on_answering()
         if says in (Verdict.FAILED, Verdict.LOST) or _left_unheard(lease, outcome, now):
             skip = 1 if says is Verdict.FAILED and 0 < health.failures < FALL_ANSWERS else 0
             self._lost(instance, lease, now, skip)

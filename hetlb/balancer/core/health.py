@@ -141,14 +141,14 @@ class HealthTracker:
         self.ejected_until = now
         return self._enter(REFUSED, detail or "connection refused")
 
-    def on_answering(self, now: float) -> bool:
+    def on_answering(self) -> bool:
         """Note that an answer began. Return True if the state changed."""
         if self.clean:
             return False
         self._probe_failures = 0
         return self.state is Health.SUSPECT and self._enter(ANSWERS, "answered a request")
 
-    def on_success(self, now: float) -> bool:
+    def on_success(self) -> bool:
         """Note that an answer is whole and well. Return True if the state changed."""
         if self.clean:
             return False

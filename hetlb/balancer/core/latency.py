@@ -86,10 +86,6 @@ class StepForm(PickleByFields):
         """Return the seconds of one step of `batch` sequences, and the seconds more per token they hold."""
         raise NotImplementedError
 
-    def growth_s(self, batch: float) -> float:
-        """Return the seconds that one more token for each sequence adds to a step."""
-        raise NotImplementedError
-
 
 @mypyc_attr(acyclic=True)
 class MixedForm(PickleByFields):
@@ -103,17 +99,6 @@ class MixedForm(PickleByFields):
 
     def chain_s(self, tokens: float) -> float:
         """Return the seconds in which one block of threads runs through a context."""
-        raise NotImplementedError
-
-
-@mypyc_attr(acyclic=True)
-class SplitForm(PickleByFields):
-    """Measured form of attention that splits contexts over blocks of threads."""
-
-    __slots__ = ()
-
-    def seconds(self, batch: float, longest: float) -> float:
-        """Return the least seconds of attention in a step of `batch` sequences, the longest of `longest`."""
         raise NotImplementedError
 
 
@@ -153,7 +138,7 @@ class LatencyModel(PickleByFields):
     host_s: float = 0.0
     host_sequence_s: float = 0.0
     request_s: float = 0.0
-    split_kv: SplitForm | None = None
+    split_kv: PickleByFields | None = None
     launch: LaunchForm | None = None
 
     def __post_init__(self) -> None:
@@ -207,13 +192,6 @@ class LatencyModel(PickleByFields):
         """Return the seconds of one decode step. Affine in `kv_tokens` at a fixed batch."""
         own_s, token_s = self.step_line(batch)
         return own_s + token_s * kv_tokens
-
-    def step_growth_s(self, batch: float) -> float:
-        """Return the seconds that one more token in the cache of each sequence adds to a step."""
-        better = self.better_decode
-        if better is not None:
-            return better.growth_s(batch)
-        return self.k5 * batch + self.k7
 
     def mixed_step_s(
         self,
@@ -343,31 +321,21 @@ class LatencyModel(PickleByFields):
         longest = new if new < last else last
         return full_s + self.mixed_step_s(last, prompts, longest, batch, kv_tokens, attended)
 
-    def answer_s(self, prompt_tokens: float, output_tokens: float, batch: float, kv_tokens: float) -> float:
-        """Return the seconds to decode `output_tokens` behind a prompt, beside `batch` other sequences."""
-        if output_tokens <= 0.0:
-            return 0.0
-        mean_context = prompt_tokens + (output_tokens + 1.0) / 2.0
-        return output_tokens * self.step_s(batch + 1.0, kv_tokens + mean_context)
+    def answer_s(self, prompt_tokens: float, output_tokens: float) -> float:
+        """Return the seconds to decode `output_tokens` behind a prompt, beside nothing."""
+        return output_tokens * self.step_s(1.0, prompt_tokens + (output_tokens + 1.0) / 2.0)
 
     # --- cost of one more request for the running ones (the externality) ---
 
     def read_delay_s(
-        self,
-        prompt_tokens: float,
-        cached_tokens: float,
-        batch: float,
-        kv_tokens: float,
-        budget: float,
-        sequences: float = 1.0,
+        self, prompt_tokens: float, cached_tokens: float, batch: float, kv_tokens: float, budget: float
     ) -> float:
-        """Return the seconds that prefilling these prompts delays each of `batch` decoding sequences."""
+        """Return the seconds that prefilling a prompt delays each of `batch` decoding sequences."""
         if batch <= 0.0:
             return 0.0
-        read_s = self.first_token_s(prompt_tokens, cached_tokens, 0.0, batch, kv_tokens, budget, sequences)
-        new = prompt_tokens - cached_tokens
-        tokens = sequences * (new if new >= 1.0 else 1.0)
-        return delay_of_reading_s(read_s, tokens, batch, self.step_s(batch, kv_tokens), budget)
+        read_s = self.first_token_s(prompt_tokens, cached_tokens, 0.0, batch, kv_tokens, budget)
+        new = max(1.0, prompt_tokens - cached_tokens)
+        return delay_of_reading_s(read_s, new, batch, self.step_s(batch, kv_tokens), budget)
 
     def scaled(self, factor: float) -> LatencyModel:
         """Return the same engine, every duration multiplied by `factor`."""

@@ -29,6 +29,8 @@ _MET_SHARE: Final = 0.75
 
 #: A key and its end in tokens. None: the whole conversation, prompt and answer.
 PrefixKey: TypeAlias = tuple[str, int | None]
+#: Tokens of one prompt that are in the caches of engines, by `Tree.cache_id`.
+Held: TypeAlias = dict[int, int]
 
 
 class Node:
@@ -75,7 +77,6 @@ class Tree:
         self.share = 1.0
         #: True if the engine reports its evictions: then they are not guessed from the room.
         self.told = False
-        self._owed = 0.0
         self.nodes: dict[str, Node] = {}
         #: In the order of eviction.
         self.unused: OrderedDict[str, Node] = OrderedDict()
@@ -93,7 +94,7 @@ class Tree:
             if tokens is None:
                 if node is not None:  # its blocks are booked by the lease from now on
                     held = max(held, node.tokens)
-                    self._drop(node)
+                    self.drop(node)
                 continue
             if tokens > prompt_tokens or tokens <= end:
                 continue
@@ -134,7 +135,7 @@ class Tree:
         """Note that a conversation of these tokens has ended; `parent` is still in use."""
         node = self.nodes.get(key)
         if node is not None:
-            self._drop(node)
+            self.drop(node)
         own = tokens if parent is None else tokens - parent.tokens
         if own > 0:
             node = self.nodes[key] = Node(self, key, tokens, own, None)
@@ -155,25 +156,10 @@ class Tree:
         """Forget unused prefixes beyond `room`, the tokens of the KV cache that no lease uses."""
         most = math.inf if self.told else self.share * room
         while self.unused and (self.unused_tokens > most or self._index.unused > self._index.most_unused):
-            self._drop(next(iter(self.unused.values())))
+            self.drop(next(iter(self.unused.values())))
 
-    def evicted(self, tokens: float) -> None:
-        """Note that the engine reports the eviction of `tokens` tokens that no request uses."""
-        self._owed += tokens
-        while self.unused:
-            node = next(iter(self.unused.values()))
-            if node.own > self._owed:
-                return
-            self._owed -= node.own
-            self._drop(node)
-        self._owed = 0.0
-
-    def clear(self) -> None:
-        """Forget all unused prefixes."""
-        self._owed = math.inf
-        self.evicted(0.0)
-
-    def _drop(self, node: Node) -> None:
+    def drop(self, node: Node) -> None:
+        """Forget an unused prefix."""
         self._revive(node)
         del self.nodes[node.key]
         self._index.removed(node)
@@ -195,16 +181,6 @@ class Tree:
         """Note that the engine's cache is gone: its blocks of live leases go with it."""
         self.share, self.told = 0.0, False
         self.evict(0)
-
-
-@mypyc_attr(acyclic=True)
-class Held:
-    """Tokens of one prompt that are in the caches of engines, by `Tree.cache_id`."""
-
-    __slots__ = ("tokens",)
-
-    def __init__(self) -> None:
-        self.tokens: dict[int, int] = {}
 
 
 class PrefixIndex:
@@ -229,13 +205,12 @@ class PrefixIndex:
                     continue
                 break  # a longer prefix begins with this one
             if found is None:
-                found = Held()
-            tokens = found.tokens
+                found = {}
             for node in nodes:
                 held = node.tokens if node.tokens < most else most
                 tree = node.tree.cache_id
-                if held > tokens.get(tree, 0):
-                    tokens[tree] = held
+                if held > found.get(tree, 0):
+                    found[tree] = held
         return found
 
     def added(self, node: Node) -> None:

@@ -19,7 +19,7 @@ from hetlb.balancer.core.option_interfaces import TenantShares
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.types import Request, RequestId
 from hetlb.errors import ConfigError
-from hetlb.extras import option
+from hetlb.extras import hook
 
 #: Ranks of the requests of one priority, and their number.
 _IN_TIME: Final = 0
@@ -146,17 +146,13 @@ class Queue:
         return iter(list(self.held.values()))
 
     @property
-    def all_flows(self) -> list[QueueFlow]:
+    def flows(self) -> list[QueueFlow]:
         """The flows of all lines, by key and level."""
         return [
             flow
             for line in self._lines.values()
             for flow in sorted(line.values(), key=lambda each: each.name.level)
         ]
-
-    def flows(self) -> list[list[Queued]]:
-        """Return the waiting requests in lists, each oldest first: by key, level, tenant, class and fit."""
-        return [list(flow.entries.values()) for flow in self.all_flows]
 
     @property
     def keys(self) -> list[QueueKey]:
@@ -207,7 +203,7 @@ class Queue:
 
     def oldest_at(self) -> float | None:
         """Return the arrival of the request that waits longest, None if none waits."""
-        return min((flow[0].arrived_at for flow in self.flows()), default=None)
+        return min((flow.first.arrived_at for flow in self.flows), default=None)
 
     def waiting(self, model: str) -> int:
         """Return the sizes of all that wait for a model, added up."""
@@ -334,7 +330,7 @@ class Queue:
         if not self._asked_shares and (tenant is not None or self.limits.tenant_share < 1.0):
             self._asked_shares = True
             with suppress(ConfigError):
-                self.tenants = option("tenants").hook(self)
+                self.tenants = hook("tenants", self)
         return self.tenants
 
     def booked(self, tenant: str | None, tokens: int) -> None:

@@ -20,7 +20,7 @@ from hetlb.balancer.core.journal import Booked, Journal
 from hetlb.balancer.core.option_interfaces import Splitting
 from hetlb.balancer.core.placement import Placement
 from hetlb.balancer.core.policies.registry import make_policy
-from hetlb.balancer.core.predictor import Predictor
+from hetlb.balancer.core.predictor import Predictor, make_predictor
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.ready import ReadyInstances, least_tokens
 from hetlb.balancer.core.retry_budget import MOST_MOVES
@@ -68,7 +68,9 @@ class Scheduler(Failover):
         """`oracle` has true lengths. Raises `ValueError` where the predictor's data are missing."""
         self._rng = random.Random(setup.seed)
         self._params = setup.params
-        self.predictor = setup.make_predictor(self._rng, oracle) if predictor is None else predictor
+        self.predictor = predictor or make_predictor(
+            setup.predictor, rng=self._rng, lengths=setup.lengths, oracle=oracle
+        )
         policy = make_policy(setup.policy, setup.params, self._rng)
         queue = Queue(setup.limits)
         fleet = FleetState(setup, queue, self._rng)
@@ -186,7 +188,7 @@ class Scheduler(Failover):
                 for refuser, refused, at in known.refusals:
                     self._lost(refuser, refused, at)
                 known.refusals.clear()
-        if instance.health.on_answering(now):
+        if instance.health.on_answering():
             return self.fleet.health_changed(instance, now)
         return []
 
@@ -227,9 +229,9 @@ class Scheduler(Failover):
                     )
                 if self.queue.held:
                     self.backlog.predict_again()
-            if health.on_success(now):
+            if health.on_success():
                 commands = self.fleet.health_changed(instance, now)
-            if instance.breaker.ended_well(lease.id, now):
+            if instance.breaker.ended_well(now):
                 self.fleet.judge(instance, now)
         else:
             commands = self.ended_badly(instance, lease, outcome, now)

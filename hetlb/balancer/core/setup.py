@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.policies.base import PolicyParams
-from hetlb.balancer.core.predictor import LengthSample, Predictor, make_predictor
+from hetlb.balancer.core.predictor import LengthSample
 from hetlb.balancer.core.queue import QueueLimits
-from hetlb.balancer.core.types import Health, InstanceSpec, RequestId
+from hetlb.balancer.core.types import Health, InstanceSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +26,3 @@ class SchedulerSetup(PickleByFields):
     initial_health: Health = Health.SUSPECT
     health: HealthParams = field(default_factory=HealthParams)
     now: float = 0.0
-
-    def make_predictor(self, rng: random.Random, oracle: Mapping[RequestId, int] | None) -> Predictor:
-        """Return the predictor of this name. Raises `ValueError` where its data are missing."""
-        return make_predictor(self.predictor, rng=rng, lengths=self.lengths, oracle=oracle)

@@ -33,9 +33,9 @@ from hetlb.balancer.core.types import (
 )
 from hetlb.balancer.engines.engine_pools import LOCAL_ERRNOS
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
-from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import ConfigError
+from hetlb.extras import hook
 from hetlb.inputs.urls import bracketed
 from hetlb.logs import escape
 from hetlb.served_models import longest_context, read_model_list, read_version

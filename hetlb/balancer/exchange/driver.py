@@ -25,7 +25,6 @@ from hetlb.balancer.exchange.exchange import Exchange, Host, Maker
 from hetlb.balancer.exchange.exchange_states import TURNED_AWAY, Phase
 from hetlb.balancer.exchange.guard import Guard
 from hetlb.balancer.exchange.scheduler_side import SchedulerSide
-from hetlb.balancer.hooks import hook
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.error_responses import Refusal
@@ -33,6 +32,7 @@ from hetlb.balancer.http.forward_headers import ForwardRules
 from hetlb.balancer.http.openai_body import Call
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.request_record import RequestRecord
+from hetlb.extras import hook
 from hetlb.turns import turns
 
 #: Ended requests that are counted and logged at once; fewer at the next sweep. The client behind them waits
@@ -83,7 +83,6 @@ class Driver(Host):
         self.resumes = True
         #: Called with the requests that ended, some at once, and with each that did not pass.
         self.on_ended: Callable[[list[RequestRecord]], None] | None = None
-        self.on_refused: Callable[[RequestRecord], None] | None = None
         #: Called in a sweep with its time: what clients have to do in time.
         self.on_swept: Callable[[float], None] | None = None
         self._next_id = first_id
@@ -182,8 +181,8 @@ class Driver(Host):
     def refused(self, outcome: Outcome, status: int, record: RequestRecord | None = None) -> None:
         """Count a request answered before the scheduler saw it; `record` where its head was read."""
         self.counted.count(outcome, Phase.QUEUED.value, "", status)
-        if record is not None and self.on_refused is not None:
-            self.on_refused(record)
+        if record is not None and self.on_ended is not None:
+            self.on_ended([record])
 
     def settle(self) -> None:
         self.scheduling.count_calls()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from hetlb.balancer.core.health import Verdict, verdict
 from hetlb.balancer.core.types import Outcome
 
 #: Seconds in all for which a client must hold up an answer that breaks off for this reason.
@@ -28,10 +27,6 @@ class End:
     @property
     def told(self) -> Outcome:
         return self.outcome if self.lease is None else self.lease
-
-    @property
-    def counts_as(self) -> Verdict:
-        return verdict(self.told)
 
 
 ANSWERED: Final = End("answered", "the whole answer, below 400", Outcome.OK)

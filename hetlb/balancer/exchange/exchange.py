@@ -99,9 +99,8 @@ class Exchange:
         tenant: str | None = None,
     ) -> None:
         head, now = outgoing.head, host.now()
-        self.record = RequestRecord(
-            request, kind, head.method, head.path, label, tenant, now, call.prompts, call.prompt_tokens_total
-        )
+        tokens = call.prompt_tokens_total or 0
+        self.record = RequestRecord(request, kind, head.method, head.path, label, tenant, now, tokens)
         self.response = ClientResponse(client, head, label, now, call.stream and kind in SSE_KINDS)
         self.host = host
         self.now = host.now
@@ -165,7 +164,7 @@ class Exchange:
             retry_after_s = self.host.give_up(record.request.id)
             detail = "No instance became free in the time that the client waits."
             self.refuse(error_responses.REJECTIONS[RejectReason.QUEUE_EXPIRED], detail, retry_after_s)
-        elif not response.is_held:  # `ClientConnection.sweep` ends a client that does not read
+        elif response.held_since is None:  # `ClientConnection.sweep` ends a client that does not read
             self.attempt.sweep(now, table)
             heartbeat_s = table.heartbeat_s
             quiet = self.phase is not _STREAMING and self.phase is not _DONE

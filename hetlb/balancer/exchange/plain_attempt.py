@@ -66,12 +66,8 @@ class Plain(Attempt):
         self.send(self.lease)
 
     def expect(self) -> None:
-        """Record what is expected of the lease."""
-        record, lease = self.exchange.record, self.lease
-        record.expected_s = lease.forecast_end_s
-        record.expected_first_s = lease.expected_first_s
-        record.mixed = lease.beside
-        record.dispatched_at = lease.dispatched_at
+        """Record the dispatch."""
+        self.exchange.record.dispatched_at = self.lease.dispatched_at
 
     def enter(self, transition: Transition[Phase], now: float) -> None:
         self.exchange.enter(transition, now)

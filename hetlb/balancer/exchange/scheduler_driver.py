@@ -39,10 +39,10 @@ from hetlb.balancer.engines.engine_pools import Target
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.guard import policy_failed
 from hetlb.balancer.exchange.scheduler_side import Carrier, DrainRate, SchedulerSide
-from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.request_record import RequestRecord
+from hetlb.extras import hook
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.option_interfaces import BlockEvents

@@ -26,8 +26,8 @@ from hetlb.balancer.core.types import (
 )
 from hetlb.balancer.engines.scrape import EngineWatch
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
-from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.events import Event, tell
+from hetlb.extras import hook
 from hetlb.inputs.urls import Origin, origin
 from hetlb.turns import Share
 

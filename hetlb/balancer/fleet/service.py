@@ -38,12 +38,11 @@ from hetlb.balancer.exchange.scheduler_side import Carrier
 from hetlb.balancer.fleet.admin_listener import AdminListener, named
 from hetlb.balancer.fleet.reload import needs_restart, read_again
 from hetlb.balancer.fleet.roster import Roster
-from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.build import version_line
 from hetlb.errors import ConfigError, InputError
-from hetlb.extras import option
+from hetlb.extras import hook, option
 from hetlb.inputs.option_keys import options_of
 from hetlb.inputs.urls import bracketed
 from hetlb.logs import plain_line

@@ -131,14 +131,13 @@ def response(
     status: int,
     body: bytes,
     *,
-    content_type: bytes = b"application/json",
     lines: bytes = b"",
     close: bool = False,
     head_only: bool = False,
 ) -> bytes:
     """Return a whole response of hetlb's own, with these header lines."""
     status_line = b"HTTP/1.1 %d %b\r\n" % (status, REASONS.get(status, b""))
-    fields = b"content-type: %b\r\ncontent-length: %d\r\n" % (content_type, len(body))
+    fields = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body)
     end = b"connection: close\r\n\r\n" if close else b"\r\n"
     head = status_line + fields + lines + end
     return head if head_only else head + body

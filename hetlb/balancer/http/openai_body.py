@@ -14,7 +14,7 @@ from hetlb.balancer.http.http1 import GateError
 from hetlb.balancer.http.openai_fields import RequestFields
 from hetlb.balancer.http.transfer_fields import without_transfer_fields
 from hetlb.errors import NOT_JSON, ConfigError
-from hetlb.extras import option
+from hetlb.extras import hook
 
 #: Maximum bytes of a body that `stream_options` is put into.
 MAX_INJECT_BYTES: Final = 256 << 10
@@ -96,7 +96,7 @@ def read_json(kind: Kind, body: bytes) -> Call:
         except msgspec.ValidationError:
             plain = body
             with suppress(ConfigError):  # an installation without it
-                plain = option("lax_numbers").hook(body)
+                plain = hook("lax_numbers", body)
             decoded = _decoder.decode(plain)
     except msgspec.ValidationError as error:
         raise GateError(400, _plain(str(error))) from error

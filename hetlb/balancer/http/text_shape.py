@@ -108,6 +108,16 @@ def _last_event(data: bytes) -> tuple[bytes, bytes, bytes]:
     return (before, line, end) if named and line.startswith(b"data:") else (b"", b"", b"")
 
 
+def _ids_begin(chunks: bytes, begun: i64, end: i64) -> i64:
+    """Return where the list of token ids begins that ends at `end`: digits, commas and spaces."""
+    while end > begun:
+        byte: i64 = chunks[end - 1]
+        if byte != 44 and byte != 32 and (byte < 48 or byte > 57):
+            break
+        end -= 1
+    return end
+
+
 # Compiled, three slices cost as much as a call of `bytes.find` with a start.
 def pass_events(chunks: bytes, shape: TextShape) -> tuple[int, bytes]:
     """Return (number of events, what goes on of them) of `chunks`, if each is whole and one event of text.
@@ -141,13 +151,9 @@ def pass_events(chunks: bytes, shape: TextShape) -> tuple[int, bytes]:
             if size == 0:
                 break
         start += 2
-        if (
-            size == 0
-            or size > _MAX_EVENT_BYTES
-            or start > length
-            or chunks[start - 2] != 13
-            or chunks[start - 1] != 10
-        ):
+        if not 0 < size <= _MAX_EVENT_BYTES or start > length:
+            return 0, b""
+        if chunks[start - 2] != 13 or chunks[start - 1] != 10:
             return 0, b""
         position = start + size + 2
         begun = start + width
@@ -157,11 +163,7 @@ def pass_events(chunks: bytes, shape: TextShape) -> tuple[int, bytes]:
         if behind:
             if end < begun or chunks[end:position] != after_ids:
                 return 0, b""
-            while end > begun:
-                digit = chunks[end - 1]
-                if digit != 44 and digit != 32 and (digit < 48 or digit > 57):
-                    break
-                end -= 1
+            end = _ids_begin(chunks, begun, end)
         said = end - tail
         if said < begun or chunks[said:end] != ending:
             return 0, b""

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from hetlb.extras import option
+from hetlb.extras import hook
 
 FIELDS: Final = ("kv_transfer_params", "ec_transfer_params")
 #: Objects in which an engine looks for them too.
@@ -86,5 +86,5 @@ class TransferWatch:
             if harmless(seen) or NAME.search(seen) is None:
                 self._before = seen[-LONGEST_NAME_BYTES:]
                 return data
-            self._filter = option("split.transfer_filter").hook(self._before)
+            self._filter = hook("split.transfer_filter", self._before)
         return self._filter.feed(data)

@@ -6,9 +6,9 @@ from collections.abc import Set
 from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core.types import Lease, Outcome
-from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.histograms import GapHistogram, Histogram
 from hetlb.balancer.telemetry.request_record import RequestRecord
+from hetlb.extras import hook
 
 if TYPE_CHECKING:
     from hetlb.balancer.interfaces import EndedLately
@@ -35,8 +35,6 @@ RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1.0, 1.11, 1.25, 1.5, 2.0, 3.0, 5
 DECISION_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1)
 LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
-#: Least expected seconds of a part of a latency model that say anything about it.
-LEAST_EVIDENCE_S: Final = 1.0
 _OK: Final = Outcome.OK
 #: Status of a request that became a WebSocket session.
 _SWITCHED: Final = 101
@@ -107,13 +105,6 @@ class InstanceTotals:
     def took(self, part: str, expected_s: float, seen_s: float) -> None:
         self.model_expected_s[part] += expected_s
         self.model_seen_s[part] += seen_s
-
-    def model_factors(self) -> dict[str, float | None]:
-        """Return seen over expected time by part of the latency model; None where too little was seen."""
-        return {
-            part: self.model_seen_s[part] / expected_s if expected_s >= LEAST_EVIDENCE_S else None
-            for part, expected_s in self.model_expected_s.items()
-        }
 
     def ended(self, outcome: Outcome) -> None:
         name = outcome._value_  # `value` and the hash of a member are functions in Python
@@ -262,13 +253,13 @@ class Totals:
         if record.streamed and ttft_s is not None:
             model.ttft.observe(ttft_s)
             if (
-                record.expected_first_s > 0.0
+                lease.expected_first_s > 0.0
                 and not record.resumed
                 and request.generates
                 and record.first_byte_at is not None
             ):
                 seen_s = record.first_byte_at - lease.dispatched_at
-                instance.took("mixed" if record.mixed else "prefill", record.expected_first_s, seen_s)
+                instance.took("mixed" if lease.beside else "prefill", lease.expected_first_s, seen_s)
         self.believed(lease)
         if record.status == _SWITCHED:
             model.session.observe(ended_at - lease.dispatched_at)
@@ -279,9 +270,9 @@ class Totals:
         if request.generates and lease.output_tokens and not record.resumed:
             served_s = ended_at - lease.dispatched_at
             model.output_ratio.observe(lease.predicted_output * record.sequences / lease.output_tokens)
-            instance.expected_s += record.expected_s
+            instance.expected_s += lease.forecast_end_s
             instance.served_s += served_s
-            model.time_ratio.observe(record.expected_s / max(served_s, CLOCK_S))
+            model.time_ratio.observe(lease.forecast_end_s / max(served_s, CLOCK_S))
 
 
 def _met(record: RequestRecord) -> bool:

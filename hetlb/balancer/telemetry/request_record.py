@@ -30,10 +30,9 @@ class RequestRecord:
 
     __slots__ = (
         "address", "arrived_at", "cached_tokens", "dispatched_at", "end", "ended_at", "ended_in",
-        "estimated_prompt_tokens",
-        "expected_first_s", "expected_s", "first_byte_at", "kind", "label", "lease", "method", "mixed",
-        "not_resumed", "outcome", "path", "prefill_instance", "request", "resumed", "resumed_tokens",
-        "retries", "status", "streamed", "tenant", "ticket", "trace", "usage_prompt_tokens",
+        "estimated_prompt_tokens", "first_byte_at", "kind", "label", "lease", "method", "not_resumed",
+        "outcome", "path", "prefill_instance", "request", "resumed", "resumed_tokens", "retries", "status",
+        "streamed", "tenant", "ticket", "trace", "usage_prompt_tokens",
     )  # fmt: skip
 
     def __init__(
@@ -45,8 +44,7 @@ class RequestRecord:
         label: str,
         tenant: str | None,
         now: float,
-        prompts: int = 1,
-        estimated_prompt_tokens: int | None = None,
+        estimated_prompt_tokens: int,
     ) -> None:
         self.request = request
         self.kind = kind
@@ -78,18 +76,11 @@ class RequestRecord:
         #: True if the answer was a stream of server-sent events; set as it begins.
         self.streamed = False
         #: Tokens of all prompts as known at arrival: counted for token ids, else estimated.
-        self.estimated_prompt_tokens = (
-            request.prompt_tokens * prompts if estimated_prompt_tokens is None else estimated_prompt_tokens
-        )
+        self.estimated_prompt_tokens = estimated_prompt_tokens
         #: Tokens of all prompts by the engine's `usage`, None without one.
         self.usage_prompt_tokens: int | None = None
         #: Prompt tokens that the engine read from its prefix cache, None where it does not say.
         self.cached_tokens: int | None = None
-        #: Seconds from dispatch to the end, as the latency model predicted them at dispatch.
-        self.expected_s = 0.0
-        #: Seconds to the first token by the profile as it is, and whether others were beside it until then.
-        self.expected_first_s = 0.0
-        self.mixed = False
         self.arrived_at = now
         self.dispatched_at: float | None = None
         self.first_byte_at: float | None = None

@@ -21,11 +21,12 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Dispatch
 from hetlb.balancer.exchange.scheduler_driver import DECISIONS_KEPT
-from hetlb.balancer.hooks import hook
 from hetlb.errors import ConfigError, InputError
+from hetlb.extras import hook
 from hetlb.options.admin.beliefs import believed
 from hetlb.options.admin.fleet_status import pools, status
 from hetlb.options.admin.prometheus import CONTENT_TYPE, MetricsPage, usage_document
+from hetlb.options.forecast_errors import ForecastErrors
 from hetlb.options.recent import BIN_S, Recent
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _instance_document(instance: Instance, tokens_per_s: float, now: float) -> d
         "profiled": instance.profiled,
         "gpu": instance.spec.gpu or None,
         "believes": believed(instance, tokens_per_s, now),
-        "forecast": instance.errors.document(),
+        "forecast": cast(ForecastErrors, instance.errors).document(),
         "kv_events": None if instance.blocks is None else instance.blocks.reason or "live",
     }
 

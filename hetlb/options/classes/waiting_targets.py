@@ -33,9 +33,7 @@ class WaitingTargets:
         fastest_s = min([each.latency.prefill_s(request.prompt_tokens) for each in ready.able], default=0.0)
         due = now + service.ttft_s - fastest_s
         if service.e2e_s < math.inf:
-            steps_s = [
-                each.latency.answer_s(request.prompt_tokens, predicted, 0.0, 0.0) for each in ready.able
-            ]
+            steps_s = [each.latency.answer_s(request.prompt_tokens, predicted) for each in ready.able]
             due = min(due, now + service.e2e_s - fastest_s - min(steps_s, default=0.0))
         return due
 

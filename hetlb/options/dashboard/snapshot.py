@@ -14,6 +14,7 @@ import hetlb
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.types import Dispatch, Outcome
+from hetlb.balancer.telemetry.counters import InstanceTotals
 from hetlb.options.dashboard import balance
 from hetlb.options.dashboard.page import EventStream, page_file
 from hetlb.options.recent import BIN_S, BINS, KEPT_POINTS, Recent, Stretch, latencies
@@ -22,8 +23,18 @@ from hetlb.percentiles import weighted_percentile
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService
 
+#: Least expected seconds of a part of a latency model that say anything about it.
+LEAST_EVIDENCE_S: Final = 1.0
 #: Decisions listed on the page.
 DECISIONS_SHOWN: Final = 25
+
+
+def model_factors(counted: InstanceTotals) -> dict[str, float | None]:
+    """Return seen over expected time by part of the latency model; None where too little was seen."""
+    return {
+        part: counted.model_seen_s[part] / expected_s if expected_s >= LEAST_EVIDENCE_S else None
+        for part, expected_s in counted.model_expected_s.items()
+    }
 
 
 class StateDocuments(Protocol):
@@ -62,7 +73,7 @@ class Snapshots:
         for model in fleet["models"]:
             for instance in model["instances"]:
                 counted = totals.instances.get(instance["name"])
-                instance["model_factors"] = None if counted is None else counted.model_factors()
+                instance["model_factors"] = None if counted is None else model_factors(counted)
         oldest_at = scheduler.queue.oldest_at()
         fleet["queue"]["models"] = scheduler.queue.by_model()
         fleet["queue"]["oldest_s"] = None if oldest_at is None else now - oldest_at

@@ -51,7 +51,7 @@ from hetlb.balancer.core.types import (
     RequestId,
     Role,
 )
-from hetlb.extras import option
+from hetlb.extras import hook, option
 
 FORMAT_VERSION: Final = 5
 
@@ -255,7 +255,7 @@ def decode_setup(line: str) -> SchedulerSetup:
     try:
         fields = {name: value for name, value in raw.items() if name not in ("version", "kind", "lengths")}
         setup: SchedulerSetup = read_value(SchedulerSetup, fields)
-        lengths = option("length_samples").hook(raw["lengths"]) if raw["lengths"] else None
+        lengths = hook("length_samples", raw["lengths"]) if raw["lengths"] else None
     except (KeyError, TypeError) as caught:
         raise ValueError(f"the set-up line lacks or has too much: {caught}") from caught
     return replace(setup, lengths=lengths)

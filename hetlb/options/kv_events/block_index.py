@@ -7,6 +7,7 @@ mean equal prefixes of prompts. Contents are digests (`block_digests`): no token
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.option_interfaces import BlockEvents, PromptBlocks
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
-from hetlb.balancer.core.prefix_index import Held
+from hetlb.balancer.core.prefix_index import Held, Tree
 from hetlb.balancer.core.types import Request
 
 #: Maximum number of blocks that are followed.
@@ -101,6 +102,8 @@ class BlockIndex:
         self._adapters: set[str] = set()
         self._pending: dict[int, int] = {}  # chains of live prompts, and how many have each
         self._leases: dict[int, list[int]] = {}
+        #: Tokens of prompts of unknown ids that were evicted, less than the next prefix has.
+        self._owed_tokens = 0.0
 
     @property
     def stored_tokens(self) -> int:
@@ -126,6 +129,17 @@ class BlockIndex:
                 self._clear()
                 self.live, self.reason, cleared = True, "", True
         return removed, cleared
+
+    def evicted(self, tree: Tree, tokens: float) -> None:
+        """Forget unused prefixes of a tree, of which the engine reports the eviction of `tokens` tokens."""
+        self._owed_tokens += tokens
+        while tree.unused:
+            node = next(iter(tree.unused.values()))
+            if node.own > self._owed_tokens:
+                return
+            self._owed_tokens -= node.own
+            tree.drop(node)
+        self._owed_tokens = 0.0
 
     def doubt(self, reason: str) -> None:
         """Events were missed: believe nothing of the index until the cache is known to be empty."""
@@ -228,18 +242,17 @@ def take_events(fleet: FleetState, instance: Instance, batch: BlockEvents) -> No
     removed, cleared = blocks.apply(batch)
     tree.told = blocks.live
     if cleared:
-        tree.clear()
+        blocks.evicted(tree, math.inf)
     elif removed and tree.unused_tokens:  # prompts of unknown token ids lose their part
         unused = max(tree.unused_tokens, before - tree.used_tokens)
-        tree.evicted(removed * blocks.block_tokens * tree.unused_tokens / unused)
+        blocks.evicted(tree, removed * blocks.block_tokens * tree.unused_tokens / unused)
 
 
 def held_exactly(publishers: Sequence[Instance], request: Request, held: Held | None) -> Held:
     """Return the held tokens of a prompt, with the exact figures of engines that publish KV events."""
-    if held is None:
-        held = Held()
+    held = {} if held is None else held
     for instance in publishers:
         exact = None if instance.blocks is None else instance.blocks.exact(request, instance.engines)
         if exact is not None:
-            held.tokens[instance.tree.cache_id] = exact
+            held[instance.tree.cache_id] = exact
     return held

@@ -1,8 +1,8 @@
 """Numbers and truth values that are written otherwise than JSON has them, read as vLLM's classes read them.
 
 The classes are Pydantic's, which reads 100.0, "100" and true as integers, and "yes" as true (its conversion
-table, lax mode); 100.5 is refused. Only a body that is not read as it stands gets here; without this option it
-is refused.
+table, lax mode); 100.5 is refused. Only a body that is not read as it stands gets here: without
+this option it is refused.
 """
 
 from __future__ import annotations

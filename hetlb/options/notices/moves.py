@@ -17,7 +17,7 @@ def move_away(driver: Driver, name: str, gone_at: float, now: float) -> None:
     for each in driver.exchanges.values():
         record, lease = each.record, each.record.lease
         if lease is not None and lease.instance == name and each.phase is not Phase.QUEUED:
-            ends_at = lease.dispatched_at + record.expected_s
+            ends_at = lease.dispatched_at + lease.forecast_end_s
             if ends_at > now + left_s or left_s < SWEEP_S:
                 late.append((ends_at, record.request.id))
     late.sort()

@@ -22,9 +22,9 @@ from hetlb.balancer.clients.router import FleetView, Router
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.exchange.scheduler_side import SWEEP_S
-from hetlb.balancer.hooks import hook
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import ConfigError
+from hetlb.extras import hook
 from hetlb.inputs.urls import bracketed
 from hetlb.options.pick import messages
 from hetlb.options.pick.calls import MAX_BESIDE_BODY_BYTES, ProcessCall

@@ -16,9 +16,8 @@ from hetlb.balancer.config.fleet_tables import Listen
 from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.fleet.service import Service
-from hetlb.balancer.hooks import hook
 from hetlb.balancer.interfaces import Predecessor
-from hetlb.extras import option
+from hetlb.extras import hook, option
 from hetlb.inputs.urls import bracketed, origin
 from hetlb.options.pick.pick_driver import PickDriver
 from hetlb.options.pick.pick_server import PickServer, gateway_certificates

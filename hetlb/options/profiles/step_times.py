@@ -18,7 +18,6 @@ from hetlb.balancer.core.latency import (
     LaunchForm,
     MixedForm,
     PassForm,
-    SplitForm,
     StepForm,
     check_numbers,
 )
@@ -349,7 +348,7 @@ class MixedTerm(MixedForm):
 
 
 @dataclass(frozen=True, slots=True)
-class SplitKv(SplitForm):
+class SplitKv(PickleByFields):
     """Attention of a decode step by a kernel that splits every context over equally many blocks of threads.
 
     `blocks` is how many sequences fill the GPU with one block each (SMs / KV heads of a GPU). A batch, padded

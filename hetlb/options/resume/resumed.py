@@ -118,7 +118,7 @@ class Resumed(Plain):
             self.exchange.refuse(answer, text, end=ends.OTHERWISE)
 
     def expect(self) -> None:
-        if not self.exchange.record.resumed:  # else the first one's forecast stays
+        if not self.exchange.record.resumed:  # else the first one's time stays
             super().expect()
 
     def head_lines(self, pool: EnginePool) -> bytes:

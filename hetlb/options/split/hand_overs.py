@@ -160,7 +160,7 @@ class HandOvers:
             return self.unsplit(lease, Outcome.OK, now)
         self._end_prefill(lease, decode, now)
         commands: list[Command] = []
-        if source.health.on_success(now):
+        if source.health.on_success():
             commands = self._scheduler.fleet.health_changed(source, now)
         if decode.incoming:
             target.begin(decode, now)

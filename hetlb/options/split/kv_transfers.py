@@ -256,14 +256,13 @@ class Split(Plain):
         record = exchange.record
         record.lease = self.lease = lease
         self._hold = lease.hold
-        now, expected_s = lease.dispatched_at, lease.forecast_end_s
-        record.expected_s, record.expected_first_s, record.mixed = expected_s, 0.0, True
+        now = lease.dispatched_at
         begun_at = self._prefill.dispatched_at
         read_at = begun_at if self.driver.stalls.since(begun_at) else now
         lease_s = self._link.lease_s
         self._until = min(
             read_at + lease_s - max(_LEAST_MARGIN_S, _MARGIN_SHARE * lease_s),
-            now + max(_LEAST_PATIENCE_S, _PATIENCE_FACTOR * expected_s),
+            now + max(_LEAST_PATIENCE_S, _PATIENCE_FACTOR * lease.forecast_end_s),
         )
         if self.engine is None and self.answer is None:
             exchange.enter(states.DISPATCHED, now)

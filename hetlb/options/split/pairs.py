@@ -69,7 +69,7 @@ def choose_pair(
             instances[pair.target],
             float(ctx.request.prompt_tokens),
         )
-        decode_s = target.latency.answer_s(prompt, ctx.predicted_output, 0.0, 0.0)
+        decode_s = target.latency.answer_s(prompt, ctx.predicted_output)
         return SplitChoice(
             pair.source,
             pair.target,

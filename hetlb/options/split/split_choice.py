@@ -100,7 +100,7 @@ def choose_split(
         min(source.latency.prefill_s(prompt), MAX_WORKLOAD_S),
         lambda: [*made[0](), *made[1](), Candidate(name)],
         foreseen(ctx, source),
-        min(target.latency.answer_s(prompt, ctx.predicted_output, 0.0, 0.0), MAX_WORKLOAD_S),
+        min(target.latency.answer_s(prompt, ctx.predicted_output), MAX_WORKLOAD_S),
         decode_first_s,
         decode_first_s + there.end_s - there.first_token_s,
     )

@@ -147,7 +147,7 @@ class FairShares:
         requests, held_bytes = len(queue), queue.bytes
         theirs = held[tenant]
         after = held.get(request.tenant, 0) + (1 if by_count else request.body_bytes)
-        flows = [flow for flow in queue.all_flows if flow.name.tenant == tenant]
+        flows = [flow for flow in queue.flows if flow.name.tenant == tenant]
         for flow in sorted(flows, key=lambda each: -each.name.level):
             for request_id, entry in reversed(flow.entries.items()):
                 theirs -= 1 if by_count else entry.request.body_bytes

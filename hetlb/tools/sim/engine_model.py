@@ -22,7 +22,7 @@ from hetlb.tools.sim.decode_batch import DecodeBatch
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.engine_sequence import EngineSequence, SequenceState
 from hetlb.tools.sim.iteration_records import IterationEnd, IterationRun, Prefills
-from hetlb.tools.sim.iteration_times import IterationRule, iteration_s, uneven_s
+from hetlb.tools.sim.iteration_times import IterationRule, growth_s, iteration_s, uneven_s
 from hetlb.tools.sim.kv_blocks import KvBlocks, KvFetches
 
 #: Members of an `Enum` are looked up by a function; these are read in every iteration.
@@ -376,7 +376,7 @@ class EngineModel:
                 demand = self._make_room(demand)
             kv.take(demand)
         count = decodes.advance(1)
-        tokens, increment_s = decodes.tokens, latency.step_growth_s(count)
+        tokens, increment_s = decodes.tokens, growth_s(latency, count)
         slots = self.limits.max_num_seqs - count - len(self._delayed.leaving)
         if self._partial is not None or ((self._waiting or self.fetches.ready) and slots > 0):
             batch = self._schedule_prefills(self.limits.max_num_batched_tokens - count)

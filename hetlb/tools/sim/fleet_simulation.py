@@ -17,7 +17,7 @@ from typing import Any, Final
 from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass
-from hetlb.balancer.core.predictor import Predictor
+from hetlb.balancer.core.predictor import Predictor, make_predictor
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import (
@@ -204,7 +204,8 @@ class FleetSimulation:
 
     def _taught(self, history: Sequence[PlannedRequest]) -> Predictor:
         """Make a predictor that has seen the answers to these requests."""
-        predictor = self._setup.make_predictor(random.Random(self._setup.seed), self._oracle)
+        setup, rng = self._setup, random.Random(self._setup.seed)
+        predictor = make_predictor(setup.predictor, rng=rng, lengths=setup.lengths, oracle=self._oracle)
         for planned in history:
             if planned.generates:
                 predictor.observe(self.make_request(planned), planned.answer_tokens)

@@ -50,7 +50,7 @@ def check_ledger(ledger: Ledger, everyone: list[Instance]) -> None:
 
 def check_queue(queue: Queue) -> None:
     """Assert that the counts of a queue match its entries."""
-    flows = queue.flows()
+    flows = [list(flow.entries.values()) for flow in queue.flows]
     entries = [entry for waiting in flows for entry in waiting]
     assert sum(entry.request.body_bytes for entry in entries) == queue.bytes
     assert {entry.request.id for entry in entries} == queue.held.keys()

@@ -11,7 +11,8 @@ from helpers import make_scheduler, spec
 from proxy.rows import ended
 
 from hetlb.balancer.core.types import Outcome
-from hetlb.options.dashboard.snapshot import accuracy, levels, series
+from hetlb.balancer.telemetry.counters import InstanceTotals
+from hetlb.options.dashboard.snapshot import accuracy, levels, model_factors, series
 from hetlb.options.recent import BIN_S, BINS, KEPT_POINTS, Recent
 from hetlb.options.relays.merged_totals import add_recent
 
@@ -114,3 +115,13 @@ def test_levels_are_kept_while_no_page_is_open_and_a_late_timer_leaves_no_gap() 
     assert document["queue"][0] is None
     recent.sample(scheduler, 1e6)
     assert [each for each in levels(recent, 1e6 + 2)["queue"] if each is not None] == [0]
+
+
+def test_factors_need_evidence() -> None:
+    totals = InstanceTotals()
+    totals.ended(Outcome.OK)
+    totals.took("prefill", 0.5, 0.6)
+    assert model_factors(totals)["prefill"] is None
+    totals.took("prefill", 1.5, 1.8)
+    totals.took("mixed", 2.0, 1.0)
+    assert model_factors(totals) == {"prefill": pytest.approx(1.2), "mixed": 0.5, "decode": None}

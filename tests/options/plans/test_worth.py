@@ -108,6 +108,6 @@ def test_a_request_takes_no_more_of_a_full_engine_than_of_an_empty_one(
     prompt: int, output: int, cache: int, slots: int, budget: int
 ) -> None:
     chunks = -(-prompt // budget)
-    alone_s = chunks * FAST.prefill_s(min(prompt, budget)) + FAST.answer_s(prompt, output, 0.0, 0.0)
+    alone_s = chunks * FAST.prefill_s(min(prompt, budget)) + FAST.answer_s(prompt, output)
     attention_s = FAST.prefill_s(prompt)
     assert 0.0 < busy_s(FAST, cache, slots, budget, prompt, output) <= 2.0 * (alone_s + attention_s)

@@ -81,7 +81,9 @@ def test_examples(text: str, word: str) -> None:
 def over(**facts: Any) -> RequestRecord:
     """A request that is over, as it is without `facts`: refused."""
     request = Request(id=1, model=facts.pop("model", "m"), prompt_tokens=7)
-    ended = RequestRecord(request, Kind.COMPLETION, b"POST", "/v1/completions", "r-1", None, 10.0)
+    ended = RequestRecord(
+        request, Kind.COMPLETION, b"POST", "/v1/completions", "r-1", None, 10.0, request.prompt_tokens
+    )
     told = {"outcome": Outcome.REJECTED_FULL, "status": 429, "ended_at": 10.25, **facts}
     for name, value in told.items():
         setattr(ended, name, value)

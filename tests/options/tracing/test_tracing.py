@@ -71,7 +71,7 @@ def lease() -> Lease:
 
 def over(trace: Trace | None, **facts: Any) -> RequestRecord:
     """A chat that was answered: arrived at 100, dispatched at 102, first byte at 103, over at 105."""
-    ended = RequestRecord(request(), Kind.CHAT, b"POST", "/v1/chat/completions", "r-1", "ann", 100.0)
+    ended = RequestRecord(request(), Kind.CHAT, b"POST", "/v1/chat/completions", "r-1", "ann", 100.0, 90)
     told = {
         "trace": trace, "lease": lease(), "outcome": Outcome.OK, "ended_in": Phase.STREAMING, "status": 200,
         "usage_prompt_tokens": 90, "dispatched_at": 102.0, "first_byte_at": 103.0, "ended_at": 105.0, **facts,

@@ -30,7 +30,7 @@ from hetlb.balancer.core.policies.candidates import candidate_of
 from hetlb.balancer.core.policies.score_terms import TERMS, Weights, set_score, weights_of
 from hetlb.balancer.core.policies.sight import HELD, KEPT_FREE, RESTRAINED, ROOM, SchedulingContext, Sight
 from hetlb.balancer.core.types import Candidate
-from hetlb.extras import option
+from hetlb.extras import hook, option
 
 #: Least share of the faster instances' speed that is left for waiting requests, whatever keeps coming
 #: (`front.py`: with 1, nothing taken off, mean TTFT of a 70B fleet at 95 % is 10 s in place of 3.6).
@@ -197,7 +197,7 @@ class Hetlb(Policy):
         super().__init__(params, rng)
         stated = dict(params.weights)
         if params.worth:
-            self.worth = option("plans").hook(params.worth, params.types)
+            self.worth = hook("plans", params.worth, params.types)
         first, own, others, coming, loss, adapter, finish, later = [
             stated.get(term.name, term.weight) for term in TERMS
         ]

@@ -1,7 +1,8 @@
 """Sight: the knowledge of one decision about its request (`SchedulingContext`) and an instance (`Sight`).
 
 Each figure is computed once for an instance, a request and a time. Filter, terms, hold and booking read it.
-The forecast is a mean by the latency model; how far truth lies from it, `forecast_errors` knows.
+The forecast is a mean by the latency model; how far truth lies from it,
+`options/forecast_errors.py` knows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Final
 from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.demand import Costs, Demand
-from hetlb.balancer.core.forecast_errors import ForecastErrors
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import delay_of_reading_s
 from hetlb.balancer.core.prefix_index import Held
@@ -92,9 +92,7 @@ class SchedulingContext:
     def cached_tokens(self, instance: Instance) -> int:
         """Return the tokens of the prompt in the prefix cache of an instance."""
         held = self.held
-        return (
-            0 if held is None or not instance.caches_prefixes else held.tokens.get(instance.tree.cache_id, 0)
-        )
+        return 0 if held is None or not instance.caches_prefixes else held.get(instance.tree.cache_id, 0)
 
 
 @mypyc_attr(acyclic=True)
@@ -214,16 +212,6 @@ class Sight:
                 delay_s += output * (with_s - now_s)
                 self.slower_s = batch * output * (with_s - now_s)
             self.others_s = sequences / own * batch * delay_s
-
-    def document(self, errors: ForecastErrors) -> dict[str, float]:
-        """Return the times by name, corrected by the `errors` so far, and their 90 % bounds."""
-        return {
-            "first_token_s": self.first_token_s * errors.first_token.factor,
-            "step_s": self.step_s * errors.step.factor,
-            "end_s": self.end_s * errors.end.factor,
-            "first_token_s_90": self.first_token_s * errors.first_token.bound,
-            "end_s_90": self.end_s * errors.end.bound,
-        }
 
 
 def foreseen(ctx: SchedulingContext, instance: Instance) -> Sight:

@@ -1,4 +1,6 @@
-"""Errors of the forecasts of an instance: ratios of true to forecast times, and their quantiles."""
+"""Errors of the forecasts of an instance, for classes with targets and for people: ratios of true to forecast
+times, and their quantiles.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,12 @@ import math
 from bisect import bisect_left
 from collections import deque
 from functools import cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core.types import Lease
+
+if TYPE_CHECKING:
+    from hetlb.balancer.core.policies.sight import Sight
 
 #: Number of recent answers kept, and of new ones after which their ratios are sorted.
 _KEPT_ANSWERS: Final = 200
@@ -145,6 +150,16 @@ class ForecastErrors:
             "first_token_coverage90": self.first_token.coverage,
             "end_bias": self.end.bias,
             "end_coverage90": self.end.coverage,
+        }
+
+    def corrected(self, sight: Sight) -> dict[str, float]:
+        """Return the times of a forecast by name, corrected by the errors so far, and their 90 % bounds."""
+        return {
+            "first_token_s": sight.first_token_s * self.first_token.factor,
+            "step_s": sight.step_s * self.step.factor,
+            "end_s": sight.end_s * self.end.factor,
+            "first_token_s_90": sight.first_token_s * self.first_token.bound,
+            "end_s_90": sight.end_s * self.end.bound,
         }
 
     def learn(self, lease: Lease, now: float) -> None:
