@@ -495,7 +495,10 @@ def states_page() -> str:
         "\n".join(
             _table(
                 ("the lease ends because", "outcome of the request", "counts"),
-                [(end.happened, f"`{end.outcome.value}`", end.counts_as.value) for end in ends.ENDS],
+                [
+                    (end.happened, f"`{end.outcome.value}`", health.verdict(end.told).value)
+                    for end in ends.ENDS
+                ],
             )
         ),
     )

@@ -122,11 +122,11 @@ def test_what_caches_hold_of_a_prompt_is_told_and_exact_where_engines_tell() -> 
     assert held[b.tree.cache_id] == 50
     plain = context(scheduler, request(9, prompt=1200, prefix_keys=keys)).held
     assert plain is not None
-    assert plain.tokens.get(b.tree.cache_id) in (None, 1000)
+    assert plain.get(b.tree.cache_id) in (None, 1000)
     by_blocks = context(scheduler, request(9, prompt=1200, blocks=(50, digests))).held
     assert by_blocks is not None
-    assert by_blocks.tokens == {b.tree.cache_id: 50}
-    assert a.tree.cache_id not in by_blocks.tokens
+    assert by_blocks == {b.tree.cache_id: 50}
+    assert a.tree.cache_id not in by_blocks
 
 
 def test_the_time_to_load_an_adapter_is_told_for_adapters_alone() -> None:

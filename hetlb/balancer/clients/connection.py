@@ -169,14 +169,10 @@ class ClientConnection(PacedReader):
 
     def hand_over(self, protocol: asyncio.Protocol) -> tuple[asyncio.Transport, bytes]:
         """Let another protocol have the transport, and the bytes behind the request; `break_off` ends it."""
-        transport, reader = self._transport, self._reader
-        assert transport is not None, "expected a connection that is open"
+        reader = self._reader
         self.state = states.UPGRADED.take(self.state)
         unread, reader.buffer, reader.at = reader.buffer[reader.at :], b"", 0
-        if self.reading is not _OPEN:
-            self._resume_reading()
-        transport.set_protocol(protocol)
-        return transport, unread
+        return self._give(protocol), unread
 
     def hold(self, held: bool) -> None:
         """Stop (`held`) or resume reading the client: backpressure of the engine."""

@@ -7,6 +7,7 @@ Token ids are counted, and text where a local tokenizer is configured; other tex
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -27,7 +28,7 @@ class LearntRatio:
     Its value at the start weighs as `weight` of the lower sum; older evidence halves after about `memory`.
     """
 
-    __slots__ = ("_above", "_below", "_least", "_memory", "_most", "value")
+    __slots__ = ("_least", "_memory", "_most", "above", "below", "value")
 
     def __init__(
         self, start: float, weight: float, memory: float, least: float = 0.0, most: float = math.inf
@@ -35,23 +36,18 @@ class LearntRatio:
         self._memory = memory
         self._least = least
         self._most = most
-        self._below = weight
-        self._above = weight * start
+        self.below = weight
+        self.above = weight * start
         self.value = start
 
     def learn(self, above: float, below: float) -> None:
         """Learn from one more pair."""
-        if self._below > self._memory:
-            self._below /= 2.0
-            self._above /= 2.0
-        self._below += below
-        self._above += above
-        self.value = min(self._most, max(self._least, self._above / self._below))
-
-    @property
-    def sums(self) -> tuple[float, float]:
-        """Upper and lower sum of the remembered samples."""
-        return self._above, self._below
+        if self.below > self._memory:
+            self.below /= 2.0
+            self.above /= 2.0
+        self.below += below
+        self.above += above
+        self.value = min(self._most, max(self._least, self.above / self.below))
 
 
 def bytes_per_token() -> LearntRatio:
@@ -70,8 +66,9 @@ class TokenEstimator:
     """Estimates of prompt lengths in tokens, by model; `counters` count the tokens of a text."""
 
     def __init__(self, counters: Mapping[str, Callable[[str], int]] | None = None) -> None:
-        self._text: dict[str, LearntRatio] = {}
-        self._media: dict[str, LearntRatio] = {}
+        #: Ratios of bytes to tokens by model.
+        self.text: dict[str, LearntRatio] = defaultdict(bytes_per_token)
+        self._media: dict[str, LearntRatio] = defaultdict(tokens_per_medium)
         self._counters = dict(counters or {})
 
     def tokens(self, model: str, text: bytes, text_bytes: float, media: int = 0) -> int:
@@ -97,16 +94,9 @@ class TokenEstimator:
         if media:
             rest = tokens - self._text_tokens(model, text_bytes)
             if rest > 0:
-                self._media.setdefault(model, tokens_per_medium()).learn(rest, media)
-            return
-        learnt = self._text.get(model)
-        if learnt is None:
-            learnt = self._text[model] = bytes_per_token()
-        learnt.learn(text_bytes, tokens)
-
-    def text_sums(self) -> dict[str, tuple[float, float]]:
-        """Return bytes and tokens of the texts that taught a model's ratio, by model."""
-        return {model: each.sums for model, each in self._text.items()}
+                self._media[model].learn(rest, media)
+        else:
+            self.text[model].learn(text_bytes, tokens)
 
     def _text_tokens(self, model: str, text_bytes: float) -> float:
-        return text_bytes / self._text.get(model, _NO_TEXT).value
+        return text_bytes / self.text.get(model, _NO_TEXT).value

@@ -134,7 +134,7 @@ class Backlog:
         queue, placement, request = self.queue, self._placement, entry.request
         if request.prompt_exact and least_tokens(request) > ready.longest_prompt:
             self.forget(request.id)
-            return rejections.too_long(request, ready.instances)
+            return rejections.too_long(request, ready.longest_prompt)
         predicted = placement.predictor.predict(request) if request.generates else 0.0
         waited_s = now - entry.arrived_at
         found = placement.choose(

@@ -83,10 +83,7 @@ class Failover:
         retries, placement = self._retries, self.placement
         known, tried = rest.id in retries.attempts, retries.of(rest.id).tried
         tried.append(lease.instance)
-        predicted = lease.predicted_output
-        if rest.generated:
-            predicted = max(1.0, predicted - (rest.generated - lease.request.generated))
-        found = placement.choose(rest, ready, now, predicted)
+        found = placement.choose(rest, ready, now, _predicted_rest(lease, rest))
         if found is not None and with_room:
             breaker, throttle = found.instance.breaker, found.instance.throttle
             restrained = breaker.restrained(now) and not breaker.suspect
@@ -210,7 +207,7 @@ class Failover:
         """Place the rest of an answer whose engine was lost; it counts as a request that may run twice."""
         retries, placement, request_id = self._retries, self.placement, rest.id
         retries.forget(request_id)
-        predicted = max(1.0, lease.predicted_output - (rest.generated - lease.request.generated))
+        predicted = _predicted_rest(lease, rest)
         ready = self.fleet.ready.get(rest.model)
         if ready is not None and retries.allowed(self.in_flight):
             retries.of(request_id).tried.append(lease.instance)
@@ -237,6 +234,12 @@ class Failover:
         lease.outcome, lease.ended_at = Outcome.CLIENT_GONE, now
         self.drop(lease, now)
         return [placed, *self.backlog.flush(now)]
+
+
+def _predicted_rest(lease: Lease, rest: Request) -> float:
+    """Return the predicted output of the rest of an answer, in tokens."""
+    more = rest.generated - lease.request.generated
+    return max(1.0, lease.predicted_output - more) if more else lease.predicted_output
 
 
 def _may_move(lease: Lease) -> bool:

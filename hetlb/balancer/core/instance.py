@@ -19,7 +19,7 @@ from hetlb.errors import ConfigError
 from hetlb.extras import hook, option
 
 if TYPE_CHECKING:
-    from hetlb.balancer.core.option_interfaces import EngineAdapters, ForecastErrors
+    from hetlb.balancer.core.option_interfaces import EngineAdapters, ForecastCheck
 
 #: Seconds before an instance with a notice is gone, in which nothing runs there any more.
 NOTICE_MARGIN_S: Final = 1.5
@@ -72,7 +72,7 @@ class Instance(InstanceLedger):
         self.began: float | None = None
         #: True if its engine sleeps (vLLM's sleep mode).
         self.asleep = False
-        self.errors: ForecastErrors = option("forecast_errors").ForecastErrors()
+        self.errors: ForecastCheck = option("forecast_errors").ForecastErrors()
         self.served: tuple[str, ...] | None = None
         self.sample: EngineSample | None = None
         #: Work until the last sample, where that has its own count of tokens, and it has a profile.

@@ -32,8 +32,8 @@ PromptBlocks: TypeAlias = tuple[int, tuple[int, ...]]
 BlockEvents: TypeAlias = Any
 
 
-class ForecastErrors(Protocol):
-    """Errors of the forecasts of one instance (`forecast_errors`)."""
+class ForecastCheck(Protocol):
+    """Check of the forecasts of one instance against true times (`forecast_errors`)."""
 
     def learn(self, lease: Lease, now: float) -> None: ...
     def corrected(self, sight: Sight) -> dict[str, float]: ...

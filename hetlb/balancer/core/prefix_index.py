@@ -10,7 +10,7 @@ the index holds too many nodes. `Tree.correct` shrinks the belief where an engin
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
@@ -188,7 +188,7 @@ class PrefixIndex:
 
     def __init__(self, most_unused: int = MOST_UNUSED_NODES) -> None:
         self.most_unused = most_unused
-        self._holders: dict[str, list[Node]] = {}
+        self._holders: dict[str, list[Node]] = defaultdict(list)
         self.unused = 0
 
     def __len__(self) -> int:
@@ -215,11 +215,7 @@ class PrefixIndex:
 
     def added(self, node: Node) -> None:
         """Note that a tree has a new node."""
-        holders = self._holders.get(node.key)
-        if holders is None:
-            self._holders[node.key] = [node]
-        else:
-            holders.append(node)
+        self._holders[node.key].append(node)
 
     def removed(self, node: Node) -> None:
         """Note that a tree has lost a node."""

@@ -9,7 +9,7 @@ large instances can take are kept apart by `fit`, so that they do not hold up th
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -119,7 +119,7 @@ class Queue:
 
     def __init__(self, limits: QueueLimits) -> None:
         self.limits = limits
-        self._lines: dict[QueueKey, dict[FlowName, QueueFlow]] = {}
+        self._lines: dict[QueueKey, dict[FlowName, QueueFlow]] = defaultdict(dict)
         #: Keys of unrestricted lines by model: making one costs more than to find it.
         self._keys: dict[str, QueueKey] = {}
         #: The waiting requests, to be read only: each event asks whether it is empty.
@@ -261,9 +261,7 @@ class Queue:
 
     def _flow(self, key: QueueKey, name: FlowName) -> QueueFlow:
         """Return a flow that something is about to enter."""
-        line = self._lines.get(key)
-        if line is None:
-            line = self._lines[key] = {}
+        line = self._lines[key]
         flow = line.get(name)
         if flow is None:
             flow = line[name] = QueueFlow(key, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import islice
 from typing import Final
 
@@ -39,10 +39,9 @@ def unknown_model(request: Request, instances: Iterable[Instance], models: Itera
     return Reject(request.id, RejectReason.UNKNOWN_MODEL, text)
 
 
-def too_long(request: Request, instances: Sequence[Instance]) -> Reject:
-    """Refuse a prompt that is longer than any of the model's instances can take."""
-    largest = max(instance.longest_request_tokens or 0 for instance in instances)
-    text = f"This model's maximum context length is {largest} tokens. "
+def too_long(request: Request, longest: float) -> Reject:
+    """Refuse a prompt that is longer than any of the model's instances can take: `longest` tokens."""
+    text = f"This model's maximum context length is {longest:.0f} tokens. "
     text += (
         f"However, your prompt has {request.longest_prompt_tokens} input tokens. Please reduce its length."
     )

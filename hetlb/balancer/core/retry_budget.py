@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Final
 
 from mypy_extensions import mypyc_attr
@@ -37,16 +38,13 @@ class Retries:
     """Attempts of the requests that are retried, and the leases that count in the budget of retries."""
 
     def __init__(self) -> None:
-        self.attempts: dict[RequestId, Attempts] = {}
+        self.attempts: dict[RequestId, Attempts] = defaultdict(Attempts)
         #: Leases of requests that may run for the second time.
         self.leases: set[LeaseId] = set()
 
     def of(self, request_id: RequestId) -> Attempts:
         """Return the attempts of a request, noted from now on."""
-        attempts = self.attempts.get(request_id)
-        if attempts is None:
-            attempts = self.attempts[request_id] = Attempts()
-        return attempts
+        return self.attempts[request_id]
 
     def forget(self, request_id: RequestId) -> None:
         """Note that a request is over, or begins anew."""

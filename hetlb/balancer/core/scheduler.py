@@ -129,7 +129,7 @@ class Scheduler(Failover):
         if ready is None:
             return [rejections.unknown_model(request, fleet.instances.values(), fleet.ready)]
         if request.prompt_exact and least_tokens(request) > ready.longest_prompt:
-            return [rejections.too_long(request, ready.instances)]
+            return [rejections.too_long(request, ready.longest_prompt)]
         demand = placement.demands[request.model]
         predicted, long = self.predictor.outlook(request) if request.generates else (0.0, 0.0)
         demand.arrived(request.prompt_tokens, predicted, now, ready.idle)

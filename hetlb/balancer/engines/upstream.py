@@ -168,13 +168,9 @@ class EngineConnection(PacedReader):
 
     def hand_over(self, protocol: asyncio.Protocol) -> tuple[asyncio.Transport, bytes]:
         """Let another protocol have the transport, and the bytes behind the head; `abort` ends it."""
-        transport, unread = self._transport, self._rest[self._rest_at :]
-        assert transport is not None, "expected a connection that was made"
+        unread = self._rest[self._rest_at :]
         self.carried, self._rest, self._rest_at = None, b"", 0
-        if self.reading is not _OPEN:
-            self._resume_reading()
-        transport.set_protocol(protocol)
-        return transport, unread
+        return self._give(protocol), unread
 
     def pause(self) -> None:
         """Read no more for now: the client is slow."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
-
 from hetlb.balancer.engines.upstream import EngineConnection
 from hetlb.balancer.http.http1 import RequestHead
-from hetlb.balancer.http.openai_body import with_field
 
 #: Methods whose requests may lack both a body and its length.
 _BODILESS = frozenset({b"GET", b"HEAD", b"DELETE"})
@@ -21,12 +18,6 @@ class EngineRequest:
         self.head = head
         self.label = label.encode("ascii")
         self.body = body
-
-    def salt(self) -> None:
-        """Salt it so that engines use nothing cached before, unless it names its own caches."""
-        if b'"cache_salt"' not in self.body:
-            salt = b'"hetlb-%b"' % secrets.token_hex(8).encode("ascii")
-            self.body = with_field(self.body, b"cache_salt", salt)
 
     def send(self, connection: EngineConnection, lines: bytes, body: bytes) -> None:
         """Send it with these lines as its head, and this body."""

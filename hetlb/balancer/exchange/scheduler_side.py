@@ -187,10 +187,8 @@ class StallWatch:
         self._beater.cancel()
 
     def _beat(self) -> None:
-        now = self._loop.time()
-        if now - self._due > STALL_S:
-            self._stalled_at = now
-        self._due = now + BEAT_S
+        self.since(math.inf)  # notes a stall
+        self._due = self._loop.time() + BEAT_S
         self._beater = self._loop.call_at(self._due, self._beat)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import httptools
 
@@ -156,6 +156,16 @@ def _check_raw(head: bytes) -> None:
         raise GateError(431, f"A line of the head is longer than {MAX_LINE_BYTES} bytes.")
 
 
+def _feed(parser: Any, head: bytes, status: int, malformed: str) -> None:
+    """Parse a head; an upgrade in it is no end of HTTP here. Raises `GateError` where llhttp refuses it."""
+    try:
+        parser.feed_data(head)
+    except httptools.HttpParserUpgrade:
+        pass  # the connection stays ours; `EngineConnection` knows whether a 101 was asked for
+    except httptools.HttpParserError as error:
+        raise GateError(status, malformed) from error
+
+
 def parse_request_head(head: bytes) -> tuple[RequestHead, int | None]:
     """Parse one whole request head and its Content-Length. Raises `GateError`."""
     _check_raw(head)
@@ -168,12 +178,7 @@ def parse_request_head(head: bytes) -> tuple[RequestHead, int | None]:
         )
     collector = _Collector()
     parser = httptools.HttpRequestParser(collector)
-    try:
-        parser.feed_data(head)
-    except httptools.HttpParserUpgrade:
-        pass  # the rest of the connection stays ours: no upgrade is ever accepted
-    except httptools.HttpParserError as malformed:
-        raise GateError(400, "The request head is malformed.") from malformed
+    _feed(parser, head, 400, "The request head is malformed.")
     result = RequestHead()
     result.method = parser.get_method()
     if result.method not in _METHODS:
@@ -247,12 +252,7 @@ def parse_response_head(head: bytes, method: bytes) -> tuple[ResponseHead, int |
         raise GateError(502, "The engine does not speak HTTP/1.")
     collector = _Collector()
     parser = httptools.HttpResponseParser(collector)
-    try:
-        parser.feed_data(head)
-    except httptools.HttpParserUpgrade:
-        pass  # a 101: `EngineConnection` knows whether one was asked for
-    except httptools.HttpParserError as malformed:
-        raise GateError(502, "The head of the engine's answer is malformed.") from malformed
+    _feed(parser, head, 502, "The head of the engine's answer is malformed.")
     result = ResponseHead()
     result.status = parser.get_status_code()
     result.reason = collector.reason

@@ -28,6 +28,15 @@ class PacedReader(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop has its own class
 
+    def _give(self, protocol: asyncio.Protocol) -> asyncio.Transport:
+        """Let another protocol have the transport, which is read as its bytes come."""
+        transport = self._transport
+        assert transport is not None, "expected a connection that is open"
+        if self.reading is not _OPEN:
+            self._resume_reading()
+        transport.set_protocol(protocol)
+        return transport
+
     def turn_came(self) -> None:
         """Read on: the others had their turn."""
         raise NotImplementedError

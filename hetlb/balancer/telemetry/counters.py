@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Set
 from typing import TYPE_CHECKING, Final
 
@@ -106,7 +107,8 @@ class InstanceTotals:
         self.model_expected_s[part] += expected_s
         self.model_seen_s[part] += seen_s
 
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, outcome: Outcome, output_tokens: int = 0) -> None:
+        self.output_tokens += output_tokens
         name = outcome._value_  # `value` and the hash of a member are functions in Python
         self.requests[name] = self.requests.get(name, 0) + 1
 
@@ -150,7 +152,7 @@ class Totals:
         self.kv_transfers = dict.fromkeys(KV_TRANSFER_RESULTS, 0)
         self.reloads = {"done": 0, "refused": 0}
         self.models: dict[str, ModelTotals] = {}
-        self.instances: dict[str, InstanceTotals] = {}
+        self.instances: dict[str, InstanceTotals] = defaultdict(InstanceTotals)
         #: By tenant ("" without one) and model.
         self.accounts: dict[tuple[str, str], AccountTotals] = {}
         #: Seconds of the scheduler's calls: for a request that arrived, for one that ended.
@@ -170,10 +172,7 @@ class Totals:
         return totals
 
     def instance(self, name: str) -> InstanceTotals:
-        totals = self.instances.get(name)
-        if totals is None:
-            totals = self.instances[name] = InstanceTotals()
-        return totals
+        return self.instances[name]
 
     def keep(self, names: Set[str]) -> None:
         """Forget the instances that are not among these: they left."""
@@ -197,9 +196,7 @@ class Totals:
         """Note that an answer continues elsewhere: its lease ended, with a part of it."""
         key = (model, reason)
         self.resumptions[key] = self.resumptions.get(key, 0) + 1
-        instance = self.instance(lease.instance)
-        instance.ended(outcome)
-        instance.output_tokens += lease.output_tokens
+        self.instance(lease.instance).ended(outcome, lease.output_tokens)
 
     def kv_transferred(self, result: str, count: int = 1) -> None:
         self.kv_transfers[result] += count
@@ -246,8 +243,7 @@ class Totals:
         account.cached_prompt_tokens += record.cached_tokens or 0
         account.output_tokens += record.output_tokens
         instance = self.instance(lease.instance)
-        instance.ended(outcome)
-        instance.output_tokens += lease.output_tokens
+        instance.ended(outcome, lease.output_tokens)
         instance.prompt_tokens += record.prompt_tokens_total
         instance.cached_prompt_tokens += record.cached_tokens or 0
         if record.streamed and ttft_s is not None:

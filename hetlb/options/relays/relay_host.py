@@ -162,8 +162,8 @@ class RelayHost(Carrier):
         self.links.append(link)
         link.send(protocol.WaitingMessage(self._waiting))
         link.send(self._work_message(self.now()))
-        for model, (text_bytes, tokens) in self.token_estimator.text_sums().items():
-            link.send(Learnt(model, round(text_bytes), round(tokens)))
+        for model, ratio in self.token_estimator.text.items():
+            link.send(Learnt(model, round(ratio.above), round(ratio.below)))
 
     def disconnected(self, link: RelayLink) -> None:
         """End the requests of a relay that is gone as if their clients had left."""

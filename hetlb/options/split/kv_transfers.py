@@ -31,6 +31,7 @@ from hetlb.balancer.exchange import exchange_states as states
 from hetlb.balancer.exchange.driver import Driver, Splits
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.engine_answer import EngineAnswer
+from hetlb.balancer.exchange.engine_request import EngineRequest
 from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.exchange.plain_attempt import Plain
@@ -367,7 +368,7 @@ class Split(Plain):
     def _late(self) -> None:
         if self.engine is not None:
             # What it may have fetched too late is of another prompt, and is in its prefix cache by now.
-            self.exchange.outgoing.salt()
+            _salt(self.exchange.outgoing)
         self._unsplit(ends.NOT_HANDED_OVER, "late")
 
     def _unsplit(self, end: End, why: str) -> None:
@@ -533,3 +534,10 @@ def _prefill_body(kind: Kind, body: bytes, params: bytes) -> bytes:
         fields["ignore_eos"] = msgspec.Raw(b"true")
     fields["kv_transfer_params"] = msgspec.Raw(params)
     return msgspec.json.encode(fields)
+
+
+def _salt(outgoing: EngineRequest) -> None:
+    """Salt a request so that engines use nothing cached before, unless it names its own caches."""
+    if b'"cache_salt"' not in outgoing.body:
+        salt = b'"hetlb-%b"' % secrets.token_hex(8).encode("ascii")
+        outgoing.body = with_field(outgoing.body, b"cache_salt", salt)
