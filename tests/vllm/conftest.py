@@ -20,7 +20,7 @@ from engines import Server
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     """tiny-fast and tiny-slow, both called `tiny`."""
-    with real.pair(tmp_path_factory.mktemp("vllm")) as running:
+    with real.pair(tmp_path_factory.mktemp("vllm"), forked=True) as running:
         yield running
 
 

@@ -13,6 +13,8 @@ Promises:
   ``start_new_session=True``): a waiting vLLM engine spins on ``sched_yield``, and under Linux 6.18 with
   ``sched_autogroup`` a spinning session starves every other one for seconds; a client in its own session
   got all chunks of a stream at once, 2 s late. ``data/README.md`` has the figures.
+- with `forked` a server is a fork of a process that has imported vLLM (forks.py), ready in a fifth of the CPU
+  time; benches, and tests of how a server starts, start it as its users do.
 - one server per core: ``VLLM_CPU_OMP_THREADS_BIND`` gets a core of its own from the cores this process may
   use, so that two models of unequal size are a steady unequal pair.
 
@@ -33,10 +35,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from forks import Fork, forks
+
 HOST = "127.0.0.1"
 REPO_ROOT = Path(__file__).resolve().parents[2]
 VENV_PYTHON = REPO_ROOT / ".venv-vllm" / "bin" / "python"
 SERVED_MODEL_NAME = "tiny"
+MODULE = "vllm.entrypoints.openai.api_server"
 
 # Below the range from which Linux gives ports to outgoing connections, so that none of these can take
 # the port between our look and vLLM's bind, seconds later.
@@ -75,7 +80,7 @@ class Server:
     url: str
     host: str
     port: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Fork
     log_path: Path
     spec: ServerSpec
     ready_after_s: float = field(default=0.0)
@@ -109,7 +114,7 @@ def command_line(spec: ServerSpec, models_dir: Path, port: int, python: Path) ->
     command = [
         str(python),
         "-m",
-        "vllm.entrypoints.openai.api_server",
+        MODULE,
         *("--model", str(models_dir / spec.model)),
         *("--served-model-name", spec.served_model_name),
         *("--dtype", "bfloat16"),
@@ -160,6 +165,7 @@ def vllm_servers(
     *,
     deadline_s: float = 600.0,
     python: Path = VENV_PYTHON,
+    forked: bool = False,
 ) -> Iterator[list[Server]]:
     """Run one server per spec for the length of the block; logs go to ``log_dir/NAME.log``."""
     if len({spec.name for spec in specs}) != len(specs):
@@ -178,26 +184,41 @@ def vllm_servers(
         started = time.monotonic()
         for index, (spec, port) in enumerate(zip(specs, free_ports(len(specs)), strict=True)):
             core = cores[index % len(cores)] if spec.core is None else spec.core
-            servers.append(stack.enter_context(_running(spec, models_dir, log_dir, port, core, python)))
+            running = _running(spec, models_dir, log_dir, port, core, python, forked=forked)
+            servers.append(stack.enter_context(running))
         _await_ready(servers, started, deadline_s)
         yield servers
 
 
 @contextlib.contextmanager
 def _running(
-    spec: ServerSpec, models_dir: Path, log_dir: Path, port: int, core: int, python: Path
+    spec: ServerSpec,
+    models_dir: Path,
+    log_dir: Path,
+    port: int,
+    core: int,
+    python: Path,
+    *,
+    forked: bool = False,
 ) -> Iterator[Server]:
     """One server process group from start to certain end; not yet ready when the block begins."""
     log_path = log_dir / f"{spec.name}.log"
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            command_line(spec, models_dir, port, python),
-            env=environment(spec, core),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-        )
+    command, more = command_line(spec, models_dir, port, python), environment(spec, core)
+    process: subprocess.Popen[bytes] | Fork
+    if forked:
+        module = command.index(MODULE)
+        files = (Path(os.devnull), log_path, log_path)
+        process = forks().start({"module": MODULE}, command[module + 1 :], more, files)
+    else:
+        with log_path.open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                env=more,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
     try:
         with _guard(process.pid):
             yield Server(spec.name, f"http://{HOST}:{port}", HOST, port, process, log_path, spec)
@@ -256,7 +277,7 @@ def _healthy(server: Server) -> bool:
         return False
 
 
-def _end_group(process: subprocess.Popen[bytes], patience_s: float = 10.0) -> None:
+def _end_group(process: subprocess.Popen[bytes] | Fork, patience_s: float = 10.0) -> None:
     """End a whole process group: SIGTERM, then SIGKILL for what is left; returns when none is left."""
     for number, patience in ((signal.SIGTERM, patience_s), (signal.SIGKILL, patience_s)):
         until = time.monotonic() + patience

@@ -64,10 +64,11 @@ def make_models() -> None:
 
 
 @contextlib.contextmanager
-def pair(log_dir: Path) -> Iterator[list[Server]]:
+def pair(log_dir: Path, *, forked: bool = False) -> Iterator[list[Server]]:
     """Both servers, the fast one first, warm."""
     make_models()
-    with vllm_servers([TINY_FAST, TINY_SLOW], MODELS, log_dir, deadline_s=READY_DEADLINE_S) as servers:
+    specs = [TINY_FAST, TINY_SLOW]
+    with vllm_servers(specs, MODELS, log_dir, deadline_s=READY_DEADLINE_S, forked=forked) as servers:
         asyncio.run(_warm_up(servers))
         yield servers
 

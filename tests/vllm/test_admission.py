@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import VENV_PYTHON
+from forks import answered
 
 from hetlb.options.profiles.profile_file import kv_need
 from hetlb.tools.models.kv_groups import KvBytes, allocated, parts_of
@@ -56,17 +54,14 @@ def admitted(asked: dict[str, Any]) -> tuple[int, float]:
     return len(asked["prompts"]), kv.pool.usage
 
 
-def answered(script: str, asked: Any) -> Any:
-    """Return what a script says that runs beside vLLM."""
-    command = [str(VENV_PYTHON), str(Path(__file__).with_name(script))]
-    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def parsed(script: str, asked: Any) -> Any:
+    """Return the answer of a script, as JSON."""
+    return json.loads(answered(script, question=json.dumps(asked)).splitlines()[-1])
 
 
 def test_as_many_prompts_are_admitted_as_by_vllm() -> None:
     asked = cases()
-    for case, theirs in zip(asked, answered("admit_windows.py", asked), strict=True):
+    for case, theirs in zip(asked, parsed("admit_windows.py", asked), strict=True):
         ours, used = admitted(case)
         what = {key: value for key, value in case.items() if key != "prompts"}
         assert abs(ours - theirs["admitted"]) <= max(1, 0.03 * theirs["admitted"]), (what, ours, theirs)
@@ -97,7 +92,7 @@ def models() -> list[list[Mixer]]:
 def test_sequences_are_given_as_much_as_by_vllm() -> None:
     asked = models()
     parts = [[[*part] for each in layers for part in parts_of(each, 2.0)] for layers in asked]
-    for layers, theirs in zip(asked, answered("group_layers.py", parts), strict=True):
+    for layers, theirs in zip(asked, parsed("group_layers.py", parts), strict=True):
         windows = tuple(sorted((int(tokens), size) for tokens, size in theirs["windows"].items()))
         known = KvBytes(theirs["per_token"], windows, theirs["state"])
         assert allocated(layers, 2.0) == known, {str(part) for each in layers for part in parts_of(each, 2.0)}

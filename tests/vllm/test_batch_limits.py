@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 
 import pytest
-from engines import VENV_PYTHON
+from forks import answered
 
 from hetlb.options.profiles.engine_defaults import batch_limits
 
@@ -21,29 +20,12 @@ GPUS = (
     ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 94), ("AMD Instinct MI300X", 191),
     ("AMD Instinct MI355X", 287), ("Tesla V100-SXM2-32GB", 31),
 )  # fmt: skip
-ASK = """
-import json, sys
-from types import SimpleNamespace
-import vllm.engine.arg_utils as arguments
-from vllm.usage.usage_lib import UsageContext
-found = []
-for name, memory in json.load(sys.stdin):
-    arguments.current_platform = SimpleNamespace(
-        get_device_total_memory=lambda memory=memory: memory, get_device_name=lambda name=name: name,
-        is_tpu=lambda: False, is_cpu=lambda: False)
-    limits = arguments.EngineArgs.get_batch_defaults(1)
-    found.append([each[UsageContext.OPENAI_API_SERVER] for each in limits])
-print(json.dumps(found))
-"""
 
 
 def test_limits_equal_vllms() -> None:
     asked = json.dumps([(name, size * _GIB) for name, size in GPUS])
-    done = subprocess.run(
-        [str(VENV_PYTHON), "-c", ASK], input=asked, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    theirs = dict(zip(GPUS, map(tuple, json.loads(done.stdout.splitlines()[-1])), strict=True))
+    said = answered("ask_batch_limits.py", question=asked).splitlines()[-1]
+    theirs = dict(zip(GPUS, map(tuple, json.loads(said)), strict=True))
     assert {gpu: batch_limits(gpu[0], gpu[1] * _GIB) for gpu in GPUS} == theirs
     # By the name alone, too, where it tells the memory.
     named = [gpu for gpu in GPUS if "40GB" not in gpu[0]]

@@ -8,11 +8,10 @@ layers), blocks of quantised weights (`validate_fp8_block_shape`, the group test
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
-from engines import VENV_PYTHON
+from forks import answered
 
 from hetlb.tools.models.degrees import ModelShape, refusal
 from hetlb.tools.models.model_facts import read_facts
@@ -34,16 +33,8 @@ def test_degrees_are_accepted_by_vllm() -> None:
         for name, raw in CONFIGS.items()
         if (shape := shape_of(name))
     }
-    script = Path(__file__).with_name("ask_degrees.py")
-    done = subprocess.run(
-        [str(VENV_PYTHON), str(script)],
-        input=json.dumps({"models": asked, "degrees": DEGREES}),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    said = json.loads(done.stdout.splitlines()[-1])
+    question = json.dumps({"models": asked, "degrees": DEGREES})
+    said = json.loads(answered("ask_degrees.py", question=question).splitlines()[-1])
     wrong = []
     for name in CONFIGS:
         shape = shape_of(name)

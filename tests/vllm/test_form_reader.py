@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import VENV_PYTHON
+from forks import answered
 from fuzz.run_target import mutate
 from proxy.test_multipart import BY_CLIENT
 
@@ -18,7 +17,6 @@ from hetlb.balancer.http.openai_body import Call
 from hetlb.options.forms.multipart import read_form
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
-HERE = Path(__file__).parent
 FORMS = 6000
 TRUE = ("true", "1", "t", "yes", "y", "on")
 NAMES = (
@@ -110,10 +108,7 @@ def forms() -> list[tuple[bytes, bytes, Any]]:
     lines = "".join(
         json.dumps([kind.decode("latin-1"), body.decode("latin-1")]) + "\n" for kind, body in made
     )
-    command = [str(VENV_PYTHON), "-W", "ignore", str(HERE / "read_forms.py")]
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    read = [json.loads(line) for line in done.stdout.splitlines()]
+    read = [json.loads(line) for line in answered("read_forms.py", question=lines).splitlines()]
     return [(kind, body, each) for (kind, body), each in zip(made, read, strict=True)]
 
 

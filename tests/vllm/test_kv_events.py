@@ -49,7 +49,7 @@ def telling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Ser
     with tempfile.TemporaryDirectory(prefix="kv") as folder:
         specs = [spec_of("kv-a", folder), spec_of("kv-b", folder)]
         logs = tmp_path_factory.mktemp("kv-events")
-        with vllm_servers(specs, real.MODELS, logs, deadline_s=READY_S) as servers:
+        with vllm_servers(specs, real.MODELS, logs, deadline_s=READY_S, forked=True) as servers:
             yield servers, folder
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import VENV_PYTHON
+from forks import answered
 
 from hetlb.tools.models.config_keys import ALIASES
 from hetlb.tools.models.families import FAMILIES, model_type_of
@@ -30,10 +29,7 @@ DATA = Path(__file__).parents[1] / "models" / "data"
 
 
 def asked(script: str, question: Any) -> str:
-    command = [str(VENV_PYTHON), str(Path(__file__).with_name(script))]
-    done = subprocess.run(command, input=json.dumps(question), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return answered(script, question=json.dumps(question))
 
 
 @pytest.mark.timeout(600)

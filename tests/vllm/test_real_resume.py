@@ -8,10 +8,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pair as real
@@ -19,6 +17,7 @@ import pytest
 import pytest_asyncio
 from emulator.conftest import make_profile
 from engines import TINY_FAST, VENV_PYTHON, vllm_servers
+from forks import answered
 from options.resume.test_resume import Answer, ask, proxied
 from proxy.conftest import start
 from proxy.cutter import AFTER_HEAD, Cut, Cutter
@@ -28,7 +27,6 @@ from hetlb.balancer.core.types import Capacity, CapacityLearned
 from hetlb.tools.emulator import EmulatedEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2400)]
-HERE = Path(__file__).parent
 __all__ = ["start"]
 #: Tokens of a request: what a chat without a limit may fill.
 MODEL_LEN = 96
@@ -45,10 +43,8 @@ def bodies() -> list[dict[str, Any]]:
     """Bodies that vLLM's classes take."""
     if not VENV_PYTHON.is_file():
         pytest.skip("there is no .venv-vllm: run tests/vllm/install.sh first")
-    command = [str(VENV_PYTHON), "-W", "ignore", str(HERE / "judge_bodies.py"), "400", "11", "streams"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [each for line in done.stdout.splitlines() if (each := json.loads(line))["read"]]
+    lines = answered("judge_bodies.py", "400", "11", "streams").splitlines()
+    return [each for line in lines if (each := json.loads(line))["read"]]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +54,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     float32 = dataclasses.replace(
         TINY_FAST, max_model_len=MODEL_LEN, served_model_name="m", extra_args=("--dtype", "float32")
     )
-    with vllm_servers([float32], real.MODELS, tmp_path_factory.mktemp("vllm")) as (running,):
+    with vllm_servers([float32], real.MODELS, tmp_path_factory.mktemp("vllm"), forked=True) as (running,):
         yield running.port
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import VENV_PYTHON
+from forks import answered
 
 from hetlb.balancer.http.endpoints import ENDPOINTS
 from hetlb.balancer.http.http1 import GateError
 from hetlb.balancer.http.openai_body import Call, read_json
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
-HERE = Path(__file__).parent
 BODIES = 2000
 #: Fields that the gate reads: of these it says the same as vLLM.
 READ = ("stream", "n", "max_tokens", "max_completion_tokens", "max_output_tokens", "priority", "model")
@@ -28,10 +26,7 @@ MOST_TOKENS = 1 << 31
 def judged() -> list[dict[str, Any]]:
     if not VENV_PYTHON.is_file():
         pytest.skip("there is no .venv-vllm: run tests/vllm/install.sh first")
-    command = [str(VENV_PYTHON), "-W", "ignore", str(HERE / "judge_bodies.py"), str(BODIES), "7"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in answered("judge_bodies.py", str(BODIES), "7").splitlines()]
 
 
 def _cap(read: dict[str, Any]) -> int | None:
