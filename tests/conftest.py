@@ -34,8 +34,9 @@ DRAWING = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_t
 
 settings.register_profile("search", deadline=None, suppress_health_check=DRAWING, print_blob=True)
 settings.register_profile("hetlb", settings.get_profile("search"), derandomize=True, max_examples=40)
-#: For code that `make test` has tried on more: compiled, or on another Python.
+#: For code that `make test` has tried on more: compiled, and on another Python.
 settings.register_profile("again", settings.get_profile("hetlb"), max_examples=10)
+settings.register_profile("other_python", settings.get_profile("hetlb"), max_examples=3)
 settings.load_profile("hetlb")
 
 

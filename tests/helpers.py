@@ -99,12 +99,16 @@ def head(queue: Queue) -> Queued:
     return waiting(queue, queue.keys[0])[0]
 
 
-def examples(few: int) -> int:
-    """Return the number of examples of a slow property; in `make properties` as many as of any other."""
+#: Profiles of runs of code that `make test` has tried on more examples.
+AGAIN = ("again", "other_python")
+
+
+def examples(count: int) -> int:
+    """Return the number of examples of a property: not less than a search has, not more than a rerun."""
     profile = settings.get_current_profile_name()
     if profile == "search":
-        return max(few, settings().max_examples)
-    return min(few, settings().max_examples) if profile == "again" else few
+        return max(count, settings().max_examples)
+    return min(count, settings().max_examples) if profile in AGAIN else count
 
 
 #: Seconds after which what is waited for will not come: it ends a test that has failed.

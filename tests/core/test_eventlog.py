@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from helpers import FAST, MODEL, dispatched, request, spec
+from helpers import FAST, MODEL, dispatched, examples, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -114,7 +114,7 @@ def record(policy: str, predictor: str, seed: int, steps: int = 120) -> list[str
     return lines
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.sampled_from(sorted(POLICIES)),
     st.sampled_from(("online", "normal", "mean", "empirical")),

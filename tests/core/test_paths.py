@@ -6,6 +6,7 @@ import dataclasses
 import random
 
 import pytest
+from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,7 +74,7 @@ def request(number: int, prompt: int = 100) -> Request:
     return Request(number, "m", prompt, prompt_exact=True)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data(), policy=st.sampled_from(sorted(PATH_POLICIES)), seed=st.integers(0, 10**6))
 def test_ledgers_add_up_whatever_happens(data: st.DataObject, policy: str, seed: int) -> None:
     rng = random.Random(seed)

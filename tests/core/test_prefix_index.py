@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from helpers import dispatched, make_scheduler, request, spec
+from helpers import dispatched, examples, make_scheduler, request, spec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -128,7 +128,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=40)
+TestIndexMachine.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
 def test_a_chain_with_a_key_skipped_is_booked_and_given_back_all_the_same() -> None:

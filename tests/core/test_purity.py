@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-from helpers import make_scheduler, request, spec
+from helpers import examples, make_scheduler, request, spec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -125,7 +125,7 @@ def _own_score(each: Candidate) -> float:
     return each.score - sum(weights.get(name, 0.0) * terms.get(name, 0.0) for name in AMONG_TERMS)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(EVENTS, st.permutations(range(4)), st.integers(1, 4), ARRIVALS)
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_scoring_changes_nothing_and_an_instance_s_numbers_are_its_own(
@@ -159,7 +159,7 @@ def test_scoring_changes_nothing_and_an_instance_s_numbers_are_its_own(
         assert watched.tell(event) == left_alone.tell(event)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(EVENTS, ARRIVALS, st.integers(0, 5000), st.booleans(), st.booleans())
 @example(
     events=[(0.0, 106, 1, 1, "", CLASSES[0]), (0.0, 1, 1, 1, "", CLASSES[0]), "first"],

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from helpers import dispatched, head, make_scheduler, request, spec
+from helpers import dispatched, examples, head, make_scheduler, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,7 +100,7 @@ def test_what_has_ended_gives_a_tenant_no_debt() -> None:
     assert served["late"] == pytest.approx(50, abs=1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_what_was_served_differs_by_one_request_at_most_while_both_wait(data: st.DataObject) -> None:
     weights = {"a": data.draw(st.sampled_from((0.5, 1.0, 4.0))), "b": 1.0}
@@ -120,7 +120,7 @@ def test_what_was_served_differs_by_one_request_at_most_while_both_wait(data: st
         assert len(queue) == count
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 2), st.integers(1, 99)), max_size=80))
 def test_it_is_work_conserving_in_order_of_priority(pushed: list[tuple[str, int, int]]) -> None:
     queue = Queue(QueueLimits(max_requests=None, max_bytes=None))

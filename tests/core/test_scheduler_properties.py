@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from helpers import make_scheduler, request, spec
+from helpers import examples, make_scheduler, request, spec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -373,7 +373,7 @@ def _run(machine: type[SchedulerMachine]) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
         settings=settings(
-            max_examples=25, stateful_step_count=40,
+            max_examples=examples(25), stateful_step_count=40,
         ),
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 
+from helpers import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -25,7 +26,7 @@ from hetlb.balancer.core.types import Health
 from hetlb.tools.sim.integrity import check_scheduler
 
 #: Examples of the property; `BLAME_EXAMPLES=10000` runs it at length.
-EXAMPLES = int(os.environ.get("BLAME_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("BLAME_EXAMPLES", examples(40)))
 GIVES_UP_S = 45.0
 TOKEN = b'data: {"id":"c","choices":[{"index":0,"text":"%b"}]}\n\n'
 SSE_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers import make_scheduler, request, spec
+from helpers import examples, make_scheduler, request, spec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -321,6 +321,6 @@ def test_the_matrix_in_any_order(policy: str) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
         settings=settings(
-            max_examples=40, stateful_step_count=40,
+            max_examples=examples(40), stateful_step_count=40,
         ),
     )  # fmt: skip

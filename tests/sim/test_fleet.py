@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -95,7 +96,7 @@ def test_every_request_completes_with_its_tokens(policy: str, predictor: str, ra
     assert summary["total_output_tokens"] == sum(planned.output_tokens for planned in plan)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(st.integers(0, 1000), st.sampled_from(("paper", "random", "p2c")))
 def test_the_same_seed_gives_the_same_result(seed: int, policy: str) -> None:
     setup, engines = fleet(1.0, 2.0, policy=policy, predictor="normal", seed=seed)

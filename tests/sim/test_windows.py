@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,7 +52,7 @@ def loads(draw: st.DrawFn) -> tuple[EngineLimits, list[tuple[int, int, int]]]:
 
 
 @given(load=loads(), shared=st.booleans(), aborted=st.integers(0, 30))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_blocks_are_the_sum_over_the_sequences(
     load: tuple[EngineLimits, list[tuple[int, int, int]]], shared: bool, aborted: int
 ) -> None:
@@ -82,7 +83,7 @@ def test_blocks_are_the_sum_over_the_sequences(
 
 
 @given(load=loads())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_stretches_are_their_steps(load: tuple[EngineLimits, list[tuple[int, int, int]]]) -> None:
     limits, asked = load
     fast, slow = EngineModel(LATENCY, limits), EngineModel(LATENCY, limits)

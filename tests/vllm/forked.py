@@ -10,6 +10,7 @@ The end of standard input ends this process, not its forks.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import multiprocessing
@@ -53,7 +54,8 @@ def run(asked: dict[str, Any]) -> None:
     os.environ.update(asked["environment"])
     os.register_at_fork(after_in_child=bind_to_cores)
     if module := asked.get("module"):
-        del sys.modules[module]
+        sys.path[:0] = filter(None, asked["environment"].get("PYTHONPATH", "").split(os.pathsep))
+        sys.modules.pop(module, None)
         sys.argv = [module, *asked["arguments"]]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
@@ -78,6 +80,7 @@ def main() -> None:
     system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
     for module in MODULES:
         importlib.import_module(module)
+    gc.freeze()
     statuses: dict[int, int] = {}
     for line in sys.stdin:
         asked = json.loads(line)

@@ -15,6 +15,7 @@ import atexit
 import functools
 import json
 import os
+import signal
 import subprocess
 import tempfile
 import threading
@@ -42,6 +43,11 @@ class Fork:
         """Return its exit status, None while it runs."""
         status: int | None = self._forks.ask({"ended": self.pid})["status"]
         return status
+
+    def kill(self) -> None:
+        """Kill it, if it runs."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
         """Return its exit status once it has ended; raise TimeoutExpired where that takes longer."""

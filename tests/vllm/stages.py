@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from forks import Fork, answered, forks
 
 ROOT = Path(__file__).parents[2]
 TORCH_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -25,6 +26,8 @@ RANGES = {"a": "0:7", "b": "0:6", "c": "5:12", "d": "6:12"}
 #: Milliseconds of one layer of a fast machine, and how much longer a slow one takes: far above what the small
 #: model needs, so that a busy machine changes little.
 FAST_MS, SLOW = 8.0, 2.5
+#: Limit for the start of a process.
+READY_S = 300.0
 
 
 def environment() -> dict[str, str]:
@@ -33,19 +36,16 @@ def environment() -> dict[str, str]:
 
 def make_models() -> Path:
     """The models, made once."""
-    script = Path(__file__).parent / "make_stage_models.py"
-    subprocess.run([TORCH_PYTHON, script, "make", MODELS], check=True, env=environment(), timeout=600)
+    answered("make_stage_models.py", "make", str(MODELS))
     return MODELS
 
 
 def reference(folders: Sequence[Path], prompts: list[list[int]], count: int) -> list[list[list[int]]]:
     """Greedy tokens by transformers: of every model, of every prompt."""
-    script = Path(__file__).parent / "make_stage_models.py"
-    run = subprocess.run(
-        [TORCH_PYTHON, script, "answer", str(count), *folders],
-        input=json.dumps(prompts), capture_output=True, text=True, check=True, env=environment(), timeout=600,
-    )  # fmt: skip
-    found: list[list[list[int]]] = json.loads(run.stdout)
+    arguments = ("answer", str(count), *map(str, folders))
+    found: list[list[list[int]]] = json.loads(
+        answered("make_stage_models.py", *arguments, question=json.dumps(prompts))
+    )
     return found
 
 
@@ -61,33 +61,43 @@ def write_times(path: Path, kind: str) -> Path:
     return path
 
 
-def _first_line(process: subprocess.Popen[str]) -> str:
-    """The line that says that it is ready."""
-    assert process.stdout is not None
-    with process.stdout as lines:
-        return lines.readline()
+def _first_line(output: Path) -> str:
+    """The line that says that a process is ready, once it has written it to its output."""
+    until = time.monotonic() + READY_S
+    while "\n" not in (text := output.read_text() if output.exists() else ""):
+        assert time.monotonic() < until, f"no line in {output}"
+        time.sleep(0.02)
+    return text.partition("\n")[0]
 
 
 class StageProcess:
-    """One `hetlb stage`."""
+    """One `hetlb stage`; `forked` from a process that has imported torch (forks.py)."""
 
-    def __init__(self, folder: Path, layers: str, *flags: str, port: int = 0) -> None:
-        self._command = [
-            str(TORCH_PYTHON), "-m", "hetlb", "stage", "--model", str(folder), "--layers", layers,
-            "--dtype", "float32", "--kv-cache-memory-bytes", str(64 << 20),
-            "--max-num-seqs", "64", *flags,
+    def __init__(
+        self, folder: Path, layers: str, *flags: str, output: Path, port: int = 0, forked: bool = False
+    ) -> None:
+        self._arguments = [
+            "stage", "--model", str(folder), "--layers", layers, "--dtype", "float32",
+            "--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "64", *flags,
         ]  # fmt: skip
+        self._output, self._forked = output, forked
         self.url = ""
         self.process = self._start(port)
 
-    def _start(self, port: int) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*self._command, "--port", str(port)], env=environment(), stdout=subprocess.PIPE, text=True
-        )
+    def _start(self, port: int) -> subprocess.Popen[bytes] | Fork:
+        arguments = [*self._arguments, "--port", str(port)]
+        self._output.unlink(missing_ok=True)
+        if self._forked:
+            files = (Path(os.devnull), self._output, self._output.with_suffix(".err"))
+            return forks().start({"module": "hetlb"}, arguments, environment(), files)
+        with self._output.open("wb") as output:
+            return subprocess.Popen(
+                [TORCH_PYTHON, "-m", "hetlb", *arguments], env=environment(), stdout=output
+            )
 
     def ready(self) -> str:
         """Wait for its address."""
-        self.url = _first_line(self.process).split()[-1]
+        self.url = _first_line(self._output).split()[-1]
         return self.url
 
     def restart(self) -> None:
@@ -102,8 +112,6 @@ class StageProcess:
         return float(re.findall(r"^vllm:kv_cache_usage_perc\S* (\S+)$", text, re.MULTILINE)[0])
 
     def stop(self) -> None:
-        if self.process.stdout is not None:
-            self.process.stdout.close()
         self.process.kill()
         self.process.wait(10)
 
@@ -153,24 +161,26 @@ def rig(
     flags: Mapping[str, tuple[str, ...]] | None = None,
     names: str = "abcd",
     apart: bool = False,
+    forked: bool = False,
 ) -> Iterator[Rig]:
     """Stages with overlapping layers behind one proxy; `flags` by worker. `apart`: they start one after
-    the other, so that each measures itself alone.
+    the other, so that each measures itself alone. `forked`: as forks.py starts them.
     """
     stages: dict[str, StageProcess] = {}
-    serving: list[subprocess.Popen[str]] = []
+    serving: list[subprocess.Popen[bytes]] = []
 
     def started(*arguments: object) -> list[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hetlb", *map(str, arguments)],
-            env=environment(), stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        serving.append(process)
-        return re.findall(r"http://[\d.:]+", _first_line(process))
+        output = where / f"{arguments[0]}.out"
+        with output.open("wb") as stdout:
+            command = [sys.executable, "-m", "hetlb", *map(str, arguments)]
+            serving.append(subprocess.Popen(command, env=environment(), stdout=stdout))
+        return re.findall(r"http://[\d.:]+", _first_line(output))
 
     try:
         for name in names:
-            stages[name] = StageProcess(folder, RANGES[name], *(flags or {}).get(name, ()))
+            more = (flags or {}).get(name, ())
+            output = where / f"{name}.out"
+            stages[name] = StageProcess(folder, RANGES[name], *more, output=output, forked=forked)
             if apart:
                 stages[name].ready()
         workers = [{"name": name, "url": stage.url or stage.ready()} for name, stage in stages.items()]

@@ -40,7 +40,7 @@ def rig(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[real
     where = tmp_path_factory.mktemp("stages")
     slowed = ("--layer-times", str(real.write_times(where / "times.csv", "fast")))
     flags = {"b": slowed, "d": slowed}
-    with real.rig(models / "llama", where, scheduler="random", flags=flags) as running:
+    with real.rig(models / "llama", where, scheduler="random", flags=flags, forked=True) as running:
         yield running
 
 
@@ -99,7 +99,7 @@ async def test_every_family_gives_the_tokens_of_transformers(
     models: Path, family_answers: dict[str, list[list[int]]], tmp_path: Path, family: str
 ) -> None:
     flags = dict.fromkeys("ac", ("--max-num-batched-tokens", "48", "--block-size", "8"))
-    with real.rig(models / family, tmp_path, names="ac", flags=flags) as running:
+    with real.rig(models / family, tmp_path, names="ac", flags=flags, forked=True) as running:
         async with httpx.AsyncClient(timeout=600.0) as http:
             asked = (plain(http, running.url, prompt, 12) for prompt in prompts_of(6, 1))
             assert await asyncio.gather(*asked) == family_answers[family]

@@ -8,7 +8,7 @@ from collections import deque
 from typing import Any
 
 import msgspec
-from helpers import make_scheduler, request, spec
+from helpers import examples, make_scheduler, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -232,7 +232,7 @@ class World:
             self.host.scheduling.carry_out(self.host.scheduler.on_tick(self.clock))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 1 << 32))
 def test_every_request_is_answered_once_and_nothing_is_left(seed: int) -> None:
     asyncio.run(play(seed))

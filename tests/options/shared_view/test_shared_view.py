@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers import MODEL, dispatched, make_scheduler, request, spec
+from helpers import MODEL, dispatched, examples, make_scheduler, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,7 +57,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(steps, st.sampled_from(["hetlb", "paper", "least-requests", "rr"]), st.sampled_from([0.0, 0.5]))
 def test_after_all_messages_the_ledgers_are_equal_and_end_empty(
     todo: list[tuple[str, int]], policy: str, delay_s: float

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,7 +86,7 @@ def test_one_request_takes_prefill_transfer_and_one_step_until_its_first_token()
     kv_tokens=st.sampled_from([4000, 50_000]),
     bandwidth=st.sampled_from([1e7, 1e9]),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_every_request_ends_well_once_and_no_engine_keeps_a_block(
     roles: list[Role], rows: list[tuple[int, int]], gap_s: float, kv_tokens: int, bandwidth: float
 ) -> None:
