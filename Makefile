@@ -3,7 +3,7 @@
 #   make demo-scaleout  two Envoys, two endpoint pickers and two emulated engines; a picker is killed
 #   make test       the tests (real sockets, no GPU, some minutes)
 #   make test-compiled  the tests of what is compiled, slow ones too, on the compiled hot path (needs a C compiler)
-#   make test-python  the tests of core and proxy on another Python, as PYTHON=python3.13; test-pythons: on all there are
+#   make test-python  the tests of core and proxy on another Python, as PYTHON=python3.13; test-pythons: on each there is
 #   make test-without-options  without each option, what could ask for it (more than an hour); WITHOUT=split for one
 #   make test-slow  the fault matrix with fifty streams in the background, and as processes
 #   make check      formatting, lint, types, of the benches too
@@ -32,8 +32,9 @@ BIN := .venv/bin
 # tests of its own that have fixtures in common, until it is done and takes some of another.
 JOBS ?= $(shell expr $$(nproc) + 2)
 SPREAD := -n $(JOBS) --dist worksteal
-# Property tests of code that `make test` has tried on more examples.
+# Property tests of code that `make test` has tried on more examples: compiled; on another Python.
 AGAIN := --hypothesis-profile=again
+OTHER_PYTHON := --hypothesis-profile=other_python
 # Folders of which `make test-slow` runs the tests; all of them.
 SLOW ?=
 # Tests of what is compiled. The rest runs interpreted in either build: dashboard, sources of instances, spans, the supervisor of relays.
@@ -96,7 +97,7 @@ test-python:
 	venv=.venv-$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])') && \
 	  { test -x $$venv/bin/python || $(PYTHON) -m venv $$venv; } && \
 	  $$venv/bin/python -m pip install -q --disable-pip-version-check -e . $(PACKAGES_OF_PROXY_TESTS) && \
-	  $$venv/bin/python -m pytest $(SPREAD) $(AGAIN) -m 'not vllm and not slow and not light' tests/core tests/proxy
+	  $$venv/bin/python -m pytest $(SPREAD) $(OTHER_PYTHON) -m 'not vllm and not slow and not light' tests/core tests/proxy
 
 # The same on each newer Python that this machine has.
 test-pythons:
