@@ -60,7 +60,6 @@ COMPILED = (
     *(f"options/classes/{name}.py" for name in ("protected", "room_for_targets", "waiting_targets")),
     *(f"options/engine_pages/{name}.py" for name in ("engine_metrics", "engine_tables", "series_reader")),
     "options/event_log/eventlog.py",
-    "options/forecast_errors.py",
     "options/kv_events/block_index.py",
     "options/length_samples/samples.py",
     *(f"options/plans/{name}.py" for name in ("planned", "worth")),

@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from cases import FLEETS, MODEL, TRACES, Kind, Lab, scaled
 from rich.console import Console
@@ -31,7 +31,6 @@ from hetlb.balancer.core.policies.score_terms import TERMS
 from hetlb.balancer.core.predictor import make_predictor
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command, Outcome, Request
-from hetlb.options.forecast_errors import ForecastErrors
 from hetlb.tools.sim.alone import run_alone
 from hetlb.tools.sim.fleet_simulation import FleetSimulation
 from hetlb.tools.sim.iteration_times import IterationRule
@@ -155,11 +154,10 @@ class Observed(FleetSimulation):
     def _arrived(self, scheduler: Scheduler, request: Request) -> list[Command]:
         commands = super()._arrived(scheduler, request)
         if request.id == self.last_id:
-            errors = [cast(ForecastErrors, each.errors) for each in scheduler.instances]
             self.forecasts = [
-                {name: (ratios.bias, ratios.coverage) for name, ratios in each.by_figure}
-                for each in errors
-                if each.end.samples >= FORECASTS
+                {name: (ratios.bias, ratios.coverage) for name, ratios in each.errors.by_figure}
+                for each in scheduler.instances
+                if each.errors.end.samples >= FORECASTS
             ]
         return commands
 

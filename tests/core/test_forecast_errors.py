@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.options.forecast_errors import Ratios
+from hetlb.balancer.core.forecast_errors import Ratios
 
 
 def test_before_the_first_answer() -> None:

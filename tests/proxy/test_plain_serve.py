@@ -43,7 +43,6 @@ OF_CLI = {"hetlb.cli", "hetlb.cli.flags", "hetlb.cli.main", "hetlb.cli.serve"}
 #: Options that are imported: what a process needs while another takes its place, and pages.
 OF_OPTIONS = {
     "hetlb.options",
-    "hetlb.options.forecast_errors",
     "hetlb.options.lease_wire",
     "hetlb.options.message_channel",
     "hetlb.options.rarely",

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core.circuit_breaker import LEAST_SILENCE_S, STANDS_S, UNKNOWN_SILENCE_S, CircuitBreaker
+from hetlb.balancer.core.forecast_errors import ForecastErrors
 from hetlb.balancer.core.health import HealthTracker
 from hetlb.balancer.core.instance_ledger import InstanceLedger
 from hetlb.balancer.core.instance_limits import DEFAULT_MAX_LORAS, DEFAULT_MAX_NUM_SEQS, ChangeCounter
@@ -16,10 +17,10 @@ from hetlb.balancer.core.prefix_index import PrefixIndex
 from hetlb.balancer.core.speed import Mark, SpeedTracker
 from hetlb.balancer.core.types import AdminState, EngineSample, Health, InstanceSpec, Lease
 from hetlb.errors import ConfigError
-from hetlb.extras import hook, option
+from hetlb.extras import hook
 
 if TYPE_CHECKING:
-    from hetlb.balancer.core.option_interfaces import EngineAdapters, ForecastCheck
+    from hetlb.balancer.core.option_interfaces import EngineAdapters
 
 #: Seconds before an instance with a notice is gone, in which nothing runs there any more.
 NOTICE_MARGIN_S: Final = 1.5
@@ -72,7 +73,7 @@ class Instance(InstanceLedger):
         self.began: float | None = None
         #: True if its engine sleeps (vLLM's sleep mode).
         self.asleep = False
-        self.errors: ForecastCheck = option("forecast_errors").ForecastErrors()
+        self.errors = ForecastErrors()
         self.served: tuple[str, ...] | None = None
         self.sample: EngineSample | None = None
         #: Work until the last sample, where that has its own count of tokens, and it has a profile.

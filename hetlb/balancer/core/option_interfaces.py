@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hetlb.balancer.core.instance import Instance
     from hetlb.balancer.core.objective import ServiceClass
     from hetlb.balancer.core.placement import Decision
-    from hetlb.balancer.core.policies.sight import SchedulingContext, Sight
+    from hetlb.balancer.core.policies.sight import SchedulingContext
     from hetlb.balancer.core.queue import QueueKey
     from hetlb.balancer.core.ready import ReadyInstances
     from hetlb.balancer.core.types import (
@@ -30,13 +30,6 @@ if TYPE_CHECKING:
 PromptBlocks: TypeAlias = tuple[int, tuple[int, ...]]
 #: Events of one message, in their order: `KvEventBatch` of the option `kv_events`.
 BlockEvents: TypeAlias = Any
-
-
-class ForecastCheck(Protocol):
-    """Check of the forecasts of one instance against true times (`forecast_errors`)."""
-
-    def learn(self, lease: Lease, now: float) -> None: ...
-    def corrected(self, sight: Sight) -> dict[str, float]: ...
 
 
 class EngineBlocks(Protocol):

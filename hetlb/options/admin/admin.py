@@ -26,7 +26,6 @@ from hetlb.extras import hook
 from hetlb.options.admin.beliefs import believed
 from hetlb.options.admin.fleet_status import pools, status
 from hetlb.options.admin.prometheus import CONTENT_TYPE, MetricsPage, usage_document
-from hetlb.options.forecast_errors import ForecastErrors
 from hetlb.options.recent import BIN_S, Recent
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def _instance_document(instance: Instance, tokens_per_s: float, now: float) -> d
         "profiled": instance.profiled,
         "gpu": instance.spec.gpu or None,
         "believes": believed(instance, tokens_per_s, now),
-        "forecast": cast(ForecastErrors, instance.errors).document(),
+        "forecast": instance.errors.document(),
         "kv_events": None if instance.blocks is None else instance.blocks.reason or "live",
     }
 

@@ -23,7 +23,6 @@ from hetlb.balancer.telemetry.histograms import GapHistogram, Histogram
 from hetlb.build import compiled
 from hetlb.options.admin.beliefs import BeliefSource, slots_source
 from hetlb.options.admin.fleet_status import pools, status
-from hetlb.options.forecast_errors import ForecastErrors
 from hetlb.options.recent import Recent
 
 if TYPE_CHECKING:
@@ -267,11 +266,7 @@ def _counted(source: FleetService, now: float) -> Iterator[Family]:
 def _instances(source: FleetService, now: float) -> Iterator[Family]:
     """Yield the beliefs about each instance, and its reports."""
     of = [(_pairs(server=each.name), each) for each in source.scheduler.instances]
-    ratios = [
-        (f'{at},figure="{name}"', r)
-        for at, each in of
-        for name, r in cast(ForecastErrors, each.errors).by_figure
-    ]
+    ratios = [(f'{at},figure="{name}"', r) for at, each in of for name, r in each.errors.by_figure]
     yield "hetlb_forecast_bias", [(label, each.bias) for label, each in ratios]
     yield "hetlb_forecast_coverage", [(label, each.coverage) for label, each in ratios]
     yield "hetlb_instance_in_flight", [(label, each.in_flight) for label, each in of]

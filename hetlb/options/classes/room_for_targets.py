@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Final, cast
 
+from hetlb.balancer.core.forecast_errors import normal_quantile
 from hetlb.balancer.core.policies.sight import KEPT_FREE, ROOM, SchedulingContext, Sight
 from hetlb.options.classes.protected import Protected
-from hetlb.options.forecast_errors import ForecastErrors, normal_quantile
 
 #: Share of the target of its first token that a request with targets waits for room beside tighter classes.
 _PATIENCE_SHARE: Final = 0.3
@@ -16,10 +16,6 @@ _PATIENCE_SHARE: Final = 0.3
 _MOST_LATE_TOKENS: Final = 0.25
 #: Steps of the search for a batch.
 _HALVINGS: Final = 6
-
-
-def _errors(each: Sight) -> ForecastErrors:
-    return cast(ForecastErrors, each.instance.errors)
 
 
 def set_loss(ctx: SchedulingContext, each: Sight) -> None:
@@ -30,7 +26,7 @@ def set_loss(ctx: SchedulingContext, each: Sight) -> None:
 
 def probability_of_miss(ctx: SchedulingContext, each: Sight) -> float:
     """Return the probability that the request misses a target there."""
-    service, waited_s, errors = ctx.request.service, ctx.waited_s, _errors(each)
+    service, waited_s, errors = ctx.request.service, ctx.waited_s, each.instance.errors
     met = 1.0
     if service.ttft_s < math.inf:
         met *= 1.0 - errors.first_token.over((service.ttft_s - waited_s) / each.first_token_s)
@@ -70,7 +66,7 @@ def lost_by_others_s(ctx: SchedulingContext, each: Sight) -> float:
     left = min(ctx.predicted_output, output / 2.0)
     more_s = (max(0.0, prompt_s) + left * max(0.0, each.with_s - now_s)) / output
     step_s = now_s * each.step_s / each.with_s
-    over = _errors(each).step.over
+    over = each.instance.errors.step.over
     missed = over(protected.tpot_s / (step_s + more_s)) - over(protected.tpot_s / step_s)
     lost_s = protected.output * protected.tpot_s / (1.0 - protected.attainment)
     return each.instance.stated_sequences * missed * lost_s
@@ -138,7 +134,7 @@ def _first_token_beside_s(ctx: SchedulingContext, each: Sight, protected: Protec
     own_s = load.latency.first_token_s(
         protected.prompt, 0.0, pending, load.batch + each.own, tokens, load.budget
     )
-    late = _errors(each).first_token.quantile(protected.attainment)
+    late = each.instance.errors.first_token.quantile(protected.attainment)
     return load.latency.joining_s(each.with_s, load.asynchronous) + own_s * late
 
 
@@ -165,7 +161,7 @@ def _served(each: Sight, protected: Protected, batch: float, tokens: float, used
     decoding = each.with_s / each.step_s if batch > 0.0 else 1.0  # the rest of its time goes to prompts
     limit_s = protected.step_s * decoding
     if batch > 0.0:  # errors seen beside background do not hold for an idle instance
-        limit_s /= _errors(each).step.quantile(protected.attainment)
+        limit_s /= each.instance.errors.step.quantile(protected.attainment)
     low, high, late = 0.0, max(0.0, most), 1.0 - protected.attainment
     for _ in range(_HALVINGS):
         middle = (low + high) / 2.0

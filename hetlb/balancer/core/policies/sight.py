@@ -1,8 +1,7 @@
 """Sight: the knowledge of one decision about its request (`SchedulingContext`) and an instance (`Sight`).
 
 Each figure is computed once for an instance, a request and a time. Filter, terms, hold and booking read it.
-The forecast is a mean by the latency model; how far truth lies from it,
-`options/forecast_errors.py` knows.
+The forecast is a mean by the latency model; how far truth lies from it, `forecast_errors` knows.
 """
 
 from __future__ import annotations
