@@ -7,9 +7,10 @@ import contextlib
 import gc
 import itertools
 import os
+import resource
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
 from hypothesis import settings
@@ -130,6 +131,17 @@ def free_port() -> int:
                 continue
         return port
     raise AssertionError(f"expected a free port among {_PORTS_EACH} from {_own_first}")
+
+
+@contextlib.contextmanager
+def no_more_descriptors() -> Iterator[None]:
+    """This process can open nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 #: Turns of the loop that are given without a pause: what needs more waits for time to pass.

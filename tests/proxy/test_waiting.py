@@ -7,12 +7,10 @@ import contextlib
 import json
 import math
 import random
-import resource
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers import HANG_S, turns_until
+from helpers import HANG_S, no_more_descriptors, turns_until
 from proxy.test_proxying import ASK_STREAM, Client, Start, ask, post
 from proxy.upstreams import (
     DONE,
@@ -387,17 +385,6 @@ async def test_nor_what_an_engine_dropped_before_this_machine_failed(start: Star
                     client.send(post())
                     answer = await client.answer()
                 assert (answer.status, answer.headers["x-should-retry"]) == (503, "true")
-
-
-@contextlib.contextmanager
-def no_more_descriptors() -> Iterator[None]:
-    """This process can open nothing."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_a_rejected_request_gets_retry_after(start: Start) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from helpers import HANG_S
+from helpers import HANG_S, no_more_descriptors, outcomes
 from options.split.split_rig import WHOLE, Rig, rig
 
 from hetlb.tools.emulator import EmulatedEngine
@@ -147,6 +147,27 @@ async def test_the_decode_instance_dies_while_it_fetches(tmp_path: Path, stream:
         assert answered != name
         assert fleet.handovers.get("decode_failed") == 1
         await fleet.idle()
+
+
+@STREAMS
+@pytest.mark.parametrize("connector", ["nixl", "mooncake"])
+async def test_a_fault_of_this_machine_on_the_decode_leg_ends_the_request(
+    tmp_path: Path, connector: str, stream: bool
+) -> None:
+    """No instance is blamed, the pair is split again, and what was kept is free once its lease has ended."""
+    async with rig(tmp_path, connector, lease_s=3.0) as fleet:
+        assert await fleet.ask(stream=stream) == (200, WHOLE, "e1", "e0")  # connections that are used again
+        asked = {"model": "m", "max_tokens": 6, "prompt": [1] * 500, "stream": stream}
+        with no_more_descriptors():  # a decode leg has a connection of its own
+            async with fleet.session.post(fleet.url + "/v1/completions", json=asked) as reply:
+                assert (reply.status, (await reply.json())["error"]["code"]) == (503, "local_fault")
+        await fleet.idle()
+        driver = fleet.service.driver
+        assert outcomes(driver.totals) == ["ok", "local_fault"]
+        assert all(each.health.state.value == "up" for each in fleet.service.scheduler.instances)
+        assert await fleet.ask(stream=stream) == (200, WHOLE, "e1", "e0")
+        await fleet.idle()
+        assert fleet.handovers == {"done": 2}
 
 
 @STREAMS
