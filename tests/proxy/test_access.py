@@ -621,6 +621,10 @@ def test_where_registration_could_do_harm_networks_are_named(tmp_path: Path, mod
         (f"- {{name: a, sha256: '{'a' * 64}', models: []}}", "[0].models: expected at least one model"),
         (f"- {{name: a, sha256: '{'a' * 64}'}}\n- {{name: b, sha256: '{'A' * 64}'}}",
          "[1].sha256: expected every key once"),
+        (f"- {{name: a, sha256: '{'a' * 64}', limits: {{in_flight: 1}}}}\n"
+         f"- {{name: a, sha256: '{'b' * 64}'}}\n"
+         f"- {{name: a, sha256: '{'c' * 64}', limits: {{in_flight: 2}}}}",
+         "[2].limits: expected the ones of the other key named a, or none"),
     ],
 )  # fmt: skip
 def test_keys_of_clients_that_are_wrong(tmp_path: Path, text: str, message: str) -> None:

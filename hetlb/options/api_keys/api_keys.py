@@ -93,9 +93,14 @@ def load_api_keys(path: Path) -> tuple[Tenant, ...]:
     except ConfigError as caught:
         raise ConfigError(f"{path}: {caught}") from caught
     seen: set[str] = set()
+    limits: dict[str, LimitsTable] = {}
     for index, key in enumerate(keys):
         if wrong := _wrong(key, seen):
             raise ConfigError(f"{path}: [{index}].{wrong}")
+        if key.limits is not None and limits.setdefault(key.name, key.limits) != key.limits:
+            raise ConfigError(
+                f"{path}: [{index}].limits: expected the ones of the other key named {key.name}, or none"
+            )
         seen.add(key.sha256.lower())
     return keys
 

@@ -119,8 +119,7 @@ class Limiter:
         """Count a request that comes; `max_tokens` 0: it names none. Raises `Refusal` (429)."""
         limits, requests, tokens = self.limits, self._requests, self._tokens
         requests.forget(now)
-        if limits.tokens_per_minute is not None:
-            tokens.forget(now)
+        tokens.forget(now)
         reserved = prompt_tokens + (max_tokens or round(self._answer))
         if limits.in_flight is not None and self._in_flight >= limits.in_flight:
             raise self._refusal(f"{limits.in_flight} requests in flight", _IN_FLIGHT_RETRY_S, now)
