@@ -55,9 +55,10 @@ logger = logging.getLogger("hetlb.workers")
 #: Seconds between reports of counters.
 REPORT_S: Final = 0.5
 
-#: Times that a relay tries to read the keys of a reload, and seconds between them.
+#: Times that a relay tries to read the keys of a reload.
 _RELOAD_TRIES: Final = 5
-_RELOAD_RETRY_S: Final = 1.0
+#: Seconds until a relay tries again what failed.
+_RETRY_S: Final = 1.0
 
 
 class Relay:
@@ -136,6 +137,8 @@ class Relay:
         kind, *rest = packet
         if kind == "ping":
             self._control.send("pong", len(self._server.connections))
+        elif kind == "scheduler" and not fds:  # no descriptors to spare: later there may be some
+            self._loop.call_later(_RETRY_S, self._control.send, "lost", rest[0])
         elif kind == "scheduler":
             task = asyncio.create_task(self._connect(rest[0], socket.socket(fileno=fds[0])))
             self._opening.add(task)
@@ -216,7 +219,7 @@ class Relay:
             self._access = require_urls(fleet)
         except HetlbError as error:
             if tries > 1:  # a secret may be half-written
-                self._loop.call_later(_RELOAD_RETRY_S, self._reload, message, tries - 1)
+                self._loop.call_later(_RETRY_S, self._reload, message, tries - 1)
                 return
             text = "relay %d cannot follow a reload: %s: it leaves"
             tell(logger, Event.WORKER_FAILED, text, self.number, error, worker=f"relay {self.number}")

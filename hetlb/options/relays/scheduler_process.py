@@ -56,9 +56,7 @@ class SchedulerProcess(FleetService):
 
     def __init__(self, state: ChildState, life: int, control: ChildControl, event_log: Path | None) -> None:
         if event_log is not None and life > 1:
-            event_log = event_log.with_name(f"{event_log.name}.{life}")
-            text = "a log is of one scheduler: the event log goes on in %s"
-            tell(logger, Event.EVENT_LOG, text, event_log)
+            event_log = _next_log(event_log, life)
         super().__init__(state.fleet, event_log)
         self._life = life
         self._control = control
@@ -155,7 +153,7 @@ class SchedulerProcess(FleetService):
         kind, *rest = packet
         if kind == "ping":
             self._control.send("pong", 0)
-        elif kind == "relay":
+        elif kind == "relay" and fds:  # without a descriptor to spare none came: its relay sees the end
             link, end = RelayLink(*rest), socket.socket(fileno=fds[0])
             if self._looked:
                 self._do(self._connect(link, end))
@@ -302,3 +300,15 @@ class SchedulerProcess(FleetService):
         with contextlib.suppress(InputError):  # it was logged
             await self.reload()
         self._control.send("reloaded")
+
+
+def _next_log(path: Path, life: int) -> Path | None:
+    """Return the file of a successor's event log, None where it cannot be written: it serves without one."""
+    path = path.with_name(f"{path.name}.{life}")
+    try:
+        path.open("wb").close()
+    except OSError as error:
+        tell(logger, Event.EVENT_LOG, "the event log ends, %s cannot be written: %s", path, error.strerror)
+        return None
+    tell(logger, Event.EVENT_LOG, "a log is of one scheduler: the event log goes on in %s", path)
+    return path

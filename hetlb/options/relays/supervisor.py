@@ -32,6 +32,7 @@ from hetlb.balancer.interfaces import Predecessor
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import HetlbError
 from hetlb.logs import FORMATTERS, logging_to_stderr
+from hetlb.options.rarely import Rarely
 from hetlb.options.relays.control import ChildControl, ChildState, content_of
 from hetlb.options.relays.listeners import bind_listeners, share_of
 from hetlb.options.relays.relay import Relay
@@ -115,6 +116,7 @@ class Supervisor:
         self._signals: list[int] = []
         self._looked_at = time.monotonic()
         self._shown: list[WorkerState] = []
+        self._no_room = Rarely()
         self._stopping = False
         #: True once other processes accept in place of these.
         self._replaced = False
@@ -212,12 +214,32 @@ class Supervisor:
     # --- one child ---
 
     def _start(self, child: _Child) -> None:
+        """Start a process; a successor that this machine has no room for now is started later."""
+        try:
+            self._fork(child)
+        except OSError as error:
+            if not child.restarts:
+                raise HetlbError(f"{child.name} cannot be started: {error.strerror}") from error
+            child.due = time.monotonic() + BACKOFF_S
+            text = "%s cannot be started: %s; it is tried again"
+            self._no_room.tell(
+                logger, Event.WORKER_FAILED, text, child.name, error.strerror, worker=child.name
+            )
+
+    def _fork(self, child: _Child) -> None:
+        """Make the process of a child. Raises `OSError` without a descriptor, memory or a process for it."""
         now = time.monotonic()
         ours, theirs = ChildControl.pair()
         self._lives += 1
         life = child.restarts + 1 if child.number < 0 else self._lives
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            ours.close()
+            theirs.close()
+            raise
         if not pid:
             self._become(child, life, ours, theirs, blocked)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -311,7 +333,7 @@ class Supervisor:
                     child.failure = rest[0]
                 elif kind == "lost" and rest[0] == self._scheduler.life:
                     child.linked = 0
-                elif kind == "state":
+                elif kind == "state" and fds:  # without a descriptor to spare none came
                     self._state = content_of(fds[0])
                 elif kind == "reloaded":
                     systemd.notify("READY=1")
@@ -348,7 +370,10 @@ class Supervisor:
             return
         for relay in self._relays:
             if relay.pid and relay.linked != scheduler.life:
-                one, other = socket.socketpair()
+                try:
+                    one, other = socket.socketpair()
+                except OSError:  # no descriptors: in the next turn
+                    return
                 with one, other:
                     if self._send(scheduler, "relay", relay.life, relay.number, fds=(one.fileno(),)):
                         self._send(relay, SCHEDULER, scheduler.life, fds=(other.fileno(),))

@@ -246,6 +246,19 @@ async def test_the_event_log_of_all_relays_replays(
     assert msgspec.json.decode(capsys.readouterr().out)["differing_lines"] == []
 
 
+async def test_a_scheduler_process_that_cannot_write_its_event_log_serves_without_one(
+    serve: Serve, tmp_path: Path
+) -> None:
+    log = tmp_path / "events.jsonl"
+    async with Engine() as one:
+        proxy = await serve(document(one), "--event-log", str(log), workers=2)
+        (tmp_path / "events.jsonl.2").mkdir()
+        await proxy.kill_scheduler()
+        assert (await proxy.ask()).status == 200
+        assert "Is a directory" in await proxy.said("event=event_log")
+        assert await proxy.end() == 0
+
+
 async def test_without_a_supervisor_the_port_is_free_while_streams_go_on(serve: Serve) -> None:
     async with Streams() as one:
         one.hold()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -40,6 +41,36 @@ async def test_a_worker_that_dies_again_and_again_is_started_later_and_later(ser
             )
         assert "another takes its place" in await proxy.said("deaths in a row")
         assert (await proxy.admin("/readyz")).status == 200
+
+
+async def test_without_descriptors_for_another_worker_the_others_serve_on(serve: Serve) -> None:
+    async with Engine() as one:
+        proxy = await serve(document(one), workers=2)
+        soft, hard = resource.prlimit(proxy.process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(proxy.process.pid, resource.RLIMIT_NOFILE, (0, hard))
+        os.kill(proxy.relays[0], signal.SIGKILL)
+        assert "Too many open files" in await proxy.said("cannot be started")
+        asked = [asyncio.create_task(proxy.ask()) for _ in range(30)]  # some of them wait for the one to come
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        resource.prlimit(proxy.process.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        assert {reply.status for reply in await asyncio.gather(*asked)} == {200}
+        await proxy.both_serve()
+
+
+async def test_a_relay_without_descriptors_meets_the_next_scheduler_process_later(serve: Serve) -> None:
+    async with Engine() as one:
+        proxy = await serve(document(one, queue={"no_instance_timeout_s": HANG_S}), workers=2)
+        relays = proxy.relays
+        limits = [resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in relays]
+        for pid, (_, hard) in zip(relays, limits, strict=True):
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, hard))
+        await proxy.kill_scheduler()
+        async with asyncio.timeout(HANG_S):
+            while b"no relay serves" not in (await proxy.admin("/readyz")).body:
+                await asyncio.sleep(0.02)
+        for pid, both in zip(relays, limits, strict=True):
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, both)
+        await proxy.both_serve()
 
 
 async def test_workers_outlive_a_killed_supervisor_by_no_more_than_their_requests(serve: Serve) -> None:
