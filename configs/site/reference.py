@@ -190,14 +190,13 @@ def _key_rows(keys: Sequence[Key], words: Mapping[str, Any]) -> list[tuple[str, 
     return rows
 
 
-#: Keys that most fleets need; all others of the fleet file are advanced.
+#: First keys of the rows that most fleets need; all others of the fleet file are advanced.
 FIRST_KEYS = (
     "version", "models[].name", "models[].instances[].name", "models[].instances[].url",
     "models[].instances[].profile", "models[].instances[].weight", "models[].instances[].max_num_seqs",
-    "models[].instances[].gpu", "models[].instances[].api_key_file", "models[].instances[].api_key_env",
-    "models[].aliases", "models[].classes", "models[].classes.ttft_ms", "models[].classes.background",
-    "listen.host", "listen.port", "listen.tls.cert", "listen.tls.key", "admin.host", "admin.port",
-    "admin.token_file", "policy.name", "queue.timeout_s", "proxy.api_keys_file", "proxy.shutdown_grace_s",
+    "models[].instances[].api_key_file", "models[].aliases", "models[].classes", "models[].classes.ttft_ms",
+    "models[].classes.background", "listen.host", "admin.host", "admin.token_file", "policy.name",
+    "queue.timeout_s", "proxy.api_keys_file", "proxy.shutdown_grace_s",
 )  # fmt: skip
 
 
