@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from hetlb.balancer.core.latency import DEFAULT_LATENCY, LatencyModel
+from hetlb.balancer.core.latency import DEFAULT_LATENCY, LatencyModel, ideal_batch, processing_s
 from hetlb.balancer.core.speed import SpeedTracker
-from hetlb.balancer.core.types import Capacity, InstanceSpec
+from hetlb.balancer.core.types import Capacity, InstanceSpec, Request
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.option_interfaces import EngineAdapters
@@ -20,6 +20,8 @@ DEFAULT_MAX_NUM_SEQS: Final = 256
 DEFAULT_MAX_LORAS: Final = 1
 #: vLLM's own default of `max_num_batched_tokens`.
 DEFAULT_TOKEN_BUDGET: Final = 2048
+#: Largest workload in seconds: far beyond any real one, and its nanoseconds still add up.
+MAX_WORKLOAD_S: Final = 1e9
 
 
 class ChangeCounter:
@@ -80,6 +82,19 @@ class InstanceLimits:
         """Return the tokens of its KV cache that a sequence of `tokens` needs."""
         need = self.kv_need
         return tokens if need is None else need.tokens(tokens)
+
+    def paper_work(self, request: Request, predicted: float) -> tuple[int, float, float]:
+        """Return ideal batch, processing time and work in seconds (booked in the ledger) of a request.
+
+        Xiong et al., arXiv 2504.15303: `T = (T_prefill(b) + T_decode(b)) / b` at the ideal batch b.
+        Data-parallel engines run a batch each: T is divided by their number.
+        """
+        prompt, engines = request.prompt_tokens, self.engines
+        cache, slots = self.kv_cache_tokens // engines, self.max_num_seqs // engines
+        batch = ideal_batch(cache, self.needed(prompt + predicted), 0.0, slots)
+        t_s = processing_s(self.latency, batch, prompt, predicted) / engines
+        work_s = t_s * request.sequences
+        return batch * engines, t_s, work_s if work_s < MAX_WORKLOAD_S else MAX_WORKLOAD_S
 
     @property
     def caches_prefixes(self) -> bool:

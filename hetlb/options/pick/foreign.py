@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Final
 
 from hetlb.balancer.core.journal import Booked
-from hetlb.balancer.core.policies.base import paper_work
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command, EngineSample, Lease, Outcome, Request
 
@@ -63,7 +62,7 @@ class ForeignLoad:
                 request = Request(self._next, model, prompt)
                 self._next -= 1
                 predicted = self._scheduler.predictor.predict(request)
-                work_s = paper_work(instance, request, predicted)[2]
+                work_s = instance.paper_work(request, predicted)[2]
                 live = Booked(0, name, request, round(work_s * 1e9), predicted, begun=True)
                 lease = self._scheduler.restore(live, now, own=False)
                 assert lease is not None, "expected an instance that was looked up"

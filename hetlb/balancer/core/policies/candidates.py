@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from hetlb.balancer.core.policies.base import paper_work
 from hetlb.balancer.core.policies.score_terms import TERMS, Weights
 from hetlb.balancer.core.policies.sight import (
     HELD,
@@ -25,7 +24,7 @@ FULL: Final = "full"
 
 def candidate_of(ctx: SchedulingContext, each: Sight, weights: Weights) -> Candidate:
     """Return an instance that is rated. It may have changed meanwhile: only constants are read."""
-    batch, t_s, workload = paper_work(each.instance, ctx.request, ctx.predicted_output)
+    batch, t_s, workload = each.instance.paper_work(ctx.request, ctx.predicted_output)
     return Candidate(
         instance=each.instance.name,
         score=each.score,

@@ -25,7 +25,7 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.demand import size_of
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.policies.base import Choice, Policy, PolicyParams, paper_work
+from hetlb.balancer.core.policies.base import Choice, Policy, PolicyParams
 from hetlb.balancer.core.policies.candidates import candidate_of
 from hetlb.balancer.core.policies.score_terms import TERMS, Weights, set_score, weights_of
 from hetlb.balancer.core.policies.sight import HELD, KEPT_FREE, RESTRAINED, ROOM, SchedulingContext, Sight
@@ -218,7 +218,7 @@ class Hetlb(Policy):
             other = evaluation.best(among)
             if other is not None and other.score <= (1.0 + ctx.request.preferred_within) * found.score:
                 found = other
-        work_s = paper_work(found.instance, ctx.request, ctx.predicted_output)[2]
+        work_s = found.instance.paper_work(ctx.request, ctx.predicted_output)[2]
         return Choice(found.index, work_s, evaluation, found)
 
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
