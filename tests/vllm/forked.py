@@ -76,6 +76,8 @@ def ended(pid: int, statuses: dict[int, int]) -> int | None:
 
 def main() -> None:
     """Answer requests until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM prints as it is imported is no answer
     # On CPU vLLM spawns its processes: threads of OpenMP do not live on in a fork. Here no process has any.
     system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")
     for module in MODULES:
@@ -91,7 +93,7 @@ def main() -> None:
         else:
             run(asked)
             return
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,9 @@ class Forks:
         with self._lock:
             stdin.write(json.dumps(request) + "\n")
             stdin.flush()
-            return json.loads(stdout.readline())
+            line = stdout.readline()
+            assert line, f"forked.py ended with status {self._process.wait()}"
+            return json.loads(line)
 
     def start(
         self,
