@@ -56,7 +56,7 @@ MUTANTS ?= 10000
 # Tests start hundreds of processes: none of them is to compile all modules again (0.3 s each).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: wheel docs man pictures reference schemas test-helm test-sdks demo demo-scaleout test test-python test-pythons test-without-options test-compiled test-slow check smoke format bench bench-head-to-head bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
+.PHONY: wheel docs man pictures reference schemas test-helm test-sdks demo demo-scaleout test install-python test-python test-pythons test-without-options test-compiled test-slow check smoke format bench bench-head-to-head bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
 .DELETE_ON_ERROR:
 
 .venv/bin/python:
@@ -93,15 +93,19 @@ test-compiled: .venv-compiled/.done
 	PYTHONSAFEPATH=1 .venv-compiled/bin/python -m pytest $(SPREAD) $(AGAIN) -m 'not vllm and not light' $(COMPILED_TESTS)
 
 # The tests of core and proxy on another Python: `make test-python PYTHON=python3.13`.
-test-python:
-	venv=.venv-$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])') && \
-	  { test -x $$venv/bin/python || $(PYTHON) -m venv $$venv; } && \
-	  $$venv/bin/python -m pip install -q --disable-pip-version-check -e . $(PACKAGES_OF_PROXY_TESTS) && \
-	  $$venv/bin/python -m pytest $(SPREAD) $(OTHER_PYTHON) -m 'not vllm and not slow and not light' tests/core tests/proxy
+OTHER = .venv-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+install-python:
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/python -m pip install -q --disable-pip-version-check -e . $(PACKAGES_OF_PROXY_TESTS)
 
-# The same on each newer Python that this machine has.
+test-python: install-python
+	$(OTHER)/bin/python -m pytest $(SPREAD) $(OTHER_PYTHON) -m 'not vllm and not slow and not light' tests/core tests/proxy
+
+# The same on each newer Python that this machine has, and packages.
 test-pythons:
-	for each in $(PYTHONS); do $(MAKE) test-python PYTHON=$$each || exit; done
+	for each in $(PYTHONS); do \
+	  $(MAKE) install-python PYTHON=$$each || { echo "$$each: not tested, its packages cannot be installed" >&2; continue; }; \
+	  $(MAKE) test-python PYTHON=$$each || exit; done
 
 # Without the folder of an option and its own tests: files that ask for it, in a copy. WITHOUT names options, all by
 # default. The first run records which files ask (`make clean` forgets it).
