@@ -25,7 +25,9 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Double:
 
 
 @pytest.mark.parametrize(
-    ("scenario", "engine"), [*RUNS, (moves, "well")], ids=lambda each: getattr(each, "__name__", each)
+    ("scenario", "engine"),
+    [*RUNS, pytest.param(moves, "well", marks=pytest.mark.option("notices"))],
+    ids=lambda each: getattr(each, "__name__", each),
 )
 @pytest.mark.parametrize("times", [1, 1000])
 async def test_a_method_that_raises_ends_its_own_request(
