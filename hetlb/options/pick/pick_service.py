@@ -17,7 +17,7 @@ from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.fleet.service import Service
 from hetlb.balancer.interfaces import Predecessor
-from hetlb.extras import hook, option
+from hetlb.extras import hook
 from hetlb.inputs.urls import bracketed, origin
 from hetlb.options.pick.pick_driver import PickDriver
 from hetlb.options.pick.pick_server import PickServer, gateway_certificates
@@ -120,8 +120,6 @@ class PickService(Service):
 def check_pick(fleet: Fleet) -> None:
     """Raise `ConfigError` unless all that the section `pick` names is there."""
     gateway_certificates(fleet)
-    if fleet.file.shared is not None:
-        option("shared_view").shared_url(fleet.file.shared, f"{fleet.where}shared")
 
 
 def _literal(url: str) -> str | None:

@@ -18,4 +18,4 @@ def hook(table: SharedTable, key: str, scheduling: SchedulerDriver) -> Sharing:
     return sharing
 
 
-__all__ = ["TABLES", "check_serving", "hook", "shared_url"]
+__all__ = ["TABLES", "check_serving", "hook"]

@@ -184,8 +184,9 @@ class _Member(_Frames):
 
 
 def _bound(path: Path) -> socket.socket:
-    """Return a socket at a path, in place of a former one. Raises `OSError`."""
-    path.unlink(missing_ok=True)
+    """Return a socket at a path, in place of a former one. Raises `OSError`, where another file is there too."""
+    if path.is_socket():
+        path.unlink(missing_ok=True)
     bound = socket.socket(socket.AF_UNIX)
     try:
         bound.bind(str(path))

@@ -44,6 +44,15 @@ def shared_url(table: SharedTable, key: str) -> str:
 
 
 def check_serving(fleet: Fleet) -> None:
-    """Raise `ConfigError` unless the package is installed, where peers meet at a server."""
-    if not (fleet.file.shared.url or "").startswith(HUB):
-        check_extra(f"{fleet.where}shared", "redis", "pick")
+    """Raise `ConfigError` unless peers can meet: at a server, only with the package for it."""
+    key = f"{fleet.where}shared"
+    url = shared_url(fleet.file.shared, key)
+    if url.startswith(HUB):
+        return
+    check_extra(key, "redis", "pick")
+    from redis.connection import parse_url
+
+    try:
+        parse_url(url)
+    except ValueError:  # its text may have part of a password
+        raise ConfigError(f"{key}.url: expected an address like redis://host:6379/0") from None

@@ -198,11 +198,11 @@ class Sharing:
             tell(logger, Event.SHARED, "shared state: connected (group %s)", self._table.group)
         if self._transport.lost:
             self._introduce()
-        if isinstance(data, bytes) and data.startswith(self._own, 1):
-            age_s = min(_MOST_AGE_S, max(0.0, now - _decode_head(data).sent_at))
-            self.view.delay_s += _ECHO_WEIGHT * (age_s - self.view.delay_s)
-            return
         try:
+            if isinstance(data, bytes) and data.startswith(self._own, 1):
+                age_s = min(_MOST_AGE_S, max(0.0, now - _decode_head(data).sent_at))
+                self.view.delay_s += _ECHO_WEIGHT * (age_s - self.view.delay_s)
+                return
             if not isinstance(data, bytes) or len(data) > MAX_MESSAGE_BYTES:
                 raise ValueError(f"expected a message of at most {MAX_MESSAGE_BYTES >> 20} MiB")
             message = _decode(data)

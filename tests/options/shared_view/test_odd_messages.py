@@ -20,12 +20,12 @@ from hetlb.options.shared_view import sharing
 from hetlb.options.shared_view.shared_table import SharedTable
 from hetlb.options.shared_view.sharing import MAX_MESSAGE_BYTES, Sharing
 
-NAME = "ab12"
+NAME, OWN = "ab12", "cd34"
 
 
 def shared() -> Sharing:
     """A view of one process, whose server is not there."""
-    return Sharing(SharedTable(), "redis://127.0.0.1:1", make_scheduler([spec("a")]), lambda _: None, "cd34")
+    return Sharing(SharedTable(), "redis://127.0.0.1:1", make_scheduler([spec("a")]), lambda _: None, OWN)
 
 
 def message(changes: Any, kind: Any = 1, **other: Any) -> bytes:
@@ -51,6 +51,7 @@ ODD: dict[str, Any] = {
     "a sequence that is no number": message([], sequence="x"),
     "a number that has no end": message([], sequence=1 << 63),
     "a time of text": message([], sent_at="now"),
+    "another's message under its own name": message([], name=OWN, sent_at="now"),
     "an unknown change": message([[7, 1]]),
     "a change that is none": message([3]),
     "an instance that is a list": message([lease(instance=["a"])]),

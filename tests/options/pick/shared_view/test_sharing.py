@@ -319,6 +319,14 @@ async def test_the_first_peer_is_the_hub_and_the_next_one_when_it_is_gone(tmp_pa
         await turns_until(lambda: all(each.peers == 1 and each.connected for each in left))
 
 
+async def test_a_file_at_the_path_of_a_hub_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("mine")
+    with pytest.raises(OSError, match="in use"):
+        await Hub().start(path)
+    assert path.read_text() == "mine"
+
+
 async def test_peers_forget_a_picker_that_stops_at_once(
     tmp_path: Path, carrier: Carrier, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -351,6 +359,8 @@ async def test_a_server_that_hangs_holds_up_no_stop(tmp_path: Path) -> None:
     [
         ("{group: a}", "shared.url: expected an address, but the key is missing"),
         ("{url: 'http://a'}", "shared.url: expected redis://, rediss://, unix:// or hub: at its beginning"),
+        ("{url: 'redis://:secret'}", "shared.url: expected an address like redis://host:6379/0"),
+        ("{url_env: HETLB_NOT_SET}", "shared.url_env: expected the name of a variable that is set"),
     ],
 )
 def test_a_picker_says_what_of_the_table_is_wrong(
