@@ -129,8 +129,16 @@ async def _ask(fleet: Fleet, event_log: Path | None) -> Takeover | None:
 
     takeover = await Takeover.ask((fleet.file.listen.host, fleet.file.listen.port))
     if takeover is not None and event_log is not None:
-        with contextlib.suppress(FileNotFoundError):  # the old process still writes to it
-            os.rename(event_log, f"{event_log}.before")
+        try:
+            os.rename(event_log, f"{event_log}.before")  # the old process still writes to it
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            takeover.end.close()
+            takeover.listeners.only()
+            raise InputError(
+                f"--event-log: expected a file that can be renamed, got {str(event_log)!r}: {error.strerror}"
+            ) from error
     return takeover
 
 

@@ -184,7 +184,7 @@ class _Member(_Frames):
 
 
 def _bound(path: Path) -> socket.socket:
-    """Return a socket at a path, in place of a former one. Raises `OSError`, where another file is there too."""
+    """Return a socket at a path, in place of a former one. Raises `OSError`, also beside another file."""
     if path.is_socket():
         path.unlink(missing_ok=True)
     bound = socket.socket(socket.AF_UNIX)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable
 from typing import Final
@@ -104,9 +105,11 @@ class Takeover:
         channel = self._channel = MessageChannel(DECODER, receive, gone)
         await channel.open(self.end)
         channel.send(Step("begin"))
-        async with asyncio.timeout(offer.STEP_S):
-            if not await told:
-                raise HetlbError("--replace: the running process ended before it handed over")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(offer.STEP_S):
+                if await told:
+                    return
+        raise HetlbError("--replace: the running process ended, or fell silent, before it handed over")
 
     async def accepting(self) -> None:
         """Tell the old process, after a while, that requests are accepted here."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 import yaml
 from helpers import HANG_S, make_scheduler, spec, turns_until
@@ -23,10 +24,11 @@ from proxy.upstreams import SSE_HEAD, Upstream, Visit, chunk, plain
 from hetlb import systemd
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.fleet.service import Service
-from hetlb.errors import HetlbError
+from hetlb.cli.serve import _ask
+from hetlb.errors import HetlbError, InputError
 from hetlb.options.takeover.offer import HELLO, Offer, local_socket, name_of
 from hetlb.options.takeover.takeover import Takeover
-from hetlb.systemd import inherited
+from hetlb.systemd import NO_LISTENERS, inherited
 from hetlb.tools.sim.integrity import check_scheduler
 
 BODY = b'{"model":"m","prompt":"hello","max_tokens":5}'
@@ -144,6 +146,35 @@ async def test_a_kept_connection_gets_one_more_answer_from_the_old_process(tmp_p
 
 async def test_where_nothing_runs_there_is_nothing_to_replace() -> None:
     assert await Takeover.ask(("127.0.0.1", 1)) is None
+
+
+@pytest.mark.parametrize("dies", [True, False])
+async def test_an_old_process_that_dies_or_hangs_in_a_handover_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    monkeypatch.setattr("hetlb.options.takeover.offer.STEP_S", HANG_S if dies else 0.01)
+    end, other = socket.socketpair()
+    with other:
+        takeover = Takeover(end, NO_LISTENERS)
+        if dies:
+            other.close()
+        with pytest.raises(HetlbError, match="ended, or fell silent, before it handed over"):
+            await takeover.begin(make_scheduler([spec("a")]), lambda _: None)
+        takeover.close()
+
+
+async def test_an_event_log_that_cannot_be_moved_aside_is_one_line(tmp_path: Path) -> None:
+    """The old process writes on to it."""
+    log = tmp_path / "events.jsonl"
+    log.write_text("old\n")
+    (tmp_path / "events.jsonl.before").mkdir()
+    async with Engine() as engine, two(tmp_path, document(engine)) as (old, _):
+        fleet = old.fleet
+        listen = msgspec.structs.replace(fleet.file.listen, port=old.address[1])
+        await turns_until(lambda: _connects_once(old.address))
+        with pytest.raises(InputError, match="--event-log: expected a file that can be renamed, got "):
+            await _ask(fleet.with_tables(listen=listen), log)
+        assert log.read_text() == "old\n"
 
 
 async def test_a_process_that_does_not_keep_to_the_steps_gets_nothing(tmp_path: Path) -> None:
