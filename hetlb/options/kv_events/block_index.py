@@ -21,8 +21,9 @@ from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.prefix_index import Held, Tree
 from hetlb.balancer.core.types import Request
 
-#: Maximum number of blocks that are followed.
+#: Maximum number of blocks that are followed, and of adapters' names that are known.
 MAX_BLOCKS: Final = 1 << 20
+MAX_ADAPTERS: Final = 4096
 _MASK: Final = (1 << 62) - 1
 
 
@@ -193,7 +194,9 @@ class BlockIndex:
         self.block_tokens = event.block_tokens
         if not self.live:
             return
-        if event.adapter:
+        if event.adapter and event.adapter not in self._adapters:
+            if len(self._adapters) >= MAX_ADAPTERS:
+                self._adapters.clear()  # adapters in use are named again
             self._adapters.add(event.adapter)
         if event.parent is None:
             chain = _root(event.adapter)

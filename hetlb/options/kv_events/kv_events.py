@@ -43,6 +43,7 @@ _RECONNECT_S: Final = 0.2
 BlockHash: TypeAlias = int | bytes
 _Hashes: TypeAlias = tuple[BlockHash, ...]
 _TokenIds: TypeAlias = tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**40)], ...]
+_AdapterName: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
 _BlockSize: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 
 
@@ -55,7 +56,7 @@ class _BlockStored(msgspec.Struct, array_like=True, tag="BlockStored", gc=False)
     block_size: _BlockSize
     lora_id: int | None = None
     medium: str | None = None
-    lora_name: str | None = None
+    lora_name: _AdapterName | None = None
     extra_keys: msgspec.Raw = msgspec.Raw(b"\xc0")
     group_idx: int | None = None
 
@@ -81,7 +82,7 @@ class _MappedEvent(msgspec.Struct, gc=False):
     token_ids: _TokenIds = ()
     block_size: _BlockSize = 1
     medium: str | None = None
-    lora_name: str | None = None
+    lora_name: _AdapterName | None = None
     extra_keys: msgspec.Raw = msgspec.Raw(b"\xc0")
     group_idx: int | None = None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 from typing import Final
 
 from hetlb.turns import Share
@@ -19,6 +20,11 @@ MAX_FRAMES: Final = 8
 _BUFFER_BYTES: Final = 64 << 10
 #: Seconds in which a connection must be there, its handshake done.
 _CONNECT_S: Final = 5.0
+#: Seconds of silence after which the kernel asks whether the peer's machine is there, and between questions;
+#: questions without an answer until the connection is lost.
+_QUIET_S: Final = 15
+_ASK_S: Final = 5
+_UNANSWERED: Final = 3
 
 _MORE: Final = 1
 _LONG: Final = 2
@@ -31,6 +37,17 @@ _ADDRESS: Final = re.compile(r"(?:tcp://\[?(?P<host>[^\[\]]+)\]?:(?P<port>[0-9]+
 
 class ZmtpError(Exception):
     """The peer broke the protocol, or a bound."""
+
+
+def _keep_alive(used: socket.socket) -> None:
+    """Make the kernel find out that a peer is gone: a subscriber sends nothing, and would wait for ever."""
+    used.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, _QUIET_S),
+        (socket.TCP_KEEPINTVL, _ASK_S),
+        (socket.TCP_KEEPCNT, _UNANSWERED),
+    ):
+        used.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class ZmtpConnection:
@@ -54,6 +71,7 @@ class ZmtpConnection:
                 streams = await asyncio.open_connection(
                     found["host"], int(found["port"]), limit=_BUFFER_BYTES
                 )
+                _keep_alive(streams[1].get_extra_info("socket"))
             connection = cls(*streams)
             try:
                 await connection._shake_hands(kind.encode())

@@ -53,6 +53,6 @@ def check_serving(fleet: Fleet) -> None:
     from redis.connection import parse_url
 
     try:
-        parse_url(url)
+        parse_url(url)  # type: ignore[no-untyped-call]
     except ValueError:  # its text may have part of a password
         raise ConfigError(f"{key}.url: expected an address like redis://host:6379/0") from None

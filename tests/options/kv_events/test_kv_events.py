@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import tempfile
 import tracemalloc
 from array import array
@@ -24,8 +25,9 @@ from proxy.services import Engine, Running, document, serving
 
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.errors import ConfigError
-from hetlb.options.kv_events import kv_events
+from hetlb.options.kv_events import kv_events, zmtp
 from hetlb.options.kv_events.block_index import (
+    MAX_ADAPTERS,
     BlockIndex,
     BlocksCleared,
     BlocksRemoved,
@@ -36,6 +38,9 @@ from hetlb.options.kv_events.block_index import (
 from hetlb.options.kv_events.kv_events import MOST_PUBLISHER_BYTES, PART_BLOCKS, read_batch
 from hetlb.options.kv_events.publishers import KvEventsTable
 from hetlb.options.kv_events.zmtp import MAX_MESSAGE_BYTES, ZmtpConnection, ZmtpError
+
+#: Seconds of silence and between questions, and the number of questions.
+KEEP_ALIVE = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
 
 
 @pytest_asyncio.fixture
@@ -199,6 +204,37 @@ def test_a_long_event_is_told_in_parts_that_mean_the_same() -> None:
     whole.apply(KvEventBatch((BlocksRemoved(tuple(range(900, 1005))),)))
     assert split.stored_tokens == whole.stored_tokens == 895 * SIZE
     assert split.held("m", (SIZE, contents)) == whole.held("m", (SIZE, contents)) == 895 * SIZE
+
+
+def test_adapters_without_end_are_forgotten() -> None:
+    index = BlockIndex()
+    index.apply(KvEventBatch(begins=True))
+    contents = block_digests(array("q", range(SIZE)), SIZE)
+    for number in range(2 * MAX_ADAPTERS + 1):
+        index.apply(KvEventBatch((BlocksStored((number,), None, contents, SIZE, f"a{number}"),)))
+    assert len(index._adapters) == 1
+    assert index.held(f"a{number}", (SIZE, contents)) == SIZE
+    with pytest.raises(ValueError, match="length <= 1024"):
+        parts({**stored([1] * SIZE, 5), "lora_name": "x" * 1025})
+
+
+async def test_a_connection_to_a_machine_that_is_gone_is_lost() -> None:
+    """A machine without power says no end: the kernel asks for it."""
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(zmtp._GREETING + b"\x04\x06\x05READY")
+        with contextlib.suppress(OSError):
+            await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+        address = server.sockets[0].getsockname()
+        connection = await ZmtpConnection.open(f"tcp://127.0.0.1:{address[1]}", "SUB")
+        used = connection._writer.get_extra_info("socket")
+        assert used.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        of = [used.getsockopt(socket.IPPROTO_TCP, each) for each in KEEP_ALIVE]
+        assert of[0] + of[1] * of[2] <= 60
+        connection.close()
 
 
 BOMBS = [
