@@ -103,6 +103,8 @@ class LogWriter:
         self._timer: asyncio.TimerHandle | None = None
         self._batches: queue.Queue[bytes | None] = queue.Queue(_MAX_BATCHES)
         self.lost = 0
+        #: Line end before the next batch where the last one was cut in a line.
+        self._gap = b""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -128,7 +130,11 @@ class LogWriter:
         try:
             self._batches.put_nowait("".join(lines).encode())
         except queue.Full:
-            self.lost += len(lines)
+            self._lose(len(lines), "its reader is too slow")
+
+    def _lose(self, lines: int, why: str) -> None:
+        """Count lines that are not written; `why` is for logs that must be whole."""
+        self.lost += lines
 
     def close(self, timeout_s: float = 2.0) -> None:
         self.flush()
@@ -140,12 +146,22 @@ class LogWriter:
 
     def _run(self) -> None:
         while (batch := self._batches.get()) is not None:
-            data = memoryview(batch)
             try:
-                while data:
-                    data = data[os.write(self._fd, data[: self._piece(batch, len(data))]) :]
-            except OSError:
-                self.lost += batch.count(b"\n")
+                self._write_whole(batch)
+            except OSError as error:
+                self._lose(batch.count(b"\n"), error.strerror or str(error))
+
+    def _write_whole(self, batch: bytes) -> None:
+        """Write a batch to its end. Raises `OSError`."""
+        batch = self._gap + batch
+        data = memoryview(batch)
+        try:
+            while data:
+                data = data[os.write(self._fd, data[: self._piece(batch, len(data))]) :]
+        except OSError:
+            self._gap = b"\n" if len(data) < len(batch) else self._gap
+            raise
+        self._gap = b""
 
     def _piece(self, batch: bytes, left: int) -> int:
         """Return the number of bytes of what is left of a batch that are written at once."""

@@ -144,6 +144,17 @@ def no_more_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@contextlib.contextmanager
+def most_file_bytes(most: int) -> Iterator[None]:
+    """This process can write no file beyond `most` bytes, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 #: Turns of the loop that are given without a pause: what needs more waits for time to pass.
 _TURNS = 2000
 

@@ -49,7 +49,7 @@ class Event(Enum):
     DISCOVERY_FAILED = "discovery_failed", _WARNING, "a source cannot be read; what it gave last stays"
     DISCOVERY_CONFLICT = "discovery_conflict", _WARNING, "it gave a name or address that another has"
     REGISTRATION_EXPIRED = "registration_expired", _WARNING, "a registered instance was not registered again"
-    EVENT_LOG = "event_log", _INFO, "the event log goes on in another file"
+    EVENT_LOG = "event_log", _INFO, "the event log goes on in another file, or ends"
     SHARED = "shared", _INFO, "the server of the shared view is reached"
     SHARED_LOST = "shared_lost", _WARNING, "the server of the shared view is gone; the own view goes on"
     SHARED_MESSAGE = "shared_message", _WARNING, "a message of the shared view is none; logged once in 10 s"

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import os
 from pathlib import Path
 
 from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import InputError
 from hetlb.logs import LogWriter
 from hetlb.options.event_log.eventlog import RecordingScheduler, encode_setup
+
+logger = logging.getLogger("hetlb.proxy")
 
 
 class EventLog(LogWriter):
@@ -27,6 +32,36 @@ class EventLog(LogWriter):
             ) from error
         super().__init__(descriptor, "event log")
         self._descriptor = descriptor
+        self._path = path
+        #: Bytes of whole lines in the file.
+        self._bytes = 0
+        #: True if a write failed; and if lines are missing, without which later ones mean nothing.
+        self._failed = self._ended = False
+
+    def write(self, *lines: str) -> None:
+        """Write lines, unless some before them are missing."""
+        if self._ended:
+            self.lost += len(lines)
+        else:
+            super().write(*lines)
+
+    def _write_whole(self, batch: bytes) -> None:
+        if self._failed:
+            raise OSError("the log has ended")
+        try:
+            super()._write_whole(batch)
+        except OSError:
+            self._failed = True
+            with contextlib.suppress(OSError):  # a pipe has no part that could be taken back
+                os.ftruncate(self._descriptor, self._bytes)
+            raise
+        self._bytes += len(batch)
+
+    def _lose(self, lines: int, why: str) -> None:
+        super()._lose(lines, why)
+        if not self._ended:
+            self._ended = True
+            tell(logger, Event.EVENT_LOG, "the event log ends, %s cannot be written: %s", self._path, why)
 
     def scheduler(self, setup: SchedulerSetup) -> RecordingScheduler:
         """Return a scheduler that writes every fact, and its commands, to the file."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from helpers import turns_until
+from helpers import most_file_bytes, turns_until
 from hypothesis import given
 from hypothesis import strategies as st
 from proxy.services import Engine, document, serving
@@ -61,6 +61,18 @@ async def test_a_reader_that_does_not_read_blocks_no_request() -> None:
     os.close(reading)
     writer.close()
     os.close(writing)
+
+
+async def test_after_a_full_disk_lines_begin_anew(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as file:
+        writer = LogWriter(file.fileno(), "test")
+        with most_file_bytes(50):
+            writer.write("x" * 99 + "\n")
+            writer.flush()
+            await turns_until(lambda: writer.lost == 1)
+        writer.write("y\n")
+        writer.close()
+    assert (tmp_path / "log").read_text() == "x" * 50 + "\ny\n"
 
 
 @given(st.text())
