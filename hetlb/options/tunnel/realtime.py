@@ -121,17 +121,17 @@ class TunnelEnd(asyncio.Protocol):
 class Tunnel(Plain):
     """One WebSocket: a handshake with the client's own key, then bytes both ways until either side closes."""
 
-    __slots__ = ("_client_full", "_full_since", "_heard_at", "_to_client", "_to_engine")
+    __slots__ = ("_client_full_since", "_engine_full_since", "_heard_at", "_to_client", "_to_engine")
 
     def __init__(self, driver: Driver, exchange: Exchange, lease: Lease) -> None:
         super().__init__(driver, exchange, lease)
         #: Transports once both sides have agreed.
         self._to_client: asyncio.Transport | None = None
         self._to_engine: asyncio.Transport | None = None
-        #: Time of the last bytes of either side, and the time since which one takes no more.
+        #: Time of the last bytes of either side, and the times since which each takes no more.
         self._heard_at = 0.0
-        self._full_since: float | None = None
-        self._client_full = False
+        self._client_full_since: float | None = None
+        self._engine_full_since: float | None = None
 
     def write(self, connection: EngineConnection) -> None:
         """Write the handshake, so that the engine's answer is one to the client."""
@@ -195,9 +195,11 @@ class Tunnel(Plain):
 
     def full(self, *, of_client: bool, full: bool) -> None:
         """Read the other side only while there is room to write to this one."""
-        self._full_since = self.exchange.now() if full else None
-        self._client_full = full and of_client
-        other = self._to_engine if of_client else self._to_client
+        since = self.exchange.now() if full else None
+        if of_client:
+            self._client_full_since, other = since, self._to_engine
+        else:
+            self._engine_full_since, other = since, self._to_client
         if other is None or other.is_closing():
             return
         if full:
@@ -216,11 +218,12 @@ class Tunnel(Plain):
         if self._to_client is None:
             super().sweep(now, table)
             return
-        patience_s = table.write_timeout_s if self._client_full else table.idle_timeout_s
-        if self._full_since is not None and now - self._full_since > patience_s:
-            if self._client_full:
-                self._to_client.abort()
-            self._end(ends.LEFT if self._client_full else ends.STALLED)
+        client_since, engine_since = self._client_full_since, self._engine_full_since
+        if client_since is not None and now - client_since > table.write_timeout_s:
+            self._to_client.abort()
+            self._end(ends.LEFT)
+        elif engine_since is not None and now - engine_since > table.idle_timeout_s:
+            self._end(ends.STALLED)
         elif now - self._heard_at > table.idle_timeout_s:
             self._end(ends.IDLE)
 

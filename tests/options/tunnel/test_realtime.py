@@ -478,6 +478,21 @@ async def test_a_client_that_does_not_read_holds_the_engine_back(tmp_path: Path)
             assert ended(running) == ["client_gone"]
 
 
+async def test_a_client_that_does_not_read_is_dropped_whatever_its_engine_took_since(tmp_path: Path) -> None:
+    """A side that was full for a moment says nothing of the other one."""
+    async with Talker() as engine:
+        async with talking(tmp_path, engine, proxy={"write_timeout_s": 1.0}) as running:
+            async with session(running) as client:
+                await client.recv()
+                visit = await engine.asked_for()
+                [exchange] = running.service.driver.exchanges.values()
+                for of_client, full in ((True, True), (False, True), (False, False)):
+                    exchange.attempt.full(of_client=of_client, full=full)
+                await turns_until(lambda: ended(running))
+                visit.left.set()
+            assert ended(running) == ["client_gone"]
+
+
 async def test_an_engine_that_does_not_read_holds_the_client_back(tmp_path: Path) -> None:
     async with Talker() as engine:
         async with talking(tmp_path, engine, proxy={"idle_timeout_s": 1.0}) as running:
