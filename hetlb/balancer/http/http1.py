@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from copy import copy
 from typing import Any, Final, Generic, TypeVar
 
 import httptools
@@ -84,11 +85,8 @@ class RequestHead:
 
     def closing(self) -> RequestHead:
         """Return the same head of a request after which the connection ends."""
-        head = RequestHead()
-        head.method, head.path, head.query = self.method, self.path, self.query
-        head.headers, head.fields, head.content_type = self.headers, self.fields, self.content_type
-        head.http11, head.keep_alive = self.http11, False
-        head.chunked, head.expects = self.chunked, self.expects
+        head = copy(self)
+        head.keep_alive = False
         return head
 
 

@@ -151,10 +151,10 @@ class Totals:
         #: Transfers of a request's KV blocks from one instance to another, by result.
         self.kv_transfers = dict.fromkeys(KV_TRANSFER_RESULTS, 0)
         self.reloads = {"done": 0, "refused": 0}
-        self.models: dict[str, ModelTotals] = {}
+        self.models: dict[str, ModelTotals] = defaultdict(ModelTotals)
         self.instances: dict[str, InstanceTotals] = defaultdict(InstanceTotals)
         #: By tenant ("" without one) and model.
-        self.accounts: dict[tuple[str, str], AccountTotals] = {}
+        self.accounts: dict[tuple[str, str], AccountTotals] = defaultdict(AccountTotals)
         #: Seconds of the scheduler's calls: for a request that arrived, for one that ended.
         self.arrival = Histogram(DECISION_S)
         self.end = Histogram(DECISION_S)
@@ -164,12 +164,11 @@ class Totals:
 
     def model(self, name: str) -> ModelTotals:
         """Return the counters of a name that the fleet serves."""
-        totals = self.models.get(name)
-        if totals is None:
-            if len(self.models) >= MAX_MODELS:
-                name = OTHER_MODELS
-            totals = self.models.setdefault(name, ModelTotals())
-        return totals
+        return self.models[self._label(name)]
+
+    def _label(self, model: str) -> str:
+        """Return the name by which a model is counted."""
+        return model if model in self.models or len(self.models) < MAX_MODELS else OTHER_MODELS
 
     def instance(self, name: str) -> InstanceTotals:
         return self.instances[name]
@@ -181,12 +180,8 @@ class Totals:
 
     def account(self, tenant: str | None, model: str) -> AccountTotals:
         key = (tenant or "", model)
-        account = self.accounts.get(key)
-        if account is None:
-            if len(self.accounts) >= MAX_ACCOUNTS:
-                key = (OTHER_TENANTS, OTHER_MODELS)
-            account = self.accounts.setdefault(key, AccountTotals())
-        return account
+        full = key not in self.accounts and len(self.accounts) >= MAX_ACCOUNTS
+        return self.accounts[(OTHER_TENANTS, OTHER_MODELS) if full else key]
 
     def tried_again(self, name: str, outcome: Outcome) -> None:
         self.retries += 1
@@ -203,9 +198,8 @@ class Totals:
 
     def count(self, outcome: Outcome, phase: str, model: str, status: int) -> None:
         """Note that a request ended. `model` is one that the fleet serves, `OTHER_MODELS` or ""."""
-        if model and model not in self.models and len(self.models) >= MAX_MODELS:
-            model = OTHER_MODELS
-        key = (outcome._value_, phase, model, STATUS_CLASSES[status // 100 if status < 600 else 5])
+        label = model and self._label(model)
+        key = (outcome._value_, phase, label, STATUS_CLASSES[status // 100 if status < 600 else 5])
         self.requests[key] = self.requests.get(key, 0) + 1
 
     def believed(self, lease: Lease) -> None:
