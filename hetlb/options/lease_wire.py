@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Annotated, Final, TypeAlias
+from dataclasses import astuple
+from typing import Annotated, Final, TypeAlias, cast
 
 import msgspec
 
@@ -64,7 +65,7 @@ class RequestFacts(msgspec.Struct, array_like=True, gc=False, frozen=True):
             request.longest_prompt_tokens, request.generates, request.body_bytes, request.prompt_exact,
             request.prefix_keys, request.priority, request.tenant, request.samples,
             request.blocks if blocks else None, request.generated,
-            service.parts if service.name else None, request.streamed,
+            cast(_Service, astuple(service)) if service.name else None, request.streamed,
         )  # fmt: skip
 
     def request(self) -> Request:

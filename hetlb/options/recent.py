@@ -181,7 +181,7 @@ class Recent:
         if ttft_s is not None:
             _count(stretch.ttft, ttft_s)
         if tokens > 0:
-            each, took_s = tokens / record.sequences, ended_at - lease.dispatched_at
+            each, took_s = tokens / lease.request.sequences, ended_at - lease.dispatched_at
             predicted = lease.predicted_output
             self.points.append((ended_at, lease.instance, predicted, each, lease.forecast_end_s, took_s))
             if len(self.points) >= 2 * KEPT_POINTS:

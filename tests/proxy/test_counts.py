@@ -87,7 +87,7 @@ def words(record: RequestRecord) -> dict[str, str]:
 async def check(proxy: Any, shape: Shape, tokens: int, cached: int | None, output: int) -> None:
     """One ended request of this shape: every reader gives these numbers."""
     [record] = proxy.exchanges
-    assert record.sequences == shape.sequences
+    assert record.request.sequences == shape.sequences
     assert (record.prompt_tokens_total, record.cached_tokens, record.output_tokens) == (
         tokens,
         cached,
@@ -194,6 +194,6 @@ async def test_a_request_of_more_sequences_than_an_instance_has_places(start: St
         proxy = await start(engine.url)
         await ask(proxy, post(b'{"model":"m","prompt":"hello","n":200}'))
     [record] = proxy.exchanges
-    assert (record.sequences, record.status) == (200, 200)
+    assert (record.request.sequences, record.status) == (200, 200)
     assert record.lease is not None
     assert record.lease.forecast_end_s > 0

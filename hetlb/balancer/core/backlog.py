@@ -17,10 +17,6 @@ from hetlb.extras import option
 _REPREDICTED_REQUESTS: Final = 8
 
 
-#: No instance is kept for other requests.
-NONE_KEPT: Final[frozenset[str]] = frozenset()
-
-
 class Backlog:
     """The queue, and the placement of its requests as instances get room and time passes."""
 
@@ -109,7 +105,7 @@ class Backlog:
         if worth is not None and len(heads) > 1 and ready.able:
             suits = worth.suits(heads, ready.able)
         for entry in heads:
-            kept = NONE_KEPT if suits is None else suits.kept_from(entry)
+            kept: frozenset[str] = frozenset() if suits is None else suits.kept_from(entry)
             if suits is not None and len(kept) >= len(ready.able):
                 continue
             command = self._place_head(ready, key, entry, ceiling, kept, now)

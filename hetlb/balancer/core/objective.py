@@ -47,12 +47,6 @@ class ServiceClass(_Targets):
     def __post_init__(self) -> None:
         self._state(min(self.ttft_s, self.tpot_s, self.e2e_s))
 
-    @property
-    def parts(self) -> tuple[str, float, float, float, float, bool, float | None, bool]:
-        """Its fields in their order."""
-        targets = self.name, self.ttft_s, self.tpot_s, self.e2e_s, self.attainment
-        return (*targets, self.background, self.first_token_weight, self.refuse_hopeless)
-
     def met(self, ttft_s: float, e2e_s: float, output_tokens: int) -> bool:
         """Return True if an answer met every target; TPOT is (E2E - TTFT) / (tokens - 1)."""
         if ttft_s > self.ttft_s or e2e_s > self.e2e_s:

@@ -63,10 +63,6 @@ class _LocalTroubleError(Exception):
     """We could not even try."""
 
 
-def _nothing(_: str) -> None:
-    """Do nothing: a hook that is not set."""
-
-
 class _Seen:
     """State of the watch over one engine, from round to round."""
 
@@ -108,7 +104,7 @@ class EngineWatch:
         self._pages: dict[str, str] = {}
         self.invalid_samples: dict[str, int] = {}
         #: Called with the name of an instance whose metrics say that nothing runs or waits.
-        self.on_idle: Callable[[str], None] = _nothing
+        self.on_idle: Callable[[str], None] = lambda name: None
 
     async def start(self, profiles: Mapping[str, EngineProfile], most_s: float) -> None:
         """Begin to watch all instances; returns once every one was probed, after `most_s` at the latest."""

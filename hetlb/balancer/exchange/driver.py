@@ -90,7 +90,7 @@ class Driver(Host):
         self.turns = turns(loop)
         self.pools = EnginePools(loop, table, access, self.stalls.since)
         #: Ends one exchange where hetlb raised an error at it.
-        self.guard = Guard(self, self.turns)
+        self.guard = Guard(self)
         #: None while no instance has ever taken part in a split.
         self.splits: Splits | None = None
         self._idle_waiters: list[asyncio.Future[None]] = []

@@ -71,11 +71,6 @@ class EngineAnswer:
         return retry_after_s(self.head.fields) if self.is_busy else None
 
     @property
-    def tokens_so_far(self) -> int:
-        """Output tokens of a stream until now, 0 of another answer: its lease has the number at the end."""
-        return 0 if self.stream is None else self.stream.events
-
-    @property
     def lost(self) -> bytes | None:
         """The event of a stream in which the engine reported its failure, None if it did not."""
         return None if self.stream is None else self.stream.lost
@@ -114,7 +109,7 @@ class EngineAnswer:
             counts = usage_in_tail(self.tail)
             self._counted = counts[0] is not None
             return counts
-        return stream.usage()
+        return stream.completion_tokens, stream.prompt_tokens, stream.cached_tokens
 
     def end(self, generates: bool) -> End:
         """Return how a whole answer ended, `usage` read before; `generates`: its request asks for tokens."""

@@ -15,9 +15,7 @@ from typing import Final
 
 from hetlb.balancer.core.types import Request
 from hetlb.balancer.exchange.exchange import Exchange, Host
-from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.telemetry.events import Event, tell
-from hetlb.turns import Turns
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -30,9 +28,8 @@ _REMEMBERED_ERRORS: Final = 256
 class Guard:
     """Ends one exchange at which an error was raised, and logs errors outside of exchanges."""
 
-    def __init__(self, host: Host, turns: Turns) -> None:
+    def __init__(self, host: Host) -> None:
         self._host = host
-        self._turns = turns
         self._logged_at: dict[str, float] = {}
 
     def ended(self, exchange: Exchange, error: Exception) -> None:
@@ -49,18 +46,6 @@ class Guard:
             host.dropped(exchange)
         self._try(lambda: exchange.response.client.forsake(exchange))
         self._try(lambda: host.abandon(request_id))
-
-    def later(self, exchange: Exchange, step: Callable[[], None]) -> None:
-        """Do a step of an exchange in a turn of its own, unless it has ended by then."""
-
-        def take_turn() -> None:
-            if exchange.phase is not Phase.DONE:
-                try:
-                    step()
-                except Exception as error:
-                    self.ended(exchange, error)
-
-        self._turns.later(take_turn)
 
     def run(self, work: Callable[[], None], what: str) -> None:
         """Do work outside of requests. An error is logged, the same place once a minute."""

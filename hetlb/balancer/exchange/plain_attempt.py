@@ -281,7 +281,8 @@ class Plain(Attempt):
 
     @property
     def tokens_so_far(self) -> int:
-        return 0 if self.answer is None else self.answer.tokens_so_far
+        stream = None if self.answer is None else self.answer.stream
+        return 0 if stream is None else stream.events
 
     # --- the engine fails ---
 

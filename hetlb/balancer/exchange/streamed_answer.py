@@ -87,7 +87,3 @@ class StreamedAnswer(SseWatcher):
             if self._vain <= _MOST_VAIN_EVENTS or not self._vain % _MOST_VAIN_EVENTS:
                 self._shape = text_shape(self._read_last, hide_ids=self._hides_ids)
         self._read_last = b""
-
-    def usage(self) -> tuple[int | None, int | None, int | None]:
-        """Return (completion tokens, prompt tokens, cached prompt tokens) as the engine counted."""
-        return self.completion_tokens, self.prompt_tokens, self.cached_tokens

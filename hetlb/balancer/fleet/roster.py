@@ -7,7 +7,7 @@ has none of them, and what it is answering goes on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -82,9 +82,6 @@ class Roster:
         found: FleetMembers = hook("members", self)
         return found
 
-    def specs(self) -> Mapping[str, InstanceSpec]:
-        return {each.name: each.spec for each in self._scheduler.instances}
-
     def spec(self, name: str) -> InstanceSpec | None:
         instance = self._scheduler.fleet.instances.get(name)
         return None if instance is None else instance.spec
@@ -136,7 +133,8 @@ class Roster:
 
     async def replace(self, fleet: Fleet, access: Access) -> str:
         """Take the instances of another fleet file; unchanged ones keep their load. Return the changes."""
-        old, new = self.specs(), {spec.name: spec for spec in fleet.instances}
+        old = {each.name: each.spec for each in self._scheduler.instances}
+        new = {spec.name: spec for spec in fleet.instances}
         found = {name for name in old if self.source_of.get(name) not in (None, REGISTRATION)}
         same = {name for name in old if name in new and same_place(old[name], new[name])}
         updated = [new[name] for name in old if name in same and old[name] != new[name]]

@@ -30,7 +30,6 @@ from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
-from hetlb.balancer.core.types import Health
 from hetlb.balancer.engines.scrape import EngineWatch
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
@@ -111,7 +110,6 @@ class FleetService(ABC):
             predictor=fleet.file.policy.predictor or "online",
             seed=fleet.file.policy.seed,
             lengths=fleet.lengths,
-            initial_health=Health.SUSPECT,
             health=fleet.health_params,
             now=self.now(),
         )

@@ -259,7 +259,7 @@ class Totals:
         model.e2e.observe(record.e2e_s)
         if request.generates and lease.output_tokens and not record.resumed:
             served_s = ended_at - lease.dispatched_at
-            model.output_ratio.observe(lease.predicted_output * record.sequences / lease.output_tokens)
+            model.output_ratio.observe(lease.predicted_output * request.sequences / lease.output_tokens)
             instance.expected_s += lease.forecast_end_s
             instance.served_s += served_s
             model.time_ratio.observe(lease.forecast_end_s / max(served_s, CLOCK_S))
@@ -267,7 +267,7 @@ class Totals:
 
 def _met(record: RequestRecord) -> bool:
     """Return True if an answer met the targets of its class; the first token of a whole answer is unseen."""
-    ttft_s, tokens = record.ttft_s if record.streamed else 0.0, 0
+    request, ttft_s, tokens = record.request, record.ttft_s if record.streamed else 0.0, 0
     if record.lease is not None:
-        tokens = record.lease.output_tokens // max(1, record.sequences)
-    return record.request.service.met(ttft_s or 0.0, record.e2e_s, tokens)
+        tokens = record.lease.output_tokens // max(1, request.sequences)
+    return request.service.met(ttft_s or 0.0, record.e2e_s, tokens)

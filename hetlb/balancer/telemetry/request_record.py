@@ -22,8 +22,7 @@ _QUEUED: Final = Phase.QUEUED
 class RequestRecord:
     """Facts of one request. Times in seconds on the proxy's clock.
 
-    `sequences` is how many sequences the engine decodes (prompts times `n`). Prompt tokens count once per
-    prompt, however many sequences are sampled from it.
+    Prompt tokens count once per prompt, however many sequences are sampled from it.
 
     A class and not a protocol: compiled, its attributes are read without a lookup by name.
     """
@@ -85,10 +84,6 @@ class RequestRecord:
         self.dispatched_at: float | None = None
         self.first_byte_at: float | None = None
         self.ended_at: float | None = None
-
-    @property
-    def sequences(self) -> int:
-        return self.request.sequences
 
     @property
     def prompt_tokens_total(self) -> int:

@@ -168,7 +168,7 @@ class Resumed(Plain):
             super().go_on(end, otherwise)
             return
         exchange.since = self._pending_since = exchange.now()
-        self.driver.guard.later(exchange, lambda: self._go(end, otherwise))
+        _later(self.driver, exchange, lambda: self._go(end, otherwise))
 
     def _go(self, end: End, otherwise: Callable[[], None]) -> None:
         """End the answer where nothing of it is missing; else see whether it may go on."""
@@ -285,7 +285,7 @@ class Resumed(Plain):
             return super().move()
         if not self._may_move():
             return False
-        self.driver.guard.later(self.exchange, self._move)
+        _later(self.driver, self.exchange, self._move)
         return True
 
     def _may_move(self) -> bool:
@@ -320,3 +320,16 @@ def _not_the_rest(answer: EngineAnswer) -> End:
     if answer.head.status >= 500:
         return ends.ERROR_EVENT
     return ends.REFUSED_IN_STREAM if answer.head.status >= 400 else ends.OTHERWISE
+
+
+def _later(driver: Driver, exchange: Exchange, step: Callable[[], None]) -> None:
+    """Do a step of an exchange in a turn of its own, unless it has ended by then."""
+
+    def take_turn() -> None:
+        if exchange.phase is not Phase.DONE:
+            try:
+                step()
+            except Exception as error:
+                driver.guard.ended(exchange, error)
+
+    driver.turns.later(take_turn)
