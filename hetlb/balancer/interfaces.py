@@ -157,7 +157,6 @@ class EndedLately(Protocol):
     """Requests that ended lately, for pages (`recent`)."""
 
     def finished(self, record: RequestRecord) -> None: ...
-    def sample(self, scheduler: Scheduler, now: float) -> None: ...
 
 
 class MetricsReader(Protocol):

@@ -56,7 +56,7 @@ OF_OPTIONS |= {f"hetlb.options.prefix_keys{name}" for name in ("", ".prefix_cuts
 OF_OPTIONS |= {"hetlb.options.request_log", "hetlb.options.request_log.access_log"}
 OF_OPTIONS |= {"hetlb.options.takeover", "hetlb.options.takeover.offer"}
 #: Lines of all modules that a plain `serve` may import.
-MOST_LINES = 21_900
+MOST_LINES = 21_800
 
 
 async def a_plain_serve(folder: Path) -> set[str]:

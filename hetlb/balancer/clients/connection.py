@@ -174,17 +174,6 @@ class ClientConnection(PacedReader):
         unread, reader.buffer, reader.at = reader.buffer[reader.at :], b"", 0
         return self._give(protocol), unread
 
-    def hold(self, held: bool) -> None:
-        """Stop (`held`) or resume reading the client: backpressure of the engine."""
-        if self._transport is None or held is (self.reading is _HELD):
-            return
-        if held:
-            self._hold_back()
-        elif self._reader.unread:
-            self._continue_later()
-        else:
-            self._resume_reading()
-
     def end(self, *, keep: bool) -> None:
         """Note that the answer is out; `keep`: the client knows where it ended."""
         head, self._head, self._exchange = self._head, None, None
@@ -415,7 +404,8 @@ class ClientConnection(PacedReader):
         self._since = self._now()
         if self._transport is None or self._transport.is_closing():
             return
-        self.hold(False)  # further bytes are discarded, their end is noticed
+        if self.reading is _HELD:
+            self._resume_reading()  # further bytes are discarded, their end is noticed
         if self._transport.can_write_eof():
             with contextlib.suppress(OSError):  # the client has reset the connection
                 self._transport.write_eof()

@@ -91,7 +91,7 @@ class EnginePool(Upstream):
         self.busy: set[EngineConnection] = set()
         self._connecting: dict[Carried, asyncio.Task[None]] = {}
         self.closed = False
-        self.heads = KnownHeads(_parse_answer_head)
+        self.heads = KnownHeads(lambda raw: parse_response_head(raw, b"POST"))
 
     def configure(self, access: EngineAccess, table: ProxyTable) -> None:
         """Set key, certificates and times for later requests and connections."""
@@ -328,7 +328,3 @@ class EnginePools:
     def close(self) -> None:
         for pool in self.all():
             pool.close()
-
-
-def _parse_answer_head(raw: bytes) -> tuple[ResponseHead, int | None]:
-    return parse_response_head(raw, b"POST")

@@ -167,7 +167,7 @@ class Totals:
         return self.models[self._label(name)]
 
     def _label(self, model: str) -> str:
-        """Return the name by which a model is counted."""
+        """Return the label of a model: one name for all beyond `MAX_MODELS`."""
         return model if model in self.models or len(self.models) < MAX_MODELS else OTHER_MODELS
 
     def instance(self, name: str) -> InstanceTotals:

@@ -187,7 +187,7 @@ class AdminApi:
 
     def _sample(self) -> None:
         self._sampler = asyncio.get_running_loop().call_later(BIN_S, self._sample)
-        self.control.recent.sample(self.control.scheduler, self.control.now())
+        cast(Recent, self.control.recent).sample(self.control.scheduler, self.control.now())
 
     @cached_property
     def _dashboard(self) -> StatePage:
