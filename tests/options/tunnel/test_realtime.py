@@ -480,8 +480,9 @@ async def test_a_client_that_does_not_read_holds_the_engine_back(tmp_path: Path)
 
 async def test_a_client_that_does_not_read_is_dropped_whatever_its_engine_took_since(tmp_path: Path) -> None:
     """A side that was full for a moment says nothing of the other one."""
+    limits = {"write_timeout_s": 1.0, "idle_timeout_s": 10 * HANG_S}
     async with Talker() as engine:
-        async with talking(tmp_path, engine, proxy={"write_timeout_s": 1.0}) as running:
+        async with talking(tmp_path, engine, proxy=limits) as running:
             async with session(running) as client:
                 await client.recv()
                 visit = await engine.asked_for()
