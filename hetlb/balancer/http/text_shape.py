@@ -151,7 +151,7 @@ def pass_events(chunks: bytes, shape: TextShape) -> tuple[int, bytes]:
             if size == 0:
                 break
         start += 2
-        if not 0 < size <= _MAX_EVENT_BYTES or start > length:
+        if size == 0 or size > _MAX_EVENT_BYTES or start > length:
             return 0, b""
         if chunks[start - 2] != 13 or chunks[start - 1] != 10:
             return 0, b""
