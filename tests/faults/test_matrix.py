@@ -20,6 +20,7 @@ PARAMETERS = [
         id=f"{each.row}-{each.name}-{'crowd' if crowd else 'alone'}",
         marks=[
             *([pytest.mark.xfail(strict=not each.race, reason=each.known)] if each.known else []),
+            *([pytest.mark.option("engine_pages")] if each.row in ("M1", "M2") else []),
             *([pytest.mark.slow] if crowd or each.process else [pytest.mark.light] if each.crowd else []),
         ],
     )
