@@ -35,11 +35,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forks import Fork, forks
+from forks import VENV, Fork, forks
 
 HOST = "127.0.0.1"
 REPO_ROOT = Path(__file__).resolve().parents[2]
-VENV_PYTHON = REPO_ROOT / ".venv-vllm" / "bin" / "python"
+VENV_PYTHON = VENV / "bin" / "python"
 SERVED_MODEL_NAME = "tiny"
 MODULE = "vllm.entrypoints.openai.api_server"
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from forks import Fork, answered, forks
+from forks import VENV, Fork, answered, forks
 
 ROOT = Path(__file__).parents[2]
-TORCH_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+TORCH_PYTHON = VENV / "bin" / "python"
 MODELS = ROOT / ".cache" / "stage-models"
 #: Layers by worker: ranges that overlap.
 RANGES = {"a": "0:7", "b": "0:6", "c": "5:12", "d": "6:12"}
