@@ -141,7 +141,7 @@ def fleet(count: int) -> FleetService:
         scheduler.on_scrape(spec.name, EngineSample(3 + number % 7, number % 3, 0.25 + 1e-4 * number), 10.0)
         request = Request(id=number + 1, model=str(spec.model), prompt_tokens=123, max_tokens=50)
         scheduler.on_arrival(request, 11.0)
-        each = totals.instance(spec.name)
+        each = totals.instances[spec.name]
         for outcome in (Outcome.OK, Outcome.NO_RESPONSE, Outcome.CLIENT_GONE):
             each.requests[outcome] = 1000 + number
         each.output_tokens, each.prompt_tokens = 1_234_567 + number, 7_654_321

@@ -163,7 +163,7 @@ class Exact:
         self._tables = tables
         self._host_s = host_s
         self.request_s = request_s
-        self.split_kv = None
+        self.better_prefill = self.split_kv = self.launch = None
         self.better_decode = self
 
     def mixed_step_s(

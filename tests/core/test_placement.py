@@ -200,7 +200,7 @@ def test_most_requests_go_to_all_without_a_look() -> None:
     assert able(request(1, prompt=1000, max_tokens=None)) == "b", "one token of output is the least"
     assert able(request(1, subset=("a",))) == "a"
     assert able(request(1, subset=("b",))) == "b"
-    scheduler._retries.of(1).tried.append("a")
+    scheduler._retries.attempts[1].tried.append("a")
     assert able(request(1)) == "b"
     assert able(request(2)) == "ab"
 

@@ -31,7 +31,7 @@ async def test_another_instance_takes_what_a_busy_one_turns_away(
     [exchange] = proxy.exchanges
     assert (exchange.outcome, exchange.retries) == ("ok", 1)
     assert all(each.health.state is Health.UP for each in proxy.scheduler.instances)
-    assert proxy.driver.totals.instance("i0").requests == {"upstream_busy": 1}
+    assert proxy.driver.totals.instances["i0"].requests == {"upstream_busy": 1}
 
 
 async def test_where_no_other_has_room_the_engines_own_answer_is_passed_on(start: Start) -> None:

@@ -93,7 +93,7 @@ async def check(proxy: Any, shape: Shape, tokens: int, cached: int | None, outpu
         cached,
         output,
     )
-    counted = proxy.driver.totals.instance("i0")
+    counted = proxy.driver.totals.instances["i0"]
     assert (counted.prompt_tokens, counted.cached_prompt_tokens) == (tokens, cached or 0)
     assert counted.output_tokens == output
     line = words(record)

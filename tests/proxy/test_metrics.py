@@ -433,7 +433,7 @@ def test_adapters_without_end_share_the_last_label() -> None:
 async def test_a_large_page_lets_the_loop_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prometheus, "SLICE_S", 0.0)
     about = source(200)
-    about.totals.instance("node-003").ended(Outcome.OK)
+    about.totals.instances["node-003"].ended(Outcome.OK)
     turns = 0
 
     async def count() -> None:

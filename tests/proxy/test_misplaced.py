@@ -50,7 +50,7 @@ async def test_requests_without_a_token_go_to_a_server_that_turns_out_faster(
         assert [each.status for each in answers] == [200] * REQUESTS
         assert any(each.retries and each.lease and each.lease.instance == "i0" for each in proxy.exchanges)
         await turns_until(lambda: taken_back)
-        ended = proxy.driver.totals.instance("i1").requests
+        ended = proxy.driver.totals.instances["i1"].requests
         retries = sum(each.retries for each in proxy.exchanges)
         assert (ended.get("upstream_busy"), ended["misplaced"]) == (None, retries)
         assert len(first.visits) + len(second.visits) == REQUESTS + retries

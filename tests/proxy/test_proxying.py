@@ -173,7 +173,7 @@ async def test_tokens_of_a_stream_in_one_read_without_usage_are_counted(start: S
     async with Upstream(SSE_HEAD + chunk(TOKEN * 3 + DONE) + LAST) as engine:
         proxy = await start(engine.url)
         await ask(proxy, post(ASK_STREAM))
-        assert proxy.driver.totals.instance("i0").output_tokens == 3
+        assert proxy.driver.totals.instances["i0"].output_tokens == 3
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -81,7 +81,7 @@ class Failover:
         `with_room`: none that is restrained or has reached its limit.
         """
         retries, placement = self._retries, self.placement
-        known, tried = rest.id in retries.attempts, retries.of(rest.id).tried
+        known, tried = rest.id in retries.attempts, retries.attempts[rest.id].tried
         tried.append(lease.instance)
         found = placement.choose(rest, ready, now, _predicted_rest(lease, rest))
         if found is not None and with_room:
@@ -102,7 +102,7 @@ class Failover:
         found = self._elsewhere(lease, request, ready, now, with_room=True)
         if found is None:
             return []
-        attempts = retries.of(request.id)
+        attempts = retries.attempts[request.id]
         attempts.runs += 1
         attempts.turned_away += not ran
         attempts.whole = attempts.whole or lease.hold is not None
@@ -180,7 +180,7 @@ class Failover:
     def _retry(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
         """Retry or reject a request that an engine did not answer."""
         request, predicted, retries = lease.request, lease.predicted_output, self._retries
-        attempts, sent = retries.of(request.id), outcome is Outcome.NO_RESPONSE
+        attempts, sent = retries.attempts[request.id], outcome is Outcome.NO_RESPONSE
         attempts.tried.append(lease.instance)
         attempts.runs += sent
         unsent = not sent and attempts.runs == attempts.turned_away
@@ -210,7 +210,7 @@ class Failover:
         predicted = _predicted_rest(lease, rest)
         ready = self.fleet.ready.get(rest.model)
         if ready is not None and retries.allowed(self.in_flight):
-            retries.of(request_id).tried.append(lease.instance)
+            retries.attempts[request_id].tried.append(lease.instance)
             placed = placement.place(rest, ready, now, predicted)
             if placed is not None:
                 retries.leases.add(placed.lease.id)

@@ -1,6 +1,4 @@
-"""Errors of the forecasts of an instance, for classes with targets and for people: ratios of true to forecast
-times, and their quantiles.
-"""
+"""Errors of the forecasts of an instance: ratios of true to forecast times, and their quantiles."""
 
 from __future__ import annotations
 

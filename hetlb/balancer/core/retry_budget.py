@@ -38,13 +38,10 @@ class Retries:
     """Attempts of the requests that are retried, and the leases that count in the budget of retries."""
 
     def __init__(self) -> None:
+        #: By request, noted from the first question on.
         self.attempts: dict[RequestId, Attempts] = defaultdict(Attempts)
         #: Leases of requests that may run for the second time.
         self.leases: set[LeaseId] = set()
-
-    def of(self, request_id: RequestId) -> Attempts:
-        """Return the attempts of a request, noted from now on."""
-        return self.attempts[request_id]
 
     def forget(self, request_id: RequestId) -> None:
         """Note that a request is over, or begins anew."""

@@ -271,7 +271,7 @@ class Scheduler(Failover):
             tries = elsewhere and runs < MOST_MOVES and retries.allowed(self.in_flight)
             breaker.refuses()
             if tries and (commands := self._move(lease, ready, now, ran=False)):
-                retries.of(request.id).refusals.append((instance, lease, now))
+                retries.attempts[request.id].refusals.append((instance, lease, now))
                 return commands
             for refuser, _, _ in refusals:  # all refuse it
                 refuser.breaker.refusals = breaker.refusals = 0

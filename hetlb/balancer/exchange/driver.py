@@ -1,7 +1,7 @@
 """Driver of the exchanges of one process: it carries out the scheduler's commands and reports facts to it.
 
 Every accepted request has one exchange until its one terminal outcome, every lease ends once. Requests are
-counted and logged many at once (`settle`), and before the counters are read.
+counted and logged many at once while others are open (`settle`), and before the counters are read.
 """
 
 from __future__ import annotations

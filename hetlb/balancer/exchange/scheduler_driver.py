@@ -336,7 +336,7 @@ class SchedulerDriver(SchedulerSide):
             why = self.scheduler.fleet.instances[name].breaker.why(now)
             text = "%s has %s: it gets one request at a time"
             tell(logger, Event.INSTANCE_STALLED, text, name, why, instance=name, reason=why)
-            self.carrier.counted.instance(name).stalls += 1
+            self.carrier.counted.instances[name].stalls += 1
         for name in self._stalled - stalled:
             tell(
                 logger,
@@ -364,7 +364,7 @@ class SchedulerDriver(SchedulerSide):
 
 def _log_health(command: HealthChanged, totals: Totals) -> None:
     if command.health is Health.EJECTED:
-        totals.instance(command.instance).ejections += 1
+        totals.instances[command.instance].ejections += 1
     tell(
         logger, _HEALTH[command.health], "%s is %s: %s", command.instance, command.health, command.reason,
         instance=command.instance, reason=command.reason,

@@ -178,17 +178,21 @@ class StallWatch:
 
     def since(self, then: float) -> bool:
         """Return True if it stood still for a while since `then`."""
-        now = self._loop.time()
-        if now - self._due > STALL_S:  # the timer below is as late as this call
-            self._stalled_at = now
+        self._look()  # the timer is as late as this call
         return self._stalled_at >= then
 
     def close(self) -> None:
         self._beater.cancel()
 
+    def _look(self) -> float:
+        """Note a stall; return the time."""
+        now = self._loop.time()
+        if now - self._due > STALL_S:
+            self._stalled_at = now
+        return now
+
     def _beat(self) -> None:
-        self.since(math.inf)  # notes a stall
-        self._due = self._loop.time() + BEAT_S
+        self._due = self._look() + BEAT_S
         self._beater = self._loop.call_at(self._due, self._beat)
 
 

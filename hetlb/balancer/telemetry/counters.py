@@ -170,9 +170,6 @@ class Totals:
         """Return the label of a model: one name for all beyond `MAX_MODELS`."""
         return model if model in self.models or len(self.models) < MAX_MODELS else OTHER_MODELS
 
-    def instance(self, name: str) -> InstanceTotals:
-        return self.instances[name]
-
     def keep(self, names: Set[str]) -> None:
         """Forget the instances that are not among these: they left."""
         for name in self.instances.keys() - names:
@@ -185,13 +182,13 @@ class Totals:
 
     def tried_again(self, name: str, outcome: Outcome) -> None:
         self.retries += 1
-        self.instance(name).ended(outcome)
+        self.instances[name].ended(outcome)
 
     def resumed(self, model: str, reason: str, outcome: Outcome, lease: Lease) -> None:
         """Note that an answer continues elsewhere: its lease ended, with a part of it."""
         key = (model, reason)
         self.resumptions[key] = self.resumptions.get(key, 0) + 1
-        self.instance(lease.instance).ended(outcome, lease.output_tokens)
+        self.instances[lease.instance].ended(outcome, lease.output_tokens)
 
     def kv_transferred(self, result: str, count: int = 1) -> None:
         self.kv_transfers[result] += count
@@ -204,7 +201,7 @@ class Totals:
 
     def believed(self, lease: Lease) -> None:
         """Count the scheduler's expectations of an ended lease: cached prompt tokens, decode time."""
-        instance = self.instance(lease.instance)
+        instance = self.instances[lease.instance]
         if lease.shared is not None:
             prompts = lease.request.sequences // max(1, lease.request.samples)
             instance.expected_cached_prompt_tokens += prompts * lease.shared.held_tokens
@@ -236,7 +233,7 @@ class Totals:
         account.prompt_tokens += record.prompt_tokens_total
         account.cached_prompt_tokens += record.cached_tokens or 0
         account.output_tokens += record.output_tokens
-        instance = self.instance(lease.instance)
+        instance = self.instances[lease.instance]
         instance.ended(outcome, lease.output_tokens)
         instance.prompt_tokens += record.prompt_tokens_total
         instance.cached_prompt_tokens += record.cached_tokens or 0

@@ -232,7 +232,7 @@ def _peers(source: FleetService, now: float) -> Iterator[Family]:
 def _counted(source: FleetService, now: float) -> Iterator[Family]:
     """Yield the counters of each instance."""
     names = [(_pairs(server=each.name), each.name) for each in source.scheduler.instances]
-    of = [(label, source.totals.instance(name)) for label, name in names]
+    of = [(label, source.totals.instances[name]) for label, name in names]
     yield (
         "hetlb_instance_requests_total",
         [(f'{label},outcome="{outcome}"', n) for label, each in of for outcome, n in each.requests.items()],

@@ -30,7 +30,7 @@ def add_totals(whole: Totals, part: Totals) -> None:
     for key, account in part.accounts.items():
         _add(whole.account(*key), account, ACCOUNT_COUNTS)
     for name, instance in part.instances.items():
-        own = whole.instance(name)
+        own = whole.instances[name]
         add_counts(own.requests, instance.requests)
         add_counts(own.model_expected_s, instance.model_expected_s)
         add_counts(own.model_seen_s, instance.model_seen_s)

@@ -213,7 +213,7 @@ class HandOvers:
         else:
             instance = scheduler.drop(lease, now)
             commands = scheduler.ended_badly(instance, lease, outcome, now)
-        attempts = self._retries.of(request.id)
+        attempts = self._retries.attempts[request.id]
         attempts.whole = True
         if outcome in (Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE):
             attempts.tried.append(lease.instance)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Final, cast
+from typing import Final
 
 from hetlb.balancer.core.latency import LatencyModel
-from hetlb.options.profiles.step_times import DecodeTable, SplitKv
+from hetlb.options.profiles.step_times import forms_of
 
 
 class IterationRule(StrEnum):
@@ -43,14 +43,14 @@ def iteration_s(
 
 def growth_s(latency: LatencyModel, batch: float) -> float:
     """Return the seconds that one more token in the cache of each sequence adds to a step."""
-    table = cast("DecodeTable | None", latency.better_decode)
+    table = forms_of(latency).decode
     return latency.k5 * batch + latency.k7 if table is None else table.growth_s(batch)
 
 
 def uneven_s(latency: LatencyModel, batch: float, kv_tokens: float, longest: float) -> float:
     """Return the seconds that one context of `longest` tokens adds to a step, if known."""
-    if latency.split_kv is None or batch <= 0.0:
+    split = forms_of(latency).split_kv
+    if split is None or batch <= 0.0:
         return 0.0
-    split = cast(SplitKv, latency.split_kv)
     more_s = split.seconds(batch, longest) - latency.step_line(batch)[1] * kv_tokens
     return more_s if more_s > 0.0 else 0.0
