@@ -245,7 +245,8 @@ fi
     "discovery.md": Page(
         "mkdir profiles instances.d\n"
         + "".join(f"cp {_FAST} profiles/{name}.yaml\n" for name in ("h100", "h100-tp2", "l40s")),
-        reader="if grep -q services {file}; then hetlb init --from {file} > /dev/null; "
+        reader="if grep -q services {file}; "
+        "then python -c 'import sys, yaml; yaml.safe_load(open(sys.argv[1]))[\"services\"]' {file}; "
         "else hetlb serve --check --config {file}; fi\n",
         addresses={"vllm": "127.0.0.5"},
     ),
@@ -255,9 +256,7 @@ fi
         reader='curl -sf "http://$(grep -o \'127[0-9.:]*\' {file})/metrics" | grep hetlb_requests_total\n',
     ),
     "migrating.md": Page(
-        _ENGINES + "cat > nginx.conf <<'EOF'\nupstream vllm {\n  least_conn;\n  server gpu-a:8000;\n"
-        "  server gpu-b:8000 max_conns=64;\n}\nserver {\n  listen 80;\n"
-        "  location / { proxy_pass http://vllm; proxy_buffering off; }\n}\nEOF\n",
+        _ENGINES,
         addresses=_HOSTS,
     ),
     "placement.md": Page(

@@ -7,13 +7,12 @@ import asyncio
 import json
 import re
 import sys
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from hetlb.balancer.config.fleet import fleet_from_urls
 from hetlb.cli.engine_facts import EngineFacts, ask_engines
 from hetlb.cli.flags import declare, secret
-from hetlb.errors import HetlbError, InputError
+from hetlb.errors import HetlbError
 
 #: Name of the schema file that editors look for next to the fleet file.
 SCHEMA = "fleet.schema.json"
@@ -21,17 +20,12 @@ SCHEMA = "fleet.schema.json"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = declare(parser)
-    add("urls", "address of a vLLM server", "URL", nargs="*")
-    add("--from", "file of nginx, HAProxy, LiteLLM or Compose to move from", "FILE", Path, dest="source")
+    add("urls", "address of a vLLM server", "URL", nargs="+")
     add("--api-key-env", "environment variable with the servers' API key", "NAME")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the file; warnings, and unused parts of a file to move from, go to stderr."""
-    if bool(args.urls) == (args.source is not None):
-        raise InputError("expected either addresses of servers or --from FILE")
-    if args.source is not None:
-        return _moved(args.source)
+    """Print the file; warnings go to stderr."""
     urls = [each.url for each in fleet_from_urls(args.urls).instances]
     key = args.api_key_env and secret("--api-key-env", args.api_key_env)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -42,21 +36,6 @@ def run(args: argparse.Namespace) -> int:
     if not any(facts.entries for facts in found.values()):
         raise HetlbError("no server told what it serves: nothing to write")
     print(fleet_text(list(found.values()), args.api_key_env), end="")
-    return 0
-
-
-def _moved(path: Path) -> int:
-    """Print the fleet file of another balancer's file."""
-    from hetlb.tools.imported.recognised import read_foreign
-
-    draft = read_foreign(path)
-    print(draft.text(), end="")
-    servers = sum(len(model.instances) for model in draft.models.values())
-    print(f"{path}: read as {draft.kind}: {servers} server{'s'[: servers > 1]}", file=sys.stderr)
-    for name in draft.variables:
-        print(f"set the variable {name} to the servers' key", file=sys.stderr)
-    for line in draft.left_out:
-        print(f"left out: {line}", file=sys.stderr)
     return 0
 
 

@@ -157,19 +157,12 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 
 def _parsed(arguments: Sequence[str], command: str) -> argparse.Namespace:
-    """Return the parsed arguments. Raises `InputError`, for a removed flag with its replacement."""
+    """Return the parsed arguments. Raises `InputError`."""
     parser = build_parser(command if command in COMMANDS else "")
-    try:
-        known, unknown = parser.parse_known_args(arguments)
-        if (missing := getattr(known, "missing", None)) is not None:
-            raise missing
-        return parser.parse_args(arguments) if unknown else known
-    except InputError:
-        from hetlb.inputs.gone import gone_flag
-
-        if (gone := gone_flag(command, arguments)) is not None:
-            raise InputError(gone) from None
-        raise
+    known, unknown = parser.parse_known_args(arguments)
+    if (missing := getattr(known, "missing", None)) is not None:
+        raise missing
+    return parser.parse_args(arguments) if unknown else known
 
 
 def _open_standard_files() -> None:

@@ -58,8 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--event-log", "replay a recorded event log", "FILE", Path)
     add("--against", "compare the log of a real server with its profile", "LOG", Path)
     add("--profile", "profile of the server (--against)", "P.yaml", Path)
-    figures = "find policy.weights of hetlb for mean_ttft_ms, p99_e2el_ms, attainment, ..."
-    add("--tune", figures, "FIGURE")
     add_json(parser)
 
 
@@ -78,12 +76,6 @@ def run(args: argparse.Namespace) -> int:
         read_rates(text)[0]: text.strip() for text in args.request_rate.split(",")
     }
     seeds = list(range(args.seed, args.seed + args.seeds))
-    if args.tune is not None:
-        from hetlb.cli.simulate_tune import check_tune, run_tune
-
-        check_tune(args, fleet)
-        if len(rates) > 1 or args.policy not in (None, "hetlb"):
-            raise InputError("--tune: expected one --request-rate, and no --policy but hetlb")
     cells = [StudyCell(policy, rate, seed) for rate in rates for policy in policies for seed in seeds]
     if args.plot is not None:
         cells = watch(cells)
@@ -104,8 +96,6 @@ def run(args: argparse.Namespace) -> int:
     )
     for line in dict.fromkeys(remarks_on_fleet(fleet)):
         print(f"warning: {line}", file=sys.stderr)
-    if args.tune is not None:
-        return run_tune(args, fleet, study, next(iter(rates)), seeds)
     ran = sweep(study, cells)
     runs = [run_document(study, each, rates[each.cell.rate]) for each in ran]
     medians = [] if len(seeds) == 1 else [median_run(each) for each in by_policy_and_rate(runs).values()]

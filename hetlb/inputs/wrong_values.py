@@ -11,7 +11,6 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_
 import msgspec
 
 from hetlb.errors import ConfigError
-from hetlb.inputs.gone import gone_key, gone_value
 from hetlb.inputs.mistakes import did_you_mean, short
 from hetlb.inputs.option_keys import table_of
 
@@ -71,9 +70,6 @@ def invalid(raw: Any, kind: Any, path: str) -> Iterator[str]:
         known = table.__struct_fields__
         for key in raw:
             if key not in known:
-                if (gone := gone_key(before + key)) is not None:
-                    yield gone
-                    continue
                 given = key if len(key) <= 60 else f"{key[:57]}..."
                 expected = f"unknown key, expected one of {', '.join(known)}{did_you_mean(given, known)}"
                 yield f"{before}{given}: {expected}"
@@ -92,7 +88,7 @@ def invalid(raw: Any, kind: Any, path: str) -> Iterator[str]:
         try:
             msgspec.convert(raw, kind)
         except msgspec.ValidationError as caught:
-            yield gone_value(path, raw) or told(caught, raw, kind, path)
+            yield told(caught, raw, kind, path)
 
 
 def told(error: msgspec.ValidationError, raw: Any, kind: Any, path: str) -> str:

@@ -565,7 +565,6 @@ WRONG = [
     (["--sweep", "0"], "--sweep: expected a share above 0 up to 1"),
     (["--random-range-ratio", "2"], "--random-range-ratio: expected 0 to 1, got 2"),
     (["--plot", "/nowhere/to/x.png"], "--plot: expected a file in a folder that exists"),
-    (["--html", "x.html"], "--html: was removed; use --plot PICTURE"),
     (["--timeout", "0"], "--timeout: expected a number above 0, got 0"),
     (["--dataset-name", "random"], "expected either --trace, or --dataset-name"),
     (["--session-header", "x y"], "--session-header: expected the name of a header, got 'x y'"),

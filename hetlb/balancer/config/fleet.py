@@ -167,10 +167,7 @@ def _check_access(instance: InstanceTable, url: str, key: str) -> None:
 def check_policy(table: PolicyTable, where: str) -> None:
     """Raise `ConfigError` unless policy, combine form and predictor are names that exist."""
     if table.name not in POLICIES:
-        from hetlb.inputs.gone import gone_value
-
-        went = gone_value("policy.name", table.name)
-        raise ConfigError(where + (went or f"policy.name: {one_of(table.name, tuple(POLICIES))}"))
+        raise ConfigError(f"{where}policy.name: {one_of(table.name, tuple(POLICIES))}")
     try:
         POLICIES[table.name]
     except ConfigError as error:

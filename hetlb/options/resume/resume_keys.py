@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import FleetFile, Resume
-from hetlb.inputs.gone import RESUME_BY_TEXT
 
 
 def ways_of(file: FleetFile) -> dict[tuple[str, str], Resume]:
@@ -21,7 +20,7 @@ def ways_of(file: FleetFile) -> dict[tuple[str, str], Resume]:
 
 
 def mistakes(fleet: Fleet) -> Iterator[str]:
-    """Yield a line for each `resume: true`, which went."""
+    """Yield a line for each `resume: true`: its type, a boolean, admits it."""
     stated = {"proxy.resume": fleet.file.proxy.resume}
     for m, model in enumerate(fleet.file.models):
         key = f"models[{m}]"
@@ -29,4 +28,4 @@ def mistakes(fleet: Fleet) -> Iterator[str]:
         stated |= {f"{key}.classes.{name}.resume": each.resume for name, each in model.classes.items()}
     for where, how in stated.items():
         if how is True:
-            yield f"{where}: {RESUME_BY_TEXT}"
+            yield f"{where}: expected ids or false, got true"

@@ -160,7 +160,7 @@ def test_resume_by_text_is_refused_with_what_to_use(tmp_path: Any) -> None:
         load_fleet(path)
     lines = str(caught.value).splitlines()
     for key in ("proxy.resume", "models[0].resume", "models[0].classes.a.resume"):
-        assert any(f"{key}: true was removed; use `ids`" in line for line in lines)
+        assert any(f"{key}: expected ids or false, got true" in line for line in lines)
 
 
 # --- reasoning ---
