@@ -32,7 +32,7 @@ COMPILED = (
     "balancer/core/policies/*.py",
     *(
         f"balancer/clients/{name}.py"
-        for name in ("client_response", "connection", "router", "server", "token_estimator")
+        for name in ("client_response", "connection", "prompt_keys", "router", "server", "token_estimator")
     ),
     *(
         f"balancer/exchange/{name}.py"
@@ -41,40 +41,32 @@ COMPILED = (
             "exchange_states", "plain_attempt", "scheduler_driver", "scheduler_side", "streamed_answer",
         )
     ),
-    *(f"balancer/engines/{name}.py" for name in ("engine_pools", "upstream")),
+    *(
+        f"balancer/engines/{name}.py"
+        for name in ("engine_metrics", "engine_pools", "engine_tables", "series_reader", "upstream")
+    ),
     *(
         f"balancer/http/{name}.py"
         for name in (
             "connection_states", "error_responses", "forward_headers", "http1", "openai_body",
-            "paced_reading", "request_reader", "sse", "text_shape", "transfer_fields",
+            "paced_reading", "prefix_cuts", "request_reader", "sse", "text_shape", "transfer_fields",
         )
     ),
     *(
         f"balancer/telemetry/{name}.py"
-        for name in ("counters", "histograms", "request_record")
+        for name in ("access_log", "counters", "histograms", "recent", "request_record")
     ),
     *(f"options/pick/{name}.py" for name in ("pick_driver", "stream")),
     *(f"options/relays/{name}.py" for name in ("relay_driver", "relay_host")),
     *(f"options/resume/{name}.py" for name in ("continuation", "progress", "resumed")),
-    "options/adapters/adapters.py",
-    *(f"options/classes/{name}.py" for name in ("protected", "room_for_targets", "waiting_targets")),
-    *(f"options/engine_pages/{name}.py" for name in ("engine_metrics", "engine_tables", "series_reader")),
     "options/event_log/eventlog.py",
     "options/kv_events/block_index.py",
-    "options/length_samples/samples.py",
-    *(f"options/plans/{name}.py" for name in ("planned", "worth")),
-    *(f"options/prefix_keys/{name}.py" for name in ("prefix_cuts", "prompt_keys")),
-    "options/profiles/step_times.py",
-    *(f"options/policies/{name}.py" for name in ("baselines", "views")),
     "options/message_channel.py",
-    "options/recent.py",
-    "options/request_log/access_log.py",
     "options/remote_leases.py",
     *(
         f"options/split/{name}.py"
         for name in ("fetch_checks", "hand_overs", "kv_transfers", "pairs", "split_choice", "transfers")
     ),
-    "options/tenants/fair_shares.py",
     "options/tunnel/realtime.py",
     *(
         f"tools/sim/{name}.py"

@@ -1,7 +1,7 @@
 """Cost and gain of compiling modules.
 
 `python bench/compile_modules.py build NAME` compiles what `hatch_build.py` lists into `.cache/compile/NAME`
-and prints CPU seconds and sizes; `--plain 'options/*/*.py,options/forms/multipart.py'` leaves out the modules
+and prints CPU seconds and sizes; `--plain 'options/*/*.py,balancer/http/multipart.py'` leaves out the modules
 of these patterns, `--opt 2` takes gcc's -O2. `bench/proxies/instructions.py` counts what each tree costs;
 `python bench/compile_modules.py measure NAME...` measures its CPU: it drives hetlb of these folders, and the
 interpreted one, with plain requests and with paced streams (`bench/proxies`), a round each in turn, and

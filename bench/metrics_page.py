@@ -27,6 +27,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from hetlb.balancer.admin.prometheus import MetricsPage
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
@@ -34,7 +35,6 @@ from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, EngineSample, Health, InstanceSpec, Outcome, Request
 from hetlb.balancer.fleet.service import FleetService
 from hetlb.balancer.telemetry.counters import Totals
-from hetlb.options.admin.prometheus import MetricsPage
 
 FLEETS = (20, 200, 1000)
 JUDGED = 200

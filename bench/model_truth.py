@@ -36,12 +36,12 @@ from statistics import fmean, median
 
 from contexts import longest_contexts
 
+from hetlb.balancer.config.profile_file import Profile, load_profile
 from hetlb.balancer.core.latency import LatencyModel, scaled
+from hetlb.balancer.core.step_times import DecodeTable, MixedTerm
+from hetlb.balancer.engines.host_probe import with_host_time
 from hetlb.cli.main import main as hetlb
 from hetlb.errors import HetlbError
-from hetlb.options.profiles.host_probe import with_host_time
-from hetlb.options.profiles.profile_file import Profile, load_profile
-from hetlb.options.profiles.step_times import DecodeTable, MixedTerm
 from hetlb.tools.profiler.sources import assumed_host
 from hetlb.tools.sim.against import errors, fit_corrections, reach, replay
 from hetlb.tools.sim.engine_limits import EngineLimits

@@ -26,8 +26,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
+from hetlb.balancer.config.profile_file import HostTime
 from hetlb.balancer.core.latency import LatencyModel
-from hetlb.options.profiles.profile_file import HostTime
 from hetlb.tools.profiler.fit import Point, StepKind, fit
 from hetlb.tools.profiler.sources import ASSUMED_TILE_TOKENS, complete
 from hetlb.tools.sim.against import MetricError, compare, errors, replay

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from hetlb.options.profiles.profile_file import load_profile
+from hetlb.balancer.config.profile_file import load_profile
 from hetlb.tools.plan.cluster import Cluster, ClusterLimits
 from hetlb.tools.plan.cluster_layouts import lay_out
 from hetlb.tools.plan.common.plan_tables import Machine, Model

@@ -109,3 +109,11 @@ def _plain(address: Address) -> Address:
     if embeds or (int(address) >> 32) & 0xFFFFFFFF in _ISATAP:
         return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
     return address
+
+
+def network_of(text: str, where: str) -> Network:
+    """Return the network at a key. Raises `ConfigError`."""
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError as caught:
+        raise ConfigError(f"{where}: expected networks like 10.0.0.0/8, got {text!r}") from caught

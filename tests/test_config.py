@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from hetlb.balancer.config.fleet import Fleet, fleet_from_urls, load_fleet
+from hetlb.balancer.config.profile_file import load_profile
 from hetlb.cli.main import main
 from hetlb.errors import ConfigError, InputError
 from hetlb.inputs.urls import check_url
-from hetlb.options.profiles.profile_file import load_profile
 from hetlb.tools.workload.trace_formats import read_trace
 
 PROFILE = """\

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hetlb.balancer.config.fleet import load_fleet
-from hetlb.options.profiles.profile_file import load_profile
+from hetlb.balancer.config.profile_file import load_profile
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 

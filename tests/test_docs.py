@@ -14,14 +14,14 @@ from types import ModuleType
 import pytest
 import yaml
 
+from hetlb.balancer.clients.api_keys import Tenant
 from hetlb.balancer.config.fleet_tables import FleetFile
+from hetlb.balancer.core.policies.baselines import COMBINE_FORMS
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.predictor import PREDICTORS
 from hetlb.balancer.core.types import Outcome, RejectReason
 from hetlb.balancer.http.error_responses import REJECTIONS
 from hetlb.cli.main import COMMANDS
-from hetlb.options.api_keys.api_keys import Tenant
-from hetlb.options.policies.baselines import COMBINE_FORMS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

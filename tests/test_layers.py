@@ -31,8 +31,6 @@ ROOMS = {
     "tools": {"balancer"},
     "cli": {"balancer", "options", "tools"},
 }
-#: Options that the tools import themselves: profiles, metrics pages, prices of a plan.
-OF_TOOLS = {"engine_pages", "length_samples", "plans", "prefix_keys", "profiles"}
 #: Folders of the same room that each folder may import.
 FOLDERS = {
     "balancer/core": set(),
@@ -85,8 +83,6 @@ def wrong_imports(path: Path) -> set[str]:
                 allowed = set()  # an option knows no other
             if allowed is not None and inner not in {folder, *allowed}:
                 found.add(name)
-        elif room == "tools" and there == "options" and inner in OF_TOOLS:
-            continue
         elif there not in {*LEAVES, *ROOMS.get(room, set())}:
             found.add(name)
     return found

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from hetlb.balancer.config.fleet import Fleet, fleet_from_urls
+from hetlb.balancer.config.profile_file import load_profile
 from hetlb.balancer.fleet.service import Service
 from hetlb.cli.main import main
-from hetlb.options.profiles.profile_file import load_profile
 from hetlb.tools.emulator import EmulatedEngine
 from hetlb.tools.sim.integrity import check_scheduler
 

@@ -16,9 +16,9 @@ from test_docs import PAGES, reference
 
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.config.fleet_tables import FleetFile
+from hetlb.balancer.config.profile_file import load_profile
 from hetlb.cli.main import COMMANDS, build_parser
 from hetlb.errors import ConfigErrors
-from hetlb.options.profiles.profile_file import load_profile
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -19,8 +19,8 @@ import msgspec
 from cpu import measured, prefer
 from peers import INSTALLED, MODEL, ROOT
 
-from hetlb.options.profiles.profile_file import Profile, load_profile, with_latency
-from hetlb.options.profiles.profile_writer import write_profile
+from hetlb.balancer.config.profile_file import Profile, load_profile, with_latency
+from hetlb.balancer.config.profile_writer import write_profile
 from hetlb.tools.sim.alone import full_tokens_per_s
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec

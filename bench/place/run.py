@@ -22,7 +22,7 @@ from typing import Any
 
 from clusters import by_kind, generated, made_up, many, regional, seven_kinds, thirty_b
 
-from hetlb.options.length_samples.samples import LengthDistribution, SamplePredictor
+from hetlb.balancer.core.length_samples import LengthDistribution, SamplePredictor
 from hetlb.tools.paths.path_scheduler import PathScheduler
 from hetlb.tools.paths.stages import SINK, Edge
 from hetlb.tools.plan.check import check_path, check_placement

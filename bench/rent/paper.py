@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from hetlb.options.profiles.profile_file import EngineInfo, Hardware, ModelInfo, ProfileSource
-from hetlb.options.profiles.profile_writer import profile_text
+from hetlb.balancer.config.profile_file import EngineInfo, Hardware, ModelInfo, ProfileSource
+from hetlb.balancer.config.profile_writer import profile_text
 from hetlb.tools.profiler.fit import fit
 from hetlb.tools.profiler.sources import make_profile, read_csv
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from hetlb.balancer.config.profile_file import load_profile
+from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Health, InstanceSpec
-from hetlb.options.length_samples.samples import LengthDistribution
-from hetlb.options.profiles.profile_file import load_profile
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.workload.arrivals import PlannedRequest

@@ -24,11 +24,11 @@ import generated_traffic as generate
 from generated_traffic import AgentTree, Lengths
 
 from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Health, InstanceSpec
-from hetlb.options.length_samples.samples import LengthDistribution
 from hetlb.tools.sim.alone import run_alone
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec

@@ -24,16 +24,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hetlb.balancer.core.setup import SchedulerSetup
-from hetlb.balancer.core.types import Connector, Health, InstanceSpec, KvLink, Role
-from hetlb.options.length_samples.samples import LengthDistribution
-from hetlb.options.profiles.profile_file import (
+from hetlb.balancer.config.profile_file import (
     DecodeCoefficients,
     EngineInfo,
     PrefillCoefficients,
     Profile,
     load_profile,
 )
+from hetlb.balancer.core.length_samples import LengthDistribution
+from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import Connector, Health, InstanceSpec, KvLink, Role
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.fleet_result import FleetResult

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT / "tests" / "vllm"))
 
 import stages as real  # noqa: E402
 
-from hetlb.options.length_samples.samples import LengthDistribution, SamplePredictor  # noqa: E402
+from hetlb.balancer.core.length_samples import LengthDistribution, SamplePredictor  # noqa: E402
 from hetlb.tools.paths.path_log import dispatches  # noqa: E402
 from hetlb.tools.paths.path_scheduler import PathScheduler  # noqa: E402
 from hetlb.tools.paths.stages import StageNetwork  # noqa: E402

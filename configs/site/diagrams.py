@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hetlb.options.profiles.profile_file import load_profile
+from hetlb.balancer.config.profile_file import load_profile
 
 DEMO = Path(__file__).parents[2] / "hetlb" / "tools" / "demo"
 STYLE = """

@@ -18,34 +18,34 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, cast, get_args, g
 import msgspec
 import yaml
 
+from hetlb.balancer.admin.prometheus import MetricsPage
 from hetlb.balancer.clients import connection
+from hetlb.balancer.clients.api_keys import Tenant
 from hetlb.balancer.config.fleet_tables import FleetFile
+from hetlb.balancer.config.profile_file import Profile
 from hetlb.balancer.core import health
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import CAUSES, InstanceSpec, Outcome
 from hetlb.balancer.engines import scrape, upstream
+from hetlb.balancer.engines.series_reader import MOST_SERIES
 from hetlb.balancer.exchange import ends, exchange_states
 from hetlb.balancer.http import (
     error_responses,
     forward_headers,
     http1,
+    multipart,
     openai_body,
     request_reader,
     sse,
 )
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event
+from hetlb.balancer.telemetry.recent import Recent
 from hetlb.cli.main import COMMANDS, build_parser
 from hetlb.cli.schema import whole
-from hetlb.options.admin.prometheus import MetricsPage
-from hetlb.options.api_keys.api_keys import Tenant
-from hetlb.options.engine_pages.series_reader import MOST_SERIES
-from hetlb.options.forms import multipart
 from hetlb.options.pick import stream_states
-from hetlb.options.profiles.profile_file import Profile
-from hetlb.options.recent import Recent
 from hetlb.options.relays import protocol
 from hetlb.tools.plan.cluster import ClusterFile
 from hetlb.tools.stage.stages_file import StagesFile

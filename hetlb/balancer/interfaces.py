@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from hetlb.balancer.core.instance import Instance
@@ -21,48 +21,12 @@ from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.systemd import Listeners
 
 
-class ClientKey(Protocol):
-    """One key of a client, with its models and classes, None for all (`api_keys`)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def models(self) -> tuple[str, ...] | None: ...
-    @property
-    def classes(self) -> tuple[str, ...] | None: ...
-    @property
-    def limits(self) -> object | None: ...
-    def may_use(self, model: str) -> bool: ...
-
-
-class KnownKeys(Protocol):
-    """Keys of all clients (`api_keys`)."""
-
-    @property
-    def limits(self) -> dict[str, object]: ...
-    def tenant_of(self, head: RequestHead, *, required: bool) -> ClientKey | None: ...
-
-
 class KeyTicket(Protocol):
     """Reservation of a request against the limits of its key (`api_keys.limits`)."""
 
     def used(self, prompt_tokens: int, output_tokens: int, now: float) -> None: ...
     def ended(self, prompt_tokens: int, output_tokens: int, now: float) -> None: ...
     def headers(self, now: float) -> bytes: ...
-
-
-class KeyLimiter(Protocol):
-    """Limits of one key (`api_keys.limits`)."""
-
-    def admit(self, prompt_tokens: int, max_tokens: int, now: float) -> KeyTicket: ...
-    def adopt(self, now: float) -> KeyTicket: ...
-
-
-class KeyLimits(Protocol):
-    """Limits of all keys, by name (`api_keys.limits`)."""
-
-    def configure(self, limits: Mapping[str, object]) -> None: ...
-    def of(self, name: str) -> KeyLimiter | None: ...
 
 
 class BrowserPages(Protocol):
@@ -134,7 +98,7 @@ class EngineProfile(Protocol):
     def host_assumed(self) -> bool: ...
     @property
     def kv_bytes_per_token(self) -> int | None: ...
-    def tell_other(self, name: str, entries: Sequence[Mapping[str, Any]], version: str | None) -> None: ...
+    def differences(self, entries: Sequence[Mapping[str, Any]], version: str | None) -> Iterator[str]: ...
 
 
 class HostMeasurements(Protocol):

@@ -17,8 +17,11 @@ from rich.console import Console
 
 from hetlb.addresses import is_loopback
 from hetlb.balancer.config.fleet import Fleet, fleet_from_urls, load_fleet
+from hetlb.balancer.config.profile_file import Profile, profiles_of
 from hetlb.balancer.core.types import InstanceSpec
+from hetlb.balancer.engines.engine_tables import VLLM
 from hetlb.balancer.fleet.service import require_urls
+from hetlb.balancer.fleet.source import Found, Source, configured
 from hetlb.cli.doctor_local import (
     ANY_HOSTS,
     NOT_YET_ADVICE,
@@ -36,10 +39,7 @@ from hetlb.cli.engine_facts import EngineFacts, ask_engines
 from hetlb.cli.flags import add_json, declare, print_document
 from hetlb.cli.profile_doubts import doubt_beside, one_step_s
 from hetlb.errors import ConfigError, ConfigErrors, InputError, reason_of
-from hetlb.options.engine_pages.engine_tables import VLLM
 from hetlb.options.kv_events.publishers import publisher_of
-from hetlb.options.profiles.profile_file import Profile, profiles_of
-from hetlb.options.source import Found, Source, configured
 
 #: Oldest version of vLLM with the metrics and flags that hetlb reads; older answers pass, figures may not.
 OLDEST_VERSION: Final = (0, 8)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from hetlb.balancer.config.profile_file import load_profile
 from hetlb.cli.flags import COUNT, FINITE, PORT, declare, whole
 from hetlb.cli.signals import run_listener, stop_event
-from hetlb.options.profiles.profile_file import load_profile
 from hetlb.tools.emulator import EmulatedEngine
 from hetlb.tools.emulator.kv_transfer import KvSettings
 

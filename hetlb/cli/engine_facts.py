@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from hetlb.balancer.core.types import EngineSample
+from hetlb.balancer.engines.engine_metrics import page_of
+from hetlb.balancer.engines.engine_tables import PAGES, VLLM, EngineTable
 from hetlb.errors import reason_of
-from hetlb.options.engine_pages.engine_metrics import page_of
-from hetlb.options.engine_pages.engine_tables import PAGES, VLLM, EngineTable
 from hetlb.served_models import longest_context, read_model_list, read_version
 
 _TIMEOUT_S = 5.0

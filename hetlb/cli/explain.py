@@ -17,8 +17,10 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from hetlb.balancer.admin.decisions import decision_summary
 from hetlb.balancer.config.fleet import Fleet, load_fleet
 from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.policies.baselines import COMBINE_FORMS
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.ready import least_tokens
 from hetlb.balancer.core.scheduler import Scheduler
@@ -27,9 +29,7 @@ from hetlb.balancer.core.types import HAND_OVER, Candidate, Dispatch, Health, Re
 from hetlb.cli.adminclient import AdminClient, add_admin_argument
 from hetlb.cli.flags import COUNT, add_json, declare, event_log, number, print_document, real, whole
 from hetlb.errors import ConfigError, InputError
-from hetlb.options.admin.decisions import decision_summary
 from hetlb.options.event_log.eventlog import Replay
-from hetlb.options.policies.baselines import COMBINE_FORMS
 from hetlb.tools.explained import explained
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from hetlb.balancer.config.profile_file import Profile, load_profile
+from hetlb.balancer.config.profile_writer import with_host, write_profile
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.cli import profile_live
 from hetlb.cli.flags import add_json, declare, print_document
@@ -20,8 +22,6 @@ from hetlb.cli.profile_corrected import write_corrected
 from hetlb.cli.profile_facts import Facts, read_facts_file
 from hetlb.errors import InputError
 from hetlb.inputs.urls import check_url
-from hetlb.options.profiles.profile_file import Profile, load_profile
-from hetlb.options.profiles.profile_writer import with_host, write_profile
 from hetlb.tools.plots import picture_path
 from hetlb.tools.profiler import shown
 from hetlb.tools.profiler.aiconfigurator import Layout, query

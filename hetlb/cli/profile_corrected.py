@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 
+from hetlb.balancer.config.profile_file import ProfileSource, load_profile
+from hetlb.balancer.config.profile_writer import write_profile
 from hetlb.cli.flags import print_document
 from hetlb.cli.profile_facts import FactsFile
 from hetlb.errors import InputError, TraceError
-from hetlb.options.profiles.profile_file import ProfileSource, load_profile
-from hetlb.options.profiles.profile_writer import write_profile
 from hetlb.tools.profiler.sources import corrected
 from hetlb.tools.sim.against import errors, fit_corrections, reach, replay, varies_enough
 from hetlb.tools.sim.study import engine_of

@@ -7,9 +7,9 @@ import sys
 from typing import Final
 
 from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.config.profile_file import Profile, profiles_of
 from hetlb.balancer.core.types import InstanceSpec
 from hetlb.cli.engine_facts import EngineFacts
-from hetlb.options.profiles.profile_file import Profile, profiles_of
 
 #: Factor between the KV tokens of a profile and its server from which the GPU or the degree is another.
 _OTHER_KV_FACTOR: Final = 2

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import msgspec
 
+from hetlb.balancer.config.profile_file import EngineInfo, Hardware, HostTime
 from hetlb.errors import ConfigError, InputError
 from hetlb.inputs.yaml_file import load_yaml
-from hetlb.options.profiles.profile_file import EngineInfo, Hardware, HostTime
 from hetlb.tools.models.degrees import refusal
 from hetlb.tools.models.model_file import model_info
 from hetlb.tools.plan.common.composition import roofline_of

@@ -17,12 +17,12 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from hetlb.balancer.config.profile_file import EngineInfo, Hardware, HostTime, ModelInfo, ProfileSource
 from hetlb.balancer.core.types import Capacity
 from hetlb.cli.flags import COUNT, declare
 from hetlb.errors import HetlbError, InputError, ProfileError
 from hetlb.inputs.urls import check_url
 from hetlb.inputs.yaml_file import PositiveInt, load_yaml
-from hetlb.options.profiles.profile_file import EngineInfo, Hardware, HostTime, ModelInfo, ProfileSource
 from hetlb.tools.profiler.client import EngineClient, ServerFacts
 from hetlb.tools.profiler.fit import StepKind, too_few
 from hetlb.tools.profiler.grid import DEFAULT_GRID, Size, clip

@@ -18,7 +18,7 @@ from hetlb.inputs.option_keys import table_of
 #: Tables that a kind of file is read as.
 KINDS = {
     "fleet": "balancer.config.fleet_tables:FleetFile",
-    "profile": "options.profiles.profile_file:Profile",
+    "profile": "balancer.config.profile_file:Profile",
     "market": "tools.plan.market:MarketFile",
     "cluster": "tools.plan.cluster:ClusterFile",
     "place": "tools.plan.placement.place_file:PlaceFile",

@@ -23,7 +23,6 @@ from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.fleet.service import Service, announce, require_urls, tune_gc
 from hetlb.cli.flags import PORT, changed, declare, whole
 from hetlb.errors import InputError
-from hetlb.extras import hook
 from hetlb.logs import logging_to_stderr, plain_line
 from hetlb.systemd import NO_LISTENERS, Listeners
 
@@ -176,8 +175,9 @@ def fleet_of(args: argparse.Namespace) -> Fleet:
     check_policy(fleet.file.policy, "")
     if fleet.file.policy.trace is None:
         return fleet
+    from hetlb.balancer.core.length_samples import LengthDistribution
     from hetlb.tools.workload.trace_formats import read_trace
 
     rows = read_trace(fleet.base / fleet.file.policy.trace)
-    lengths = hook("length_samples", (row.output_tokens for row in rows))
+    lengths = LengthDistribution(row.output_tokens for row in rows)
     return msgspec.structs.replace(fleet, lengths=lengths)

@@ -12,12 +12,12 @@ from typing import Any
 from rich.console import Console
 
 from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.config.profile_file import load_profile
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.predictor import PREDICTORS
 from hetlb.cli.flags import COUNT, INTEGER, add_json, add_load, declare, event_log, print_document, whole
 from hetlb.errors import InputError, PlanError, TraceError
 from hetlb.options.event_log.eventlog import Replay
-from hetlb.options.profiles.profile_file import load_profile
 from hetlb.tools.loadtest.options import read_known, read_rates
 from hetlb.tools.loadtest.result_tables import percent, runs_table
 from hetlb.tools.paths.path_log import dispatches, is_path_log

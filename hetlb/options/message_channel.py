@@ -17,7 +17,7 @@ from typing import Final, Generic, TypeVar, cast
 import msgspec
 
 from hetlb.balancer.telemetry.events import Event
-from hetlb.options.rarely import Rarely
+from hetlb.balancer.telemetry.rarely import Rarely
 
 logger = logging.getLogger("hetlb.proxy")
 

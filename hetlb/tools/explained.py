@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from hetlb.balancer.core.policies.base import best
+from hetlb.balancer.core.policies.baselines import paper_terms
 from hetlb.balancer.core.policies.sight import foreseen
 from hetlb.balancer.core.ready import with_excluded
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Candidate, Request
-from hetlb.extras import option
 
 
 def explained(
@@ -30,9 +30,7 @@ def explained(
         if candidate.forecast is None:
             candidate.forecast = instance.errors.corrected(foreseen(ctx, instance))
         if candidate.ideal_batch is None:
-            terms = option("policies.baselines").paper_terms(
-                instance, request, predicted, placement.policy.params
-            )
+            terms = paper_terms(instance, request, predicted, placement.policy.params)
             candidate.ideal_batch, candidate.processing_s = terms.ideal_batch, terms.processing_s
             candidate.kv_utilization, candidate.workload = terms.kv_utilization, terms.workload
     chosen = best(candidates)

@@ -21,9 +21,9 @@ from helpers import HANG_S
 
 import hetlb.tools.demo
 from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.config.profile_file import load_profile
 from hetlb.cli.demo import ENGINES, MAX_TOKENS, MODEL, _meaning
 from hetlb.cli.main import main
-from hetlb.options.profiles.profile_file import load_profile
 from hetlb.tools.loadtest.fleet_admin import busy_figures
 from hetlb.tools.sim.simulation_sweep import StudyCell, run_sweep
 from hetlb.tools.sim.study import make_study, run_document

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from hetlb.balancer.config.profile_file import Hardware, ModelInfo, ProfileSource, load_profile
+from hetlb.balancer.config.profile_writer import write_profile
+from hetlb.balancer.core.step_times import SplitKv
 from hetlb.cli.main import main
 from hetlb.errors import ProfileError
 from hetlb.inputs.yaml_file import yaml_text
-from hetlb.options.profiles.profile_file import Hardware, ModelInfo, ProfileSource, load_profile
-from hetlb.options.profiles.profile_writer import write_profile
-from hetlb.options.profiles.step_times import SplitKv
 from hetlb.tools.profiler.aiconfigurator import Layout, query
 from hetlb.tools.profiler.fit import StepKind
 from hetlb.tools.profiler.sources import corrected

@@ -22,9 +22,9 @@ import pytest
 import yaml
 from helpers import HANG_S, free_port
 
+from hetlb.balancer.config.profile_file import Hardware, load_profile
 from hetlb.cli.main import main
 from hetlb.cli.profile_doubts import other_gpu
-from hetlb.options.profiles.profile_file import Hardware, load_profile
 
 DEMO = Path(__file__).parents[2] / "hetlb" / "tools" / "demo"
 Starter = Callable[..., subprocess.Popen[str]]

@@ -9,6 +9,7 @@ from helpers import make_scheduler, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetlb.balancer.core.adapters import AdapterLoadTime, AdapterSlots
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (
     Capacity,
@@ -19,8 +20,7 @@ from hetlb.balancer.core.types import (
     Outcome,
     Request,
 )
-from hetlb.options.adapters.adapters import AdapterLoadTime, AdapterSlots
-from hetlb.options.engine_pages.engine_metrics import parse
+from hetlb.balancer.engines.engine_metrics import parse
 from hetlb.tools.explained import explained
 from hetlb.tools.sim.integrity import check_scheduler
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hetlb.balancer.core.demand import Demand, size_of
 from hetlb.balancer.core.objective import ServiceClass
-from hetlb.options.classes.protected import Protected
+from hetlb.balancer.core.protected import Protected
 
 
 def test_a_prompt_token_weighs_less_than_an_output_token() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.balancer.core.types import Capacity, EngineSample
-from hetlb.options.engine_pages.engine_metrics import parse
+from hetlb.balancer.engines.engine_metrics import parse
 
 RECORDED = Path(__file__).parents[1] / "vllm" / "data"
 

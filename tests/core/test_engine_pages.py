@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.options.engine_pages.engine_metrics import EnginePage, parse
+from hetlb.balancer.engines.engine_metrics import EnginePage, parse
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "metrics"
 EXPECTED = SHARED / "expected.json"

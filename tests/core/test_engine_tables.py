@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hetlb.options.engine_pages.engine_metrics import page_of, parse
-from hetlb.options.engine_pages.engine_tables import TABLES
+from hetlb.balancer.engines.engine_metrics import page_of, parse
+from hetlb.balancer.engines.engine_tables import TABLES
 
 ROOT = Path(__file__).parents[2]
 SGLANG = """\

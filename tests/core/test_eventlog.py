@@ -11,13 +11,23 @@ from helpers import FAST, MODEL, dispatched, examples, request, spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetlb.balancer.config.profile_file import kv_need
 from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.latency import DEFAULT_LATENCY
+from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.step_times import (
+    DecodeTable,
+    LaunchTime,
+    MixedTerm,
+    PnormPrefill,
+    PrefillGrid,
+    SplitKv,
+)
 from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
@@ -36,16 +46,6 @@ from hetlb.balancer.core.types import (
     ProbeResult,
 )
 from hetlb.options.event_log.eventlog import RecordingScheduler, Replay, decode_setup, encode_setup
-from hetlb.options.length_samples.samples import LengthDistribution
-from hetlb.options.profiles.profile_file import kv_need
-from hetlb.options.profiles.step_times import (
-    DecodeTable,
-    LaunchTime,
-    MixedTerm,
-    PnormPrefill,
-    PrefillGrid,
-    SplitKv,
-)
 from hetlb.tools.sim.integrity import check_scheduler
 
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.length_samples import OraclePredictor
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.core.policies.hetlb import Hetlb
 from hetlb.balancer.core.policies.score_terms import TERMS
 from hetlb.balancer.core.predictor import PRIOR_OUTPUT_TOKENS, OnlinePredictor
 from hetlb.balancer.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome
-from hetlb.options.length_samples.samples import OraclePredictor
 from hetlb.tools.explained import explained
 from hetlb.tools.sim.integrity import check_scheduler
 

@@ -10,11 +10,11 @@ from helpers import make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetlb.balancer.config.profile_file import kv_need
 from hetlb.balancer.core.health import HealthTracker
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.balancer.core.types import Capacity, Dispatch, InstanceSpec, Outcome
-from hetlb.options.profiles.profile_file import kv_need
 from hetlb.tools.sim.integrity import check_scheduler
 
 #: Bytes that grow, windows, and a state: gpt-oss-120b, Gemma 3 27B, Qwen3.5 35B, Mistral 7B, Mamba 2.8B.

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.balancer.core.latency import LatencyModel, ideal_batch, processing_s
-from hetlb.options.profiles.step_times import DecodeTable, MixedTerm, PnormPrefill, PrefillGrid, SplitKv
+from hetlb.balancer.core.step_times import DecodeTable, MixedTerm, PnormPrefill, PrefillGrid, SplitKv
 from hetlb.tools.sim.iteration_times import IterationRule, iteration_s, uneven_s
 
 MODEL = LatencyModel(k1=1.1e-4, k2=1e-3, k3=2e-6, k4=1e-2, k5=5e-8, k6=6e-5, k7=3e-7, k8=1.3e-2)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetlb.balancer.config.profile_file import LaunchOfKernels, Profile, with_latency
 from hetlb.balancer.core.latency import LatencyModel
-from hetlb.options.profiles.profile_file import LaunchOfKernels, Profile, with_latency
-from hetlb.options.profiles.step_times import LaunchTime
+from hetlb.balancer.core.step_times import LaunchTime
 
 LAUNCH = LaunchTime(512, 0.01, 0.04)
 PLAIN = LatencyModel(2e-5, 0.0, 0.0, 5e-3, 1e-8, 1e-5, 0.0, 5e-3)

@@ -14,9 +14,9 @@ from helpers import dispatched, make_scheduler, request, spec
 
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES, PolicyRegistry
+from hetlb.balancer.core.policies.views import View, ViewPolicy, view
 from hetlb.balancer.core.types import Outcome
 from hetlb.errors import ConfigError, HetlbError
-from hetlb.options.policies.views import View, ViewPolicy, view
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "policies.md").read_text()
@@ -103,11 +103,12 @@ def test_an_unknown_name_lists_what_there_is(site: Path, fleet: Path, tmp_path: 
         (
             "P = 3\n",
             "broken:P",
-            "expected a subclass of ViewPolicy (hetlb.options.policies.views), got 3",
+            "expected a subclass of ViewPolicy (hetlb.balancer.core.policies.views), got 3",
         ),
         ("", "broken:P", "has no attribute 'P'"),
         (
-            "from hetlb.options.policies.views import ViewPolicy\nclass P(ViewPolicy):\n    name = 'q'\n",
+            "from hetlb.balancer.core.policies.views import ViewPolicy\n"
+            "class P(ViewPolicy):\n    name = 'q'\n",
             "broken:P",
             "name: expected 'short-first', got 'q'",
         ),

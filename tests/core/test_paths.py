@@ -10,8 +10,8 @@ from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetlb.balancer.core.length_samples import LengthDistribution, SamplePredictor
 from hetlb.balancer.core.types import Outcome, Reject, RejectReason, Request
-from hetlb.options.length_samples.samples import LengthDistribution, SamplePredictor
 from hetlb.tools.paths.path_ledger import PathLease
 from hetlb.tools.paths.path_scheduler import MOST_REPLAYS, PATH_POLICIES, PathScheduler
 from hetlb.tools.paths.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec, StageNetwork, StageSpec

@@ -9,10 +9,10 @@ import pytest
 from helpers import FAST, request, spec
 
 from hetlb.balancer.core.health import HealthParams
+from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.types import Candidate, Capacity, Probed, ProbeResult
-from hetlb.options.length_samples.samples import LengthDistribution
 from hetlb.tools.workload.arrivals import PlannedRequest
 from hetlb.tools.workload.records import RequestResult
 from hetlb.tools.workload.rows import Row

@@ -8,13 +8,9 @@ import pytest
 from helpers import FAST, dispatched, make_scheduler, request, spec
 
 from hetlb.balancer.core.demand import Demand
+from hetlb.balancer.core.length_samples import OraclePredictor
 from hetlb.balancer.core.policies.base import PlannedType, PolicyParams
-from hetlb.balancer.core.policies.registry import POLICIES
-from hetlb.balancer.core.policies.sight import SchedulingContext
-from hetlb.balancer.core.predictor import make_predictor
-from hetlb.balancer.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome, Request
-from hetlb.options.length_samples.samples import OraclePredictor
-from hetlb.options.policies.baselines import (
+from hetlb.balancer.core.policies.baselines import (
     COMBINE_FORMS,
     DEFAULT_RTT_S,
     PeakEwma,
@@ -22,6 +18,10 @@ from hetlb.options.policies.baselines import (
     PrefixMatch,
     kv_used_tokens,
 )
+from hetlb.balancer.core.policies.registry import POLICIES
+from hetlb.balancer.core.policies.sight import SchedulingContext
+from hetlb.balancer.core.predictor import make_predictor
+from hetlb.balancer.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome, Request
 from hetlb.tools.explained import explained
 from hetlb.tools.sim.integrity import check_scheduler
 

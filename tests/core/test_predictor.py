@@ -10,6 +10,7 @@ from helpers import request
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.predictor import (
     MOST_TENANTS,
     PREDICTORS,
@@ -20,7 +21,6 @@ from hetlb.balancer.core.predictor import (
     make_predictor,
 )
 from hetlb.balancer.core.types import Request
-from hetlb.options.length_samples.samples import LengthDistribution
 
 LENGTHS = st.lists(st.integers(1, 3000), min_size=1, max_size=200)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.queue import FlowName, Queue, QueueFlow, QueueKey, QueueLimits
 from hetlb.balancer.core.types import Request
-from hetlb.options.classes.waiting_targets import late
+from hetlb.balancer.core.waiting_targets import late
 from hetlb.tools.sim.integrity import check_queue
 
 LINE = QueueKey("m", None, False)

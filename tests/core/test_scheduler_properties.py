@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.predictor import make_predictor
@@ -39,7 +40,6 @@ from hetlb.balancer.core.types import (
     Role,
 )
 from hetlb.options.lease_wire import booked
-from hetlb.options.length_samples.samples import LengthDistribution
 from hetlb.tools.sim.integrity import check_scheduler
 
 NAMES = ("a", "b", "c")

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.balancer.core.latency import LatencyModel, delay_of_reading_s
+from hetlb.balancer.core.length_samples import LengthDistribution, SamplePredictor
 from hetlb.balancer.core.rate import MEMORY_S
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.speed import (
@@ -30,7 +31,6 @@ from hetlb.balancer.core.types import (
     Lease,
     Outcome,
 )
-from hetlb.options.length_samples.samples import LengthDistribution, SamplePredictor
 
 MODEL = LatencyModel(1e-5, 1e-4, 0.0, 1e-3, 1e-8, 1e-4, 0.0, 1e-2)
 STEPS = 50

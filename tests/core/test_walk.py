@@ -23,7 +23,7 @@ from hetlb.build import compiled
 MOST_STAYS = 18
 MOST_RETURNS = 4
 _POLICY = ("choose", "committed", "forecast")
-_POLICIES = ("hetlb.balancer.core.policies.", "hetlb.options.policies.", "hetlb.options.plans.")
+_POLICIES = ("hetlb.balancer.core.policies.",)
 
 
 def stays(scheduler: Scheduler, number: int, now: float) -> list[str]:

@@ -13,7 +13,7 @@ import pytest_asyncio
 import uvloop
 from helpers import HANG_S
 
-from hetlb.options.profiles.profile_file import Profile
+from hetlb.balancer.config.profile_file import Profile
 from hetlb.tools.emulator import EmulatedEngine
 
 Start: TypeAlias = Callable[..., Awaitable[EmulatedEngine]]

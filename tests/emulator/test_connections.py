@@ -12,7 +12,7 @@ import pytest
 from emulator.conftest import Start, idle, make_profile
 from emulator.wire import Client, ask, request_bytes
 
-from hetlb.options.engine_pages.engine_metrics import parse
+from hetlb.balancer.engines.engine_metrics import parse
 from hetlb.tools.emulator import EmulatedEngine
 
 COMPLETIONS = "/v1/completions"

@@ -9,7 +9,7 @@ from emulator.conftest import Start, idle, make_profile
 from emulator.wire import Client
 from helpers import HANG_S
 
-from hetlb.options.engine_pages.engine_metrics import parse
+from hetlb.balancer.engines.engine_metrics import parse
 from hetlb.tools.emulator import EmulatedEngine
 
 COMPLETIONS = "/v1/completions"

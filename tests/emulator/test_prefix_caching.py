@@ -8,8 +8,8 @@ import pytest
 from emulator.conftest import Start, make_profile
 from emulator.wire import Client, ask
 
+from hetlb.balancer.engines.engine_metrics import parse
 from hetlb.errors import ConfigError
-from hetlb.options.engine_pages.engine_metrics import parse
 from hetlb.tools.emulator import EmulatedEngine
 from hetlb.tools.emulator.kv_transfer import KvSettings
 

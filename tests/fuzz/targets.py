@@ -29,14 +29,13 @@ from fuzz.corpora import corpora, of_options
 from proxy.stream_spellings import data_of
 from stage.toy import make_folder, make_worker
 
+from hetlb.balancer.clients.api_keys import load_api_keys
 from hetlb.balancer.config.fleet import load_fleet
-from hetlb.balancer.http import http1, sse, text_shape, transfer_fields
+from hetlb.balancer.config.profile_file import load_profile
+from hetlb.balancer.http import http1, multipart, sse, text_shape, transfer_fields
 from hetlb.balancer.http import openai_body as bodies
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.errors import InputError
-from hetlb.options.api_keys.api_keys import load_api_keys
-from hetlb.options.forms import multipart
-from hetlb.options.profiles.profile_file import load_profile
 from hetlb.tools.plan.cluster import load_cluster
 from hetlb.tools.stage import stage_messages
 from hetlb.tools.stage.runner import run_apart

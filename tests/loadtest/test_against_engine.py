@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import hetlb.tools.demo
-from hetlb.options.profiles.profile_file import load_profile
+from hetlb.balancer.config.profile_file import load_profile
 from hetlb.tools.emulator import EmulatedEngine
 from hetlb.tools.loadtest.bodies import RequestBodies
 from hetlb.tools.loadtest.generator import run_load

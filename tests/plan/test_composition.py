@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetlb.balancer.config.profile_file import EngineInfo, HostTime, MixedSteps, Profile, load_profile
 from hetlb.balancer.core.latency import LatencyModel
-from hetlb.options.profiles.profile_file import EngineInfo, HostTime, MixedSteps, Profile, load_profile
-from hetlb.options.profiles.step_times import DecodeTable, MixedTerm, PnormPrefill
+from hetlb.balancer.core.step_times import DecodeTable, MixedTerm, PnormPrefill
 from hetlb.tools.plan.common.capacity import divide_layers
 from hetlb.tools.plan.common.composition import (
     LinkSeconds,

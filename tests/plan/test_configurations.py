@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import yaml
 
+from hetlb.balancer.config.profile_file import load_profile
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.errors import ConfigError
-from hetlb.options.profiles.profile_file import load_profile
 from hetlb.tools.models.model_facts import read_facts
 from hetlb.tools.plan.common.capacity import divide_layers
 from hetlb.tools.plan.configurations import candidates, capacity_of

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.options.profiles.profile_file import Profile, load_profile
+from hetlb.balancer.config.profile_file import Profile, load_profile
 from hetlb.tools.models.model_facts import read_facts
 from hetlb.tools.plan.cluster import Cluster, ClusterLimits
 from hetlb.tools.plan.common.plan_tables import Machine, Model

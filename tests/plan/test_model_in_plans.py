@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from hetlb.balancer.config.engine_defaults import batch_limits
+from hetlb.balancer.config.profile_file import load_profile
 from hetlb.cli.main import main
 from hetlb.errors import ConfigError, ProfileError
-from hetlb.options.profiles.engine_defaults import batch_limits
-from hetlb.options.profiles.profile_file import load_profile
 from hetlb.tools.plan.cluster import load_cluster
 from hetlb.tools.plan.common.plan_tables import Model, PlanModelTable, read_model
 from hetlb.tools.plan.common.remarks import other_model, remarks

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetlb.balancer.config.profile_file import load_profile
+from hetlb.balancer.core.policies.worth import busy_s
 from hetlb.errors import PlanError
-from hetlb.options.plans.worth import busy_s
-from hetlb.options.profiles.profile_file import load_profile
 from hetlb.tools.plan import decompose
 from hetlb.tools.plan.check import check_rent
 from hetlb.tools.plan.highs import INFINITY, Interrupt, SolveLimits

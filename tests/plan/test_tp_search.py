@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetlb.balancer.config.profile_file import DecodeCoefficients, PrefillCoefficients, Profile
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.errors import PlanError
-from hetlb.options.profiles.profile_file import DecodeCoefficients, PrefillCoefficients, Profile
 from hetlb.tools.plan.check import check
 from hetlb.tools.plan.cluster import Cluster, ClusterLimits
 from hetlb.tools.plan.common.plan_tables import Machine, Model

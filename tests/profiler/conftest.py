@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import msgspec
 import pytest_asyncio
 
-from hetlb.options.profiles.profile_file import Profile
+from hetlb.balancer.config.profile_file import Profile
 from hetlb.tools.emulator import EmulatedEngine
 
 Start: TypeAlias = Callable[..., Awaitable[EmulatedEngine]]

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.step_times import PnormPrefill, PrefillGrid
 from hetlb.errors import ProfileError
 from hetlb.options.event_log.eventlog import read_value
-from hetlb.options.profiles.step_times import PnormPrefill, PrefillGrid
 from hetlb.tools.profiler.fit import (
     DEFAULT_DECODE_GRID,
     DEFAULT_PREFILL_GRID,

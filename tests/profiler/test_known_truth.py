@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hetlb.balancer.core.latency import LatencyModel
-from hetlb.balancer.core.types import Capacity
-from hetlb.options.profiles.profile_file import (
+from hetlb.balancer.config.profile_file import (
     EngineInfo,
     HostTime,
     Profile,
@@ -18,7 +16,9 @@ from hetlb.options.profiles.profile_file import (
     load_profile,
     sections,
 )
-from hetlb.options.profiles.step_times import LaunchTime
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.step_times import LaunchTime
+from hetlb.balancer.core.types import Capacity
 from hetlb.tools.profiler.fit import Point, StepKind
 from hetlb.tools.profiler.grid import DEFAULT_GRID, Size, clip
 from hetlb.tools.profiler.sources import Measurements, profile_of

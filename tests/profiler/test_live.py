@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from hetlb.balancer.config.profile_file import load_profile
 from hetlb.balancer.core.types import Capacity
 from hetlb.cli import profile_live
 from hetlb.cli.main import build_parser, main
 from hetlb.cli.profile_facts import Facts
 from hetlb.errors import HetlbError, InputError, ProfileError
-from hetlb.options.profiles.profile_file import load_profile
 from hetlb.tools.emulator import EmulatedEngine
 from hetlb.tools.profiler.client import (
     CompletionStream,

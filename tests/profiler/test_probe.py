@@ -12,10 +12,10 @@ import pytest
 from profiler.conftest import PROFILE, Start
 from profiler.test_live import profile
 
+from hetlb.balancer.config.profile_file import Profile, load_profile
 from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.step_times import DecodeTable
 from hetlb.balancer.core.types import Capacity, EngineSample
-from hetlb.options.profiles.profile_file import Profile, load_profile
-from hetlb.options.profiles.step_times import DecodeTable
 from hetlb.tools.profiler.client import EngineClient, ServerFacts, TokenTimes
 from hetlb.tools.profiler.probe import probe_host
 from hetlb.tools.profiler.sources import assumed_host

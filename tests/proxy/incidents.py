@@ -8,6 +8,7 @@ from typing import Any
 from helpers import make_scheduler, request, spec
 from proxy.rows import ended
 
+from hetlb.balancer.admin.fleet_status import pools, status
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (
     AdminState,
@@ -20,8 +21,7 @@ from hetlb.balancer.core.types import (
     Probed,
     ProbeResult,
 )
-from hetlb.options.admin.fleet_status import pools, status
-from hetlb.options.recent import Recent
+from hetlb.balancer.telemetry.recent import Recent
 
 SLOTS = 8
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import pytest
 import yaml
 from helpers import HANG_S, turns_until
 from proxy.upstreams import PLAIN_BODY, Upstream, Visit, plain
@@ -183,7 +182,6 @@ async def serving(
     folder: Path, fleet: dict[str, Any], *, policy: str | None = None
 ) -> AsyncIterator[Running]:
     """The service of a fleet file, with a policy as a flag gives it; in the end nothing may be left of it."""
-    pytest.importorskip("hetlb.options.admin")  # the operator's client asks its pages
     before = asyncio.all_tasks()
     path = folder / "fleet.yaml"
     path.write_text(yaml.safe_dump(fleet))

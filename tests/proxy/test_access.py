@@ -18,8 +18,8 @@ from proxy.services import Engine, document, said, serving
 from proxy.test_proxying import Client, post
 from proxy.upstreams import plain
 
-from hetlb.addresses import allowed_address
-from hetlb.balancer.clients.access import EngineAccess, load_access, network_of
+from hetlb.addresses import allowed_address, network_of
+from hetlb.balancer.clients.access import EngineAccess, load_access
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.cli.main import COMMANDS, build_parser, main
 from hetlb.errors import ConfigError, HetlbError
@@ -234,7 +234,7 @@ async def test_a_registered_name_is_resolved_once_and_the_address_is_kept(
                 resolved.append(url)
                 return ["127.0.0.1"]
 
-            monkeypatch.setattr("hetlb.options.members.addresses", resolve)
+            monkeypatch.setattr("hetlb.balancer.fleet.members.addresses", resolve)
             body = {"url": f"http://engine.example:{port}", "model": "m", "name": "new"}
             assert (await running.admin("POST", "/v1/fleet/instances", body)).status == 201
             await running.up("new")

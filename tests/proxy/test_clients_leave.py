@@ -14,10 +14,10 @@ from helpers import turns_until
 from proxy.services import PatientService
 
 from hetlb.balancer.config.fleet import fleet_from_urls
+from hetlb.balancer.config.profile_file import load_profile
 from hetlb.balancer.core.types import Outcome
 from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.telemetry.request_record import RequestRecord
-from hetlb.options.profiles.profile_file import load_profile
 from hetlb.tools.emulator import EmulatedEngine
 from hetlb.tools.sim.integrity import check_scheduler
 

@@ -17,9 +17,9 @@ import pytest
 from proxy.test_proxying import ask, post
 from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, Upstream, chunk, plain
 
+from hetlb.balancer.telemetry.access_log import json_line, keyvalue_line
+from hetlb.balancer.telemetry.recent import Recent
 from hetlb.balancer.telemetry.request_record import RequestRecord
-from hetlb.options.recent import Recent
-from hetlb.options.request_log.access_log import json_line, keyvalue_line
 
 Start = Callable[..., Any]
 RECORDED = Path(__file__).parents[1] / "vllm" / "data"

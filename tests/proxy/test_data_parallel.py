@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from proxy.services import document, serving
 
-from hetlb.options.profiles.profile_file import Profile, load_profile
+from hetlb.balancer.config.profile_file import Profile, load_profile
 from hetlb.tools.emulator import EmulatedEngine
 
 PROFILE = Path(__file__).parents[2] / "hetlb" / "tools" / "demo" / "fast.yaml"

@@ -10,6 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from proxy.incidents import Watched
 
+from hetlb.balancer.admin.beliefs import BeliefSource, believed, slots_source, speed_source
+from hetlb.balancer.admin.fleet_status import pools, status
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.types import (
     AdminState,
@@ -19,8 +21,6 @@ from hetlb.balancer.core.types import (
     EngineSample,
     Outcome,
 )
-from hetlb.options.admin.beliefs import BeliefSource, believed, slots_source, speed_source
-from hetlb.options.admin.fleet_status import pools, status
 
 
 def test_without_traffic_it_is_well() -> None:

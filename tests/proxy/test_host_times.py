@@ -13,7 +13,7 @@ from helpers import HANG_S, turns_until
 from proxy.services import Engine, Running, document, said, serving
 from proxy.upstreams import plain
 
-from hetlb.options.profiles.profile_file import Profile, load_profile
+from hetlb.balancer.config.profile_file import Profile, load_profile
 from hetlb.tools.emulator import EmulatedEngine
 
 #: A real engine whose lone step takes 13 ms, by tables that say 2 ms.

@@ -12,9 +12,9 @@ from hetlb.balancer.engines.upstream import MAX_INTERIM_ANSWERS
 from hetlb.balancer.http.connection_states import ClientState, Reading
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import MAX_SMALL_CHUNKS
+from hetlb.balancer.http.multipart import MAX_PART_LINES, MAX_PARTS, read_form
 from hetlb.balancer.http.openai_body import MAX_PROMPTS, GateError, read_json
 from hetlb.balancer.http.request_reader import MAX_BLANK_LINES
-from hetlb.options.forms.multipart import MAX_PART_LINES, MAX_PARTS, read_form
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\n"
 ASK = HEAD + b"content-length: 26\r\n\r\n" + b'{"model":"m","prompt":"x"}'

@@ -19,9 +19,9 @@ from hetlb.balancer.core.types import (
     Probed,
     ProbeResult,
 )
+from hetlb.balancer.fleet.members import LEAVES_AT, TURN_INSTANCES, Members
+from hetlb.balancer.fleet.source import Found
 from hetlb.inputs.urls import Origin, origin
-from hetlb.options.members import LEAVES_AT, TURN_INSTANCES, Members
-from hetlb.options.source import Found
 
 
 class CountingRoster:

@@ -23,14 +23,14 @@ from proxy.memory import Proxy
 from proxy.services import Engine, Running, document, serving
 from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, USAGE, Upstream, Visit, chunk, plain
 
+from hetlb.balancer.admin import prometheus
+from hetlb.balancer.admin.prometheus import MetricsPage
 from hetlb.balancer.core.types import CAUSES, EngineSample, InstanceRemoved, Outcome
 from hetlb.balancer.exchange.scheduler_side import SWEEP_S
 from hetlb.balancer.fleet.service import FleetService
 from hetlb.balancer.telemetry.counters import ITL_S, MAX_MODELS, Totals
 from hetlb.balancer.telemetry.histograms import FINE_MS, GapHistogram, Histogram
-from hetlb.options.admin import prometheus
-from hetlb.options.admin.prometheus import MetricsPage
-from hetlb.options.recent import Recent
+from hetlb.balancer.telemetry.recent import Recent
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 STREAM = SSE_HEAD + chunk(TOKEN) + chunk(TOKEN) + chunk(USAGE) + chunk(DONE) + LAST

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from hetlb.balancer.admin.causes import SEVERITIES, State
 from hetlb.balancer.core.types import CAUSES, AdminState, Health, Outcome
-from hetlb.options.admin.causes import SEVERITIES, State
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "configs" / "grafana" / "hetlb.json"

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from proxy.services import Engine, Running, serving
 
+from hetlb.balancer.clients.model_names import rename_in_form, rename_in_json
+from hetlb.balancer.clients.service_classes import ServiceClasses
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.http.http1 import GateError, RequestHead
 from hetlb.errors import ConfigError
-from hetlb.options.classes.service_classes import ServiceClasses
-from hetlb.options.model_names.model_names import rename_in_form, rename_in_json
 
 
 def fleet(large: Engine, small: Engine, **more: Any) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from python_multipart.multipart import parse_options_header
 
+from hetlb.balancer.clients.model_names import rename_in_form
 from hetlb.balancer.http.http1 import GateError
-from hetlb.options.forms.multipart import _named, read_form
-from hetlb.options.model_names.model_names import rename_in_form
+from hetlb.balancer.http.multipart import _named, read_form
 
 
 def test_the_model_of_a_form() -> None:

@@ -40,23 +40,11 @@ ROOMS = {
     "watched_files",
 }
 OF_CLI = {"hetlb.cli", "hetlb.cli.flags", "hetlb.cli.main", "hetlb.cli.serve"}
-#: Options that are imported: what a process needs while another takes its place, and pages.
-OF_OPTIONS = {
-    "hetlb.options",
-    "hetlb.options.lease_wire",
-    "hetlb.options.message_channel",
-    "hetlb.options.rarely",
-    "hetlb.options.recent",
-}
-OF_OPTIONS |= {f"hetlb.options.admin.{name}" for name in ("admin", "beliefs", "causes")}
-OF_OPTIONS |= {"hetlb.options.admin", "hetlb.options.admin.fleet_status", "hetlb.options.admin.prometheus"}
-OF_OPTIONS |= {f"hetlb.options.engine_pages.engine_{name}" for name in ("metrics", "tables")}
-OF_OPTIONS |= {"hetlb.options.engine_pages", "hetlb.options.engine_pages.series_reader"}
-OF_OPTIONS |= {f"hetlb.options.prefix_keys{name}" for name in ("", ".prefix_cuts", ".prompt_keys")}
-OF_OPTIONS |= {"hetlb.options.request_log", "hetlb.options.request_log.access_log"}
+#: Options that are imported: what a process needs while another takes its place.
+OF_OPTIONS = {f"hetlb.options{name}" for name in ("", ".lease_wire", ".message_channel")}
 OF_OPTIONS |= {"hetlb.options.takeover", "hetlb.options.takeover.offer"}
 #: Lines of all modules that a plain `serve` may import.
-MOST_LINES = 21_800
+MOST_LINES = 21_900
 
 
 async def a_plain_serve(folder: Path) -> set[str]:

@@ -12,7 +12,7 @@ from helpers import turns_until
 from proxy.services import Engine, Running, document, serving
 from proxy.upstreams import DONE, LAST, SSE_HEAD, chunk, plain
 
-from hetlb.options.profiles.profile_file import load_profile
+from hetlb.balancer.config.profile_file import load_profile
 from hetlb.tools.emulator import EmulatedEngine
 
 PROFILE = Path(__file__).parents[2] / "hetlb" / "tools" / "demo" / "fast.yaml"

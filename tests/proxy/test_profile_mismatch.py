@@ -9,7 +9,7 @@ import yaml
 from proxy.services import PatientService
 
 from hetlb.balancer.config.fleet import load_fleet
-from hetlb.options.profiles.profile_file import load_profile
+from hetlb.balancer.config.profile_file import load_profile
 from hetlb.tools.emulator import EmulatedEngine
 
 PROFILE = {

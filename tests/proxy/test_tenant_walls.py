@@ -10,9 +10,9 @@ import pytest
 from proxy.memory import End, Proxy
 from proxy.test_hostile import Engines
 
+from hetlb.balancer.clients.api_keys import ClientKeys, Tenant
+from hetlb.balancer.clients.prompt_keys import session_key, text_keys
 from hetlb.balancer.http.openai_body import Call
-from hetlb.options.api_keys.api_keys import ClientKeys, Tenant
-from hetlb.options.prefix_keys.prompt_keys import session_key, text_keys
 
 KEYS = {name: f"key-of-{name}" for name in ("ann", "bob")}
 

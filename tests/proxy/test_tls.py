@@ -19,9 +19,9 @@ from proxy.test_proxying import ASK_STREAM, Client, post
 from proxy.upstreams import DONE, STREAM, TOKEN
 
 from hetlb.balancer.clients.access import load_access
+from hetlb.balancer.clients.certificates import server_context
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.core.types import Health
-from hetlb.options.certificates.certificates import server_context
 
 
 class Authority:

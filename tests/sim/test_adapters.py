@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from sim.test_fleet import fleet
 
+from hetlb.balancer.core.adapters import AdapterLoadTime
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.types import Capacity, Outcome
 from hetlb.cli.main import main
-from hetlb.options.adapters.adapters import AdapterLoadTime
 from hetlb.tools.sim.adapter_slots import LoadedAdapters
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.engine_sequence import EngineSequence

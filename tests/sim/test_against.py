@@ -21,10 +21,10 @@ from hetlb.balancer.core.latency import LatencyModel, scaled
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.step_times import DecodeTable, MixedTerm, PnormPrefill
 from hetlb.balancer.core.types import Dispatch, Health, Lease, Outcome
 from hetlb.errors import ConfigError, TraceError
 from hetlb.options.event_log.eventlog import RecordingScheduler, encode_setup
-from hetlb.options.profiles.step_times import DecodeTable, MixedTerm, PnormPrefill
 from hetlb.tools.sim.against import (
     Comparison,
     Corrections,

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim.plain_engine import PlainEngine, PlainSequence
 
+from hetlb.balancer.config.profile_file import Profile
 from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.step_times import PnormPrefill, PrefillGrid, SplitKv
 from hetlb.balancer.core.types import Capacity
-from hetlb.options.profiles.profile_file import Profile
-from hetlb.options.profiles.step_times import PnormPrefill, PrefillGrid, SplitKv
 from hetlb.tools.sim.block_pool import blocks_for
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.engine_model import EngineModel

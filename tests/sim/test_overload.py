@@ -8,11 +8,11 @@ import statistics
 import pytest
 from helpers import FAST, MODEL, spec
 
+from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, Health, Outcome
-from hetlb.options.length_samples.samples import LengthDistribution
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.fleet_result import FleetResult, FleetSeries

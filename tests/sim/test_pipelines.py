@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hetlb.options.length_samples.samples import LengthDistribution, SamplePredictor
+from hetlb.balancer.core.length_samples import LengthDistribution, SamplePredictor
 from hetlb.tools.paths.path_ledger import PathLease
 from hetlb.tools.paths.path_scheduler import PathScheduler
 from hetlb.tools.paths.stages import SINK, SOURCE, BatchLimits, Curve, LinkSpec, StageNetwork, StageSpec

@@ -17,9 +17,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from hetlb.balancer.engines import engine_metrics
+from hetlb.balancer.engines.engine_tables import VLLM
 from hetlb.balancer.http.endpoints import ENDPOINTS, KEPT_PATHS, REALTIME_PATH
-from hetlb.options.engine_pages import engine_metrics
-from hetlb.options.engine_pages.engine_tables import VLLM
 from hetlb.tools.plan.common import servers
 
 KNOWN_FIELDS = Path(__file__).parent / "data" / "known-fields.json"

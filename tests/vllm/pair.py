@@ -36,7 +36,7 @@ from engines import (
 )
 
 from hetlb.balancer.core.types import EngineSample
-from hetlb.options.engine_pages.engine_metrics import parse
+from hetlb.balancer.engines.engine_metrics import parse
 from hetlb.tools.loadtest.bodies import RequestBodies
 from hetlb.tools.loadtest.generator import run_load
 from hetlb.tools.loadtest.load_result import LoadResult

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from forks import answered
 
-from hetlb.options.profiles.profile_file import kv_need
+from hetlb.balancer.config.profile_file import kv_need
 from hetlb.tools.models.kv_groups import KvBytes, allocated, parts_of
 from hetlb.tools.models.layer import Mixer, Scope
 from hetlb.tools.sim.engine_limits import EngineLimits

@@ -7,7 +7,7 @@ import json
 import pytest
 from forks import answered
 
-from hetlb.options.profiles.engine_defaults import batch_limits
+from hetlb.balancer.config.engine_defaults import batch_limits
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 

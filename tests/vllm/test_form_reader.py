@@ -13,8 +13,8 @@ from fuzz.run_target import mutate
 from proxy.test_multipart import BY_CLIENT
 
 from hetlb.balancer.http.http1 import GateError
+from hetlb.balancer.http.multipart import read_form
 from hetlb.balancer.http.openai_body import Call
-from hetlb.options.forms.multipart import read_form
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 FORMS = 6000

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from engines import SERVED_MODEL_NAME, Server, ServerSpec, vllm_servers
 
-from hetlb.options.engine_pages.engine_metrics import EngineCounters, page_of
+from hetlb.balancer.engines.engine_metrics import EngineCounters, page_of
 from hetlb.tools.loadtest.processes import helper_processes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]

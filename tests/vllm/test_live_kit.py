@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from engines import REPO_ROOT, VENV_PYTHON
 
-from hetlb.options.profiles.profile_file import load_profile
+from hetlb.balancer.config.profile_file import load_profile
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

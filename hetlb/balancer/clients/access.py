@@ -6,7 +6,6 @@ source, never the secret, and no secret is in a `repr`.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import ssl
@@ -15,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetlb.addresses import Network, is_loopback
+from hetlb.addresses import Network, is_loopback, network_of
 from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.config.fleet_tables import TlsTable
 from hetlb.errors import ConfigError
-from hetlb.extras import hook
 
 if TYPE_CHECKING:
-    from hetlb.balancer.interfaces import KnownKeys
+    from hetlb.balancer.clients.api_keys import ClientKeys, LimitsTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class Access:
     engines: Mapping[str, EngineAccess]
     model_keys: Mapping[str, bytes] = field(repr=False)
     admin_token: bytes | None = field(repr=False)
-    keys: KnownKeys | None = field(repr=False)
+    keys: ClientKeys | None = field(repr=False)
     tls: ssl.SSLContext | None
     admin_tls: ssl.SSLContext | None
     networks: tuple[Network, ...]
@@ -66,7 +65,7 @@ class Access:
         return EngineAccess(key, self.passthrough, tls, address, confined=address is None)
 
     @property
-    def limits(self) -> dict[str, object]:
+    def limits(self) -> dict[str, LimitsTable]:
         """The limits of keys that have some, by the name of the key."""
         return {} if self.keys is None else self.keys.limits
 
@@ -94,7 +93,11 @@ def load_access(fleet: Fleet) -> Access:
             f"{where}admin.host: expected a loopback address like 127.0.0.1 where neither admin.token_file "
             f"nor admin.token_env is set, got {admin.host!r}"
         )
-    keys = None if proxy.api_keys_file is None else hook("api_keys", base / proxy.api_keys_file)
+    keys: ClientKeys | None = None
+    if proxy.api_keys_file is not None:
+        from hetlb.balancer.clients.api_keys import client_keys
+
+        keys = client_keys(base / proxy.api_keys_file)
     contexts: dict[Path | None, ssl.SSLContext] = {}
     engines = {}
     for spec in fleet.instances:
@@ -112,8 +115,8 @@ def load_access(fleet: Fleet) -> Access:
         model_keys=model_keys,
         admin_token=token,
         keys=keys,
-        tls=None if listen is None else hook("certificates", listen, f"{where}listen.tls", base),
-        admin_tls=None if admin.tls is None else hook("certificates", admin.tls, f"{where}admin.tls", base),
+        tls=None if listen is None else _listener_tls(listen, f"{where}listen.tls", base),
+        admin_tls=None if admin.tls is None else _listener_tls(admin.tls, f"{where}admin.tls", base),
         networks=networks,
         passthrough=proxy.passthrough_authorization,
         contexts=contexts,
@@ -158,20 +161,16 @@ def _engine_tls(
     """Return the TLS context for an engine's URL, None where it needs none. Raises `ConfigError`."""
     if not url.startswith("https:"):
         return None
-    context: ssl.SSLContext = hook("certificates.engines", authorities, key, known)
-    return context
+    from hetlb.balancer.engines.engine_certificates import engine_context
+
+    return engine_context(authorities, key, known)
+
+
+def _listener_tls(table: TlsTable, key: str, base: Path) -> ssl.SSLContext:
+    from hetlb.balancer.clients.certificates import server_context
+
+    return server_context(table, key, base)
 
 
 def _bearer(key: bytes | None) -> bytes | None:
     return None if key is None else b"Bearer " + key
-
-
-# --- networks ----------------------------------------------------------------------------------------
-
-
-def network_of(text: str, where: str) -> Network:
-    """Return the network at a key. Raises `ConfigError`."""
-    try:
-        return ipaddress.ip_network(text)
-    except ValueError as caught:
-        raise ConfigError(f"{where}: expected networks like 10.0.0.0/8, got {text!r}") from caught

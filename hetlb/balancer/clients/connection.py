@@ -23,8 +23,8 @@ from hetlb.balancer.http.paced_reading import PacedReader
 from hetlb.balancer.http.request_reader import RequestReader
 
 if TYPE_CHECKING:
+    from hetlb.balancer.clients.api_keys import Tenant
     from hetlb.balancer.clients.server import ProxyServer
-    from hetlb.balancer.interfaces import ClientKey
 
 #: Maximum bytes of a next request that may wait behind the one being answered.
 _MAX_PIPELINED_BYTES: Final = 64 << 10
@@ -74,7 +74,7 @@ class ClientConnection(PacedReader):
         self.cors = b""
         self.state = _IDLE
         self._head: RequestHead | None = None
-        self._tenant: ClientKey | None = None
+        self._tenant: Tenant | None = None
         #: Bytes of the body that count in the bodies of all connections.
         self._held = 0
         self._exchange: Exchange | None = None

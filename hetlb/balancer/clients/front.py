@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import sys
 import time
@@ -15,8 +14,8 @@ from hetlb.balancer.clients.router import Router
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.exchange.driver import Driver
+from hetlb.balancer.telemetry.access_log import FORMATS
 from hetlb.balancer.telemetry.request_record import RequestRecord
-from hetlb.errors import ConfigError
 from hetlb.extras import hook, option
 from hetlb.logs import LogWriter
 
@@ -59,8 +58,7 @@ class Front:
         self._lines: LogWriter | None = None
         self._write_line: Callable[[RequestRecord, float], str] | None = None
         if fleet.file.proxy.request_log:
-            with contextlib.suppress(ConfigError):  # an installation without it
-                self._write_line = hook("request_log", fleet.file.proxy.request_log_format)
+            self._write_line = FORMATS[fleet.file.proxy.request_log_format]
 
     def open_log(self, at_once: int | None = None) -> None:
         """Begin the request log, where the fleet wants one. `at_once`: see `LogWriter`."""
@@ -80,10 +78,14 @@ class Front:
         self.server.configure(fleet.file.proxy, access)
         router = self.server.router
         router.names = router.classes = None
-        if fleet.uses("model_names"):
-            router.names = hook("model_names", fleet.written)
-        if fleet.uses("classes"):
-            router.classes = hook("classes", fleet.service_classes)
+        if any(each.aliases or each.fallback is not None for each in fleet.written.models):
+            from hetlb.balancer.clients.model_names import ModelNames
+
+            router.names = ModelNames.of(fleet.written)
+        if any(each.classes for each in fleet.file.models):
+            from hetlb.balancer.clients.service_classes import ServiceClasses
+
+            router.classes = ServiceClasses(fleet.service_classes)
         router.resume = option("resume").ways_of(fleet.file) if fleet.uses("resume") else {}
 
     def _requests_ended(self, ended: Sequence[RequestRecord]) -> None:

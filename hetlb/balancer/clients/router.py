@@ -6,7 +6,6 @@ Where keys are needed, nothing but `/health` and `/ping` is answered without one
 
 from __future__ import annotations
 
-import contextlib
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ import msgspec
 
 import hetlb
 from hetlb.balancer.clients.client_response import ClientSide
+from hetlb.balancer.clients.prompt_keys import keys_of
 from hetlb.balancer.config.fleet_tables import ProxyTable, Resume
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.core.prefix_index import PrefixKey
@@ -35,12 +35,11 @@ from hetlb.errors import ConfigError
 from hetlb.extras import hook
 
 if TYPE_CHECKING:
+    from hetlb.balancer.clients.api_keys import ClientKeys, Tenant
     from hetlb.balancer.core.option_interfaces import PromptBlocks
     from hetlb.balancer.interfaces import (
         BrowserPages,
         ClientAddresses,
-        ClientKey,
-        KnownKeys,
         OtherNames,
         PromptKeys,
         RequestClasses,
@@ -79,7 +78,7 @@ class Router:
         self._view = view
         self.configure(driver.table)
         #: Keys of clients; None lets every client in.
-        self.keys: KnownKeys | None = None
+        self.keys: ClientKeys | None = None
         #: Aliases and fallbacks, None without any.
         self.names: OtherNames | None = None
         #: Classes of the models' requests, None without any.
@@ -90,10 +89,8 @@ class Router:
         self._plain = PlainMaker(driver)
         #: Makes the attempts of answers that may go on elsewhere, None before the first.
         self._resumption: Any = None
-        #: Makes the keys of prompts' prefixes, None in an installation without it.
-        self._keys_of: PromptKeys | None = None
-        with contextlib.suppress(ConfigError):
-            self._keys_of = hook("prefix_keys")
+        #: Makes the keys of prompts' prefixes.
+        self._keys_of: PromptKeys | None = keys_of
         #: Makes the ids of every request's spans, None without tracing.
         self.tracing: SpanMaker | None = None
         #: Engines take our request ids for their own, and another proxy may count from 1 too.
@@ -105,14 +102,18 @@ class Router:
         #: Pages of other origins that may read answers, and addresses that other proxies tell; None without.
         self._pages: BrowserPages | None = None
         if table.cors_origins:
-            self._pages = hook("browsers", table.cors_origins)
+            from hetlb.balancer.clients.origins import PageOrigins
+
+            self._pages = PageOrigins(table.cors_origins)
         self._forwarded: ClientAddresses | None = None
         if table.trusted_proxies:
-            self._forwarded = hook("client_addresses", table.trusted_proxies)
+            from hetlb.balancer.clients.forwarded import ForwardedAddresses
+
+            self._forwarded = ForwardedAddresses(table.trusted_proxies)
         self._session_header = table.session_header.lower().encode()
         self._tenant_header = None if table.tenant_header is None else table.tenant_header.lower().encode()
 
-    def authenticate(self, head: RequestHead) -> ClientKey | None:
+    def authenticate(self, head: RequestHead) -> Tenant | None:
         """Return the tenant of a request by its key; None if none is needed. Raises `GateError` (401)."""
         keys = self.keys
         if keys is None or (self._pages is not None and head.method == b"OPTIONS"):
@@ -128,7 +129,7 @@ class Router:
         return path in ENDPOINTS or path in self._extra_paths
 
     def handle(
-        self, client: ClientSide, head: RequestHead, body: bytes, tenant: ClientKey | None
+        self, client: ClientSide, head: RequestHead, body: bytes, tenant: Tenant | None
     ) -> Exchange | bytes:
         """Return an exchange, not yet submitted, or the whole answer to it. Raises `GateError`."""
         if b"via" in head.fields and self._driver.forward_rules.came_back(head.headers):
@@ -169,14 +170,12 @@ class Router:
     @staticmethod
     def _read_form(head: RequestHead, body: bytes) -> Call:
         """Return the call in a form. Raises `GateError`."""
-        try:
-            read: Call = hook("forms", head.fields[b"content-type"], body)
-        except ConfigError as error:
-            raise GateError(415, "This installation reads no forms.") from error
-        return read
+        from hetlb.balancer.http.multipart import read_form
+
+        return read_form(head.fields[b"content-type"], body)
 
     def _session(
-        self, client: ClientSide, head: RequestHead, body: bytes, tenant: ClientKey | None
+        self, client: ClientSide, head: RequestHead, body: bytes, tenant: Tenant | None
     ) -> Exchange | bytes:
         """Return the session that an upgrade to WebSocket asks for. Raises `GateError`."""
         if head.method != b"GET":
@@ -197,7 +196,7 @@ class Router:
             exchange.outgoing.head = handshake.with_model(call.model)
         return exchange
 
-    def _resolve(self, names: OtherNames, call: Call, tenant: ClientKey | None) -> str:
+    def _resolve(self, names: OtherNames, call: Call, tenant: Tenant | None) -> str:
         """Set the model that serves a request in place of the one it asks for. Raises `GateError` (403)."""
         asked = call.asked = call.model or ""
         model = call.model = names.served(asked, self._driver.scheduling.available)
@@ -208,7 +207,7 @@ class Router:
         return model
 
     def _exchange(
-        self, client: ClientSide, head: RequestHead, kind: Kind, call: Call, tenant: ClientKey | None
+        self, client: ClientSide, head: RequestHead, kind: Kind, call: Call, tenant: Tenant | None
     ) -> Exchange:
         driver, scheduling = self._driver, self._driver.scheduling
         owner = None if tenant is None else tenant.name
@@ -302,7 +301,7 @@ class Router:
     # --- answers of hetlb's own ---
 
     def refused(
-        self, head: RequestHead, tenant: ClientKey | None, answer: Answer, since: float, peer: str
+        self, head: RequestHead, tenant: Tenant | None, answer: Answer, since: float, peer: str
     ) -> str:
         """Count and log a request of `peer` that came in at `since` and did not pass. Its `x-request-id`."""
         driver = self._driver
@@ -319,7 +318,7 @@ class Router:
         driver.refused(answer.outcome, answer.status, record)
         return label
 
-    def _own(self, head: RequestHead, tenant: ClientKey | None) -> bytes:
+    def _own(self, head: RequestHead, tenant: Tenant | None) -> bytes:
         path, status, body = head.path, 200, b""
         methods = (*_READS, b"POST") if path == "/ping" else _READS
         if path in _OPEN_PATHS:
@@ -343,7 +342,7 @@ class Router:
             status, body, close=not head.keep_alive, head_only=head.method == b"HEAD"
         )
 
-    def _models(self, tenant: ClientKey | None) -> list[dict[str, Any]]:
+    def _models(self, tenant: Tenant | None) -> list[dict[str, Any]]:
         """Return the models that a client may use."""
         models = self._view.models()
         if self.names is not None:
@@ -361,7 +360,7 @@ class Router:
         name = classes.background(model, allowed)
         return entry if name is None else {**entry, "background_class": name}
 
-    def _model(self, name: str, tenant: ClientKey | None) -> dict[str, Any]:
+    def _model(self, name: str, tenant: Tenant | None) -> dict[str, Any]:
         for entry in self._models(tenant):
             if entry.get("id") == name:
                 return entry

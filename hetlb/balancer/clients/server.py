@@ -16,7 +16,6 @@ from hetlb.balancer.clients.router import FleetView, Router
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.http.http1 import KnownHeads, parse_request_head
-from hetlb.extras import option
 from hetlb.turns import turns
 
 #: Seconds in which clients of WebSocket sessions close their side when the process ends.
@@ -103,7 +102,9 @@ class ProxyServer:
         loop = self.driver.loop
         tls: dict[str, Any] = {}
         if self.tls is not None:
-            option("certificates.certificates").show_newest(self.tls, lambda: self.tls)
+            from hetlb.balancer.clients.certificates import show_newest
+
+            show_newest(self.tls, lambda: self.tls)
             tls = {
                 "ssl": self.tls,
                 "ssl_handshake_timeout": self.table.head_timeout_s,

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from hetlb.addresses import network_of
 from hetlb.balancer.config.fleet_tables import (
     OWN_HEADERS,
     FleetFile,
@@ -22,14 +23,14 @@ from hetlb.balancer.config.fleet_tables import (
 )
 from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.objective import ServiceClass
-from hetlb.balancer.core.policies.base import PolicyParams
+from hetlb.balancer.core.policies.base import PlannedType, PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.predictor import PREDICTORS, LengthSample
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.types import Capacity, InstanceSpec, Role
 from hetlb.errors import ConfigError
-from hetlb.extras import hook, option
-from hetlb.inputs.mistakes import Mistakes, one_of, short
+from hetlb.extras import hook
+from hetlb.inputs.mistakes import Mistakes, did_you_mean, listed, one_of, short
 from hetlb.inputs.option_keys import options_of, stated_keys
 from hetlb.inputs.urls import Origin, check_url, origin
 from hetlb.inputs.yaml_file import load_yaml, with_lines
@@ -101,25 +102,31 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         """Policy parameters as the scheduler's type."""
         p = self.file.policy
         first = self.file.models[0].name if self.file.models else ""
-        types = option("plans").planned_types(p.types, first) if p.types else ()
+        types: tuple[PlannedType, ...] = ()
+        if p.types:
+            from hetlb.balancer.config.plan_keys import planned_types
+
+            types = planned_types(p.types, first)
         worth, weights = tuple(p.worth.items()), tuple(p.weights.items())
         return PolicyParams(p.theta, p.combine, worth, types, p.adapter_load_s, weights)
 
     @property
     def token_counters(self) -> dict[str, Callable[[str], int]]:
         """Return what counts the tokens of a text, by model. Raises `ConfigError`."""
-        counters: dict[str, Callable[[str], int]] = (
-            hook("tokenizers", self) if self.uses("tokenizers") else {}
-        )
-        return counters
+        if all(model.tokenizer is None for model in self.file.models):
+            return {}
+        from hetlb.balancer.config.token_counters import token_counters
+
+        return token_counters(self)
 
     @property
     def service_classes(self) -> dict[str, dict[str, ServiceClass]]:
         """Service classes by model and name, the default first."""
-        return {
-            model.name: {} if not model.classes else hook("classes.class_tables", model.classes)
-            for model in self.file.models
-        }
+        if not any(model.classes for model in self.file.models):
+            return {model.name: {} for model in self.file.models}
+        from hetlb.balancer.config.class_tables import service_classes
+
+        return {model.name: service_classes(model.classes) for model in self.file.models}
 
     @property
     def queue_limits(self) -> QueueLimits:
@@ -173,7 +180,9 @@ def check_policy(table: PolicyTable, where: str) -> None:
     except ConfigError as error:
         raise ConfigError(f"{where}policy.name: {error}") from error
     if table.combine != PolicyTable().combine:
-        forms = tuple(option("policies.baselines").COMBINE_FORMS)
+        from hetlb.balancer.core.policies.baselines import COMBINE_FORMS
+
+        forms = tuple(COMBINE_FORMS)
         if table.combine not in forms:
             raise ConfigError(f"{where}policy.combine: {one_of(table.combine, forms)}")
     if table.predictor is not None and table.predictor not in PREDICTORS:
@@ -203,11 +212,15 @@ def resolve_instance(
     labels = instance.labels if instance.gpu is None else {**instance.labels, "gpu": instance.gpu}
     named = instance.profile
     if named is None and profiles:
-        named = hook("profiles.selectors", labels, profiles)
+        from hetlb.balancer.config.profile_selectors import select_profile
+
+        named = select_profile(labels, profiles)
     if named is not None:
         path = base / named
         if path not in cache:
-            cache[path] = hook("profiles", base, named, f"{key}profile")
+            from hetlb.balancer.config.profile_file import load_named
+
+            cache[path] = load_named(base, named, f"{key}profile")
         profile = cache[path]
     capacity = profile.capacity if profile else Capacity()
     assumed = profile is not None and profile.host_assumed
@@ -243,12 +256,59 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
     mistakes.add(ConfigError(where + each) for each in _mistakes_across(file))
     for m, model in enumerate(file.models):
         resolved.add_model(model, f"{where}models[{m}]")
+    mistakes.add(ConfigError(where + line) for line in _key_mistakes(fleet))
     for each in options.values():
         if (of_option := getattr(each, "mistakes", None)) is not None:
             mistakes.add(ConfigError(where + line) for line in of_option(fleet))
     if mistakes.found:
         raise with_lines(path, mistakes.found) if path else mistakes.found[0]
     return msgspec.structs.replace(fleet, instances=tuple(resolved.specs))
+
+
+def _key_mistakes(fleet: Fleet) -> Iterator[str]:
+    """Yield the mistakes in keys that some fleets have, of a fleet whose instances are known."""
+    file = fleet.file
+    if any(model.classes for model in file.models):
+        from hetlb.balancer.config import class_tables
+
+        yield from class_tables.mistakes(fleet)
+    if file.profiles:
+        from hetlb.balancer.config import profile_selectors
+
+        yield from profile_selectors.mistakes(fleet)
+    if file.policy.worth or file.policy.types:
+        from hetlb.balancer.config import plan_keys
+
+        yield from plan_keys.mistakes(fleet)
+    yield from _name_mistakes(file)
+    if file.proxy.passthrough_authorization and file.proxy.api_keys_file is not None:
+        yield (
+            "proxy.passthrough_authorization: expected false where proxy.api_keys_file is set, "
+            "got true: the engines would see the clients' keys"
+        )
+    for text in file.proxy.trusted_proxies:
+        try:
+            network_of(text, "proxy.trusted_proxies")
+        except ConfigError as error:
+            yield str(error)
+
+
+def _name_mistakes(file: FleetFile) -> Iterator[str]:
+    """Yield a line for each alias that is another name too, and each fallback that is no other model."""
+    names = [model.name for model in file.models]
+    seen = set(names)
+    for m, model in enumerate(file.models):
+        key = f"models[{m}]"
+        for a, alias in enumerate(model.aliases):
+            yield from pattern_mistake(alias, f"{key}.aliases[{a}]")
+            if alias in seen:
+                yield f"{key}.aliases: expected names used once, got {alias!r} again"
+            seen.add(alias)
+        others = sorted({*names} - {model.name})
+        if model.fallback is not None and model.fallback not in others:
+            among = f", one of {listed(others)}" if others else ""
+            got = f"{short(model.fallback)}{did_you_mean(model.fallback, others)}"
+            yield f"{key}.fallback: expected another model of this file{among}, got {got}"
 
 
 def _mistakes_across(file: FleetFile) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -11,12 +11,19 @@ from hetlb.inputs.option_keys import FileTable, of
 from hetlb.inputs.yaml_file import NonNegative, Port, Positive, PositiveInt, Share
 
 
+class TlsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A PEM certificate (with its chain) and its private key, as paths."""
+
+    cert: str
+    key: str
+
+
 class Listen(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Address of the main listener; with `tls` it speaks TLS there and nothing else."""
 
     host: str = "127.0.0.1"
     port: Port = 8080
-    tls: Annotated[Any, of("certificates")] = None
+    tls: TlsTable | None = None
 
 
 class Admin(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -27,11 +34,22 @@ class Admin(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     host: str = "127.0.0.1"
     port: Port = 8081
-    tls: Annotated[Any, of("certificates")] = None
+    tls: TlsTable | None = None
     token_file: str | None = None
     token_env: str | None = None
     registration: bool = False
     registration_networks: tuple[str, ...] = ()
+
+
+class PlannedTypeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A type of request in a plan: its model, mean lengths in tokens, its share, each instance's of it."""
+
+    type: str
+    share: Positive = 1.0
+    input_tokens: Positive
+    output_tokens: Positive
+    model: str | None = None
+    instances: dict[str, NonNegative] = {}
 
 
 class PolicyTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -48,10 +66,10 @@ class PolicyTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     theta: Positive = 2.0
     combine: str = "power"
     predictor: str | None = None
-    trace: Annotated[str | None, of("length_samples")] = None
+    trace: str | None = None
     seed: int = 0
-    worth: Annotated[dict[str, NonNegative], of("plans")] = {}
-    types: Annotated[Any, of("plans")] = ()
+    worth: dict[str, NonNegative] = {}
+    types: tuple[PlannedTypeTable, ...] = ()
     adapter_load_s: NonNegative = 0.25
     weights: dict[str, NonNegative] = {}
 
@@ -67,8 +85,8 @@ class QueueTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     max_bytes: PositiveInt = 256 << 20
     timeout_s: Positive = 300.0
     no_instance_timeout_s: NonNegative = 30.0
-    tenant_share: Annotated[Share, of("tenants")] = 1.0
-    tenant_weights: Annotated[dict[str, Positive], of("tenants")] = {}
+    tenant_share: Share = 1.0
+    tenant_weights: dict[str, Positive] = {}
 
 
 class HealthTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -132,13 +150,13 @@ class ProxyTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     shutdown_grace_s: NonNegative = 120.0
     request_log: bool = True
     request_log_format: Literal["keyvalue", "json"] = "keyvalue"
-    session_header: Annotated[str, of("prefix_keys")] = "x-session-id"
+    session_header: str = "x-session-id"
     tenant_header: str | None = None
-    api_keys_file: Annotated[str | None, of("api_keys")] = None
+    api_keys_file: str | None = None
     passthrough_authorization: bool = False
     forward_headers: tuple[HeaderName, ...] = ()
-    trusted_proxies: Annotated[tuple[str, ...], of("client_addresses")] = ()
-    cors_origins: Annotated[tuple[OriginText, ...], of("browsers")] = ()
+    trusted_proxies: tuple[str, ...] = ()
+    cors_origins: tuple[OriginText, ...] = ()
     heartbeat_s: NonNegative = 0.0
     resume: Annotated[Resume, of("resume")] = False
     max_connections: PositiveInt | None = None
@@ -167,7 +185,7 @@ class InstanceTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=
 
     name: str | None = None
     url: str | None = None
-    profile: Annotated[str | None, of("profiles")] = None
+    profile: str | None = None
     weight: Positive = 1.0
     api_key_file: str | None = None
     api_key_env: str | None = None
@@ -180,6 +198,30 @@ class InstanceTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=
     kv_bootstrap: Annotated[str | None, of("split")] = None
 
 
+#: Bounds of a target in milliseconds: within them every score is a number.
+LEAST_TARGET_MS: Final = 1e-3
+MOST_TARGET_MS: Final = 1e9
+_Target: TypeAlias = Annotated[float, msgspec.Meta(ge=LEAST_TARGET_MS, le=MOST_TARGET_MS)]
+
+
+class ClassTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Objective of one class of requests: targets in milliseconds that a share `attainment` is to meet.
+
+    `background` requests take only what the other classes leave over. A second until the first token weighs
+    `first_token_weight` of the rest, where no target is stated. With `refuse_hopeless` a request that can no
+    longer meet its targets gets 503.
+    """
+
+    ttft_ms: _Target | None = None
+    tpot_ms: _Target | None = None
+    e2e_ms: _Target | None = None
+    attainment: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.95
+    background: bool = False
+    first_token_weight: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
+    refuse_hopeless: bool = False
+    resume: Annotated[Resume | None, of("resume")] = None
+
+
 class ModelTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One pool: the instances that serve one model; its key is for instances without one of their own.
 
@@ -190,13 +232,13 @@ class ModelTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     name: str
     instances: tuple[InstanceTable, ...] = ()
-    aliases: Annotated[tuple[str, ...], of("model_names")] = ()
-    fallback: Annotated[str | None, of("model_names")] = None
-    tokenizer: Annotated[str | None, of("tokenizers")] = None
+    aliases: tuple[str, ...] = ()
+    fallback: str | None = None
+    tokenizer: str | None = None
     api_key_file: str | None = None
     api_key_env: str | None = None
     kv_transfer: Annotated[Any, of("split")] = None
-    classes: Annotated[Any, of("classes")] = {}
+    classes: dict[str, ClassTable] = {}
     resume: Annotated[Resume | None, of("resume")] = None
 
 
@@ -229,6 +271,6 @@ class FleetFile(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True
     tracing: Annotated[Any, of("tracing")] = None
     pick: Annotated[Any, of("pick")] = None
     shared: Annotated[Any, of("shared_view")] = None
-    profiles: Annotated[dict[str, str], of("profiles")] = {}
+    profiles: dict[str, str] = {}
     discovery: DiscoveryTable | None = None
     watch: bool = True

@@ -11,7 +11,6 @@ from hetlb.balancer.core.placement import Placement
 from hetlb.balancer.core.queue import Queued, QueueKey
 from hetlb.balancer.core.ready import ReadyInstances, least_tokens
 from hetlb.balancer.core.types import Command, Reject, Request, RequestId
-from hetlb.extras import option
 
 #: Waiting requests that are predicted again per completed answer.
 _REPREDICTED_REQUESTS: Final = 8
@@ -51,7 +50,9 @@ class Backlog:
             self.ticked_at = now
         size = round(size_of(request, predicted))
         if request.service.stated and self._targets is None:
-            self._targets = option("classes.waiting_targets").WaitingTargets(self, fleet)
+            from hetlb.balancer.core.waiting_targets import WaitingTargets
+
+            self._targets = WaitingTargets(self, fleet)
         due = now if self._targets is None else self._targets.due(request, now, predicted)
         kind = self._placement.kind_of(request, predicted)
         queue.push(request, now, size, again, fleet.fit_of(request), due, kind)

@@ -16,7 +16,6 @@ from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.option_interfaces import ProtectedClass
 from hetlb.balancer.core.rate import RecentRate
 from hetlb.balancer.core.types import Request
-from hetlb.extras import option
 
 #: Weight of a prompt token against one output token (0.075, 0.3: tokens/s at once 0.994, 0.994 x).
 PROMPT_WEIGHT: Final = 0.15
@@ -211,7 +210,9 @@ class Demand:
         for each in self.protected:
             if each.name == service.name:
                 return each
-        found: ProtectedClass = option("classes.protected").Protected(service)
+        from hetlb.balancer.core.protected import Protected
+
+        found = Protected(service)
         self.protected.append(found)
         self.protected.sort(key=lambda each: each.tightness())
         return found

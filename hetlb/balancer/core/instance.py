@@ -16,11 +16,9 @@ from hetlb.balancer.core.occupancy import SIGNAL_STALE_S
 from hetlb.balancer.core.prefix_index import PrefixIndex
 from hetlb.balancer.core.speed import Mark, SpeedTracker
 from hetlb.balancer.core.types import AdminState, EngineSample, Health, InstanceSpec, Lease
-from hetlb.errors import ConfigError
-from hetlb.extras import hook
 
 if TYPE_CHECKING:
-    from hetlb.balancer.core.option_interfaces import EngineAdapters
+    pass
 
 #: Seconds before an instance with a notice is gone, in which nothing runs there any more.
 NOTICE_MARGIN_S: Final = 1.5
@@ -126,10 +124,9 @@ class Instance(InstanceLedger):
         self.adapters = None
         if not adapters:
             return
-        try:
-            slots: EngineAdapters = hook("adapters", frozenset(adapters))
-        except ConfigError:  # an installation without it: they are served, and their loads not counted
-            return
+        from hetlb.balancer.core.adapters import AdapterSlots
+
+        slots = AdapterSlots(frozenset(adapters))
         self.adapters = slots
         slots.slots = self.capacity.max_loras or DEFAULT_MAX_LORAS
         for lease in self.leases.values():

@@ -53,7 +53,7 @@ def check_numbers(form: object, least: float, *names: str) -> None:
 
 @mypyc_attr(acyclic=True)
 class PassForm(PickleByFields):
-    """Form of a pass over prompt tokens (`options/profiles/step_times.py` has the measured ones)."""
+    """Form of a pass over prompt tokens (`balancer/core/step_times.py` has the measured ones)."""
 
     __slots__ = ()
 

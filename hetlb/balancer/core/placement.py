@@ -223,8 +223,9 @@ class Placement:
             ctx.least_output = long / 2.0
         if fleet.adapters and request.model in fleet.adapters:
             if self.adapter_load is None:
-                times = option("adapters.adapters").AdapterLoadTime
-                self.adapter_load = times(self.policy.params.adapter_load_s)
+                from hetlb.balancer.core.adapters import AdapterLoadTime
+
+                self.adapter_load = AdapterLoadTime(self.policy.params.adapter_load_s)
             ctx.adapter_load_s = self.adapter_load.seconds
         return ctx
 

@@ -14,7 +14,6 @@ from itertools import accumulate
 from typing import Final, Protocol
 
 from hetlb.balancer.core.types import Request, RequestId
-from hetlb.extras import option
 
 PREDICTORS = ("normal", "mean", "empirical", "online", "oracle")
 
@@ -292,5 +291,6 @@ def make_predictor(
         return OnlinePredictor()
     if name not in PREDICTORS:
         raise ValueError(f"expected one of {', '.join(PREDICTORS)}, got {name!r}")
-    found: Predictor = option("length_samples.samples").make(name, rng, lengths, oracle)
-    return found
+    from hetlb.balancer.core.length_samples import make
+
+    return make(name, rng, lengths, oracle)

@@ -11,15 +11,12 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from hetlb.balancer.core.option_interfaces import TenantShares
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.types import Request, RequestId
-from hetlb.errors import ConfigError
-from hetlb.extras import hook
 
 #: Ranks of the requests of one priority, and their number.
 _IN_TIME: Final = 0
@@ -327,8 +324,9 @@ class Queue:
         """Return the shares of tenants, from the first request of one on."""
         if not self._asked_shares and (tenant is not None or self.limits.tenant_share < 1.0):
             self._asked_shares = True
-            with suppress(ConfigError):
-                self.tenants = hook("tenants", self)
+            from hetlb.balancer.core.fair_shares import FairShares
+
+            self.tenants = FairShares(self)
         return self.tenants
 
     def booked(self, tenant: str | None, tokens: int) -> None:

@@ -31,11 +31,10 @@ from hetlb.balancer.core.types import (
     Probed,
     ProbeResult,
 )
+from hetlb.balancer.engines.engine_metrics import EnginePage
 from hetlb.balancer.engines.engine_pools import LOCAL_ERRNOS
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.telemetry.events import Event, tell
-from hetlb.errors import ConfigError
-from hetlb.extras import hook
 from hetlb.inputs.urls import bracketed
 from hetlb.logs import escape
 from hetlb.served_models import longest_context, read_model_list, read_version
@@ -119,9 +118,10 @@ class EngineWatch:
                     await event.wait()
         for instance in self._scheduler.instances:
             _log_absent(instance)
-            if (profile := profiles.get(instance.name)) is not None:
-                entries, version = self.models.get(instance.name, []), self.versions.get(instance.name)
-                profile.tell_other(instance.name, entries, version)
+            name = instance.name
+            if (profile := profiles.get(name)) is not None:
+                for text in profile.differences(self.models.get(name, []), self.versions.get(name)):
+                    tell(logger, Event.INSTANCE_PROFILE, "%s: %s", name, text, instance=name)
 
     @property
     def started(self) -> bool:
@@ -332,10 +332,7 @@ class EngineWatch:
         return ProbeResult.FAILED, f"/health answers {status}"
 
     async def read_metrics(self, name: str) -> EngineSample | None:
-        try:
-            page: MetricsReader = hook("engine_pages")
-        except ConfigError:  # an installation without it
-            return None
+        page = EnginePage()
         paths = page.paths
         try:
             path = self._pages.get(name, paths[0])

@@ -32,7 +32,6 @@ from hetlb.balancer.http.forward_headers import ForwardRules
 from hetlb.balancer.http.openai_body import Call
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.request_record import RequestRecord
-from hetlb.extras import hook
 from hetlb.turns import turns
 
 #: Ended requests that are counted and logged at once; fewer while no request is open. The client behind them
@@ -316,7 +315,9 @@ class Driver(Host):
     def _move_all_away(self, now: float) -> None:
         for each in self.scheduling.targets():
             if each.leaves_at is not None:
-                hook("notices", self, each.name, each.leaves_at, now)
+                from hetlb.balancer.exchange.moves import move_away
+
+                move_away(self, each.name, each.leaves_at, now)
 
     # --- the end ---
 

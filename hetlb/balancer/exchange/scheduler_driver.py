@@ -45,8 +45,10 @@ from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.extras import hook
 
 if TYPE_CHECKING:
+    from hetlb.balancer.clients.api_keys import LimitsTable
+    from hetlb.balancer.clients.key_limits import Limiter, Limiters
     from hetlb.balancer.core.option_interfaces import BlockEvents
-    from hetlb.balancer.interfaces import KeyLimiter, KeyLimits, KeyTicket, SharedBookings
+    from hetlb.balancer.interfaces import KeyTicket, SharedBookings
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -80,7 +82,7 @@ class SchedulerDriver(SchedulerSide):
         #: Bookings of other processes of the fleet, None while this one is alone.
         self.view: SharedBookings | None = None
         #: Limits of clients' keys, None where no key ever had some.
-        self._limiters: KeyLimits | None = None
+        self._limiters: Limiters | None = None
         #: The last dispatches, the oldest first; fewer of a large fleet.
         self.decisions = newest((), len(scheduler.instances))
         #: Seconds that a probe may take.
@@ -110,14 +112,16 @@ class SchedulerDriver(SchedulerSide):
 
     # --- limits of keys ---
 
-    def limit(self, limits: Mapping[str, object]) -> None:
+    def limit(self, limits: Mapping[str, LimitsTable]) -> None:
         """Take limits of keys that hold from now on, by the name of the key."""
         if limits and self._limiters is None:
-            self._limiters = hook("api_keys.limits")
+            from hetlb.balancer.clients.key_limits import Limiters
+
+            self._limiters = Limiters()
         if self._limiters is not None:
             self._limiters.configure(limits)
 
-    def limiter(self, owner: str | None) -> KeyLimiter | None:
+    def limiter(self, owner: str | None) -> Limiter | None:
         return None if self._limiters is None or owner is None else self._limiters.of(owner)
 
     def admit(self, request: Request, owner: str | None, prompt_tokens: int, now: float) -> KeyTicket | None:

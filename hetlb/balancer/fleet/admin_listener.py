@@ -13,7 +13,6 @@ from aiohttp import web
 from hetlb.app_listener import AppListener
 from hetlb.balancer.config.fleet_tables import Admin
 from hetlb.errors import HetlbError
-from hetlb.extras import option
 
 #: Maximum number of connections without a request.
 MOST_CONNECTIONS: Final = 256
@@ -34,7 +33,9 @@ class AdminListener(AppListener):
     ) -> None:
         """Listen, on sockets that are bound already if there are any. Raises `HetlbError`."""
         if self.tls is not None:
-            option("certificates.certificates").show_newest(self.tls, lambda: self.tls)
+            from hetlb.balancer.clients.certificates import show_newest
+
+            show_newest(self.tls, lambda: self.tls)
         with named("admin", table.host, table.port):
             await self.open(app, table.host, table.port, listeners)
 

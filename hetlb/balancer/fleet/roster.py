@@ -27,7 +27,6 @@ from hetlb.balancer.core.types import (
 from hetlb.balancer.engines.scrape import EngineWatch
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.telemetry.events import Event, tell
-from hetlb.extras import hook
 from hetlb.inputs.urls import Origin, origin
 from hetlb.turns import Share
 
@@ -79,8 +78,9 @@ class Roster:
     @cached_property
     def members(self) -> FleetMembers:
         """Instances that stand in no file, and their sources."""
-        found: FleetMembers = hook("members", self)
-        return found
+        from hetlb.balancer.fleet.members import Members
+
+        return Members(self)
 
     def spec(self, name: str) -> InstanceSpec | None:
         instance = self._scheduler.fleet.instances.get(name)

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aiohttp import web
-
 from hetlb import systemd
 from hetlb.balancer.clients.access import Access, EngineAccess, load_access
 from hetlb.balancer.clients.front import Front, Listener
@@ -41,7 +39,7 @@ from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.build import version_line
 from hetlb.errors import ConfigError, InputError
-from hetlb.extras import hook, option
+from hetlb.extras import hook
 from hetlb.inputs.option_keys import options_of
 from hetlb.inputs.urls import bracketed
 from hetlb.logs import plain_line
@@ -49,6 +47,7 @@ from hetlb.systemd import NO_LISTENERS, Listeners
 from hetlb.watched_files import SeenFiles
 
 if TYPE_CHECKING:
+    from hetlb.balancer.fleet.source import Source
     from hetlb.balancer.interfaces import (
         CacheReports,
         EndedLately,
@@ -83,7 +82,7 @@ class FleetService(ABC):
     """A fleet and its scheduler, for the listener, the admin surface, the dashboard and `/metrics`."""
 
     driver: Carrier
-    #: The exchange with other schedulers of the fleet (`options/shared_fleet.py`), None where it is alone.
+    #: The exchange with other schedulers of the fleet (`shared_fleet.py`), None where it is alone.
     sharing: Any = None
     #: The processes that serve, where there are several.
     workers: Sequence[WorkerState] = ()
@@ -150,7 +149,9 @@ class FleetService(ABC):
         if self.fleet.file.watch and self.fleet.path is not None:
             self._do(self._watch_files())
         if sources := self._discovery_sources():
-            self._sources = found = hook("source", sources, self.roster.members.found)
+            from hetlb.balancer.fleet.source import Sources
+
+            self._sources = found = Sources(sources, self.roster.members.found)
             await found.start(most_s)
             await self.roster.members.settled()
         await self.watch.start(self.fleet.profiles, most_s)
@@ -161,17 +162,20 @@ class FleetService(ABC):
         if instance is None or not instance.spec.host_assumed_in:
             return
         if self._host_times is None:
-            self._host_times = hook("profiles.host_times", self.watch, self.roster.change)
+            from hetlb.balancer.engines.host_times import HostTimes
+
+            self._host_times = HostTimes(self.watch, self.roster.change)
         if self._host_times.wanted(instance):
             self._do(self._host_times.measure(instance))
 
-    def _discovery_sources(self) -> list[object]:
+    def _discovery_sources(self) -> list[Source]:
         """Return sources of instances that stand in no file of the fleet. Raises `ConfigError`."""
         fleet, table = self.fleet, self.fleet.file.discovery
         if table is None:
             return []
-        found: list[object] = option("source").configured(fleet, table)
-        return found
+        from hetlb.balancer.fleet.source import configured
+
+        return configured(fleet, table)
 
     async def _watch_files(self) -> None:
         table = self.fleet.file.discovery
@@ -303,12 +307,10 @@ class FleetService(ABC):
         """Apply new limits, keys and certificates where clients are served."""
 
     async def _open_admin(self, listeners: Sequence[socket.socket]) -> None:
-        """Open the admin listener; an installation without its pages answers 404 there."""
-        try:
-            app: web.Application = hook("admin", self)
-        except ConfigError:
-            app = web.Application()
-        await self.admin.listen(app, self.fleet.file.admin, listeners)
+        """Open the admin listener."""
+        from hetlb.balancer.admin.admin import make_app
+
+        await self.admin.listen(make_app(self), self.fleet.file.admin, listeners)
 
     # --- another process in this one's place ---
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -13,8 +12,7 @@ from hetlb.balancer.http.endpoints import NOT_KEPT, Kind
 from hetlb.balancer.http.http1 import GateError
 from hetlb.balancer.http.openai_fields import RequestFields
 from hetlb.balancer.http.transfer_fields import without_transfer_fields
-from hetlb.errors import NOT_JSON, ConfigError
-from hetlb.extras import hook
+from hetlb.errors import NOT_JSON
 
 #: Maximum bytes of a body that `stream_options` is put into.
 MAX_INJECT_BYTES: Final = 256 << 10
@@ -94,10 +92,9 @@ def read_json(kind: Kind, body: bytes) -> Call:
         try:
             decoded = _decoder.decode(body)
         except msgspec.ValidationError:
-            plain = body
-            with suppress(ConfigError):  # an installation without it
-                plain = hook("lax_numbers", body)
-            decoded = _decoder.decode(plain)
+            from hetlb.balancer.http.lax_numbers import with_plain_numbers
+
+            decoded = _decoder.decode(with_plain_numbers(body))
     except msgspec.ValidationError as error:
         raise GateError(400, _plain(str(error))) from error
     except NOT_JSON as error:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core.types import Lease, Outcome
 from hetlb.balancer.telemetry.histograms import GapHistogram, Histogram
+from hetlb.balancer.telemetry.recent import Recent
 from hetlb.balancer.telemetry.request_record import RequestRecord
-from hetlb.extras import hook
 
 if TYPE_CHECKING:
     from hetlb.balancer.interfaces import EndedLately
@@ -160,7 +160,7 @@ class Totals:
         self.end = Histogram(DECISION_S)
         self.lag = Histogram(LAG_S)
         #: The requests that ended lately.
-        self.recent: EndedLately = hook("recent")
+        self.recent: EndedLately = Recent()
 
     def model(self, name: str) -> ModelTotals:
         """Return the counters of a name that the fleet serves."""

@@ -17,6 +17,7 @@ from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.balancer.core.latency import LatencyModel, PassForm
+from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.option_interfaces import BlockEvents
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
@@ -24,6 +25,7 @@ from hetlb.balancer.core.policies.base import PlannedType, PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.step_times import FORMS
 from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
@@ -51,7 +53,7 @@ from hetlb.balancer.core.types import (
     RequestId,
     Role,
 )
-from hetlb.extras import hook, option
+from hetlb.extras import option
 
 FORMAT_VERSION: Final = 5
 
@@ -211,7 +213,7 @@ def read_value(kind: type[Any], raw: Any) -> Any:
         raise TypeError(f"expected a {kind.__name__}")
     fields = _FIELDS.get(kind, {})
     if not fields and (kind is LatencyModel or issubclass(kind, PassForm)):
-        fields = option("profiles.step_times").FORMS.get(kind, {})
+        fields = FORMS.get(kind, {})
     return kind(
         **{
             name: read_value(fields[name], value) if name in fields else _frozen(value)
@@ -255,7 +257,7 @@ def decode_setup(line: str) -> SchedulerSetup:
     try:
         fields = {name: value for name, value in raw.items() if name not in ("version", "kind", "lengths")}
         setup: SchedulerSetup = read_value(SchedulerSetup, fields)
-        lengths = hook("length_samples", raw["lengths"]) if raw["lengths"] else None
+        lengths = LengthDistribution(raw["lengths"]) if raw["lengths"] else None
     except (KeyError, TypeError) as caught:
         raise ValueError(f"the set-up line lacks or has too much: {caught}") from caught
     return replace(setup, lengths=lengths)

@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 
 from hetlb.balancer.config.fleet_tables import ModelTable
+from hetlb.balancer.fleet.source import Found, Publish, logger
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import ConfigError, InputError
 from hetlb.inputs.urls import check_url
 from hetlb.inputs.yaml_file import load_yaml
-from hetlb.options.source import Found, Publish, logger
 from hetlb.watched_files import changes, files_of
 
 

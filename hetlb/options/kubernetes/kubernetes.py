@@ -25,10 +25,10 @@ from lightkube.operators import Operator
 from lightkube.types import OnErrorAction, OnErrorResult
 
 from hetlb.balancer.config.fleet_tables import GPU_LABELS
+from hetlb.balancer.fleet.source import Found, Publish, SourceFailedError
 from hetlb.errors import ConfigError
 from hetlb.inputs.urls import bracketed
 from hetlb.options.kubernetes.cluster_tables import ClusterTable, KubernetesTable
-from hetlb.options.source import Found, Publish, SourceFailedError
 
 #: Folder of a pod's own token, authority and namespace.
 ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final, TypeAlias
 import msgspec
 
 from hetlb.balancer.telemetry.events import Event
+from hetlb.balancer.telemetry.rarely import Rarely
 from hetlb.options.kv_events.block_index import (
     BlocksCleared,
     BlocksRemoved,
@@ -26,7 +27,6 @@ from hetlb.options.kv_events.block_index import (
 )
 from hetlb.options.kv_events.publishers import KvEventsTable, publisher_of
 from hetlb.options.kv_events.zmtp import ZmtpConnection, ZmtpError
-from hetlb.options.rarely import Rarely
 from hetlb.turns import Share
 
 logger = logging.getLogger("hetlb.kv_events")

@@ -24,7 +24,6 @@ from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.exchange.scheduler_side import SWEEP_S
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import ConfigError
-from hetlb.extras import hook
 from hetlb.inputs.urls import bracketed
 from hetlb.options.pick import messages
 from hetlb.options.pick.calls import MAX_BESIDE_BODY_BYTES, ProcessCall
@@ -249,7 +248,9 @@ def gateway_certificates(fleet: Fleet) -> GatewayCertificates | None:
         if pick.client_ca_file is not None:
             raise ConfigError(f"{where}pick.client_ca_file: expected pick.tls beside it, got none")
         return None
-    context: ssl.SSLContext = hook("certificates", pick.tls, f"{where}pick.tls", base)
+    from hetlb.balancer.clients.certificates import server_context
+
+    context = server_context(pick.tls, f"{where}pick.tls", base)
     authorities = None
     if pick.client_ca_file is not None:
         path = base / pick.client_ca_file

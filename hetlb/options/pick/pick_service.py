@@ -16,13 +16,14 @@ from hetlb.balancer.config.fleet_tables import Listen
 from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.fleet.service import Service
+from hetlb.balancer.fleet.shared_fleet import SharedFleet
+from hetlb.balancer.fleet.source import Source
 from hetlb.balancer.interfaces import Predecessor
 from hetlb.extras import hook
 from hetlb.inputs.urls import bracketed, origin
 from hetlb.options.pick.pick_driver import PickDriver
 from hetlb.options.pick.pick_server import PickServer, gateway_certificates
 from hetlb.options.pick.pick_table import pick_table
-from hetlb.options.shared_fleet import SharedFleet
 from hetlb.systemd import NO_LISTENERS, Listeners
 
 #: Seconds between two resolutions of the names of instances.
@@ -89,7 +90,7 @@ class PickService(Service):
         if (address := _literal(spec.url)) is not None:
             self.server.state.set_address(spec.name, address)
 
-    def _discovery_sources(self) -> list[object]:
+    def _discovery_sources(self) -> list[Source]:
         fleet, table = self.fleet, self.fleet.file.discovery
         if table is None or not table.kubernetes:
             return super()._discovery_sources()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from hetlb.balancer.config.fleet import Fleet
-from hetlb.inputs.option_keys import FileTable, of
+from hetlb.balancer.config.fleet_tables import TlsTable
+from hetlb.inputs.option_keys import FileTable
 from hetlb.inputs.yaml_file import Port, PositiveInt
 
 
@@ -24,7 +25,7 @@ class PickTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     host: str = "127.0.0.1"
     port: Port = 9002
-    tls: Annotated[Any, of("certificates")] = None
+    tls: TlsTable | None = None
     client_ca_file: str | None = None
     any_gateway: bool = False
     fallbacks: Annotated[int, msgspec.Meta(ge=0, le=16)] = 2

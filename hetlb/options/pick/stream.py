@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from hetlb.balancer.clients.access import EngineAccess
+from hetlb.balancer.clients.api_keys import Tenant
 from hetlb.balancer.clients.router import Router
 from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import RejectReason
@@ -26,7 +27,6 @@ from hetlb.balancer.exchange.exchange_states import WRITTEN, Phase
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.error_responses import TOO_MANY_BYTES, Refusal
 from hetlb.balancer.http.http1 import GateError, RequestHead
-from hetlb.balancer.interfaces import ClientKey
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.options.pick import envoy_fields, messages
 from hetlb.options.pick import stream_states as rows
@@ -121,7 +121,7 @@ class HttpStream(Upstream):
         self.state = StreamState.OPENED
         self._request_mode = self._response_mode = messages.FULL_DUPLEX
         self._head: RequestHead | None = None
-        self._tenant: ClientKey | None = None
+        self._tenant: Tenant | None = None
         self._subset: tuple[str, ...] | None = None
         self._body: list[bytes] = []
         #: Bytes of the body so far.

@@ -13,7 +13,7 @@ from hetlb.balancer.telemetry.counters import (
     Totals,
 )
 from hetlb.balancer.telemetry.histograms import GapHistogram, Histogram
-from hetlb.options.recent import KEPT_POINTS, Recent, add_counts
+from hetlb.balancer.telemetry.recent import KEPT_POINTS, Recent, add_counts
 
 
 def add_totals(whole: Totals, part: Totals) -> None:

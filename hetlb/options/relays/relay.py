@@ -28,9 +28,9 @@ from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.fleet.service import require_urls, tune_gc
 from hetlb.balancer.telemetry.events import Event, tell
+from hetlb.balancer.telemetry.recent import Recent
 from hetlb.errors import HetlbError
 from hetlb.options.message_channel import MessageChannel
-from hetlb.options.recent import Recent
 from hetlb.options.relays.control import ChildControl, ChildState, Packet
 from hetlb.options.relays.protocol import (
     FROM_SCHEDULER,

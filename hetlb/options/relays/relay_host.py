@@ -24,9 +24,9 @@ from hetlb.balancer.http.http1 import GateError
 from hetlb.balancer.interfaces import KeyTicket
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
+from hetlb.balancer.telemetry.recent import Recent
 from hetlb.options.lease_wire import WireBegun
 from hetlb.options.message_channel import MessageChannel
-from hetlb.options.recent import Recent
 from hetlb.options.relays import protocol
 from hetlb.options.relays.merged_totals import add_recent, add_totals
 from hetlb.options.relays.protocol import (

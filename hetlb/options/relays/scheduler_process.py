@@ -27,9 +27,9 @@ from hetlb.balancer.fleet.service import FIRST_ROUND_S, FleetService, tune_gc
 from hetlb.balancer.interfaces import Predecessor
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
+from hetlb.balancer.telemetry.recent import Recent
 from hetlb.errors import InputError
 from hetlb.options.message_channel import MessageChannel
-from hetlb.options.recent import Recent
 from hetlb.options.relays.control import ChildControl, ChildState, Packet
 from hetlb.options.relays.protocol import (
     FROM_RELAY,

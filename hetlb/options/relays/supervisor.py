@@ -30,9 +30,9 @@ from hetlb.balancer.fleet.service import READINESS_LAG_S, WorkerState, announce,
 from hetlb.balancer.http.forward_headers import ForwardRules
 from hetlb.balancer.interfaces import Predecessor
 from hetlb.balancer.telemetry.events import Event, tell
+from hetlb.balancer.telemetry.rarely import Rarely
 from hetlb.errors import HetlbError
 from hetlb.logs import FORMATTERS, logging_to_stderr
-from hetlb.options.rarely import Rarely
 from hetlb.options.relays.control import ChildControl, ChildState, content_of
 from hetlb.options.relays.listeners import bind_listeners, share_of
 from hetlb.options.relays.relay import Relay

@@ -20,8 +20,8 @@ import msgspec
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command
 from hetlb.balancer.telemetry.events import Event, tell
+from hetlb.balancer.telemetry.rarely import Rarely
 from hetlb.options.lease_wire import PART_BYTES, PART_CHANGES, WireChange, parts
-from hetlb.options.rarely import Rarely
 from hetlb.options.shared_view.hub import HubTransport
 from hetlb.options.shared_view.peer_transport import PeerTransport
 from hetlb.options.shared_view.redis_transport import RedisTransport

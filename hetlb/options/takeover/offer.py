@@ -26,9 +26,9 @@ import msgspec
 
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.telemetry.events import Event
+from hetlb.balancer.telemetry.rarely import Rarely
 from hetlb.options.lease_wire import LeaseJournal, WireChange, live
 from hetlb.options.message_channel import MessageChannel
-from hetlb.options.rarely import Rarely
 from hetlb.turns import Share
 
 logger = logging.getLogger("hetlb.proxy")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from hetlb.app_listener import AppListener
+from hetlb.balancer.config.profile_file import Profile
 from hetlb.errors import ConfigError, ProfileError
-from hetlb.options.profiles.profile_file import Profile
 from hetlb.tools.emulator.api import Api
 from hetlb.tools.emulator.generation import Reader
 from hetlb.tools.emulator.kv_transfer import KvExchange, KvSettings

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from hetlb.balancer.config.profile_file import kv_need
 from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.errors import ConfigError
-from hetlb.options.profiles.profile_file import kv_need
 from hetlb.tools.models.attention import grouped
 from hetlb.tools.models.config_keys import ALIASES, ConfigKeys, class_defaults
 from hetlb.tools.models.degrees import ModelShape, accepted

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hetlb.balancer.config.profile_file import KvWindow, ModelInfo
 from hetlb.errors import ConfigError
 from hetlb.inputs.yaml_file import read_object
-from hetlb.options.profiles.profile_file import KvWindow, ModelInfo
 from hetlb.tools.models.model_facts import ModelFacts, quantization_of, read_facts
 
 

@@ -15,9 +15,9 @@ from itertools import combinations
 
 import msgspec
 
+from hetlb.balancer.config.engine_defaults import DEFAULT_MAX_NUM_BATCHED_TOKENS
+from hetlb.balancer.config.profile_file import Profile
 from hetlb.errors import ConfigError
-from hetlb.options.profiles.engine_defaults import DEFAULT_MAX_NUM_BATCHED_TOKENS
-from hetlb.options.profiles.profile_file import Profile
 from hetlb.tools.models.degrees import refusal
 from hetlb.tools.plan.common.capacity import divide_layers, exact, kv_cache_tokens
 from hetlb.tools.plan.common.composition import (

@@ -13,9 +13,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from hetlb.balancer.config.profile_file import Profile, load_named
 from hetlb.errors import ConfigError
 from hetlb.inputs.yaml_file import NonNegative, Positive, PositiveInt, Share, load_yaml
-from hetlb.options.profiles.profile_file import Profile, load_named
 from hetlb.tools.plan.common.capacity import usable_bytes
 from hetlb.tools.plan.common.plan_tables import LinkRates, Model, PlanModelTable, RooflineTable, read_model
 from hetlb.tools.plan.common.remarks import check_memory

@@ -24,8 +24,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from hetlb.balancer.config.profile_file import Profile
 from hetlb.errors import PlanError
-from hetlb.options.profiles.profile_file import Profile
 from hetlb.tools.plan.highs import INFINITY, LinearProgram, OnProgress, SolveLimits
 from hetlb.tools.plan.workloads import RequestType
 from hetlb.tools.sim.staged_engine import EngineStage

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from hetlb.options.profiles.profile_file import Profile
+from hetlb.balancer.config.profile_file import Profile
 from hetlb.tools.plan.common.capabilities import Form
 from hetlb.tools.plan.common.servers import ProfileOf, VllmServer, numbered, write_servers
 from hetlb.tools.plan.planning import Table

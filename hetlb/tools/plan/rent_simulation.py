@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from hetlb.balancer.config.profile_file import Profile
 from hetlb.balancer.core.policies.base import PlannedType
-from hetlb.options.plans.worth import ALIKE_LOG_LENGTHS, busy_s, log_ratio
-from hetlb.options.profiles.profile_file import Profile
+from hetlb.balancer.core.policies.worth import ALIKE_LOG_LENGTHS, busy_s, log_ratio
 from hetlb.tools.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
 from hetlb.tools.plan.highs import LinearProgram, SolveLimits
 from hetlb.tools.plan.planning import Table

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import msgspec
 
+from hetlb.balancer.config.profile_file import Profile, with_latency
 from hetlb.inputs.yaml_file import NonNegative
-from hetlb.options.profiles.profile_file import Profile, with_latency
 from hetlb.tools.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
 from hetlb.tools.plan.workloads import RequestType
 from hetlb.tools.sim.alone import batch_of, full_part

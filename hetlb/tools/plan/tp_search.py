@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
+from hetlb.balancer.config.profile_file import Profile
 from hetlb.errors import PlanError
-from hetlb.options.profiles.profile_file import Profile
 from hetlb.tools.models.degrees import refusal
 from hetlb.tools.plan.cluster import Cluster
 from hetlb.tools.plan.common.capacity import divide_layers, exact, kv_bytes

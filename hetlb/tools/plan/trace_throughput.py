@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetlb.balancer.config.engine_defaults import DEFAULT_MAX_NUM_SEQS
+from hetlb.balancer.config.profile_file import Profile
 from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.types import Capacity
 from hetlb.errors import ConfigError
-from hetlb.options.profiles.engine_defaults import DEFAULT_MAX_NUM_SEQS
-from hetlb.options.profiles.profile_file import Profile
 from hetlb.tools.plan.cluster import Cluster
 from hetlb.tools.plan.common.fleet_run import arrivals
 from hetlb.tools.sim.alone import run_alone

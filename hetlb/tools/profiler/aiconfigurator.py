@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
+from hetlb.balancer.config.engine_defaults import batch_limits
+from hetlb.balancer.config.profile_file import EngineInfo, Hardware, ModelInfo, ProfileSource
 from hetlb.errors import ConfigError, ProfileError
-from hetlb.options.profiles.engine_defaults import batch_limits
-from hetlb.options.profiles.profile_file import EngineInfo, Hardware, ModelInfo, ProfileSource
 from hetlb.tools.models.model_facts import ModelFacts, read_facts
 from hetlb.tools.models.model_file import model_info
 from hetlb.tools.profiler.fit import Point, StepKind

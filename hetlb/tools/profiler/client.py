@@ -18,8 +18,8 @@ import aiohttp
 import msgspec
 
 from hetlb.balancer.core.types import Capacity, EngineSample
+from hetlb.balancer.engines.engine_metrics import EngineCounters, page_of, parse
 from hetlb.errors import HetlbError, InputError, reason_of
-from hetlb.options.engine_pages.engine_metrics import EngineCounters, page_of, parse
 from hetlb.served_models import longest_context, read_model_list, read_version
 from hetlb.tools.openai.answer_events import AnswerError, AnswerEvent, EventReader
 

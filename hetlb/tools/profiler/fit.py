@@ -18,10 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import OptimizeWarning, curve_fit, least_squares, nnls
 
+from hetlb.balancer.config.profile_file import PhaseReport, fit_warnings
 from hetlb.balancer.core.latency import LatencyModel
-from hetlb.errors import ProfileError
-from hetlb.options.profiles.profile_file import PhaseReport, fit_warnings
-from hetlb.options.profiles.step_times import (
+from hetlb.balancer.core.step_times import (
     DecodeTable,
     MixedTerm,
     PnormPrefill,
@@ -29,6 +28,7 @@ from hetlb.options.profiles.step_times import (
     forms_of,
     in_tiles,
 )
+from hetlb.errors import ProfileError
 from hetlb.tools.profiler.launched import LaunchedPrefill, fit_launched
 
 _Array = NDArray[np.float64]

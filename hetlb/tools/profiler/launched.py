@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
+from hetlb.balancer.core.step_times import LAUNCH_EXPONENT, LaunchTime, PnormPrefill, in_tiles
 from hetlb.errors import ProfileError
-from hetlb.options.profiles.step_times import LAUNCH_EXPONENT, LaunchTime, PnormPrefill, in_tiles
 
 _Array = NDArray[np.float64]
 

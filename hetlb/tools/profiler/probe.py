@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from hetlb.balancer.core.latency import LatencyModel
-from hetlb.options.profiles.host_probe import PROMPT_TOKENS, HostProbe
+from hetlb.balancer.engines.host_probe import PROMPT_TOKENS, HostProbe
 from hetlb.tools.profiler.client import EngineClient, ServerFacts, distinct_prompts
 from hetlb.tools.profiler.sweep import BusyError, settled
 

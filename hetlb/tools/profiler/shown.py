@@ -11,8 +11,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from hetlb.balancer.config.profile_file import HostTime, Profile, load_profile
 from hetlb.errors import InputError
-from hetlb.options.profiles.profile_file import HostTime, Profile, load_profile
 from hetlb.tools.profiler.fit import StepKind
 from hetlb.tools.tables import table
 

@@ -9,9 +9,7 @@ from statistics import median
 
 import msgspec
 
-from hetlb.balancer.core.latency import LatencyModel
-from hetlb.errors import ProfileError
-from hetlb.options.profiles.profile_file import (
+from hetlb.balancer.config.profile_file import (
     EngineInfo,
     FitReport,
     Hardware,
@@ -23,7 +21,9 @@ from hetlb.options.profiles.profile_file import (
     sections,
     with_latency,
 )
-from hetlb.options.profiles.step_times import LaunchTime, SplitKv, forms_of
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.step_times import LaunchTime, SplitKv, forms_of
+from hetlb.errors import ProfileError
 from hetlb.tools.csv_rows import CsvRow, csv_rows
 from hetlb.tools.models.model_facts import ModelFacts
 from hetlb.tools.models.model_file import model_info

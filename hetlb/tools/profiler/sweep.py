@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from statistics import median
 
+from hetlb.balancer.engines.engine_metrics import EngineCounters
 from hetlb.errors import HetlbError, InputError
-from hetlb.options.engine_pages.engine_metrics import EngineCounters
 from hetlb.tools.profiler.client import EngineClient, ServerFacts, TokenTimes, distinct_prompts
 from hetlb.tools.profiler.fit import Point, StepKind, merge_repeats, middle
 from hetlb.tools.profiler.grid import DECODE_ROOM_TOKENS, Size, token_budget

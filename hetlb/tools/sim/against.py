@@ -20,8 +20,8 @@ import numpy as np
 from scipy.optimize import least_squares, minimize_scalar
 
 from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.step_times import MixedTerm, corrected, mixed_term
 from hetlb.errors import TraceError
-from hetlb.options.profiles.step_times import MixedTerm, corrected, mixed_term
 from hetlb.tools.sim.engine_model import EngineModel
 from hetlb.tools.sim.engine_sequence import EngineSequence, SequenceState
 from hetlb.tools.sim.event_queue import EventQueue

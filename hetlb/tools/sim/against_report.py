@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
+from hetlb.balancer.config.profile_file import Profile
 from hetlb.errors import ConfigError
-from hetlb.options.profiles.profile_file import Profile
 from hetlb.tools.plots import new_figure, plot_distribution, save_figure, tidy
 from hetlb.tools.sim.against import Comparison
 from hetlb.tools.sim.engine_limits import EngineLimits

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetlb.balancer.core.instance_limits import DEFAULT_MAX_LORAS
-from hetlb.balancer.core.kv_need import KvNeed
-from hetlb.balancer.core.pickle_by_fields import PickleByFields
-from hetlb.balancer.core.types import Capacity
-from hetlb.options.profiles.engine_defaults import (
+from hetlb.balancer.config.engine_defaults import (
     DEFAULT_BLOCK_TOKENS,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
 )
+from hetlb.balancer.core.instance_limits import DEFAULT_MAX_LORAS
+from hetlb.balancer.core.kv_need import KvNeed
+from hetlb.balancer.core.pickle_by_fields import PickleByFields
+from hetlb.balancer.core.types import Capacity
 from hetlb.tools.sim.block_pool import BlockPool
 
 

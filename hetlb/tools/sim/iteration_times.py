@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Final
 
 from hetlb.balancer.core.latency import LatencyModel
-from hetlb.options.profiles.step_times import forms_of
+from hetlb.balancer.core.step_times import forms_of
 
 
 class IterationRule(StrEnum):

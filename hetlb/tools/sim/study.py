@@ -9,12 +9,12 @@ from statistics import median
 from typing import Any
 
 from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.config.profile_file import Profile, profiles_of
+from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Health
 from hetlb.errors import ConfigError, ProfileError
-from hetlb.options.length_samples.samples import LengthDistribution
-from hetlb.options.profiles.profile_file import Profile, profiles_of
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.iteration_times import IterationRule

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from proxy.services import Engine, Running, document, serving
 
+from hetlb.balancer.clients import key_limits as limits
+from hetlb.balancer.clients.api_keys import LimitsTable
+from hetlb.balancer.clients.key_limits import WINDOW_S, Limiter, duration
 from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.telemetry import events
-from hetlb.options.api_keys import limits
-from hetlb.options.api_keys.api_keys import LimitsTable
-from hetlb.options.api_keys.limits import WINDOW_S, Limiter, duration
 
 ROOT = Path(__file__).parents[3]
 

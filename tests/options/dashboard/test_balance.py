@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from proxy.services import Engine, document, serving
 
-from hetlb.options.dashboard.balance import BalancePart, documents, parts, sentence
+from hetlb.balancer.admin.dashboard.balance import BalancePart, documents, parts, sentence
 
 
 def part(name: str, work: float, speed: float, busy: float = 1.0, out: str = "") -> BalancePart:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from options.dashboard.browser import Look, launched
 
-from hetlb.options.dashboard.pages import asset
+from hetlb.balancer.admin.dashboard.pages import asset
 
 #: Imports between the modules: in one file they share a scope.
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./\w+\.js";\n', re.MULTILINE)

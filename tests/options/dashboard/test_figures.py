@@ -10,10 +10,10 @@ import pytest
 from helpers import make_scheduler, spec
 from proxy.rows import ended
 
+from hetlb.balancer.admin.dashboard.snapshot import accuracy, levels, model_factors, series
 from hetlb.balancer.core.types import Outcome
 from hetlb.balancer.telemetry.counters import InstanceTotals
-from hetlb.options.dashboard.snapshot import accuracy, levels, model_factors, series
-from hetlb.options.recent import BIN_S, BINS, KEPT_POINTS, Recent
+from hetlb.balancer.telemetry.recent import BIN_S, BINS, KEPT_POINTS, Recent
 from hetlb.options.relays.merged_totals import add_recent
 
 #: Latencies are counted in steps of 4.4 %.

@@ -17,9 +17,9 @@ from helpers import turns_until
 from proxy.services import Engine, Running, document, serving
 from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, chunk
 
-from hetlb.options.dashboard import page as events
-from hetlb.options.dashboard.page import EventStream
-from hetlb.options.dashboard.snapshot import DECISIONS_SHOWN
+from hetlb.balancer.admin.dashboard import page as events
+from hetlb.balancer.admin.dashboard.page import EventStream
+from hetlb.balancer.admin.dashboard.snapshot import DECISIONS_SHOWN
 
 FILES = {
     "/": "text/html; charset=utf-8",

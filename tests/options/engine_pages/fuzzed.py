@@ -7,7 +7,7 @@ import math
 
 from fuzz.costs import Make, Reader, many, pieces
 
-from hetlb.options.engine_pages import engine_metrics
+from hetlb.balancer.engines import engine_metrics
 
 
 def in_pieces(data: bytes) -> None:

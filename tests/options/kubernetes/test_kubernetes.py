@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from options.kubernetes.conftest import ApiServer
 
+from hetlb.balancer.fleet.source import Found, Sources
 from hetlb.options.kubernetes import kubernetes
 from hetlb.options.kubernetes.cluster_tables import KubernetesTable
 from hetlb.options.kubernetes.kubernetes import Item, KubernetesSource
-from hetlb.options.source import Found, Sources
 
 Given = tuple[ApiServer, str]
 
@@ -165,7 +165,7 @@ async def test_the_slices_of_a_service(api_server: Given) -> None:
 async def test_a_server_that_refuses_is_asked_again_and_logged_once(
     api_server: Given, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetlb.options.source.BACKOFF_S", 0.0)
+    monkeypatch.setattr("hetlb.balancer.fleet.source.BACKOFF_S", 0.0)
     server, url = api_server
     await server.put(pod("a"))
     right = server.handle

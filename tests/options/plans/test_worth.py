@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.policies.base import PlannedType, PolicyParams
+from hetlb.balancer.core.policies.worth import Worth, busy_s
 from hetlb.balancer.core.predictor import make_predictor
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Capacity, Dispatch, Lease, Outcome
-from hetlb.options.plans.worth import Worth, busy_s
 from hetlb.tools.sim.integrity import check_scheduler
 
 READER = LatencyModel(k1=1e-5, k2=0.0, k3=0.0, k4=1e-3, k5=0.0, k6=0.0, k7=0.0, k8=4e-2)

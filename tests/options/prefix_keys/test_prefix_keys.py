@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from proxy.services import Engine, document, serving
 
+from hetlb.balancer.clients.prompt_keys import id_keys, session_key, text_keys, token_ids
 from hetlb.balancer.core.prefix_index import PrefixKey
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.openai_body import Call, read_json
-from hetlb.options.prefix_keys.prompt_keys import id_keys, session_key, text_keys, token_ids
 
 SYSTEM = {"role": "system", "content": "You are terse. " * 200}
 TOOLS = [

@@ -22,10 +22,10 @@ from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.core.types import Lease, Outcome, Request
 from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.http.endpoints import Kind
+from hetlb.balancer.telemetry.access_log import FORMATS, json_line, keyvalue_line
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.errors import ConfigError
 from hetlb.logs import LogWriter, escape
-from hetlb.options.request_log.access_log import FORMATS, json_line, keyvalue_line
 
 
 async def test_lines_arrive_whole_and_in_order() -> None:

@@ -16,8 +16,8 @@ from helpers import HANG_S
 from proxy.services import PatientService
 
 from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.config.profile_file import Profile, load_profile
 from hetlb.balancer.fleet.service import Service
-from hetlb.options.profiles.profile_file import Profile, load_profile
 from hetlb.tools.emulator import EmulatedEngine
 from hetlb.tools.emulator.kv_transfer import KvSettings
 from hetlb.tools.sim.integrity import check_scheduler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fuzz.costs import KEPT, READ, Make, Reader, pieces
 
-from hetlb.options.model_names.model_names import ModelNames
+from hetlb.balancer.clients.model_names import ModelNames
 from hetlb.options.tunnel.websocket import accept_of
 
 UPGRADE = (

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from mypy_extensions import mypyc_attr
@@ -30,7 +30,6 @@ from hetlb.balancer.core.policies.candidates import candidate_of
 from hetlb.balancer.core.policies.score_terms import TERMS, Weights, set_score, weights_of
 from hetlb.balancer.core.policies.sight import HELD, KEPT_FREE, RESTRAINED, ROOM, SchedulingContext, Sight
 from hetlb.balancer.core.types import Candidate
-from hetlb.extras import hook, option
 
 #: Least share of the faster instances' speed that is left for waiting requests, whatever keeps coming
 #: (`front.py`: with 1, nothing taken off, mean TTFT of a 70B fleet at 95 % is 10 s in place of 3.6).
@@ -41,7 +40,7 @@ _LEAST_LEFT_SHARE: Final = 1.0 / 3.0
 class Evaluation:
     """The instances for one request, as they were at the time; `candidates` is for people."""
 
-    __slots__ = ("_ctx", "_fastest", "_sights", "_targets", "fleet", "instances", "weights")
+    __slots__ = ("_ctx", "_fastest", "_set_loss", "_sights", "fleet", "instances", "weights")
 
     def __init__(
         self, ctx: SchedulingContext, instances: Sequence[Instance], stated: Weights, hold: bool
@@ -53,7 +52,11 @@ class Evaluation:
         self._sights = sights = [Sight(ctx, members[i], fleet.costs[i], i) for i in range(len(members))]
         service, restraints = ctx.request.service, ctx.restraints
         targets = bool(ctx.demand.protected) or service.stated
-        self._targets = option("classes.room_for_targets") if targets else None
+        self._set_loss: Callable[[SchedulingContext, Sight], None] | None = None
+        if targets:
+            from hetlb.balancer.core.policies.room_for_targets import keep_free, set_loss
+
+            self._set_loss = set_loss
         # The rest is rated for people alone, later: but not where the terms may change until then.
         at_once = targets or service.background or ctx.adapter_load_s > 0.0
         needed: list[Sight] = []
@@ -91,8 +94,8 @@ class Evaluation:
                 self._rate(each)
         else:
             self._rate_best(needed)
-        if self._targets is not None:
-            full = self._targets.keep_free(ctx, sights) or full
+        if targets:
+            full = keep_free(ctx, sights) or full
         if hold and full:
             self._hold(todo)
             if holder is not None and holder.state >= KEPT_FREE:
@@ -102,8 +105,8 @@ class Evaluation:
         """Foresee and rate an instance."""
         if each is not self._fastest:  # it is foreseen
             each.foresee(self._ctx)
-        if self._targets is not None:
-            self._targets.set_loss(self._ctx, each)
+        if self._set_loss is not None:
+            self._set_loss(self._ctx, each)
         set_score(self._ctx, each, self.weights)
 
     def _rate_best(self, needed: Sequence[Sight]) -> None:
@@ -197,7 +200,9 @@ class Hetlb(Policy):
         super().__init__(params, rng)
         stated = dict(params.weights)
         if params.worth:
-            self.worth = hook("plans", params.worth, params.types)
+            from hetlb.balancer.core.policies.worth import Worth
+
+            self.worth = Worth(params.worth, params.types)
         first, own, others, coming, loss, adapter, finish, later = [
             stated.get(term.name, term.weight) for term in TERMS
         ]

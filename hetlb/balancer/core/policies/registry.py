@@ -9,29 +9,28 @@ from typing import Final
 
 from hetlb.balancer.core.policies.base import Policy, PolicyParams
 from hetlb.errors import ConfigError
-from hetlb.extras import option
 
 #: Group of entry points of other packages' policies.
 GROUP: Final = "hetlb.policies"
 
 #: Policies of hetlb by name, as entry points are written, below its package.
 _OWN: Final = {
-    "rr": "options.policies.baselines:RoundRobin",
-    "wrr": "options.policies.baselines:SmoothWeightedRoundRobin",
-    "random": "options.policies.baselines:Random",
-    "least-requests": "options.policies.baselines:LeastRequests",
-    "p2c": "options.policies.baselines:PowerOfTwoChoices",
-    "least-kv": "options.policies.baselines:LeastKv",
-    "peak-ewma": "options.policies.baselines:PeakEwmaChoice",
-    "single": "options.policies.baselines:Single",
-    "prefix": "options.policies.baselines:PrefixMatch",
-    "session": "options.policies.baselines:SessionAffinity",
-    "paper": "options.policies.baselines:Paper",
-    "paper-memory": "options.policies.baselines:PaperMemory",
-    "lmetric": "options.policies.baselines:LMetric",
-    "lmetric-speed": "options.policies.baselines:LMetricBySpeed",
+    "rr": "balancer.core.policies.baselines:RoundRobin",
+    "wrr": "balancer.core.policies.baselines:SmoothWeightedRoundRobin",
+    "random": "balancer.core.policies.baselines:Random",
+    "least-requests": "balancer.core.policies.baselines:LeastRequests",
+    "p2c": "balancer.core.policies.baselines:PowerOfTwoChoices",
+    "least-kv": "balancer.core.policies.baselines:LeastKv",
+    "peak-ewma": "balancer.core.policies.baselines:PeakEwmaChoice",
+    "single": "balancer.core.policies.baselines:Single",
+    "prefix": "balancer.core.policies.baselines:PrefixMatch",
+    "session": "balancer.core.policies.baselines:SessionAffinity",
+    "paper": "balancer.core.policies.baselines:Paper",
+    "paper-memory": "balancer.core.policies.baselines:PaperMemory",
+    "lmetric": "balancer.core.policies.baselines:LMetric",
+    "lmetric-speed": "balancer.core.policies.baselines:LMetricBySpeed",
     "hetlb": "balancer.core.policies.hetlb:Hetlb",
-    "planned": "options.plans.planned:Planned",
+    "planned": "balancer.core.policies.planned:Planned",
 }
 
 
@@ -65,8 +64,6 @@ class PolicyRegistry:
             if own is None:
                 entry = self._others()[name]
             else:
-                if own.startswith("options."):
-                    option(own.split(".")[1])
                 entry = EntryPoint(name, f"hetlb.{own}", GROUP)
             found = self._known[name] = _load(entry)
         return found
@@ -84,7 +81,7 @@ def _load(entry: EntryPoint) -> type[Policy]:
         raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Policy)):
         raise ConfigError(
-            f"{where}: expected a subclass of ViewPolicy (hetlb.options.policies.views), got {found!r}"
+            f"{where}: expected a subclass of ViewPolicy (hetlb.balancer.core.policies.views), got {found!r}"
         )
     if getattr(found, "name", None) != entry.name:
         raise ConfigError(f"{where}: name: expected {entry.name!r}, got {getattr(found, 'name', None)!r}")

@@ -18,14 +18,14 @@ from typing import Any
 
 import msgspec
 
-from hetlb.balancer.core.latency import LatencyModel
-from hetlb.options.profiles.engine_defaults import (
+from hetlb.balancer.config.engine_defaults import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
     batch_limits,
 )
-from hetlb.options.profiles.profile_file import EngineInfo, Hardware, Profile, ProfileSource, with_latency
-from hetlb.options.profiles.step_times import (
+from hetlb.balancer.config.profile_file import EngineInfo, Hardware, Profile, ProfileSource, with_latency
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.step_times import (
     DecodeTable,
     LaunchTime,
     MixedTerm,

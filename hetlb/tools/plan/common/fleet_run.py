@@ -6,11 +6,11 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.policies.base import PlannedType, PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, Health, InstanceSpec, KvLink, Role
-from hetlb.options.length_samples.samples import LengthDistribution
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.fleet_result import FleetResult
 from hetlb.tools.sim.fleet_simulation import FleetSimulation

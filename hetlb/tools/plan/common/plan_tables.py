@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
+from hetlb.balancer.config.profile_file import Profile, load_named
 from hetlb.errors import ConfigError
 from hetlb.inputs.mistakes import short
 from hetlb.inputs.yaml_file import NonNegative, Positive, PositiveInt, Share
-from hetlb.options.profiles.profile_file import Profile, load_named
 from hetlb.tools.models.degrees import ModelShape
 from hetlb.tools.models.model_facts import ModelFacts, stated_facts
 from hetlb.tools.models.model_file import load_facts

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.config.profile_file import Profile, profiles_of
 from hetlb.errors import ConfigError
-from hetlb.options.profiles.profile_file import Profile, profiles_of
 from hetlb.tools.plan.common.plan_tables import Machine, Model
 
 #: Largest relative difference of a token's cache at which a profile is of the plan's own model.

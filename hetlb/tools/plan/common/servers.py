@@ -18,12 +18,12 @@ from typing import Any, TypeAlias
 
 import yaml
 
+from hetlb.balancer.config.profile_file import Profile
+from hetlb.balancer.config.profile_writer import write_profile
 from hetlb.balancer.core.instance_limits import DEFAULT_KV_CACHE_TOKENS
 from hetlb.balancer.core.types import Role
 from hetlb.errors import ConfigError
 from hetlb.files import write_text
-from hetlb.options.profiles.profile_file import Profile
-from hetlb.options.profiles.profile_writer import write_profile
 from hetlb.tools.plan.common.capabilities import Form, Status, fact_of
 from hetlb.tools.sim.engine_limits import EngineLimits
 

@@ -21,7 +21,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import TypeAlias
 
-from hetlb.options.profiles.profile_file import (
+from hetlb.balancer.config.profile_file import (
     BetterDecode,
     BetterPrefill,
     DecodeCoefficients,

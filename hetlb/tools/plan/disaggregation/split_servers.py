@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from hetlb.options.profiles.profile_file import Profile
+from hetlb.balancer.config.profile_file import Profile
 from hetlb.tools.plan.common.capabilities import NIXL
 from hetlb.tools.plan.common.servers import ProfileOf, VllmServer, numbered
 from hetlb.tools.plan.disaggregation.cost import ProfileCost

@@ -12,8 +12,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from hetlb.balancer.core.length_samples import LengthDistribution, SamplePredictor
 from hetlb.errors import PlanError
-from hetlb.options.length_samples.samples import LengthDistribution, SamplePredictor
 from hetlb.tools.paths.path_ledger import PathLease
 from hetlb.tools.paths.path_scheduler import PathScheduler
 from hetlb.tools.plan.check import check_path, check_placement

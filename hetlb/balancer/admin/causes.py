@@ -1,0 +1,219 @@
+"""Causes of a state that is not well: one table behind status, dashboard, `top`, alerts and `/metrics`.
+
+Each has a severity, a sentence and advice. The state of a model is the worst severity among its causes. A
+wait's severity follows from the oldest request alone: it never gets milder while that wait grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Final
+
+from hetlb.balancer.core.demand import Demand
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.types import AdminState, Health
+from hetlb.balancer.telemetry.recent import InstanceShare
+
+#: Factor on a profile's time from which an instance is slow.
+SLOW_FACTOR: Final = 1.5
+#: The same by its engine's own count of tokens in the last seconds, which is less sure.
+PACE_FACTOR: Final = 2.5
+#: Share of answers that fail by an engine's doing, and their least number.
+FAILING_SHARE: Final = 0.05
+LEAST_FAILED: Final = 3
+#: Share of requests that end as their client's mistakes, and the least number of requests.
+CLIENTS_OWN_SHARE: Final = 0.5
+LEAST_ENDED: Final = 10
+#: Seconds of waiting from which a request is trouble.
+LONG_WAIT_S: Final = 5.0
+#: Age of an instance's report, in seconds, beyond which it is stale.
+STALE_S: Final = 5.0
+#: Seconds for which requests of a class are recent.
+RECENT_S: Final = 60.0
+#: Share of the waiting requests that makes one tenant of several a cause, and their least number.
+HOG_SHARE: Final = 0.6
+LEAST_WAITING: Final = 8
+
+
+class State(StrEnum):
+    """State of a fleet or model, the better first."""
+
+    WELL = "well"
+    BUSY = "busy"
+    DEGRADED = "degraded"
+    DOWN = "down"
+
+
+#: Severity by cause.
+SEVERITIES: Final = {
+    "all_down": State.DOWN,
+    "dead": State.DEGRADED,
+    "stalled": State.DEGRADED,
+    "refuses": State.DEGRADED,
+    "other_model": State.DEGRADED,
+    "fails": State.DEGRADED,
+    "slow": State.DEGRADED,
+    "not_fetched": State.DEGRADED,
+    "long_wait": State.DEGRADED,
+    "reload_refused": State.DEGRADED,
+    "stale_report": State.BUSY,
+    "client_errors": State.BUSY,
+    "tenant_hog": State.BUSY,
+    "hopeless_target": State.BUSY,
+    "saturated": State.BUSY,
+    "drained": State.WELL,
+    "notice": State.WELL,
+}
+ORDER: Final = tuple(State)
+
+
+@dataclass(frozen=True, slots=True)
+class StateCause:
+    """One cause: its name, the instance (or tenant) that it is about ("": none), sentence, advice."""
+
+    cause: str
+    instance: str
+    sentence: str
+    advice: str
+
+    @property
+    def severity(self) -> State:
+        """Return the state that it makes."""
+        return SEVERITIES[self.cause]
+
+    def document(self) -> dict[str, str]:
+        """Return its JSON."""
+        return asdict(self) | {"severity": self.severity.value}
+
+
+def worst(causes: Sequence[StateCause]) -> State:
+    """Return the worst severity, well without a cause."""
+    return max((each.severity for each in causes), key=ORDER.index, default=State.WELL)
+
+
+def in_order(causes: Sequence[StateCause]) -> list[StateCause]:
+    """Return the causes, the most severe first, then in the order of the table."""
+    names = list(SEVERITIES)
+    return sorted(causes, key=lambda each: (-ORDER.index(each.severity), names.index(each.cause)))
+
+
+def of_instance(each: Instance, share: InstanceShare | None, pace: float, now: float) -> StateCause | None:
+    """Return the cause of trouble at an instance that should take requests, None without any.
+
+    `pace`: see `balancer.telemetry.recent.EnginePace`.
+    """
+    name, breaker = each.name, each.breaker
+    if each.admin is not AdminState.READY:
+        state = "is drained" if each.admin is AdminState.DRAIN else "is in maintenance"
+        return StateCause("drained", name, f"{name} {state}", f"Set {name} ready when it may serve again.")
+    if each.asleep:
+        return None
+    if not each.routable or each.health.state is not Health.UP:
+        reason = f" ({each.health.reason})" if each.health.reason else ""
+        return StateCause("dead", name, f"{name} is out{reason}", f"Bring {name} back.")
+    if breaker.stalled_since is not None:
+        advice = f"Look at the engine process of {name} and its GPU; restart it if it does not go on."
+        return StateCause("stalled", name, f"{name} has {breaker.why(now)}", advice)
+    if breaker.doubted:
+        share_text = f"{breaker.lost:.0f} of its last {breaker.lost + breaker.well:.0f} answers"
+        advice = f"Look at the log of {name}: its key, its model, its limits."
+        return StateCause("refuses", name, f"{name} refuses or fails {share_text}, the others do not", advice)
+    if each.leaves_at is not None:
+        left_s = max(0.0, each.leaves_at - now)
+        return StateCause("notice", name, f"{name} leaves in {left_s:.0f} s", "Its work moves: do nothing.")
+    if each.spec.model and each.served is not None and each.spec.model not in each.models:
+        serves = ", ".join(each.served) or "nothing"
+        sentence = f"{name} serves {serves}, not {each.spec.model}"
+        return StateCause("other_model", name, sentence, "Correct the name in the fleet file.")
+    if share is not None and share.failed >= LEAST_FAILED and share.failed > FAILING_SHARE * share.ended:
+        sentence = f"{100 * share.failed / share.ended:.0f} % of what {name} answers fails"
+        return StateCause("fails", name, sentence, f"The log of {name} says why.")
+    stale_s = 0.0 if each.sample_at is None else now - each.sample_at
+    slower = each.speed.factor if each.speed.seen else 1.0
+    if pace >= PACE_FACTOR and stale_s <= STALE_S:
+        slower = max(slower, pace)
+    if each.profiled and slower >= SLOW_FACTOR:
+        sentence = f"{name} takes {slower:.1f} times as long as its profile says"
+        return StateCause("slow", name, sentence, "Look at its GPU, or profile it again.")
+    if stale_s > STALE_S:
+        sentence = f"the last report of {name} is {stale_s:.0f} s old"
+        return StateCause("stale_report", name, sentence, f"See why /metrics of {name} is not read.")
+    return None
+
+
+def of_transfers(pairs: Sequence[tuple[str, str]], among: Sequence[Instance]) -> list[StateCause]:
+    """Return a cause for each pair of instances whose KV transfers fail; a pair is source and target."""
+    names = {each.name for each in among}
+    advice = (
+        "The log of {} says why its fetches fail; both need the same layers (no pipelines) and cache type."
+    )
+    return [
+        StateCause(
+            "not_fetched",
+            target,
+            f"KV caches of prompts read at {source} do not reach {target}, and are no longer sent there",
+            advice.format(target),
+        )
+        for source, target in pairs
+        if source in names and target in names
+    ]
+
+
+def of_clients(refused: int, ended: int) -> StateCause | None:
+    """Return the cause of mostly wrong requests, None if most are right."""
+    if ended < LEAST_ENDED or refused < CLIENTS_OWN_SHARE * ended:
+        return None
+    sentence = f"{100 * refused / ended:.0f} % of the requests are refused as their clients' mistakes"
+    return StateCause("client_errors", "", sentence, "Look in the request log which client sends them.")
+
+
+def of_tenants(waiting: Mapping[str, int], served: Set[str]) -> StateCause | None:
+    """Return the cause of one tenant that has most of what waits, None if none has.
+
+    `waiting` is by tenant; requests of `served` run: a tenant that goes before a hog has none waiting.
+    """
+    total = sum(waiting.values())
+    name, count = max(waiting.items(), key=lambda each: each[1], default=("", 0))
+    if total < LEAST_WAITING or len(served | waiting.keys()) < 2 or count < HOG_SHARE * total:
+        return None
+    sentence = f"tenant {name or 'without a name'} has {count:,} of {total:,} requests that wait"
+    return StateCause("tenant_hog", name, sentence, "Others go first; limit its key, or add a server.")
+
+
+def of_targets(demand: Demand, now: float) -> list[StateCause]:
+    """Return a cause for each class whose recent requests all missed their targets."""
+    return [
+        StateCause(
+            "hopeless_target",
+            "",
+            f"no answer of class {each.name or 'without a name'} has met its targets",
+            "No server is that fast: loosen the targets, or add a faster one.",
+        )
+        for each in demand.protected
+        if each.hopeless and now - each.newest_s <= RECENT_S
+    ]
+
+
+def of_wait(
+    waiting: int, oldest_s: float, able: Sequence[Instance], held: str = "", hog: StateCause | None = None
+) -> StateCause | None:
+    """Return the cause of requests that wait for `able`, None of none; `held` names servers out by hand."""
+    if not waiting:
+        return None
+    wait = "1 request waits" if waiting == 1 else f"{waiting:,} requests wait"
+    whose = "" if hog is None else f", most of them of tenant {hog.instance or 'without a name'}"
+    if oldest_s >= LONG_WAIT_S:
+        back = f"set {held} ready again, " if held else ""
+        advice = f"More comes than can be served: {back}add a server, or limit clients."
+        return StateCause("long_wait", "", f"{wait}, the oldest for {oldest_s:.0f} s{whose}", advice)
+    spare = [each for each in able if each.unfinished_sequences < each.max_num_seqs]
+    advice = "All servers are in full use: another server would shorten that."
+    if any(not each.explored for each in spare):
+        advice = "A server gets few requests until its speed is known, then more: give it a moment."
+    elif spare:
+        advice = (
+            "Slots are free, but no memory, or a faster server is sooner: another server would shorten that."
+        )
+    return StateCause("saturated", "", f"{wait}, the oldest for {oldest_s:.1f} s{whose}", advice)

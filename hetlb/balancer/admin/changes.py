@@ -1,0 +1,108 @@
+"""Handlers of the admin listener that change something: policy, states, notices, registration, reload."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from hetlb.balancer.admin.admin import AdminApi, reply
+from hetlb.balancer.core.policies.registry import POLICIES
+from hetlb.balancer.core.types import AdminState, AdminStateSet
+from hetlb.errors import NOT_JSON, InputError
+from hetlb.inputs.mistakes import short
+
+#: Longest notice, in seconds: an instance that leaves later has been given none yet.
+_MOST_NOTICE_S = 86_400
+
+
+async def _body(request: web.Request, only: str | None = None) -> dict[str, Any]:
+    try:
+        raw = msgspec.json.decode(await request.read())
+    except NOT_JSON as error:
+        raise web.HTTPBadRequest(text="expected a JSON object") from error
+    if not isinstance(raw, dict):
+        raise web.HTTPBadRequest(text="expected a JSON object")
+    for key in raw:
+        if only is not None and key != only:
+            raise web.HTTPBadRequest(text=f"{key[:80]!r}: unknown key, expected {only}")
+    return raw
+
+
+def _instance(api: AdminApi, request: web.Request) -> str:
+    """Name of the instance in the path. Raises `HTTPNotFound`."""
+    name = request.match_info["name"]
+    if not any(each.name == name for each in api.control.scheduler.instances):
+        raise web.HTTPNotFound(text=f"there is no instance {name[:80]!r}")
+    return name
+
+
+def _check_registration(api: AdminApi) -> None:
+    if not api.control.fleet.file.admin.registration:
+        raise web.HTTPForbidden(text="admin.registration is false")
+
+
+async def set_policy(api: AdminApi, request: web.Request) -> web.Response:
+    """Switch the policy."""
+    name = (await _body(request, "name")).get("name")
+    if not isinstance(name, str) or name not in POLICIES:
+        raise InputError(f"name: expected one of {', '.join(POLICIES)}, got {short(name)}")
+    api.control.set_policy(name)
+    await api.control.settled()
+    return reply({"policy": name})
+
+
+async def set_state(api: AdminApi, request: web.Request) -> web.Response:
+    """Set the administrative state of an instance."""
+    name = _instance(api, request)
+    state = (await _body(request, "state")).get("state")
+    if state not in tuple(AdminState):
+        raise InputError(f"state: expected ready, drain or maint, got {short(state)}")
+    api.control.roster.change(AdminStateSet(name, AdminState(state)))
+    await api.control.settled()
+    return reply({"name": name, "state": state})
+
+
+async def set_notice(api: AdminApi, request: web.Request) -> web.Response:
+    """Note that an instance leaves."""
+    name = _instance(api, request)
+    deadline_s = (await _body(request, "deadline_s")).get("deadline_s")
+    number = type(deadline_s) in (int, float)
+    if deadline_s is not None and not (number and 0 <= deadline_s <= _MOST_NOTICE_S):
+        expected = f"expected seconds from 0 to {_MOST_NOTICE_S}, or null"
+        raise InputError(f"deadline_s: {expected}, got {short(deadline_s)}")
+    return await _noticed(api, name, deadline_s)
+
+
+async def take_notice_back(api: AdminApi, request: web.Request) -> web.Response:
+    """Take the notice of an instance back."""
+    return await _noticed(api, _instance(api, request), None)
+
+
+async def _noticed(api: AdminApi, name: str, deadline_s: float | None) -> web.Response:
+    api.control.roster.notice(name, deadline_s)
+    await api.control.settled()
+    return reply({"name": name, "deadline_s": deadline_s})
+
+
+async def register(api: AdminApi, request: web.Request) -> web.Response:
+    """Add an instance, or renew its registration."""
+    _check_registration(api)
+    new = await api.control.roster.members.register(await _body(request))
+    await api.control.settled()
+    return reply(api.fleet(), 201 if new else 200)
+
+
+async def unregister(api: AdminApi, request: web.Request) -> web.Response:
+    """Take an instance out."""
+    _check_registration(api)
+    name = _instance(api, request)
+    api.control.roster.leave([name])
+    await api.control.settled()
+    return reply({"name": name})
+
+
+async def reload(api: AdminApi, _: web.Request) -> web.Response:
+    """Read the fleet file again."""
+    return reply({"reloaded": await api.control.reload()})

@@ -1,0 +1,1 @@
+"""The dashboard of the admin listener: one page, live over one event stream."""

@@ -1,0 +1,291 @@
+"""Status of the fleet in one line: its state, arrivals against capacity, the limit, and advice."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+from hetlb.balancer.admin.beliefs import BeliefSource, slots_source, speed_source
+from hetlb.balancer.admin.causes import (
+    ORDER,
+    State,
+    StateCause,
+    in_order,
+    of_clients,
+    of_instance,
+    of_targets,
+    of_tenants,
+    of_transfers,
+    of_wait,
+    worst,
+)
+from hetlb.balancer.core.demand import PROMPT_WEIGHT
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import AdminState, Health
+from hetlb.balancer.telemetry.recent import BIN_S, InstanceShare, Recent
+
+#: Seconds in which ended requests count.
+WINDOW_S: Final = 30.0
+#: Load from which a model is busy.
+BUSY_LOAD: Final = 0.8
+#: Seconds over which arrivals are counted, and the least.
+ARRIVALS_S: Final = 10.0
+LEAST_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """Status of the instances of one model.
+
+    Rates are in requests/s, None while the speed is a guess.
+    `load` is arrivals over capacity; before an arrival rate or a capacity is known, the share taken of the
+    scarcest thing. `sentence` says load, limit and headroom, `advice` the trouble and the remedy.
+    """
+
+    model: str
+    state: State
+    load: float
+    request_rate: float
+    capacity_req_s: float | None
+    limited_by: str
+    headroom_req_s: float | None
+    advice: str
+    instances: int
+    able: int
+    causes: tuple[StateCause, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        del found["instances"], found["able"]
+        found["causes"] = [each.document() for each in self.causes]
+        figures = {name: round(value, 4) for name, value in found.items() if isinstance(value, float)}
+        return {**found, **figures, "sentence": self.sentence}
+
+    @property
+    def sentence(self) -> str:
+        """One line without the state and the advice."""
+        if not self.instances:
+            return "no servers"
+        if self.state is State.DOWN:
+            return f"none of {self.instances} servers takes requests"
+        parts = [f"load {100 * self.load:.0f} %"]
+        if self.capacity_req_s is not None:
+            joint = " of" if self.load <= 1.0 else ", capacity"
+            parts[0] += f"{joint} about {_rate(self.capacity_req_s)} requests/s"
+        if self.able < self.instances:
+            parts.insert(0, f"{self.able} of {self.instances} servers")
+        if self.request_rate or self.load:
+            parts.append(f"limited by {self.limited_by}")
+        if self.headroom_req_s is not None:
+            parts.append(f"room for {_rate(self.headroom_req_s)} more" if self.headroom_req_s else "no room")
+        return ", ".join(parts)
+
+
+def pools(scheduler: Scheduler) -> dict[str, list[Instance]]:
+    """Return the instances by model, as the fleet's document has them."""
+    found: dict[str, list[Instance]] = {}
+    for instance in scheduler.instances:
+        name = instance.spec.model or (instance.served or ("",))[0]
+        found.setdefault(name, []).append(instance)
+    return found
+
+
+def _rate(value: float) -> str:
+    return f"{value:.0f}" if value >= 99.5 else f"{value:.2g}" if value < 9.95 else f"{value:.3g}"
+
+
+def status(
+    scheduler: Scheduler,
+    pools: dict[str, list[Instance]],
+    recent: Recent,
+    now: float,
+    reload_refused: str = "",
+) -> dict[str, Any]:
+    """Return the body of `GET /v1/status`: the fleet as the worst of its models has it, and each model.
+
+    `reload_refused` is why the file was not taken over when it was read last, "" if it was.
+    """
+    shares = recent.shares(WINDOW_S, now)
+    found = [
+        _of_model(scheduler, model, instances, shares, recent, now) for model, instances in pools.items()
+    ]
+    none = ModelStatus("", State.DOWN, 0.0, 0.0, None, "", None, "The fleet has no server: add one.", 0, 0)
+    worst_of = max(found, key=lambda each: (ORDER.index(each.state), each.load), default=none)
+    document = worst_of.document()
+    if worst_of.state is State.DOWN and any(each.state is not State.DOWN for each in found):
+        document["state"] = State.DEGRADED
+    if len(found) > 1 and worst_of.state is not State.WELL:
+        document["sentence"] = f"{worst_of.model}: {document['sentence']}"
+    causes = list(dict.fromkeys(cause for each in found for cause in each.causes))
+    if reload_refused:
+        advice = "Correct the file and reload."
+        causes.append(
+            StateCause("reload_refused", "", f"the fleet file was not taken over: {reload_refused}", advice)
+        )
+        if ORDER.index(document["state"]) < ORDER.index(State.DEGRADED):
+            document["state"], document["advice"] = State.DEGRADED, headline(causes[-1:], 0)
+    oldest_at = scheduler.queue.oldest_at()
+    document["oldest_wait_s"] = 0.0 if oldest_at is None else round(now - oldest_at, 3)
+    document["causes"] = [each.document() for each in in_order(causes)]
+    del document["model"]
+    return {**document, "models": [each.document() for each in found]}
+
+
+def _of_model(
+    scheduler: Scheduler,
+    model: str,
+    instances: Sequence[Instance],
+    shares: Mapping[str, InstanceShare],
+    recent: Recent,
+    now: float,
+) -> ModelStatus:
+    # Background waits by its nature.
+    entries = [
+        entry
+        for entry in scheduler.queue
+        if entry.request.model == model and not entry.request.service.background
+    ]
+    waiting = len(entries)
+    oldest_s = max([now - entry.arrived_at for entry in entries], default=0.0)
+    able = [each for each in instances if each.routable and each.health.state is Health.UP]
+    served = sum(shares[each.name].ended for each in instances if each.name in shares) / WINDOW_S
+    rate = _arrival_rate(scheduler, recent, model, now)
+    total = len(instances)
+    if not able:
+        why = _why_down(model, instances, waiting)
+        down = StateCause("all_down", "", f"no server of {model or 'the fleet'} takes requests", why)
+        return ModelStatus(model, State.DOWN, 0.0, served, 0.0, "", 0.0, why, total, 0, (down,))
+    found = [of_instance(each, shares.get(each.name), recent.pace(each.name), now) for each in instances]
+    held = [each.name for each in instances if each.admin is not AdminState.READY]
+    running = {lease.request.tenant or "" for each in able for lease in each.leases.values() if waiting}
+    hog = of_tenants(Counter(entry.request.tenant or "" for entry in entries), running)
+    found += [hog, of_wait(waiting, oldest_s, able, _listed(held) if held else "", hog)]
+    refused, ended = recent.refused(WINDOW_S, now)
+    found.append(of_clients(refused, ended))
+    demand = scheduler.placement.demands.get(model)
+    if demand is not None:
+        found += of_targets(demand, now)
+    splits = scheduler.placement.splits
+    if splits is not None:
+        found += of_transfers(splits.failing(now), able)
+    causes = tuple(in_order([each for each in found if each is not None]))
+    capacity = _capacity(scheduler, model, able)
+    load, limited_by = _load(able, waiting, served, capacity)
+    if capacity is not None and rate is not None:
+        # While requests wait the capacity is the served rate, whatever the model of speed predicts.
+        capacity = min(capacity, _served_when_full(able, served, now)) if waiting else capacity
+        load = rate / capacity if capacity > 0.0 else load
+        load = max(load, 1.0) if waiting else load
+    headroom = None if capacity is None else max(0.0, capacity * (1.0 - load))
+    state = worst(causes)
+    if state is State.WELL and load >= BUSY_LOAD:
+        state, advice = State.BUSY, f"Little room is left ({limited_by}): plan for another server."
+    elif causes:
+        advice = headline(causes, waiting)
+    else:
+        advice = _when_well(able, served, load)
+    return ModelStatus(
+        model, state, load, served, capacity, limited_by, headroom, advice, total, len(able), causes
+    )
+
+
+def headline(causes: Sequence[StateCause], waiting: int) -> str:
+    """Return the first cause with its advice; several instances with the same one are listed."""
+    first = causes[0]
+    alike = [each.instance for each in causes if each.cause == first.cause]
+    sentence, advice = first.sentence, first.advice
+    if len(alike) > 1 and first.cause == "dead":
+        sentence = sentence.replace(f"{first.instance} is", f"{_listed(alike)} are", 1)
+        advice = "Bring them back."
+    wait = "" if first.cause in ("long_wait", "saturated") else _waiting(waiting)
+    return f"{sentence}: {advice[0].lower()}{advice[1:]}{wait}"
+
+
+def _arrival_rate(scheduler: Scheduler, recent: Recent, model: str, now: float) -> float | None:
+    """Return the requests for a model that came per second of late, None while too little time was seen."""
+    demand = scheduler.placement.demands.get(model)
+    first = math.floor((now - ARRIVALS_S) / BIN_S)
+    for number in sorted(each for each in recent.stretches if each >= first):
+        levels = recent.stretches[number].levels
+        if levels is not None and demand is not None:
+            since = now - levels[3]
+            return (demand.arrivals - levels[2].get(model, 0)) / since if since >= LEAST_S else None
+    return None
+
+
+def _served_when_full(able: Sequence[Instance], served: float, now: float) -> float:
+    """Return requests/s of full servers: what ended of late, or what runs over the age of the oldest of it.
+
+    A burst that began a moment ago has ended nothing, which says nothing about the servers.
+    """
+    since = [lease.dispatched_at for each in able for lease in each.leases.values()]
+    age_s = now - min(since, default=0.0)
+    return max(served, 1.0 / WINDOW_S, len(since) / age_s if age_s > 0.0 else math.inf)
+
+
+def _capacity(scheduler: Scheduler, model: str, able: Sequence[Instance]) -> float | None:
+    """Return the requests/s that the instances serve of the mean request, None while a speed is a guess."""
+    if any(speed_source(each) is BeliefSource.ASSUMED for each in able):
+        return None
+    demand = scheduler.placement.demands.get(model)
+    if demand is None or not demand.mix.count:
+        return None
+    size = PROMPT_WEIGHT * demand.mix.prompt + demand.mix.output
+    speeds = scheduler.placement.speeds(model, able)
+    return sum(speeds.values()) / size if size > 0.0 else None
+
+
+def _load(able: Sequence[Instance], waiting: int, rate: float, capacity: float | None) -> tuple[float, str]:
+    """Return the taken share of the scarcest resource, and its name: slots, KV cache, time, the queue."""
+    slots = sum(each.max_num_seqs for each in able)
+    running = sum(each.unfinished_sequences for each in able)
+    by_slots = (running + waiting) / slots
+    cache = sum(each.kv_cache_tokens for each in able)
+    by_kv = sum((each.kv_tokens + each.kv_prompt_tokens) / 2 for each in able) / cache
+    # Of what the model of speed says only as much as is below the rest of the evidence: it is no count.
+    by_time = 0.0 if capacity is None or waiting else min(1.0, rate / capacity) if capacity else 0.0
+    load = max(by_slots, by_kv, by_time)
+    if waiting and waiting > running:
+        full = running >= slots or by_kv >= BUSY_LOAD
+        return load, f"the queue: {'all servers are full' if full else 'no server is given more now'}"
+    if load == by_slots:
+        fullest = max(able, key=lambda each: each.unfinished_sequences / each.max_num_seqs)
+        return load, f"slots of {fullest.name}"
+    if load == by_kv:
+        fullest = max(able, key=lambda each: each.kv_tokens / each.kv_cache_tokens)
+        return load, f"KV cache of {fullest.name}"
+    busiest = max(able, key=lambda each: each.unfinished_sequences / each.max_num_seqs)
+    return load, f"compute of {busiest.name}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    if len(names) > 3:
+        return f"{', '.join(names[:3])} and {len(names) - 3} more"
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _waiting(number: int) -> str:
+    return "" if not number else " 1 request waits." if number == 1 else f" {number:,} requests wait."
+
+
+def _why_down(model: str, instances: Sequence[Instance], waiting: int) -> str:
+    held = [each.name for each in instances if each.admin is not AdminState.READY]
+    wait = _waiting(waiting)
+    if len(held) == len(instances):
+        return f"Every server of {model or 'the fleet'} is drained or in maintenance: set one ready.{wait}"
+    dead = [each for each in instances if each.admin is AdminState.READY]
+    reason = f" ({dead[0].health.reason})" if dead[0].health.reason else ""
+    verb, start = ("does", "it") if len(dead) == 1 else ("do", "one")
+    return f"{_listed([each.name for each in dead])} {verb} not answer{reason}: start {start}.{wait}"
+
+
+def _when_well(able: Sequence[Instance], rate: float, load: float) -> str:
+    guessed = [each.name for each in able if slots_source(each) is BeliefSource.ASSUMED]
+    if guessed:
+        it = "its" if len(guessed) == 1 else "their"
+        return f"The slots of {_listed(guessed)} are assumed: state {it} max_num_seqs in the fleet file."
+    return "Nothing to do." if rate or load else "No request came of late; nothing to do."

@@ -1,0 +1,144 @@
+"""Host times of instances whose profiles assume one: measured unasked, while an instance is idle.
+
+A few lone requests to the engine measure them (`host_probe.py`). A client's request that comes meanwhile ends
+them; the next idle moment is another try.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+
+from hetlb.balancer.config.profile_writer import write_host
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.types import AdminState, Health, InstanceChange, InstanceUpdated
+from hetlb.balancer.engines.host_probe import BUDGET_S, PROMPT_TOKENS, HostProbe
+from hetlb.balancer.engines.scrape import EngineWatch
+from hetlb.balancer.http.sse import SseWatcher
+from hetlb.balancer.telemetry.events import Event, tell
+from hetlb.errors import reason_of
+
+logger = logging.getLogger("hetlb.scrape")
+
+#: Ids of prompts: in the vocabulary of any model, past the low ids where special tokens live.
+_TOKEN_IDS: Final = range(1000, 2000)
+#: Tries of an instance, each ended by a client's request.
+_TRIES: Final = 5
+#: Seconds between two looks whether a client has sent a request meanwhile.
+_LOOK_S: Final = 0.05
+
+
+class _DisturbedError(Exception):
+    """Others use the engine."""
+
+
+class HostTimes:
+    """Measurements of host times; `change` puts them in force."""
+
+    def __init__(self, watch: EngineWatch, change: Callable[[InstanceChange], None]) -> None:
+        self._watch = watch
+        self._change = change
+        #: Tries by instance and profile; an instance that is measured now has all of them.
+        self._tries: dict[tuple[str, str, int], int] = {}
+        self._running: set[str] = set()
+
+    def wanted(self, instance: Instance) -> bool:
+        """Return whether an instance is free for a measurement, and none was in vain too often."""
+        free = not instance.in_flight and not instance.asleep and instance.spec.kv_transfer is None
+        up = instance.admin is AdminState.READY and instance.health.state is Health.UP
+        known = instance.name in self._watch.models and instance.name not in self._running
+        return free and up and known and self._tries.get(_key(instance), 0) < _TRIES
+
+    async def measure(self, instance: Instance) -> None:
+        """Measure the host time of an instance, write it into its profile where allowed, and log it."""
+        name, spec, key = instance.name, instance.spec, _key(instance)
+        if spec.latency is None:
+            return
+        self._running.add(name)
+        self._tries[key] = self._tries.get(key, 0) + 1
+        try:
+            found = await self._while_free(instance, self._probe(instance, spec.latency))
+        except _DisturbedError:
+            return
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            self._tries[key] = _TRIES
+            text = "%s: its host time could not be measured; the profile's is assumed: %s"
+            tell(logger, Event.INSTANCE_HOST_TIME, text, name, reason_of(error), instance=name)
+            return
+        finally:
+            self._running.discard(name)
+        path = Path(spec.host_assumed_in)
+        found, why_not = await asyncio.to_thread(write_host, path, found)
+        if instance.spec is not spec:
+            return  # another profile came meanwhile
+        self._change(InstanceUpdated(replace(spec, latency=found, host_assumed_in="")))
+        step_s = found.host_s + found.host_sequence_s
+        told = f"not written to {path}: {why_not}" if why_not else f"written to {path}"
+        tell(
+            logger, Event.INSTANCE_HOST_TIME,
+            "%s: its host adds %.3g ms to an iteration of one sequence and %.3g ms to a request; %s",
+            name, 1e3 * step_s, 1e3 * found.request_s, told, instance=name,
+        )  # fmt: skip
+
+    async def _while_free(self, instance: Instance, work: Coroutine[Any, Any, LatencyModel]) -> LatencyModel:
+        """Return the result of `work`, which a client's request ends. Raises `_DisturbedError`."""
+        task = asyncio.create_task(work)
+        try:
+            while not (await asyncio.wait((task,), timeout=_LOOK_S))[0]:
+                if instance.in_flight:
+                    raise _DisturbedError
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _probe(self, instance: Instance, latency: LatencyModel) -> LatencyModel:
+        """Return the latency model corrected by lone requests. Raises `_DisturbedError`, or the failure."""
+        probe, rng = HostProbe(latency, instance.capacity.max_model_len), random.Random()
+        while tokens := probe.next_tokens():
+            probe.answered(*await self._complete(instance, rng.choices(_TOKEN_IDS, k=PROMPT_TOKENS), tokens))
+        sample = await self._watch.read_metrics(instance.name)
+        if sample is None or sample.running or sample.waiting:
+            raise _DisturbedError
+        return probe.found()
+
+    async def _complete(
+        self, instance: Instance, prompt: Sequence[int], tokens: int
+    ) -> tuple[float, float | None, float]:
+        """Return seconds to the first token of an answer, of a step, and in all."""
+        models = self._watch.models.get(instance.name)
+        if not models:
+            raise _DisturbedError
+        body = {
+            "model": models[0]["id"],
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        clock = asyncio.get_running_loop().time
+        began, first, last, stream = clock(), 0.0, 0.0, SseWatcher(False)
+        async with self._watch.ask(instance.name, "/v1/completions", body, 6.0 * BUDGET_S) as reply:
+            if reply.status != 200:
+                raise ValueError(f"/v1/completions answers {reply.status}")
+            async for piece in reply.content.iter_any():
+                last = clock()
+                first = first or last
+                stream.feed(piece)
+        if stream.completion_tokens != tokens:
+            raise ValueError(f"expected {tokens} tokens (ignore_eos), got {stream.completion_tokens}")
+        return first - began, (last - first) / (tokens - 1) if tokens > 1 else None, last - began
+
+
+def _key(instance: Instance) -> tuple[str, str, int]:
+    return instance.name, instance.spec.host_assumed_in, instance.incarnation

@@ -1,0 +1,61 @@
+"""Numbers and truth values that are written otherwise than JSON has them, read as vLLM's classes read them.
+
+The classes are Pydantic's, which reads 100.0, "100" and true as integers, and "yes" as true (its conversion
+table, lax mode); 100.5 is refused. Only a body that is not read as it stands gets here.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import msgspec
+
+_INTEGERS: Final = (
+    "max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of", "priority",
+)  # fmt: skip
+_INTEGER = re.compile(r"[+-]?[0-9]+(?:_[0-9]+)*(?:\.0+)?")
+_MOST_DIGITS: Final = 4300
+#: Largest float that is read as an integer.
+_MOST_FLOAT: Final = 2.0**63
+_TRUE: Final = ("1", "true", "t", "yes", "y", "on")
+_FALSE: Final = ("0", "false", "f", "no", "n", "off")
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def with_plain_numbers(body: bytes) -> bytes:
+    """Return a JSON object with the fields that are read in plain numbers and truth values.
+
+    A value that vLLM refuses stays as it is. Raises `msgspec.DecodeError` where the body is no object.
+    """
+    fields = _object.decode(body)
+    plain: dict[str, Any] = {}
+    for name in _INTEGERS:
+        if name in fields:
+            plain[name] = _integer(msgspec.json.decode(fields[name]))
+    if "stream" in fields:
+        plain["stream"] = _truth(msgspec.json.decode(fields["stream"]))
+    return msgspec.json.encode(fields | plain)
+
+
+def _integer(value: Any) -> Any:
+    """Return the integer that Pydantic reads, the same value where it reads none."""
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, float) and value.is_integer() and abs(value) < _MOST_FLOAT:
+        return int(value)
+    if isinstance(value, str) and len(value) <= _MOST_DIGITS:
+        text = value.strip()
+        if _INTEGER.fullmatch(text) is not None:
+            return int(text.partition(".")[0])
+    return value
+
+
+def _truth(value: Any) -> Any:
+    """Return the truth value that Pydantic reads, the same value where it reads none."""
+    if isinstance(value, (int, float)) and value in (0, 1):
+        return bool(value)
+    if isinstance(value, str):
+        lowered = value.lower()
+        return True if lowered in _TRUE else False if lowered in _FALSE else value
+    return value

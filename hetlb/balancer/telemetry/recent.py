@@ -1,0 +1,244 @@
+"""The last minutes, for the dashboard and the status: ended and waiting requests by stretches of time, and
+paces of engines.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from hetlb.balancer.core.types import CAUSES, Outcome
+from hetlb.balancer.telemetry.request_record import RequestRecord
+
+if TYPE_CHECKING:
+    from hetlb.balancer.core.instance import Instance
+    from hetlb.balancer.core.scheduler import Scheduler
+    from hetlb.balancer.core.speed import Mark, SpeedTracker
+
+#: Number of bins of the series, and seconds of each: five minutes.
+BINS: Final = 150
+BIN_S: Final = 2.0
+#: Answers kept as points, the newest.
+KEPT_POINTS: Final = 400
+#: Instances whose levels are kept: the page has colours for fewer.
+KEPT_LEVELS: Final = 16
+#: Most bins that a sample may stand for.
+MOST_LATE_BINS: Final = 5
+#: Seconds over which tokens that an engine counted are compared with its profile.
+PACE_S: Final = 3.0
+#: Latencies are counted in steps of 2^(1/16): 4.4 %, from some 0.1 ms on.
+_STEPS_PER_OCTAVE: Final = 16.0
+#: The same for each factor e.
+_STEPS_PER_E: Final = 16.0 / math.log(2.0)
+_LEAST_S: Final = 1e-4
+_OK: Final = Outcome.OK
+#: Requests that wait by model; requests in flight, and the share of the KV cache reserved, by instance;
+#: requests that came so far by model; the time of the sample.
+Levels: TypeAlias = tuple[dict[str, int], dict[str, tuple[int, float]], dict[str, int], float]
+#: Outcomes that are a client's own mistakes.
+_MISTAKES: Final = (Outcome.UPSTREAM_REFUSED.value, Outcome.BAD_REQUEST.value)
+
+
+def add_counts(whole: dict[Any, Any], part: dict[Any, Any]) -> None:
+    for key, count in part.items():
+        whole[key] = whole.get(key, 0) + count
+
+
+class InstanceShare:
+    """Requests of one instance: all that ended, failures by its doing, and their tokens."""
+
+    __slots__ = ("ended", "failed", "output_tokens", "prompt_tokens")
+
+    def __init__(self) -> None:
+        self.ended = self.failed = self.prompt_tokens = self.output_tokens = 0
+
+    def add(self, other: InstanceShare) -> None:
+        self.ended += other.ended
+        self.failed += other.failed
+        self.prompt_tokens += other.prompt_tokens
+        self.output_tokens += other.output_tokens
+
+
+class Stretch:
+    """Requests that ended in one interval: outcomes, shares of instances, counts of latencies by step.
+
+    `levels` are a sample of the process that has the scheduler, None without one.
+    """
+
+    __slots__ = ("e2e", "levels", "outcomes", "shares", "ttft")
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, int] = {}
+        self.shares: dict[str, InstanceShare] = {}
+        self.ttft: dict[int, int] = {}
+        self.e2e: dict[int, int] = {}
+        self.levels: Levels | None = None
+
+    def share(self, instance: str) -> InstanceShare:
+        share = self.shares.get(instance)
+        if share is None:
+            share = self.shares[instance] = InstanceShare()
+        return share
+
+    def add(self, other: Stretch) -> None:
+        add_counts(self.outcomes, other.outcomes)
+        add_counts(self.ttft, other.ttft)
+        add_counts(self.e2e, other.e2e)
+        for instance, share in other.shares.items():
+            self.share(instance).add(share)
+
+
+def _count(counts: dict[int, int], seconds: float) -> None:
+    step = math.floor(_STEPS_PER_E * math.log(max(seconds, _LEAST_S)))
+    counts[step] = counts.get(step, 0) + 1
+
+
+def latencies(counts: dict[int, int]) -> list[tuple[float, int]]:
+    """Return the seconds in the middle of each step and how often they were, in order."""
+    return [(2.0 ** ((step + 0.5) / _STEPS_PER_OCTAVE), counts[step]) for step in sorted(counts)]
+
+
+class EnginePace:
+    """Pace of one engine by its own counts of tokens: answers show a speed only as they end.
+
+    `value`: times as long as by its profile that tokens of the last seconds took, by the last count and by
+    the last two at least; 0.0 if it is not known.
+    """
+
+    __slots__ = ("_counts", "_newest", "speed", "value")
+
+    def __init__(self, speed: SpeedTracker) -> None:
+        #: Evidence of a server with one profile; another one's is no continuation.
+        self.speed = speed
+        #: Counts of the last seconds: tokens, time, work.
+        self._counts: list[tuple[int, float, Mark]] = []
+        self._newest = self.value = 0.0
+
+    def look(self, instance: Instance) -> None:
+        """Take in the last count, if it is new; a plain answer hides when its tokens began."""
+        sample, now, mark = instance.sample, instance.sample_at, instance.sample_mark
+        if not all(lease.request.streamed for lease in instance.leases.values()):
+            self.value = 0.0
+            return
+        if sample is None or sample.answered is None or now is None or mark is None:
+            return
+        counts, tokens = self._counts, sample.answered
+        if counts and now <= counts[-1][1]:
+            return
+        if counts and tokens < counts[-1][0]:
+            counts.clear()  # another process
+        counts.append((tokens, now, mark))
+        while len(counts) > 2 and now - counts[1][1] >= PACE_S:
+            del counts[0]
+        before, at, since = counts[0]
+        seconds = now - at - (mark.stood_s - since.stood_s)
+        newest, self._newest = self._newest, 0.0
+        if seconds >= PACE_S and tokens > before:
+            running = (mark.sequence_s - since.sequence_s) / seconds
+            if running >= 1.0:
+                steps, budget = (tokens - before) / running, instance.token_budget
+                expected = self.speed.expected(instance.nominal, since, mark, seconds, steps, budget)
+                self._newest = seconds / expected[0]
+        self.value = min(newest, self._newest)
+
+
+class Recent:
+    """The stretches of the last minutes by their numbers, and points: predicted and actual times.
+
+    A point is the end's time, the instance, predicted and actual output tokens of one sequence, predicted and
+    actual seconds from dispatch on.
+    """
+
+    __slots__ = ("_paces", "points", "stretches")
+
+    def __init__(self) -> None:
+        self.stretches: dict[int, Stretch] = {}
+        #: By instance.
+        self._paces: dict[str, EnginePace] = {}
+        self.points: list[tuple[float, str, float, float, float, float]] = []
+
+    def finished(self, record: RequestRecord) -> None:
+        """Count a request that has ended."""
+        outcome, ended_at, lease = record.outcome, record.ended_at, record.lease
+        assert outcome is not None, "expected a request that has ended"
+        assert ended_at is not None, "expected a request that has ended"
+        stretch = self.stretch(math.floor(ended_at / BIN_S))
+        name: str = outcome._value_  # `value` is a function in Python
+        stretch.outcomes[name] = stretch.outcomes.get(name, 0) + 1
+        if outcome is _OK:
+            _count(stretch.e2e, record.e2e_s)
+        if lease is None:
+            return
+        ttft_s, tokens = record.ttft_s, lease.output_tokens
+        share = stretch.share(lease.instance)
+        share.ended += 1
+        share.failed += CAUSES[name] == "engine"
+        share.prompt_tokens += record.prompt_tokens_total
+        share.output_tokens += tokens
+        if outcome is not _OK:
+            return
+        if ttft_s is not None:
+            _count(stretch.ttft, ttft_s)
+        if tokens > 0:
+            each, took_s = tokens / lease.request.sequences, ended_at - lease.dispatched_at
+            predicted = lease.predicted_output
+            self.points.append((ended_at, lease.instance, predicted, each, lease.forecast_end_s, took_s))
+            if len(self.points) >= 2 * KEPT_POINTS:
+                del self.points[:KEPT_POINTS]
+
+    def sample(self, scheduler: Scheduler, now: float) -> None:
+        """Keep how things stand now, of the first instances alone, and look at the paces of all."""
+        paces, self._paces = self._paces, {}
+        for each in scheduler.instances:
+            pace = paces.get(each.name)
+            if pace is None or pace.speed is not each.speed:
+                pace = EnginePace(each.speed)
+            self._paces[each.name] = pace
+            pace.look(each)
+        index = math.floor(now / BIN_S)
+        loads = {
+            each.name: (each.in_flight, round(each.kv_tokens / each.kv_cache_tokens, 4))
+            for each in islice(scheduler.instances, KEPT_LEVELS)
+        }
+        demands = scheduler.placement.demands
+        arrived = {model: demands[model].arrivals for model in list(demands)}
+        levels: Levels = (scheduler.queue.by_model(), loads, arrived, now)
+        # The timer is late by a little each time: a stretch that it left out is as the next one.
+        sampled = [number for number, each in self.stretches.items() if each.levels is not None]
+        last = max([number for number in sampled if number < index], default=index - 1)
+        begin = last + 1 if index - last <= MOST_LATE_BINS else index
+        for number in range(begin, index + 1):
+            self.stretch(number).levels = levels
+
+    def pace(self, instance: str) -> float:
+        """Return the pace of an engine."""
+        pace = self._paces.get(instance)
+        return 0.0 if pace is None else pace.value
+
+    def refused(self, window_s: float, now: float) -> tuple[int, int]:
+        """Return the clients' mistakes among what ended in the last `window_s`, and all that ended."""
+        first, refused, ended = math.floor((now - window_s) / BIN_S), 0, 0
+        for number, stretch in self.stretches.items():
+            if number >= first:
+                for outcome, count in stretch.outcomes.items():
+                    ended += count
+                    refused += count if outcome in _MISTAKES else 0
+        return refused, ended
+
+    def stretch(self, number: int) -> Stretch:
+        """Return the stretch of a number; the oldest ones are forgotten with it."""
+        stretch = self.stretches.get(number)
+        if stretch is None:
+            stretch = self.stretches[number] = Stretch()
+            for old in [each for each in self.stretches if each < number - BINS]:
+                del self.stretches[old]
+        return stretch
+
+    def shares(self, window_s: float, now: float) -> dict[str, InstanceShare]:
+        """Return each instance's work in the stretches of the last `window_s`, the running one among them."""
+        last, whole = math.floor(now / BIN_S), Stretch()
+        for number in range(last + 1 - math.ceil(window_s / BIN_S), last + 1):
+            if number in self.stretches:
+                whole.add(self.stretches[number])
+        return whole.shares
