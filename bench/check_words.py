@@ -120,7 +120,9 @@ def main() -> int:
     """Print every mistake; return 1 where there is one."""
     modules = sorted((ROOT / "hetlb").rglob("*.py"))
     pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", *(ROOT / "hetlb" / "cli").glob("*.py")]
-    pages += [path for path in (ROOT / "hetlb" / "options" / "dashboard").iterdir() if path.is_file()]
+    pages += [
+        path for path in (ROOT / "hetlb" / "balancer" / "admin" / "dashboard").iterdir() if path.is_file()
+    ]
     docs = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "ARCHITECTURE.md"]
     sources = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
     wrong = list(shared_names(modules))
