@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
 
-from hetlb.balancer.engines.engine_metrics import EnginePage, parse
+from hetlb.balancer.engines.engine_metrics import _NAMES, EnginePage, parse
+from hetlb.balancer.engines.series_reader import MAX_LINE_BYTES, labels_of
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "metrics"
 EXPECTED = SHARED / "expected.json"
@@ -269,3 +271,113 @@ def test_replicas_of_one_page_are_engines() -> None:
     assert (sample.running, sample.waiting, sample.kv_usage_max) == (6, 2, 0.6)
     assert sample.kv_usage == pytest.approx(0.4)
     assert (sample.capacity.engines, sample.capacity.kv_cache_tokens) == (2, 3200)
+
+
+def blanks(least: int) -> st.SearchStrategy[str]:
+    return st.text(" \t", min_size=least, max_size=2)
+
+
+#: Values of labels as they are, of which a page has the escapes.
+VALUES = st.text(st.sampled_from('ab"\\\n{}#,= é0'), max_size=6)
+LABELS = st.dictionaries(st.sampled_from(["engine", "model_name", "le", "a_1", "_b"]), VALUES, max_size=4)
+OTHER = [
+    "vllm:num_requests_run",
+    "vllm:num_requests_running_ago",
+    "http_requests_total",
+    "x",
+    "up",
+    "vllm:x:y",
+]
+NUMBERS = st.one_of(
+    st.floats().map(repr), st.integers(-(10**20), 10**20).map(str),
+    st.sampled_from(["NaN", "+Inf", "-Inf", "1e5", "1.5E-3", "+7", ".5", "5."]),
+)  # fmt: skip
+
+
+@st.composite
+def lines_of_series(draw: st.DrawFn) -> tuple[object, str]:
+    """Return a series and its line as the text format of Prometheus has it, with blanks and tabs."""
+    name = draw(st.sampled_from(sorted(_NAMES) + OTHER))
+    escapes = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+    values = draw(LABELS)
+    pairs = [
+        f'{draw(blanks(0))}{label}{draw(blanks(0))}={draw(blanks(0))}"{value.translate(escapes)}"'
+        for label, value in values.items()
+    ]
+    labels = "{" + ",".join(pairs) + draw(st.sampled_from(["", ","]) if pairs else st.just("")) + "}"
+    labels = (
+        draw(st.sampled_from([labels, draw(blanks(0)) + labels]))
+        if pairs
+        else draw(st.sampled_from(["", "{}"]))
+    )
+    stamp = draw(st.one_of(st.just(""), st.integers(0, 2 * 10**12).map(lambda at: f" {at}")))
+    line = f"{name}{labels}{draw(blanks(1))}{draw(NUMBERS)}{stamp}{draw(blanks(0))}"
+    return (name, frozenset(values.items())), line
+
+
+COMMENTS = [
+    "# HELP vllm:num_requests_running a \\\\ b", "# vllm:num_requests_running 3", "# TYPE x gauge", "# EOF",
+    "#", "",
+]  # fmt: skip
+
+
+@given(
+    st.lists(
+        st.one_of(lines_of_series(), st.sampled_from(COMMENTS).map(lambda line: (line, line))),
+        max_size=12, unique_by=lambda each: each[0],
+    ),
+    st.integers(1, 60),
+)  # fmt: skip
+def test_the_parser_of_prometheus_reads_the_same(lines: list[tuple[object, str]], size: int) -> None:
+    text = "".join(f"{line}\n" for _, line in lines)
+    theirs = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name in _NAMES:
+                theirs[sample.name, tuple(sorted(sample.labels.items()))] = repr(float(sample.value))
+    page = EnginePage()
+    data = text.encode()
+    for at in range(0, len(data), size):
+        page.feed(data[at : at + size])
+    page.sample()
+    ours = {
+        (name, tuple(sorted(labels_of(labels).items()))): repr(value)
+        for name, values in page._page.series.items()
+        for labels, value in values.items()
+    }
+    assert ours == theirs
+
+
+RUNNING = b"vllm:num_requests_running"
+NOT_READ = [
+    RUNNING + b'{engine="0', RUNNING + b'{engine="0\\"} 3', RUNNING + b"{", RUNNING, RUNNING + b"} 3",
+    RUNNING + b"{" + b"a" * 60_000 + b"}", RUNNING + b" " * 60_000 + b"{",
+    RUNNING + b"{" + b'a="",' * 129 + b"} 3", RUNNING + b" " + b"3" * MAX_LINE_BYTES,
+    b'{"' + RUNNING, b"\x1f\x8b\x08\x00" + RUNNING + b" 3", b"<p>" + RUNNING + b" 3",
+    RUNNING + b"x" * (1 << 20) + b" 3",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", NOT_READ, ids=range(len(NOT_READ)))
+@pytest.mark.parametrize("size", [1 << 21, 1000])
+def test_a_line_that_is_none_is_lost_alone(line: bytes, size: int) -> None:
+    data = b"vllm:num_requests_waiting 2\n" + line + b"\nvllm:kv_cache_usage_perc 0.5\n"
+    page = EnginePage()
+    for at in range(0, len(data), size):
+        page.feed(data[at : at + size])
+    sample = page.sample()
+    assert (sample.running, sample.waiting, sample.kv_usage) == (None, 2, 0.5)
+
+
+def test_labels_of_a_page_are_bounded() -> None:
+    page = EnginePage()
+    for n in range(100):
+        page.feed(b'vllm:num_requests_running{engine="%d",a="%b"} 1\n' % (n, b"x" * 60_000))
+    assert page.sample().running == 8
+
+
+def test_blanks_in_labels_and_escapes() -> None:
+    line = "vllm:num_requests_running{{{}}} 3\n"
+    sample = parse(line.format(' engine = "1" , a="\\\\"') + line.format('engine="2",a="\\""'))
+    assert (sample.running, sample.capacity.engines) == (6, 2)
+    assert labels_of('a="\\\\n",b="\\n\\"",c = "d",') == {"a": "\\n", "b": '\n"', "c": "d"}

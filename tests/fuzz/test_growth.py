@@ -237,6 +237,7 @@ UNITS = (
     ("of a byte", 10.0, 16.0),
     ("requests", 10.0, 16.0),
     ("one token", 8.0, 16.0),
+    ("short lines", 8.0, 8.0),
     ("empty events", 7.0, 32.0),
     ("one byte", 4.0, 16.0),
     ("zeros", 4.0, 16.0),

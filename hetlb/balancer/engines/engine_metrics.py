@@ -19,7 +19,7 @@ from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.types import Capacity, EngineSample
 from hetlb.balancer.engines.engine_tables import PAGES, TABLES, VLLM, EngineTable, spelled, table_by
 from hetlb.balancer.engines.series_reader import MOST_SERIES as MOST_SERIES
-from hetlb.balancer.engines.series_reader import Series, SeriesReader
+from hetlb.balancer.engines.series_reader import START_BYTES, Series, SeriesReader, labels_of
 
 RUNNING, WAITING, KV_USAGE = VLLM.running, VLLM.waiting, VLLM.kv_usage
 CACHE_CONFIG = ("vllm:cache_config_info",)
@@ -39,7 +39,6 @@ _VLLM_ALONE = (CACHE_CONFIG, PREEMPTIONS, SLEEP_STATE, LORA_INFO, PROMPT_SOURCES
 _COUNTERS = (
     ITERATIONS, PROMPT_TOKENS, CACHED_TOKENS, GENERATED_TOKENS, PREEMPTIONS, DRAFTS, ACCEPTED_TOKENS,
 )  # fmt: skip
-_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 #: Labels of the ranks of one engine: each holds a part of the model, and all have the same requests.
 _RANKS: Final = (
     "tp_rank", "pp_rank", "ep_rank", "moe_ep_rank", "moe_tp_rank", "moe_dp_rank", "attn_tp_rank",
@@ -48,8 +47,10 @@ _RANKS: Final = (
 #: Labels of the replicas of one page: each is an engine of its own.
 _REPLICAS: Final = ("ReplicaId", "WorkerId", "replica", "pod", "instance", "model")
 _PRIORITY: Final = "priority"
-#: Number of read label texts that are kept: they are the same at every scrape until a restart.
+#: Number of read label texts that are kept, and the longest of them: they are the same at every scrape until
+#: a restart.
 _KEPT_LABELS: Final = 1024
+_MAX_KEPT_LABELS: Final = 2048
 #: Maximum number of engines behind one URL: more is nonsense.
 _MAX_ENGINES: Final = 4096
 #: Maximum number of requests or tokens on one server: more is nonsense.
@@ -92,13 +93,30 @@ def _known(name: bytes) -> tuple[str, str]:
     return prefix, found if found in _NAMES else ""
 
 
+@lru_cache(_KEPT_LABELS)
+def _passed(start: bytes) -> str | None:
+    """Return the prefix of the lines that begin so, None where one of them may be read."""
+    if not start or start[:1] == b"#":
+        return ""
+    if start[:1] <= b" " or start[:1] == b"{":
+        return None  # its name stands further on
+    name = start.split(None, 1)[0].partition(b"{")[0]
+    prefix, known = _known(name)
+    if len(name) < START_BYTES:
+        return None if known else prefix
+    text = name.decode("utf-8", "replace")
+    found, rest = spelled(text)[1], text.rpartition(":")[2]
+    may_be = any(each.startswith(found) or each.partition(":")[2].startswith(rest) for each in _NAMES)
+    return None if may_be else prefix
+
+
 class EnginePage:
     """Metrics page of one server, fed in pieces of any size."""
 
     paths: Final = PAGES
 
     def __init__(self) -> None:
-        self._page = SeriesReader(_known)
+        self._page = SeriesReader(_known, _passed)
         self.feed = self._page.feed
 
     @property
@@ -208,7 +226,7 @@ def _adapters(series: Series) -> tuple[int | None, tuple[str, ...] | None]:
     told = series.get(LORA_INFO[0])
     if not told:
         return None, None
-    labels = dict(_LABEL.findall(max(told, key=lambda each: told[each])))
+    labels = labels_of(max(told, key=lambda each: told[each]))
     running = tuple(name for name in labels.get("running_lora_adapters", "").split(",") if name)
     return _whole(labels.get("max_lora")), running
 
@@ -257,14 +275,20 @@ def _by_engine(
     return engines
 
 
-@lru_cache(_KEPT_LABELS)
 def _place(text: str, engine_label: str) -> tuple[str, str, str]:
     """Return the labels of the place of a series: engine, priority, and all others but ranks."""
-    labels = {name: value for name, value in _LABEL.findall(text) if name not in _RANKS}
+    return (_kept_place if len(text) <= _MAX_KEPT_LABELS else _read_place)(text, engine_label)
+
+
+def _read_place(text: str, engine_label: str) -> tuple[str, str, str]:
+    labels = {name: value for name, value in labels_of(text).items() if name not in _RANKS}
     # "0" is the engine of servers of before there were several.
     engine, priority = labels.pop(engine_label, "") or "0", labels.pop(_PRIORITY, "")
     replica = "".join(f" {labels[name]}" for name in _REPLICAS if name in labels)
     return engine + replica, priority, repr(sorted(labels.items()))
+
+
+_kept_place: Final = lru_cache(_KEPT_LABELS)(_read_place)
 
 
 def _count(
@@ -358,10 +382,13 @@ def _kv_tokens(series: Series, missing: list[str], invalid: list[str]) -> tuple[
     return per_engine, block_size
 
 
-@lru_cache(_KEPT_LABELS)
 def _cache_config(text: str) -> tuple[str, int | None, int | None, bool | None]:
     """Parse the labels of a `CACHE_CONFIG`: engine, block size, KV tokens, prefix caching."""
-    labels = dict(_LABEL.findall(text))
+    return (_kept_config if len(text) <= _MAX_KEPT_LABELS else _read_config)(text)
+
+
+def _read_config(text: str) -> tuple[str, int | None, int | None, bool | None]:
+    labels = labels_of(text)
     size = _whole(labels.get("block_size"))
     tokens = _whole(labels.get("kv_cache_size_tokens"))
     if tokens is None and _whole(labels.get("mamba_block_size")) is None:
@@ -370,6 +397,9 @@ def _cache_config(text: str) -> tuple[str, int | None, int | None, bool | None]:
         tokens = blocks * size if blocks and size else None
     caches = {"True": True, "False": False}.get(labels.get("enable_prefix_caching", ""))
     return _place(text, VLLM.engine_label)[0], size, tokens, caches
+
+
+_kept_config: Final = lru_cache(_KEPT_LABELS)(_read_config)
 
 
 def _whole(text: str | None) -> int | None:

@@ -144,11 +144,11 @@ TABLES: Final = (VLLM, SGLANG, LLAMA_CPP, TENSORRT_LLM, TGI, LMDEPLOY, TRITON, L
 
 #: Prefixes as they begin a name: Ray puts its own before them, exporters turn the colon into a line.
 _PREFIX: Final = re.compile(
-    r"(?:ray_)?(?:(" + "|".join(each.prefix[:-1] for each in TABLES[:-1]) + "))[:_](.*)"
+    r"(?:ray_)?+(?:(" + "|".join(each.prefix[:-1] for each in TABLES[:-1]) + "))[:_](.*+)"
 )
 _PREFIXES: Final = {each.prefix[:-1]: each.prefix for each in TABLES}
-#: Names of vLLM that others keep: behind a prefix with a colon, or alone.
-_KEPT: Final = re.compile(r"(?:[a-zA-Z0-9_]+:)?([a-z_]+)")
+#: Names of vLLM that others keep: alone or behind a prefix, which ends within the start of a line.
+_KEPT: Final = re.compile(r"(?:[a-zA-Z0-9_]{1,31}+:)?+([a-z_]++)")
 _FIGURES: Final = frozenset(each.removeprefix(VLLM.prefix) for each in VLLM.figures) | {"cache_config_info"}
 
 

@@ -38,6 +38,7 @@ from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.inputs.urls import bracketed
 from hetlb.logs import escape
 from hetlb.served_models import longest_context, read_model_list, read_version
+from hetlb.turns import Share
 
 if TYPE_CHECKING:
     from hetlb.balancer.interfaces import EngineProfile, MetricsReader
@@ -48,6 +49,8 @@ logger = logging.getLogger("hetlb.scrape")
 _MAX_PAGE_BYTES = 1 << 20
 #: Maximum bytes of a page of metrics, read line by line: each of 32 data-parallel engines has some 60 KiB.
 _MAX_METRICS_BYTES = 64 << 20
+#: Bytes of a page that are read at a time: between them others have their turn.
+_PIECE_BYTES = 8 << 10
 #: Seconds until an engine whose page is larger is asked again.
 _TOO_LARGE_PAUSE_S = 60.0
 #: Rounds between reads of the model list, which is also read when an instance comes back.
@@ -285,7 +288,7 @@ class EngineWatch:
         """Return status and body of a page; with `metrics`, which are fed it, its first byte alone."""
         try:
             async with self._asked(name, "GET", path) as reply:
-                body, size = bytearray(), 0
+                body, size, share = bytearray(), 0, Share()
                 most = _MAX_PAGE_BYTES if metrics is None else _MAX_METRICS_BYTES
                 async for piece in reply.content.iter_any():
                     size += len(piece)
@@ -293,9 +296,11 @@ class EngineWatch:
                         raise _TooLargeError
                     if metrics is None:
                         body += piece
-                    else:
-                        metrics.feed(piece)
-                        body += piece[:1] if not body else b""
+                        continue
+                    body += piece[:1] if not body else b""
+                    for at in range(0, len(piece), _PIECE_BYTES):
+                        metrics.feed(piece[at : at + _PIECE_BYTES])
+                        await share.spent()
                 return reply.status, bytes(body)
         except OSError as error:
             if error.errno in LOCAL_ERRNOS:

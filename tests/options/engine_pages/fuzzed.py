@@ -39,6 +39,8 @@ def metrics(data: bytes) -> None:
         assert value is None or (value >= 0 and math.isfinite(value))
 
 
+NAME = b"vllm:num_requests_running"
+STRING = NAME + b'{engine="'
 TARGETS = {"metrics": metrics}
 PREFIXES: tuple[tuple[Reader, bytes], ...] = ((page, b""),)
 #: name -> (reader, input of a size, the smaller size).
@@ -50,4 +52,26 @@ GROWTH: dict[str, tuple[Reader, Make, int]] = {
     "a metrics page without a line end": (in_pieces, many(b"vllm:"), 512 << 10),
     "a metrics page of other names": (page, many(b"vllm:num_requests_run 1\n"), 512 << 10),
     "comments of a metrics page": (page, many(b"# HELP vllm:num_requests_running x\n"), 256 << 10),
+    "short lines of a metrics page": (in_pieces, many(b" a\n"), 64 << 10),
+    "short lines of a metrics page that differ": (
+        in_pieces, lambda size: b"".join(b"vllm:a%06d 1\n" % n for n in range(size // 14)), 512 << 10,
+    ),
+    "indented short lines of a metrics page": (in_pieces, many(b" vllm:kv_cache_usage_perc 1\n"), 64 << 10),
+    **{
+        f"{kind} in a line of a metrics page, {where}": (page, many(unit, before, after), 15 << 10)
+        for kind, unit in {
+            "blanks": b" ", "letters": b"a", "quotes": b'"', "backslashes": b"\\", "braces": b"{",
+            "closing braces": b"}", "commas": b",", "labels": b'a="",', "escapes": b'\\"', "digits": b"7",
+            "equals": b"a=", "number signs": b" #",
+        }.items()
+        for where, before, after in (
+            ("behind a name", NAME, b"{"),
+            ("as labels", NAME + b"{", b"} 3"),
+            ("in a string", STRING, b'"} 3'),
+            ("as a string without end", STRING, b""),
+            ("as a value", NAME + b" ", b""),
+            ("behind a value", NAME + b" 3 ", b""),
+            ("as a quoted name", b'{"', b'"} 3'),
+        )
+    },
 }  # fmt: skip
