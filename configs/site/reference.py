@@ -230,7 +230,7 @@ def flags_page() -> str:
     lines = ["# Flags of commands", "", "Made by `make reference`, from `hetlb COMMAND --help`."]
     top = build_parser()
     commands = next(each for each in top._actions if isinstance(each, argparse._SubParsersAction))
-    for name, (summary, example) in COMMANDS.items():
+    for name, (summary, example, _) in COMMANDS.items():
         rows = []
         for action in commands.choices[name]._actions:
             if isinstance(action, argparse._HelpAction):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from hetlb.errors import InputError
@@ -20,6 +21,7 @@ TIMEOUT_S = 10.0
 #: Seconds without data after which the event stream, which sends once a second, is dead.
 SILENCE_S = 5.0
 _MOST_EVENT_BYTES = 16 << 20
+_MOST_ERROR_BYTES = 64 << 10
 
 
 class NoAnswerError(InputError):
@@ -50,7 +52,15 @@ class AdminClient:
 
     def document(self, path: str, *keys: str) -> dict[str, Any]:
         """Return the JSON object at a path, with at least these keys. Raises `InputError`."""
-        with self._open(path, TIMEOUT_S) as reply:
+        return self._asked(urllib.request.Request(self.url + path), keys)
+
+    def change(self, method: str, path: str, body: object) -> dict[str, Any]:
+        """Send a change as JSON; return the JSON object of the response. Raises `InputError`."""
+        data = json.dumps(body).encode()
+        return self._asked(urllib.request.Request(self.url + path, data, method=method))
+
+    def _asked(self, request: urllib.request.Request, keys: Collection[str] = ()) -> dict[str, Any]:
+        with self._open(request, TIMEOUT_S) as reply:
             try:
                 body = reply.read()
             except (OSError, ValueError, http.client.HTTPException) as error:
@@ -59,13 +69,13 @@ class AdminClient:
             found = json.loads(body)
         except (ValueError, RecursionError) as error:
             raise InputError(self._no_proxy("it does not answer in JSON")) from error
-        if not isinstance(found, dict) or not found.keys() >= set(keys):
+        if not isinstance(found, dict) or not found.keys() >= {*keys}:
             raise InputError(self._no_proxy(f"its answer holds no {' and '.join(keys)}"))
         return found
 
     def snapshots(self) -> Iterator[dict[str, Any]]:
         """Yield snapshots from the event stream. Raises `NoAnswerError` at its end, else `InputError`."""
-        with self._open("/v1/events", SILENCE_S) as reply:
+        with self._open(urllib.request.Request(f"{self.url}/v1/events"), SILENCE_S) as reply:
             if reply.headers.get_content_type() != "text/event-stream":
                 raise InputError(self._no_proxy("it has no event stream"))
             try:
@@ -76,18 +86,20 @@ class AdminClient:
                 raise self._no_answer(error) from error
         raise self._no_answer(OSError("the proxy closed the connection"))
 
-    def _open(self, path: str, timeout_s: float) -> http.client.HTTPResponse:
-        """Return the response to a GET; the token is not sent to redirect targets."""
-        request = urllib.request.Request(self.url + path)
+    def _open(self, request: urllib.request.Request, timeout_s: float) -> http.client.HTTPResponse:
+        """Return the response to a request; the token is not sent to redirect targets."""
         if self._token:
             request.add_unredirected_header("Authorization", f"Bearer {self._token}")
         try:
             reply: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=timeout_s)
         except urllib.error.HTTPError as error:
-            told = f"status {error.code} {error.reason or ''}".rstrip()
+            if (refusal := _refusal(error)) is not None:
+                raise InputError(refusal) from error
             if error.code == 401:
-                told = f"401 Unauthorized: expected the admin token in {TOKEN_VARIABLE}"
-            raise InputError(f"--admin: {self.url}: {told}") from error
+                raise InputError(
+                    f"--admin: {self.url}: 401 Unauthorized: expected the admin token in {TOKEN_VARIABLE}"
+                ) from error
+            raise InputError(self._no_proxy(f"status {error.code} {error.reason or ''}".rstrip())) from error
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise self._no_answer(error) from error
         return reply
@@ -95,7 +107,26 @@ class AdminClient:
     def _no_answer(self, error: Exception) -> NoAnswerError:
         cause = getattr(error, "reason", None) or error
         why = str(getattr(cause, "strerror", None) or cause)
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            why = f"its certificate is not trusted: {cause.verify_message}"
+        elif isinstance(cause, ssl.SSLError):
+            why = "it does not speak TLS: use http://"
+        elif isinstance(cause, ConnectionResetError | http.client.RemoteDisconnected):
+            why = "it closes the connection without an answer; if it speaks TLS, use https://"
         return NoAnswerError(self._no_proxy(why), why)
 
     def _no_proxy(self, why: object) -> str:
         return f"--admin: expected the admin address of a running proxy, got {self.url!r}: {why}"
+
+
+def _refusal(error: urllib.error.HTTPError) -> str | None:
+    """Return the message of an error of a proxy's admin listener, None for the response of another server.
+
+    The clients' port answers in the same form, with `param` and a text as `code`.
+    """
+    try:
+        found = json.loads(error.read(_MOST_ERROR_BYTES))["error"]
+        admins = error.code != 401 and found["code"] == error.code and "param" not in found
+        return str(found["message"]) if admins else None
+    except (KeyError, OSError, RecursionError, TypeError, ValueError, http.client.HTTPException):
+        return None

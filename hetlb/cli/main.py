@@ -9,12 +9,13 @@ import argparse
 import difflib
 import errno
 import importlib
+import json
 import os
 import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from hetlb.build import version_line
 from hetlb.errors import HetlbError, InputError
@@ -22,81 +23,94 @@ from hetlb.extras import missing_extra, require
 
 
 class Command(NamedTuple):
-    """Summary and example of a command."""
+    """Summary and example of a command; its module in `hetlb.cli` if that has another name."""
 
     summary: str
     example: str
+    module: str | None = None
 
 
 #: Each has a module with `add_arguments`, which declares its flags, and `run`, which returns the exit status.
 #: They are imported on demand: `hetlb engine` must not load what `hetlb demo` needs.
 COMMANDS = {
-    "demo": Command("a comparison of policies on this machine, without a GPU", "hetlb demo"),
-    "serve": Command("the reverse proxy in front of a fleet", "hetlb serve --config fleet.yaml"),
+    "demo": Command("compare policies on this machine, without a GPU", "hetlb demo"),
+    "serve": Command("run the reverse proxy in front of a fleet", "hetlb serve --config fleet.yaml"),
     "init": Command(
-        "a commented fleet file from what servers say",
+        "ask servers and print a commented fleet file",
         "hetlb init http://10.0.0.7:8000 http://10.0.0.8:8000 > fleet.yaml",
     ),
-    "doctor": Command(
-        "a look for mistakes in a fleet file and at its servers", "hetlb doctor --config fleet.yaml"
+    "doctor": Command("check a fleet file and its servers for mistakes", "hetlb doctor --config fleet.yaml"),
+    "pick": Command(
+        "run the endpoint picker for Envoy and the Gateway API", "hetlb pick --config fleet.yaml"
     ),
-    "pick": Command("the endpoint picker for Envoy and the Gateway API", "hetlb pick --config fleet.yaml"),
     "engine": Command(
-        "an emulated vLLM server, timed by a latency profile", "hetlb engine --profile P.yaml --port 8000"
+        "emulate a vLLM server, timed by a latency profile", "hetlb engine --profile P.yaml --port 8000"
     ),
     "simulate": Command(
-        "a fleet in virtual time, or the replay of an event log",
+        "run a fleet in virtual time, or replay an event log",
         "hetlb simulate --config fleet.yaml --trace T.csv --policy rr,hetlb",
     ),
-    "model": Command("what hetlb understands of a model: weights, cache, degrees", "hetlb model config.json"),
+    "model": Command("print the weights, cache and parallel degrees of a model", "hetlb model config.json"),
     "profile": Command(
-        "latency profiles: make, show, compare, list",
+        "make, show, compare and list latency profiles",
         "hetlb profile --url http://10.0.0.7:8000 --out a800.yaml",
     ),
     "search": Command(
-        "the best tensor-parallel degrees and layouts for given machines",
+        "find the best tensor-parallel degrees and layouts for given machines",
         "hetlb search --config CLUSTER.yaml --trace T.csv",
     ),
     "stage": Command(
-        "a worker that runs some layers of a model, or the coordinator in front of such workers",
+        "run some layers of a model, or the coordinator in front of such workers",
         "hetlb stage --model FOLDER --layers 0:16 --port 9100",
     ),
     "place": Command(
-        "a plan for the layers of a model that no single machine can hold", "hetlb place --config PLACE.yaml"
+        "plan the layers of a model that no single machine can hold", "hetlb place --config PLACE.yaml"
     ),
     "split": Command(
-        "a plan of GPUs for prefill and for decode, with the KV flows between them",
+        "plan GPUs for prefill and for decode, with the KV flows between them",
         "hetlb split --config CLUSTER.yaml --trace T.csv",
     ),
     "rent": Command(
-        "a plan of which GPUs to rent for a budget, and what to run on them",
+        "plan which GPUs to rent for a budget, and what to run on them",
         "hetlb rent --config MARKET.yaml --trace T.csv",
     ),
     "bench": Command(
-        "a load test of any OpenAI-compatible server",
+        "load-test any OpenAI-compatible server",
         "hetlb bench --url http://127.0.0.1:8080 --dataset-name random --request-rate 8",
     ),
     "batch": Command(
-        "OpenAI's batch file through any server, in what its other traffic leaves over",
+        "send OpenAI's batch file to any server, in the capacity that its other traffic leaves",
         "hetlb batch in.jsonl out.jsonl --url http://127.0.0.1:8080",
     ),
     "explain": Command(
-        "one decision in numbers, or the last ones of a running proxy", "hetlb explain --last 3"
+        "print one decision in numbers, or the last ones of a running proxy", "hetlb explain --last 3"
     ),
     "status": Command(
-        "the fleet in one line, with an exit status for scripts",
+        "print the state of the fleet in one line, with an exit status for scripts",
         "hetlb status --admin http://127.0.0.1:8081 || notify-the-operator",
     ),
-    "top": Command("the live fleet in a terminal", "hetlb top --admin http://127.0.0.1:8081"),
-    "schema": Command("the JSON schema of a kind of file, for editors", "hetlb schema fleet > fleet.json"),
+    "drain": Command(
+        "give an instance no new requests, e.g. before its restart", "hetlb drain gpu-a --wait", "switches"
+    ),
+    "ready": Command("give an instance requests again", "hetlb ready gpu-a --wait", "switches"),
+    "maint": Command(
+        "take an instance out: no requests and no probes", "hetlb maint gpu-a --wait", "switches"
+    ),
+    "policy": Command("print or switch the policy of a running proxy", "hetlb policy hetlb", "switches"),
+    "top": Command("show the live fleet in a terminal", "hetlb top --admin http://127.0.0.1:8081"),
+    "schema": Command(
+        "print the JSON schema of a kind of file, for editors", "hetlb schema fleet > fleet.json"
+    ),
     "completion": Command(
-        "the completion script for bash, zsh, fish or tcsh", "hetlb completion bash > hetlb.bash"
+        "print the completion script for bash, zsh, fish or tcsh", "hetlb completion bash > hetlb.bash"
     ),
 }
 #: Commands whose examples `hetlb --help` shows.
 _FIRST = ("demo", "init", "doctor", "serve", "status")
 #: Commands that print the finished part when they are interrupted.
 _REPORTING = ("bench", "batch")
+#: Commands that print a document with `--json` also if no proxy answers.
+_ASKING = ("status", "top", "explain", "drain", "ready", "maint", "policy")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -135,18 +149,18 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=version_line())
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, (summary, example) in COMMANDS.items():
+    for name, each in COMMANDS.items():
         sub = subparsers.add_parser(
             name,
-            help=summary,
-            description=summary[0].upper() + summary[1:] + ".",
-            epilog=f"example:\n  {example}",
+            help=each.summary,
+            description=each.summary[0].upper() + each.summary[1:] + ".",
+            epilog=f"example:\n  {each.example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if only not in (None, name):
             continue
         try:
-            importlib.import_module(f"hetlb.cli.{name}").add_arguments(sub)
+            _module(name).add_arguments(sub)
         except ModuleNotFoundError as error:
             missing = missing_extra(error)
             if missing is None:
@@ -154,6 +168,11 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
             sub.set_defaults(missing=missing)
             sub.epilog = f"flags: {missing}\n\n{sub.epilog}"
     return parser
+
+
+def _module(command: str) -> Any:
+    """Return the module of a command."""
+    return importlib.import_module(f"hetlb.cli.{COMMANDS[command].module or command}")
 
 
 def _parsed(arguments: Sequence[str], command: str) -> argparse.Namespace:
@@ -183,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(args, "plot", None) is not None:
             require("matplotlib")  # before the work, not after it
         args.command_line = shlex.join(["hetlb", *arguments])
-        status = importlib.import_module(f"hetlb.cli.{args.command}").run(args)
+        status = _module(args.command).run(args)
         sys.stdout.flush()
         return int(status)
     except ModuleNotFoundError as error:
@@ -193,6 +212,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hetlb {command}: {missing}", file=sys.stderr)
         return 2
     except InputError as error:
+        if command in _ASKING and "--json" in arguments:
+            print(json.dumps({"error": str(error)}))
         for line in error.lines:
             print(f"{' '.join(filter(None, ('hetlb', command)))}: {line}", file=sys.stderr)
         return 2
