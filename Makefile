@@ -4,7 +4,6 @@
 #   make test       the tests (real sockets, no GPU, some minutes)
 #   make test-compiled  the tests of what is compiled, slow ones too, on the compiled hot path (needs a C compiler)
 #   make test-python  the tests of core and proxy on another Python, as PYTHON=python3.13; test-pythons: on each there is
-#   make test-without-options  without each option, what could ask for it (more than an hour); WITHOUT=split for one
 #   make test-slow  the fault matrix with fifty streams in the background, and as processes
 #   make check      formatting, lint, types, of the benches too
 #   make smoke      a short run of every bench, to see that it still runs (some minutes)
@@ -38,7 +37,7 @@ OTHER_PYTHON := --hypothesis-profile=other_python
 # Folders of which `make test-slow` runs the tests; all of them.
 SLOW ?=
 # Tests of what is compiled. The rest runs interpreted in either build: dashboard, sources of instances, spans, the supervisor of relays.
-INTERPRETED_OPTIONS := dashboard dns instance_files kubernetes tokenizers tracing
+INTERPRETED_OPTIONS := dns instance_files kubernetes tracing
 COMPILED_TESTS := tests/core tests/proxy tests/options tests/faults tests/test_parity.py tests/cli/test_explain.py \
   tests/sim tests/emulator $(addprefix tests/fuzz/test_,growth.py corpus.py mutants.py) $(INTERPRETED_OPTIONS:%=--ignore=tests/options/%) \
   --ignore=tests/sim/test_against.py --ignore=tests/options/relays/test_supervisor.py
@@ -46,8 +45,6 @@ PACKAGES_OF_PROXY_TESTS := hypothesis openai pytest pytest-asyncio pytest-timeou
   tokenizers trustme websockets
 PYTHONS ?= $(shell for n in 12 13 14; do for each in python3.$$n $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.$$n.*/bin/python; do \
   $$each -c 0 2> /dev/null && echo $$each && break; done; done; true)
-# Options that `make test-without-options` takes away, one after the other; all of them.
-WITHOUT ?=
 # More options of `make bench-head-to-head`, as `--minutes 30`. It goes on with its record; without that it begins.
 HEAD_TO_HEAD ?=
 # Seconds for each fuzz target (that for cost takes six times as long), and mutants.
@@ -56,7 +53,7 @@ MUTANTS ?= 10000
 # Tests start hundreds of processes: none of them is to compile all modules again (0.3 s each).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: wheel docs man pictures reference schemas test-helm test-sdks demo demo-scaleout test install-python test-python test-pythons test-without-options test-compiled test-slow check smoke format bench bench-head-to-head bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
+.PHONY: wheel docs man pictures reference schemas test-helm test-sdks demo demo-scaleout test install-python test-python test-pythons test-compiled test-slow check smoke format bench bench-head-to-head bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
 .DELETE_ON_ERROR:
 
 .venv/bin/python:
@@ -107,11 +104,6 @@ test-pythons:
 	  $(MAKE) install-python PYTHON=$$each || { echo "$$each: not tested, its packages cannot be installed" >&2; continue; }; \
 	  $(MAKE) test-python PYTHON=$$each || exit; done
 
-# Without the folder of an option and its own tests: files that ask for it, in a copy. WITHOUT names options, all by
-# default. The first run records which files ask (`make clean` forgets it).
-test-without-options: .venv/.dev
-	$(BIN)/python tests/without_options.py $(WITHOUT) --asked build/asked --pytest='$(SPREAD) $(AGAIN)'
-
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest $(SPREAD) -m 'slow and not vllm' $(SLOW)
 
@@ -157,7 +149,7 @@ man: .venv/.dev
 	  --project-name hetlb --manual-section 1 --manual-title 'User Commands' --output build/hetlb.1
 
 pictures: .venv/.dev
-	PYTHONPATH=tests:. $(BIN)/python tests/options/dashboard/pictures.py docs/pictures
+	PYTHONPATH=tests:. $(BIN)/python tests/dashboard/pictures.py docs/pictures
 	$(BIN)/python configs/site/diagrams.py docs/pictures
 	$(BIN)/python bench/in_flight.py
 

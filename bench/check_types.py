@@ -15,7 +15,7 @@ BENCH = Path(__file__).resolve().parent
 #: Folders beside a script's own from which some import.
 BESIDE = (BENCH / "proxies", BENCH.parent / "tests", BENCH.parent / "tests" / "vllm")
 SITE = BENCH.parent / "configs" / "site"
-PICTURES = (BENCH.parent / "tests" / "options" / "dashboard" / "pictures.py",)
+PICTURES = (BENCH.parent / "tests" / "dashboard" / "pictures.py",)
 #: Folders whose scripts are imported as a package.
 PACKAGES = ("rent",)
 

@@ -90,9 +90,7 @@ async def check(url: str, admin_url: str, folder: Path) -> None:
     assert {name: (of, pytest.approx(met / of)) for name, (met, of) in found.items()} == shares
 
 
-@pytest.mark.parametrize(
-    "way", ["serve", pytest.param("serve --workers 2", marks=pytest.mark.option("relays"))]
-)
+@pytest.mark.parametrize("way", ["serve", "serve --workers 2"])
 async def test_attainment_is_the_clients(tmp_path: Path, way: str) -> None:
     with helper_processes() as helpers:
         await engines(helpers, tmp_path)

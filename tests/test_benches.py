@@ -112,9 +112,8 @@ def test_a_claim_that_is_not_run_says_why() -> None:
     )
 
 
-@pytest.mark.option("dashboard")
 async def test_the_picture_of_top_can_be_taken(tmp_path: Path) -> None:
-    pictures = pytest.importorskip("options.dashboard.pictures", reason="playwright is not installed")
+    pictures = pytest.importorskip("dashboard.pictures", reason="playwright is not installed")
     async with Engine() as one, serving(tmp_path, document(one)) as running:
         host, port = running.service.admin.address
         await asyncio.to_thread(pictures.terminal, f"http://{host}:{port}", tmp_path / "top.svg")

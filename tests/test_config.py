@@ -276,7 +276,6 @@ def test_a_connector_has_the_lease_and_the_bootstrap_port_of_vllm(tmp_path: Path
     assert first.kv_transfer.bootstrap == "http://a:8998"
 
 
-@pytest.mark.option("split")
 def test_several_processes_split_no_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text(

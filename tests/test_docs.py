@@ -53,7 +53,6 @@ def reference() -> ModuleType:
     return module
 
 
-@pytest.mark.option("pick", "relays")
 def test_the_reference_is_what_the_code_says() -> None:
     pages = reference().PAGES
     assert {path.name for path in (ROOT / "docs" / "reference").iterdir()} == pages.keys()
@@ -61,7 +60,6 @@ def test_the_reference_is_what_the_code_says() -> None:
         assert page(f"reference/{name}") == make(), "run `make reference`"
 
 
-@pytest.mark.option("pick", "relays")
 def test_a_key_without_words_and_words_without_a_key_are_found() -> None:
     made = reference()
     keys = list(made.keys_of(Tenant))
@@ -73,7 +71,6 @@ def test_a_key_without_words_and_words_without_a_key_are_found() -> None:
         made._key_rows(keys, words)
 
 
-@pytest.mark.option("pick", "relays")
 def test_the_first_table_of_keys_has_what_most_fleets_need() -> None:
     made = reference()
     known = {key.path for key in made.keys_of(FleetFile)}

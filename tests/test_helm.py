@@ -140,7 +140,6 @@ SCALED: dict[str, Any] = {"replicas": 3, "shared": {"secret": "valkey"}, "comman
 
 
 @pytest.mark.parametrize("gateway", [False, True])
-@pytest.mark.option("pick")
 def test_several_replicas_share_their_view_and_survive_drained_nodes(
     gateway: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

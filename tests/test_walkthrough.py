@@ -528,7 +528,6 @@ def test_every_fleet_file_shown_is_one(tmp_path: Path) -> None:
         assert wrong == [], text
 
 
-@pytest.mark.option("pick", "relays")
 def test_every_key_named_exists() -> None:
     known = [key.path for key in reference().keys_of(FleetFile)]
     pattern = r"`((?:listen|admin|policy|queue|health|scrape|proxy|pick|models\[\])\.[a-z_.\[\]]+)[`:]"

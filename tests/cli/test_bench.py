@@ -261,7 +261,6 @@ def policy_of(fleet: Fleet) -> str:
         return str(json.load(reply)["policy"])
 
 
-@pytest.mark.option("policies")
 def test_policies_meet_the_same_load_and_the_policy_is_put_back(
     capsys: pytest.CaptureFixture[str], fleet: Fleet, trace: Path
 ) -> None:
@@ -292,7 +291,6 @@ def test_policies_meet_the_same_load_and_the_policy_is_put_back(
     assert document["search"] == []
 
 
-@pytest.mark.option("engine_pages")
 def test_the_policy_in_force_and_what_the_engines_report_are_told(
     capsys: pytest.CaptureFixture[str], fleet: Fleet, trace: Path
 ) -> None:
@@ -329,7 +327,6 @@ def test_the_search_goes_on_from_the_listed_rates(
     assert len(rates) == 2 + 3
 
 
-@pytest.mark.option("policies")
 def test_the_picture_is_written(
     capsys: pytest.CaptureFixture[str], fleet: Fleet, trace: Path, tmp_path: Path
 ) -> None:
@@ -341,7 +338,6 @@ def test_the_picture_is_written(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.option("policies")
 def test_told_to_stop_it_ends_at_once_and_the_policy_is_put_back(fleet: Fleet, trace: Path) -> None:
     """Within a run that would take hours, by each of the signals."""
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -124,7 +124,6 @@ def _kv_cache_tokens() -> int | None:
     return load_profile(DEMO / "fast.yaml").engine.kv_cache_tokens
 
 
-@pytest.mark.option("engine_pages")
 def test_addresses_alone_are_enough(start: Starter, engines: list[str]) -> None:
     _, url, admin = proxy(start, *engines)
     wait_for(lambda: all(each["signal_age_s"] is not None for each in instances_of(admin)))

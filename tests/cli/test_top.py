@@ -273,7 +273,6 @@ def test_seconds(value: float | None, text: str) -> None:
 # --- against a proxy ---
 
 
-@pytest.mark.option("dashboard")
 async def test_one_frame_and_one_document(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async with Engine() as engine, serving(tmp_path, document(engine)) as running:
         await running.ask()
@@ -289,7 +288,6 @@ async def test_one_frame_and_one_document(tmp_path: Path, capfd: pytest.CaptureF
         assert await asyncio.to_thread(main, ["top", "--admin", url]) == 0
 
 
-@pytest.mark.option("dashboard")
 async def test_the_token_comes_from_a_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -409,7 +407,6 @@ def processes() -> Iterator[Processes]:
         processes.kill_last()
 
 
-@pytest.mark.option("dashboard")
 def test_in_a_terminal_until_q_and_through_a_restart(tmp_path: Path, processes: Processes) -> None:
     [engine] = processes.start("engine", "--profile", str(PROFILE), "--port", "0", "--served-model-name", "m")
     path = tmp_path / "fleet.yaml"

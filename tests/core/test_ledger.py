@@ -512,7 +512,6 @@ def attempts_of_none(scheduler: Scheduler, lease: Lease, decode: Lease) -> None:
         (attempts_of_none, "^retry notes outlived their request"),
     ],
 )
-@pytest.mark.option("split")
 def test_books_that_do_not_add_up_are_noticed(
     breaks: Callable[[Scheduler, Lease, Lease], None], says: str | None
 ) -> None:

@@ -269,7 +269,6 @@ def linked(name: str, role: Role, **more: Any) -> InstanceSpec:
         ("b", "b"),
     ],
 )
-@pytest.mark.option("split")
 def test_whole_requests_go_to_instances_without_a_role_or_else_to_decode_instances(
     roles: str, whole: str
 ) -> None:
@@ -283,7 +282,6 @@ def test_whole_requests_go_to_instances_without_a_role_or_else_to_decode_instanc
     assert filtered.roles == filtered.everyone.excluded == kept
 
 
-@pytest.mark.option("split")
 def test_a_role_counts_for_nothing_where_no_other_is_left() -> None:
     _, filtered = fleet(linked("p", Role.PREFILL), linked("d", Role.DECODE))
     assert choices(filtered, tried=["d"]) == ("p", {"d": "tried before"}, None)
@@ -292,7 +290,6 @@ def test_a_role_counts_for_nothing_where_no_other_is_left() -> None:
     assert choices(filtered, subset=("p",)) == ("p", {"d": "not in the subset of the gateway"}, None)
 
 
-@pytest.mark.option("split")
 def test_of_suspects_that_decode_and_readers_that_are_up_the_suspects_take_whole_requests() -> None:
     scheduler, _ = fleet(linked("p", Role.PREFILL), linked("d", Role.DECODE), health=Health.SUSPECT)
     set_health(scheduler, "p", ProbeResult.OK)

@@ -147,7 +147,6 @@ def test_a_request_without_an_answer_may_not_move_where_the_driver_says_so() -> 
     assert named(scheduler, "a").breaker.asked_until == pytest.approx(1.1)
 
 
-@pytest.mark.option("split")
 def test_a_busy_decode_leg_is_tried_with_another_pair_and_after_that_whole() -> None:
     scheduler = linked(p=Role.PREFILL, q=Role.PREFILL, d=Role.DECODE, e=Role.DECODE)
     lease, decode = split(scheduler)
@@ -162,7 +161,6 @@ def test_a_busy_decode_leg_is_tried_with_another_pair_and_after_that_whole() -> 
     check_scheduler(scheduler)
 
 
-@pytest.mark.option("split")
 def test_a_busy_prefill_leg_gives_both_back_and_is_split_again() -> None:
     scheduler = linked(p=Role.PREFILL, q=Role.PREFILL, d=Role.DECODE)
     lease, decode = split(scheduler)

@@ -393,7 +393,6 @@ def test_invariants_hold_under_every_policy(policy: str) -> None:
     ids=lambda roles: "-".join(roles),
 )
 @pytest.mark.parametrize(("policy", "connector"), [("hetlb", "nixl"), ("rr", "mooncake"), ("paper", "nixl")])
-@pytest.mark.option("split")
 def test_invariants_hold_where_requests_are_split(
     policy: str, connector: str, roles: tuple[Role, ...]
 ) -> None:

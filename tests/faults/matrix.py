@@ -198,15 +198,6 @@ ROWS = {
 }
 
 
-#: The option that the cases of some rows stand beside, by the first letter of the row.
-OPTIONS = {"K": "split", "W": "tunnel"}
-
-
-def needed(row: str) -> list[str]:
-    """Return the options without which a row has no case."""
-    return [option for letter, option in OPTIONS.items() if row.startswith(letter)]
-
-
 def table(cases: Iterable[tuple[str, str | None]]) -> list[str]:
     """The table as it stands in the docs, from (row, what is not done yet) of every case."""
     counts: dict[str, int] = {}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from faults.everything import CASES, Case
-from faults.matrix import OPTIONS, ROWS, needed, table
+from faults.matrix import ROWS, table
 from faults.rig import Background, Checker, Launcher, check_requests, engines, in_process
 
 DOCS = Path(__file__).parent / "MATRIX.md"
@@ -20,7 +20,6 @@ PARAMETERS = [
         id=f"{each.row}-{each.name}-{'crowd' if crowd else 'alone'}",
         marks=[
             *([pytest.mark.xfail(strict=not each.race, reason=each.known)] if each.known else []),
-            *([pytest.mark.option("engine_pages")] if each.row in ("M1", "M2") else []),
             *([pytest.mark.slow] if crowd or each.process else [pytest.mark.light] if each.crowd else []),
         ],
     )
@@ -66,7 +65,7 @@ async def test_row(
     assert each.errors or not wrong, wrong
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, marks=pytest.mark.option(*needed(row))) for row in ROWS])
+@pytest.mark.parametrize("row", ROWS)
 def test_every_row_is_run(row: str) -> None:
     assert any(each.row == row for each in CASES)
 
@@ -75,7 +74,6 @@ def test_no_case_is_of_a_row_that_is_none() -> None:
     assert {each.row for each in CASES} <= ROWS.keys()
 
 
-@pytest.mark.option("resume", *OPTIONS.values())
 def test_the_docs_hold_the_table() -> None:
     """Print it with `python tests/faults/matrix.py`."""
     lines = table((each.row, each.known) for each in CASES)

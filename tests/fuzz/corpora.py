@@ -6,6 +6,8 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
+from fuzz import engine_pages
+
 TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -15,7 +17,7 @@ def corpora() -> dict[str, Path]:
     return {path.name: path for path in sorted(folders, key=lambda path: path.name)}
 
 
-def of_options() -> list[ModuleType]:
-    """Return the `fuzzed` modules of options: each has some of `TARGETS`, `PREFIXES` and `GROWTH`."""
+def of_rooms() -> list[ModuleType]:
+    """Return the modules of targets: each has some of `TARGETS`, `PREFIXES` and `GROWTH`."""
     names = sorted(path.parent.name for path in TESTS.glob("options/*/fuzzed.py"))
-    return [import_module(f"options.{name}.fuzzed") for name in names]
+    return [engine_pages, *(import_module(f"options.{name}.fuzzed") for name in names)]

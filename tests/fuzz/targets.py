@@ -25,7 +25,7 @@ import h11
 import python_multipart
 import python_multipart.exceptions
 from fuzz import costs
-from fuzz.corpora import corpora, of_options
+from fuzz.corpora import corpora, of_rooms
 from proxy.stream_spellings import data_of
 from stage.toy import make_folder, make_worker
 
@@ -374,7 +374,7 @@ def stage_frames(data: bytes) -> None:
 
 
 #: All readers whose cost is measured: the balancer's, then the options'.
-PREFIXES = [*costs.PREFIXES, *(each for option in of_options() for each in getattr(option, "PREFIXES", ()))]
+PREFIXES = [*costs.PREFIXES, *(each for room in of_rooms() for each in getattr(room, "PREFIXES", ()))]
 
 
 def cost(data: bytes) -> None:
@@ -395,8 +395,8 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "sse": sse_watcher,
     "config": config_file,
 }
-for _option in of_options():
-    TARGETS.update(getattr(_option, "TARGETS", {}))
+for _room in of_rooms():
+    TARGETS.update(getattr(_room, "TARGETS", {}))
 
 
 def seeds(name: str) -> list[Path]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 from fuzz import costs
-from fuzz.corpora import of_options
+from fuzz.corpora import of_rooms
 from fuzz.costs import Make, Reader, framed, many
 
 from hetlb.balancer.http.endpoints import Kind
@@ -151,8 +151,8 @@ CASES: dict[str, tuple[Reader, Make, int]] = {
         costs.stage, many(framed(encode(Passes([Pass(1, 0, 0, 1, True)] * 9 * MOST_PASSES)))), 256 << 10,
     ),
 }  # fmt: skip
-for _option in of_options():
-    CASES.update(getattr(_option, "GROWTH", {}))
+for _room in of_rooms():
+    CASES.update(getattr(_room, "GROWTH", {}))
 
 
 @pytest.mark.skipif(compiled(), reason="what is compiled makes no calls that the interpreter sees")

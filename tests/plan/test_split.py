@@ -345,7 +345,6 @@ def test_with_every_plan_tried_all_is_simulated_that_a_search_would_simulate(
     assert shapes(different(every.plans, count + 1)) >= shapes(different(found.plans, count))
 
 
-@pytest.mark.option("split")
 def test_a_cluster_where_the_best_plan_is_not_the_best_in_simulation() -> None:
     of = cluster([machine("h", "H100", 1), machine("l", "L40", 2)], rows=((1000, 100),))
     cost = ProfileCost(of)
@@ -359,7 +358,6 @@ def test_a_cluster_where_the_best_plan_is_not_the_best_in_simulation() -> None:
     assert best >= searched
 
 
-@pytest.mark.option("split")
 def test_a_plan_serves_in_simulation_what_it_says() -> None:
     of = cluster([machine("h", "H100", 1), machine("a", "A100", 1)], rows=((1000, 100),))
     cost = ProfileCost(of)
@@ -478,7 +476,6 @@ def test_no_server_of_a_split_has_pipeline_stages() -> None:
         assert not plan.splits or all(len(group.stages) == 1 for group in plan.groups)
 
 
-@pytest.mark.option("split")
 def test_the_headline_is_the_simulated_gain(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,7 +176,6 @@ def test_search_to_serve(walk: Walk, capsys: pytest.CaptureFixture[str]) -> None
     assert served(walk, document)["usage"]["completion_tokens"] == 4
 
 
-@pytest.mark.option("split")
 def test_split_to_serve(walk: Walk, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = walk.write("cluster.yaml", SPLIT)
     document = planned(walk, capsys, "split", "--config", cluster, "--exhaustive", "--simulate", "0")
@@ -196,7 +195,6 @@ def test_place_to_stage_to_serve(walk: Walk, capsys: pytest.CaptureFixture[str])
     assert served(walk, document, "toy")["usage"]["completion_tokens"] == 4
 
 
-@pytest.mark.option("plans", "profiles", "length_samples")
 def test_stdout_is_the_document_alone(walk: Walk) -> None:
     """As a process: what the solver's library prints by itself is not caught in this one."""
     command = "hetlb rent --config market.yaml --no-cache --no-simulate --json"

@@ -537,14 +537,9 @@ async def a_slow_client(rig: Rig) -> None:
     await turns_until(lambda: (Reading.HELD, Reading.OPEN) in rig.changes)
 
 
-def needed(scenario: Scenario) -> list[pytest.MarkDecorator]:
-    """Marks of a scenario: sessions are tunnels."""
-    return [pytest.mark.option("tunnel")] if "_session_" in scenario.__name__ else []
-
-
 @pytest.mark.parametrize(
     ("row", "before"),
-    [pytest.param(*each, marks=needed(scenario)) for each, scenario in SCENARIOS.items()],
+    [*SCENARIOS],
     ids=lambda each: each.event if isinstance(each, Transition) else str(each),
 )
 async def test_a_transition(rig: Rig, row: Transition[Any], before: object) -> None:

@@ -288,7 +288,6 @@ async def test_what_is_refused_counts_and_leaves_no_label(tmp_path: Path) -> Non
     assert value(parsed(reply.body.decode()), "hetlb_requests_total", outcome="bad_request") == 1
 
 
-@pytest.mark.option("api_keys")
 async def test_a_client_a_limit_and_an_engine_are_told_apart(tmp_path: Path) -> None:
     key = {"name": "t", "sha256": hashlib.sha256(b"key").hexdigest(), "limits": {"requests_per_minute": 3}}
     (tmp_path / "keys.yaml").write_text(yaml.safe_dump([key]))

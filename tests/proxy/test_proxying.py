@@ -387,7 +387,6 @@ async def test_without_the_key_nothing_is_said_to_browsers(start: Start) -> None
             assert not [name for name in each.headers if name.startswith("access-control")]
 
 
-@pytest.mark.option("browsers")
 @pytest.mark.parametrize("allowed", ["https://chat.example", "*"])
 async def test_an_allowed_page_may_ask_and_read(start: Start, allowed: str) -> None:
     async with Upstream() as engine:
@@ -407,7 +406,6 @@ async def test_an_allowed_page_may_ask_and_read(start: Start, allowed: str) -> N
         assert "origin" not in engine.visits[0].head.decode().lower()
 
 
-@pytest.mark.option("browsers")
 async def test_other_pages_get_no_permission(start: Start) -> None:
     async with Upstream() as engine:
         proxy = await start(engine.url, cors_origins=("https://chat.example",))

@@ -474,7 +474,6 @@ RESUMED = [
 
 @pytest.mark.parametrize("how", ["fin", "rst"])
 @pytest.mark.parametrize("case", RESUMED, ids=lambda case: case.__name__)
-@pytest.mark.option("resume", "engine_pages")
 def test_the_answer_is_the_same_where_an_engine_is_lost_in_the_middle(
     case: Callable[[str], Any], how: str, urls: Urls, lost: Lost
 ) -> None:

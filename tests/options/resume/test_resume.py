@@ -455,7 +455,6 @@ async def test_curl_reads_a_resumed_stream_as_one(start: Start, engine: Emulated
     assert sum(proxy.driver.totals.resumptions.values()) == 2
 
 
-@pytest.mark.option("notices")
 @pytest.mark.parametrize("kind", ["completions", "chat"])
 @pytest.mark.parametrize("after", [0, 3000])
 async def test_after_a_notice_what_cannot_end_goes_on_elsewhere(

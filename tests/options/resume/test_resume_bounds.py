@@ -449,7 +449,6 @@ async def test_a_notice_for_all_instances_leaves_answers_where_they_are(start: S
         assert len(one.visits) + len(two.visits) == 30
 
 
-@pytest.mark.option("notices")
 async def test_a_notice_takes_answers_to_where_there_is_a_place(start: Start) -> None:
     slow = Slow()
     async with Upstream(slow.rest) as one, Upstream(slow.rest) as two:

@@ -26,7 +26,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Double:
 
 @pytest.mark.parametrize(
     ("scenario", "engine"),
-    [*RUNS, pytest.param(moves, "well", marks=pytest.mark.option("notices"))],
+    [*RUNS, (moves, "well")],
     ids=lambda each: getattr(each, "__name__", each),
 )
 @pytest.mark.parametrize("times", [1, 1000])

@@ -11,9 +11,6 @@ from options.split.split_rig import WHOLE, Rig, rig
 
 from hetlb.options.split.fetch_checks import MAX_MISSED_TRANSFERS, MAX_UNJUDGED_TRANSFERS
 
-#: Counters of engines are on their metrics pages.
-pytestmark = pytest.mark.option("engine_pages")
-
 
 async def checked(fleet: Rig, name: str) -> None:
     """Wait until the counters of a decode engine were read once."""

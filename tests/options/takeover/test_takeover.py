@@ -380,13 +380,11 @@ WORKERS = (1, 1, 2, 2)
 
 
 @pytest.mark.slow
-@pytest.mark.option("relays")
 async def test_ten_upgrades_under_200_streams_and_200_requests_a_second(tmp_path: Path) -> None:
     await upgrades(tmp_path, 10, 200, WORKERS)
 
 
 @pytest.mark.light
-@pytest.mark.option("relays")
 async def test_upgrades_under_load(tmp_path: Path) -> None:
     await upgrades(tmp_path, len(WORKERS), 20, WORKERS)
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 from helpers import HANG_S
-from options.api_keys.test_limits import keys
 from options.relays.processes import PROMPT, Serve, Serving, at_rest, worker_of
 from proxy.services import Engine, document
+from proxy.test_key_limits import keys
 
 
 def fleet_with_keys(engine: Engine, folder: Path, *tables: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +94,6 @@ async def test_requests_in_flight_are_given_back_however_they_end(serve: Serve, 
                         await proxy.fleet_until(at_rest)
 
 
-@pytest.mark.option("model_names")
 async def test_another_model_stands_in(serve: Serve) -> None:
     async with Engine() as large, Engine() as small:
         large.served, small.served = "large", "small"

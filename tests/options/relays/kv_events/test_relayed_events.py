@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from options.kv_events.kv_publisher import Publisher, stored
 from options.relays.processes import (
     Serve,
@@ -12,7 +11,6 @@ from options.relays.processes import (
 from proxy.services import Engine, document
 
 
-@pytest.mark.option("prefix_keys")
 async def test_prompts_go_where_engines_say_their_blocks_are(serve: Serve, tmp_path: Path) -> None:
     """The scheduler process reads the events; relays send the blocks of prompts, and count nothing twice."""
     ids = list(range(4000))

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dashboard.browser import ENGINES, PROFILES, Fleet, Look, launched, playwright
+from dashboard.test_browser import flaws
 from helpers import free_port
-from options.dashboard.browser import ENGINES, PROFILES, Fleet, Look, launched, playwright
-from options.dashboard.test_browser import flaws
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python")
 

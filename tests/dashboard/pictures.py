@@ -1,6 +1,6 @@
 """Takes the pictures of the dashboard and of `top` that are in the docs: a fleet of processes under load.
 
-PYTHONPATH=tests python tests/options/dashboard/pictures.py docs/pictures
+PYTHONPATH=tests python tests/dashboard/pictures.py docs/pictures
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from options.dashboard.browser import ENGINES, PROFILES, Fleet, Look, launched, playwright
+from dashboard.browser import ENGINES, PROFILES, Fleet, Look, launched, playwright
 from rich.console import Console
 
 from hetlb.cli.adminclient import AdminClient

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dashboard.browser import ENGINES, Fleet, Look, launched, playwright
 from helpers import free_port
-from options.dashboard.browser import ENGINES, Fleet, Look, launched, playwright
 
 pytestmark = pytest.mark.slow
 expect = playwright.expect

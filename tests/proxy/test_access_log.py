@@ -235,7 +235,6 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
         load_fleet(path)
 
 
-@pytest.mark.option("client_addresses")
 @pytest.mark.parametrize(
     ("trusted", "forwarded", "client"),
     [

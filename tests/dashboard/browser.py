@@ -20,7 +20,7 @@ from helpers import HANG_S
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
-PROFILES = Path(__file__).parents[3] / "hetlb" / "tools" / "demo"
+PROFILES = Path(__file__).parents[2] / "hetlb" / "tools" / "demo"
 MODEL = "llama-3-8b"
 #: Names of the instances and the profiles that time them.
 ENGINES = {"a800-0": "fast.yaml", "v100-0": "slow.yaml", "v100-1": "slow.yaml"}

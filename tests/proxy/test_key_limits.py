@@ -21,7 +21,7 @@ from hetlb.balancer.clients.key_limits import WINDOW_S, Limiter, duration
 from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.telemetry import events
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def keys(folder: Path, *tables: dict[str, Any]) -> None:

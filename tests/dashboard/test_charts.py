@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from options.dashboard.browser import Look, launched
+from dashboard.browser import Look, launched
 
 from hetlb.balancer.admin.dashboard.pages import asset
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dashboard.browser import MODEL, Fleet, Look, launched, playwright
 from helpers import HANG_S
-from options.dashboard.browser import MODEL, Fleet, Look, launched, playwright
 
 pytestmark = pytest.mark.slow
 expect = playwright.expect
