@@ -14,10 +14,12 @@
 #   make soak       ten minutes of load with clients cut and faults injected; MINUTES=60 for longer
 #   make mutation   mutants of the core and of the framing gate: the share that the tests kill
 #   make wheel      into dist/: the source package, a pure wheel, one compiled for this Python (needs a C compiler)
+#   make release-check  the wheels, each installed in an empty environment with an empty HOME: demo, serve, bench, doctor
 #   make docs       the documentation site, into build/site; a dead link is an error
 #   make man        the manual page, into build/hetlb.1
 #   make reference  docs/reference: keys, flags, metrics and events, from the code
 #   make pictures  docs/pictures: the dashboard and top under load (headless Chromium), diagrams, requests in flight (five minutes)
+#   make boards     configs/grafana: the dashboards of Grafana, from the table of configs/site/boards.py
 #   make schemas    the JSON schemas of configs/schemas and of the Helm chart's values, from the tables that read the files
 #   make test-helm  the Helm chart, rendered and linted by Helm's own engine (250 MB)
 #   make test-sdks  openai, anthropic, litellm, langchain-openai and curl against an emulated engine and through hetlb
@@ -53,7 +55,7 @@ MUTANTS ?= 10000
 # Tests start hundreds of processes: none of them is to compile all modules again (0.3 s each).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: wheel docs man pictures reference schemas test-helm test-sdks demo demo-scaleout test install-python test-python test-pythons test-compiled test-slow check smoke format bench bench-head-to-head bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
+.PHONY: wheel release-check boards docs man pictures reference schemas test-helm test-sdks demo demo-scaleout test install-python test-python test-pythons test-compiled test-slow check smoke format bench bench-head-to-head bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
 .DELETE_ON_ERROR:
 
 .venv/bin/python:
@@ -140,6 +142,10 @@ wheel: .venv/.build
 	HETLB_COMPILE=1 HETLB_COMPILE_LEVEL=2 $(BIN)/python -m build -w -o dist
 	@ls -l dist
 
+# Install each wheel of dist/ in an empty environment and use it as a stranger would.
+release-check: wheel
+	bash configs/release_check.sh dist $(PYTHON)
+
 docs: .venv/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
@@ -155,6 +161,9 @@ pictures: .venv/.dev
 
 reference: .venv/.dev
 	PYTHONPATH=. $(BIN)/python configs/site/reference.py
+
+boards: .venv/.run
+	$(BIN)/python configs/site/boards.py
 
 schemas: .venv/.run
 	for kind in fleet profile market cluster place stages; do $(BIN)/hetlb schema $$kind > configs/schemas/$$kind.json; done

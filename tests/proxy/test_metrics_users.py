@@ -1,7 +1,8 @@
-"""The Grafana dashboard and the alert rules name only metrics and labels that there are."""
+"""Grafana's dashboards and the alert rules name only metrics and labels that there are."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
@@ -17,7 +18,7 @@ from hetlb.balancer.admin.causes import SEVERITIES, State
 from hetlb.balancer.core.types import CAUSES, AdminState, Health, Outcome
 
 ROOT = Path(__file__).parents[2]
-DASHBOARD = ROOT / "configs" / "grafana" / "hetlb.json"
+BOARDS = sorted((ROOT / "configs" / "grafana").glob("*.json"))
 ALERTS = ROOT / "configs" / "alerts" / "hetlb.yaml"
 #: Labels that Prometheus itself or the functions used add to every series. It renames a label `instance` of a
 #: series to `exported_instance`.
@@ -38,9 +39,8 @@ def described() -> dict[str, tuple[str, set[str]]]:
 METRICS = described()
 
 
-def panels() -> list[dict[str, Any]]:
-    document = json.loads(DASHBOARD.read_text())
-    found: list[dict[str, Any]] = [panel for panel in document["panels"] if panel["type"] != "row"]
+def panels(board: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(board.read_text())["panels"]
     return found
 
 
@@ -51,9 +51,10 @@ def rules() -> list[dict[str, Any]]:
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    for panel in panels():
-        for target in panel["targets"]:
-            yield panel["title"], target["expr"]
+    for board in BOARDS:
+        for panel in panels(board):
+            for target in panel["targets"]:
+                yield f"{board.stem}: {panel['title']}", target["expr"]
     for rule in rules():
         yield rule["alert"], rule["expr"]
 
@@ -75,7 +76,7 @@ def test_every_metric_and_label_named_is_one(where: str, expression: str) -> Non
         label for group in re.findall(r"(?:by|on) \(([^)]*)\)", expression) for label in group.split(",")
     ]
     for label in (*matchers, *(label.strip() for label in grouped if label.strip())):
-        assert label in labels | EVERYWHERE, f"{where}: {label}"
+        assert label.removeprefix("exported_") in labels | EVERYWHERE, f"{where}: {label}"
 
 
 def test_values_of_labels_exist() -> None:
@@ -95,9 +96,22 @@ def test_values_of_labels_exist() -> None:
     assert seen > 5
 
 
-def test_panels_do_not_overlap_and_say_their_unit() -> None:
+def test_boards_are_as_their_table_says() -> None:
+    spec = importlib.util.spec_from_file_location("boards", ROOT / "configs" / "site" / "boards.py")
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    assert {each.stem: each.read_text() for each in BOARDS} == {
+        name: made.board(name) for name in made.BOARDS
+    }
+    assert len(BOARDS) == 4
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda each: each.stem)
+def test_panels_do_not_overlap_and_say_their_unit(board: Path) -> None:
     taken: set[tuple[int, int]] = set()
-    for panel in panels():
+    for panel in panels(board):
         box = panel["gridPos"]
         cells = {
             (x, y) for x in range(box["x"], box["x"] + box["w"]) for y in range(box["y"], box["y"] + box["h"])
