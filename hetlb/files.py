@@ -1,33 +1,37 @@
-"""Reading of text files with one-line errors, and atomic writing."""
+"""The one way to a user's file: regular and of bounded size, or one line that says what it is instead.
+
+A pipe of the command line is read once, to its end.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-from collections.abc import Iterator
+import re
+import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
-from hetlb.errors import ConfigError, InputError
+from hetlb.errors import InputError
 
-
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Scratch path with the same suffix that replaces `path` at the end of the block.
-
-    If the block fails, `path` is unchanged. Devices and pipes are written directly. Raises `OSError`.
-    """
-    target = path.resolve()
-    if target.exists() and not target.is_file():
-        yield target
-        return
-    scratch = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
-    try:
-        yield scratch
-        scratch.replace(target)
-    finally:
-        with contextlib.suppress(OSError):
-            scratch.unlink()
+#: Largest file that is read whole if the reader states no other size, bytes.
+MAX_BYTES: Final = 64 << 20
+#: Largest file of requests or of their results, bytes.
+MAX_RECORDS_BYTES: Final = 2 << 30
+_PIECE_BYTES: Final = 1 << 20
+#: Largest content of a pipe that is kept for a second read, bytes.
+_MAX_KEPT_BYTES: Final = 8 << 20
+_KINDS: Final = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe (FIFO)",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+#: Paths of the command line. Beside a pipe is its content once it was read: a second read would wait.
+_given: dict[Path, bytes | None] = {}
 
 
 #: First bytes of files that are taken for text; expected text, its present form, and the next step.
@@ -40,30 +44,86 @@ _NO_TEXT: Final = (
 )
 
 
-def write_text(path: Path, text: str, error: type[InputError] = ConfigError) -> None:
-    """Write a text file. Raises `error` naming the path."""
-    try:
-        with whole_file(path) as scratch:
-            scratch.write_text(text, encoding="utf-8")
-    except OSError as caught:
-        raise error(f"{path}: expected a place to write to: {caught.strerror}") from caught
-
-
-def read_text(path: Path, error: type[InputError], most_bytes: int | None = None) -> str:
+def read_text(path: Path, error: type[InputError], most_bytes: int = MAX_BYTES) -> str:
     """Read a text file. Raises `error` if it is unreadable, too large or not UTF-8."""
     return text_of(path, read_bytes(path, error, most_bytes), error)
 
 
-def read_bytes(path: Path, error: type[InputError], most_bytes: int | None = None) -> bytes:
+def read_bytes(path: Path, error: type[InputError], most_bytes: int = MAX_BYTES) -> bytes:
     """Read a file. Raises `error` if it is unreadable or too large."""
     try:
-        with path.open("rb") as file:
-            data = file.read() if most_bytes is None else file.read(most_bytes + 1)
+        return content(path, most_bytes)
     except OSError as caught:
-        raise error(f"{path}: expected a readable file: {os.strerror(caught.errno or 0)}") from caught
-    if most_bytes is not None and len(data) > most_bytes:
-        raise error(f"{path}: expected at most {most_bytes >> 20} MiB, got more")
+        raise error(f"{path}: expected a readable file: {caught.strerror}") from caught
+
+
+def content(path: Path, most_bytes: int = MAX_BYTES) -> bytes:
+    """Return the bytes of a file. Raises `OSError`, also if there are more than `most_bytes`."""
+    if (kept := _given.get(path)) is not None:
+        return kept
+    with reader(path) as file:
+        status = os.fstat(file.fileno())
+        # A file of /proc has no size, and a log may grow during the read.
+        data = file.read(min(status.st_size, most_bytes) + 1)
+        while data and len(data) <= most_bytes and (more := file.read(min(_PIECE_BYTES, most_bytes))):
+            data += more
+    if len(data) > most_bytes:
+        raise OSError(errno.EFBIG, f"larger than {_size(most_bytes)}", str(path))
+    if not stat.S_ISREG(status.st_mode):
+        _given[path] = data if len(data) <= _MAX_KEPT_BYTES else None
     return data
+
+
+def reader(path: Path) -> BinaryIO:
+    """Open a regular file, or a pipe of the command line, for reading. Raises `OSError`."""
+    where = Path("/dev/stdin") if path in _given and str(path) == "-" else path
+    if path in _given and not stat.S_ISREG(mode := os.stat(where).st_mode) and not stat.S_ISDIR(mode):
+        own = re.fullmatch(r"/dev/stdin|/(?:dev|proc/self)/fd/([0-9]{1,9})", str(where))
+        # A socket cannot be opened by its name.
+        found = os.open(where, os.O_RDONLY | os.O_CLOEXEC) if own is None else os.dup(int(own[1] or 0))
+    else:
+        found = opened(where)
+    return os.fdopen(found, "rb")
+
+
+def opened(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file and return its descriptor; never waits. Raises `OSError` for anything else."""
+    with contextlib.suppress(FileNotFoundError):
+        # The opening alone would rewind a tape, or tell the writer of a pipe that it has a reader.
+        _check_regular(os.stat(path).st_mode, path)
+    found = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o644)
+    try:
+        _check_regular(os.fstat(found).st_mode, path)
+    except OSError:
+        os.close(found)
+        raise
+    return found
+
+
+@contextlib.contextmanager
+def readable_name(path: Path) -> Iterator[str]:
+    """Name under which a library can open a file that `content` has read. Raises `OSError`."""
+    data = content(path)
+    with os.fdopen(os.memfd_create(path.name[:200]), "wb") as file:
+        file.write(data)
+        file.flush()
+        yield f"/proc/self/fd/{file.fileno()}"
+
+
+def expect_pipes(paths: Iterable[Path]) -> None:
+    """Take the paths of a command line: only there a pipe is a file, as in `--config <(envsubst < f)`."""
+    _given.clear()
+    _given.update(dict.fromkeys(paths))
+
+
+def _check_regular(mode: int, path: Path) -> None:
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "of another kind")
+        raise OSError(errno.EINVAL, f"not a regular file but {kind}", str(path))
+
+
+def _size(count: int) -> str:
+    return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
 
 
 def text_of(path: Path, data: bytes, error: type[InputError]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import zlib
 from pathlib import Path
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from hetlb.errors import ConfigError, InputError, ProfileError
-from hetlb.files import read_text, whole_file, write_text
+from hetlb.files import content, expect_pipes, opened, read_bytes, read_text
+from hetlb.output_files import whole_file, write_text
 from hetlb.tools.plots import new_figure, save_figure
 
 
@@ -85,3 +87,57 @@ def test_what_is_no_text_is_called_by_its_name(tmp_path: Path, data: bytes, kind
     (tmp_path / "f").write_bytes(data)
     with pytest.raises(ProfileError, match=f"expected {kind}"):
         read_text(tmp_path / "f", ProfileError)
+
+
+def test_what_is_no_regular_file_is_one_line_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+        for path, kind in [
+            (tmp_path / "fifo", r"a pipe \(FIFO\)"),
+            (tmp_path / "folder", "a folder"),
+            (tmp_path / "socket", "a socket"),
+            (Path("/dev/zero"), "a device"),
+        ]:
+            with pytest.raises(
+                InputError, match=f"^{path}: expected a readable file: not a regular .* {kind}$"
+            ):
+                read_bytes(path, InputError)
+            with pytest.raises(OSError, match="not a regular file"):
+                opened(path, os.O_WRONLY | os.O_CREAT)
+
+
+def test_a_file_that_becomes_a_pipe_after_the_look_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    regular = os.stat(__file__)
+    monkeypatch.setattr(os, "stat", lambda path: regular)
+    with pytest.raises(OSError, match="not a regular file"):
+        opened(tmp_path / "fifo")
+
+
+def test_a_file_is_bounded_whether_its_size_is_known_or_not(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"x" * 2048)
+    assert read_bytes(path, InputError, 2048) == b"x" * 2048
+    with pytest.raises(InputError, match=r"f: expected a readable file: larger than 1 KiB"):
+        read_bytes(path, InputError, 1024)
+    assert b"Name:" in read_bytes(Path("/proc/self/status"), InputError)
+    with pytest.raises(InputError, match="larger than 0 KiB"):
+        read_bytes(Path("/proc/self/status"), InputError, 100)
+
+
+def test_a_pipe_of_the_command_line_is_read_once_and_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    expect_pipes([path])
+    writer = threading.Thread(target=path.write_bytes, args=(b"text",))
+    writer.start()
+    assert content(path) == b"text"
+    writer.join()
+    assert content(path) == b"text"  # not waited for again
+    expect_pipes([])
+    with pytest.raises(OSError, match="not a regular file"):
+        content(path)

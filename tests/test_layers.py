@@ -18,6 +18,7 @@ LEAVES = {
     "files",
     "inputs",
     "logs",
+    "output_files",
     "percentiles",
     "served_models",
     "systemd",

@@ -23,8 +23,8 @@ from hetlb.cli.flags import COUNT, FINITE, FRACTION, INTEGER, SHARE, add_json, a
 from hetlb.cli.signals import stoppable
 from hetlb.errors import HetlbError, InputError, TraceError
 from hetlb.extras import require
-from hetlb.files import write_text
 from hetlb.inputs.urls import check_base, check_url
+from hetlb.output_files import output_path, write_text
 from hetlb.tools.loadtest import options, result_tables
 from hetlb.tools.loadtest.bodies import CHAT, COMPLETIONS
 from hetlb.tools.loadtest.campaign import Campaign
@@ -38,7 +38,6 @@ from hetlb.tools.loadtest.result_files import (
 )
 from hetlb.tools.loadtest.runs import LoadSpec, first_model
 from hetlb.tools.loadtest.screen import Screen
-from hetlb.tools.output_files import output_path
 from hetlb.tools.plots import picture_path
 from hetlb.tools.workload.arrivals import Load, Ramp, Rate
 from hetlb.tools.workload.content import block_tokens

@@ -21,6 +21,7 @@ from hetlb.balancer.clients.access import Access
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.cli.adminclient import AdminClient
 from hetlb.errors import InputError, reason_of
+from hetlb.files import readable_name
 from hetlb.inputs.urls import bracketed, origin
 
 #: Seconds that a publisher of KV events has to take a connection.
@@ -185,7 +186,8 @@ async def publisher_trouble(endpoint: str) -> str:
 
 def certificate_trouble(server: ssl.SSLContext, cert: Path) -> str:
     """Return what clients that trust the authority of a listener's certificate find wrong, "" for nothing."""
-    client = ssl.create_default_context(cafile=str(cert))
+    with readable_name(cert) as name:
+        client = ssl.create_default_context(cafile=name)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()

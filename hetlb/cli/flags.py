@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from typing import Any, TextIO
 import msgspec
 
 from hetlb.errors import InputError, TraceError
+from hetlb.files import reader
 
 
 def declare(parser: argparse._ActionsContainer) -> Callable[..., None]:
@@ -69,7 +71,7 @@ def add_load(parser: argparse.ArgumentParser) -> None:
 def event_log(path: Path) -> Iterator[TextIO]:
     """Lines of an event log. Raises `TraceError` where it cannot be read or followed."""
     try:
-        with path.open(encoding="utf-8") as lines:
+        with io.TextIOWrapper(reader(path), encoding="utf-8") as lines:
             yield lines
     except OSError as error:
         raise TraceError(f"{path}: expected a readable file: {error.strerror}") from error

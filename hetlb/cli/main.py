@@ -15,11 +15,13 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from hetlb.build import version_line
 from hetlb.errors import HetlbError, InputError
 from hetlb.extras import missing_extra, require
+from hetlb.files import expect_pipes
 
 
 class Command(NamedTuple):
@@ -201,6 +203,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parsed(arguments, command or "")
         if getattr(args, "plot", None) is not None:
             require("matplotlib")  # before the work, not after it
+        expect_pipes(
+            path
+            for value in vars(args).values()
+            for path in (value if isinstance(value, list) else [value])
+            if isinstance(path, Path)
+        )
         args.command_line = shlex.join(["hetlb", *arguments])
         status = _module(args.command).run(args)
         sys.stdout.flush()

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from hetlb.cli.flags import FINITE, INTEGER, add_json, declare, print_document
 from hetlb.errors import ConfigError, PlanError
-from hetlb.tools.output_files import fleet_path
+from hetlb.output_files import fleet_path
 from hetlb.tools.paths.path_scheduler import PATH_POLICIES
 from hetlb.tools.plan.highs import Interrupt, SolveLimits
 from hetlb.tools.plan.placement.place_deploy import write_stages

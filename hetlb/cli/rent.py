@@ -10,7 +10,7 @@ from pathlib import Path
 from hetlb.cli.flags import INTEGER, add_json, declare, print_document, real, whole
 from hetlb.errors import ConfigError, PlanError
 from hetlb.inputs.yaml_file import read_object
-from hetlb.tools.output_files import fleet_path
+from hetlb.output_files import fleet_path
 from hetlb.tools.plan import rent_report
 from hetlb.tools.plan.check import check_rent
 from hetlb.tools.plan.highs import INFINITY, Interrupt, SolveLimits

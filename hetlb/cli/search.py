@@ -11,8 +11,8 @@ from pathlib import Path
 
 from hetlb.cli.flags import FINITE, add_json, declare, print_document, whole
 from hetlb.errors import InputError
+from hetlb.output_files import fleet_path
 from hetlb.tools.loadtest.options import read_goodput
-from hetlb.tools.output_files import fleet_path
 from hetlb.tools.plan.check import check
 from hetlb.tools.plan.cluster import load_cluster
 from hetlb.tools.plan.cluster_layouts import lay_out, servers_of

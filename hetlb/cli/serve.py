@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         from hetlb.cli.profile_doubts import all_is_well
 
         check_filled_in(fleet)
+        _ = fleet.token_counters
         return all_is_well(fleet)
     prepare_process()
     if fleet.file.proxy.workers > 1:

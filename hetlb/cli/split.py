@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hetlb.cli.flags import FINITE, INTEGER, add_json, declare, print_document, whole
 from hetlb.errors import ConfigError, InputError
-from hetlb.tools.output_files import fleet_path
+from hetlb.output_files import fleet_path
 from hetlb.tools.plan.check import check_split
 from hetlb.tools.plan.cluster import load_split
 from hetlb.tools.plan.common.servers import write_servers

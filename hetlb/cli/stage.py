@@ -16,7 +16,7 @@ from hetlb.addresses import is_loopback
 from hetlb.cli.flags import COUNT, PORT, declare
 from hetlb.cli.signals import run_listener, stop_event
 from hetlb.errors import ConfigError, InputError
-from hetlb.files import read_text
+from hetlb.files import read_text, readable_name
 from hetlb.inputs.urls import bracketed
 
 if TYPE_CHECKING:
@@ -176,8 +176,14 @@ def _tls(args: argparse.Namespace) -> tuple[ssl.SSLContext | None, ssl.SSLContex
         server = None
         if args.ssl_certfile is not None:
             server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-            server.load_cert_chain(args.ssl_certfile, args.ssl_keyfile)
-        peer = None if args.ssl_ca_certs is None else ssl.create_default_context(cafile=args.ssl_ca_certs)
+            # One file may hold both.
+            private = args.ssl_keyfile or args.ssl_certfile
+            with readable_name(args.ssl_certfile) as chain, readable_name(private) as key:
+                server.load_cert_chain(chain, key)
+        peer = None
+        if args.ssl_ca_certs is not None:
+            with readable_name(args.ssl_ca_certs) as name:
+                peer = ssl.create_default_context(cafile=name)
     except OSError as error:  # ssl.SSLError is one
         raise ConfigError(
             f"--ssl-certfile, --ssl-keyfile, --ssl-ca-certs: expected PEM files: {error}"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hetlb.errors import InputError
-from hetlb.files import read_text
+from hetlb.files import MAX_RECORDS_BYTES, read_text
 
 #: Upper bound of counts.
 MOST_COUNT = 1 << 53
@@ -63,7 +63,7 @@ class CsvRow:
 
 def csv_rows(path: Path, columns: Sequence[str], error: type[InputError]) -> Iterator[CsvRow]:
     """Read the rows of a file with at least these columns and one row. Raises `error`."""
-    lines = csv.reader(io.StringIO(read_text(path, error), newline=""))
+    lines = csv.reader(io.StringIO(read_text(path, error, MAX_RECORDS_BYTES), newline=""))
     try:
         header = [name.strip() for name in next(lines, [])]
         if not set(columns) <= set(header):

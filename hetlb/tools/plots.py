@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hetlb.errors import InputError
-from hetlb.files import whole_file
-from hetlb.tools.output_files import output_path
+from hetlb.output_files import output_path, whole_file
 
 COLOURS = (
     *("#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#e8a800"),

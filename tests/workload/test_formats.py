@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.errors import TraceError
+from hetlb.files import expect_pipes
 from hetlb.tools.workload.measured_logs import read_log
 from hetlb.tools.workload.rows import Row
 from hetlb.tools.workload.trace_formats import read_trace
@@ -143,6 +144,7 @@ def test_a_pipe_is_read_as_a_file_is(tmp_path: Path) -> None:
     text = VIDUR.encode()
     writer = threading.Thread(target=path.write_bytes, args=(gzip.compress(text),))
     writer.start()
+    expect_pipes([path])
     assert lengths(read_trace(path)) == TRACES["vidur.csv"][2]
     writer.join()
 

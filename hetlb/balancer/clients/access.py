@@ -12,15 +12,19 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from hetlb.addresses import Network, is_loopback, network_of
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import TlsTable
 from hetlb.errors import ConfigError
+from hetlb.files import content
 
 if TYPE_CHECKING:
     from hetlb.balancer.clients.api_keys import ClientKeys, LimitsTable
+
+
+_MAX_SECRET_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +139,9 @@ def read_secret(file: str | None, env: str | None, key: str, base: Path) -> byte
         key, path = f"{key}_file", base / file
         shown = repr(str(path))
         try:
-            data = path.read_bytes().strip()
+            data = content(path, _MAX_SECRET_BYTES).strip()
         except OSError as caught:
-            raise ConfigError(
-                f"{key}: expected a readable file, got {shown}: {os.strerror(caught.errno or 0)}"
-            ) from caught
+            raise ConfigError(f"{key}: expected a readable file, got {shown}: {caught.strerror}") from caught
     elif env is not None:
         # A secret written here by mistake must not reach a log.
         key = f"{key}_env"

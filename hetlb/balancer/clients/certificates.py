@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import ssl
 from collections.abc import Callable
 from pathlib import Path
 
 from hetlb.balancer.config.fleet_tables import TlsTable
 from hetlb.errors import ConfigError
+from hetlb.files import content, readable_name
 
 
 def server_context(table: TlsTable, key: str, base: Path) -> ssl.SSLContext:
@@ -24,7 +24,8 @@ def server_context(table: TlsTable, key: str, base: Path) -> ssl.SSLContext:
     context.set_alpn_protocols(["http/1.1"])
     try:
         # Without a password at hand OpenSSL would ask for one on the terminal.
-        context.load_cert_chain(cert_path, key_path, password=lambda: b"")
+        with readable_name(cert_path) as chain, readable_name(key_path) as private:
+            context.load_cert_chain(chain, private, password=lambda: b"")
     except (ssl.SSLError, OSError) as caught:
         reason = getattr(caught, "reason", None) or "it cannot be read, or is encrypted"
         raise ConfigError(
@@ -48,8 +49,8 @@ def show_newest(context: ssl.SSLContext, newest: Callable[[], ssl.SSLContext | N
 def read_pem(path: Path, key: str) -> bytes:
     """Return the bytes of a PEM file. Raises `ConfigError` naming `key`."""
     try:
-        return path.read_bytes()
+        return content(path)
     except OSError as caught:
         raise ConfigError(
-            f"{key}: expected a readable file, got {str(path)!r}: {os.strerror(caught.errno or 0)}"
+            f"{key}: expected a readable file, got {str(path)!r}: {caught.strerror}"
         ) from caught

@@ -502,7 +502,7 @@ _CORNERS = ((1, 1), (256, 1), (1, 32768), (256, 32768))
 
 def load_named(base: Path, named: str, where: str) -> Profile:
     """Read the profile that a file names at `where`. Raises `ConfigError` or `ProfileError`."""
-    if not (base / named).is_file():
+    if not (base / named).exists():
         raise ConfigError(
             f"{where}: expected the path of a latency profile, got {short(named)}: no such file"
         )

@@ -47,5 +47,5 @@ def mistakes(fleet: Fleet) -> Iterator[str]:
             parse_selector(text, "profiles")
         except ConfigError as error:
             yield str(error)
-        if not (fleet.base / profile).is_file():
+        if not (fleet.base / profile).exists():
             yield f"profiles.{text}: expected the path of a latency profile, got {profile!r}: no such file"

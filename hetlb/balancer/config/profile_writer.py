@@ -12,8 +12,9 @@ import yaml
 from hetlb.balancer.config.profile_file import HostTime, Profile, load_profile, with_latency
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.errors import ProfileError
-from hetlb.files import read_text, write_text
+from hetlb.files import read_text
 from hetlb.inputs.yaml_file import yaml_text
+from hetlb.output_files import write_text
 
 
 def profile_text(profile: Profile) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.errors import ConfigError
+from hetlb.files import content
 
 
 def token_counters(fleet: Fleet) -> dict[str, Callable[[str], int]]:
@@ -23,7 +24,11 @@ def token_counters(fleet: Fleet) -> dict[str, Callable[[str], int]]:
             ) from error
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
-            tokenizer = Tokenizer.from_file(str(file))
+            tokenizer = Tokenizer.from_buffer(content(file))
+        except OSError as error:
+            raise ConfigError(
+                f"{key}: expected a tokenizer.json, got {str(path)!r}: {error.strerror}"
+            ) from error
         except Exception as error:  # the library raises plain Exception
             raise ConfigError(f"{key}: expected a tokenizer.json, got {str(path)!r}") from error
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ssl
+from contextlib import nullcontext
 from pathlib import Path
 
 from hetlb.balancer.clients.certificates import read_pem
 from hetlb.errors import ConfigError
+from hetlb.files import readable_name
 
 
 def engine_context(path: Path | None, key: str, known: dict[Path | None, ssl.SSLContext]) -> ssl.SSLContext:
@@ -18,7 +20,8 @@ def engine_context(path: Path | None, key: str, known: dict[Path | None, ssl.SSL
         if path is not None:
             read_pem(path, f"{key}.ca_file")
         try:
-            context = ssl.create_default_context(cafile=path)
+            with readable_name(path) if path is not None else nullcontext() as name:
+                context = ssl.create_default_context(cafile=name)
         except (ssl.SSLError, OSError) as caught:
             raise ConfigError(
                 f"{key}.ca_file: expected PEM certificates of authorities, got {str(path)!r}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 from pathlib import Path
@@ -13,6 +12,7 @@ from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import InputError
 from hetlb.logs import LogWriter
 from hetlb.options.event_log.eventlog import RecordingScheduler, encode_setup
+from hetlb.output_files import opened_log
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -22,13 +22,10 @@ class EventLog(LogWriter):
 
     def __init__(self, path: Path) -> None:
         try:
-            # A pipe that has no reader would keep the start waiting for one.
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o644)
-            os.set_blocking(descriptor, True)
+            descriptor = opened_log(path)
         except OSError as error:
-            why = "nothing reads this pipe" if error.errno == errno.ENXIO else error.strerror
             raise InputError(
-                f"--event-log: expected a file that can be written, got {str(path)!r}: {why}"
+                f"--event-log: expected a file that can be written, got {str(path)!r}: {error.strerror}"
             ) from error
         super().__init__(descriptor, "event log")
         self._descriptor = descriptor

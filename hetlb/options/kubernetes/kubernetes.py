@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import ssl
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ from lightkube.types import OnErrorAction, OnErrorResult
 from hetlb.balancer.config.fleet_tables import GPU_LABELS
 from hetlb.balancer.fleet.source import Found, Publish, SourceFailedError
 from hetlb.errors import ConfigError
+from hetlb.files import content, readable_name
 from hetlb.inputs.urls import bracketed
 from hetlb.options.kubernetes.cluster_tables import ClusterTable, KubernetesTable
 
@@ -44,6 +46,7 @@ _PAGE_OBJECTS: Final = 500
 _MOST_BROKEN_CONNECTIONS: Final = 5
 #: Status of a version that the server does not know any more.
 _EXPIRED_STATUS: Final = 410
+_REFUSED_STATUS: Final = 401
 
 
 class Metadata(msgspec.Struct, rename="camel"):
@@ -149,12 +152,32 @@ class _Selector(Operator[str]):
 class _Transport(httpx2.AsyncHTTPTransport):
     """Connections whose silence is noticed: the server ends a watch before it may be silent for so long."""
 
+    def __init__(self, tls: ssl.SSLContext, token: Path | None) -> None:
+        super().__init__(verify=tls)
+        self._token = token
+        self._bearer = ""
+
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         """Send a request; a watch is made again no sooner than `_AGAIN_S` after the one before."""
         limits = request.extensions["timeout"]
         if limits["read"] is None:
             limits["read"] = WATCH_S + 15.0
             await asyncio.sleep(_AGAIN_S)
+        response = await self._send(request)
+        if response.status_code == _REFUSED_STATUS and self._bearer:
+            await response.aclose()
+            self._bearer = ""
+            response = await self._send(request)
+        return response
+
+    async def _send(self, request: httpx2.Request) -> httpx2.Response:
+        if self._token is not None and not self._bearer:
+            data = await asyncio.to_thread(_read, self._token, "a token")
+            if re.fullmatch(rb"[!-~]{1,65536}", data.strip()) is None:
+                raise SourceFailedError(f"{self._token}: expected a token of visible ASCII")
+            self._bearer = f"Bearer {data.strip().decode()}"
+        if self._bearer:
+            request.headers["Authorization"] = self._bearer
         return await super().handle_async_request(request)
 
 
@@ -182,29 +205,40 @@ class ApiServer:
     @staticmethod
     def _own_namespace() -> str:
         with contextlib.suppress(OSError):
-            return (ACCOUNT / "namespace").read_text().strip() or "default"
+            return content(ACCOUNT / "namespace").decode().strip() or "default"
         return "default"
 
-    def client(self) -> AsyncClient:
+    async def client(self) -> AsyncClient:
         """Return a client of the server. Raises `SourceFailedError` for files that cannot be read."""
-        for path, expected in ((self._token, "a token"), (self._ca, "PEM certificates")):
-            try:
-                if path is not None:
-                    path.read_bytes()
-            except OSError as error:
-                raise SourceFailedError(f"{path}: expected {expected}: {error.strerror}") from error
-        try:
-            tls = ssl.create_default_context(cafile=self._ca)
-        except OSError as error:
-            raise SourceFailedError(f"{self._ca}: expected PEM certificates: {error.strerror}") from error
+        tls = await asyncio.to_thread(self._credentials)
         config = SingleConfig(
             context_name="hetlb",
             context=Context(cluster="hetlb", namespace=self.namespace),
             cluster=Cluster(server=self.url),
-            user=User(token_file=None if self._token is None else str(self._token)),
+            user=User(),
         )
         limits = httpx2.Timeout(_LIST_S, connect=_CONNECT_S)
-        return AsyncClient(config=config, timeout=limits, transport=_Transport(verify=tls), trust_env=False)
+        transport = _Transport(tls, self._token)
+        return AsyncClient(config=config, timeout=limits, transport=transport, trust_env=False)
+
+    def _credentials(self) -> ssl.SSLContext:
+        """Return the TLS context of the server, once the token could be read too."""
+        if self._token is not None:
+            _read(self._token, "a token")
+        if self._ca is None:
+            return ssl.create_default_context()
+        try:
+            with readable_name(self._ca) as name:
+                return ssl.create_default_context(cafile=name)
+        except OSError as error:
+            raise SourceFailedError(f"{self._ca}: expected PEM certificates: {error.strerror}") from error
+
+
+def _read(path: Path, expected: str) -> bytes:
+    try:
+        return content(path)
+    except OSError as error:
+        raise SourceFailedError(f"{path}: expected {expected}: {error.strerror}") from error
 
 
 def kind_of(group: str, version: str, kind: str) -> type[GenericNamespacedResource]:
@@ -238,7 +272,7 @@ class Watch:
 
     async def run(self) -> None:
         """Watch until cancelled. Raises `SourceFailedError` where the server does not answer as expected."""
-        client = self._api.client()
+        client = await self._api.client()
         try:
             while True:
                 try:

@@ -24,6 +24,7 @@ from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.exchange.scheduler_side import SWEEP_S
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import ConfigError
+from hetlb.files import content, readable_name
 from hetlb.inputs.urls import bracketed
 from hetlb.options.pick import messages
 from hetlb.options.pick.calls import MAX_BESIDE_BODY_BYTES, ProcessCall
@@ -255,14 +256,15 @@ def gateway_certificates(fleet: Fleet) -> GatewayCertificates | None:
     if pick.client_ca_file is not None:
         path = base / pick.client_ca_file
         try:
-            authorities = path.read_bytes()
-            context.load_verify_locations(path)
+            authorities = content(path)
+            with readable_name(path) as name:
+                context.load_verify_locations(name)
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(
                 f"{where}pick.client_ca_file: expected a file of certificates, got {str(path)!r}"
             ) from error
     try:
-        chain, key = (base / pick.tls.cert).read_bytes(), (base / pick.tls.key).read_bytes()
+        chain, key = content(base / pick.tls.cert), content(base / pick.tls.key)
     except OSError as error:  # replaced since they were looked at
         raise ConfigError(f"{where}pick.tls: expected readable files, got {error.strerror}") from error
     return GatewayCertificates(chain, key, authorities)

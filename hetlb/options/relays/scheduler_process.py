@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import pickle
 import signal
 import socket
@@ -39,6 +40,7 @@ from hetlb.options.relays.protocol import (
     ViewMessage,
 )
 from hetlb.options.relays.relay_host import RelayHost, RelayLink
+from hetlb.output_files import opened_log
 from hetlb.systemd import NO_LISTENERS, Listeners
 
 logger = logging.getLogger("hetlb.workers")
@@ -306,7 +308,7 @@ def _next_log(path: Path, life: int) -> Path | None:
     """Return the file of a successor's event log, None where it cannot be written: it serves without one."""
     path = path.with_name(f"{path.name}.{life}")
     try:
-        path.open("wb").close()
+        os.close(opened_log(path))
     except OSError as error:
         tell(logger, Event.EVENT_LOG, "the event log ends, %s cannot be written: %s", path, error.strerror)
         return None

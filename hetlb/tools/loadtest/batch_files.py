@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from hetlb.errors import NOT_JSON, HetlbError, InputError, TraceError
-from hetlb.files import whole_file
+from hetlb.files import MAX_RECORDS_BYTES, content, opened
+from hetlb.output_files import whole_file
 from hetlb.tools.workload.record_file import unpacked_text
 
 
@@ -70,7 +71,7 @@ class BatchJournal:
         self.failed = 0
         self._file = self._opened()
         try:
-            data = path.read_bytes()
+            data = content(path, MAX_RECORDS_BYTES)
             kept = b"".join([line + b"\n" for line in data.split(b"\n")[:-1] if self._keeps(line, known)])
             if data.startswith(kept):  # a line that was half written goes, on a full disk, too
                 os.ftruncate(self._file, len(kept))
@@ -87,10 +88,8 @@ class BatchJournal:
             raise
 
     def _opened(self) -> int:
-        if self._path.exists() and not self._path.is_file():
-            raise InputError(f"{self._path}: expected a file for the results")
         try:
-            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            file = opened(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise InputError(f"{self._path}: expected no other batch that writes to it") from error

@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from hetlb.balancer.config.profile_file import Profile, with_latency
+from hetlb.files import content, opened
 from hetlb.inputs.yaml_file import NonNegative
 from hetlb.tools.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
 from hetlb.tools.plan.workloads import RequestType
@@ -179,7 +180,7 @@ class Measured:
         if self.path is None:
             return
         try:
-            lines = self.path.read_bytes().splitlines()
+            lines = content(self.path).splitlines()
         except OSError:
             return  # no cache yet, or one that cannot be read
         for line in lines:
@@ -214,7 +215,7 @@ class Measured:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab") as file:
+            with os.fdopen(opened(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
                 file.write(msgspec.json.encode((key, rate)) + b"\n")
         except OSError:
             self.path = None  # a cache that cannot be written is none

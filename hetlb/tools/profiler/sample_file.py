@@ -13,6 +13,7 @@ from typing import BinaryIO
 import msgspec
 
 from hetlb.errors import ProfileError
+from hetlb.files import content, opened
 from hetlb.tools.profiler.grid import Size
 
 
@@ -47,18 +48,16 @@ class SampleFile:
         self.path = path
         self.samples: list[Sample] = []
         try:
-            if not path.exists():
-                self._file: BinaryIO = path.open("wb")
+            found = path.exists()
+            kept = self._read(identity) if found else 0
+            self._file: BinaryIO = os.fdopen(opened(path, os.O_RDWR | os.O_CREAT), "r+b")
+            if not found:
                 self._write(identity)
             else:
-                kept = self._read(identity)
-                self._file = path.open("r+b")
                 self._file.truncate(kept)
                 self._file.seek(kept)
         except OSError as error:
-            raise ProfileError(
-                f"{path}: expected a place to keep samples: {os.strerror(error.errno or 0)}"
-            ) from error
+            raise ProfileError(f"{path}: expected a place to keep samples: {error.strerror}") from error
 
     def add(self, samples: Iterable[Sample]) -> None:
         for sample in samples:
@@ -79,7 +78,7 @@ class SampleFile:
 
     def _read(self, identity: Identity) -> int:
         """Read the file; returns how many bytes of it are whole lines."""
-        text = self.path.read_bytes()
+        text = content(self.path)
         lines = text.splitlines(keepends=True)
         if lines and not lines[-1].endswith(b"\n"):
             lines.pop()

@@ -10,7 +10,6 @@ with a WebSocket, and one that names its origin is refused.
 from __future__ import annotations
 
 import hmac
-import os
 import secrets
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from hetlb.errors import ConfigError
+from hetlb.files import content
 
 NONCE_BYTES: Final = 32
 LEAST_KEY_BYTES: Final = 16
@@ -125,9 +125,9 @@ def read_key(path: Path | None) -> bytes:
     if path is None:
         return b""
     try:
-        key = path.read_bytes().strip()
+        key = content(path).strip()
     except OSError as error:
-        raise ConfigError(f"{path}: expected a readable key file: {os.strerror(error.errno or 0)}") from error
+        raise ConfigError(f"{path}: expected a readable key file: {error.strerror}") from error
     if len(key) < LEAST_KEY_BYTES:
         raise ConfigError(f"{path}: expected a key of at least {LEAST_KEY_BYTES} bytes, got {len(key)}")
     return key

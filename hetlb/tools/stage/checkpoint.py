@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from hetlb.errors import ConfigError
+from hetlb.files import content
 from hetlb.inputs.mistakes import one_of
 from hetlb.inputs.yaml_file import Positive, convert, read_object
 
@@ -155,7 +156,7 @@ def load_config(folder: Path) -> ModelConfig:
         qk_norm=family == "qwen3",
         windows=_windows(raw),
         dtype=raw.dtype or raw.torch_dtype or "float32",
-        fingerprint=hashlib.sha256(path.read_bytes()).hexdigest()[:16],
+        fingerprint=hashlib.sha256(content(path)).hexdigest()[:16],
     )
 
 

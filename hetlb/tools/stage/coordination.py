@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import ssl
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hetlb.errors import ConfigError, InputError
+from hetlb.files import readable_name
+from hetlb.output_files import opened_log
 from hetlb.tools.stage.auth import read_key
 from hetlb.tools.stage.checkpoint import load_config
 from hetlb.tools.stage.coordinator import Coordinator
@@ -129,11 +130,9 @@ def _state(path: Path) -> tuple[int, int, int]:
 
 def _opened(path: Path) -> Any:
     try:
-        return path.open("w", encoding="utf-8", buffering=1)
+        return open(opened_log(path), "w", encoding="utf-8", buffering=1)
     except OSError as error:
-        raise InputError(
-            f"--event-log: expected a place to write {path}: {os.strerror(error.errno or 0)}"
-        ) from error
+        raise InputError(f"--event-log: expected a place to write {path}: {error.strerror}") from error
 
 
 def _authorities(group: StageGroup) -> ssl.SSLContext | None:
@@ -141,6 +140,7 @@ def _authorities(group: StageGroup) -> ssl.SSLContext | None:
     if group.ca_file is None:
         return None
     try:
-        return ssl.create_default_context(cafile=group.ca_file)
+        with readable_name(group.ca_file) as name:
+            return ssl.create_default_context(cafile=name)
     except OSError as error:  # ssl.SSLError is one
         raise ConfigError(f"{group.ca_file}: expected a PEM file: {error}") from error

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from hetlb.errors import ConfigError
 from hetlb.extras import check_extra
+from hetlb.files import content, read_text
 from hetlb.inputs.yaml_file import read_object
 from hetlb.tools.stage.stage_messages import Token
 
@@ -49,7 +50,7 @@ class TextModel:
 
         path = folder / "tokenizer.json"
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content(path))
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(f"{path}: expected a tokenizer file: {error}") from error
         self._decode_stream: Callable[..., Any] = tokenizers.decoders.DecodeStream
@@ -79,7 +80,7 @@ class TextModel:
 
     def _read_template(self, folder: Path, config: dict[str, Any], sandbox: Any) -> Any:
         path = folder / "chat_template.jinja"
-        text = path.read_text(encoding="utf-8") if path.exists() else config.get("chat_template")
+        text = read_text(path, ConfigError) if path.exists() else config.get("chat_template")
         if isinstance(text, list):  # several, by name
             text = next((each.get("template") for each in text if each.get("name") == "default"), None)
         if not isinstance(text, str):

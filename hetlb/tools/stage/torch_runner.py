@@ -7,6 +7,7 @@ layers. Shapes: T tokens, D decoding requests, S cached tokens, H heads, K key-v
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hetlb.errors import ConfigError
+from hetlb.files import opened
 from hetlb.tools.stage.batching import Work, segments
 from hetlb.tools.stage.checkpoint import (
     EMBEDDING,
@@ -37,7 +39,10 @@ def _load(folder: Path, names: list[str], dtype: torch.dtype, device: str) -> di
     tensors: dict[str, Tensor] = {}
     for path, wanted in tensor_files(folder, names):
         try:
-            with safe_open(path, framework="pt", device="cpu") as file:
+            with (
+                os.fdopen(opened(path), "rb") as held,
+                safe_open(f"/proc/self/fd/{held.fileno()}", framework="pt", device="cpu") as file,
+            ):
                 for name in wanted:
                     tensors[name] = file.get_tensor(name).to(device=device, dtype=dtype)
         except (OSError, SafetensorError) as error:

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from hetlb.errors import TraceError
-from hetlb.files import read_bytes, text_of
+from hetlb.files import MAX_RECORDS_BYTES, read_bytes, text_of
 
 #: Largest count of tokens: a larger one is a mistake, not a prompt.
 MOST_TOKENS = (1 << 31) - 1
@@ -240,7 +240,7 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def unpacked_text(path: Path) -> str:
     """Return the text of a file, packed by gzip or not, also of a pipe. Raises `TraceError`."""
-    data = read_bytes(path, TraceError)
+    data = read_bytes(path, TraceError, MAX_RECORDS_BYTES)
     try:
         return text_of(path, gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data, TraceError)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

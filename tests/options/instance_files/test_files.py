@@ -43,16 +43,15 @@ async def test_a_file_with_a_mistake_changes_nothing(
             await turns_until(lambda: running.names == [])
 
 
-async def test_files_are_read_outside_of_the_loop(tmp_path: Path) -> None:
-    """A pipe gives nothing until someone writes: the loop goes on meanwhile."""
+async def test_a_pipe_is_a_mistake_and_is_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     found: list[int] = []
     pipe = tmp_path / "instances.yaml"
     os.mkfifo(pipe)
     task = asyncio.create_task(files.FileSource([pipe], 60.0).run(lambda some: found.append(len(some))))
-    with await asyncio.to_thread(pipe.open, "w") as end:
-        assert not found
-        end.write("models:\n- name: m\n  instances: [{url: 'http://127.0.0.1:1'}]\n")
-    await turns_until(lambda: found == [1])
+    await turns_until(lambda: found == [0])
+    assert said(caplog.records, "not a regular file but a pipe (FIFO)")
     task.cancel()
 
 

@@ -175,6 +175,7 @@ async def test_a_server_that_refuses_is_asked_again_and_logged_once(
     sources = Sources([KubernetesSource(table, Path())], seen)
     await sources.start(0.05)
     assert seen.times == 0
+    await turns_until(lambda: len(caplog.records) > 0)
     await sources.close()
     assert [r.event for r in caplog.records] == ["discovery_failed"]  # type: ignore[attr-defined]
     assert "/nonexistent/token: expected a token: No such file" in caplog.text

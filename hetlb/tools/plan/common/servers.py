@@ -23,7 +23,7 @@ from hetlb.balancer.config.profile_writer import write_profile
 from hetlb.balancer.core.instance_limits import DEFAULT_KV_CACHE_TOKENS
 from hetlb.balancer.core.types import Role
 from hetlb.errors import ConfigError
-from hetlb.files import write_text
+from hetlb.output_files import write_text
 from hetlb.tools.plan.common.capabilities import Form, Status, fact_of
 from hetlb.tools.sim.engine_limits import EngineLimits
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from hetlb.files import write_text
+from hetlb.output_files import write_text
 from hetlb.tools.plan.common.capabilities import Form
 from hetlb.tools.plan.common.servers import PLACEHOLDER, VllmServer, host_of
 from hetlb.tools.plan.placement.flow import Flow, Pipeline, max_flow, pipelines

@@ -35,7 +35,7 @@ async def test_the_fleet_and_its_objectives_may_be_an_inference_pool(tmp_path: P
             stack.push_async_callback(pools.cut)
             stack.push_async_callback(objectives.cut)
             state = made.picker.server.state
-            assert state.addresses == {"p0": engines[0].address}
+            await turns_until(lambda: state.addresses == {"p0": engines[0].address})
             await turns_until(lambda: state.objectives == {"critical": 9, "batch": -1})
             await pools.put(pool("qwen", {"app": f"v{engines[1].port}"}, engines[1].port))
             await turns_until(lambda: [each.name for each in made.picker.scheduler.instances] == ["p1"])
