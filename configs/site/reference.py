@@ -30,7 +30,7 @@ from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import CAUSES, InstanceSpec, Outcome
 from hetlb.balancer.engines import scrape, upstream
 from hetlb.balancer.engines.series_reader import MOST_SERIES
-from hetlb.balancer.exchange import ends, exchange_states
+from hetlb.balancer.exchange import ends, exchange_states, owed
 from hetlb.balancer.http import (
     error_responses,
     forward_headers,
@@ -473,6 +473,22 @@ def states_page() -> str:
         _diagram(
             exchange_states.TRANSITIONS, "a whole request", ("response", exchange_states.RESPONSE_TRANSITIONS)
         ),
+        "## What an engine owes",
+        "Each attempt of a request says what it is owed, and each watch asks that:",
+        "\n".join(
+            _table(
+                ("owed", "for", *(name for name, _ in owed.WATCHES)),
+                [
+                    (
+                        each.name,
+                        each.of,
+                        *("yes" if getattr(each, field) else "no" for _, field in owed.WATCHES),
+                    )
+                    for each in owed.OWED
+                ],
+            )
+        ),
+        "A WebSocket ends by itself if neither side says anything for `proxy.idle_timeout_s`.",
         "## A gateway's stream to `hetlb pick`",
         "What comes in a state that does not wait for it changes nothing:",
         _diagram(stream_states.TRANSITIONS, "a stream"),

@@ -42,7 +42,7 @@ class RequestFacts(msgspec.Struct, array_like=True, gc=False, frozen=True):
     model: _Name
     prompt_tokens: _Tokens
     max_tokens: _Positive | None
-    sequences: _Positive
+    sequences: _Tokens
     longest_prompt_tokens: _Tokens
     generates: bool
     body_bytes: _Count
@@ -94,7 +94,7 @@ class WireBooked(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
     def __post_init__(self) -> None:
         """Refuse a lease whose request is like no own one. Raises `ValueError`, in decoding `DecodeError`."""
         finite = math.isfinite(self.predicted_output) and math.isfinite(self.age_s)
-        if self.request.samples > self.request.sequences or not finite:
+        if self.request.samples > max(1, self.request.sequences) or not finite:
             raise ValueError("a lease of more samples than sequences, or of no finite length")
 
     @classmethod

@@ -260,7 +260,7 @@ class Router:
                 model, call.text, call.text_bytes, call.media
             )
         each = max(1, -(-call.prompt_tokens_total // call.prompts))
-        sequences = call.prompts * call.n
+        sequences = call.prompts * call.n if kind.prompted else 0
         generates: bool = kind.generates
         prefix_keys: tuple[PrefixKey, ...] = ()
         blocks: PromptBlocks | None = None

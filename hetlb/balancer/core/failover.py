@@ -35,6 +35,11 @@ class Failover:
         """Leases that have not ended, removed instances' included."""
         return len(self.ledger.leased)
 
+    @property
+    def _slots_taken(self) -> int:
+        """Leases that take slots: a share of them may be retries."""
+        return len(self.ledger.leased) - self.ledger.slotless
+
     def drop(self, lease: Lease, now: float, outcome: Outcome = Outcome.CLIENT_GONE) -> Instance:
         """Give back a lease's bookings; readers of the journal are told the outcome."""
         self._retries.leases.discard(lease.id)
@@ -60,7 +65,7 @@ class Failover:
 
     def _lost(self, instance: Instance, lease: Lease, now: float, skip: int = 0) -> None:
         """Count a lost answer in the breaker of its instance, unless it was counted before."""
-        if lease.judged:
+        if lease.judged or not lease.request.sequences:
             return
         lease.judged = True
         instance.breaker.ended_badly(lease.id, now - lease.dispatched_at, now, skip)
@@ -122,7 +127,7 @@ class Failover:
                 continue
             for lease in instance.leases.values():
                 late = now - lease.dispatched_at >= max(LEAST_SILENCE_S, lease.forecast_first_s)
-                if (ejected or late) and _may_move(lease):
+                if (ejected or (late and lease.request.sequences)) and _may_move(lease):
                     found.append(lease)
         return found
 
@@ -136,7 +141,7 @@ class Failover:
             for instance in self.fleet.instances.values()
             if instance.spec.model == model
             for lease in instance.leases.values()
-            if _may_move(lease)
+            if lease.request.sequences and _may_move(lease)
         ]
         return sorted(found, key=lambda lease: (-lease.dispatched_at, -lease.id))
 
@@ -170,7 +175,7 @@ class Failover:
         if ready is None or (known is not None and known.runs >= MOST_MOVES):
             return []
         instance = self.ledger.leased[lease.id]
-        if instance.health.state is not Health.EJECTED and not retries.allowed(self.in_flight):
+        if instance.health.state is not Health.EJECTED and not retries.allowed(self._slots_taken):
             return []
         commands = self._move(lease, ready, now, ran=True)
         if commands:
@@ -187,7 +192,7 @@ class Failover:
         ready, placement = self.fleet.ready.get(request.model), self.placement
         # Dropped twice: the request itself may be what kills engines.
         if attempts.runs <= 1 and ready is not None and placement.able(request, ready, now).instances:
-            within = not sent or retries.allowed(self.in_flight)
+            within = not sent or retries.allowed(self._slots_taken)
             placed = placement.place(request, ready, now, predicted) if within else None
             if placed is not None:
                 if sent:
@@ -209,7 +214,7 @@ class Failover:
         retries.forget(request_id)
         predicted = _predicted_rest(lease, rest)
         ready = self.fleet.ready.get(rest.model)
-        if ready is not None and retries.allowed(self.in_flight):
+        if ready is not None and retries.allowed(self._slots_taken):
             retries.attempts[request_id].tried.append(lease.instance)
             placed = placement.place(rest, ready, now, predicted)
             if placed is not None:
@@ -259,5 +264,7 @@ def _left_unheard(lease: Lease, outcome: Outcome, now: float) -> bool:
     """Return True if a client left after a long wait without a byte."""
     if outcome is not Outcome.CLIENT_GONE or lease.first_token_at is not None or lease.incoming:
         return False
+    if not lease.request.sequences:
+        return False  # it may wait for as long as it likes: a session, a long poll
     first_s = lease.forecast_first_s if lease.request.streamed else lease.forecast_end_s
     return now - lease.dispatched_at >= max(_UNHEARD_S, _UNHEARD_FACTOR * first_s)

@@ -222,7 +222,7 @@ class Instance(InstanceLedger):
         least_s = LEAST_SILENCE_S if self.profiled or self.speed.seen else UNKNOWN_SILENCE_S
         stands_s = least_s
         for lease in self.leases.values():
-            if lease.incoming or not lease.own:
+            if lease.incoming or not lease.own or not lease.request.sequences:
                 continue
             if lease.first_token_at is None:
                 if since == math.inf:
@@ -296,7 +296,8 @@ class Instance(InstanceLedger):
         read = min(float(done + pending), math.ceil(done / self.engines / budget) * budget * self.engines)
         if read > _MOST_PARTLY_RATIO * done:
             return False  # the last iteration may have begun before others came
-        prompts = max(1.0, read * self.in_flight / max(1.0, float(done + pending)))
+        leases = self.in_flight - self.slotless
+        prompts = max(1.0, read * leases / max(1.0, float(done + pending)))
         mean, each = read / prompts, max(1.0, prompts / self.engines)
         expected_s = self.nominal.joining_s(0.0, self.capacity.async_scheduling is True)
         expected_s += self.nominal.first_token_s(mean, 0.0, 0.0, 0.0, 0.0, budget, each)

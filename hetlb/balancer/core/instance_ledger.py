@@ -38,7 +38,7 @@ class InstanceLedger(InstanceLimits):
         "_occupancy", "_reading", "_steps", "_steps_per_s", "blocks", "explored", "finished_kv_tokens",
         "finished_sequences", "groups", "held_tokens", "in_flight", "incarnation", "incoming",
         "kv_excess_tokens", "kv_prompt_tokens", "kv_tokens", "leases", "pending_prompt_tokens",
-        "promised_tokens", "prompt_tokens", "prompts_alone", "removed", "sample_at", "sequences",
+        "promised_tokens", "prompt_tokens", "prompts_alone", "removed", "sample_at", "sequences", "slotless",
         "stated_sequences", "tree", "unread_sequences", "work_ns",
     )  # fmt: skip
 
@@ -64,7 +64,8 @@ class InstanceLedger(InstanceLimits):
         self.leases: dict[LeaseId, Lease] = {}
         #: Leases of decode legs that are booked and not dispatched yet.
         self.incoming: dict[LeaseId, Lease] = {}
-        self.in_flight = self.sequences = self.work_ns = 0
+        #: Leases; leases without a sequence; sequences; booked work.
+        self.in_flight = self.slotless = self.sequences = self.work_ns = 0
         #: Tokens of the KV cache that its leases will use (and its holds use), and the prompts' tokens among
         #: them; shared ones once. `held_tokens` of prompts are kept until other instances have fetched them.
         self.kv_tokens = self.kv_prompt_tokens = self.held_tokens = 0
@@ -150,8 +151,11 @@ class InstanceLedger(InstanceLimits):
 
     def explored_sequences(self, now: float) -> float:
         """Return the sequences that it may run at once until it is explored."""
-        oldest = next(iter(self.leases.values()), None)
-        waited_s = 0.0 if oldest is None or oldest.first_token_at is not None else now - oldest.dispatched_at
+        waited_s = 0.0
+        for oldest in self.leases.values():
+            if oldest.request.sequences:
+                waited_s = 0.0 if oldest.first_token_at is not None else now - oldest.dispatched_at
+                break
         by_time = math.exp2(min(16.0, max(0.0, waited_s) / _UNEXPLORED_S))
         return _UNEXPLORED_SEQUENCES * max(1.0 + self._first_tokens, by_time)
 
@@ -164,7 +168,7 @@ class InstanceLedger(InstanceLimits):
             self._elapsed(now)
         self._occupancy = None
         if not self.unread_sequences and not speed.begun:
-            self.prompts_alone = math.inf if self.leases else now, speed.prompt_tokens
+            self.prompts_alone = math.inf if self.sequences else now, speed.prompt_tokens
         self.leases[lease.key] = lease
         self.work_ns += lease.work_ns
         self.kv_tokens += lease.kv_tokens
@@ -177,6 +181,7 @@ class InstanceLedger(InstanceLimits):
         self.prompt_tokens += lease.prompt_tokens
         self.pending_prompt_tokens += lease.unread_tokens
         self.in_flight += 1
+        self.slotless += not lease.request.sequences
         self.sequences += lease.request.sequences
         if lease.request.service.stated:
             self.stated_sequences += lease.request.sequences
@@ -283,6 +288,7 @@ class InstanceLedger(InstanceLimits):
         while reading and (reading[0].ended or reading[0].first_token_at is not None):
             reading.popleft()
         self.in_flight -= 1
+        self.slotless -= not lease.request.sequences
         self.sequences -= lease.request.sequences
         if lease.begun_steps is not None:
             self._begun_steps -= lease.request.sequences * lease.begun_steps

@@ -29,6 +29,8 @@ class Ledger:
         queue.running = self._running
         #: Instances by lease, removed ones included.
         self.leased: dict[LeaseId, Instance] = {}
+        #: Number of them that take no slot.
+        self.slotless = 0
         self._next_lease = 1
         #: Readers of bookings and their ends.
         self.journals: tuple[Journal, ...] = ()
@@ -52,6 +54,7 @@ class Ledger:
         leased, key = self.leased, lease.key
         instance = leased[key]
         del leased[key]
+        self.slotless -= not lease.request.sequences
         instance.release(lease, now)
         instance.breaker.ended(lease.id)
         self._queue.ended(lease.request.tenant, lease.promised_tokens)
@@ -116,6 +119,7 @@ class Ledger:
         self._next_lease += 1
         self._queue.booked(request.tenant, promised)
         self.leased[lease.key] = instance
+        self.slotless += not sequences
         return lease
 
     def _running(self) -> list[tuple[str | None, int]]:

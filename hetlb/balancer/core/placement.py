@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -15,7 +16,7 @@ from hetlb.balancer.core.instance import NOTICE_MARGIN_S, Instance
 from hetlb.balancer.core.ledger import Ledger
 from hetlb.balancer.core.option_interfaces import LoadTimes, Splitting
 from hetlb.balancer.core.policies.base import Choice, Policy
-from hetlb.balancer.core.policies.sight import SchedulingContext
+from hetlb.balancer.core.policies.sight import SchedulingContext, foreseen
 from hetlb.balancer.core.predictor import Predictor
 from hetlb.balancer.core.prefix_index import Held
 from hetlb.balancer.core.queue import Queue
@@ -28,6 +29,7 @@ from hetlb.extras import option
 _UNKNOWN: Final = 4.0
 #: Prompt and output tokens of the mean request before the first one, to measure capacity.
 _USUAL_REQUEST = (512.0, 256.0)
+_LEAVES: Final = "it leaves before the answer would end"
 
 
 @mypyc_attr(acyclic=True, free_list_len=1)
@@ -145,6 +147,8 @@ class Placement:
             choices, worth, stays = self.able(request, ready, now), self.policy.worth, False
             ctx = self.context(request, predicted, waiting, now, long)
             ctx.waited_s = waited_s
+            if not request.sequences:
+                return self._slotless(ctx, ready, choices)
             if self.splits is not None and request.splittable:
                 settled, decision = self.splits.choose(ctx, ready, ceiling)
                 if settled:
@@ -173,6 +177,21 @@ class Placement:
             self.on_failed(request, error)
             self.failed.add(request.id)
             return None
+
+    def _slotless(self, ctx: SchedulingContext, ready: ReadyInstances, choices: Choices) -> Decision | None:
+        """Choose for a request that takes no slot: the fewest of these for the instance's speed."""
+        staying = choices.without({each.name: _LEAVES for each in choices.instances if each.leaves_at})
+        left = staying if staying.instances else choices
+        if not left.instances:
+            return None
+        mix, scored = ctx.demand.mix, []
+        for each in left.instances:
+            score = (each.slotless + 1) / max(mix.speed(each), sys.float_info.min)
+            scored.append(Candidate(each.name, score))
+        index = min(range(len(scored)), key=lambda i: (scored[i].score, left.instances[i].in_flight))
+        instance = left.instances[index]
+        choice = Choice(index, 0.0, lambda: scored, foreseen(ctx, instance))
+        return Decision(ctx, ready, left, choice, instance)
 
     def take_failed(self, request_id: RequestId) -> bool:
         """Return True if the policy failed on a request, which is reported once."""
@@ -260,21 +279,22 @@ class Placement:
             lease = self.ledger.book(ctx, instance, choice.work_s, choice.forecast)
             if loads is not None and self.adapter_load is not None:
                 self.adapter_load.expected[lease.id] = lease.forecast_first_s, loads
-        if ctx.restraints is not None:
+        if ctx.restraints is not None and request.sequences:
             instance.breaker.dispatched(lease.id, now)
             for other in found.ready.able:
                 if other is not instance and other.breaker.held(now):
                     other.breaker.passed_over()
-        shared = lease.shared
-        used = lease.kv_prompt_tokens if shared is None else lease.kv_prompt_tokens + shared.new_tokens
-        sequences = request.sequences
-        ctx.demand.mix.add_booking(used / sequences, lease.unread_tokens / sequences)
-        try:
-            self.policy.committed(ctx, instance, found.choices.instances)
-        except Exception as error:  # the request has its instance all the same
-            if self.on_failed is None:
-                raise
-            self.on_failed(request, error)
+        if request.sequences:
+            shared = lease.shared
+            used = lease.kv_prompt_tokens if shared is None else lease.kv_prompt_tokens + shared.new_tokens
+            sequences = request.sequences
+            ctx.demand.mix.add_booking(used / sequences, lease.unread_tokens / sequences)
+            try:
+                self.policy.committed(ctx, instance, found.choices.instances)
+            except Exception as error:  # the request has its instance all the same
+                if self.on_failed is None:
+                    raise
+                self.on_failed(request, error)
         considered: Callable[[], Sequence[Candidate]] = choice.candidates
         excluded = found.choices.excluded
         if excluded:
@@ -292,5 +312,5 @@ def _kept_for_others(
         if ceiling is not None and ready.class_of(each) >= ceiling:
             reasons[each.name] = "kept for a longer request that waits"
         elif stays and each.leaves_at:
-            reasons[each.name] = "it leaves before the answer would end"
+            reasons[each.name] = _LEAVES
     return reasons

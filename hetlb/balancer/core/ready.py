@@ -74,9 +74,9 @@ class ReadyInstances:
 
     @property
     def idle(self) -> bool:
-        """True if no instance has a request."""
+        """True if no instance has a request that takes a slot."""
         for each in self.instances:  # noqa: SIM110 (compiled, a loop is faster than a generator)
-            if each.in_flight:
+            if each.in_flight > each.slotless:
                 return False
         return True
 
@@ -116,7 +116,7 @@ class ReadyInstances:
         found.restraints = restraints = [
             each.throttle.restraint(each.sequences, each.max_num_seqs, now, doubt=doubt) for each in chosen
         ]
-        if tried is not None:
+        if tried is not None or not request.sequences:
             restrained = {each.name: each.breaker.why(now) for each in chosen if each.breaker.restrained(now)}
             if restrained and len(restrained) < len(chosen):
                 found = found.without(restrained)

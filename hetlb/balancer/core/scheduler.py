@@ -130,6 +130,9 @@ class Scheduler(Failover):
             return [rejections.unknown_model(request, fleet.instances.values(), fleet.ready)]
         if request.prompt_exact and least_tokens(request) > ready.longest_prompt:
             return [rejections.too_long(request, ready.longest_prompt)]
+        if not request.sequences:
+            placed = placement.place(request, ready, now, 0.0)
+            return self.backlog.push(request, now, 0.0) if placed is None else [placed]
         demand = placement.demands[request.model]
         predicted, long = self.predictor.outlook(request) if request.generates else (0.0, 0.0)
         demand.arrived(request.prompt_tokens, predicted, now, ready.idle)
@@ -163,7 +166,7 @@ class Scheduler(Failover):
         if lease.incoming or lease.hold is not None:
             self._splits.first_token(lease, instance, now)
         instance.breaker.ended(lease.id)
-        if instance.token(now):
+        if lease.request.sequences and instance.token(now):
             self.fleet.reindex(now)
         instance.first_token(lease, now)
         taught = not (instance.explored and (instance.speed.begun or instance.speed.seen))
@@ -178,7 +181,7 @@ class Scheduler(Failover):
         adapter_load = self.placement.adapter_load
         if adapter_load is not None:
             adapter_load.first_token(lease.id, now - lease.dispatched_at)
-        if instance.speed.stood_at < lease.dispatched_at:
+        if lease.request.sequences and instance.speed.stood_at < lease.dispatched_at:
             self.placement.policy.answered(instance, now - lease.dispatched_at, now)
         retries = self._retries
         if retries.leases:  # another instance answers: this one costs nothing more than any other
@@ -231,7 +234,7 @@ class Scheduler(Failover):
                     self.backlog.predict_again()
             if health.on_success():
                 commands = self.fleet.health_changed(instance, now)
-            if instance.breaker.ended_well(now):
+            if request.sequences and instance.breaker.ended_well(now):
                 self.fleet.judge(instance, now)
         else:
             commands = self.ended_badly(instance, lease, outcome, now)
@@ -265,10 +268,10 @@ class Scheduler(Failover):
         passed_on: list[Command] = [PassOn(request.id, lease)]
         known, ready = retries.attempts.get(request.id), self.fleet.ready.get(request.model)
         runs = 0 if known is None else known.runs
-        if not busy and may_move and ready is not None:
+        if not busy and may_move and ready is not None and request.sequences:
             refusals = [] if known is None else known.refusals
             elsewhere = bool(refusals) or breaker.doubted or _serves_elsewhere(instance, ready)
-            tries = elsewhere and runs < MOST_MOVES and retries.allowed(self.in_flight)
+            tries = elsewhere and runs < MOST_MOVES and retries.allowed(self._slots_taken)
             breaker.refuses()
             if tries and (commands := self._move(lease, ready, now, ran=False)):
                 retries.attempts[request.id].refusals.append((instance, lease, now))
@@ -283,16 +286,17 @@ class Scheduler(Failover):
                 return passed_on
             # The others have no room, or too many are tried again: its share of refusals counts.
         doubted, limited = breaker.doubted, busy and others > 0 and not breaker.doubted
+        limited = limited and request.sequences > 0
         if limited:
             lease.judged = True
             instance.throttle.refused(others, retry_after_s, now)
         else:
-            if busy and retry_after_s is not None:
+            if busy and retry_after_s is not None and request.sequences:
                 breaker.asked(retry_after_s, now)
             self._lost(instance, lease, now)
         self.fleet.reindex(now)
         may_move = may_move and busy and not runs and (retry_after_s is not None or limited or doubted)
-        if not may_move or ready is None or not retries.allowed(self.in_flight):
+        if not may_move or ready is None or not retries.allowed(self._slots_taken):
             return passed_on
         return self._move(lease, ready, now, ran=False) or passed_on
 
@@ -321,7 +325,7 @@ class Scheduler(Failover):
         if instance is None:
             return None
         dispatched_at = now - live.age_s
-        if arrived:
+        if arrived and request.sequences:
             ready = self.fleet.ready.get(request.model)
             demand, idle = self.placement.demands[request.model], ready is not None and ready.idle
             demand.arrived(request.prompt_tokens, live.predicted_output, now, idle)

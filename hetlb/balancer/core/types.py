@@ -179,8 +179,9 @@ class Request(PickleByFields):
 
     `prompt_tokens` is the mean length of its prompts, `longest_prompt_tokens` the same unless stated;
     `sequences` are prompts times `n`, of which `samples` have the same prompt; `max_tokens` is the client's
-    cap on each output. `generates` is False for embeddings, scores and the like. `prompt_exact`: the length
-    was counted, not estimated from bytes.
+    cap on each output. `generates` is False for embeddings, scores and the like. A request without sequences
+    is answered by the engine's server alone (a WebSocket, `/tokenize`): it takes no slot. `prompt_exact`: the
+    length was counted, not estimated from bytes.
     `subset` names the instances that a gateway allows (None: all).
     `prefix_keys` name the beginning of each of its prompts, shortest first, each with its tokens: None for
     all that a conversation has had so far. `priority` is vLLM's: the lower value goes first. `blocks` are

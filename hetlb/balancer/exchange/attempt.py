@@ -17,6 +17,7 @@ from typing import Final
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.types import Lease
 from hetlb.balancer.engines.upstream import Carried
+from hetlb.balancer.exchange.owed import NOTHING, Owed
 
 
 class Attempt(Carried):
@@ -51,6 +52,11 @@ class Attempt(Carried):
 
     def leave(self) -> None:
         """Stop the engine, if it works for this request. May be called again."""
+
+    @property
+    def owes(self) -> Owed:
+        """The debt of its engine now, which each watch asks."""
+        return NOTHING
 
     @property
     def may_be_taken(self) -> bool:

@@ -215,7 +215,7 @@ class Driver(Host):
         found: dict[str, float] = {}
         for exchange in self.exchanges.values():
             lease = exchange.record.lease
-            if lease is not None and exchange.phase is Phase.STREAMING:
+            if lease is not None and exchange.phase is Phase.STREAMING and exchange.attempt.owes.computed:
                 at = exchange.attempt.token_at(exchange.since)
                 if at > found.get(lease.instance, -math.inf):
                     found[lease.instance] = at

@@ -25,6 +25,7 @@ from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.engine_answer import LOOP_STATUS, EngineAnswer
 from hetlb.balancer.exchange.exchange import SSE_KINDS, Exchange, Maker
 from hetlb.balancer.exchange.exchange_states import Phase
+from hetlb.balancer.exchange.owed import ANSWER, REPLY, TOKENS, Owed
 from hetlb.balancer.exchange.streamed_answer import LAST_EVENT, StreamedAnswer
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.endpoints import Kind
@@ -386,6 +387,13 @@ class Plain(Attempt):
         """Seconds for which a stream waits for an engine that stands still."""
         return _HUNG_S
 
+    @property
+    def owes(self) -> Owed:
+        request = self.lease.request
+        if not request.sequences:
+            return REPLY
+        return TOKENS if request.streamed else ANSWER
+
     def sweep(self, now: float, table: ProxyTable) -> None:
         exchange, phase = self.exchange, self.exchange.phase
         first_byte_s, idle_s = table.first_byte_timeout_s, table.idle_timeout_s
@@ -395,7 +403,7 @@ class Plain(Attempt):
             phase is _SENT or phase is _STREAMING
         ):
             return
-        hung_s = self.driver.scheduling.hung_s(self.lease, now)
+        hung_s = self.driver.scheduling.hung_s(self.lease, now) if self.owes.computed else 0.0
         if phase is _SENT:
             if silent_s > first_byte_s and not self._waits_on(hung_s, now):
                 self.stop()
@@ -416,7 +424,7 @@ class Plain(Attempt):
     def _waits_on(self, hung_s: float | None, now: float) -> bool:
         """Return True while no clock ends it: its engine works, or the client's stated time lasts.
 
-        `hung_s`: how long its engine has been known to stand still, None if it works.
+        `hung_s`: seconds that its engine is known to stand still; None: it works, 0.0: not known.
         """
         exchange = self.exchange
         given_up_at = self.response.given_up_at(exchange.since, exchange.record.arrived_at)

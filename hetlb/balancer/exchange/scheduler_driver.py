@@ -208,7 +208,9 @@ class SchedulerDriver(SchedulerSide):
         breaker = self.scheduler.ledger.leased[lease.id].breaker
         if breaker.works(now):
             return None
-        return 0.0 if breaker.stalled_since is None else now - breaker.stalled_since
+        if breaker.stalled_since is None or not breaker.counts(now):
+            return 0.0
+        return now - breaker.stalled_since
 
     def cancelled(self, request_id: RequestId, now: float) -> None:
         self.carry_out(self.scheduler.on_cancelled(request_id, now))

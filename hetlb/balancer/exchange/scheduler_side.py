@@ -132,9 +132,9 @@ class SchedulerSide(ABC):
         """
 
     def hung_s(self, lease: Lease, now: float) -> float | None:
-        """Return the seconds for which the instance of a lease has been stalled, 0.0 if it is not.
+        """Return the seconds for which the counters of an engine have stood still, 0.0 if they are not known.
 
-        None while its own counters move, as far as this process knows.
+        None while they move, as far as this process knows.
         """
         return 0.0
 

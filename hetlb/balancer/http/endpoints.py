@@ -20,7 +20,7 @@ class Kind(Enum):
     def __init__(self, name: str) -> None:
         #: True if the engine decodes for it.
         self.generates = name not in ("no_output", "plain", "realtime")
-        #: True for a prompt, which may be long, and not for a form or a session.
+        #: True if the engine computes the answer; False if its server gives it alone.
         self.prompted = name not in ("plain", "realtime")
 
 

@@ -18,6 +18,7 @@ from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.exchange import Exchange, Maker
 from hetlb.balancer.exchange.exchange_states import COMMITTED, FIRST_BYTE, Phase
+from hetlb.balancer.exchange.owed import NOTHING, Owed
 from hetlb.balancer.exchange.plain_attempt import Plain
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.error_responses import Refusal
@@ -168,6 +169,7 @@ class Tunnel(Plain):
         record = exchange.record
         self._heard_at = now = record.first_byte_at = exchange.now()
         record.status = 101
+        self.driver.scheduling.first_token(self.lease, now)
         self.enter(FIRST_BYTE, now)
         response.state = COMMITTED.take(response.state)
         own, label = record.own_lines(now), record.label.encode("ascii")
@@ -213,6 +215,10 @@ class Tunnel(Plain):
             self._end(ends.LEFT)
         else:
             self._end(ends.ANSWERED if error is None else ends.BROKEN)
+
+    @property
+    def owes(self) -> Owed:
+        return super().owes if self._to_client is None else NOTHING
 
     def sweep(self, now: float, table: ProxyTable) -> None:
         if self._to_client is None:

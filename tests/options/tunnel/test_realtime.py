@@ -117,7 +117,8 @@ async def test_both_sides_hear_each_other(tmp_path: Path) -> None:
             assert b"sec-websocket-extensions" not in visit.head.lower()
             assert b"via: 1.1 hetlb-" in visit.head
             assert json.loads(await client.recv()) == {"type": "session.created"}
-            assert running.instance("i0").in_flight == running.instance("i0").sequences == 1
+            assert running.instance("i0").in_flight == running.instance("i0").slotless == 1
+            assert running.instance("i0").sequences == 0
             await client.send("hello")
             assert (await visit.reader.readexactly(6))[0] == 0x81
             visit.send(frame(PING, b"are you there"))
@@ -159,24 +160,8 @@ async def test_sessions_are_spread(tmp_path: Path) -> None:
                     client = await stack.enter_async_context(session(running))
                     await client.recv()
                 # The spread depends on the time between them.
-                assert min(running.instance(name).sequences for name in running.names) >= 1
+                assert min(running.instance(name).slotless for name in running.names) >= 1
                 for visit in (*one.asked, *other.asked):
-                    visit.left.set()
-
-
-async def test_a_session_takes_a_place_and_waits_for_one(tmp_path: Path) -> None:
-    async with Talker() as engine:
-        async with talking(tmp_path, engine, policy={"name": "hetlb"}) as running:
-            running.instance("i0").max_num_seqs = 1
-            running.instance("i0")._update()
-            async with session(running) as first:
-                await first.recv()
-                waiting = asyncio.create_task(session(running).__aenter__())
-                await turns_until(lambda: len(running.scheduler.queue) == 1)
-                engine.asked[0].left.set()
-                client = await waiting
-                await client.recv()
-                for visit in engine.asked:
                     visit.left.set()
 
 
