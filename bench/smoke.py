@@ -78,6 +78,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "scheduling/front.py": _HELP,
     "scheduling/grid.py": _HELP,
     "scheduling/mixed.py": _HELP,
+    "scheduling/ordinary.py": _HELP,
     "scheduling/run.py": ("--list",),
     "split/decisions.py": ("--requests", "20"),
     "split/per_request.py": ("--requests", "20", "--seeds", "1", "--out", "OUT"),

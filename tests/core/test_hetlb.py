@@ -281,15 +281,30 @@ def test_a_turn_waits_for_a_slot_where_its_conversation_is_held() -> None:
 
 
 def test_turns_at_once_join_their_conversation_though_more_is_to_be_read_there() -> None:
-    """As many again as wait to be read would wait for what the other one reads twice."""
+    """As many again as wait to be read would wait for what the other one reads twice.
+
+    They are no more than one engine's part of all requests: 20 of 40.
+    """
     scheduler = make_scheduler([spec(name, capacity=capacity(64)) for name in "ab"], "hetlb")
     talk = (("talk", 3000),)
     first = dispatched(scheduler.on_arrival(request(0, prompt=3000, prefix_keys=talk), 0.0))
     for i in range(1, 20):
         scheduler.on_arrival(request(i, prompt=500), 0.0)
-    turns = [request(i, prompt=3400, prefix_keys=talk) for i in range(20, 48)]
+    turns = [request(i, prompt=3400, prefix_keys=talk) for i in range(20, 40)]
     found = [dispatched(scheduler.on_arrival(each, 0.0)).instance for each in turns]
-    assert found == [first.instance] * 28
+    assert found == [first.instance] * 20
+
+
+def test_a_prompt_that_all_begin_with_is_read_by_a_slower_server_too() -> None:
+    """Its first request there waits for all of it: it is charged the share of the others that will use it."""
+    fleet = [spec("a", capacity=capacity(256)), spec("b", slower=3.0, capacity=capacity(256))]
+    scheduler = make_scheduler(fleet, "hetlb")
+    all_of_them = [request(i, prompt=8200, prefix_keys=(("system", 8000),)) for i in range(200)]
+    leases = [dispatched(scheduler.on_arrival(each, 0.05 * i)) for i, each in enumerate(all_of_them)]
+    there = [lease for lease in leases if lease.instance == "b"]
+    assert len(there) >= 200 / 8
+    slow = scheduler.instances[1]
+    assert there[0].forecast_first_s >= slow.latency.prefill_s(8200), "the forecast counts all of it"
 
 
 def test_in_a_burst_long_prompts_go_to_the_fast_one_and_short_ones_beside_it() -> None:

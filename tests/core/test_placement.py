@@ -111,7 +111,7 @@ def test_what_caches_hold_of_a_prompt_is_told_and_exact_where_engines_tell() -> 
     asked = request(9, prompt=1200, prefix_keys=keys, blocks=(50, digests))
     held = context(scheduler, asked).held
     assert held is not None
-    assert held == {
+    assert held.tokens == {
         each.tree.cache_id: 1000 for each in {scheduler.ledger.leased[lease.id] for lease in running}
     }
     assert context(scheduler, request(9, prompt=1200)).held is None
@@ -119,14 +119,14 @@ def test_what_caches_hold_of_a_prompt_is_told_and_exact_where_engines_tell() -> 
     scheduler.on_kv_events("b", KvEventBatch((stored,), begins=True), 0.0)
     held = context(scheduler, asked).held
     assert held is not None
-    assert held[b.tree.cache_id] == 50
+    assert held.tokens[b.tree.cache_id] == 50
     plain = context(scheduler, request(9, prompt=1200, prefix_keys=keys)).held
     assert plain is not None
-    assert plain.get(b.tree.cache_id) in (None, 1000)
+    assert plain.tokens.get(b.tree.cache_id) in (None, 1000)
     by_blocks = context(scheduler, request(9, prompt=1200, blocks=(50, digests))).held
     assert by_blocks is not None
-    assert by_blocks == {b.tree.cache_id: 50}
-    assert a.tree.cache_id not in by_blocks
+    assert by_blocks.tokens == {b.tree.cache_id: 50}
+    assert a.tree.cache_id not in by_blocks.tokens
 
 
 def test_the_time_to_load_an_adapter_is_told_for_adapters_alone() -> None:

@@ -175,15 +175,33 @@ def test_each_engine_holds_what_its_own_tree_does() -> None:
     keys: tuple[PrefixKey, ...] = (("s", None), ("x", 1000), ("y", 1600), ("z", 1700))
     found = index.held(keys, 2000)
     assert found is not None
-    assert found == {0: 1600, 1: 1000, 2: 700}
+    assert found.tokens == {0: 1600, 1: 1000, 2: 700}
     short = index.held(keys, 1301)
     assert short is not None
-    assert short == {0: 1300, 1: 1000, 2: 700}
+    assert short.tokens == {0: 1300, 1: 1000, 2: 700}
     assert index.held((("none", None), ("z", 1700)), 2000) is None
     assert index.held((("none", 10), ("x", 1000)), 2000) is None
     behind = index.held((("none", None), ("x", 1000)), 2000)
     assert behind is not None
-    assert behind == {0: 1000, 1: 1000}
+    assert behind.tokens == {0: 1000, 1: 1000}
+
+
+def test_others_pay_for_what_more_of_them_use_than_its_holders_have_in_the_mean() -> None:
+    index = PrefixIndex()
+    trees = [Tree(index, number) for number in range(3)]
+    for _ in range(8):
+        trees[0].attach((("system", 1000), ("tools", 1400)), 2000)
+    trees[1].attach((("system", 1000),), 2000)
+    keys: tuple[PrefixKey, ...] = (("system", 1000), ("tools", 1400))
+    found = index.held(keys, 2000, 3.0)
+    assert found is not None
+    # Of the first 1000 tokens 9 - 2 * 3 others pay, of the next 400 8 - 3.
+    assert found.paid_tokens(2) == pytest.approx(1000 * 3 / 4 + 400 * 5 / 6)
+    assert found.paid_tokens(1) == pytest.approx(400 * 5 / 6)
+    assert found.paid_tokens(0) == 0.0
+    usual = index.held(keys, 2000, 8.0)
+    assert usual is not None
+    assert usual.paid_tokens(2) == 0.0, "each engine can serve its own"
 
 
 def test_a_tree_whose_counts_are_wrong_is_noticed() -> None:

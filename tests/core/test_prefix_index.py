@@ -111,7 +111,7 @@ class IndexMachine(RuleBasedStateMachine):
             ways = [path[:i] for i in range(1, len(path) + 1) if path[:i] in tree.nodes]
             if ways:
                 expected[tree.cache_id] = min(length(max(ways, key=len)), prompt - 1)
-        assert (found or {}) == {k: v for k, v in expected.items() if v}
+        assert (found.tokens if found else {}) == {k: v for k, v in expected.items() if v}
 
     @invariant()
     def counts_are_exact(self) -> None:

@@ -250,7 +250,7 @@ def test_what_it_had_read_is_forgotten() -> None:
     scheduler.on_lease_ended(lease, Outcome.OK, 0.6)
     held = scheduler.fleet.prefixes.held(asked.prefix_keys, asked.prompt_tokens)
     assert held is not None
-    assert instance(scheduler, home).tree.cache_id in held
+    assert instance(scheduler, home).tree.cache_id in held.tokens
     bring_back(scheduler, home, 1.0)
     assert scheduler.fleet.prefixes.held(asked.prefix_keys, asked.prompt_tokens) is None
 

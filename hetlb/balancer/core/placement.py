@@ -234,7 +234,8 @@ class Placement:
             demand.mix.add(request.prompt_tokens, predicted)
         held: Held | None = None
         if request.prefix_keys:
-            held = fleet.prefixes.held(request.prefix_keys, request.prompt_tokens)
+            usual = len(self.ledger.leased) / max(1, len(fleet.instances))
+            held = fleet.prefixes.held(request.prefix_keys, request.prompt_tokens, usual)
         if fleet.publishers and request.blocks is not None:
             held = option("kv_events.block_index").held_exactly(fleet.publishers, request, held)
         ctx = SchedulingContext(request, predicted, long, waiting, demand, now, held)

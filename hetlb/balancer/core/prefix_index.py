@@ -29,8 +29,44 @@ _MET_SHARE: Final = 0.75
 
 #: A key and its end in tokens. None: the whole conversation, prompt and answer.
 PrefixKey: TypeAlias = tuple[str, int | None]
-#: Tokens of one prompt that are in the caches of engines, by `Tree.cache_id`.
-Held: TypeAlias = dict[int, int]
+
+
+@mypyc_attr(acyclic=True)
+class Held:
+    """Tokens of one prompt that are in the caches of engines, by `Tree.cache_id`.
+
+    An engine that lacks a prefix reads it for all that would use it there: this request, and the u leases
+    that use it elsewhere beyond `usual` ones on each engine that holds it. Of the tokens that it lacks
+    `paid_tokens` are the share of these others, u / (1 + u). A conversation that one engine can serve stays
+    there; a prompt that all begin with comes to each.
+    """
+
+    __slots__ = ("_paid", "_paid_upto", "_usual", "tokens")
+
+    def __init__(self, usual: float = 0.0) -> None:
+        self.tokens: dict[int, int] = {}
+        self._usual = usual
+        #: Tokens of the prompt that others pay for, in all and up to what an engine holds.
+        self._paid = 0.0
+        self._paid_upto: dict[int, float] = {}
+
+    def add(self, nodes: Sequence[Node], tokens: int, most: int) -> None:
+        """Note the `nodes` at the end of a prefix whose last `tokens` tokens are one span."""
+        users = 0.0
+        for node in nodes:
+            users += node.users - self._usual
+        if users > 0.0:
+            self._paid += tokens * users / (1.0 + users)
+        for node in nodes:
+            held = node.tokens if node.tokens < most else most
+            tree = node.tree.cache_id
+            if held > self.tokens.get(tree, 0):
+                self.tokens[tree] = held
+                self._paid_upto[tree] = self._paid
+
+    def paid_tokens(self, cache_id: int) -> float:
+        """Return the tokens that an engine lacks and that others pay for."""
+        return self._paid - self._paid_upto.get(cache_id, 0.0)
 
 
 class Node:
@@ -194,10 +230,13 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def held(self, keys: Sequence[PrefixKey], prompt_tokens: int) -> Held | None:
-        """Return tokens that each engine holds of a prompt, all but one at most; None if none holds any."""
+    def held(self, keys: Sequence[PrefixKey], prompt_tokens: int, usual: float = 0.0) -> Held | None:
+        """Return tokens that each engine holds of a prompt, all but one at most; None if none holds any.
+
+        `usual`: leases of an engine in the mean.
+        """
         found: Held | None = None
-        holders, most = self._holders, prompt_tokens - 1
+        holders, most, begin = self._holders, prompt_tokens - 1, 0
         for key, end in keys:
             nodes = holders.get(key)
             if nodes is None:
@@ -205,12 +244,9 @@ class PrefixIndex:
                     continue
                 break  # a longer prefix begins with this one
             if found is None:
-                found = {}
-            for node in nodes:
-                held = node.tokens if node.tokens < most else most
-                tree = node.tree.cache_id
-                if held > found.get(tree, 0):
-                    found[tree] = held
+                found = Held(usual)
+            found.add(nodes, 0 if end is None else end - begin, most)
+            begin = begin if end is None else end
         return found
 
     def added(self, node: Node) -> None:

@@ -253,9 +253,9 @@ def take_events(fleet: FleetState, instance: Instance, batch: BlockEvents) -> No
 
 def held_exactly(publishers: Sequence[Instance], request: Request, held: Held | None) -> Held:
     """Return the held tokens of a prompt, with the exact figures of engines that publish KV events."""
-    held = {} if held is None else held
+    held = Held() if held is None else held
     for instance in publishers:
         exact = None if instance.blocks is None else instance.blocks.exact(request, instance.engines)
         if exact is not None:
-            held[instance.tree.cache_id] = exact
+            held.tokens[instance.tree.cache_id] = exact
     return held

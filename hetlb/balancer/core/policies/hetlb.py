@@ -28,7 +28,15 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.policies.base import Choice, Policy, PolicyParams
 from hetlb.balancer.core.policies.candidates import candidate_of
 from hetlb.balancer.core.policies.score_terms import TERMS, Weights, set_score, weights_of
-from hetlb.balancer.core.policies.sight import HELD, KEPT_FREE, RESTRAINED, ROOM, SchedulingContext, Sight
+from hetlb.balancer.core.policies.sight import (
+    HELD,
+    KEPT_FREE,
+    RESTRAINED,
+    ROOM,
+    SchedulingContext,
+    Sight,
+    foreseen,
+)
 from hetlb.balancer.core.types import Candidate
 
 #: Least share of the faster instances' speed that is left for waiting requests, whatever keeps coming
@@ -213,6 +221,7 @@ class Hetlb(Policy):
         return Evaluation(ctx, instances, self._stated, hold)
 
     def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice | None:
+        ctx.shares = ctx.held is not None
         evaluation = self.evaluate(ctx, instances, True)
         found = evaluation.best()
         if found is None:
@@ -223,8 +232,12 @@ class Hetlb(Policy):
             other = evaluation.best(among)
             if other is not None and other.score <= (1.0 + ctx.request.preferred_within) * found.score:
                 found = other
-        work_s = found.instance.paper_work(ctx.request, ctx.predicted_output)[2]
-        return Choice(found.index, work_s, evaluation, found)
+        work_s, forecast = found.instance.paper_work(ctx.request, ctx.predicted_output)[2], found
+        if ctx.held is not None and ctx.held.paid_tokens(found.instance.tree.cache_id) > 0.0:
+            ctx.shares = False  # it waits for all of its prompt
+            forecast = foreseen(ctx, found.instance)
+        return Choice(found.index, work_s, evaluation, forecast)
 
     def score(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> list[Candidate]:
+        ctx.shares = ctx.held is not None
         return self.evaluate(ctx, instances, True)()

@@ -45,7 +45,8 @@ class SchedulingContext:
     __slots__ = (
         "adapter_load_s", "booked", "burst", "demand", "goes_on", "half_output", "held",
         "least_output", "long_output", "mean_output", "mean_prefill", "most_cached", "now",
-        "predicted_output", "prompt", "prompts", "request", "restraints", "unread", "waited_s", "waiting",
+        "predicted_output", "prompt", "prompts", "request", "restraints", "shares", "unread", "waited_s",
+        "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -68,6 +69,8 @@ class SchedulingContext:
         self.mean_output = demand.mix.output
         self.now = now
         self.held = held
+        #: True if others pay their part of a prefix that they use elsewhere, too (see `Held`).
+        self.shares = False
         self.restraints: Sequence[str] | None = None
         #: Tokens of its prompt that one instance holds at most, and of all that wait to be computed on an
         #: instance in the mean.
@@ -91,7 +94,9 @@ class SchedulingContext:
     def cached_tokens(self, instance: Instance) -> int:
         """Return the tokens of the prompt in the prefix cache of an instance."""
         held = self.held
-        return 0 if held is None or not instance.caches_prefixes else held.get(instance.tree.cache_id, 0)
+        if held is None or not instance.caches_prefixes:
+            return 0
+        return held.tokens.get(instance.tree.cache_id, 0)
 
 
 @mypyc_attr(acyclic=True)
@@ -156,6 +161,9 @@ class Sight:
             running -= ending
         self.used_tokens = used
         self.state = ROOM if seen.empty else self._room(ctx, running)
+        if ctx.shares and ctx.held is not None and instance.caches_prefixes:
+            cached += ctx.held.paid_tokens(instance.tree.cache_id)
+            self.cached = cached if cached < ctx.prompt - 1.0 else max(0.0, ctx.prompt - 1.0)
         tokens = seen.context + (ctx.prompt + ctx.half_output)
         self.with_s = self.load.next_step_s + self.load.next_token_s * tokens
 
