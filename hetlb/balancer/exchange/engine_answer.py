@@ -109,7 +109,7 @@ class EngineAnswer:
             counts = usage_in_tail(self.tail)
             self._counted = counts[0] is not None
             return counts
-        return stream.completion_tokens, stream.prompt_tokens, stream.cached_tokens
+        return stream.usage()
 
     def end(self, generates: bool) -> End:
         """Return how a whole answer ended, `usage` read before; `generates`: its request asks for tokens."""

@@ -79,6 +79,10 @@ class StreamedAnswer(SseWatcher):
                 self.text_at = now
         return payload
 
+    def usage(self) -> tuple[int | None, int | None, int | None]:
+        """Return completion, prompt and cached prompt tokens of its lease."""
+        return self.completion_tokens, self.prompt_tokens, self.cached_tokens
+
     def learn_shape(self) -> None:
         """Look at the last read for the shape of the next events of text."""
         # The first event of a chat only says who speaks: it is no text.

@@ -264,7 +264,6 @@ class Totals:
 
 def _met(record: RequestRecord) -> bool:
     """Return True if an answer met the targets of its class; the first token of a whole answer is unseen."""
-    request, ttft_s, tokens = record.request, record.ttft_s if record.streamed else 0.0, 0
-    if record.lease is not None:
-        tokens = record.lease.output_tokens // max(1, request.sequences)
+    request, ttft_s = record.request, record.ttft_s if record.streamed else 0.0
+    tokens = record.output_tokens // max(1, request.sequences)
     return request.service.met(ttft_s or 0.0, record.e2e_s, tokens)

@@ -416,10 +416,12 @@ class KeptStream(StreamedAnswer):
             super().learn_shape()
 
     def usage(self) -> tuple[int | None, int | None, int | None]:
-        prompt, rest = self.prompt_tokens, self._rest
+        """Return the tokens of its lease; its prompt is the client's."""
+        prompt, cached, rest = self.prompt_tokens, self.cached_tokens, self._rest
         if prompt is not None and rest is not None:
             prompt -= rest.generated  # the tokens of earlier leases were part of this one's prompt
-        return self.completion_tokens, prompt, self.cached_tokens
+            cached = None if cached is None else min(cached, prompt)
+        return self.completion_tokens, prompt, cached
 
     def _take(self, data: bytes) -> bytes:
         kept = self._kept

@@ -146,6 +146,7 @@ async def test_a_stream_that_is_cut_anywhere_is_whole(
     cuts: list[Cut] = []
     asked = body(kind, True, **({"stream_options": {"include_usage": True}} if usage else {}))
     whole = await ask(engine.url, kind, asked)
+    told = (await ask(engine.url, kind, {**asked, "stream_options": {"include_usage": True}})).usage[-1]
     size = len(whole.raw) * 11 // 10
     async with contextlib.AsyncExitStack() as stack:
         cutters = [await stack.enter_async_context(Cutter(engine.port, cuts)) for _ in range(3)]
@@ -162,6 +163,9 @@ async def test_a_stream_that_is_cut_anywhere_is_whole(
                 cuts[:] = [first, *again]
                 same(await ask(f"http://127.0.0.1:{proxy.port}", kind, asked), whole)
             resumed += sum(proxy.driver.totals.resumptions.values())
+            for record in proxy.exchanges:
+                counts = record.prompt_tokens_total, record.output_tokens
+                assert counts == (told["prompt_tokens"], told["completion_tokens"]), record.resumed
         assert resumed > 20
 
 

@@ -20,6 +20,7 @@ from hetlb.balancer.core.types import AdminState, AdminStateSet, Capacity, Capac
 from hetlb.balancer.exchange.engine_request import EngineRequest
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import RequestHead
+from hetlb.balancer.telemetry.access_log import keyvalue_line
 from hetlb.errors import ConfigError
 from hetlb.options.resume.continuation import Continuation
 from hetlb.options.resume.progress import Kept, Progress
@@ -311,6 +312,57 @@ async def test_many_answers_of_one_engine_go_on_in_turns(start: Start) -> None:
             await turns_until(lambda: not proxy.driver.exchanges)
         for each in await asyncio.gather(*got):
             assert (each.done, each.text[-3:]) == (True, "end")
+
+
+async def test_tokens_of_a_resumed_answer_are_counted_as_of_one_engine(start: Start) -> None:
+    """Five streams, their engine killed: every reader has the client's prompts, and all tokens as output."""
+
+    async def dies(visit: Visit) -> None:
+        visit.send(SSE_HEAD + chunk(event("a", [5], prompt_token_ids=[1, 2])) + chunk(event("b", [6])))
+        await cut.wait()
+        visit.reset()
+
+    async def ends(visit: Visit) -> None:
+        if visit.head.startswith(b"GET"):
+            visit.send(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+            return
+        prompt = json.loads(visit.body)["prompt"]
+        assert prompt == [1, 2, 5, 6]
+        usage = {
+            "prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7,
+            "prompt_tokens_details": {"cached_tokens": 4},
+        }  # fmt: skip
+        last = b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n"
+        visit.send(
+            SSE_HEAD + chunk(event("c", [7])) + chunk(event("d", [8])) + chunk(event("e", [9], "stop"))
+        )
+        visit.send(chunk(last) + chunk(DONE) + LAST)
+
+    cut, streams = asyncio.Event(), 5
+    async with Upstream(dies) as one, Upstream(ends) as two:
+        proxy = await proxied(start, one.url, two.url, policy="single")
+        asked = body("completions", True, stream_options={"include_usage": True})
+        url = f"http://127.0.0.1:{proxy.port}"
+        got = [asyncio.create_task(ask(url, "completions", asked)) for _ in range(streams)]
+        await turns_until(
+            lambda: (
+                len(proxy.driver.exchanges) == streams
+                and all(each.attempt.tokens_so_far == 2 for each in proxy.driver.exchanges.values())
+            )
+        )
+        cut.set()
+        for each in await asyncio.gather(*got):
+            [usage] = each.usage
+            assert each.text == "abcde"
+            assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (2, 5, 7)
+            assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+        await proxy.settled()
+    for record in proxy.exchanges:
+        assert (record.prompt_tokens_total, record.output_tokens, record.cached_tokens) == (2, 5, 2)
+        assert " prompt_tokens=2 cached_tokens=2 output_tokens=5 " in keyvalue_line(record)
+    [(_, account)] = proxy.driver.totals.accounts.items()
+    counts = account.prompt_tokens, account.output_tokens, account.cached_prompt_tokens
+    assert counts == (2 * streams, 5 * streams, 2 * streams)
 
 
 class Killers:
