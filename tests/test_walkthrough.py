@@ -324,13 +324,17 @@ fi
         + 'ln -s "$(which hetlb)" /opt/hetlb-new/bin\n'
         + '/opt/hetlb-new/bin/hetlb() { hetlb "$@"; }\n'
         + 'sed "s|configs|$PWD/configs|" fleet.yaml > /etc/hetlb/fleet.yaml\n'
-        + "hetlb serve --config /etc/hetlb/fleet.yaml\nNEW_KEY=abc\n"
+        + "hetlb serve --config /etc/hetlb/fleet.yaml\nssh() { :; }\nsleep() { command sleep 0.1; }\n"
+        + engine("gpu-c", 8000, _FAST)
+        + "openssl req -x509 -newkey rsa:2048 -nodes -keyout tls.key -out tls.pem -days 2 -subj /CN=hetlb "
+        + "2> /dev/null\n"
         + """for n in 1 2 3; do
   echo '{"custom_id": "'$n'", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "llama-3-8b",
     "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}}' | tr -d '\\n'; echo
 done > in.jsonl
 """,
-        addresses=_HOSTS,
+        addresses={**_HOSTS, "gpu-c": "127.0.0.5"},
+        reader='cp tls.pem tls.key /etc/hetlb/keys.yaml "$(dirname {file})" 2> /dev/null || true\n' + _CHECK,
     ),
 }  # fmt: skip
 
