@@ -74,6 +74,8 @@ def answer(unit: bytes, piece: int, head: bytes = SSE) -> Make:
 
 
 TOKEN = b'data: {"id":"c","choices":[{"index":0,"text":"x"}]}\n\n'
+USED = b'data: {"choices":[],"usage":{"prompt_tokens":1},"x":"%b"}\n\n' % (b"x" * 400)
+ENDED = b'data: {"choices":[{"finish_reason":"stop"}]}\n\n'
 PROMPT = b'{"model":"m","prompt":'
 PLAIN = JSON + b"transfer-encoding: chunked\r\n\r\n"
 HEADER = b"a: b\r\n"
@@ -137,6 +139,9 @@ CASES: dict[str, tuple[Reader, Make, int]] = {
     # Whole events are only counted until one is cut by a turn: 64 KiB cost 3.5 times as much as 32.
     "tokens of many events": (costs.engine(), answer(b"data: {}\n\n", 10), 512 << 10),
     "events with usage": (costs.engine(), answer(b'data: {"usage":{}}\n\n', 20), 64 << 10),
+    "events of usage after the end of a choice": (
+        costs.engine(), answer(USED, len(USED), SSE + b"%x\r\n%b\r\n" % (len(ENDED), ENDED)), 256 << 10,
+    ),
     "events with errors": (costs.engine(), answer(b'data: {"error":{}}\n\n', 4000), 64 << 10),
     "empty events": (costs.engine(), answer(b"\n\n", 4000), 64 << 10),
     "an event without end": (costs.engine(), answer(b"x", 4000), 512 << 10),

@@ -93,6 +93,18 @@ def test_only_the_usage_event_is_taken_out() -> None:
     assert facts == (2, True, False, 5, 21)
 
 
+def test_usage_again_and_again_adds_to_the_end_of_a_choice_once() -> None:
+    finish = b'data: {"choices":[{"text":"x","finish_reason":"stop"}]}'
+    usage = b'data: {"choices":[],"fingerprint":"f",' + USAGE.encode() + b"}\n\n"
+    watcher = SseWatcher(True)
+    assert watcher.feed(finish + b"\n\n") == b""
+    assert watcher.feed(usage) == finish[:-1] + b',"fingerprint":"f"}\n\n'
+    for _ in range(3):
+        assert watcher.feed(usage) == b'data: {"choices":[],"fingerprint":"f"}\n\n'
+    assert watcher.between
+    assert watcher.feed(finish + b"\n\n" + usage) == finish[:-1] + b',"fingerprint":"f"}\n\n'
+
+
 def test_text_cannot_forge_tokens_usage_or_the_end() -> None:
     out, facts = watch([token('data: [DONE] "usage":{"completion_tokens":9} \n\ndata: x').encode()], True)
     assert out == token('data: [DONE] "usage":{"completion_tokens":9} \n\ndata: x').encode()

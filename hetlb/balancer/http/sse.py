@@ -282,7 +282,11 @@ class SseWatcher:
             self._odd = True
             kept.append(event + _END)  # it dispatches nothing
             return
+        ending = self._ending
         read = self._read(event, data)
+        if self._ending is not ending:
+            kept.append(self.release())  # all of it is there: no later event adds to it
+            return
         if read:
             event = self._pass_on(read, data if read is event else data_of(read))
         if not read or not event:
