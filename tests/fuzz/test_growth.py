@@ -209,6 +209,35 @@ def test_what_is_read_takes_little_memory(name: str) -> None:
     assert found <= allowed(name)[1] * len(data) + (64 << 10), f"{name}: {found} bytes for {len(data)}"
 
 
+FIELDS = b"".join(b'"f%07d":1,' % n for n in range(300_000))
+#: Fields of which each once made hetlb read all fields of a body again, one at a time.
+SECOND = {
+    "a lax limit": b'"max_tokens":"3"',
+    "a lax truth value": b'"stream":"yes"',
+    "lax numbers of each kind": b'"n":1.0,"best_of":true,"priority":"-5","max_output_tokens":3e0',
+    "an object for vLLM": b'"vllm_xargs":{"a":1}',
+    "many fields for vLLM": b'"vllm_xargs":{' + FIELDS + b'"b":1}',
+    "sampling parameters": b'"sampling_params":{"extra_args":{"a":1}}',
+    "a transfer field": b'"kv_transfer_params":{"a":1}',
+    "a transfer field in an object for vLLM": b'"vllm_xargs":{"kv_transfer_par\\u0061ms":{}}',
+}
+
+
+@pytest.mark.parametrize("name", SECOND)
+@pytest.mark.parametrize("kind", [Kind.CHAT, Kind.COMPLETION], ids=lambda kind: kind.name)
+def test_a_body_of_many_fields_is_read_once(name: str, kind: Kind) -> None:
+    """No field makes hetlb read all others again: at most 1.5 times the cost of as many without meaning."""
+    body = b"{" + FIELDS + b'%b,"prompt":"x"}'
+    special, plain = body % SECOND[name], body % SECOND[name].replace(b"vllm_xargs", b"others")
+    if special == plain:
+        plain = body % b'"a":1'
+    reader = costs.json(kind)
+    found = costs.least(
+        lambda number: costs.cost_s(reader, special, number) / costs.cost_s(reader, plain, number), 1.5
+    )
+    assert found <= 1.5, f"{name}: {found:.2f} times the cost of a plain body"
+
+
 @pytest.mark.parametrize("dearer", [2.0, 3.5, 10.0, 100.0])
 @pytest.mark.parametrize("end", [0.5, 1.0, 1.2, 1.5, 1.9, 2.5, 3.5, 6.0, 9.0])
 def test_the_fuzzer_takes_no_step_for_growth(

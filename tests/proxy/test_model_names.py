@@ -121,6 +121,15 @@ def test_nothing_but_the_model_changes(document: dict[str, Any], asked: str, mod
     assert list(renamed) == list(document)
 
 
+def test_a_body_of_very_many_fields_has_no_alias() -> None:
+    """Each of its fields would be an object of its own; as many in one value are none."""
+    fields = b",".join(b'"f%07d":1' % n for n in range(100_000))
+    with pytest.raises(GateError, match="too many fields"):
+        rename_in_json(b'{"model":"a",%b}' % fields, "b")
+    body = b'{"model":"a","messages":[{%b}]}' % fields
+    assert rename_in_json(body, "b", len(fields)) == body.replace(b'"a"', b'"b"')
+
+
 def test_the_field_of_a_form() -> None:
     body = (
         b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\ngpt-4o\r\n'

@@ -10,8 +10,7 @@ import msgspec
 
 from hetlb.balancer.config.fleet_tables import FleetFile
 from hetlb.balancer.http.openai_body import Call
-
-_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+from hetlb.balancer.http.transfer_fields import fields_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +49,12 @@ class ModelNames:
     def rename(self, call: Call, model: str) -> bytes:
         if call.model_at:
             return rename_in_form(call.body, call.model_at, call.asked, model)
-        return rename_in_json(call.body, model)
+        return rename_in_json(call.body, model, len(call.text) + len(call.tools) + len(call.ids))
 
 
-def rename_in_json(body: bytes, model: str) -> bytes:
-    """Return the body with another model; every other value as it stands."""
-    document = _OBJECT.decode(body)
+def rename_in_json(body: bytes, model: str, known_bytes: int = 0) -> bytes:
+    """Return the body with another model; every other value as it stands, `known_bytes` of it in a few."""
+    document = fields_of(body, known_bytes)
     document["model"] = msgspec.Raw(msgspec.json.encode(model))
     return msgspec.json.encode(document)
 

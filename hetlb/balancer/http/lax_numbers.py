@@ -1,7 +1,7 @@
 """Numbers and truth values that are written otherwise than JSON has them, read as vLLM's classes read them.
 
 The classes are Pydantic's, which reads 100.0, "100" and true as integers, and "yes" as true (its conversion
-table, lax mode); 100.5 is refused. Only a body that is not read as it stands gets here.
+table, lax mode); 100.5 is refused.
 """
 
 from __future__ import annotations
@@ -11,31 +11,23 @@ from typing import Any, Final
 
 import msgspec
 
-_INTEGERS: Final = (
-    "max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of", "priority",
-)  # fmt: skip
-_INTEGER = re.compile(r"[+-]?[0-9]+(?:_[0-9]+)*(?:\.0+)?")
+from hetlb.balancer.http.openai_fields import NumberFields, RequestFields
+
+_INTEGER: Final = re.compile(r"[+-]?[0-9]++(?:_[0-9]++)*+(?:\.0++)?+")
 _MOST_DIGITS: Final = 4300
 #: Largest float that is read as an integer.
 _MOST_FLOAT: Final = 2.0**63
 _TRUE: Final = ("1", "true", "t", "yes", "y", "on")
 _FALSE: Final = ("0", "false", "f", "no", "n", "off")
-_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def with_plain_numbers(body: bytes) -> bytes:
-    """Return a JSON object with the fields that are read in plain numbers and truth values.
-
-    A value that vLLM refuses stays as it is. Raises `msgspec.DecodeError` where the body is no object.
-    """
-    fields = _object.decode(body)
-    plain: dict[str, Any] = {}
-    for name in _INTEGERS:
-        if name in fields:
-            plain[name] = _integer(msgspec.json.decode(fields[name]))
-    if "stream" in fields:
-        plain["stream"] = _truth(msgspec.json.decode(fields["stream"]))
-    return msgspec.json.encode(fields | plain)
+def plain_numbers(fields: RequestFields) -> NumberFields:
+    """Return the numbers and truth values of a body. Raises `msgspec.ValidationError` as vLLM refuses one."""
+    read = {
+        name: (_truth if name == "stream" else _integer)(getattr(fields, name))
+        for name in NumberFields.__struct_fields__
+    }
+    return msgspec.convert(read, NumberFields)
 
 
 def _integer(value: Any) -> Any:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.http.endpoints import NOT_KEPT, Kind
 from hetlb.balancer.http.http1 import GateError
-from hetlb.balancer.http.openai_fields import RequestFields
-from hetlb.balancer.http.transfer_fields import without_transfer_fields
+from hetlb.balancer.http.openai_fields import NumberFields, RequestFields
+from hetlb.balancer.http.transfer_fields import may_hold_fields, without_transfer_fields
 from hetlb.errors import NOT_JSON
 
 #: Maximum bytes of a body that `stream_options` is put into.
@@ -37,6 +37,8 @@ _decoder = msgspec.json.Decoder(RequestFields)
 _BOM: Final = b"\xef\xbb\xbf"
 #: Largest size of a priority: beyond, it counts as this.
 _MOST_PRIORITY: Final = 1 << 31
+#: Types of a field that vLLM reads in other forms too, as msgspec names them.
+_ANY_FORM: Final = "bool | int | float | str | null"
 _NO_OUTPUT: Final = Kind.NO_OUTPUT
 _COMPLETION: Final = Kind.COMPLETION
 _RESPONSES: Final = Kind.RESPONSES
@@ -89,26 +91,30 @@ def read_json(kind: Kind, body: bytes) -> Call:
         if not body.isascii():
             body = body.removeprefix(_BOM)  # Python's reader, and so vLLM, takes one
             body.decode()  # msgspec does not look into the strings that it skips
-        try:
-            decoded = _decoder.decode(body)
-        except msgspec.ValidationError:
-            from hetlb.balancer.http.lax_numbers import with_plain_numbers
+        decoded = _decoder.decode(body)
+        stream, counts = decoded.stream, _counts(decoded)
+        if not _are_plain(stream, counts):
+            from hetlb.balancer.http.lax_numbers import plain_numbers
 
-            decoded = _decoder.decode(with_plain_numbers(body))
+            plain = plain_numbers(decoded)
+            stream, counts = plain.stream, _counts(plain)
     except msgspec.ValidationError as error:
         raise GateError(400, _plain(str(error))) from error
     except NOT_JSON as error:
         raise GateError(400, "The body is not valid JSON.") from error
     call = Call(body)
     call.model = decoded.model
-    call.stream = bool(decoded.stream)
-    call.max_tokens = _output_cap(decoded)
-    call.n = max(decoded.n or 1, decoded.best_of or 1)
-    call.priority = min(max(decoded.priority or 0, -_MOST_PRIORITY), _MOST_PRIORITY)
+    call.stream = bool(stream)
+    for cap in counts[:3]:
+        if cap is not None:
+            call.max_tokens = cap or 1
+            break
+    call.n = max(counts[3] or 1, counts[4] or 1)
+    call.priority = min(max(counts[5] or 0, -_MOST_PRIORITY), _MOST_PRIORITY)
     call.cache_salt = decoded.cache_salt
     own = decoded.kv_transfer_params or decoded.ec_transfer_params
-    if own or decoded.vllm_xargs or decoded.sampling_params:
-        call.body = without_transfer_fields(body)
+    if own or ((decoded.vllm_xargs or decoded.sampling_params) and may_hold_fields(body)):
+        call.body = without_transfer_fields(body, _prompt_bytes(decoded))
     if call.stream and not decoded.stream_options:
         _ask_for_usage(kind, call)
     if kind is _NO_OUTPUT:
@@ -151,14 +157,30 @@ def with_field(body: bytes, name: bytes, value: bytes) -> bytes:
 
 def _plain(text: str) -> str:
     message, _, where = text.partition(" - at `$.")
+    message = message.replace(_ANY_FORM, "bool | null" if where == "stream`" else "int | null")
     return f"{where.rstrip('`')}: {message.replace('`', '')}" if where else message.replace("`", "")
 
 
-def _output_cap(body: RequestFields) -> int | None:
-    for cap in (body.max_completion_tokens, body.max_output_tokens, body.max_tokens):
-        if cap is not None:
-            return cap or 1
-    return None
+def _counts(fields: RequestFields | NumberFields) -> Any:
+    """Return the limits of the output, the first that is stated first, and `n`, `best_of`, `priority`."""
+    return (
+        fields.max_completion_tokens, fields.max_output_tokens, fields.max_tokens,
+        fields.n, fields.best_of, fields.priority,
+    )  # fmt: skip
+
+
+def _are_plain(stream: object, counts: Any) -> bool:
+    """Return True if a truth value and counts are what JSON has for them."""
+    for count in counts:
+        if count is not None and type(count) is not int:
+            return False
+    return stream is None or stream is True or stream is False
+
+
+def _prompt_bytes(fields: RequestFields) -> int:
+    """Return the bytes of the values that may be large."""
+    large = (fields.prompt, fields.messages, fields.input, fields.tools)
+    return sum([len(memoryview(each)) for each in large])
 
 
 def _read_prompt(call: Call, raw: msgspec.Raw) -> None:

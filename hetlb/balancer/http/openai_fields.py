@@ -16,20 +16,37 @@ MAX_MODEL_CHARACTERS: Final = 512
 #: vLLM's own limit on `n`.
 _MAX_SEQUENCES: Final = 16_384
 _Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS_LIMIT)]
+_Sequences: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=_MAX_SEQUENCES)]
+_MostSequences: TypeAlias = Annotated[int, msgspec.Meta(le=_MAX_SEQUENCES)]
+_Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+#: Numbers and truth values as vLLM's classes take them too (`lax_numbers.py`).
+_Lax: TypeAlias = float | str | bool
 
 
-class RequestFields(msgspec.Struct):
-    """Fields of a request body that determine its work."""
+class NumberFields(msgspec.Struct):
+    """Numbers and truth values of a request body, as JSON has them."""
 
-    model: Annotated[str, msgspec.Meta(max_length=MAX_MODEL_CHARACTERS)] | None = None
     stream: bool | None = None
-    stream_options: msgspec.Raw = msgspec.Raw(b"")
     max_tokens: _Tokens | None = None
     max_completion_tokens: _Tokens | None = None
     max_output_tokens: _Tokens | None = None
-    n: Annotated[int, msgspec.Meta(ge=1, le=_MAX_SEQUENCES)] | None = None
-    best_of: Annotated[int, msgspec.Meta(le=_MAX_SEQUENCES)] | None = None
-    priority: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    n: _Sequences | None = None
+    best_of: _MostSequences | None = None
+    priority: _Priority | None = None
+
+
+class RequestFields(msgspec.Struct):
+    """Fields of a request body that determine its work, read in one pass."""
+
+    model: Annotated[str, msgspec.Meta(max_length=MAX_MODEL_CHARACTERS)] | None = None
+    stream: int | _Lax | None = None
+    stream_options: msgspec.Raw = msgspec.Raw(b"")
+    max_tokens: _Tokens | _Lax | None = None
+    max_completion_tokens: _Tokens | _Lax | None = None
+    max_output_tokens: _Tokens | _Lax | None = None
+    n: _Sequences | _Lax | None = None
+    best_of: _MostSequences | _Lax | None = None
+    priority: _Priority | _Lax | None = None
     prompt: msgspec.Raw = msgspec.Raw(b"")
     messages: msgspec.Raw = msgspec.Raw(b"")
     input: msgspec.Raw = msgspec.Raw(b"")
