@@ -1,34 +1,50 @@
 """Deaths of engines in the middle of answers, and which of them an answer may be the cause of.
 
-An engine that died had other answers too. Once all of them have ended well elsewhere, none of them was the
-cause: engines die without their requests' doing. An answer is suspect of the deaths in it unless as many
-others were of that kind lately.
+A request can kill each engine that runs it; most engines die without their requests' doing. Three facts tell
+them apart:
+
+- An answer that shares all its deaths with many others is hardly the cause: one of them is, or none.
+- A cause kills soon: a death after many tokens of a lease, beside other answers, counts half.
+- As many other deaths lately, most of whose answers have ended well since, clear an answer: engines die.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
-from hetlb.balancer.core.types import Lease
+from hetlb.balancer.core.types import Lease, RequestId
 
-#: Maximum number of engines that die in an answer which goes on after it: the request may be what kills them.
-MOST_DEATHS: Final = 1
-#: Seconds for which a death counts in the rate of deaths.
+#: Deaths after which an answer that was alone in them goes on no more, and how many times more answers share
+#: them for each further death.
+FATAL_DEATHS: Final = 2
+_SHARED_BY: Final = 8.0
+#: Tokens of a lease within which a death follows its begin.
+_SOON_TOKENS: Final = 64
+#: Seconds for which a death is remembered.
 _RECENT_S: Final = 60.0
-#: Number of deaths that are remembered.
-_KEPT_DEATHS: Final = 256
+#: Share of the answers in a death that end well, from which on it was not their doing.
+_CLEARED_SHARE: Final = 0.5
 
 
 class Death:
-    """One death of an engine. `answers` were in it and have not ended well since."""
+    """Answers that were lost together at one engine, with the tokens of their leases. `dead`: it has died."""
 
-    __slots__ = ("answers", "at", "instance")
+    __slots__ = ("answers", "at", "dead", "instance", "well")
 
     def __init__(self, instance: str, at: float) -> None:
         self.instance = instance
         self.at = at
-        self.answers = 0
+        self.dead = False
+        self.answers: dict[RequestId, int] = {}
+        #: Answers of it that have ended well since.
+        self.well = 0
+
+    def weight_of(self, request_id: RequestId) -> float:
+        """Return how much it speaks against one of its answers."""
+        return 1.0 if len(self.answers) == 1 or self.answers[request_id] < _SOON_TOKENS else 0.5
 
 
 class Deaths:
@@ -37,20 +53,33 @@ class Deaths:
     __slots__ = ("_deaths",)
 
     def __init__(self) -> None:
-        self._deaths: deque[Death] = deque(maxlen=_KEPT_DEATHS)
+        self._deaths: deque[Death] = deque()
 
-    def of(self, lease: Lease, now: float) -> Death:
-        """Return the death in which a lease ended: the same one for all leases from before it."""
-        for death in reversed(self._deaths):
-            if death.instance == lease.instance and lease.dispatched_at <= death.at:
-                return death
-        made = Death(lease.instance, now)
-        self._deaths.append(made)
-        return made
+    def lost(self, lease: Lease, tokens: int, now: float) -> Death:
+        """Note that an answer was lost after `tokens`: in one death with all that began before it."""
+        deaths = self._deaths
+        while deaths and now - deaths[0].at > _RECENT_S:
+            deaths.popleft()
+        for found in reversed(deaths):
+            if found.instance == lease.instance and lease.dispatched_at <= found.at:
+                break
+        else:
+            found = Death(lease.instance, now)
+            deaths.append(found)
+        found.answers[lease.request.id] = tokens
+        return found
 
-    def suspect(self, own: list[Death], now: float) -> bool:
-        """Return True if an answer with these deaths may be their cause: it is not risked once more."""
-        if len(own) <= MOST_DEATHS:
+    def suspect(self, request_id: RequestId, own: Sequence[Death], now: float) -> bool:
+        """Return True if an answer may be the cause of its `own` deaths: it is not risked once more."""
+        if len(own) < FATAL_DEATHS:
             return False
-        cleared = sum(not each.answers and now - each.at <= _RECENT_S for each in self._deaths)
+        alike = set(own[0].answers).intersection(*(death.answers for death in own[1:]))
+        fatal = FATAL_DEATHS + math.log(len(alike), _SHARED_BY)
+        if sum(death.weight_of(request_id) for death in own) < fatal:
+            return False
+        cleared = sum(
+            death.dead and death not in own and death.well >= _CLEARED_SHARE * len(death.answers)
+            for death in self._deaths
+            if now - death.at <= _RECENT_S
+        )
         return cleared < len(own)

@@ -31,7 +31,7 @@ from hetlb.balancer.http.openai_body import MAX_INJECT_BYTES, Call
 from hetlb.balancer.http.sse import TAIL_BYTES
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.options.resume.continuation import Continuation, Draft
-from hetlb.options.resume.deaths import MOST_DEATHS, Death, Deaths
+from hetlb.options.resume.deaths import FATAL_DEATHS, Death, Deaths
 from hetlb.options.resume.progress import Kept
 
 #: Ends of a connection after which its engine may be dead.
@@ -42,11 +42,11 @@ _STREAMING: Final = Phase.STREAMING
 class Resumable(Maker):
     """Maker of the attempts of one request, and their common state.
 
-    `deaths` counts engines that died in its answer; `checks` ask whether others live. `waiting` is called
-    once they have answered, None if nothing waits for the answers.
+    `losses` are its lost leases, each with the answers that were lost together with it; `checks` ask whether
+    engines live. `waiting` is called once they have answered, None if nothing waits for the answers.
     """
 
-    __slots__ = ("_driver", "all_deaths", "checks", "deaths", "rest", "waiting")
+    __slots__ = ("_driver", "all_deaths", "checks", "losses", "rest", "waiting")
 
     def __init__(
         self, driver: Driver, kept: Kept, deaths: Deaths, kind: Kind, call: Call, outgoing: EngineRequest
@@ -62,7 +62,7 @@ class Resumable(Maker):
             asks_ids=len(outgoing.body) <= MAX_INJECT_BYTES,
             hides_usage=call.hold_usage,
         )
-        self.deaths: list[Death] = []
+        self.losses: list[Death] = []
         self.checks: list[SideCall] = []
         self.waiting: Callable[[], None] | None = None
 
@@ -73,10 +73,15 @@ class Resumable(Maker):
         self.stop_asking()
         self.rest.close()
         if record.outcome is Outcome.OK:
-            for death in self.deaths:
-                death.answers -= 1
+            for death in self.losses:
+                death.well += 1
         else:
             record.not_resumed = self.rest.why
+
+    @property
+    def deaths(self) -> list[Death]:
+        """Engines that died in its answer, as far as is known."""
+        return [each for each in self.losses if each.dead]
 
     def go_on(self) -> None:
         """Call `waiting`, once all engines that were asked have answered."""
@@ -167,7 +172,9 @@ class Resumed(Plain):
         if waits or self.is_done or not self._rest.may_go_on(self.answer, unsent):
             super().go_on(end, otherwise)
             return
-        exchange.since = self._pending_since = exchange.now()
+        exchange.since = self._pending_since = now = exchange.now()
+        made = self._made
+        made.losses.append(made.all_deaths.lost(self.lease, self.tokens_so_far, now))
         _later(self.driver, exchange, lambda: self._go(end, otherwise))
 
     def _go(self, end: End, otherwise: Callable[[], None]) -> None:
@@ -194,13 +201,14 @@ class Resumed(Plain):
             made = self._made
 
             def go_on() -> None:
-                if made.all_deaths.suspect(made.deaths, exchange.now()):
-                    rest.why = f"{len(made.deaths)} engines died in it"
+                deaths = made.deaths
+                if made.all_deaths.suspect(exchange.record.request.id, deaths, exchange.now()):
+                    rest.why = f"{len(deaths)} engines died in it"
                     self._stay(otherwise)
                 else:
                     self._give_back(end, draft)
 
-            waits = len(made.deaths) + len(made.checks) >= MOST_DEATHS
+            waits = len(made.deaths) + len(made.checks) + 1 >= FATAL_DEATHS
             made.waiting = go_on if waits else None
             self._ask_whether_it_lives()
             if not waits:
@@ -221,15 +229,13 @@ class Resumed(Plain):
     def _ask_whether_it_lives(self) -> None:
         """Ask the engine of a lost lease for its health."""
         made, lease, exchange = self._made, self.lease, self.exchange
+        loss = made.losses[-1]
         pool = self.driver.pools.find(lease)
 
         def told(dead: bool) -> None:
             if check in made.checks:
                 made.checks.remove(check)
-            if dead:
-                death = made.all_deaths.of(lease, exchange.now())
-                death.answers += 1
-                made.deaths.append(death)
+            loss.dead = loss.dead or dead
             made.go_on()
 
         def done(head: ResponseHead, body: bytes) -> None:
