@@ -71,6 +71,12 @@ OTHERWISE: Final = End(
 NOTICE: Final = End(
     "notice", "its instance leaves: the answer goes on elsewhere", Outcome.BROKEN_STREAM, Outcome.CLIENT_GONE
 )
+SHORT_OF_ROOM: Final = End(
+    "short-of-room",
+    "the instance where it went on holds no answer as long as the first one does",
+    Outcome.BROKEN_STREAM,
+    Outcome.CLIENT_GONE,
+)
 HELD_UP: Final = End(
     "held-up",
     f"it broke off while its client did not read, or after {HELD_UP_S:g} s of that",
@@ -87,7 +93,7 @@ STOPPED: Final = End("stopped", "the proxy shuts down", Outcome.SHUTDOWN)
 ENDS: tuple[End, ...] = (
     ANSWERED, UNSEEN, REFUSED, BUSY, SERVER_ERROR, NO_ANSWER, NOT_ACCEPTED, LOOP, MOVED, DROPPED, UNREAD,
     NOT_HANDED_OVER, JUNK, HEAD_CUT, SILENT, BROKEN, STALLED, ERROR_EVENT, REFUSED_IN_STREAM, LAST_MISSING,
-    OTHERWISE, NOTICE, HELD_UP, IDLE, LEFT, LOCAL, FAULT, STOPPED,
+    OTHERWISE, NOTICE, SHORT_OF_ROOM, HELD_UP, IDLE, LEFT, LOCAL, FAULT, STOPPED,
 )  # fmt: skip
 
 #: Ends before a request was sent: another instance gets it.

@@ -75,6 +75,11 @@ class EngineAnswer:
         """The event of a stream in which the engine reported its failure, None if it did not."""
         return None if self.stream is None else self.stream.lost
 
+    @property
+    def lost_by(self) -> End:
+        """The end of a stream that is lost."""
+        return ends.ERROR_EVENT if self.stream is None else self.stream.lost_by
+
     def read(self, payload: bytes, now: float) -> bytes:
         if self.stream is not None:
             return self.stream.read(payload, now)

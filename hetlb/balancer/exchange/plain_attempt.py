@@ -202,7 +202,7 @@ class Plain(Attempt):
         exchange.since = now
         payload = answer.read(payload, now)
         if answer.lost is not None:
-            self.lost(ends.ERROR_EVENT, "", payload, answer.lost)
+            self.lost(answer.lost_by, "", payload, answer.lost)
         elif payload:
             self.pass_on(answer, payload)
 
@@ -246,7 +246,7 @@ class Plain(Attempt):
         payload = answer.read_last(payload)
         stream, record = answer.stream, exchange.record
         if answer.lost is not None:
-            self.lost(ends.ERROR_EVENT, "", payload, answer.lost)
+            self.lost(answer.lost_by, "", payload, answer.lost)
             return
         if stream is not None:
             payload += stream.release()

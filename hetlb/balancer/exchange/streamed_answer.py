@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from hetlb.balancer.exchange import ends
 from hetlb.balancer.http.sse import SseWatcher
 from hetlb.balancer.http.text_shape import TextShape, pass_events, text_shape
 from hetlb.balancer.telemetry.histograms import FINE_MS, GapHistogram
@@ -18,14 +19,15 @@ class StreamedAnswer(SseWatcher):
 
     __slots__ = (
         "_begins", "_fine", "_gaps", "_hides_ids", "_read_last", "_shape", "_silent", "_vain", "lost",
-        "text_at",
+        "lost_by", "text_at",
     )  # fmt: skip
 
     def __init__(self, hold_usage: bool, silent: int, hides_ids: bool = False) -> None:
         """`silent` events at its beginning are no text. `hides_ids`: the client gets no token ids."""
         super().__init__(hold_usage)
-        #: The event in which the engine reported its failure; it was not passed on.
+        #: The event in which the engine reported its failure, which was not passed on; and the end of it.
         self.lost: bytes | None = None
+        self.lost_by = ends.ERROR_EVENT
         self._hides_ids = hides_ids
         self._silent = silent
         #: Time of its newest event, 0.0 before the first.

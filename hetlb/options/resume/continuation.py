@@ -12,9 +12,11 @@ from typing import Any, Final
 
 import msgspec
 
+from hetlb.balancer.exchange import ends
 from hetlb.balancer.exchange.engine_answer import EngineAnswer
 from hetlb.balancer.exchange.engine_request import EngineRequest
 from hetlb.balancer.exchange.streamed_answer import LAST_EVENT, StreamedAnswer
+from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.openai_body import with_field
 from hetlb.balancer.http.sse import MAX_HELD_BYTES
@@ -33,6 +35,10 @@ _MAX_FIRST_BYTES: Final = 1 << 21
 #: Reason of an end that is none; inside text the quotes would be escaped.
 _ABORT: Final = b'"abort"'
 _ABORTED = re.compile(rb'"finish_reason":\s?"abort"')
+#: The event of an answer that no instance has room for.
+_FULL: Final = error_responses.error_event(
+    error_responses.BROKEN_STREAM, "No other instance has room for the rest of the answer.", "/"
+).rstrip()
 #: Errors at an event of an unexpected form.
 _NOT_TRANSLATED: Final = (*NOT_READ, LookupError, TypeError, AttributeError)
 
@@ -41,11 +47,11 @@ class Draft:
     """Request for the rest of an answer: its body, and the part of the progress that its prompt holds.
 
     `generated` tokens of the answer are in its prompt, `texts` and `ids` their events; the client has
-    `ahead` behind them.
+    `ahead` behind them. `room`: tokens of its prompt and of the rest at most, None where they are not known.
     """
 
     __slots__ = (
-        "_size", "ahead", "as_completion", "body", "generated", "ids", "texts",
+        "_size", "ahead", "as_completion", "body", "generated", "ids", "room", "texts",
     )  # fmt: skip
 
     def __init__(self, progress: Progress) -> None:
@@ -55,6 +61,7 @@ class Draft:
         self.as_completion = False
         self.texts: list[str] = []
         self.ids: list[list[int]] = []
+        self.room: tuple[int, int] | None = None
         self.ahead = ""
 
     def is_of(self, progress: Progress) -> bool:
@@ -72,7 +79,8 @@ class Continuation:
 
     __slots__ = (
         "_as_completion", "_asked", "_asks_ids", "_draft", "_fruitless", "_hides_usage", "_kept", "_kind",
-        "_longest", "_outgoing", "generated", "progress", "second", "streamed", "why",
+        "_longest", "_outgoing", "_room", "_short", "full", "generated", "progress", "second", "streamed",
+        "why",
     )  # fmt: skip
 
     def __init__(
@@ -103,6 +111,10 @@ class Continuation:
         #: True if the engine answers as a completion what the client may know as a chat.
         self._as_completion = False
         self.generated = 0
+        #: Tokens of the second lease's prompt and of its answer at most, None where they are not known.
+        self._room: tuple[int, int] | None = None
+        #: True if its engine holds a shorter answer than the first one, and if that is full.
+        self._short = self.full = False
         #: Leases in a row that brought few tokens.
         self._fruitless = 0
 
@@ -111,7 +123,7 @@ class Continuation:
     def dispatched(self, gives_ids: bool, max_model_len: int) -> bool:
         """Begin another lease. Return False if its instance cannot go on with the answer."""
         if self.second is not None:
-            return gives_ids
+            return gives_ids and self._fits(max_model_len)
         self._longest = max_model_len
         self._asked = None
         if self.streamed:
@@ -127,6 +139,20 @@ class Continuation:
                 else:
                     self._asked, self.why = asked, ""
         return True
+
+    def _fits(self, max_model_len: int) -> bool:
+        """Ask an engine that holds a shorter answer for what it holds. Return False if that is nothing."""
+        self._short = self.full = False
+        if not max_model_len or self._room is None or self.second is None:
+            return True
+        prompt_tokens, most = self._room
+        room = max_model_len - prompt_tokens
+        if room < most:
+            self._short = True
+            fields = msgspec.json.decode(self.second, type=dict[str, msgspec.Raw])
+            _limit(fields, room)
+            self.second = msgspec.json.encode(fields)
+        return room > 0
 
     @property
     def _as_chat(self) -> bool:
@@ -220,11 +246,12 @@ class Continuation:
         """Finish the body of a draft: its limits are stated, less the generated tokens."""
         most = self._most_tokens(asked, None if prompt is None else len(prompt))
         if most is not None:
-            if most <= draft.generated:
+            left = most - draft.generated
+            if left <= 0:
                 return self._no_draft("all of its tokens without its end")
-            fields["max_tokens"] = msgspec.Raw(b"%d" % (most - draft.generated))
-            if "max_completion_tokens" in fields:
-                fields["max_completion_tokens"] = fields["max_tokens"]
+            _limit(fields, left)
+            if prompt is not None:
+                draft.room = len(prompt) + draft.generated, left
         if asked.least_tokens:
             fields["min_tokens"] = msgspec.Raw(b"%d" % max(0, asked.least_tokens - draft.generated))
         options = msgspec.json.decode(fields.get("stream_options", b"null")) or {}
@@ -243,7 +270,7 @@ class Continuation:
         progress.cut(draft.texts, draft.ids, draft.ahead)
         few = draft.generated - self.generated < _LEAST_TOKENS
         self._fruitless = self._fruitless + 1 if few else 0
-        self.second, self.generated = draft.body, draft.generated
+        self.second, self.generated, self._room = draft.body, draft.generated, draft.room
         self._as_completion = draft.as_completion
         self._draft = None
 
@@ -275,6 +302,9 @@ class Continuation:
             if choices:
                 choice = choices[0]
                 delta = choice.get("delta") or {}
+                if self._short and choice.get("finish_reason") == "length":
+                    self.full, choice["finish_reason"] = True, None
+                    event = b"data: " + msgspec.json.encode(fields)
                 if delta.get("role") is not None and progress.role_sent and not delta.get("content"):
                     return b""
                 progress.take(event, has_prompt=not self.generated)
@@ -452,6 +482,9 @@ class KeptStream(StreamedAnswer):
                 self.lost = b""
                 return b""
             event = translated
+            if rest.full:
+                self.lost, self.lost_by = _FULL, ends.SHORT_OF_ROOM
+                return event
         else:
             self._max_held = MAX_HELD_BYTES  # the first event is over
             if self._hides_ids:
@@ -464,6 +497,13 @@ class KeptStream(StreamedAnswer):
     def _passed_in_parts(self) -> None:
         self._progress.spoil("an event too long to be read")
         self._kept = None
+
+
+def _limit(fields: dict[str, msgspec.Raw], tokens: int) -> None:
+    """State the limit of an answer in the fields of a body."""
+    fields["max_tokens"] = msgspec.Raw(b"%d" % tokens)
+    if "max_completion_tokens" in fields:
+        fields["max_completion_tokens"] = fields["max_tokens"]
 
 
 def _settled(texts: list[str], ids: list[list[int]], said: str, held_back: int, settled: int) -> list[str]:

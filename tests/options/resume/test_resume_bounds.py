@@ -103,6 +103,47 @@ async def test_without_a_limit_an_answer_is_as_long_as_from_one_engine(
                     assert isinstance(fields["max_tokens"], int)
 
 
+@pytest.mark.parametrize(("kind", "stated"), [("completions", 400), ("chat", 400), ("chat", None)])
+@pytest.mark.parametrize("third", [True, False], ids=["a third", "two alone"])
+@pytest.mark.parametrize("fits", [True, False], ids=["fits", "does not fit"])
+async def test_the_rest_at_an_engine_with_less_room(
+    start: Start, kind: str, stated: int | None, third: bool, fits: bool
+) -> None:
+    """It is asked for what it holds, and its `length` is no end of the answer."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def emulated(longest: int) -> EmulatedEngine:
+            made = EmulatedEngine(
+                make_profile(), time_scale=0.01, served_model_names=("m",), max_model_len=longest
+            )
+            return await stack.enter_async_context(made)
+
+        large = await emulated(MODEL_LEN)
+        asked = body(kind, True, vllm_xargs={"output_tokens": 60}, stream_options={"include_usage": True})
+        asked["max_tokens"] = stated
+        whole = await ask(large.url, kind, asked)
+        [usage] = whole.usage
+        assert (usage["completion_tokens"], whole.finish) == (60, ["stop"])
+        room = usage["prompt_tokens"] + (70 if fits else 40)
+        small = await emulated(room)
+        wire = await stack.enter_async_context(Cutter(large.port, [Cut(5000, "rst")]))
+        urls = [wire.url, small.url, *([large.url] if third else [])]
+        proxy = await proxied(start, *urls)
+        for each, longest in zip(proxy.scheduler.instances, (MODEL_LEN, room, MODEL_LEN), strict=False):
+            proxy.scheduling.change(CapacityLearned(each.name, Capacity(max_model_len=longest)))
+        asking = asyncio.create_task(ask(f"http://127.0.0.1:{proxy.port}", kind, asked))
+        await turns_until(lambda: bool(wire.bodies))
+        proxy.scheduling.change(AdminStateSet("i0", AdminState.DRAIN))
+        got = await asking
+        await proxy.settled()
+        record = proxy.exchanges[-1]
+    if fits or third:
+        same(got, whole)
+        assert record.resumed == (1 if fits or stated else 2)  # with a limit it goes where that fits
+    else:
+        assert (got.failed, got.finish) == (True, [])
+
+
 def test_the_limit_is_what_the_first_engine_would_have_taken() -> None:
     first = event("a", [7], prompt_token_ids=[1, 2, 3])
     for stated, most in ((None, 16), (20, 20), (10_000, MODEL_LEN - 3)):
