@@ -84,6 +84,10 @@ STYLE = """
   .title { font-size: 15px; font-weight: 600; fill: #1f2328 }
   .grid { stroke: #d8dee4 } .fast { stroke: #0a66c2 } .slow { stroke: #bc4c00 }
   polyline { fill: none; stroke-width: 2; stroke-linejoin: round } text.fast { fill: #0a66c2; stroke: none }
+  @media (prefers-reduced-motion: no-preference) {
+    polyline { stroke-dasharray: 1; animation: draw 9s linear infinite }
+    @keyframes draw { 0% { stroke-dashoffset: 1 } 75%, 100% { stroke-dashoffset: 0 } }
+  }
   text.slow { fill: #bc4c00; stroke: none } text.fast, text.slow { font-weight: 600 }
   @media (prefers-color-scheme: dark) {
     text { fill: #9198a1 } .title { fill: #f0f6fc } .grid { stroke: #3d444d } .fast { stroke: #4493f8 }
@@ -126,7 +130,7 @@ def panel(left: float, title: str, run: dict[str, Any], most_s: float, step: int
         out.append(f'<text x="{x:.1f}" y="{y + 20:.1f}" text-anchor="middle">{second} s</text>')
     for column, name in enumerate(ENGINES, start=1):
         points = " ".join("{:.1f},{:.1f}".format(*at(row[0], row[column])) for row in run["samples"])
-        out.append(f'<polyline class="{name}" points="{points}"/>')
+        out.append(f'<polyline pathLength="1" class="{name}" points="{points}"/>')
         x, y, anchor = name_place(run["samples"], column, most_s)
         x, y = at(x, y)
         out.append(

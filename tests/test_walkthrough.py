@@ -141,6 +141,14 @@ models:
       - {name: gpu-b, url: "http://gpu-b:8000", profile: configs/profiles/v100-llama3-8b-tp1.yaml}
 EOF
 """
+#: A running proxy with the fleet file in /etc, and files that its examples name.
+_SERVICE = (
+    "mkdir -p /etc/hetlb\nsleep() { command sleep 0.1; }\n"
+    'sed "s|configs|$PWD/configs|" fleet.yaml > /etc/hetlb/fleet.yaml\n'
+    "hetlb serve --config /etc/hetlb/fleet.yaml\n"
+    "openssl req -x509 -newkey rsa:2048 -nodes -keyout tls.key -out tls.pem -subj /CN=h 2> /dev/null\n"
+    "printf -- '- {name: a, sha256: \"%064d\"}\\n' 0 > keys.yaml\n"
+)
 _HOSTS = {"gpu-a": "127.0.0.2", "gpu-b": "127.0.0.3"}
 #: The environment that `make` sets up with a network.
 _MADE = (
@@ -320,21 +328,25 @@ fi
     "tasks.md": Page(
         _FLEET
         + _ENGINES
-        + "mkdir -p /etc/hetlb /opt/hetlb-new/bin\n"
+        + _SERVICE
+        + "mkdir -p /opt/hetlb-new/bin\n"
         + 'ln -s "$(which hetlb)" /opt/hetlb-new/bin\n'
         + '/opt/hetlb-new/bin/hetlb() { hetlb "$@"; }\n'
-        + 'sed "s|configs|$PWD/configs|" fleet.yaml > /etc/hetlb/fleet.yaml\n'
-        + "hetlb serve --config /etc/hetlb/fleet.yaml\nssh() { :; }\nsleep() { command sleep 0.1; }\n"
-        + engine("gpu-c", 8000, _FAST)
-        + "openssl req -x509 -newkey rsa:2048 -nodes -keyout tls.key -out tls.pem -days 2 -subj /CN=hetlb "
-        + "2> /dev/null\n"
+        + "ssh() { :; }\n"
+        + engine("gpu-c", 8000, _FAST),
+        addresses={**_HOSTS, "gpu-c": "127.0.0.5"},
+        reader='cp tls.pem tls.key keys.yaml "$(dirname {file})" 2> /dev/null || true\n' + _CHECK,
+    ),
+    "teams.md": Page(
+        _FLEET
+        + _ENGINES
+        + _SERVICE
         + """for n in 1 2 3; do
   echo '{"custom_id": "'$n'", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "llama-3-8b",
     "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}}' | tr -d '\\n'; echo
 done > in.jsonl
 """,
-        addresses={**_HOSTS, "gpu-c": "127.0.0.5"},
-        reader='cp tls.pem tls.key /etc/hetlb/keys.yaml "$(dirname {file})" 2> /dev/null || true\n' + _CHECK,
+        addresses=_HOSTS,
     ),
 }  # fmt: skip
 
@@ -411,6 +423,7 @@ def test_every_page_with_blocks_is_walked_and_every_block_has_a_kind() -> None:
 
 #: Needs of a block that no room has; what else is in it is checked: commands by their parsers, files.
 NEEDS = {
+    "README.md runs the same",
     "another program's",
     "installs",
     "needs NVIDIA's aiconfigurator",
