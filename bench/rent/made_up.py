@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hetlb.tools.plan.rent_program import Configuration, Problem
@@ -157,4 +158,53 @@ def market(seed: int) -> dict[str, Any]:
         "models": [model],
         "offers": offers,
         "workloads": workloads,
+    }
+
+
+#: GPUs of today: FLOP/s (dense, 16 bit), bytes/s, GB of memory and kept free, price, bytes/s inside.
+TODAY = {
+    "H100": (989e12, 3.35e12, 85, 4, 2.50, 450e9),
+    "H200": (989e12, 4.8e12, 151, 5, 3.50, 450e9),
+    "B200": (2250e12, 8e12, 192, 6, 5.50, 900e9),
+    "B300": (2250e12, 8e12, 288, 6, 7.00, 900e9),
+    "MI355X": (2500e12, 8e12, 288, 6, 4.50, 450e9),
+    "RTX-PRO-6000": (503e12, 1.6e12, 103, 4, 1.80, 50e9),
+    "L40S": (362e12, 864e9, 51, 3, 0.90, 25e9),
+}
+#: Models of today, by the file of their configuration, and budgets per hour for them.
+BUDGETS = {
+    "nvidia--Kimi-K2.6-NVFP4": (40, 60),
+    "openai--gpt-oss-120b": (10, 25),
+    "Qwen--Qwen3-32B-FP8": (8, 20),
+    "Qwen--Qwen3-30B-A3B": (5, 15),
+}
+
+
+def market_of_today(seed: int, models: Path) -> dict[str, Any]:
+    """Return a market of two to four kinds of GPU and two types for a model of today."""
+    rng = random.Random(seed)
+    name = rng.choice(sorted(BUDGETS))
+    gpus = rng.sample(sorted(TODAY), rng.choice((2, 3, 3, 4)))
+    offers = []
+    for gpu in gpus:
+        flops, bandwidth, memory, reserved, price, _ = TODAY[gpu]
+        offers.append(
+            {
+                "gpu": gpu, "price_per_hour": round(price * rng.uniform(0.85, 1.15), 2),
+                "available": rng.choice((4, 8, 8, 16)), "memory_bytes": memory * 1e9,
+                "reserved_bytes_per_gpu": int(reserved * 1e9),
+                "roofline": {"flops": flops, "bandwidth_bytes_per_s": bandwidth},
+            }
+        )  # fmt: skip
+    types = rng.sample(sorted(TYPES), 2)
+    return {
+        "version": 1,
+        "budget_per_hour": rng.choice(BUDGETS[name]),
+        "models": [{"name": name, "config": str(models / f"{name}.json")}],
+        "offers": offers,
+        "links": {"inside": {gpu: TODAY[gpu][-1] for gpu in gpus} | {"default": 50e9}, "between": 50e9},
+        "workloads": [
+            {"name": kind, "input_tokens": TYPES[kind][0], "output_tokens": TYPES[kind][1], "share": share}
+            for kind, share in zip(types, rng.choice(((1, 1), (3, 2), (4, 1))), strict=True)
+        ],
     }

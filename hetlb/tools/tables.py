@@ -24,8 +24,8 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str
 
 
 @contextmanager
-def bar(words: str) -> Iterator[Callable[..., Any]]:
-    """Show a progress bar on stderr if it is a terminal.
+def bar(words: str, console: Console | None = None) -> Iterator[Callable[..., Any]]:
+    """Show a progress bar on stderr if it is a terminal; `console` prints above it.
 
     Gives a function that takes `description`, `completed`, `total` and a `note` shown after the bar.
     """
@@ -35,7 +35,7 @@ def bar(words: str) -> Iterator[Callable[..., Any]]:
         TextColumn("{task.fields[note]}"),
         TimeElapsedColumn(),
     )
-    console = Console(stderr=True)
+    console = console or Console(stderr=True)
     with Progress(
         *columns, console=console, transient=True, refresh_per_second=4, disable=not console.is_terminal
     ) as progress:

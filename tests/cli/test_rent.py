@@ -134,7 +134,7 @@ def test_a_target_at_least_cost_within_an_slo(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One type, one GPU of either kind: every configuration is searched for its highest rate in the SLO."""
-    monkeypatch.setattr("hetlb.tools.plan.throughput._SLO_REQUESTS", 150)
+    monkeypatch.setattr("hetlb.tools.plan.throughput._LEAST_SLO_REQUESTS", 150)
     document = small_market(target={"request_rate": 2.0}, workloads=market()["workloads"][1:])
     del document["budget_per_hour"]
     free = rent(capsys, "--config", write(tmp_path / "free.yaml", document), "--no-simulate")

@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetlb.balancer.config.profile_file import load_profile
+from hetlb.balancer.config.profile_file import Profile, load_profile
 from hetlb.balancer.core.policies.worth import busy_s
 from hetlb.errors import PlanError
 from hetlb.tools.plan import decompose
 from hetlb.tools.plan.check import check_rent
 from hetlb.tools.plan.highs import INFINITY, Interrupt, SolveLimits
-from hetlb.tools.plan.market import MoveCost
-from hetlb.tools.plan.planning import SolvedPlan, baselines, proportional_rate, round_robin_rate
+from hetlb.tools.plan.market import MoveCost, load_market
+from hetlb.tools.plan.planning import Table, measure_table
+from hetlb.tools.plan.rent_baselines import baselines, proportional_rate, round_robin_rate
 from hetlb.tools.plan.rent_program import (
     Configuration,
     ConfigurationStage,
     Problem,
     RentPlan,
+    SolvedPlan,
     assign,
     prune,
     solve,
 )
+from hetlb.tools.plan.rent_search import make_plan
 from hetlb.tools.plan.rent_simulation import engines_of, worth_of
 from hetlb.tools.plan.replan import moves_between, replan
+from hetlb.tools.plan.throughput import Measured, Mix
 from hetlb.tools.plan.workloads import RequestType
+from hetlb.tools.sim.staged_engine import EngineStage
 
-LIMITS = SolveLimits(gap=1e-9)
+LIMITS, USUAL = SolveLimits(gap=1e-9), SolveLimits(gap=1e-4)
+MARKETS = Path(__file__).parents[2] / "configs" / "markets"
 DEMO = Path(__file__).parents[2] / "hetlb" / "tools" / "demo"
 
 
@@ -92,9 +101,13 @@ def test_one_degree_for_all_takes_what_simpler_servers_equal() -> None:
     kinds = (RequestType("w", "m", 1.0),)
     problem = Problem(kinds, (one("tp1", 1, 1.0), one("tp4", 4, 1.5)), {"g": 4.0}, {"g": 1.0}, 4.0)
     solved, ties = SolvedPlan(problem, decompose.solve(problem, LIMITS)), (one("tp2", 2, 1.99),)
-    assert baselines(solved, LIMITS, ties)["one TP for all (TP 1)"]["throughput_req_s"] == pytest.approx(4.0)
+
+    def plan(problem: Problem) -> RentPlan:
+        return decompose.solve(problem, LIMITS)
+
+    assert baselines(solved, plan, ties)["one TP for all (TP 1)"]["throughput_req_s"] == pytest.approx(4.0)
     solved = SolvedPlan(replace(problem, configurations=problem.configurations[1:]), solved.plan)
-    found = baselines(solved, LIMITS, ties)["one TP for all (TP 2)"]
+    found = baselines(solved, plan, ties)["one TP for all (TP 2)"]
     assert found["throughput_req_s"] == pytest.approx(3.98)
 
 
@@ -348,3 +361,135 @@ def test_moves_are_what_differs() -> None:
 
 def test_an_empty_plan_has_no_known_gap() -> None:
     assert RentPlan({}).gap(toy()) == INFINITY
+
+
+# --- measured plans -------------------------------------------------------------------------------------
+
+
+class Mixed(Measured):
+    """Measured rates by a formula: an instance serves more of a mix, or less, than its types by turns."""
+
+    def __init__(self, rates: dict[str, dict[int, float]], gains: dict[str, float]) -> None:
+        super().__init__()
+        self.rates, self.gains = rates, gains
+
+    def of_mix(self, profile: Profile, mix: Mix, stages: Sequence[EngineStage]) -> float:
+        self.runs += 1
+        total = sum(share for share, _ in mix)
+        parts = {rows[0][0]: share / total for share, rows in mix}
+        by_turns = 1.0 / sum(part / self.rates[profile.name][prompt] for prompt, part in parts.items())
+        evenness = 4.0 * math.prod(parts.values()) if len(parts) == 2 else 0.0
+        return by_turns * (1.0 + self.gains[profile.name] * evenness)
+
+
+@st.composite
+def mixed_markets(draw: st.DrawFn) -> tuple[Table, Mixed]:
+    """Two or three kinds of GPU, each alone and in pipelines of two, and two types that mix well or badly."""
+    gpus = [f"g{n}" for n in range(draw(st.integers(2, 3)))]
+    base = load_profile(DEMO / "fast.yaml")
+    rates: dict[str, dict[int, float]] = {}
+    gains: dict[str, float] = {}
+    found = []
+    for kinds in [*itertools.combinations(gpus, 1), *itertools.combinations(gpus, 2)]:
+        name = "-".join(kinds)
+        rates[name] = {
+            100: draw(st.floats(1.0, 5.0)) * len(kinds),
+            900: draw(st.floats(0.3, 2.0)) * len(kinds),
+        }
+        gains[name] = draw(st.floats(-0.25, 0.25))
+        profile = msgspec.structs.replace(base, name=name)
+        stages = tuple(ConfigurationStage(gpu, 1, Fraction(1, len(kinds))) for gpu in kinds)
+        guess = {"short": rates[name][100], "long": rates[name][900]}
+        found.append(Configuration(name, "m", dict.fromkeys(kinds, 1), guess, stages=stages, profile=profile))
+    share = draw(st.floats(0.2, 0.8))
+    types = (
+        RequestType("short", "m", share, ((100, 10),)),
+        RequestType("long", "m", 1.0 - share, ((900, 10),)),
+    )
+    prices = {gpu: draw(st.sampled_from([1.0, 1.7, 2.3, 3.1])) for gpu in gpus}
+    available = {gpu: float(draw(st.integers(1, 4))) for gpu in gpus}
+    problem = Problem(types, tuple(found), available, prices, draw(st.floats(5.0, 9.0)))
+    return Table(load_market(MARKETS / "toy.yaml"), problem), Mixed(rates, gains)
+
+
+def measured_plan(table: Table, measured: Mixed, gpus: Iterable[str]) -> RentPlan | None:
+    problem = table.problem
+    own = tuple(c for c in problem.configurations if set(c.gpus) <= set(gpus))
+    table = replace(table, problem=replace(problem, configurations=own))
+    try:
+        return make_plan(measure_table(table, measured, USUAL), measured, USUAL).plan
+    except PlanError:
+        return None
+
+
+def served_rate(table: Table, measured: Mixed, plan: RentPlan) -> float:
+    """Return the rate that a plan's instances serve, by the formula alone."""
+    rows = {kind.name: kind.rows for kind in table.problem.workloads}
+    rate = INFINITY
+    for name, count in plan.counts.items():
+        own = {kind: each for (kind, c), each in plan.rates.items() if c == name}
+        profile = table.problem.by_name[name].profile
+        assert profile is not None
+        served = count * measured.of_mix(profile, [(each, rows[kind]) for kind, each in own.items()], ())
+        rate = min(rate, plan.throughput * served / sum(own.values()))
+    return rate
+
+
+@settings(max_examples=8, deadline=None)
+@given(mixed_markets())
+def test_no_offer_makes_a_plan_worse_and_plans_serve_what_they_promise(drawn: tuple[Table, Mixed]) -> None:
+    table, measured = drawn
+    gpus = sorted(table.problem.available)
+    plan = measured_plan(table, measured, gpus)
+    if plan is None:
+        return
+    assert served_rate(table, measured, plan) >= plan.throughput * (1.0 - 1e-6)
+    assert plan.bound >= plan.throughput
+    for gpu in gpus:
+        part = measured_plan(table, measured, set(gpus) - {gpu})
+        assert part is None or part.throughput <= plan.throughput * 1.005
+
+
+@settings(max_examples=4, deadline=None)
+@given(mixed_markets())
+def test_an_offer_that_is_slower_and_dearer_changes_nothing(drawn: tuple[Table, Mixed]) -> None:
+    table, measured = drawn
+    problem = replace(table.problem, available=dict.fromkeys(table.problem.available, 9.0))
+    plan = measured_plan(replace(table, problem=problem), measured, problem.available)
+    first = problem.configurations[0]
+    assert first.profile is not None
+    measured.rates["worse"] = {prompt: 0.8 * rate for prompt, rate in measured.rates[first.name].items()}
+    measured.gains["worse"] = measured.gains[first.name]
+    worse = replace(
+        first,
+        name="worse",
+        gpus={"worse": 1},
+        throughput={name: 0.8 * rate for name, rate in first.throughput.items()},
+        stages=(ConfigurationStage("worse", 1, Fraction(1)),),
+        profile=msgspec.structs.replace(first.profile, name="worse"),
+    )
+    more = replace(
+        problem,
+        configurations=(*problem.configurations, worse),
+        prices={**problem.prices, "worse": 1.3 * problem.prices["g0"]},
+        available={**problem.available, "worse": 4.0},
+    )
+    found = measured_plan(replace(table, problem=more), measured, more.available)
+    if plan is None or found is None:
+        assert plan is found
+        return
+    assert "worse" not in found.counts
+    assert found.throughput == pytest.approx(plan.throughput, rel=0.005)
+
+
+def test_what_no_time_is_left_for_is_a_plan_by_estimates() -> None:
+    problem = toy()
+    base = load_profile(DEMO / "fast.yaml")
+    configurations = tuple(replace(c, profile=base) for c in problem.configurations)
+    table = Table(load_market(MARKETS / "toy.yaml"), replace(problem, configurations=configurations))
+    measured = Measured()
+    none_left = SolveLimits(deadline=0.0)
+    table = measure_table(table, measured, none_left)
+    solved = make_plan(table, measured, none_left)
+    assert (table.measured, table.choosable, solved.plans, measured.runs) == (0, 4, 0, 0)
+    assert solved.plan.throughput > 0

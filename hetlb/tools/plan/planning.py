@@ -1,38 +1,41 @@
-"""Plans from a market: the throughput table, the program, mixes corrected by simulation, baselines.
+"""The throughput table of a market: requests/s of every configuration, at first estimated, then measured.
 
-The table holds requests/s of every configuration on every type alone. An instance of a plan serves several
-types at once, and what it then serves is not what they would by turns (prompts fill the steps in which
-others decode). So the mixes of a plan are measured, given to the program as further ways to run an
-instance, and the plan is made anew, until plan and measurement agree.
+An instance of a plan serves several types at once, and what it then serves is not what they would by turns:
+prompts fill the steps in which others decode, or make a pipeline wait. So each configuration that may be
+chosen is measured on the whole mix of its model, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hetlb.errors import ConfigError, PlanError
 from hetlb.tools.plan import decompose
-from hetlb.tools.plan.check import check_rent
 from hetlb.tools.plan.configurations import candidates
-from hetlb.tools.plan.highs import INFINITY, OnProgress, SolveLimits
+from hetlb.tools.plan.highs import SolveLimits
 from hetlb.tools.plan.market import Market
-from hetlb.tools.plan.rent_program import Configuration, Problem, RentPlan, assign
+from hetlb.tools.plan.rent_program import Configuration, Problem, RentPlan
 from hetlb.tools.plan.simplest import without_ties
 from hetlb.tools.plan.throughput import Measured
 from hetlb.tools.plan.workloads import Clustering, RequestType, cluster
 
-#: Rounds of measuring mixes and planning anew, and the relative difference that ends them.
-MOST_ROUNDS = 5
-AGREED_SHARE = 0.005
+#: Limits of a plan that only says which configurations are measured first, and the most of them.
+_QUICK_S, _QUICK_GAP, _QUICK_PLANS = 2.0, 0.02, 8
+
+#: Told of what has been measured, and of all that there is.
+OnMeasured = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Table:
     """All that a plan is made from; the last two need a trace. `longest_tokens` counts one request.
 
-    `ties`: configurations left out of the problem, as simpler ones equal them.
+    `ties`: configurations left out of the problem, as simpler ones equal them. `measured`, of `choosable`
+    configurations, are measured on the whole mix; the others are not in the problem, or are estimated.
     """
 
     market: Market
@@ -40,6 +43,8 @@ class Table:
     ties: tuple[Configuration, ...] = ()
     clustering: Clustering | None = None
     longest_tokens: int | None = None
+    measured: int = 0
+    choosable: int = 0
 
     @property
     def simulated(self) -> bool:
@@ -90,214 +95,151 @@ def make_table(
     rows: Sequence[tuple[int, int]] | None = None,
     count: int = 9,
     seed: int = 0,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Table:
-    """Return the throughputs of all configurations on all types. Raises `ConfigError` or `PlanError`."""
+    """Return estimated throughputs of all configurations. Raises `ConfigError` or `PlanError`."""
     types, clustering = request_types(market, rows, count, seed)
     longest: dict[str, int] = {}
     for kind in types:
         longest[kind.model] = max(longest.get(kind.model, 1), kind.longest_tokens)
-    found = candidates(market, longest)
     known = {kind.name for kind in types}
     configurations = []
-    for done, candidate in enumerate(found):
-        on_progress(done, len(found))
-        rates = candidate.throughput
-        if candidate.profile is not None:
-            rates = {
-                kind.name: measured.alone(candidate.profile, kind, candidate.engine_stages)
-                for kind in types
-                if kind.model == candidate.model
-            }
-        for name in rates:
+    for candidate in candidates(market, longest):
+        for name in candidate.throughput:
             if name not in known:
                 raise ConfigError(
                     f"{market.path}: configurations.{candidate.name}.throughput: expected workloads out "
                     f"of {', '.join(sorted(known))}, got {name!r}"
                 )
-        configurations.append(replace(candidate, throughput=rates))
-    kept = configurations if market.file.configurations else without_ties(configurations)
-    names = {each.name for each in kept}
-    ties = tuple(each for each in configurations if each.name not in names)
+        configurations.append(_estimated(candidate, types, measured))
     target = market.file.target
     problem = Problem(
         types,
-        tuple(kept),
+        tuple(configurations),
         market.available,
         market.prices,
         market.budget,
         None if target is None else target.request_rate,
     )
     longest_row = None if rows is None else max(prompt + output for prompt, output in rows)
-    return Table(market, problem, ties, clustering, longest_row)
+    return Table(market, problem, (), clustering, longest_row)
 
 
-# --- the plan -------------------------------------------------------------------------------------------
+def _estimated(candidate: Configuration, types: Sequence[RequestType], measured: Measured) -> Configuration:
+    profile = candidate.profile
+    if profile is None:
+        return candidate
+    own = [kind for kind in types if kind.model == candidate.model]
+    return replace(candidate, throughput={kind.name: measured.estimate(profile, kind) for kind in own})
 
 
-@dataclass(frozen=True)
-class SolvedPlan:
-    """A plan with the problem it solves: the table's, with the mixes that were measured on the way.
-
-    `rounds` of them; `disagreement` is the largest relative difference left between plan and measurement.
-    """
-
-    problem: Problem
-    plan: RentPlan
-    rounds: int = 0
-    disagreement: float = 0.0
-
-
-def make_plan(
-    table: Table, measured: Measured, limits: SolveLimits, on_progress: OnProgress | None = None
-) -> SolvedPlan:
-    """Return the best plan, its mixes corrected by simulation. Raises `PlanError` where there is none."""
-    problem = table.problem
-    plan = decompose.solve(problem, limits, on_progress)
-    check_rent(problem, plan)
-    if not table.simulated:
-        return SolvedPlan(problem, plan)
-    number = 1
-    while True:
-        corrected, disagreement = correct_mixes(measured, problem, plan)
-        if disagreement <= AGREED_SHARE or number >= MOST_ROUNDS or limits.over:
-            break
-        problem, number = corrected, number + 1
-        plan = decompose.solve(problem, limits, on_progress)
-        check_rent(problem, plan)
-    # The plan promises measured rates: too high ones are lowered, too low ones are not raised, so that
-    # the bound still holds.
-    lowered, disagreement = correct_mixes(measured, problem, plan, lower_only=True)
-    promised = assign(lowered, plan.counts, plan.bound)
-    if promised is None:
-        return SolvedPlan(problem, plan, number, disagreement)
-    promised = replace(promised, counts=plan.counts, cost_per_hour=plan.cost_per_hour)
-    check_rent(lowered, promised)
-    return SolvedPlan(lowered, promised, number, disagreement)
-
-
-def correct_mixes(
-    measured: Measured, problem: Problem, plan: RentPlan, *, lower_only: bool = False
-) -> tuple[Problem, float]:
-    """Return the problem with the plan's own mixes measured, and the largest relative difference to the plan.
-
-    A mix that serves more than planned becomes a way to run its configuration; one that serves less lowers
-    all rates of its configuration.
-    """
-    rows = {kind.name: kind.rows for kind in problem.workloads}
-    worst = 0.0
-    changed: dict[str, Configuration] = {}
-    for configuration in problem.configurations:
-        rates = {name: rate for (name, c), rate in plan.rates.items() if c == configuration.name}
-        if len(rates) < 2 or configuration.profile is None:
-            continue
-        total = math.fsum(rates.values())
-        planned = total / plan.counts[configuration.name]
-        together = [(rate, rows[name]) for name, rate in sorted(rates.items())]
-        served = measured.of_mix(configuration.profile, together, configuration.engine_stages)
-        # Idle parts of the plan are no disagreement: instances are whole, work is not.
-        load = configuration.load(rates) / plan.counts[configuration.name]
-        ratio = served / (planned / load) if planned > 0 else 1.0
-        worst = max(worst, abs(ratio - 1.0))
-        if ratio > 1.0 and not lower_only:
-            mix = {name: served * rate / total for name, rate in rates.items()}
-            changed[configuration.name] = replace(configuration, mixes=(*configuration.mixes, mix))
-        elif ratio < 1.0:
-            changed[configuration.name] = replace(
-                configuration,
-                throughput={name: rate * ratio for name, rate in configuration.throughput.items()},
-                mixes=tuple({n: r * ratio for n, r in mix.items()} for mix in configuration.mixes),
-            )
-    configurations = tuple(changed.get(c.name, c) for c in problem.configurations)
-    return replace(problem, configurations=configurations), worst
-
-
-# --- baselines ------------------------------------------------------------------------------------------
-
-
-def baselines(
-    planned: SolvedPlan, limits: SolveLimits, ties: Sequence[Configuration] = ()
-) -> dict[str, dict[str, float]]:
-    """Return the same budget (or target) spent otherwise; instances that serve nothing are left out.
-
-    `ties` are the table's: one degree for all takes them, too.
-    """
-    problem, plan, every = planned.problem, planned.plan, planned.problem.configurations
-    tied = (*every, *ties)
-    of_gpu = {
-        gpu: replace(problem, configurations=tuple(c for c in every if set(c.gpus) == {gpu}))
-        for gpu in sorted({gpu for c in every for gpu in c.gpus})
-    }
-    of_degree = {
-        f"TP {degree}": replace(
-            problem, configurations=tuple(c for c in tied if c.stages[0].tensor_parallel_size == degree)
-        )
-        for degree in sorted({c.stages[0].tensor_parallel_size for c in tied})
-    }
-    variants = {"homogeneous ({})": of_gpu}
-    if problem.budget_per_hour < INFINITY or problem.request_rate:
-        variants["homogeneous ({}), any number"] = {
-            gpu: replace(each, available={gpu: INFINITY}) for gpu, each in of_gpu.items()
-        }
-    variants |= {"uniform composition": {"": _uniform(problem)}, "one TP for all ({})": of_degree}
-    found = {}
-    for label, options in variants.items():
-        solved = [(name, each) for name, option in options.items() if (each := _solved(option, limits))]
-        if solved:
-            name, best = max(solved, key=lambda each: problem.worth(each[1]))
-            found[label.format(name)] = best.throughput, best.cost_per_hour
-    found["round robin over the plan"] = round_robin_rate(problem, plan.counts), plan.cost_per_hour
-    found["in proportion over the plan"] = proportional_rate(problem, plan.counts), plan.cost_per_hour
-    return {label: {"throughput_req_s": rate, "cost_per_hour": cost} for label, (rate, cost) in found.items()}
-
-
-def _solved(problem: Problem, limits: SolveLimits) -> RentPlan | None:
+def first_plan(problem: Problem, limits: SolveLimits) -> RentPlan | None:
+    """Return a plan at once, of whatever rates are known; None if none is found."""
     try:
-        plan = decompose.solve(problem, limits)
+        return decompose.solve(problem, limits.within(_QUICK_S, _QUICK_GAP))
     except PlanError:
         return None
-    check_rent(problem, plan)
-    return plan
 
 
-def _uniform(problem: Problem) -> Problem:
-    """Return the budget divided evenly over the available kinds of GPUs."""
-    gpus = {gpu for c in problem.configurations for gpu in c.gpus}
-    if problem.budget_per_hour == INFINITY:
-        return problem
-    part, available = problem.budget_per_hour / len(gpus), {}
-    for gpu in sorted(gpus):
-        price = problem.prices[gpu]
-        available[gpu] = min(problem.available.get(gpu, 0), part // price if price > 0 else INFINITY)
-    return replace(problem, available=available)
+# --- measurement ----------------------------------------------------------------------------------------
 
 
-def round_robin_rate(problem: Problem, counts: Mapping[str, int]) -> float:
-    """Return the requests/s where each instance of a model gets as many of each type: the slowest decides."""
-    rate = INFINITY
-    for model in problem.models:
-        own = [c for c in problem.configurations if c.model == model and counts.get(c.name, 0) > 0]
-        number = sum(counts[c.name] for c in own)
-        for c in own:
-            load = c.load({w.name: w.share / number for w in problem.workloads if w.model == model})
-            rate = min(rate, 1.0 / load if load > 0 else INFINITY)
-    return rate if rate < INFINITY else 0.0
+def measure_alone(table: Table, measured: Measured) -> Table:
+    """Return the table with every configuration measured on each type alone, and on no mix."""
+    problem = table.problem
+    found = [_alone(problem, each, measured) for each in problem.configurations]
+    return _without_ties(table, found)
 
 
-def proportional_rate(problem: Problem, counts: Mapping[str, int]) -> float:
-    """Return the requests/s where each type is divided by the instances' rates on it, type by type.
+def measure_table(
+    table: Table, measured: Measured, limits: SolveLimits, on_measured: OnMeasured = lambda done, total: None
+) -> Table:
+    """Return the table with the configurations that may be chosen, measured on the mix and on each type.
 
-    The rule of the paper's example (section 4.2): time = sum over types of requests / sum of rates.
+    Configurations of quick plans come first, then the most promising. What the limits leave no time for is
+    left out; of a model without any measured configuration all stay, estimated.
     """
-    rate = INFINITY
-    for model in problem.models:
-        seconds = 0.0
-        for workload in problem.workloads:
-            if workload.model == model:
-                total = math.fsum(
-                    c.throughput.get(workload.name, 0.0) * counts.get(c.name, 0)
-                    for c in problem.configurations
-                )
-                seconds += workload.share / total if total > 0 else INFINITY
-        rate = min(rate, 1.0 / seconds if seconds > 0 else INFINITY)
-    return rate
+    problem = table.problem
+    usable = [each for each in problem.configurations if problem.most(each) >= 1 and each.modes]
+    pending = {
+        each.name: each for each in sorted(usable, key=partial(_promise, problem)) if each.profile is not None
+    }
+    total, known = len(pending), {each.name: each for each in usable}
+    ratios: dict[str, float] = {}
+
+    def measure(name: str) -> None:
+        before = pending.pop(name)
+        known[name] = measured_on_mix(problem, before, measured)
+        if before_rate := mix_rate(problem, before):
+            ratios[name] = (known[name].mix_rate or 0.0) / before_rate
+        on_measured(total - len(pending), total)
+
+    for _ in range(_QUICK_PLANS):
+        if limits.over or not pending:
+            break
+        usual = statistics.median(ratios.values()) if ratios else 1.0
+        guessed = [_scaled(each, usual) if each.name in pending else each for each in known.values()]
+        guess = first_plan(replace(problem, configurations=tuple(guessed)), limits)
+        wanted = [] if guess is None else [name for name in guess.counts if name in pending]
+        for name in wanted:
+            if not limits.over:
+                measure(name)
+        if not wanted:
+            break
+    while pending and not limits.over:
+        measure(next(iter(pending)))
+    best_first = sorted(known.values(), key=partial(_promise, problem))
+    for each in best_first:
+        if each.mix_rate is not None and not limits.over:
+            known[each.name] = _alone(problem, each, measured)
+    models = {each.model for each in known.values() if each.name not in pending}
+    kept = [each for name, each in known.items() if name not in pending or each.model not in models]
+    # A model that nothing affordable serves: its configurations say what is missing.
+    kept += [each for each in problem.configurations if each.model not in {c.model for c in usable}]
+    table = replace(table, measured=total - len(pending), choosable=total)
+    return _without_ties(table, kept)
+
+
+def measured_on_mix(problem: Problem, each: Configuration, measured: Measured) -> Configuration:
+    """Return a configuration with its rate on the whole mix, and its estimates on types in proportion."""
+    assert each.profile is not None
+    mix = [(kind.share, kind.rows) for kind in problem.workloads if kind.model == each.model]
+    rate = measured.of_mix(each.profile, mix, each.engine_stages)
+    estimate = mix_rate(problem, each)
+    return replace(_scaled(each, rate / estimate if estimate > 0.0 else 0.0), mix_rate=rate)
+
+
+def _alone(problem: Problem, each: Configuration, measured: Measured) -> Configuration:
+    profile = each.profile
+    if profile is None:
+        return each
+    own = [kind for kind in problem.workloads if kind.model == each.model]
+    rates = {kind.name: measured.alone(profile, kind, each.engine_stages) for kind in own}
+    return replace(each, throughput=rates)
+
+
+def _scaled(each: Configuration, ratio: float) -> Configuration:
+    return replace(each, throughput={name: rate * ratio for name, rate in each.throughput.items()})
+
+
+def mix_rate(problem: Problem, each: Configuration) -> float:
+    """Return the requests/s of its model's whole mix: measured, or by turns; 0 if a type finds no room."""
+    if each.mix_rate is not None:
+        return each.mix_rate
+    own = [kind for kind in problem.workloads if kind.model == each.model]
+    share = math.fsum(kind.share for kind in own)
+    load = each.load({kind.name: kind.share / share for kind in own})
+    return 1.0 / load if load > 0 else 0.0
+
+
+def _promise(problem: Problem, each: Configuration) -> float:
+    """Return the price of a request: less is more promising."""
+    rate = mix_rate(problem, each)
+    return problem.price(each) / rate if rate > 0 else math.inf
+
+
+def _without_ties(table: Table, configurations: Sequence[Configuration]) -> Table:
+    stated = bool(table.market.file.configurations)
+    kept = configurations if stated else without_ties(configurations)
+    names = {each.name for each in kept}
+    ties = (*table.ties, *(each for each in configurations if each.name not in names))
+    return replace(table, problem=replace(table.problem, configurations=tuple(kept)), ties=ties)

@@ -49,7 +49,7 @@ class Configuration:
 
     `mixes` are rates (requests/s by type) that one instance was measured to serve together. The program needs
     no more. `profile` is None where the throughput was stated; `origin` says what the throughput rests on,
-    `engine_stages` what a pipeline's profile was composed of.
+    `engine_stages` what a pipeline's profile was composed of, `mix_rate` what was measured on the whole mix.
     """
 
     name: str
@@ -61,6 +61,7 @@ class Configuration:
     origin: str = "stated"
     profile: Profile | None = None
     engine_stages: tuple[EngineStage, ...] = ()
+    mix_rate: float | None = None
 
     @cached_property
     def modes(self) -> tuple[Mapping[str, float], ...]:
@@ -148,6 +149,19 @@ class RentPlan:
         if problem.request_rate is not None:
             return self.cost_per_hour / self.bound - 1.0 if self.bound > 0 else INFINITY
         return max(0.0, self.bound / self.throughput - 1.0) if self.throughput > 0 else INFINITY
+
+
+@dataclass(frozen=True)
+class SolvedPlan:
+    """A plan with the problem it solves: the table's, with all mixes that were measured on the way.
+
+    `plans` were measured; `disagreement` is the relative difference that a target was missed by.
+    """
+
+    problem: Problem
+    plan: RentPlan
+    plans: int = 0
+    disagreement: float = 0.0
 
 
 # --- pruning --------------------------------------------------------------------------------------------

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table as Grid
 
 from hetlb.tools.plan.common.remarks import remarks
-from hetlb.tools.plan.highs import INFINITY
-from hetlb.tools.plan.planning import SolvedPlan, Table
-from hetlb.tools.plan.rent_program import RentPlan, prune
-from hetlb.tools.plan.rent_simulation import simulate_plan
+from hetlb.tools.plan.highs import INFINITY, SolveLimits
+from hetlb.tools.plan.planning import Table
+from hetlb.tools.plan.rent_program import RentPlan, SolvedPlan, prune
+from hetlb.tools.plan.rent_simulation import SimulatedFleet, simulate_plan
 from hetlb.tools.plan.replan import Replanned
+from hetlb.tools.plan.throughput import SloLimits
+from hetlb.tools.sim.fleet_simulation import StoppedError
 from hetlb.tools.tables import table as grid
+
+#: Shares of the planned rate at which the whole fleet is tried against its latencies, until enough are met.
+_LOADS = (1.0, 0.95, 0.9, 0.8, 0.65, 0.5)
 
 
 def document_of(table: Table, planned: SolvedPlan, solve_s: float) -> dict[str, Any]:
@@ -58,6 +66,7 @@ def document_of(table: Table, planned: SolvedPlan, solve_s: float) -> dict[str, 
         if table.lengths_known and tokens_s > 0
         else None,
         "simulated": None,
+        "targets": None,
         "baselines": {},
         "commands": [],
         "throughput_table": {
@@ -71,7 +80,12 @@ def document_of(table: Table, planned: SolvedPlan, solve_s: float) -> dict[str, 
             "all": len(problem.configurations),
             "pruned": len(prune(table.problem).configurations),
         },
-        "mixes": {"rounds": planned.rounds, "disagreement": planned.disagreement},
+        "mixes": {
+            "configurations_measured": table.measured,
+            "configurations": table.choosable,
+            "plans_measured": planned.plans,
+            "disagreement": planned.disagreement,
+        },
         "workloads": _workloads(table),
         "clustering": None
         if table.clustering is None
@@ -107,25 +121,67 @@ def _remarks(table: Table) -> list[str]:
     return found
 
 
-def simulated_document(table: Table, plan: RentPlan, seed: int) -> dict[str, Any] | None:
-    """Return what the whole fleet serves under `hetlb`: lengths known to the scheduler, and not known."""
-    if not table.simulated:
-        return None
-    unknown = simulate_plan(table, plan, seed=seed)
-    found = simulate_plan(table, plan, predictor="oracle", seed=seed)
-    return {
-        "total_token_throughput": found.total_token_throughput,
-        "request_throughput": found.request_throughput,
-        "policy": "hetlb",
-        "predictor": "oracle",
-        "requests": len(found.records),
-        "makespan_s": found.makespan_s,
-        "lengths_unknown": {
-            "total_token_throughput": unknown.total_token_throughput,
-            "request_throughput": unknown.request_throughput,
-            "predictor": "empirical",
-        },
+def in_short(plan: RentPlan) -> str:
+    """Return a plan in a line."""
+    rented = ", ".join(f"{count} x {name}" for name, count in plan.counts.items())
+    return f"{plan.throughput:.4g} requests/s for {plan.cost_per_hour:.2f} per hour: {rented}"
+
+
+def simulated_document(
+    table: Table, plan: RentPlan, seed: int, slo: SloLimits | None, limits: SolveLimits
+) -> dict[str, Any]:
+    """Return what the whole fleet serves under `hetlb`: lengths known to the scheduler, and not known.
+
+    With latencies asked for it says which share of the requests meets them, and up to which rate enough do.
+    What the limits leave no time for is null.
+    """
+    found: dict[str, Any] = {"simulated": None, "targets": None}
+    if not table.simulated or limits.over:
+        return found
+    simulate = partial(simulate_plan, table, plan, seed=seed, stopped=lambda: limits.over)
+    with contextlib.suppress(StoppedError):
+        if slo is not None:
+            found["targets"] = _targets(plan, slo, simulate)
+        known = simulate(predictor="oracle")
+        unknown = simulate()
+        found["simulated"] = {
+            "total_token_throughput": known.total_token_throughput,
+            "request_throughput": known.request_throughput,
+            "policy": "hetlb",
+            "predictor": "oracle",
+            "requests": len(known.records),
+            "makespan_s": known.makespan_s,
+            "lengths_unknown": {
+                "total_token_throughput": unknown.total_token_throughput,
+                "request_throughput": unknown.request_throughput,
+                "predictor": "empirical",
+            },
+        }
+    return found
+
+
+def _targets(plan: RentPlan, slo: SloLimits, simulate: Callable[..., SimulatedFleet]) -> dict[str, Any]:
+    """Return the share of requests that meet the latencies at the planned rate, and the rate with enough."""
+    found: dict[str, Any] = {
+        "asked": slo.attainment,
+        "met": None,
+        "request_rate": plan.throughput,
+        "requests": 0,
     }
+    found |= {"met_up_to_req_s": None, "tried_down_to_req_s": None}
+    for load in _LOADS:
+        try:
+            records = simulate(load=load).records
+        except StoppedError:
+            break
+        found["tried_down_to_req_s"] = load * plan.throughput
+        met = slo.share_met(records)
+        if load == 1.0:
+            found |= {"met": met, "requests": len(records)}
+        if met >= slo.attainment:
+            found["met_up_to_req_s"] = load * plan.throughput
+            break
+    return found
 
 
 def replanning_document(replanned: Replanned) -> dict[str, Any]:
@@ -206,23 +262,46 @@ def _baseline_grid(document: dict[str, Any]) -> Grid:
 
 def trust_lines(document: dict[str, Any]) -> list[str]:
     """Return the lines that say what the plan rests on and how far it can be trusted."""
-    gap = document["gap"]
+    gap, mixes, rate = document["gap"], document["mixes"], document["throughput_req_s"]
+    best = "the best plan of the measured rates" if mixes["configurations"] else "the best plan there is"
     lines = [
-        f"solver: at most {gap:.2%} from the best plan there is, {document['solve_s']:.1f} s"
+        f"solver: at most {gap:.2%} from {best}, {document['solve_s']:.1f} s"
         if gap is not None
         else "solver: no bound is known"
     ]
+    if mixes["configurations"]:
+        lines[0] += (
+            f"; {mixes['configurations_measured']} of {mixes['configurations']} configurations measured "
+            f"on the mix, {mixes['plans_measured']} plans on their own"
+        )
+        if not mixes["plans_measured"]:
+            lines.append("no time was left to measure the plan: it rests on estimates")
+    if mixes["disagreement"] > 0.005:
+        lines.append(f"measured, the plan serves {1.0 - mixes['disagreement']:.1%} of the target")
     if document["interrupted"]:
-        lines.append("interrupted: the best plan so far; neither baselines nor simulation")
+        lines.append("interrupted: the best plan so far")
+    if (targets := document["targets"]) is not None and targets["met"] is not None:
+        verdict = "met" if targets["met"] >= targets["asked"] else "missed"
+        enough = targets["met_up_to_req_s"]
+        lines.append(
+            f"latencies: {verdict}: {targets['met']:.1%} of the requests meet them at {rate:.4g} requests/s, "
+            f"{targets['asked']:.1%} are asked ({targets['requests']} simulated requests, Poisson)"
+            + (
+                ""
+                if verdict == "met"
+                else f"; not at {targets['tried_down_to_req_s']:.4g} either"
+                if enough is None
+                else f"; enough meet them up to {enough:.4g} requests/s"
+            )
+        )
     simulated = document["simulated"]
     if simulated is not None:
-        planned = document["throughput_req_s"]
         known = simulated["request_throughput"]
         unknown = simulated["lengths_unknown"]["request_throughput"]
         lines.append(
-            f"simulation of the whole fleet under the policy {simulated['policy']}: {known:.4g} requests/s "
-            f"({known / planned:.1%} of the plan) where answer lengths are known in advance, {unknown:.4g} "
-            f"({unknown / planned:.1%}) where they are not"
+            f"simulation of the whole fleet under the policy {simulated['policy']}, steady part of "
+            f"{simulated['requests']} requests: {known:.4g} requests/s ({known / rate:.1%} of the plan) if "
+            f"answer lengths are known in advance, {unknown:.4g} ({unknown / rate:.1%}) if they are not"
         )
     if (clustering := document["clustering"]) is not None:
         lines.append(

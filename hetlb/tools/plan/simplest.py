@@ -1,7 +1,7 @@
 """Removal of configurations that simpler ones equal: ties go to the fewest GPUs a server, then stages.
 
-A larger server that serves no type more than `TIE_SHARE` better than simpler servers on the same GPUs is left
-out: it costs as much, fails as a whole, and its form may never have been started.
+A larger server that serves neither a type nor the mix more than `TIE_SHARE` better than simpler servers on
+the same GPUs is left out: it costs as much, fails as a whole, and its form may never have been started.
 """
 
 from __future__ import annotations
@@ -26,13 +26,19 @@ def _size(configuration: Configuration) -> tuple[int, int]:
 
 def _equalled(larger: Configuration, configurations: Sequence[Configuration]) -> bool:
     for parts in _divisions(larger, configurations):
-        rates = {
-            name: sum(count * part.throughput.get(name, 0.0) for part, count in parts)
-            for name in larger.throughput
-        }
-        if all(rate <= (1.0 + TIE_SHARE) * rates[name] for name, rate in larger.throughput.items()):
+        together = [(_rates(part), count) for part, count in parts]
+        if all(
+            rate <= (1.0 + TIE_SHARE) * sum(count * rates.get(name, 0.0) for rates, count in together)
+            for name, rate in _rates(larger).items()
+        ):
             return True
     return False
+
+
+def _rates(configuration: Configuration) -> dict[str, float]:
+    """Return the requests/s of each type alone, and of the whole mix where it was measured."""
+    whole = {} if configuration.mix_rate is None else {"": configuration.mix_rate}
+    return {**configuration.throughput, **whole}
 
 
 def _divisions(

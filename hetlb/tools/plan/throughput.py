@@ -4,6 +4,7 @@ The instance is saturated: more requests wait than it can run. The rate counts a
 time when its first batch has turned over and the time when nothing waits any more, so neither filling nor
 emptying counts. With an SLO it is the highest rate of Poisson arrivals at which enough requests meet it.
 Results are kept on disk by content: profile, limits, requests, and the source of the engine model itself.
+What nothing was simulated for is estimated by the seconds that a request takes of a full engine.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from hetlb.balancer.config.profile_file import Profile, with_latency
+from hetlb.balancer.core.policies.worth import busy_s
 from hetlb.files import content, opened
 from hetlb.inputs.yaml_file import NonNegative
 from hetlb.tools.plan.common.fleet_run import SimulatedServer, arrivals, run_fleet
@@ -37,11 +39,15 @@ from hetlb.tools.workload.records import RequestResult
 #: Length of one measurement, in batches; bounds of its requests.
 _RUN_BATCHES = 6
 _LEAST_REQUESTS, _MOST_REQUESTS = 300, 4000
-#: Multiplier of requests for a mix, which is shuffled: the types that meet in a batch vary.
-_MIX_FACTOR = 5
-#: Steps of the search for the rate that meets an SLO, and its requests.
-_SLO_STEPS = 8
-_SLO_REQUESTS = 600
+#: Multiplier of requests for a mix, which is shuffled, and the most: the types that meet in a batch vary.
+_MIX_FACTOR, _MOST_MIXED = 3, 6000
+#: Steps of the search for the rate that meets an SLO; stays of a request in the engine that one takes, and
+#: that do not count at its begin and end; bounds of its requests.
+_SLO_STEPS = 7
+_SLO_STAYS, _SLO_BEGIN_STAYS, _SLO_END_STAYS = 5.0, 2.0, 0.5
+_LEAST_SLO_REQUESTS, _MOST_SLO_REQUESTS = 300, 2000
+#: Share of the rate at which the time of a token is at its target, where arrivals are Poisson's.
+_SLO_SHARE = 0.8
 _RATIO_DIGITS = 3
 
 #: Requests of a mix with their weight: (share, rows of (prompt, output) tokens).
@@ -92,7 +98,7 @@ def saturated_rate(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage] = (
     )
     batch = batch_of(spec, mean_tokens)
     count = max(_LEAST_REQUESTS, min(_MOST_REQUESTS, _RUN_BATCHES * batch))
-    rows = interleave(mix, count if len(mix) == 1 else _MIX_FACTOR * count)
+    rows = interleave(mix, count if len(mix) == 1 else min(_MOST_MIXED, _MIX_FACTOR * count))
     if len(mix) > 1:
         random.Random(0).shuffle(rows)
     engine: EngineModel | StagedEngine = spec.model(IterationRule.TOKEN)
@@ -131,16 +137,46 @@ def rate_within(spec: EngineSpec, mix: Mix, slo: SloLimits) -> float:
     low, high = 0.0, saturated_rate(spec, mix)
     if high <= 0.0:
         return 0.0
-    rows = interleave(mix, _SLO_REQUESTS)
-    random.Random(0).shuffle(rows)
-    server, outputs = SimulatedServer("one", spec), [output for _, output in rows]
+    total = math.fsum(share for share, _ in mix)
+    output = math.fsum(share * sum(o for _, o in rows) / len(rows) for share, rows in mix) / total
+    # The longest stay that meets the SLO, or as many requests as a full engine runs.
+    stay_s = slo.ttft_s + slo.tpot_s * output
+    server = SimulatedServer("one", spec)
     for _ in range(_SLO_STEPS):
         rate = (low + high) / 2
+        stay = min(rate * stay_s, float(spec.limits.max_num_seqs))
+        count = round(max(_LEAST_SLO_REQUESTS, min(_MOST_SLO_REQUESTS, _SLO_STAYS * stay)))
+        begin, end = (round(count * part / _SLO_STAYS) for part in (_SLO_BEGIN_STAYS, _SLO_END_STAYS))
+        rows = interleave(mix, count)
+        random.Random(0).shuffle(rows)
+        outputs = [output for _, output in rows]
         planned = arrivals(rows, rate, random.Random(0))
         result = run_fleet([server], planned, outputs, policy="single", predictor="oracle")
-        met = slo.share_met(result.records) >= slo.attainment
+        met = slo.share_met(result.records[begin : count - end]) >= slo.attainment
         low, high = (rate, high) if met else (low, rate)
     return low
+
+
+def estimated_rate(spec: EngineSpec, kind: RequestType, slo: SloLimits | None = None) -> float:
+    """Return about the requests/s of one instance on a type, without a simulation; 0 if one is too long."""
+    limits, latency = spec.limits, spec.latency
+    if kind.longest_tokens > limits.max_sequence_tokens:
+        return 0.0
+    prompt, output = kind.input_tokens, kind.output_tokens
+
+    def rate(slots: int) -> float:
+        sizes = limits.kv_cache_tokens, slots, limits.max_num_batched_tokens
+        return 1.0 / busy_s(latency, *sizes, prompt, output, limits.need)
+
+    if slo is None:
+        return rate(limits.max_num_seqs)
+    if latency.prefill_s(prompt, 1) > slo.ttft_s:
+        return 0.0
+    slots = limits.max_num_seqs
+    # As many at once as have a token in time: a request with `slots` others takes slots / rate seconds.
+    while slots >= 1 and slots / rate(slots) > slo.tpot_s * max(1.0, output - 1.0):
+        slots //= 2
+    return _SLO_SHARE * rate(slots) if slots else 0.0
 
 
 # --- kept on disk ---------------------------------------------------------------------------------------
@@ -188,6 +224,10 @@ class Measured:
             with contextlib.suppress(msgspec.DecodeError):
                 key, rate = _decode_entry(line)
                 self._known[key] = rate
+
+    def estimate(self, profile: Profile, kind: RequestType) -> float:
+        """Return about the requests/s of a type, without a simulation."""
+        return estimated_rate(engine_of(profile), kind, self.slo)
 
     def alone(self, profile: Profile, kind: RequestType, stages: Sequence[EngineStage] = ()) -> float:
         return self.of_mix(profile, [(1.0, kind.rows)], stages)

@@ -72,6 +72,10 @@ _REJECTED = {
 }
 
 
+class StoppedError(Exception):
+    """A run that was stopped before its end."""
+
+
 @mypyc_attr(allow_interpreted_subclasses=True)
 class FleetSimulation:
     """One run. `engines` has an entry for every instance of the set-up, by name.
@@ -80,7 +84,8 @@ class FleetSimulation:
     of `restarts_s` the proxy is replaced: a scheduler that knows nothing takes what arrives from then on, the
     old one serves what it has to the end. The first one has seen the answers of `history`. `classes` are
     the requests' by name, the default first. `links` carry KV caches between the instances; without
-    them every pair has a link of its own, as the decode instance's `kv_transfer` describes it.
+    them every pair has a link of its own, as the decode instance's `kv_transfer` describes it. `stopped` is
+    asked at every scrape: once it is true, the run raises `StoppedError`.
     """
 
     def __init__(
@@ -97,8 +102,10 @@ class FleetSimulation:
         history: Sequence[PlannedRequest] = (),
         links: KvLinks | None = None,
         classes: Mapping[str, ServiceClass] | None = None,
+        stopped: Callable[[], bool] | None = None,
     ) -> None:
         self._setup = setup
+        self._stopped = stopped
         self._events = EventQueue(start_s)
         self._classes = classes or {}
         self._default_class = next(iter(self._classes.values()), UNSTATED)
@@ -246,6 +253,8 @@ class FleetSimulation:
                 scheduler.on_instance(ModelsLearned(spec.name, names, self._adapters), self._events.now)
 
     def _on_scrape(self, _: None) -> None:
+        if self._stopped is not None and self._stopped():
+            raise StoppedError
         schedulers = self._scraped()
         for name, engine in self._engines.items():
             model = engine.model

@@ -1,0 +1,297 @@
+"""The best measured plan of a market: programs propose plans, and each plan is measured on its own mixes.
+
+The program knows of each configuration what was measured: each type alone, the whole mix, and the mixes of
+earlier plans. In between it interpolates, so that what a plan promises is not what it serves. Every plan is
+therefore measured, and the answer is the best measured one of all rounds. An instance may serve less of a
+mix than by turns, which no linear program describes: a program may miss a plan of fewer offers that is
+better. So each part of the market is planned by itself, too, with and without pipelines.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from hetlb.errors import PlanError
+from hetlb.tools.plan import decompose
+from hetlb.tools.plan.check import check_rent
+from hetlb.tools.plan.highs import INFINITY, OnProgress, SolveLimits
+from hetlb.tools.plan.planning import Table, mix_rate
+from hetlb.tools.plan.rent_baselines import by_degree, uniform, without_pipelines
+from hetlb.tools.plan.rent_program import (
+    Configuration,
+    Problem,
+    RentPlan,
+    SolvedPlan,
+    assign,
+    relaxation,
+)
+from hetlb.tools.plan.throughput import Measured
+
+#: Rounds of measuring a plan's mixes and planning anew, and the relative difference that ends them.
+_MOST_ROUNDS = 5
+_AGREED_SHARE = 0.005
+#: Plans within this share of each other are as good: the cheapest is taken.
+_EVEN_SHARE = 0.001
+#: The largest number of offers of which every combination is planned; of more, pairs and all but one.
+_MOST_COMBINED = 5
+
+#: Limits of a plan that is made when no time is left.
+_LATE_S, _LATE_GAP = 2.0, 0.01
+
+OnBest = Callable[[RentPlan], None]
+
+
+@dataclass(frozen=True)
+class MeasuredPlan:
+    """A plan whose rates are what its instances were measured to serve together.
+
+    `kept`: measured over planned rate before the plan was brought to what was measured; with a target rate a
+    plan of less than 1 misses it.
+    """
+
+    plan: RentPlan
+    kept: float = 1.0
+
+
+class PlanSearch:
+    """The search in one market. `on_best` is told of each better plan."""
+
+    def __init__(
+        self,
+        table: Table,
+        measured: Measured,
+        limits: SolveLimits,
+        on_progress: OnProgress | None = None,
+        on_best: OnBest = lambda plan: None,
+    ) -> None:
+        self.best: MeasuredPlan | None = None
+        self.plans = 0
+        self._table = table
+        self._measured = measured
+        self.limits = limits
+        self._on_progress = on_progress
+        self._on_best = on_best
+        self._rows = {kind.name: kind.rows for kind in table.problem.workloads}
+        #: Measured mixes by configuration: requests/s of each type.
+        self._mixes: dict[str, list[Mapping[str, float]]] = {}
+        #: Plans by the configurations that they were chosen of.
+        self._known: dict[tuple[object, ...], MeasuredPlan | None] = {}
+
+    @property
+    def problem(self) -> Problem:
+        """Return the table's problem with everything that was measured."""
+        return self._with_mixes(self._table.problem)
+
+    def solved(self) -> SolvedPlan:
+        """Return the best measured plan; of stated throughputs the program's. Raises `PlanError`."""
+        table = self._table
+        if not table.simulated:
+            plan = decompose.solve(table.problem, self.limits, self._on_progress)
+            check_rent(table.problem, plan)
+            return SolvedPlan(table.problem, plan)
+        self._run()
+        assert self.best is not None
+        problem, plan = self.problem, self.best.plan
+        bound = _bound(problem, self.limits)
+        if problem.request_rate is None:
+            plan = replace(plan, bound=max(bound, plan.throughput))
+        else:
+            plan = replace(plan, bound=min(bound, plan.cost_per_hour))
+        check_rent(problem, plan)
+        return SolvedPlan(problem, plan, self.plans, 1.0 - self.best.kept)
+
+    def plan_of(self, problem: Problem) -> RentPlan | None:
+        """Return the plan of another problem, measured if this one is; None if there is none, or no time."""
+        if self._table.simulated:
+            found = None if self.limits.over else self.best_of(problem)
+            return None if found is None else found.plan
+        try:
+            return decompose.solve(problem, self.limits)
+        except PlanError:
+            return None
+
+    def _run(self) -> None:
+        """Plan the market and its parts; `best` is the best. Raises `PlanError` if there is no plan."""
+        problem = self._table.problem
+        self._take(self.best_of(problem, required=True))
+        for part in _parts(problem):
+            if self.limits.over:
+                break
+            self._take(self.best_of(part))
+        # The whole again, with the mixes of all the parts.
+        for _ in range(_MOST_ROUNDS):
+            before = self.best
+            if self.limits.over:
+                break
+            self._take(self._round(self.problem)[0])
+            if self.best is before:
+                break
+
+    def best_of(self, problem: Problem, *, required: bool = False) -> MeasuredPlan | None:
+        """Return the best measured plan of a problem, by its own rounds alone; None if it has none."""
+        key = tuple(c.name for c in problem.configurations), tuple(sorted(problem.available.items()))
+        if key not in self._known:
+            self._known[key] = self._rounds(problem, required=required)
+        return self._known[key]
+
+    def _rounds(self, problem: Problem, *, required: bool) -> MeasuredPlan | None:
+        best: MeasuredPlan | None = None
+        starts = [
+            tuple(_known_mix(problem, c, careful=careful) for c in problem.configurations)
+            for careful in (True, False)
+        ]
+        for configurations in starts[: 1 + (starts[0] != starts[1])]:
+            working = replace(problem, configurations=configurations)
+            for _ in range(_MOST_ROUNDS):
+                if best is not None and self.limits.over:
+                    break
+                try:
+                    found, corrected = self._round(working)
+                except PlanError:
+                    if required and best is None:
+                        raise
+                    break
+                best = better(problem, best, found)
+                if required:
+                    self._take(best)
+                if corrected is None:
+                    break
+                working = corrected
+        return best
+
+    def _round(self, working: Problem) -> tuple[MeasuredPlan, Problem | None]:
+        """Return the measured plan of a program, and the program corrected; None if both agree."""
+        if self.limits.over:  # and nothing is known yet: a plan of what rates there are, not measured
+            plan = decompose.solve(working, SolveLimits(_LATE_GAP, time.monotonic() + _LATE_S))
+            return MeasuredPlan(plan), None
+        plan = decompose.solve(working, self.limits, self._on_progress)
+        check_rent(working, plan)
+        found, ratios = self._measure(working, plan)
+        for _ in range(_MOST_ROUNDS):  # the same instances, the requests divided by measured rates
+            divided = None if self.limits.over else assign(self._with_mixes(working), found.plan.counts)
+            if divided is None or divided.throughput <= found.plan.throughput * (1.0 + _EVEN_SHARE):
+                break
+            again = self._measure(working, divided)[0]
+            if better(working, found, again) is found:
+                break
+            found = again
+        if all(abs(ratio - 1.0) <= _AGREED_SHARE for ratio in ratios.values()):
+            return found, None
+        corrected = (self._corrected(c, ratios.get(c.name)) for c in working.configurations)
+        return found, replace(working, configurations=tuple(corrected))
+
+    def _corrected(self, c: Configuration, ratio: float | None) -> Configuration:
+        """Return a configuration with its mixes, or with less of everything if a mix served less."""
+        if ratio is None or ratio >= 1.0:
+            return c if ratio is None else replace(c, mixes=tuple(self._mixes[c.name]))
+        return replace(
+            c,
+            throughput={name: rate * ratio for name, rate in c.throughput.items()},
+            mixes=tuple({n: r * ratio for n, r in mix.items()} for mix in c.mixes),
+        )
+
+    def _measure(self, working: Problem, plan: RentPlan) -> tuple[MeasuredPlan, dict[str, float]]:
+        """Return the plan at the rate that its instances were measured to serve.
+
+        Returns measured over planned rates of the configurations, too.
+        """
+        self.plans += 1
+        known, kept = working.by_name, INFINITY
+        ratios: dict[str, float] = {}
+        for name, count in plan.counts.items():
+            c = known[name]
+            rates = {kind: rate for (kind, own), rate in plan.rates.items() if own == name}
+            whole = math.fsum(rates.values())
+            if c.profile is None or whole <= 0.0:
+                kept = min(kept, 1.0)
+                continue
+            mix = [(rate, self._rows[kind]) for kind, rate in sorted(rates.items())]
+            served = self._measured.of_mix(c.profile, mix, c.engine_stages)
+            kept = min(kept, served * count / whole)
+            # Idle parts of the plan are no disagreement: the number of instances is whole.
+            ratios[name] = served * c.load(rates) / whole
+            self._mixes.setdefault(name, []).append(
+                {kind: served * rate / whole for kind, rate in rates.items()}
+            )
+        if working.request_rate is not None or kept == INFINITY:
+            return MeasuredPlan(plan, min(kept, 1.0)), ratios
+        brought = {key: rate * kept for key, rate in plan.rates.items()}
+        return MeasuredPlan(replace(plan, rates=brought, throughput=plan.throughput * kept)), ratios
+
+    def _with_mixes(self, problem: Problem) -> Problem:
+        """Return a problem with everything that was measured of its configurations."""
+        found = []
+        for c in problem.configurations:
+            mixes = (*c.mixes, *self._mixes.get(c.name, ()))
+            unique = {tuple(sorted(mix.items())): mix for mix in mixes if len(mix) > 1}
+            found.append(replace(c, mixes=tuple(unique.values())))
+        return replace(problem, configurations=tuple(found))
+
+    def _take(self, found: MeasuredPlan | None) -> None:
+        best = better(self._table.problem, self.best, found)
+        if best is not None and best is not self.best:
+            self.best = best
+            self._on_best(best.plan)
+
+
+def better(problem: Problem, one: MeasuredPlan | None, other: MeasuredPlan | None) -> MeasuredPlan | None:
+    """Return the better of two plans, the cheaper if they are even, else the first."""
+    if one is None or other is None:
+        return one or other
+    costs = other.plan.cost_per_hour - one.plan.cost_per_hour
+    gain = other.kept - one.kept
+    if problem.request_rate is None:
+        gain = other.plan.throughput / one.plan.throughput - 1.0 if one.plan.throughput > 0 else 1.0
+    even = abs(gain) <= _EVEN_SHARE
+    return other if (costs < 0.0 if even else gain > 0.0) else one
+
+
+def _known_mix(problem: Problem, c: Configuration, *, careful: bool) -> Configuration:
+    """Return a configuration as its measured mix says: a further way to run it, if that serves more.
+
+    If it serves less than by turns, a careful start takes as much off all rates.
+    """
+    if c.mix_rate is None or len(c.throughput) < 2:
+        return c
+    ratio = c.mix_rate / by_turns if (by_turns := mix_rate(problem, replace(c, mix_rate=None))) > 0 else 0.0
+    if ratio < 1.0:
+        return replace(c, throughput={n: r * ratio for n, r in c.throughput.items()}) if careful else c
+    own = [kind for kind in problem.workloads if kind.model == c.model]
+    share = math.fsum(kind.share for kind in own)
+    return replace(c, mixes=(*c.mixes, {kind.name: c.mix_rate * kind.share / share for kind in own}))
+
+
+def _parts(problem: Problem) -> Iterator[Problem]:
+    """Yield the problem with fewer offers, the fewest first, each with and without pipelines."""
+    every = problem.configurations
+    gpus = sorted({gpu for c in every for gpu in c.gpus})
+    for size in range(1, len(gpus) + 1):
+        if len(gpus) > _MOST_COMBINED and 2 < size < len(gpus) - 1:
+            continue
+        for chosen in combinations(gpus, size):
+            part = replace(problem, configurations=tuple(c for c in every if set(c.gpus) <= set(chosen)))
+            yield part
+            yield without_pipelines(part)
+    yield from by_degree(problem).values()
+    yield uniform(problem)
+
+
+def make_plan(
+    table: Table, measured: Measured, limits: SolveLimits, on_progress: OnProgress | None = None
+) -> SolvedPlan:
+    """Return the best measured plan. Raises `PlanError` if there is none."""
+    return PlanSearch(table, measured, limits, on_progress).solved()
+
+
+def _bound(problem: Problem, limits: SolveLimits) -> float:
+    """Return the throughput (with a target rate the cost) that no plan of the measured rates exceeds."""
+    relaxed = abs(relaxation(problem)[0])
+    try:
+        proven = decompose.solve(problem, limits).bound
+    except PlanError:  # no time is left
+        return relaxed
+    return min(proven, relaxed) if problem.request_rate is None else max(proven, relaxed)
