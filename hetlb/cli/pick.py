@@ -35,7 +35,12 @@ def run(args: argparse.Namespace) -> int:
     prepare_process()
 
     async def pick() -> None:
-        await run_service(PickService(fleet, args.event_log))
+        service = PickService(fleet, args.event_log)
+        if fleet.file.shared is not None:
+            from hetlb.options.shared_view import share
+
+            share(service)
+        await run_service(service)
 
     with logging_to_stderr(fleet.file.proxy.request_log_format):
         uvloop.run(pick())

@@ -95,11 +95,10 @@ def _check_alone(fleet: Fleet) -> None:
     hands_over = any(spec.kv_transfer is not None for spec in fleet.instances)
     if hands_over and workers > 1:
         raise InputError(f"{where}proxy.workers: expected 1 with kv_transfer, got {workers}")
-    if shared is not None:
-        raise InputError(
-            f"{where}shared: this key was removed for `hetlb serve`; use `--workers N` on one machine,"
-            " `hetlb pick` behind Envoy over several"
-        )
+    if hands_over and shared is not None:
+        raise InputError(f"{where}shared: expected none with kv_transfer: peers do not know what it holds")
+    if shared is not None and workers > 1:
+        raise InputError(f"{where}proxy.workers: expected 1 with shared, got {workers}")
 
 
 def prepare_process() -> None:
@@ -144,7 +143,12 @@ async def _ask(fleet: Fleet, event_log: Path | None) -> Takeover | None:
 
 async def _serve(fleet: Fleet, event_log: Path | None, replace: bool) -> None:
     takeover = await _ask(fleet, event_log) if replace else None
-    await run_service(Service(fleet, event_log), systemd.inherited(), takeover)
+    service = Service(fleet, event_log)
+    if fleet.file.shared is not None:
+        from hetlb.options.shared_view import share
+
+        share(service)
+    await run_service(service, systemd.inherited(), takeover)
 
 
 async def run_service(

@@ -16,6 +16,7 @@ import msgspec
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.core.types import Lease, Outcome, Request
+from hetlb.balancer.fleet.operator_changes import OperatorChange
 
 #: Changes in one message, and their bytes, at most; decoded they take some thirty times as much.
 PART_CHANGES: Final = 256
@@ -135,7 +136,35 @@ class WireWaiting(msgspec.Struct, array_like=True, tag=3, frozen=True):
     sizes: Annotated[dict[_Name, _Count], msgspec.Meta(max_length=4096)]
 
 
+class WireOperated(msgspec.Struct, array_like=True, tag=4, frozen=True):
+    """An operator changed something at the process `origin`, its change `number` (0: an earlier change).
+
+    Of two changes of one thing the one with the larger `stamp` and origin holds, at every peer.
+    """
+
+    number: _Count
+    stamp: _Amount
+    origin: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{1,32}$")]
+    change: OperatorChange
+
+    def __post_init__(self) -> None:
+        """Refuse a stamp that none is newer than. Raises `ValueError`, in decoding `DecodeError`."""
+        if math.isnan(self.stamp):
+            raise ValueError("a change with no time")
+
+
+class WireDone(msgspec.Struct, array_like=True, tag=5, frozen=True):
+    """A change of an operator is in force here, or it failed."""
+
+    origin: _Name
+    number: _Count
+    error: _Name = ""
+
+
+#: Changes of leases and of the queue.
 WireChange: TypeAlias = WireBooked | WireBegun | WireEnded | WireWaiting
+#: All that peers tell each other.
+PeerChange: TypeAlias = WireChange | WireOperated | WireDone
 
 
 def booked(lease: Lease, now: float) -> Booked:
@@ -179,7 +208,7 @@ class LeaseJournal:
         return changes
 
 
-def parts(changes: Iterable[WireChange]) -> list[list[msgspec.Raw]]:
+def parts(changes: Iterable[PeerChange]) -> list[list[msgspec.Raw]]:
     """Encode changes in parts of `PART_CHANGES` and `PART_BYTES` at most: one at least."""
     found: list[list[msgspec.Raw]] = [[]]
     size = 0

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
 
 from hetlb.balancer.admin.admin import AdminApi, reply
 from hetlb.balancer.core.policies.registry import POLICIES
-from hetlb.balancer.core.types import AdminState, AdminStateSet
+from hetlb.balancer.core.types import AdminState
+from hetlb.balancer.fleet.operator_changes import (
+    MOST_NOTICE_S,
+    Register,
+    ReloadFile,
+    SetPolicy,
+    SetState,
+    Unregister,
+)
 from hetlb.errors import NOT_JSON, InputError
 from hetlb.inputs.mistakes import short
-
-#: Longest notice, in seconds: an instance that leaves later has been given none yet.
-_MOST_NOTICE_S = 86_400
 
 
 async def _body(request: web.Request, only: str | None = None) -> dict[str, Any]:
@@ -48,8 +54,7 @@ async def set_policy(api: AdminApi, request: web.Request) -> web.Response:
     name = (await _body(request, "name")).get("name")
     if not isinstance(name, str) or name not in POLICIES:
         raise InputError(f"name: expected one of {', '.join(POLICIES)}, got {short(name)}")
-    api.control.set_policy(name)
-    await api.control.settled()
+    await api.control.operate(SetPolicy(name))
     return reply({"policy": name})
 
 
@@ -59,8 +64,7 @@ async def set_state(api: AdminApi, request: web.Request) -> web.Response:
     state = (await _body(request, "state")).get("state")
     if state not in tuple(AdminState):
         raise InputError(f"state: expected ready, drain or maint, got {short(state)}")
-    api.control.roster.change(AdminStateSet(name, AdminState(state)))
-    await api.control.settled()
+    await api.control.operate(SetState(name, AdminState(state)))
     return reply({"name": name, "state": state})
 
 
@@ -69,8 +73,8 @@ async def set_notice(api: AdminApi, request: web.Request) -> web.Response:
     name = _instance(api, request)
     deadline_s = (await _body(request, "deadline_s")).get("deadline_s")
     number = type(deadline_s) in (int, float)
-    if deadline_s is not None and not (number and 0 <= deadline_s <= _MOST_NOTICE_S):
-        expected = f"expected seconds from 0 to {_MOST_NOTICE_S}, or null"
+    if deadline_s is not None and not (number and 0 <= deadline_s <= MOST_NOTICE_S):
+        expected = f"expected seconds from 0 to {MOST_NOTICE_S}, or null"
         raise InputError(f"deadline_s: {expected}, got {short(deadline_s)}")
     return await _noticed(api, name, deadline_s)
 
@@ -81,16 +85,20 @@ async def take_notice_back(api: AdminApi, request: web.Request) -> web.Response:
 
 
 async def _noticed(api: AdminApi, name: str, deadline_s: float | None) -> web.Response:
-    api.control.roster.notice(name, deadline_s)
-    await api.control.settled()
+    state = api.control.scheduler.fleet.instances[name].admin
+    await api.control.operate(SetState(name, state, deadline_s))
     return reply({"name": name, "deadline_s": deadline_s})
 
 
 async def register(api: AdminApi, request: web.Request) -> web.Response:
     """Add an instance, or renew its registration."""
     _check_registration(api)
-    new = await api.control.roster.members.register(await _body(request))
-    await api.control.settled()
+    table = await _body(request)
+    name, encoded = (
+        str(table.get("name") or urlsplit(str(table.get("url"))).netloc),
+        msgspec.json.encode(table),
+    )
+    new = await api.control.operate(Register(name, encoded))
     return reply(api.fleet(), 201 if new else 200)
 
 
@@ -98,11 +106,10 @@ async def unregister(api: AdminApi, request: web.Request) -> web.Response:
     """Take an instance out."""
     _check_registration(api)
     name = _instance(api, request)
-    api.control.roster.leave([name])
-    await api.control.settled()
+    await api.control.operate(Unregister(name))
     return reply({"name": name})
 
 
 async def reload(api: AdminApi, _: web.Request) -> web.Response:
     """Read the fleet file again."""
-    return reply({"reloaded": await api.control.reload()})
+    return reply({"reloaded": await api.control.operate(ReloadFile())})

@@ -20,19 +20,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from hetlb import systemd
 from hetlb.balancer.clients.access import Access, EngineAccess, load_access
 from hetlb.balancer.clients.front import Front, Listener
 from hetlb.balancer.clients.server import ProxyServer
 from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
+from hetlb.balancer.core.types import AdminStateSet
 from hetlb.balancer.engines.scrape import EngineWatch
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.exchange.scheduler_side import Carrier
 from hetlb.balancer.fleet.admin_listener import AdminListener, named
+from hetlb.balancer.fleet.operator_changes import (
+    OperatorChange,
+    Register,
+    ReloadFile,
+    SetPolicy,
+    SetState,
+)
 from hetlb.balancer.fleet.reload import needs_restart, read_again
 from hetlb.balancer.fleet.roster import Roster
 from hetlb.balancer.telemetry.counters import Totals
@@ -40,6 +51,7 @@ from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.build import version_line
 from hetlb.errors import ConfigError, InputError
 from hetlb.extras import hook
+from hetlb.inputs.mistakes import short
 from hetlb.inputs.option_keys import options_of
 from hetlb.inputs.urls import bracketed
 from hetlb.logs import plain_line
@@ -65,6 +77,8 @@ FIRST_ROUND_S = 1.0
 _GARBAGE_CONTAINERS = 20_000
 #: Seconds between SIGTERM, when readiness says no, and the end of the listener: balancers notice meanwhile.
 READINESS_LAG_S = 5.0
+#: Longest wait at the start for what peers have at the engines, in seconds.
+CATCH_UP_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +257,31 @@ class FleetService(ABC):
     async def settled(self) -> None:
         """Return when an operator's change is in force in all processes."""
 
+    async def operate(self, change: OperatorChange) -> Any:
+        """Make a change of an operator, here and at all peers; return its result. Raises `InputError`."""
+        done = await self.make(change)
+        if self.sharing is not None:
+            for failure in await self.sharing.spread(change):
+                tell(logger, Event.SHARED_CHANGE, "a change is not in force everywhere: %s", failure)
+        await self.settled()
+        return done
+
+    async def make(self, change: OperatorChange) -> Any:
+        """Make a change of an operator here; return its result. Raises `InputError`."""
+        if isinstance(change, SetPolicy):
+            if change.name not in POLICIES:
+                raise ConfigError(f"name: expected one of {', '.join(POLICIES)}, got {short(change.name)}")
+            return self.set_policy(change.name)
+        if isinstance(change, SetState):
+            return self.roster.change(AdminStateSet(change.instance, change.state, change.deadline_s))
+        if isinstance(change, ReloadFile):
+            return await self.reload()
+        if not self.fleet.file.admin.registration:
+            raise ConfigError("admin.registration is false")
+        if isinstance(change, Register):
+            return await self.roster.members.register(msgspec.json.decode(change.table, type=dict[str, Any]))
+        return self.roster.leave([change.instance])
+
     def set_policy(self, name: str) -> None:
         self.scheduling.set_policy(name)
         tell(logger, Event.POLICY, "the policy is %s", name, policy=name)
@@ -263,6 +302,8 @@ class FleetService(ABC):
                 raise
             self._seen.after_reading(fleet.named_files)
             self._spread(fleet)
+            if self.sharing is not None:
+                self.sharing.reloaded(self.fleet, fleet)
             done = await self._swap(fleet, access)
             reloads["done"] += 1
             self.reload_refused = ""
@@ -336,6 +377,8 @@ class FleetService(ABC):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.sharing is not None:
+            await self.sharing.close()
         self.roster.close()
         if self._sources is not None:
             await self._sources.close()
@@ -382,7 +425,11 @@ class Service(FleetService):
             self._takeover, listeners = takeover, takeover.listeners
         self._front.open_log()
         self._read_kv_events(self.fleet)
+        if self.sharing is not None:
+            self.sharing.start()
         await self._first_look()
+        if self.sharing is not None:  # an instance of a source was not there to book a peer's lease on
+            await self.sharing.caught_up(CATCH_UP_S)
         if takeover is not None:
             await takeover.begin(self.scheduler, self.scheduling.carry_out)
         listen = self.fleet.file.listen

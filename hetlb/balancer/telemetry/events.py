@@ -54,6 +54,7 @@ class Event(Enum):
     SHARED_LOST = "shared_lost", _WARNING, "the server of the shared view is gone; the own view goes on"
     SHARED_MESSAGE = "shared_message", _WARNING, "a message of the shared view is none; logged once in 10 s"
     SHARED_PEER_GONE = "shared_peer_gone", _WARNING, "another process of the fleet is silent; its leases go"
+    SHARED_CHANGE = "shared_change", _WARNING, "an operator's change is not in force at a peer"
     REQUEST_FAILED = "request_failed", _ERROR, "hetlb raised an error at a request, which ends alone"
     INTERNAL = "internal", _ERROR, "hetlb raised an error in work of no request; the same once a minute"
     WORKER_ENDED = "worker_ended", _ERROR, "a process ended and is replaced"

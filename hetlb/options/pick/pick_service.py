@@ -16,7 +16,6 @@ from hetlb.balancer.config.fleet_tables import Listen
 from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.fleet.service import Service
-from hetlb.balancer.fleet.shared_fleet import SharedFleet
 from hetlb.balancer.fleet.source import Source
 from hetlb.balancer.interfaces import Predecessor
 from hetlb.extras import hook
@@ -37,7 +36,6 @@ class PickService(Service):
 
     driver: PickDriver
     server: PickServer
-    sharing: SharedFleet | None
     _hands_over = False  # gRPC's listener cannot be given to another process
 
     def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
@@ -45,8 +43,6 @@ class PickService(Service):
         super().__init__(fleet.with_tables(listen=Listen(host=pick.host, port=pick.port)), event_log)
         self._resolver: asyncio.Task[None] | None = None
         self.roster.on_coming = self._coming
-        if fleet.file.shared is not None:
-            self.sharing = hook("shared_view", fleet.file.shared, f"{fleet.where}shared", self.scheduling)
 
     def _drive(self) -> SchedulerDriver:
         fleet = self.fleet
@@ -68,8 +64,6 @@ class PickService(Service):
 
     async def start(self, listeners: Listeners = NO_LISTENERS, takeover: Predecessor | None = None) -> None:
         """Know the addresses of the instances, then start as any service."""
-        if self.sharing is not None:
-            self.sharing.start()
         await self._resolve()
         self._resolver = asyncio.create_task(self._resolve_for_ever())
         await super().start(listeners, takeover)
@@ -81,8 +75,6 @@ class PickService(Service):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        if self.sharing is not None:
-            await self.sharing.close()
         await super().close()
 
     def _coming(self, spec: InstanceSpec) -> None:

@@ -1,21 +1,34 @@
-"""Shared view: several schedulers of one fleet tell each other their leases."""
+"""Shared view: several processes of one fleet tell each other their leases and their operators' changes."""
+
+from __future__ import annotations
 
 import secrets
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
+from hetlb.options.shared_view.peer_transport import PeerTransport
 from hetlb.options.shared_view.shared_table import SharedTable, check_serving, shared_url
-from hetlb.options.shared_view.sharing import Sharing
+from hetlb.options.shared_view.sharing import Sharing, transport_of
+
+if TYPE_CHECKING:
+    from hetlb.balancer.fleet.service import FleetService
 
 TABLES: dict[str, Any] = {"shared": SharedTable | None}
 
 
-def hook(table: SharedTable, key: str, scheduling: SchedulerDriver) -> Sharing:
-    """Let a scheduler share its view with its peers. Raises `ConfigError` that names `key`."""
-    url = shared_url(table, key)
-    sharing = Sharing(table, url, scheduling.scheduler, scheduling.carry_out, secrets.token_hex(6))
-    scheduling.view = sharing.view
-    return sharing
+def share(service: FleetService) -> None:
+    """Let a service share its view with its peers, over what the fleet file names. Raises `ConfigError`."""
+    table: SharedTable = service.fleet.file.shared
+    url = shared_url(table, f"{service.fleet.where}shared")
+    share_over(service, table, transport_of(url, table.group, table.silent_s))
 
 
-__all__ = ["TABLES", "check_serving", "hook"]
+def share_over(service: FleetService, table: SharedTable, transport: PeerTransport) -> None:
+    """Let a service share its view with its peers, over a transport."""
+    scheduling, knows = service.scheduling, lambda name: service.roster.spec(name) is not None
+    sharing = Sharing(table, transport, service.scheduler, scheduling.carry_out, secrets.token_hex(6))
+    sharing.share_changes(service.make, knows)
+    service.sharing, scheduling.view = sharing, sharing.view
+    service.roster.on_edited = sharing.instances_changed
+
+
+__all__ = ["TABLES", "check_serving", "share", "share_over"]

@@ -28,5 +28,8 @@ class PeerTransport(Protocol):
     async def flush(self) -> None:
         """Wait until all messages have left."""
 
+    def drop(self) -> None:
+        """Break the connection, which seems dead: a new one is made."""
+
     async def close(self) -> None:
         """End the connection."""

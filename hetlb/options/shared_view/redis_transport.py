@@ -12,8 +12,6 @@ from hetlb.turns import Share
 #: Messages that wait to be published, at most.
 _MAX_WAITING_MESSAGES: Final = 1000
 _RETRY_S: Final = 0.25
-#: Multiple of `silent_s` without a message after which a connection is dead, as own messages come back.
-_DEAF_FACTOR: Final = 2.0
 
 
 class RedisTransport:
@@ -29,7 +27,7 @@ class RedisTransport:
         self._channel, self._silent_s = channel, silent_s
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue(_MAX_WAITING_MESSAGES)
         self._publisher: asyncio.Task[None] | None = None
-        self.lost = False
+        self.lost = self._dropped = False
 
     async def run(self, joined: Callable[[], None], receive: Receive) -> None:
         if self._publisher is None:
@@ -37,18 +35,16 @@ class RedisTransport:
         async with self._redis.pubsub() as subscription:
             await subscription.subscribe(self._channel)
             joined()
-            loop = asyncio.get_running_loop()
-            heard_at, share = loop.time(), Share()
-            while True:
+            share = Share()
+            self._dropped = False
+            while not self._dropped:
                 await share.spent()
                 message = await subscription.get_message(
                     ignore_subscribe_messages=True, timeout=self._silent_s
                 )
                 if message is not None:
-                    heard_at = loop.time()
                     receive(message["data"])
-                elif loop.time() - heard_at > _DEAF_FACTOR * self._silent_s:
-                    raise ConnectionError("not even own messages come back")
+            raise ConnectionError("not even own messages come back")
 
     def send(self, message: bytes) -> None:
         try:
@@ -63,6 +59,9 @@ class RedisTransport:
 
     async def flush(self) -> None:
         await self._outbox.join()
+
+    def drop(self) -> None:
+        self._dropped = True
 
     async def close(self) -> None:
         while self._publisher is not None and not self._publisher.done():

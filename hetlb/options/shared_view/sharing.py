@@ -1,9 +1,9 @@
 """Sharing of several schedulers of one fleet, over a hub or Redis: live leases, and waiting requests.
 
 Each process hears of every change and of its own, whose way there and back is the age that the others' news
-have. It says something at least four times in `silent_s`, so that a silent peer is dead. It tells all it has
-when it comes, when it is asked to, and when it was cut off. Without a connection each goes on with its own
-view and the engines' own figures.
+have. It says something at least four times in `silent_s`; a peer that was silent for `silent_s` is dead. It
+tells all it has when it comes, when it is asked to, and when it was cut off. Without a connection each goes
+on with its own view and the engines' own figures.
 """
 
 from __future__ import annotations
@@ -11,37 +11,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Final
 
 import msgspec
 
+from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command
+from hetlb.balancer.fleet.operator_changes import OperatorChange
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.rarely import Rarely
-from hetlb.options.lease_wire import PART_BYTES, PART_CHANGES, WireChange, parts
+from hetlb.options.lease_wire import PeerChange, WireChange, parts
+from hetlb.options.shared_view import peer_messages
 from hetlb.options.shared_view.hub import HubTransport
+from hetlb.options.shared_view.operators import OperatorChanges
 from hetlb.options.shared_view.peer_transport import PeerTransport
-from hetlb.options.shared_view.redis_transport import RedisTransport
 from hetlb.options.shared_view.shared_table import HUB, SharedTable
 from hetlb.options.shared_view.shared_view import SharedView
 
 logger = logging.getLogger("hetlb.shared")
 
-_VERSION: Final = 3
-#: Kinds of messages: changes, all that holds, the question for all that holds, and the last changes of a
-#: process that stops.
-_CHANGES: Final = 0
-_STATE: Final = 1
-_ASK: Final = 2
-_LEAVE: Final = 3
 _RETRY_S: Final = 0.25
 #: Longest wait for the last messages to be published, in seconds; beyond `silent_s` peers need none of them.
 _LAST_WORDS_S: Final = 1.0
-#: Maximum bytes of a message.
-MAX_MESSAGE_BYTES: Final = 2 * PART_BYTES
 #: Peers at once, and their leases in all: a message beyond is none.
 _MOST_PEERS: Final = 256
 _MOST_LEASES: Final = 1 << 18
@@ -49,31 +44,10 @@ _MOST_LEASES: Final = 1 << 18
 _MOST_AGE_S: Final = 60.0
 #: Weight of one more echo in the mean age of news.
 _ECHO_WEIGHT: Final = 0.1
-
-
-class _Message(msgspec.Struct, array_like=True, frozen=True):
-    """One message of a process; `sent_at` by its own clock."""
-
-    version: Literal[3]
-    name: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{1,32}$")]
-    kind: Literal[0, 1, 2, 3]
-    sequence: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-    sent_at: float
-    changes: Annotated[list[WireChange], msgspec.Meta(max_length=PART_CHANGES)]
-
-
-class _Head(msgspec.Struct, array_like=True, frozen=True):
-    """A message without its changes."""
-
-    version: int
-    name: str
-    kind: int
-    sequence: int
-    sent_at: float
-
-
-_decode = msgspec.msgpack.Decoder(_Message).decode
-_decode_head = msgspec.msgpack.Decoder(_Head).decode
+#: Messages of each process in `silent_s`, and multiple of it without an own message after which a connection
+#: is dead.
+_BEATS: Final = 4
+_DEAF_FACTOR: Final = 2.0
 
 
 class Sharing:
@@ -82,7 +56,7 @@ class Sharing:
     def __init__(
         self,
         table: SharedTable,
-        url: str,
+        transport: PeerTransport,
         scheduler: Scheduler,
         carry_out: Callable[[list[Command]], None],
         name: str,
@@ -92,64 +66,118 @@ class Sharing:
         self._loop = asyncio.get_running_loop()
         self.name = name
         self.view = SharedView(scheduler, int(name, 16), name)
-        self.view.journal.on_change = lambda: self._loop.call_soon(self._tell)
-        self._transport = transport_of(url, table.group, table.silent_s)
-        self._own = msgspec.msgpack.encode([_VERSION, name])[1:]
+        self.view.journal.on_change = self._tell_soon
+        #: Changes of operators, where they are shared.
+        self.operators: OperatorChanges | None = None
+        self._transport = transport
+        self._own = peer_messages.own_start(name)
         self._heard_at: dict[str, float] = {}
         self._next: dict[str, int] = {}
+        #: Peers whose whole state is here.
+        self._whole: set[str] = set()
         #: Messages so far.
         self.sent = self.received = self.rejected = 0
         self._rejections = Rarely()
         #: The timer of the answer to peers that asked for the whole state, and when the last one was sent.
         self._answer: asyncio.TimerHandle | None = None
         self._answered_at = -_RETRY_S
-        #: True while the server is reached.
+        #: True while the server is reached, and when an own message came back last.
         self.connected = False
+        self._echoed_at = math.inf
+        #: Set for a moment when the whole state of a peer has come.
+        self._state_came = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def peers(self) -> int:
         return len(self.view.peers)
 
+    def share_changes(
+        self, make: Callable[[OperatorChange], Awaitable[object]], knows: Callable[[str], bool]
+    ) -> None:
+        """Share the changes of operators: `make` makes one here; `knows` tells which instances are here."""
+        self.operators = OperatorChanges(
+            self.name, make, knows, lambda: list(self._heard_at), self._tell_soon
+        )
+
+    async def spread(self, change: OperatorChange) -> list[str]:
+        """Have an operator's change made at all peers; return what went wrong there."""
+        return [] if self.operators is None else await self.operators.spread(change, self._loop.time())
+
+    def reloaded(self, before: Fleet, after: Fleet) -> None:
+        """Note that the fleet file was read again: what it says of instances and policy holds from now on."""
+        if self.operators is not None:
+            new_policy = before.written.policy.name != after.written.policy.name
+            self.operators.reloaded([each.name for each in after.instances], new_policy)
+
+    def instances_changed(self) -> None:
+        """Make the operators' changes that waited for an instance."""
+        if self.operators is not None:
+            self.operators.instances_changed()
+
     def start(self) -> None:
         """Begin; a server that is not there yet is waited for, and nothing else waits for it."""
         self._tasks = [self._loop.create_task(each) for each in (self._listen(), self._beat())]
+
+    async def caught_up(self, most_s: float, least: int = 0) -> bool:
+        """Return True once the whole state of the peers is here: of `least` of them, for `most_s` at most."""
+        deadline = self._loop.time() + most_s
+        self._whole.clear()
+        if self.connected:
+            self._send(peer_messages.ASK, [])
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                while not self.connected or len(self._whole) < max(least, len(self._heard_at), 1):
+                    self._state_came.clear()
+                    await self._state_came.wait()
+        return len(self._whole) >= least
 
     async def close(self) -> None:
         """Stop: peers hear the last changes and forget this process."""
         if self._answer is not None:
             self._answer.cancel()
+        if self.operators is not None:
+            await self.operators.close()
         tasks, self._tasks = self._tasks, []
         await _cancel(tasks)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(_LAST_WORDS_S, self._table.silent_s)):
                 if tasks and self.connected:
-                    self._send(_LEAVE, self.view.take())
+                    self._send(peer_messages.LEAVE, self._take())
                     await self._transport.flush()
         await self._transport.close()
 
     # --- out ---
 
+    def _tell_soon(self) -> None:
+        self._loop.call_soon(self._tell)
+
+    def _take(self) -> list[PeerChange]:
+        changes: list[PeerChange] = [*self.view.take()]
+        return changes if self.operators is None else changes + self.operators.take()
+
     def _tell(self) -> None:
         """Send the changes of the last turn of the event loop."""
-        if self._tasks and (changes := self.view.take()):
-            self._send(_CHANGES, changes)
+        if self._tasks and (changes := self._take()):
+            self._send(peer_messages.CHANGES, changes)
 
-    def _send(self, kind: int, changes: list[WireChange]) -> None:
+    def _send(self, kind: int, changes: list[PeerChange]) -> None:
         """Send changes in parts: of a state the first part has the `kind`, else the last one."""
         some = parts(changes)
-        at = 0 if kind == _STATE else len(some) - 1
+        at = 0 if kind == peer_messages.STATE else len(some) - 1
         for number, part in enumerate(some):
             self.sent += 1
-            head = [_VERSION, self.name, kind if number == at else _CHANGES, self.sent]
-            message = msgspec.msgpack.encode([*head, self._loop.time(), part])
-            self._transport.send(message)
+            part_kind = kind if number == at else peer_messages.CHANGES
+            now = self._loop.time()
+            self._transport.send(peer_messages.message(self.name, part_kind, self.sent, now, part))
 
     def _send_state(self) -> None:
         """Send the whole state, after the earlier changes."""
-        if changes := self.view.take():
-            self._send(_CHANGES, changes)
-        self._send(_STATE, self.view.live(self._loop.time()))
+        if changes := self._take():
+            self._send(peer_messages.CHANGES, changes)
+        now = self._loop.time()
+        held = [] if self.operators is None else self.operators.live(now)
+        self._send(peer_messages.STATE, [*self.view.live(now), *held])
 
     def _answer_all(self) -> None:
         """Send the whole state to peers that asked since the last time."""
@@ -157,13 +185,25 @@ class Sharing:
         self._send_state()
 
     async def _beat(self) -> None:
-        """Send a heartbeat, and find peers that have gone silent."""
+        """Send a heartbeat, and find peers that have been silent for `silent_s`, when it is over."""
+        silent_s = self._table.silent_s
+        beat_at = self._loop.time()
         while True:
-            await asyncio.sleep(self._table.silent_s / 4.0)
+            due = min([beat_at, *[heard_at + silent_s for heard_at in self._heard_at.values()]])
+            await asyncio.sleep(max(0.0, due - self._loop.time()))
             now = self._loop.time()
-            self._send(_CHANGES, self.view.take())
+            if now - due > silent_s / _BEATS:  # this process stood still: their words wait to be read
+                heard = max(0.0, now - silent_s * (1.0 - 1.0 / _BEATS))
+                self._heard_at = {peer: max(heard, at) for peer, at in self._heard_at.items()}
+                self._echoed_at = max(heard, self._echoed_at)
+            if now >= beat_at:
+                beat_at = now + silent_s / _BEATS
+                self._send(peer_messages.CHANGES, self._take())
+            if self.connected and now - self._echoed_at > _DEAF_FACTOR * silent_s:
+                self._echoed_at = math.inf
+                self._transport.drop()
             for peer, heard_at in list(self._heard_at.items()):
-                if now - heard_at > self._table.silent_s:
+                if now - heard_at >= silent_s:
                     text = "shared state: peer %s is gone, and its leases with it"
                     tell(logger, Event.SHARED_PEER_GONE, text, peer[:32], peer=peer[:32])
                     self._forget(peer, now)
@@ -171,24 +211,25 @@ class Sharing:
     # --- in ---
 
     async def _listen(self) -> None:
-        lost = False
+        told = ""
         while True:
             try:
                 await self._transport.run(self._introduce, self._receive)
             except Exception as error:  # of whatever kind: a process that hears nothing must not seem to
-                if self.connected or not lost:
-                    reason = " ".join(str(error).split())[:200] or type(error).__name__
+                reason = " ".join(str(error).split())[:200] or type(error).__name__
+                if self.connected or reason != told:
                     text = "shared state: the connection is lost (%s): this process goes on with its own view"
                     tell(logger, Event.SHARED_LOST, text, reason, reason=reason)
-                lost, self.connected = True, False
+                told, self.connected = reason, False
             await asyncio.sleep(_RETRY_S)
 
     def _introduce(self) -> None:
         """Send the whole state, and ask the others for theirs."""
         self._transport.lost = False
         self._transport.discard()
+        self._echoed_at = self._loop.time()
         self._send_state()
-        self._send(_ASK, [])
+        self._send(peer_messages.ASK, [])
 
     def _receive(self, data: object) -> None:
         """Take a message; an invalid one is counted, and the next one is taken like any other."""
@@ -200,12 +241,11 @@ class Sharing:
             self._introduce()
         try:
             if isinstance(data, bytes) and data.startswith(self._own, 1):
-                age_s = min(_MOST_AGE_S, max(0.0, now - _decode_head(data).sent_at))
-                self.view.delay_s += _ECHO_WEIGHT * (age_s - self.view.delay_s)
+                self._echo(peer_messages.decode_head(data), now)
                 return
-            if not isinstance(data, bytes) or len(data) > MAX_MESSAGE_BYTES:
-                raise ValueError(f"expected a message of at most {MAX_MESSAGE_BYTES >> 20} MiB")
-            message = _decode(data)
+            if not isinstance(data, bytes) or len(data) > peer_messages.MAX_MESSAGE_BYTES:
+                raise ValueError(f"expected a message of at most {peer_messages.MAX_MESSAGE_BYTES >> 20} MiB")
+            message = peer_messages.decode(data)
             if message.name not in self._heard_at and len(self._heard_at) >= _MOST_PEERS:
                 raise ValueError(f"expected at most {_MOST_PEERS} peers")
             if self.view.peer_leases + len(message.changes) > _MOST_LEASES:
@@ -215,27 +255,53 @@ class Sharing:
             reason = " ".join(str(error).split())[:200]
             self._rejections.tell(logger, Event.SHARED_MESSAGE, "shared state: a message is none: %s", reason)
             return
-        peer, kind, sequence, changes = message.name, message.kind, message.sequence, message.changes
+        self._heard(message, now)
+
+    def _echo(self, head: peer_messages.PeerHead, now: float) -> None:
+        """Take an own message that came back: its way is as long as the others' news take."""
+        if head.kind == peer_messages.LEAVE:  # of an earlier connection, whose end came late
+            self._introduce()
+            return
+        self._echoed_at = now
+        age_s = min(_MOST_AGE_S, max(0.0, now - head.sent_at))
+        self.view.delay_s += _ECHO_WEIGHT * (age_s - self.view.delay_s)
+
+    def _heard(self, message: peer_messages.PeerMessage, now: float) -> None:
+        """Take the message of a peer."""
+        peer, kind, sequence = message.name, message.kind, message.sequence
         self.received += 1
+        if kind == peer_messages.LEAVE and peer not in self._heard_at:
+            return
         self._heard_at[peer] = now
-        whole = kind == _STATE or self._next.get(peer) == sequence
+        whole = kind == peer_messages.STATE or self._next.get(peer) == sequence
         self._next[peer] = sequence + 1
-        if kind == _STATE:
-            self._carry_out(self.view.replace(peer, changes, now))
-        else:  # without a whole state before, changes have no meaning
-            self._carry_out(self.view.receive(peer, changes if whole else (), now))
-        if not whole:
-            self._send(_ASK, [])
-        if kind == _ASK and self._answer is None:
-            self._answer = self._loop.call_at(self._answered_at + _RETRY_S, self._answer_all)
-        if kind == _LEAVE:
+        changes = message.changes if whole else ()  # without a whole state before, changes have no meaning
+        leases = [each for each in changes if isinstance(each, WireChange)]
+        if kind == peer_messages.STATE:
+            self._carry_out(self.view.replace(peer, leases, now))
+            self._whole.add(peer)
+            self._state_came.set()
+        else:
+            self._carry_out(self.view.receive(peer, leases, now))
+        if self.operators is not None and len(leases) < len(changes):
+            self.operators.receive(peer, changes, now)
+        if kind == peer_messages.LEAVE:
             self._forget(peer, now)
+            return
+        if not whole:
+            self._send(peer_messages.ASK, [])
+        if kind == peer_messages.ASK and self._answer is None:
+            self._answer = self._loop.call_at(self._answered_at + _RETRY_S, self._answer_all)
 
     def _forget(self, peer: str, now: float) -> None:
         """End the leases of a peer that left, or is silent."""
         del self._heard_at[peer]
         self._next.pop(peer, None)
+        self._whole.discard(peer)
+        if self.operators is not None:
+            self.operators.gone(peer)
         self._carry_out(self.view.gone(peer, now))
+        self._state_came.set()
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
@@ -251,4 +317,6 @@ def transport_of(url: str, group: str, silent_s: float) -> PeerTransport:
     """Return the carrier that a URL names."""
     if url.startswith(HUB):
         return HubTransport(Path(url.removeprefix(HUB)))
+    from hetlb.options.shared_view.redis_transport import RedisTransport
+
     return RedisTransport(url, f"{group}:leases", silent_s)

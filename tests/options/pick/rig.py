@@ -19,6 +19,7 @@ from proxy.upstreams import DONE, PLAIN_BODY, TOKEN, USAGE
 
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.options.pick.pick_service import PickService
+from hetlb.options.shared_view import share
 from hetlb.tools.sim.integrity import check_scheduler
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "envoy"
@@ -240,6 +241,8 @@ class Rig:
         path = self.folder / "fleet.yaml"
         path.write_text(yaml.safe_dump(self.fleet(**tables)))
         self.picker = PickService(load_fleet(path), event_log)
+        if self.picker.fleet.file.shared is not None:
+            share(self.picker)
         await self.picker.start()
         return self.picker
 

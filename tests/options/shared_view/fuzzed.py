@@ -10,8 +10,10 @@ from helpers import make_scheduler, spec
 from msgspec import msgpack
 
 from hetlb.options.lease_wire import PART_CHANGES
+from hetlb.options.shared_view.peer_messages import VERSION
+from hetlb.options.shared_view.redis_transport import RedisTransport
 from hetlb.options.shared_view.shared_table import SharedTable
-from hetlb.options.shared_view.sharing import _VERSION, Sharing
+from hetlb.options.shared_view.sharing import Sharing
 from hetlb.tools.sim.integrity import check_scheduler
 
 #: The loop of `sharing`, which lives as long as it.
@@ -24,7 +26,8 @@ def sharing() -> Sharing:
 
     async def make() -> Sharing:
         scheduler = make_scheduler([spec("a"), spec("b")])
-        return Sharing(SharedTable(), "redis://127.0.0.1:1", scheduler, lambda _: None, "cd34")
+        transport = RedisTransport("redis://127.0.0.1:1", "hetlb:leases", 1.0)
+        return Sharing(SharedTable(), transport, scheduler, lambda _: None, "cd34")
 
     return _LOOP.run_until_complete(make())
 
@@ -54,7 +57,7 @@ def shared_view(data: bytes) -> None:
 
 def peer(changes: list[list[object]]) -> bytes:
     """A message of a peer that tells all its leases."""
-    return msgpack.encode([_VERSION, "ab", 1, 1, 0.0, 0, changes])
+    return msgpack.encode([VERSION, "ab", 1, 1, 0.0, 0, changes])
 
 
 LEASE: list[object] = [0, 1, "a", [1, "m", 1, 1, 1, 1, True, 1, True, [], 0, None, 1], 1, 1.0, 1.0, False]

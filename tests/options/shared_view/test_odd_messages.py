@@ -16,20 +16,23 @@ from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.types import Outcome
 from hetlb.build import compiled
 from hetlb.options.lease_wire import PART_BYTES, PART_CHANGES, WireBooked, WireChange, WireEnded
-from hetlb.options.shared_view import sharing
+from hetlb.options.shared_view import peer_messages, sharing
+from hetlb.options.shared_view.peer_messages import MAX_MESSAGE_BYTES, VERSION
+from hetlb.options.shared_view.redis_transport import RedisTransport
 from hetlb.options.shared_view.shared_table import SharedTable
-from hetlb.options.shared_view.sharing import MAX_MESSAGE_BYTES, Sharing
+from hetlb.options.shared_view.sharing import Sharing
 
 NAME, OWN = "ab12", "cd34"
 
 
 def shared() -> Sharing:
     """A view of one process, whose server is not there."""
-    return Sharing(SharedTable(), "redis://127.0.0.1:1", make_scheduler([spec("a")]), lambda _: None, OWN)
+    transport = RedisTransport("redis://127.0.0.1:1", "hetlb:leases", 1.0)
+    return Sharing(SharedTable(), transport, make_scheduler([spec("a")]), lambda _: None, OWN)
 
 
 def message(changes: Any, kind: Any = 1, **other: Any) -> bytes:
-    fields = {"version": 3, "name": NAME, "kind": kind, "sequence": 1, "sent_at": 0.0} | other
+    fields = {"version": VERSION, "name": NAME, "kind": kind, "sequence": 1, "sent_at": 0.0} | other
     return msgspec.msgpack.encode([*fields.values(), changes])
 
 
@@ -179,7 +182,7 @@ def test_a_message_takes_a_bounded_amount_of_memory(change: list[Any], keys: int
     data = message([change] * min(PART_CHANGES, MAX_MESSAGE_BYTES // size))
     tracemalloc.start()
     try:
-        sharing._decode(data)
+        peer_messages.decode(data)
         assert tracemalloc.get_traced_memory()[1] < 32 << 20
     finally:
         tracemalloc.stop()
