@@ -268,7 +268,7 @@ class _Member(_Frames):
         super().__init__(hub.left)
         self._hub = hub
         self._trusted = False
-        #: What the others are told when it has left, as a frame.
+        #: Farewell in its name, as a frame: it goes to the others when the connection has ended.
         self.farewell = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -86,7 +86,7 @@ class OperatorChanges:
     # --- of this process ---
 
     async def spread(self, change: OperatorChange, now: float) -> list[str]:
-        """Have a change that was made here made by all peers; return what went wrong there."""
+        """Send a change that was made here to all peers, and wait for them; return what went wrong there."""
         self._stamp = max(time.time(), self._stamp + _STAMP_S)
         self._number += 1
         number = self._number
@@ -159,7 +159,7 @@ class OperatorChanges:
         self._came.set()
 
     def _take_in(self, peer: str, told: WireOperated) -> None:
-        """Have a change of a peer made, after the ones before it."""
+        """Queue a change of a peer behind the ones before it."""
         if len(self._inbox) >= _MOST_WAITING:
             return  # its peer waits for an answer, and says that none came
         self._inbox.append((peer, told))

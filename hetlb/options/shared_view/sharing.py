@@ -95,13 +95,13 @@ class Sharing:
     def share_changes(
         self, make: Callable[[OperatorChange], Awaitable[object]], knows: Callable[[str], bool]
     ) -> None:
-        """Share the changes of operators: `make` makes one here; `knows` tells which instances are here."""
+        """Exchange the changes of operators too: `make` makes one here; `knows` tells which instances are here."""
         self.operators = OperatorChanges(
             self.name, make, knows, lambda: list(self._heard_at), self._tell_soon
         )
 
     async def spread(self, change: OperatorChange) -> list[str]:
-        """Have an operator's change made at all peers; return what went wrong there."""
+        """Send an operator's change to all peers, and wait for them; return what went wrong there."""
         return [] if self.operators is None else await self.operators.spread(change, self._loop.time())
 
     def reloaded(self, before: Fleet, after: Fleet) -> None:
