@@ -95,7 +95,7 @@ class Sharing:
     def share_changes(
         self, make: Callable[[OperatorChange], Awaitable[object]], knows: Callable[[str], bool]
     ) -> None:
-        """Exchange the changes of operators too: `make` makes one here; `knows` tells which instances are here."""
+        """Exchange changes of operators too: `make` makes one here, `knows` says which instances are here."""
         self.operators = OperatorChanges(
             self.name, make, knows, lambda: list(self._heard_at), self._tell_soon
         )
