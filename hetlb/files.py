@@ -63,6 +63,8 @@ def content(path: Path, most_bytes: int = MAX_BYTES) -> bytes:
         return kept
     with reader(path) as file:
         status = os.fstat(file.fileno())
+        if status.st_size > most_bytes:
+            raise OSError(errno.EFBIG, f"larger than {_size(most_bytes)}", str(path))
         # A file of /proc has no size, and a log may grow during the read.
         data = file.read(min(status.st_size, most_bytes) + 1)
         while data and len(data) <= most_bytes and (more := file.read(min(_PIECE_BYTES, most_bytes))):

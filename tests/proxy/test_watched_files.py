@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,24 @@ async def test_a_key_that_is_removed_is_refused_and_one_that_is_added_is_taken(t
         assert (await running.ask(**bearer("sk-bob"))).status == 200
         write(tmp_path, "keys.yaml", yaml.safe_dump([ANN]))
         await until_answered(running, CLIENT_KEY, 200)
+
+
+async def test_keys_that_are_written_in_place_are_noticed_by_their_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Size, time and inode stay, as on a file system with coarse times."""
+    monkeypatch.setattr("hetlb.watched_files._CONTENT_S", 0.05)
+    proxy = {"api_keys_file": write(tmp_path, "keys.yaml", yaml.safe_dump([ANN]))}
+    path = tmp_path / "keys.yaml"
+    async with Engine() as engine, serving(tmp_path, watched(engine, proxy=proxy)) as running:
+        assert (await running.ask(**bearer(CLIENT_KEY))).status == 200
+        before = path.stat()
+        with path.open("r+") as file:
+            file.write(yaml.safe_dump([{**ANN, "sha256": BOB["sha256"]}]))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert (path.stat().st_size, path.stat().st_ino) == (before.st_size, before.st_ino)
+        await until_answered(running, CLIENT_KEY, 401)
+        assert (await running.ask(**bearer("sk-bob"))).status == 200
 
 
 async def test_a_volume_of_kubernetes_is_swapped_by_a_link(tmp_path: Path) -> None:

@@ -290,7 +290,7 @@ class FleetService(ABC):
         """Read the fleet file again, whole or not at all; return the changes. Raises `InputError`."""
         async with self._reloading:
             reloads = self.scheduling.carrier.counted.reloads
-            self._seen.before_reading()
+            await asyncio.to_thread(self._seen.before_reading)
             try:
                 fleet = await asyncio.to_thread(read_again, self.fleet)
                 access = await asyncio.to_thread(require_urls, fleet)
@@ -300,7 +300,7 @@ class FleetService(ABC):
                 text = "not reloaded, the last good configuration stays: %s"
                 tell(logger, Event.RELOAD_REFUSED, text, error)
                 raise
-            self._seen.after_reading(fleet.named_files)
+            await asyncio.to_thread(self._seen.after_reading, fleet.named_files)
             self._spread(fleet)
             if self.sharing is not None:
                 self.sharing.reloaded(self.fleet, fleet)

@@ -8,6 +8,7 @@ import socket
 import ssl
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -32,7 +33,7 @@ from hetlb.options.pick.pick_driver import PickDriver
 from hetlb.options.pick.pick_table import pick_table
 from hetlb.options.pick.stream import PickerState
 from hetlb.options.pick.tenant_names import FAIRNESS
-from hetlb.watched_files import Stamp, stamp
+from hetlb.watched_files import FileStates
 
 logger = logging.getLogger("hetlb.pick")
 
@@ -98,7 +99,8 @@ class PickServer:
         self._fleet = fleet
         #: Certificates for gateways that connect from now on, None without TLS.
         self.tls = gateway_certificates(fleet)
-        self._files = _stamp(fleet)
+        self._states = FileStates()
+        self._files = self._states.of(_tls_files(fleet))
         self._grpc: grpc.aio.Server | None = None
         driver.on_swept = self._sweep
         self._stopping: asyncio.Task[None] | None = None
@@ -213,7 +215,7 @@ class PickServer:
     def _sweep(self, now: float) -> None:
         for stream in list(self.state.streams):
             stream.sweep(SWEEP_S)
-        if self.tls is not None and (files := _stamp(self._fleet)) != self._files:
+        if self.tls is not None and (files := self._states.of(_tls_files(self._fleet))) != self._files:
             self._files = files
             try:
                 self.tls = gateway_certificates(self._fleet)
@@ -280,10 +282,10 @@ def _check_free(host: str, port: int) -> None:
         probe.bind(address)
 
 
-def _stamp(fleet: Fleet) -> Stamp:
-    """Return the state of the files of the listener's TLS."""
+def _tls_files(fleet: Fleet) -> list[Path]:
+    """Return the files of the listener's TLS."""
     table = pick_table(fleet)
     if table.tls is None:
-        return ()
+        return []
     names = (table.tls.cert, table.tls.key, table.client_ca_file)
-    return stamp([fleet.base / name for name in names if name is not None])
+    return [fleet.base / name for name in names if name is not None]

@@ -23,6 +23,7 @@ from hetlb.tools.stage.coordinator import Coordinator
 from hetlb.tools.stage.openai_api import OpenAIServer
 from hetlb.tools.stage.stages_file import StageGroup
 from hetlb.tools.stage.text import TextModel
+from hetlb.watched_files import FileStates
 
 log = logging.getLogger("hetlb.stage")
 
@@ -82,11 +83,11 @@ class Coordination:
 
     async def _watch(self) -> None:
         """Read the file again once it has changed and then stayed as it is between two looks."""
-        path = self.coordinator.group.path
-        read = before = _state(path)
+        path, states = [self.coordinator.group.path], FileStates()
+        read = before = states.of(path)
         while True:
             await asyncio.sleep(_POLL_S)
-            now = _state(path)
+            now = await asyncio.to_thread(states.of, path)
             if now == before != read:
                 read = now
                 await self.reload()
@@ -117,15 +118,6 @@ class Coordination:
             elif group != before:
                 await self.coordinator.reconfigure(group)
                 log.info("reloaded: %d workers", len(group.workers))
-
-
-def _state(path: Path) -> tuple[int, int, int]:
-    """Return the identity of a file: time of change (ns), size and inode; zeros where it is missing."""
-    try:
-        found = path.stat()
-    except OSError:
-        return 0, 0, 0
-    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _opened(path: Path) -> Any:
