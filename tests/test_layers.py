@@ -22,6 +22,7 @@ LEAVES = {
     "percentiles",
     "served_models",
     "systemd",
+    "tasks",
     "turns",
     "watched_files",
 }

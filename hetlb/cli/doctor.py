@@ -40,6 +40,7 @@ from hetlb.cli.flags import add_json, declare, print_document
 from hetlb.cli.profile_doubts import doubt_beside, one_step_s
 from hetlb.errors import ConfigError, ConfigErrors, InputError, reason_of
 from hetlb.options.kv_events.publishers import publisher_of
+from hetlb.tasks import ended
 
 #: Oldest version of vLLM with the metrics and flags that hetlb reads; older answers pass, figures may not.
 OLDEST_VERSION: Final = (0, 8)
@@ -160,8 +161,7 @@ async def _of_source(source: Source, fleet: Fleet) -> tuple[Check, list[Instance
     trouble = "" if told else "no servers"
     if not first.done():
         trouble = reason_of(task.exception() or TimeoutError()) if task.done() else "no answer"
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    await ended(task)
     advice = "correct its name, labels or address under `discovery`, or wait until its servers are there"
     check = checked(f"source {source.name}", not trouble, trouble or f"{len(told)} servers", advice)
     return check, [fleet.resolve_found(each, each.model, {}) for each in told]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import uvloop
 
 from hetlb.errors import HetlbError
+from hetlb.tasks import exit_by_force
 
 _T = TypeVar("_T")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -20,14 +22,18 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def stoppable() -> Iterator[Callable[[Coroutine[Any, Any, _T]], _T]]:
     """Give a function that runs a coroutine on uvloop until SIGINT, SIGTERM or SIGHUP; see below.
 
-    Later signals are ignored: the results of finished work are then written and printed.
+    Later signals are ignored: the results of finished work are then written and printed. A loop that does not
+    end after the second one is ended by force.
     """
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+    #: One for each signal.
+    stopped: list[threading.Timer | None] = []
 
     def stop(*_: object) -> None:
         if not running:
             raise KeyboardInterrupt
         loop, task = running[0]
+        stopped.append(None if len(stopped) != 1 or loop.is_closed() else exit_by_force())
         if task.cancel():
             loop.call_soon_threadsafe(lambda: None)  # the loop may sleep
 
@@ -43,6 +49,10 @@ def stoppable() -> Iterator[Callable[[Coroutine[Any, Any, _T]], _T]]:
                 return runner.run(noted(main))
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
+        finally:
+            for timer in stopped:
+                if timer is not None:
+                    timer.cancel()
 
     before = {number: signal.signal(number, stop) for number in _ENDING}
     try:

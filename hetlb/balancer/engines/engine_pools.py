@@ -22,6 +22,7 @@ from hetlb.balancer.exchange import ends
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.http.connection_states import EngineState
 from hetlb.balancer.http.http1 import KnownHeads, ResponseHead, parse_response_head
+from hetlb.tasks import end
 from hetlb.turns import turns
 
 #: Errors of this machine, not of the engine.
@@ -134,7 +135,7 @@ class EnginePool(Upstream):
     def cancel(self, carried: Carried) -> None:
         task = self._connecting.pop(carried, None)
         if task is not None:
-            task.cancel()
+            end(task)
         if carried in self._checks:
             self._checks.pop(carried)[0].abort()
 

@@ -25,6 +25,7 @@ from hetlb.balancer.engines.scrape import EngineWatch
 from hetlb.balancer.http.sse import SseWatcher
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import reason_of
+from hetlb.tasks import ended
 
 logger = logging.getLogger("hetlb.scrape")
 
@@ -97,8 +98,7 @@ class HostTimes:
                     raise _DisturbedError
             return task.result()
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await ended(task)
 
     async def _probe(self, instance: Instance, latency: LatencyModel) -> LatencyModel:
         """Return the latency model corrected by lone requests. Raises `_DisturbedError`, or the failure."""

@@ -38,6 +38,7 @@ from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.inputs.urls import bracketed
 from hetlb.logs import escape
 from hetlb.served_models import longest_context, read_model_list, read_version
+from hetlb.tasks import end, ended
 from hetlb.turns import Share
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class EngineWatch:
     def pause(self, name: str) -> None:
         """Stop watching a server for now; its state stays."""
         if task := self._tasks.pop(name, None):
-            task.cancel()
+            end(task)
 
     def watches(self, name: str) -> bool:
         return name in self._tasks
@@ -152,10 +153,7 @@ class EngineWatch:
             known.pop(name, None)
 
     async def close(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(*self._tasks.values())
         self._tasks.clear()
         for session in (self._session, self._confined):
             if session is not None:

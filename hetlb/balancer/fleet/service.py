@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ from hetlb.inputs.option_keys import options_of
 from hetlb.inputs.urls import bracketed
 from hetlb.logs import plain_line
 from hetlb.systemd import NO_LISTENERS, Listeners
+from hetlb.tasks import ended, exit_by_force
 from hetlb.watched_files import SeenFiles
 
 if TYPE_CHECKING:
@@ -374,9 +376,7 @@ class FleetService(ABC):
             await self._offer.close()
         if self._takeover is not None:
             self._takeover.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await ended(*self._tasks)
         if self.sharing is not None:
             await self.sharing.close()
         self.roster.close()
@@ -400,6 +400,7 @@ class Service(FleetService):
         super().__init__(fleet, event_log)
         self._stop = asyncio.Event()
         self._hurry = False
+        self._forced_exit: threading.Timer | None = None
         self.driver.pools.on_reconnect = self.watch.reconnected
         self.server: Listener = self._make_server()
         self._front = Front(self.driver, self.server, fleet, self.access)
@@ -472,6 +473,8 @@ class Service(FleetService):
         finally:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 loop.remove_signal_handler(number)
+            if self._forced_exit is not None:  # from here on a signal ends the process at once
+                self._forced_exit.cancel()
 
     @property
     def _descriptors(self) -> Sequence[int]:
@@ -494,6 +497,7 @@ class Service(FleetService):
         )
         self._stop.set()
         if self._hurry:
+            self._forced_exit = self._forced_exit or exit_by_force()
             self.driver.shut_down()
 
     async def _reload_by_signal(self) -> None:

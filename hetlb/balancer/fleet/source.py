@@ -13,6 +13,7 @@ from hetlb.balancer.config.fleet_tables import DiscoveryTable, InstanceTable
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import HetlbError
 from hetlb.extras import option
+from hetlb.tasks import ended
 
 logger = logging.getLogger("hetlb.discovery")
 
@@ -72,9 +73,7 @@ class Sources:
                     await event.wait()
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await ended(*self._tasks)
         self._tasks.clear()
 
     async def _keep(self, source: Source, first: asyncio.Event) -> None:

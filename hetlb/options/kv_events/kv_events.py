@@ -27,6 +27,7 @@ from hetlb.options.kv_events.block_index import (
 )
 from hetlb.options.kv_events.publishers import KvEventsTable, publisher_of
 from hetlb.options.kv_events.zmtp import ZmtpConnection, ZmtpError
+from hetlb.tasks import end, ended
 from hetlb.turns import Share
 
 logger = logging.getLogger("hetlb.kv_events")
@@ -177,7 +178,7 @@ class KvEventReader:
             return
         task = self._tasks.pop(name, None)
         if task is not None:
-            task.cancel()
+            end(task)
             del self._tables[name]
             self._on_events(name, KvEventBatch(lost="its events are not read any more"))
         if table is not None:
@@ -185,10 +186,7 @@ class KvEventReader:
             self._tasks[name] = asyncio.get_running_loop().create_task(self._read(name, table))
 
     async def close(self) -> None:
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await ended(*self._tasks.values())
         self._tasks.clear()
         self._tables.clear()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import socket
 from pathlib import Path
@@ -24,6 +23,7 @@ from hetlb.options.pick.pick_driver import PickDriver
 from hetlb.options.pick.pick_server import PickServer, gateway_certificates
 from hetlb.options.pick.pick_table import pick_table
 from hetlb.systemd import NO_LISTENERS, Listeners
+from hetlb.tasks import ended
 
 #: Seconds between two resolutions of the names of instances.
 _RESOLVE_S: Final = 5.0
@@ -72,9 +72,7 @@ class PickService(Service):
         """Close everything now."""
         task, self._resolver = self._resolver, None
         if task is not None:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            await ended(task)
         await super().close()
 
     def _coming(self, spec: InstanceSpec) -> None:

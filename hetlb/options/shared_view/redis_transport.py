@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from hetlb.options.shared_view.peer_transport import Receive
+from hetlb.tasks import ended
 from hetlb.turns import Share
 
 #: Messages that wait to be published, at most.
@@ -64,10 +65,8 @@ class RedisTransport:
         self._dropped = True
 
     async def close(self) -> None:
-        while self._publisher is not None and not self._publisher.done():
-            self._publisher.cancel()
-            # redis-py takes a cancellation for a timeout now and then: it is said again.
-            await asyncio.wait([self._publisher], timeout=_RETRY_S)
+        if self._publisher is not None:
+            await ended(self._publisher)
         await self._redis.aclose()
 
     async def _publish(self) -> None:

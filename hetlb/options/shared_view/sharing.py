@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +31,7 @@ from hetlb.options.shared_view.operators import OperatorChanges
 from hetlb.options.shared_view.peer_transport import PeerTransport
 from hetlb.options.shared_view.shared_table import HUB, SharedTable
 from hetlb.options.shared_view.shared_view import SharedView
+from hetlb.tasks import ended
 
 logger = logging.getLogger("hetlb.shared")
 
@@ -139,7 +140,7 @@ class Sharing:
         if self.operators is not None:
             await self.operators.close()
         tasks, self._tasks = self._tasks, []
-        await _cancel(tasks)
+        await ended(*tasks)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(_LAST_WORDS_S, self._table.silent_s)):
                 if tasks and self.connected:
@@ -302,15 +303,6 @@ class Sharing:
             self.operators.gone(peer)
         self._carry_out(self.view.gone(peer, now))
         self._state_came.set()
-
-
-async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
-    left = set(tasks)
-    while left:
-        for task in left:
-            task.cancel()
-        # redis-py takes a cancellation for a timeout now and then: it is said again.
-        _, left = await asyncio.wait(left, timeout=_RETRY_S)
 
 
 def transport_of(url: str, group: str, silent_s: float) -> PeerTransport:

@@ -29,6 +29,7 @@ from hetlb.balancer.telemetry.events import Event
 from hetlb.balancer.telemetry.rarely import Rarely
 from hetlb.options.lease_wire import LeaseJournal, WireChange, live
 from hetlb.options.message_channel import MessageChannel
+from hetlb.tasks import ended
 from hetlb.turns import Share
 
 logger = logging.getLogger("hetlb.proxy")
@@ -110,8 +111,7 @@ class Offer:
 
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await ended(self._task)
 
     async def _serve(self, address: tuple[str, int]) -> None:
         loop = asyncio.get_running_loop()

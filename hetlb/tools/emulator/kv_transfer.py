@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import aiohttp
 from aiohttp import web
 
+from hetlb.tasks import ended
 from hetlb.tools.emulator.real_time import EmulatedSequence
 from hetlb.tools.emulator.replies import Reply, ReplyChoice
 from hetlb.tools.openai.requests import ApiError, read
@@ -93,9 +94,7 @@ class KvExchange:
     async def close(self) -> None:
         for held in self._held.values():
             held.timer.cancel()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await ended(*self._tasks)
         if self._session is not None:
             await self._session.close()
 

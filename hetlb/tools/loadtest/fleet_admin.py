@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 
 from hetlb.errors import HetlbError, reason_of
+from hetlb.tasks import ended
 from hetlb.tools.workload.records import Counted
 
 _TIMEOUT = aiohttp.ClientTimeout(total=30)
@@ -69,8 +70,7 @@ class FleetAdmin:
         try:
             yield found
         finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
+            await ended(looking)
         after = await self._new_reports()
         _note_kv(found, after)
         for each in after:

@@ -17,6 +17,7 @@ import aiohttp
 from yarl import URL
 
 from hetlb.errors import reason_of
+from hetlb.tasks import ended
 from hetlb.tools.loadtest.bodies import RequestBodies
 from hetlb.tools.loadtest.load_result import LoadResult
 from hetlb.tools.loadtest.response_parser import StreamReader, read_plain
@@ -163,8 +164,7 @@ class _Run:
                         if turns is not None:
                             task.add_done_callback(lambda _, turns=turns: turns.release())  # type: ignore[misc]
             finally:
-                watch.cancel()
-                await asyncio.wait([watch])
+                await ended(watch)
                 elapsed = self._now()
                 self.result.cpu_share = (time.process_time() - cpu_s) / elapsed if elapsed > 0 else 0.0
 

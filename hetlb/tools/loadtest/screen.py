@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from hetlb.tasks import end
 from hetlb.tools.loadtest.generator import LoadProgress
 from hetlb.tools.tables import bar
 
@@ -44,7 +45,7 @@ class Screen:
             try:
                 yield
             finally:
-                drawing.cancel()
+                end(drawing)
 
 
 async def _draw(show: Callable[..., Any], progress: LoadProgress, total: int) -> None:

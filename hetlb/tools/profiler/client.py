@@ -21,6 +21,7 @@ from hetlb.balancer.core.types import Capacity, EngineSample
 from hetlb.balancer.engines.engine_metrics import EngineCounters, page_of, parse
 from hetlb.errors import HetlbError, InputError, reason_of
 from hetlb.served_models import longest_context, read_model_list, read_version
+from hetlb.tasks import ended
 from hetlb.tools.openai.answer_events import AnswerError, AnswerEvent, EventReader
 
 #: Ids of prompts: in the vocabulary of any model, past the low ids where special tokens live.
@@ -120,8 +121,7 @@ class CompletionStream:
             yield task
         finally:
             self._response.close()
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await ended(task)
 
 
 class EngineClient:

@@ -17,6 +17,7 @@ from typing import Any, Final
 from hetlb.errors import ConfigError, InputError
 from hetlb.files import readable_name
 from hetlb.output_files import opened_log
+from hetlb.tasks import ended
 from hetlb.tools.stage.auth import read_key
 from hetlb.tools.stage.checkpoint import load_config
 from hetlb.tools.stage.coordinator import Coordinator
@@ -73,9 +74,7 @@ class Coordination:
             await stop.wait()
         finally:
             loop.remove_signal_handler(signal.SIGHUP)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await ended(*tasks)
             await self.coordinator.close()
             await self.server.close()
             if self._log is not None:

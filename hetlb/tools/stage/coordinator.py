@@ -20,6 +20,7 @@ import msgspec
 
 from hetlb.balancer.core.predictor import OnlinePredictor
 from hetlb.balancer.core.types import Outcome, Reject, RejectReason, Request
+from hetlb.tasks import ended
 from hetlb.tools.paths.path_ledger import PathLease, kv_by_layer
 from hetlb.tools.paths.path_log import PathLog
 from hetlb.tools.paths.path_scheduler import PathCommand, PathScheduler
@@ -98,8 +99,7 @@ class _Worker:
 
     async def stop(self) -> None:
         """End its connection for good."""
-        self.task.cancel()
-        await asyncio.gather(self.task, return_exceptions=True)
+        await ended(self.task)
 
 
 class Coordinator:

@@ -20,6 +20,7 @@ import aiohttp
 from aiohttp import web
 
 from hetlb.addresses import is_loopback, is_special
+from hetlb.tasks import end, ended
 from hetlb.tools.stage import auth
 from hetlb.tools.stage.stage_messages import MAX_FRAME_BYTES, PATH, StageProtocolError, Welcome, decode
 from hetlb.turns import Share
@@ -102,7 +103,7 @@ class StageChannel:
     async def close(self) -> None:
         """End the connection."""
         if self._sender is not None and self._socket is not None:
-            self._sender.cancel()
+            end(self._sender)
             await self._socket.close()
 
 
@@ -236,7 +237,6 @@ class Peers:
 
     async def close(self) -> None:
         """End all connections."""
-        for task in self._tasks:
-            task.cancel()
+        await ended(*self._tasks)
         if self._http is not None:
             await self._http.close()

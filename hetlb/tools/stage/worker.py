@@ -20,6 +20,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from hetlb.app_listener import AppListener
+from hetlb.tasks import ended
 from hetlb.tools.openai.metrics_page import counter, gauge, page
 from hetlb.tools.paths.stages import Curve
 from hetlb.tools.stage.auth import Challenges, NotProven
@@ -419,8 +420,5 @@ async def serve(
         await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
         return not running.done()
     finally:
-        stopping.cancel()
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
+        await ended(stopping, running)
         await worker.close()
