@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +31,7 @@ from hetlb.errors import ConfigError
 from hetlb.files import content, readable_name
 from hetlb.inputs.urls import bracketed
 from hetlb.options.kubernetes.cluster_tables import ClusterTable, KubernetesTable
+from hetlb.turns import Share
 
 #: Folder of a pod's own token, authority and namespace.
 ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -40,12 +41,19 @@ _CONNECT_S: Final = 5.0
 _LIST_S: Final = 30.0
 #: Seconds between two connections of a watch.
 _AGAIN_S: Final = 0.2
-#: Objects of one page of a list.
-_PAGE_OBJECTS: Final = 500
+#: Objects of one page of a list, read in one turn of the loop: some 15 KB each.
+_PAGE_OBJECTS: Final = 100
+#: Maximum bytes of a page of a list and of a line of a watch: etcd takes 1.5 MiB for an object.
+MAX_PAGE_BYTES: Final = 32 << 20
+MAX_LINE_BYTES: Final = 2 << 20
+#: Maximum bytes of the read fields of all objects of a watch.
+MAX_OBJECTS_BYTES: Final = 64 << 20
 #: Connections of a watch that break one after the other before the source has failed.
 _MOST_BROKEN_CONNECTIONS: Final = 5
 #: Status of a version that the server does not know any more.
 _EXPIRED_STATUS: Final = 410
+#: Characters of a refusal's reason in the log.
+_MOST_REASON: Final = 200
 _REFUSED_STATUS: Final = 401
 
 
@@ -149,8 +157,34 @@ class _Selector(Operator[str]):
         return self.value
 
 
+class _Bounded(httpx2.AsyncByteStream):
+    """Body of an answer with at most `most` bytes: of a page in all, of a watch in a line."""
+
+    def __init__(self, body: httpx2.AsyncByteStream, most: int, *, lines: bool) -> None:
+        self._body = body
+        self._most = most
+        self._lines = lines
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size, share = 0, Share()
+        async for data in self._body:
+            end = data.rfind(b"\n") if self._lines else -1
+            size = len(data) - end - 1 if end >= 0 else size + len(data)
+            if size > self._most:
+                what = "a line" if self._lines else "an answer"
+                raise httpx2.StreamError(f"{what} has more than {self._most} bytes")
+            yield data
+            await share.spent()
+
+    async def aclose(self) -> None:
+        await self._body.aclose()
+
+
 class _Transport(httpx2.AsyncHTTPTransport):
-    """Connections whose silence is noticed: the server ends a watch before it may be silent for so long."""
+    """Connections whose silence is noticed: the server ends a watch before it may be silent for so long.
+
+    What comes is bounded, and is not compressed: a short answer could be a long one.
+    """
 
     def __init__(self, tls: ssl.SSLContext, token: Path | None) -> None:
         super().__init__(verify=tls)
@@ -160,7 +194,9 @@ class _Transport(httpx2.AsyncHTTPTransport):
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         """Send a request; a watch is made again no sooner than `_AGAIN_S` after the one before."""
         limits = request.extensions["timeout"]
-        if limits["read"] is None:
+        request.headers["accept-encoding"] = "identity"
+        watches = limits["read"] is None
+        if watches:
             limits["read"] = WATCH_S + 15.0
             await asyncio.sleep(_AGAIN_S)
         response = await self._send(request)
@@ -168,6 +204,12 @@ class _Transport(httpx2.AsyncHTTPTransport):
             await response.aclose()
             self._bearer = ""
             response = await self._send(request)
+        if response.headers.get("content-encoding", "identity") != "identity":
+            raise httpx2.StreamError("expected an answer that is not compressed")
+        assert isinstance(response.stream, httpx2.AsyncByteStream)
+        response.stream = _Bounded(
+            response.stream, MAX_LINE_BYTES if watches else MAX_PAGE_BYTES, lines=watches
+        )
         return response
 
     async def _send(self, request: httpx2.Request) -> httpx2.Response:
@@ -250,6 +292,30 @@ PODS: Final = kind_of("", "v1", "Pod")
 _SLICES: Final = kind_of("discovery.k8s.io", "v1", "EndpointSlice")
 
 
+class _Objects:
+    """Objects by name, of at most `MAX_OBJECTS_BYTES`."""
+
+    def __init__(self) -> None:
+        self.items: dict[str, Item] = {}
+        #: Bytes of each as JSON, and of all.
+        self._sizes: dict[str, int] = {}
+        self._bytes = 0
+
+    def put(self, item: Item) -> None:
+        """Keep an object, in place of one of its name. Raises `SourceFailedError` where all are too many."""
+        name = item.metadata.name
+        self.drop(name)
+        self.items[name] = item
+        size = self._sizes[name] = len(msgspec.json.encode(item))
+        self._bytes += size
+        if self._bytes > MAX_OBJECTS_BYTES:
+            raise SourceFailedError(f"expected objects of at most {MAX_OBJECTS_BYTES} bytes")
+
+    def drop(self, name: str) -> None:
+        self.items.pop(name, None)
+        self._bytes -= self._sizes.pop(name, 0)
+
+
 class Watch:
     """Keeps the objects of a kind, or the one of a `name`; `changed` gets all by name after each change."""
 
@@ -267,7 +333,7 @@ class Watch:
         if name:
             self._only["fields"] = {"metadata.name": name}
         self._changed = changed
-        self._items: dict[str, Item] = {}
+        self._kept = _Objects()
         self._due: asyncio.Handle | None = None
 
     async def run(self) -> None:
@@ -285,9 +351,9 @@ class Watch:
         except httpx2.HTTPStatusError as error:
             status, reason = _answer(error)
             plural = self._kind._api_info.plural
-            raise SourceFailedError(f"{plural} answers {status}: {reason}") from error
+            raise SourceFailedError(f"{plural} answers {status}: {reason[:_MOST_REASON]}") from error
         except (httpx2.HTTPError, httpx2.StreamError, TimeoutError, KubernetesConfigError) as error:
-            raise SourceFailedError(f"{self._api.url}: {error or type(error).__name__}") from error
+            raise SourceFailedError(f"{self._api.url}: {str(error) or type(error).__name__}") from error
         except (msgspec.MsgspecError, TypeError) as error:
             raise SourceFailedError(f"{self._kind._api_info.plural}: expected objects: {error}") from error
         finally:
@@ -297,13 +363,12 @@ class Watch:
 
     async def _list(self, client: AsyncClient) -> str:
         """Take all objects; return the version that they are of."""
-        items = {}
+        kept = _Objects()
         async with asyncio.timeout(_LIST_S):
             listed = client.list(self._kind, chunk_size=_PAGE_OBJECTS, **self._only)
             async for each in listed:
-                item = msgspec.convert(dict(each), Item)
-                items[item.metadata.name] = item
-        self._items = items
+                kept.put(msgspec.convert(dict(each), Item))
+        self._kept = kept
         return listed.resourceVersion
 
     async def _follow(self, client: AsyncClient, version: str) -> None:
@@ -314,15 +379,15 @@ class Watch:
         async for what, each in changes:
             item = msgspec.convert(dict(each), Item)
             if what == "DELETED":
-                self._items.pop(item.metadata.name, None)
+                self._kept.drop(item.metadata.name)
             elif what != "BOOKMARK":
-                self._items[item.metadata.name] = item
+                self._kept.put(item)
             if self._due is None:  # changes of one read together
                 self._due = asyncio.get_running_loop().call_soon(self._publish)
 
     def _publish(self) -> None:
         self._due = None
-        self._changed(self._items)
+        self._changed(self._kept.items)
 
 
 def _answer(error: httpx2.HTTPStatusError) -> tuple[int, str]:

@@ -7,6 +7,7 @@ concepts", the objects core/v1 and discovery.k8s.io/v1.
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,10 +15,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 from helpers import HANG_S, turns_until
 from hypothesis import given
 from hypothesis import strategies as st
 from options.kubernetes.conftest import ApiServer
+from options.kubernetes.conftest import serving as api_serving
 
 from hetlb.balancer.fleet.source import Found, Sources
 from hetlb.options.kubernetes import kubernetes
@@ -181,6 +184,68 @@ async def test_a_server_that_refuses_is_asked_again_and_logged_once(
     assert "/nonexistent/token: expected a token: No such file" in caplog.text
     assert right is not None
     await asyncio.sleep(0)
+
+
+class Endless:
+    """An API server that never ends what it sends: a line of a watch, a list, an answer in few bytes."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        #: Connections that the client ended.
+        self.broken = 0
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        watches = "watch" in request.query
+        if watches == (self.kind in ("line", "objects")):
+            return await self._endless(request)
+        if watches:
+            await asyncio.sleep(HANG_S)
+        return web.json_response({"metadata": {"resourceVersion": "1"}, "items": [pod("a")]})
+
+    async def _endless(self, request: web.Request) -> web.StreamResponse:
+        headers = {"content-type": "application/json"}
+        if self.kind == "gzip":
+            headers["content-encoding"] = "gzip"
+        reply = web.StreamResponse(headers=headers)
+        await reply.prepare(request)
+        begun = {
+            "line": b'{"type":"ADDED","object":{"metadata":{"name":"',
+            "list": b'{"items":[{"metadata":{"name":"',
+        }
+        try:
+            await reply.write(begun.get(self.kind, b""))
+            while self.kind in ("line", "list"):
+                await reply.write(b"x" * 65_536)
+            number = 0
+            while self.kind == "objects":
+                number += 1
+                item = pod(f"{number}", metadata={"labels": {"app": "x" * 60_000}, "resourceVersion": "2"})
+                await reply.write(msgspec.json.encode({"type": "ADDED", "object": item}) + b"\n")
+            await reply.write(gzip.compress(bytes(1 << 20)))
+        finally:
+            self.broken += 1
+        return reply
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "text"),
+    [
+        ("line", "MAX_LINE_BYTES", "a line has more than 1000000 bytes"),
+        ("list", "MAX_PAGE_BYTES", "an answer has more than 1000000 bytes"),
+        ("objects", "MAX_OBJECTS_BYTES", "expected objects of at most 1000000 bytes"),
+        ("gzip", "MAX_PAGE_BYTES", "expected an answer that is not compressed"),
+    ],
+)
+async def test_what_never_ends_is_given_up_at_its_bound(
+    kind: str, limit: str, text: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the bound the source has failed, with a line; what it gave last stays."""
+    monkeypatch.setattr(kubernetes, limit, 1_000_000)
+    server = Endless(kind)
+    async with api_serving(server.handle) as url, watching(url) as seen:
+        await turns_until(lambda: any(text in each.getMessage() for each in caplog.records))
+        await turns_until(lambda: server.broken > 0)
+        assert kind in ("list", "gzip") or "a" in seen.names
 
 
 @given(
