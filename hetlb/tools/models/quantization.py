@@ -11,9 +11,11 @@ import fnmatch
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 from hetlb.errors import ConfigError
+from hetlb.tools.models.expressions import Expression
 
 #: Bits of a value of a module that is not quantised, whatever type the file names: vLLM casts float32.
 PLAIN_BITS: Final = 16.0
@@ -127,11 +129,15 @@ class Patterns:
         return False
 
 
-def _expression(text: str) -> re.Pattern[str]:
+@lru_cache
+def _expression(text: str) -> Expression:
     try:
-        return re.compile(text)
-    except re.error as error:
-        raise ConfigError(f"quantization_config.ignore: expected an expression, got {text!r}") from error
+        return Expression(text)
+    except ValueError as error:
+        shown = repr(text[:80])
+        raise ConfigError(
+            f"quantization_config.ignore: expected a plain expression, got {shown}: {error}"
+        ) from error
 
 
 def _tail(pattern: str) -> str:
