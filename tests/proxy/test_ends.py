@@ -23,7 +23,7 @@ COUNTS = {
     "unread": Verdict.NOTHING, "held-up": Verdict.NOTHING, "idle": Verdict.NOTHING,
     "left": Verdict.NOTHING, "local": Verdict.NOTHING, "fault": Verdict.NOTHING,
     "stopped": Verdict.NOTHING, "last-missing": Verdict.FAILED, "head-cut": Verdict.FAILED,
-    "otherwise": Verdict.NOTHING, "notice": Verdict.NOTHING,
+    "otherwise": Verdict.NOTHING, "notice": Verdict.NOTHING, "short-of-room": Verdict.NOTHING,
 }  # fmt: skip
 
 
