@@ -223,9 +223,8 @@ def test_what_waits_ahead_is_of_the_same_line_and_no_worse_priority() -> None:
 
 def test_the_first_are_of_the_best_priority_and_whose_turn_it_is() -> None:
     queue = filled(
-        QueueLimits(), asked(1, priority=5), asked(2, "a"), asked(3, "b"), asked(4, "a"), asked(5, "a")
+        QueueLimits(), asked(1, "a", 5), asked(2, "a"), asked(3, "b"), asked(4, "a"), asked(5, "a")
     )
-    assert [entry.request.id for entry in waiting(queue, LINE)[:2]] == [2, 4]
     assert [entry.request.id for entry in waiting(queue, LINE)] == [2, 4, 5]
     assert [list(flow.entries) for flow in queue.flows] == [[2, 4, 5], [3], [1]]
 
@@ -297,11 +296,14 @@ def test_heads_are_the_best_of_each_fit(
         assert (queue.remove(number) is not None) == (number in known)
         known.pop(number, None)
     check_queue(queue)
-    best = {
-        min((priority, number) for number, (priority, tenant, of) in known.items() if of == fit)
-        for fit in {fit for _, _, fit in known.values()}
-    }
-    assert [entry.request.id for entry in queue.heads(LINE)] == [number for _, number in sorted(best)]
+    # No tenant was served: the one whose next request came first is first, with its own in their order.
+    tenants = {tenant for _, tenant, _ in known.values()}
+    turns = {one: min((p, n) for n, (p, tenant, _) in known.items() if tenant == one)[1] for one in tenants}
+    order = sorted((turns[tenant], priority, number) for number, (priority, tenant, _) in known.items())
+    first_of = {known[number][2]: number for _, _, number in reversed(order)}
+    assert [entry.request.id for entry in queue.heads(LINE)] == [
+        number for _, _, number in order if first_of[known[number][2]] == number
+    ]
     shift = {number: (fit + 1) % 3 for number, (_, _, fit) in known.items()}
     queue.refit(lambda request: shift[request.id])
     check_queue(queue)

@@ -84,6 +84,23 @@ async def test_of_waiting_requests_the_lower_priority_value_goes_first(start: St
     assert [each - min(ids) for each in ids] == [2, 0, 3, 1, 4]
 
 
+@pytest.mark.parametrize("priority", ["-1", '"-5"', "-1000000"])
+async def test_a_priority_passes_no_other_tenant(start: Start, priority: str) -> None:
+    """Forty requests of a team with a priority, twenty of another without: each other one is the other's."""
+    bodies = [completion(priority)] * 40 + [completion("")] * 20
+    claims = ["x-team: urgent"] * 40 + ["x-team: modest"] * 20
+    ids = await order_of(start, bodies, claims, tenant_header="X-Team")
+    first = min(ids)
+    modest = [place for place, number in enumerate(ids) if number - first >= 40]
+    assert max(modest) <= 2 * 20 + 2
+    # And a request with it that comes later passes its own team alone.
+    ids = await order_of(
+        start, [completion("")] * 4 + [completion(priority)],
+        ["x-team: one", "x-team: other"] * 2 + ["x-team: one"], tenant_header="X-Team",
+    )  # fmt: skip
+    assert ids.index(max(ids)) <= 1
+
+
 async def test_a_priority_is_a_number_within_reason(start: Start) -> None:
     async with Upstream() as engine:
         proxy = await start(engine.url)

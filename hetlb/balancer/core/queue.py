@@ -1,9 +1,11 @@
 """The bounded queue of requests that no instance has been chosen for yet.
 
-Next to go, under one `QueueKey`: the lowest level (priority; of one priority background requests come last,
-before them requests that cannot meet their target any more); then the tenant with the least service for its
-weight, running requests counted (`TenantShares`); then the request that is due first. Requests that only
-large instances can take are kept apart by `fit`, so that they do not hold up the others.
+Each tenant has a next request: of its lowest level (band, then priority; of one priority background requests
+come last, before them requests that cannot meet their target any more), the one that is due first. A priority
+is the client's own word, so it orders nothing across tenants. Of the next requests under one `QueueKey` the
+lowest band goes first, background last; then the one whose tenant had the least service for its weight,
+running requests counted (`FairShares`). Requests that only large instances can take are kept apart by `fit`,
+so that they do not hold up the others.
 """
 
 from __future__ import annotations
@@ -70,13 +72,22 @@ class Queued:
 
 
 class FlowName(NamedTuple):
-    """Level, tenant and service class of waiting requests, and the smallest class of instances for them."""
+    """Level, tenant and service class of waiting requests, and the smallest class of instances for them.
+
+    `band` is the operator's level: it comes first.
+    """
 
     level: int
     tenant: str | None
     service_class: str
     fit: int
     kind: int = 0
+    band: int = 0
+
+    @property
+    def common(self) -> tuple[int, int]:
+        """Level across tenants: band, and rank within one priority."""
+        return self.band, self.level % _RANKS
 
 
 class QueueFlow:
@@ -148,7 +159,7 @@ class Queue:
         return [
             flow
             for line in self._lines.values()
-            for flow in sorted(line.values(), key=lambda each: each.name.level)
+            for flow in sorted(line.values(), key=lambda each: (each.name.band, each.name.level))
         ]
 
     @property
@@ -168,24 +179,39 @@ class Queue:
             return []
         if len(line) == 1:
             return [flow.first for flow in line.values()]
-        best: dict[tuple[int, int, bool], tuple[int, float, float, int, Queued]] = {}
         tenants = self.tenants
+        nexts: dict[str | None, tuple[tuple[int, int, float, int], QueueFlow]] = {}
+        ranks: list[tuple[str | None, tuple[int, int, float, int], QueueFlow]] = []
         for name, flow in line.items():
             first = flow.first
-            served = 0.0 if tenants is None else tenants.served(name.tenant)
-            rank = (name.level, served, first.due, first.number, first)
-            known = best.get((name.fit, name.kind, flow.background))
-            if known is None or rank[:4] < known[:4]:
-                best[name.fit, name.kind, flow.background] = rank
-        return [rank[4] for rank in sorted(best.values(), key=lambda each: each[:4])]
+            rank = (name.band, name.level, first.due, first.number)
+            ranks.append((name.tenant, rank, flow))
+            known = nexts.get(name.tenant)
+            if known is None or rank < known[0]:
+                nexts[name.tenant] = rank, flow
+        turns = {
+            tenant: (flow.name.common, 0.0 if tenants is None else tenants.served(tenant), rank[2:])
+            for tenant, (rank, flow) in nexts.items()
+        }
+        ranks.sort(key=lambda each: (turns[each[0]], each[1]))
+        best: dict[tuple[int, int, bool], Queued] = {}
+        for _, _, flow in ranks:
+            best.setdefault((flow.name.fit, flow.name.kind, flow.background), flow.first)
+        return list(best.values())
 
     def ahead(self, request: Request) -> bool:
         """Return True if requests wait in the line of one that has just come, and not only behind it."""
         line = self._lines.get(self._key(request, False))
         if line is None:
             return False
-        level = _level(request)
-        return min([name.level for name in line]) <= level
+        own = FlowName(_level(request), request.tenant, "", 0, band=request.band)
+        for name in line:
+            if name.tenant == own.tenant:
+                if (name.band, name.level) <= (own.band, own.level):
+                    return True
+            elif name.common <= own.common:
+                return True
+        return False
 
     def demote(self, entry: Queued) -> None:
         """Serve a request after requests of its priority that can still meet their targets."""
@@ -246,7 +272,7 @@ class Queue:
         assert request.id not in self.held, f"request {request.id} is queued already"
         tenants = self._shared(request.tenant)
         key = self._key(request, retry)
-        name = FlowName(_level(request), request.tenant, request.service.name, fit, kind)
+        name = FlowName(_level(request), request.tenant, request.service.name, fit, kind, request.band)
         flow = self._flow(key, name)
         self._pushed += 1
         entry = Queued(request, self._pushed, arrived_at, size, due, flow)

@@ -184,7 +184,8 @@ class Request(PickleByFields):
     length was counted, not estimated from bytes.
     `subset` names the instances that a gateway allows (None: all).
     `prefix_keys` name the beginning of each of its prompts, shortest first, each with its tokens: None for
-    all that a conversation has had so far. `priority` is vLLM's: the lower value goes first. `blocks` are
+    all that a conversation has had so far. `priority` is vLLM's: the lower value goes first, within its
+    tenant; `band` is the operator's, before that. `blocks` are
     digests of a prompt of known token ids, for engines that publish KV events. `splittable`: prefill and
     decode may run on different instances. Of the instances `preferred` the best one is chosen where it is
     worse than the best of all by `preferred_within` at most (a share of the score). `generated` tokens of
@@ -212,6 +213,7 @@ class Request(PickleByFields):
     preferred_within: Final[float]
     generated: Final[int]
     service: Final[ServiceClass]
+    band: Final[int]
 
     def __init__(
         self,
@@ -236,6 +238,7 @@ class Request(PickleByFields):
         preferred_within: float = 0.0,
         generated: int = 0,
         service: ServiceClass = UNSTATED,
+        band: int = 0,
     ) -> None:
         self.id = id
         self.model = model
@@ -248,6 +251,7 @@ class Request(PickleByFields):
         self.prompt_exact = prompt_exact
         self.prefix_keys = prefix_keys
         self.priority = priority
+        self.band = band
         self.tenant = tenant
         self.samples = samples
         self.blocks = blocks

@@ -292,16 +292,16 @@ class HttpStream(Upstream):
             self._answer(taken)
             return
         driver, request = shared.driver, taken.record.request
-        sheddable, priority, subset = False, request.priority, request.subset
+        sheddable, band, subset = False, 0, request.subset
         objective = head.fields.get(OBJECTIVE)
         if objective is not None:
             more = shared.objectives.get(objective.decode("latin-1"), 0)
-            priority -= more  # in vLLM's priorities the lower value goes first
+            band = -more  # the lower value goes first
             sheddable = more < 0
         if self._subset is not None:
             subset = tuple(shared.names[each] for each in self._subset if each in shared.names)
         # A gateway sends a request to one instance.
-        request = taken.record.request = replace(request, splittable=False, priority=priority, subset=subset)
+        request = taken.record.request = replace(request, splittable=False, band=band, subset=subset)
         self._exchange = taken
         driver.streams[request.id] = self
         ready = None if subset is None else driver.scheduler.fleet.ready.get(request.model)

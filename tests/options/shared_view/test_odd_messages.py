@@ -62,6 +62,7 @@ ODD: dict[str, Any] = {
     "an age without end": message([lease(age_s=math.inf)]),
     "an age that is no number": message([lease(age_s=math.nan)]),
     "a length that is no number": message([lease(predicted_output=math.nan)]),
+    "fewer than no sequences": message([lease(facts={"sequences": -1})]),
     "no tokens at most": message([lease(facts={"max_tokens": 0})]),
     "no samples": message([lease(facts={"samples": 0})]),
     "more samples than sequences": message([lease(facts={"samples": 5})]),
