@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from hetlb.cli.flags import FINITE, INTEGER, add_json, declare, print_document, whole
@@ -21,13 +22,15 @@ from hetlb.tools.plan.disaggregation.split_search import search
 from hetlb.tools.plan.disaggregation.split_servers import servers_of
 from hetlb.tools.plan.disaggregation.split_simulation import choose, why_nothing
 from hetlb.tools.plan.highs import Interrupt, SolveLimits
+from hetlb.tools.plan.plan_progress import plan_progress
 from hetlb.tools.plan.workloads import trace_rows
-from hetlb.tools.tables import bar
 
 #: Most GPUs of a cluster that is searched exhaustively.
 _MOST_EXHAUSTIVE_GPUS = 8
-#: Seconds for the search where none are given: per GPU, and at most; SEARCH_S at least.
+#: Seconds for everything if none are given: per GPU, and at most; SEARCH_S at least.
 _GPU_S, _MOST_S = 0.75, 240.0
+#: Share of the time limit for the search, where plans are simulated after it.
+_SEARCH_SHARE = 0.7
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trace", "requests, in place of the file's workload", "T.csv", Path)
     models = "latency profiles (default), or HexGen-2's appendix A"
     add("--cost-model", models, default="profiles", choices=("profiles", "paper"))
-    add("--exhaustive", f"try every plan (up to {_MOST_EXHAUSTIVE_GPUS} GPUs)", action="store_true")
-    add("--time-limit", "most seconds for the search (default: 20 to 240, by GPUs)", "S", FINITE)
+    add(
+        "--exhaustive",
+        f"see every plan, however long (up to {_MOST_EXHAUSTIVE_GPUS} GPUs)",
+        action="store_true",
+    )
+    add("--time-limit", "seconds for everything (default: 30 to 240, by GPUs)", "S", FINITE)
     add("--simulate", "plans that are simulated (default 4; 0: none)", "N", whole(0), 4)
     add("--seed", "seed of search and simulation (default 0)", "N", INTEGER, 0)
     add("--write-fleet", "fleet file of the plan", "FLEET.yaml", fleet_path)
@@ -53,16 +60,22 @@ def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     interrupt = Interrupt()
     table = GroupTable(cluster, cost)
-    with interrupt.catching(), bar("planning") as change:
+    # All plans of a small cluster are seen in about a second.
+    every = cluster.gpus <= _MOST_EXHAUSTIVE_GPUS
+    limit_s = _time_limit(args, cluster)
+    limits = SolveLimits(deadline=began + limit_s, seed=args.seed, interrupt=interrupt)
+    searching = limits if args.simulate == 0 else replace(limits, deadline=began + _SEARCH_SHARE * limit_s)
+    with interrupt.catching(), plan_progress("planning") as progress:
 
         def show(best: float, bound: float) -> None:
-            change(description=f"planning: best {best:.5g} requests/s, bound {bound:.5g}")
+            progress.at(f"planning: best {best:.5g} requests/s, bound {bound:.5g}")
+            if math.isfinite(best):
+                progress.plan(f"best plan so far: {best:.4g} requests/s")
 
-        limits = SolveLimits(deadline=began + _time_limit(args, cluster), seed=args.seed, interrupt=interrupt)
-        if args.exhaustive:
-            found = find_exhaustively(table, limits)
+        if every:
+            found = find_exhaustively(table, searching, show)
         else:
-            found = search(table, limits, on_progress=show)
+            found = search(table, searching, on_progress=show)
     if not found.plans and interrupt.requested:
         raise KeyboardInterrupt
     if not found.plans:
@@ -71,9 +84,10 @@ def run(args: argparse.Namespace) -> int:
     for each in (*found.plans, *([] if found.colocated is None else [found.colocated])):
         check_split(cluster, each, cost.capacity)
     # The plan that a search alone would simulate, and the best of all.
-    count = args.simulate + args.exhaustive if args.simulate else 0
-    with interrupt.catching():
-        plan, simulated = choose(cluster, found, SolveLimits(seed=args.seed, interrupt=interrupt), count)
+    count = args.simulate + every if args.simulate else 0
+    with interrupt.catching(), plan_progress("simulating plans") as progress:
+        progress.plan(f"best plan so far: {found.plans[0].throughput:.4g} requests/s, before simulation")
+        plan, simulated = choose(cluster, found, limits, count)
     servers = servers_of(cluster, plan)
     document = document_of(cluster, plan, found, servers, solve_s) | simulated
     document |= {"cost_model": args.cost_model, "interrupted": interrupt.requested}
@@ -101,4 +115,4 @@ def _time_limit(args: argparse.Namespace, cluster: SplitCluster) -> float:
         return float(args.time_limit)
     if args.exhaustive:
         return math.inf
-    return min(_MOST_S, max(SEARCH_S, _GPU_S * cluster.gpus))
+    return min(_MOST_S, max(SEARCH_S / _SEARCH_SHARE, _GPU_S * cluster.gpus))

@@ -8,19 +8,19 @@ and the rest of every machine adds at most its best value per GPU.
 from __future__ import annotations
 
 import itertools
-import math
+from dataclasses import replace
 
 from hetlb.tools.plan.common.composition import MOST_GPUS
 from hetlb.tools.plan.disaggregation.cost import GroupTable
 from hetlb.tools.plan.disaggregation.network import Network
 from hetlb.tools.plan.disaggregation.split_cluster import Composition, Role, ServerGroup, SplitPlan
 from hetlb.tools.plan.disaggregation.split_search import SplitsFound, search
-from hetlb.tools.plan.highs import SolveLimits
+from hetlb.tools.plan.highs import OnProgress, SolveLimits
 
 _SPLIT_WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _ROUNDING = 1e-9
-#: Seconds of the search for plans beside the best.
-SEARCH_S = 20.0
+#: Seconds of the search for plans beside the best, and its share of the time left.
+SEARCH_S, _OTHERS_SHARE = 20.0, 0.4
 
 
 class Exhaustive:
@@ -99,13 +99,17 @@ def _value(group: ServerGroup, weight: float) -> float:
     return (1.0 - weight) * group.capacity if group.role is Role.DECODE else group.capacity
 
 
-def find_exhaustively(table: GroupTable, limits: SolveLimits) -> SplitsFound:
+def find_exhaustively(
+    table: GroupTable, limits: SolveLimits, on_progress: OnProgress | None = None
+) -> SplitsFound:
     """Return the best plan of all and, for the simulation that chooses, the plans of a search."""
+    others = search(
+        table, limits.within(min(SEARCH_S, _OTHERS_SHARE * limits.left_s)), on_progress=on_progress
+    )
     every = Exhaustive(table)
     best = every.run(limits)
     colocated = Exhaustive(table, (Role.BOTH,)).run(limits)
-    if best is None:
-        return SplitsFound()
-    others = search(table, limits.within(SEARCH_S))
-    bound = best.throughput if every.complete else math.inf
-    return SplitsFound([best, *others.plans], colocated or others.colocated, bound)
+    if not every.complete or best is None:
+        plans = others.plans if best is None else [best, *others.plans]
+        return replace(others, plans=sorted(plans, key=lambda each: -each.throughput))
+    return SplitsFound([best, *others.plans], colocated or others.colocated, best.throughput)
