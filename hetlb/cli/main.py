@@ -119,7 +119,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse whose errors are an `InputError`."""
 
     def error(self, message: str) -> NoReturn:
-        if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+        if wrong := re.search(r"invalid choice: '([^']*+)' \(choose from (.*+)", message):
             close = difflib.get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), n=1)
             message += f"; did you mean {close[0]}?" if close else ""
         elif wrong := re.match(r"unrecognized arguments: (--[\w-]+)", message):

@@ -113,5 +113,5 @@ def other_gpu(profile: Profile, stated: str | None) -> str:
 
 def _chip(gpu: str | None) -> str:
     """Return letters and number that name a GPU: `h100` of `NVIDIA H100 80GB` and `h100_sxm`, else ""."""
-    found = re.search(r"[a-z]*\d+", (gpu or "").lower())
+    found = re.search(r"(?<![a-z])[a-z]*+\d++", (gpu or "").lower())
     return "" if found is None else found[0]

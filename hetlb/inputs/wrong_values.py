@@ -14,7 +14,7 @@ from hetlb.errors import ConfigError
 from hetlb.inputs.mistakes import did_you_mean, short
 from hetlb.inputs.option_keys import table_of
 
-_STEP = re.compile(r"\.([^.\[\]]+)|\[([^\]]*)\]")
+_STEP = re.compile(r"\.([^.\[\]]++)|\[([^\[\]]*+)\]")
 #: msgspec's names of types in plain words.
 _PLAIN_WORDS = {
     "float": "a number",
@@ -104,7 +104,7 @@ def told(error: msgspec.ValidationError, raw: Any, kind: Any, path: str) -> str:
         options = [str(each) for each in get_args(kind)]
         only = ", the only version there is" if options == ["1"] and path == "version" else ""
         return f"{path}: expected {' or '.join(options)}{only}, got {short(raw)}{did_you_mean(raw, options)}"
-    expected = re.sub(r", got `.*`$", "", message)
-    expected = re.sub(r"`(\w+)( \| \w+)*`", lambda m: _PLAIN_WORDS.get(m[1], m[1]), expected)
+    expected = message.partition(", got `")[0]
+    expected = re.sub(r"`(\w++)(?: \| \w++)*`", lambda m: _PLAIN_WORDS.get(m[1], m[1]), expected)
     got = "" if raw is ... else f", got {short(raw)}"
     return f"{path}: {expected[:1].lower()}{expected[1:]}{got}"

@@ -9,7 +9,7 @@ from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import gpu_of
 from hetlb.errors import ConfigError
 
-_SELECTOR = re.compile(r"[A-Za-z0-9._/-]+(?:=[^,=]*)?(?:,[A-Za-z0-9._/-]+=[^,=]*)*")
+_SELECTOR = re.compile(r"[A-Za-z0-9._/-]++(?:=[^,=]*+)?(?:,[A-Za-z0-9._/-]++=[^,=]*+)*")
 
 
 def parse_selector(text: str, key: str) -> dict[str, str]:

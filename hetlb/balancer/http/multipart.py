@@ -17,14 +17,15 @@ from hetlb.balancer.http.transfer_fields import FIELDS
 from hetlb.errors import NOT_JSON
 
 #: One parameter of the content type, or none; a boundary has bytes without quotes that are no token.
-_OF_TYPE = re.compile(rb""";[ \t]*(?:([^\s=;"]+)=(?:([^\s;"\\]+)|"([^"\\]*)"))?[ \t]*""")
+_OF_TYPE = re.compile(rb""";[ \t]*+(?:([^\s=;"]++)=(?:([^\s;"\\]++)|"([^"\\]*+)"))?[ \t]*+""")
 #: A boundary of RFC 2046 without blanks: what every client makes.
 _BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,./:=?-]{1,70}")
-_DISPOSITION = re.compile(rb"content-disposition:[ \t]*form-data[ \t]*", re.I)
+_DISPOSITION = re.compile(rb"content-disposition:[ \t]*+form-data[ \t]*+", re.I)
 #: One parameter, or none: bare, a quoted string, or in the form of RFC 5987, which has no quotes.
 _PARAMETER = re.compile(
-    rb""";[ \t]*(?:([!#$%&'+.^_`|~0-9A-Za-z-]+)[ \t]*=[ \t]*(?:([^\s;,="\\]+)|"((?:[^"\\\r\n]|\\.)*)")
-    |([!#$%&'+.^_`|~0-9A-Za-z-]+\*)=[^"\\;\s]*)?[ \t]*""",
+    rb""";[ \t]*+
+    (?:([!#$%&'+.^_`|~0-9A-Za-z-]++)[ \t]*+=[ \t]*+(?:([^\s;,="\\]++)|"((?:[^"\\\r\n]++|\\.)*+)")
+    |([!#$%&'+.^_`|~0-9A-Za-z-]++\*)=[^"\\;\s]*+)?[ \t]*+""",
     re.X,
 )
 #: Maximum bytes of the line end behind a boundary, the headers of a part and the empty line.

@@ -15,11 +15,11 @@ _CHOICES = re.compile(rb'"choices":\s?\[\s?\{')
 _GOES_ON = re.compile(rb'"finish_reason":\s?null')
 #: The text of a choice, and of a message.
 _TEXT = re.compile(rb'"(?:content|text)":\s?"')
-_STRING = re.compile(rb'(?:[^"\\]|\\.)*')
+_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+')
 _USAGE = re.compile(rb'"usage":(?!\s?null)')
 #: Line ends of an event and behind it, in each of the three spellings.
 _ENDS: Final = (b"\n\n", b"\r\n\r\n", b"\r\r")
-_NAMED = re.compile(rb"(?:(?:event|id|retry):[^\r\n]*(?:\r\n|\n|\r))*")
+_NAMED = re.compile(rb"(?:(?:event|id|retry):[^\r\n]*+(?:\r\n|\n|\r))*")
 #: Maximum bytes of an event that passes by its shape.
 _MAX_EVENT_BYTES: Final = 4095
 

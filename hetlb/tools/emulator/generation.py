@@ -40,19 +40,20 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
-_ANSWER = re.compile(r"\n?((?: t[0-9]+)+)\Z")
+#: Words of an answer and the line end before them, of a text that is read from its end.
+_ANSWER = re.compile(r"((?:[0-9]{1,9}+t )++)\n?")
 
 
 def split_answer(text: str) -> tuple[str, int]:
     """Return a prompt without the first words of an answer at its end, and the number of these words."""
-    found = _ANSWER.search(text)
+    found = _ANSWER.match(text[::-1])
     if found is None:
         return text, 0
-    words = found[1].split()
+    words = found[1][::-1].split()
     count = int(words[-1][1:]) + 1
-    if words[-count:] != [f"t{number}" for number in range(count)]:
+    if count > len(words) or words[-count:] != [f"t{number}" for number in range(count)]:
         return text, 0
-    return text[: found.start()], count
+    return text[: len(text) - found.end()], count
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):

@@ -28,7 +28,7 @@ _BYTE_UNITS = {
     "tib": 2**40,
 }
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-_WRITTEN = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
+_WRITTEN = re.compile(r"\s*+([0-9][0-9_]*+(?:\.[0-9]*+)?(?:[eE][-+]?[0-9]++)?)\s*+([A-Za-z]*+)\s*+")
 #: Least plausible values: smaller ones lack their unit.
 _LEAST_MEMORY_BYTES, _LEAST_PARAMETERS, _LEAST_RATE = 2**20, 10**6, 10**4
 
