@@ -1,19 +1,12 @@
-"""Parts that an installation may lack: packages that only some commands need, and options.
+"""Packages that only some commands or keys need, and that an installation may lack.
 
-Commands import their packages directly; `hetlb.cli.main` turns a failed import into one line. An option is a
-folder of `hetlb/options`; one that was deleted is a feature that this installation lacks, and nothing else.
-Its package (or a module of it) has one function `hook`: the balancer imports no option, it asks for one by
-name where the fleet file, a flag or a request needs it (`balancer/interfaces.py` has the types).
+Commands import their packages directly; `hetlb.cli.main` turns a failed import into one line.
 """
 
 from __future__ import annotations
 
 import sys
-from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
-from typing import Any
 
 from hetlb.errors import ConfigError, InputError
 
@@ -27,15 +20,8 @@ EXTRAS = {
 
 
 def missing_extra(error: ModuleNotFoundError) -> InputError | None:
-    """Return the error to report for a failed import; None if it is of no extra and no option's folder."""
-    package, *inner = (error.name or "").split(".")
-    if package == "hetlb" and inner[:1] == ["options"]:
-        folder = ".".join(inner[1:2])
-        if sys.modules.get(f"hetlb.options.{folder}") is not None:
-            return None
-        return ConfigError(
-            f"expected an installation with the option {folder}, but hetlb/options/{folder} is missing"
-        )
+    """Return the error to report for a failed import; None if it is of no extra."""
+    package = (error.name or "").partition(".")[0]
     if package not in EXTRAS:
         return None
     install = f"pip install 'hetlb[{EXTRAS[package]}]'"
@@ -47,22 +33,6 @@ def require(*packages: str) -> None:
     for package in packages:
         if package not in sys.modules and find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-
-
-@cache  # decisions ask for some; a failed import is tried again
-def option(name: str) -> ModuleType:
-    """Return an option's package, or a module of it. Raises `ConfigError` where its folder is missing."""
-    try:
-        return import_module(f"hetlb.options.{name}")
-    except ModuleNotFoundError as error:
-        if isinstance(missing := missing_extra(error), ConfigError):
-            raise missing from None
-        raise
-
-
-def hook(name: str, *args: Any, **named: Any) -> Any:
-    """Call the function `hook` of an option; return its result. Raises `ConfigError` as `option` does."""
-    return option(name).hook(*args, **named)
 
 
 def check_extra(key: str, module: str, extra: str) -> None:

@@ -24,6 +24,7 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Capacity, Dispatch, Health, InstanceSpec, Lease, Request
 from hetlb.balancer.telemetry.counters import Totals
+from hetlb.options.split.hand_overs import HandOvers
 
 FAST = LatencyModel(k1=1e-4, k2=1e-3, k3=0.0, k4=1e-2, k5=5e-8, k6=6e-5, k7=0.0, k8=1.3e-2)
 MODEL = "m"
@@ -64,7 +65,7 @@ def make_scheduler(
         health=health_params or HealthParams(),
         now=now,
     )
-    return Scheduler(setup, predictor=predictor)
+    return Scheduler(setup, predictor=predictor, splitting=HandOvers)
 
 
 def request(request_id: int, *, prompt: int = 100, max_tokens: int | None = 50, **more: Any) -> Request:

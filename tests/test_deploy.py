@@ -30,7 +30,6 @@ from hetlb.balancer.config.fleet import Fleet, load_fleet
 from hetlb.balancer.config.fleet_tables import DiscoveryTable
 from hetlb.balancer.fleet.service import READINESS_LAG_S
 from hetlb.cli.main import build_parser, main
-from hetlb.options.kubernetes.cluster_tables import clusters
 from hetlb.tools.loadtest.processes import helper_processes
 
 ROOT = Path(__file__).parents[1]
@@ -323,7 +322,7 @@ def test_hetlb_may_list_and_watch_what_it_discovers() -> None:
     role = manifests("Role", which)[binding["roleRef"]["name"]]
     allowed = {(group, name): rule["verbs"] for rule in role["rules"] for group in rule["apiGroups"]
                for name in rule["resources"]}  # fmt: skip
-    for cluster in clusters(table.kubernetes):
+    for cluster in table.clusters:
         group = "" if cluster.resource == "pods" else "discovery.k8s.io"
         assert {"list", "watch"} <= set(allowed[group, cluster.resource])
     (account,) = manifests("ServiceAccount", which)

@@ -13,7 +13,6 @@ from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.fleet.reload import _FIXED
 from hetlb.balancer.fleet.service import READINESS_LAG_S
 from hetlb.cli.main import build_parser, main
-from hetlb.options.kubernetes.cluster_tables import clusters
 
 helm = pytest.importorskip("helm_python", reason="needs the extra helm: make test-helm")
 
@@ -172,7 +171,7 @@ def test_a_picker_with_its_pool_route_and_gateway(name: str, tmp_path: Path) -> 
     assert (("DestinationRule", "demo-hetlb") in objects) == (name == "istio")
     fleet = load_fleet(write_fleet(tmp_path, objects))
     assert fleet.file.discovery is not None
-    (source,) = clusters(fleet.file.discovery.kubernetes)
+    (source,) = fleet.file.discovery.clusters
     pool = objects["InferencePool", source.pool or ""]["spec"]
     assert pool["selector"] == {"matchLabels": {"app": "vllm", "model": "m"}}
     assert [each["number"] for each in pool["targetPorts"]] == [8000, 8001]

@@ -14,6 +14,7 @@ from hetlb.balancer.config.fleet import Fleet, fleet_from_urls
 from hetlb.balancer.config.profile_file import load_profile
 from hetlb.balancer.fleet.service import Service
 from hetlb.cli.main import main
+from hetlb.cli.serving_options import OPTIONS
 from hetlb.tools.emulator import EmulatedEngine
 from hetlb.tools.sim.integrity import check_scheduler
 
@@ -33,7 +34,7 @@ async def _serve_some(log: Path, policy: str) -> None:
             policy=msgspec.structs.replace(fleet.file.policy, name=policy),
             proxy=msgspec.structs.replace(fleet.file.proxy, request_log=False),
         )
-        service = Service(fleet, log)
+        service = Service(fleet, OPTIONS, log)
         await service.start()
         try:
             url = f"http://127.0.0.1:{service.address[1]}/v1/completions"

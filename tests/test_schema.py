@@ -7,7 +7,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 import jsonschema
@@ -57,7 +56,7 @@ VALIDATORS = {kind: jsonschema.Draft202012Validator(schema) for kind, schema in 
 def accepted(kind: str, raw: Any) -> bool:
     """True if the table of a kind reads `raw`."""
     try:
-        msgspec.convert(raw, resolve_name(f"hetlb.{KINDS[kind]}"))
+        msgspec.convert(raw, KINDS[kind])
     except msgspec.ValidationError:
         return False
     return True

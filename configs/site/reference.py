@@ -44,7 +44,6 @@ from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event
 from hetlb.balancer.telemetry.recent import Recent
 from hetlb.cli.main import COMMANDS, build_parser
-from hetlb.cli.schema import whole
 from hetlb.options.pick import stream_states
 from hetlb.options.relays import protocol
 from hetlb.tools.plan.cluster import ClusterFile
@@ -87,7 +86,6 @@ class Key(NamedTuple):
 
 def keys_of(table: type[msgspec.Struct], prefix: str = "") -> Iterator[Key]:
     """Every key of a table and of the tables in it, in the order of the code."""
-    table = whole(table)
     hints = get_type_hints(table, include_extras=True)
     for field in msgspec.structs.fields(table):
         path, kind = prefix + field.name, hints[field.name]
@@ -230,7 +228,7 @@ def flags_page() -> str:
     lines = ["# Flags of commands", "", "Made by `make reference`, from `hetlb COMMAND --help`."]
     top = build_parser()
     commands = next(each for each in top._actions if isinstance(each, argparse._SubParsersAction))
-    for name, (summary, example, _) in COMMANDS.items():
+    for name, (summary, example) in COMMANDS.items():
         rows = []
         for action in commands.choices[name]._actions:
             if isinstance(action, argparse._HelpAction):

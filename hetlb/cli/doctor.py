@@ -21,7 +21,7 @@ from hetlb.balancer.config.profile_file import Profile, profiles_of
 from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.engines.engine_tables import VLLM
 from hetlb.balancer.fleet.service import require_urls
-from hetlb.balancer.fleet.source import Found, Source, configured
+from hetlb.balancer.fleet.source import Found, Source
 from hetlb.cli.doctor_local import (
     ANY_HOSTS,
     NOT_YET_ADVICE,
@@ -38,8 +38,8 @@ from hetlb.cli.doctor_local import (
 from hetlb.cli.engine_facts import EngineFacts, ask_engines
 from hetlb.cli.flags import add_json, declare, print_document
 from hetlb.cli.profile_doubts import doubt_beside, one_step_s
+from hetlb.cli.serving_options import OPTIONS
 from hetlb.errors import ConfigError, ConfigErrors, InputError, reason_of
-from hetlb.options.kv_events.publishers import publisher_of
 from hetlb.tasks import ended
 
 #: Oldest version of vLLM with the metrics and flags that hetlb reads; older answers pass, figures may not.
@@ -116,7 +116,7 @@ async def examine(fleet: Fleet) -> list[Check]:
     engines = {spec.url: access.engines[spec.name] for spec in fleet.instances}
     found: list[Check] = []
     table = fleet.file.discovery
-    for source in [] if table is None else configured(fleet, table):
+    for source in () if table is None else OPTIONS.sources(fleet, table):
         check, more = await _of_source(source, fleet)
         found.append(check)
         for spec in more:
@@ -136,7 +136,7 @@ async def examine(fleet: Fleet) -> list[Check]:
     answering = [seen for seen in servers if not seen.facts.trouble]
     found += chain.from_iterable(map(_of_server, servers))
     for name, each in fleet.listed.items():
-        if (publisher := publisher_of(each.table.kv_events)) is not None:
+        if (publisher := each.table.publisher) is not None:
             endpoint = publisher.endpoint
             trouble = await publisher_trouble(endpoint)
             advice = "correct the address, or start the server with --kv-events-config"

@@ -28,6 +28,7 @@ from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import HAND_OVER, Candidate, Dispatch, Health, Request
 from hetlb.cli.adminclient import AdminClient, add_admin_argument
 from hetlb.cli.flags import COUNT, add_json, declare, event_log, number, print_document, real, whole
+from hetlb.cli.serving_options import OPTIONS
 from hetlb.errors import ConfigError, InputError
 from hetlb.options.event_log.eventlog import Replay
 from hetlb.tools.explained import explained
@@ -94,7 +95,8 @@ def _explain_made_up(
             fleet.queue_limits,
             seed=fleet.file.policy.seed,
             initial_health=Health.UP,
-        )
+        ),
+        splitting=OPTIONS.splitting,
     )
     names = {instance.name: instance for instance in scheduler.instances}
     for name, value in _assignments("--kv-used", args.kv_used, names):
@@ -156,7 +158,7 @@ def _explain_log(path: Path, args: argparse.Namespace) -> int:
     request_id, now, newest = _number(args.request), 0.0, 0
     found: list[tuple[Dispatch, list[dict[str, Any]]]] = []
     with event_log(path) as lines:
-        for step in Replay(lines):
+        for step in Replay(lines, OPTIONS.splitting):
             now = step.raw["t"]
             for command in step.commands:
                 if isinstance(command, Dispatch):

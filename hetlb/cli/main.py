@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
-import importlib
 import json
 import os
 import re
@@ -16,7 +15,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, Protocol
 
 from hetlb.build import version_line
 from hetlb.errors import HetlbError, InputError
@@ -25,15 +24,22 @@ from hetlb.files import expect_pipes
 
 
 class Command(NamedTuple):
-    """Summary and example of a command; its module in `hetlb.cli` if that has another name."""
+    """Summary and example of a command."""
 
     summary: str
     example: str
-    module: str | None = None
 
 
-#: Each has a module with `add_arguments`, which declares its flags, and `run`, which returns the exit status.
-#: They are imported on demand: `hetlb engine` must not load what `hetlb demo` needs.
+class CommandModule(Protocol):
+    """The module of a command."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser, /) -> None:
+        """Declare its flags."""
+
+    def run(self, args: argparse.Namespace, /) -> int:
+        """Return the exit status."""
+
+
 COMMANDS = {
     "demo": Command("compare policies on this machine, without a GPU", "hetlb demo"),
     "serve": Command("run the reverse proxy in front of a fleet", "hetlb serve --config fleet.yaml"),
@@ -91,14 +97,10 @@ COMMANDS = {
         "print the state of the fleet in one line, with an exit status for scripts",
         "hetlb status --admin http://127.0.0.1:8081 || notify-the-operator",
     ),
-    "drain": Command(
-        "give an instance no new requests, e.g. before its restart", "hetlb drain gpu-a --wait", "switches"
-    ),
-    "ready": Command("give an instance requests again", "hetlb ready gpu-a --wait", "switches"),
-    "maint": Command(
-        "take an instance out: no requests and no probes", "hetlb maint gpu-a --wait", "switches"
-    ),
-    "policy": Command("print or switch the policy of a running proxy", "hetlb policy hetlb", "switches"),
+    "drain": Command("give an instance no new requests, e.g. before its restart", "hetlb drain gpu-a --wait"),
+    "ready": Command("give an instance requests again", "hetlb ready gpu-a --wait"),
+    "maint": Command("take an instance out: no requests and no probes", "hetlb maint gpu-a --wait"),
+    "policy": Command("print or switch the policy of a running proxy", "hetlb policy hetlb"),
     "top": Command("show the live fleet in a terminal", "hetlb top --admin http://127.0.0.1:8081"),
     "schema": Command(
         "print the JSON schema of a kind of file, for editors", "hetlb schema fleet > fleet.json"
@@ -172,9 +174,97 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-def _module(command: str) -> Any:
-    """Return the module of a command."""
-    return importlib.import_module(f"hetlb.cli.{COMMANDS[command].module or command}")
+def _module(command: str) -> CommandModule:
+    """Import the module of a command alone: `hetlb engine` must not load what `hetlb demo` needs."""
+    match command:
+        case "demo":
+            from hetlb.cli import demo
+
+            return demo
+        case "serve":
+            from hetlb.cli import serve
+
+            return serve
+        case "init":
+            from hetlb.cli import init
+
+            return init
+        case "doctor":
+            from hetlb.cli import doctor
+
+            return doctor
+        case "pick":
+            from hetlb.cli import pick
+
+            return pick
+        case "engine":
+            from hetlb.cli import engine
+
+            return engine
+        case "simulate":
+            from hetlb.cli import simulate
+
+            return simulate
+        case "model":
+            from hetlb.cli import model
+
+            return model
+        case "profile":
+            from hetlb.cli import profile
+
+            return profile
+        case "search":
+            from hetlb.cli import search
+
+            return search
+        case "stage":
+            from hetlb.cli import stage
+
+            return stage
+        case "place":
+            from hetlb.cli import place
+
+            return place
+        case "split":
+            from hetlb.cli import split
+
+            return split
+        case "rent":
+            from hetlb.cli import rent
+
+            return rent
+        case "bench":
+            from hetlb.cli import bench
+
+            return bench
+        case "batch":
+            from hetlb.cli import batch
+
+            return batch
+        case "explain":
+            from hetlb.cli import explain
+
+            return explain
+        case "status":
+            from hetlb.cli import status
+
+            return status
+        case "top":
+            from hetlb.cli import top
+
+            return top
+        case "schema":
+            from hetlb.cli import schema
+
+            return schema
+        case "completion":
+            from hetlb.cli import completion
+
+            return completion
+        case _:
+            from hetlb.cli import switches
+
+            return switches
 
 
 def _parsed(arguments: Sequence[str], command: str) -> argparse.Namespace:

@@ -9,6 +9,7 @@ import uvloop
 from hetlb.balancer.fleet.service import require_urls
 from hetlb.cli.flags import PORT, changed, declare
 from hetlb.cli.serve import add_fleet_arguments, fleet_of, prepare_process, run_service
+from hetlb.cli.serving_options import OPTIONS
 from hetlb.logs import logging_to_stderr
 
 
@@ -22,12 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from hetlb.options.pick.pick_service import PickService, check_pick
-    from hetlb.options.pick.pick_table import pick_table
+    from hetlb.options.shared_view.shared_table import check_shared
 
     fleet = fleet_of(args)
-    fleet = fleet.with_tables(pick=changed(pick_table(fleet), port=args.grpc_port))
+    fleet = fleet.with_tables(pick=changed(fleet.file.pick, port=args.grpc_port))
     require_urls(fleet)
     check_pick(fleet)
+    if fleet.file.shared is not None:
+        check_shared(fleet.file.shared, f"{fleet.where}shared")
     if args.check:
         from hetlb.cli.profile_doubts import all_is_well
 
@@ -35,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     prepare_process()
 
     async def pick() -> None:
-        service = PickService(fleet, args.event_log)
+        service = PickService(fleet, OPTIONS, args.event_log)
         if fleet.file.shared is not None:
             from hetlb.options.shared_view import share
 

@@ -22,6 +22,7 @@ from hetlb.balancer.config.fleet_tables import MOST_WORKERS
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.fleet.service import Service, announce, require_urls, tune_gc
 from hetlb.cli.flags import PORT, changed, declare, whole
+from hetlb.cli.serving_options import OPTIONS
 from hetlb.errors import InputError
 from hetlb.logs import logging_to_stderr, plain_line
 from hetlb.systemd import NO_LISTENERS, Listeners
@@ -82,7 +83,9 @@ def run(args: argparse.Namespace) -> int:
         from hetlb.options.relays.supervisor import Supervisor
 
         takeover = asyncio.run(_ask(fleet, args.event_log)) if args.replace else None
-        Supervisor(fleet, fleet.file.proxy.workers, args.event_log, systemd.inherited(), takeover).run()
+        Supervisor(
+            fleet, OPTIONS, fleet.file.proxy.workers, args.event_log, systemd.inherited(), takeover
+        ).run()
         return 0
     with logging_to_stderr(fleet.file.proxy.request_log_format):
         uvloop.run(_serve(fleet, args.event_log, args.replace))
@@ -99,6 +102,10 @@ def _check_alone(fleet: Fleet) -> None:
         raise InputError(f"{where}shared: expected none with kv_transfer: peers do not know what it holds")
     if shared is not None and workers > 1:
         raise InputError(f"{where}proxy.workers: expected 1 with shared, got {workers}")
+    if shared is not None:
+        from hetlb.options.shared_view.shared_table import check_shared
+
+        check_shared(shared, f"{where}shared")
 
 
 def prepare_process() -> None:
@@ -143,7 +150,7 @@ async def _ask(fleet: Fleet, event_log: Path | None) -> Takeover | None:
 
 async def _serve(fleet: Fleet, event_log: Path | None, replace: bool) -> None:
     takeover = await _ask(fleet, event_log) if replace else None
-    service = Service(fleet, event_log)
+    service = Service(fleet, OPTIONS, event_log)
     if fleet.file.shared is not None:
         from hetlb.options.shared_view import share
 

@@ -16,6 +16,7 @@ from hetlb.balancer.config.profile_file import load_profile
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.predictor import PREDICTORS
 from hetlb.cli.flags import COUNT, INTEGER, add_json, add_load, declare, event_log, print_document, whole
+from hetlb.cli.serving_options import OPTIONS
 from hetlb.errors import InputError, PlanError, TraceError
 from hetlb.options.event_log.eventlog import Replay
 from hetlb.tools.loadtest.options import read_known, read_rates
@@ -195,7 +196,7 @@ def replay(args: argparse.Namespace) -> int:
         lines.seek(0)
         if of_paths:
             return _check_paths(args, lines)
-        log = Replay(lines)
+        log = Replay(lines, OPTIONS.splitting)
         for step in log:
             facts += 1
             decisions += len(step.recorded)

@@ -10,9 +10,7 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_
 
 import msgspec
 
-from hetlb.errors import ConfigError
 from hetlb.inputs.mistakes import did_you_mean, short
-from hetlb.inputs.option_keys import table_of
 
 _STEP = re.compile(r"\.([^.\[\]]++)|\[([^\[\]]*+)\]")
 #: msgspec's names of types in plain words.
@@ -29,14 +27,8 @@ _PLAIN_WORDS = {
 
 @cache
 def _kinds(table: type) -> dict[str, Any]:
-    """Return the types of a table's keys; any value is right for a key of a missing option."""
-    found = {}
-    for key, kind in get_type_hints(table, include_extras=True).items():
-        try:
-            found[key] = table_of(key, kind)
-        except ConfigError:
-            found[key] = Any
-    return found
+    """Return the types of a table's keys."""
+    return get_type_hints(table, include_extras=True)
 
 
 class _Shape(NamedTuple):

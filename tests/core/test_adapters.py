@@ -29,7 +29,7 @@ NAMES = tuple(f"lora-{n}" for n in range(8))
 
 @given(st.integers(1, 4), st.lists(st.tuples(st.booleans(), st.integers(0, 7)), max_size=80))
 def test_slots_hold_what_runs_and_what_was_used_last(slots: int, steps: list[tuple[bool, int]]) -> None:
-    belief = AdapterSlots(frozenset(NAMES))
+    belief = AdapterSlots(frozenset(NAMES), 1)
     belief.slots = slots
     running: Counter[str] = Counter()
     for begins, number in steps:
@@ -52,7 +52,7 @@ def test_slots_hold_what_runs_and_what_was_used_last(slots: int, steps: list[tup
 
 
 def test_what_is_no_adapter_costs_nothing() -> None:
-    belief = AdapterSlots(frozenset({"a", "b"}))
+    belief = AdapterSlots(frozenset({"a", "b"}), 1)
     belief.begin("m")
     belief.begin("a")
     assert belief.cost_s("m", 1.0, 10.0) == 0.0

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.options.kv_events.block_index import (
+from hetlb.balancer.core.block_index import (
     BlockIndex,
     BlocksCleared,
     BlocksRemoved,

@@ -46,6 +46,7 @@ from hetlb.balancer.core.types import (
     ProbeResult,
 )
 from hetlb.options.event_log.eventlog import RecordingScheduler, Replay, decode_setup, encode_setup
+from hetlb.options.split.hand_overs import HandOvers
 from hetlb.tools.sim.integrity import check_scheduler
 
 
@@ -121,7 +122,7 @@ def record(policy: str, predictor: str, seed: int, steps: int = 120) -> list[str
     st.integers(0, 1 << 20),
 )
 def test_replay_decides_the_same(policy: str, predictor: str, seed: int) -> None:
-    replay = Replay(record(policy, predictor, seed))
+    replay = Replay(record(policy, predictor, seed), HandOvers)
     assert all(step.same for step in replay)
     check_scheduler(replay.scheduler)
 
@@ -132,7 +133,7 @@ def test_a_changed_decision_is_noticed() -> None:
     fact = json.loads(lines[index])
     fact["out"][0][4] += 1  # one nanosecond of work
     lines[index] = json.dumps(fact)
-    assert [step.line for step in Replay(lines) if not step.same] == [index + 1]
+    assert [step.line for step in Replay(lines, HandOvers) if not step.same] == [index + 1]
 
 
 @pytest.mark.parametrize(
@@ -191,4 +192,4 @@ def test_what_a_wrong_profile_misplaced_is_replayed_to_its_new_places() -> None:
     moved = [command for lease in scheduler.misplaced() for command in scheduler.on_misplaced(lease, now)]
     moved += scheduler.wait_again(now)
     assert len(moved) > 3
-    assert all(each.same for each in Replay(lines))
+    assert all(each.same for each in Replay(lines, HandOvers))

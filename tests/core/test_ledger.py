@@ -13,6 +13,7 @@ from helpers import FAST, dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetlb.balancer.core.block_index import BlockIndex, BlocksStored, KvEventBatch, block_digests
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.ledger import Ledger
 from hetlb.balancer.core.queue import Queue, QueueLimits
@@ -30,7 +31,6 @@ from hetlb.balancer.core.types import (
     Request,
     Role,
 )
-from hetlb.options.kv_events.block_index import BlockIndex, BlocksStored, KvEventBatch, block_digests
 from hetlb.tools.sim.integrity import check_instance, check_scheduler
 
 PLACES, CACHE = 8, 5000

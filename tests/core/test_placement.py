@@ -8,6 +8,7 @@ from array import array
 import pytest
 from helpers import FAST, dispatched, make_scheduler, request, spec
 
+from hetlb.balancer.core.block_index import BlocksStored, KvEventBatch, block_digests
 from hetlb.balancer.core.demand import PROMPT_WEIGHT
 from hetlb.balancer.core.latency import processing_s
 from hetlb.balancer.core.policies.base import PolicyParams
@@ -21,7 +22,6 @@ from hetlb.balancer.core.types import (
     ModelsLearned,
     Request,
 )
-from hetlb.options.kv_events.block_index import BlocksStored, KvEventBatch, block_digests
 from hetlb.tools.explained import explained
 
 ROOMY = Capacity(kv_cache_tokens=10**6, kv_tokens_per_request=10**6, max_num_seqs=64)

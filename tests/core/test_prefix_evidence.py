@@ -8,16 +8,16 @@ from array import array
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
-from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.prefix_index import LEAST_SHARE, PrefixIndex, PrefixKey, Shared, Tree
-from hetlb.balancer.core.types import Capacity, CapacityLearned, Outcome
-from hetlb.options.kv_events.block_index import (
+from hetlb.balancer.core.block_index import (
     BlockIndex,
     BlocksRemoved,
     BlocksStored,
     KvEventBatch,
     block_digests,
 )
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.prefix_index import LEAST_SHARE, PrefixIndex, PrefixKey, Shared, Tree
+from hetlb.balancer.core.types import Capacity, CapacityLearned, Outcome
 from hetlb.tools.sim.integrity import check_scheduler, check_tree
 
 KEYS: tuple[PrefixKey, ...] = (("a", 500), ("b", 1000))

@@ -28,6 +28,7 @@ from helpers import HANG_S
 from proxy.services import PatientService
 
 from hetlb.balancer.config.fleet import load_fleet
+from hetlb.cli.serving_options import OPTIONS
 
 BACKGROUND = 50
 
@@ -260,7 +261,7 @@ async def in_process(
     path.write_text(
         yaml.safe_dump(fleet_file(urls or [engine.url for engine in made], neighbour.url, tables))
     )
-    service = PatientService(load_fleet(path))
+    service = PatientService(load_fleet(path), OPTIONS)
     try:
         await service.start()
         rig = Rig(folder, made, neighbour, service.address[1], service.admin.address[1])

@@ -24,6 +24,7 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.telemetry.request_record import RequestRecord
+from hetlb.cli.serving_options import OPTIONS
 from hetlb.tools.sim.integrity import check_scheduler
 
 #: Modules whose tests run on the standard library's loop too: what transports say, and when, is their matter.
@@ -69,7 +70,7 @@ class Proxy:
     def __init__(self, scheduler: Scheduler, table: ProxyTable) -> None:
         self._exchanges: list[RequestRecord] = []
         loop = asyncio.get_running_loop()
-        self.driver = Driver(table, TokenEstimator(), loop, {})
+        self.driver = Driver(table, TokenEstimator(), loop, {}, OPTIONS)
         self.driver.on_ended = self._exchanges.extend
         self.scheduling = SchedulerDriver(scheduler, self.driver, self.driver)
         self.driver.scheduling = self.scheduling

@@ -22,6 +22,7 @@ from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
+from hetlb.cli.serving_options import OPTIONS
 
 #: What a kernel holds for a reader that does not read.
 KERNEL = 64 << 10
@@ -249,7 +250,7 @@ class Proxy:
         self.ended: list[Any] = []
         settings = msgspec.structs.replace(ProxyTable(), **table)
         with self._running():
-            self.driver = Driver(settings, TokenEstimator(), self.loop, {})
+            self.driver = Driver(settings, TokenEstimator(), self.loop, {}, OPTIONS)
             self.driver.on_ended = self.ended.extend
             self.scheduling = SchedulerDriver(self.scheduler, self.driver, self.driver)
             self.driver.scheduling = self.scheduling

@@ -20,6 +20,7 @@ from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import Health
 from hetlb.balancer.fleet.service import Service
+from hetlb.cli.serving_options import OPTIONS
 from hetlb.tools.sim.integrity import check_scheduler
 
 METRICS = b"vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0\n"
@@ -188,7 +189,7 @@ async def serving(
     loaded = load_fleet(path)
     if policy is not None:
         loaded = loaded.with_tables(policy=msgspec.structs.replace(loaded.file.policy, name=policy))
-    service = PatientService(loaded)
+    service = PatientService(loaded, OPTIONS)
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HANG_S)) as session:
             await service.start()

@@ -18,6 +18,7 @@ from hetlb.balancer.config.profile_file import load_profile
 from hetlb.balancer.core.types import Outcome
 from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.telemetry.request_record import RequestRecord
+from hetlb.cli.serving_options import OPTIONS
 from hetlb.tools.emulator import EmulatedEngine
 from hetlb.tools.sim.integrity import check_scheduler
 
@@ -87,7 +88,7 @@ async def test_three_in_ten_leave_and_nothing_is_left_of_them() -> None:
             admin=msgspec.structs.replace(fleet.file.admin, port=0),
             proxy=msgspec.structs.replace(fleet.file.proxy, request_log=False),
         )
-        service = PatientService(fleet)
+        service = PatientService(fleet, OPTIONS)
         driver = service.driver
         ended: list[int] = []
 

@@ -17,6 +17,7 @@ from helpers import HANG_S
 from hetlb import tasks
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.fleet.service import Service
+from hetlb.cli.serving_options import OPTIONS
 from hetlb.options.shared_view.redis_transport import RedisTransport
 
 #: Seconds for which the loop stands: longer than any timeout of the tasks here.
@@ -66,7 +67,7 @@ async def serving(port: int, folder: Path, first: str) -> Close:
     (folder / "instances.d").mkdir()
     path = folder / "fleet.yaml"
     path.write_text(yaml.safe_dump(fleet))
-    service = Service(load_fleet(path))
+    service = Service(load_fleet(path), OPTIONS)
     await service.start()
 
     async def close() -> None:

@@ -10,6 +10,7 @@ from proxy.services import PatientService
 
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.config.profile_file import load_profile
+from hetlb.cli.serving_options import OPTIONS
 from hetlb.tools.emulator import EmulatedEngine
 
 PROFILE = {
@@ -52,7 +53,7 @@ async def test_mismatch(
             "models": [{"name": "llama", "instances": [instance]}],
         }
         fleet.write_text(yaml.safe_dump(document))
-        service = PatientService(load_fleet(fleet))
+        service = PatientService(load_fleet(fleet), OPTIONS)
         await service.start()
         try:
             assert [

@@ -12,7 +12,7 @@ import ipaddress
 import re
 from collections.abc import Awaitable, Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from aiohttp import web
@@ -24,7 +24,7 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Dispatch
 from hetlb.balancer.exchange.scheduler_driver import DECISIONS_KEPT
-from hetlb.balancer.telemetry.recent import BIN_S, Recent
+from hetlb.balancer.telemetry.recent import BIN_S
 from hetlb.errors import InputError
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class AdminApi:
 
     def _sample(self) -> None:
         self._sampler = asyncio.get_running_loop().call_later(BIN_S, self._sample)
-        cast(Recent, self.control.recent).sample(self.control.scheduler, self.control.now())
+        self.control.recent.sample(self.control.scheduler, self.control.now())
 
     @cached_property
     def _dashboard(self) -> StatePage:
@@ -220,7 +220,7 @@ class AdminApi:
     def status(self) -> dict[str, Any]:
         control = self.control
         scheduler, now = control.scheduler, control.now()
-        return status(scheduler, self.pools(), cast(Recent, control.recent), now, control.reload_refused)
+        return status(scheduler, self.pools(), control.recent, now, control.reload_refused)
 
     def pools(self) -> dict[str, list[Instance]]:
         return pools(self.control.scheduler)

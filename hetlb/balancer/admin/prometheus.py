@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
@@ -22,7 +22,6 @@ from hetlb.balancer.core.types import CAUSES, AdminState, Health
 from hetlb.balancer.fleet.service import WorkerState
 from hetlb.balancer.telemetry.counters import ACCOUNT_COUNTS, Totals
 from hetlb.balancer.telemetry.histograms import GapHistogram, Histogram
-from hetlb.balancer.telemetry.recent import Recent
 from hetlb.build import compiled
 
 if TYPE_CHECKING:
@@ -164,9 +163,7 @@ def _totals(source: FleetService, now: float) -> Iterator[Family]:
 
 def _states(source: FleetService, now: float) -> Iterator[Family]:
     """Yield the state of the fleet as `GET /v1/status` has it; figures that are not known are left out."""
-    found = status(
-        source.scheduler, pools(source.scheduler), cast(Recent, source.recent), now, source.reload_refused
-    )
+    found = status(source.scheduler, pools(source.scheduler), source.recent, now, source.reload_refused)
     yield (
         "hetlb_state",
         [

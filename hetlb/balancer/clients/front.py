@@ -16,11 +16,10 @@ from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.telemetry.access_log import FORMATS
 from hetlb.balancer.telemetry.request_record import RequestRecord
-from hetlb.extras import hook, option
 from hetlb.logs import LogWriter
 
 if TYPE_CHECKING:
-    from hetlb.balancer.interfaces import SpanMaker
+    from hetlb.balancer.options import SpanMaker
 
 
 class Listener(Protocol):
@@ -53,7 +52,7 @@ class Front:
         driver.on_ended = self._requests_ended
         self._apply(fleet, access)
         table = fleet.file.tracing
-        self._tracing: SpanMaker | None = None if table is None else hook("tracing", table)
+        self._tracing: SpanMaker | None = None if table is None else driver.options.spans(table)
         self.server.router.tracing = self._tracing
         self._lines: LogWriter | None = None
         self._write_line: Callable[[RequestRecord, float], str] | None = None
@@ -86,7 +85,7 @@ class Front:
             from hetlb.balancer.clients.service_classes import ServiceClasses
 
             router.classes = ServiceClasses(fleet.service_classes)
-        router.resume = option("resume").ways_of(fleet.file) if fleet.uses("resume") else {}
+        router.resume = fleet.resumes
 
     def _requests_ended(self, ended: Sequence[RequestRecord]) -> None:
         now = self._driver.now()

@@ -9,19 +9,16 @@ import re
 from array import array
 from collections.abc import Iterator
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
 from hetlb.balancer.core.prefix_index import PrefixKey
+from hetlb.balancer.core.types import PromptBlocks
 from hetlb.balancer.exchange.scheduler_side import SchedulerSide
 from hetlb.balancer.http.http1 import RequestHead
 from hetlb.balancer.http.openai_body import Call
 from hetlb.balancer.http.prefix_cuts import BYTES_PER_TOKEN, FIRST_TOKENS, cuts
-from hetlb.extras import option
-
-if TYPE_CHECKING:
-    from hetlb.balancer.core.option_interfaces import PromptBlocks
 
 #: Maximum bytes of text, and of a list of token ids, that have keys.
 _MAX_KEYED_BYTES: Final = 4 << 20
@@ -49,7 +46,8 @@ def keys_of(
     keys = id_keys(ids, model, call.cache_salt, owner) if ids else text_keys(call, model, owner)
     blocks: PromptBlocks | None = None
     if ids and call.prompts == 1 and (block_tokens := scheduling.block_tokens):
-        block_digests = option("kv_events.block_index").block_digests
+        from hetlb.balancer.core.block_index import block_digests
+
         salt = () if call.cache_salt is None else (call.cache_salt,)
         # The last token of a prompt is always computed.
         blocks = block_tokens, block_digests(ids[0][:-1], block_tokens, salt)

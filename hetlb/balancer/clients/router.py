@@ -20,7 +20,7 @@ from hetlb.balancer.clients.prompt_keys import keys_of
 from hetlb.balancer.config.fleet_tables import ProxyTable, Resume
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.core.prefix_index import PrefixKey
-from hetlb.balancer.core.types import RejectReason, Request
+from hetlb.balancer.core.types import PromptBlocks, RejectReason, Request
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.engine_request import EngineRequest
 from hetlb.balancer.exchange.exchange import Exchange
@@ -31,20 +31,14 @@ from hetlb.balancer.http.error_responses import Answer, Refusal
 from hetlb.balancer.http.http1 import GateError, RequestHead
 from hetlb.balancer.http.openai_body import Call, read_json
 from hetlb.balancer.telemetry.request_record import RequestRecord
-from hetlb.errors import ConfigError
-from hetlb.extras import hook
 
 if TYPE_CHECKING:
     from hetlb.balancer.clients.api_keys import ClientKeys, Tenant
-    from hetlb.balancer.core.option_interfaces import PromptBlocks
-    from hetlb.balancer.interfaces import (
-        BrowserPages,
-        ClientAddresses,
-        OtherNames,
-        PromptKeys,
-        RequestClasses,
-        SpanMaker,
-    )
+    from hetlb.balancer.clients.forwarded import ForwardedAddresses
+    from hetlb.balancer.clients.model_names import ModelNames
+    from hetlb.balancer.clients.origins import PageOrigins
+    from hetlb.balancer.clients.service_classes import ServiceClasses
+    from hetlb.balancer.options import Resumption, SpanMaker
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")
@@ -80,17 +74,15 @@ class Router:
         #: Keys of clients; None lets every client in.
         self.keys: ClientKeys | None = None
         #: Aliases and fallbacks, None without any.
-        self.names: OtherNames | None = None
+        self.names: ModelNames | None = None
         #: Classes of the models' requests, None without any.
-        self.classes: RequestClasses | None = None
+        self.classes: ServiceClasses | None = None
         #: Ways of resuming answers by model and class; others as `proxy.resume` says.
         self.resume: Mapping[tuple[str, str], Resume] = {}
         #: Makes the attempts of requests without options.
         self._plain = PlainMaker(driver)
         #: Makes the attempts of answers that may go on elsewhere, None before the first.
-        self._resumption: Any = None
-        #: Makes the keys of prompts' prefixes.
-        self._keys_of: PromptKeys | None = keys_of
+        self._resumption: Resumption | None = None
         #: Makes the ids of every request's spans, None without tracing.
         self.tracing: SpanMaker | None = None
         #: Engines take our request ids for their own, and another proxy may count from 1 too.
@@ -100,12 +92,12 @@ class Router:
         """Take the names of headers and paths that hold from now on."""
         self._extra_paths = frozenset(table.extra_paths)
         #: Pages of other origins that may read answers, and addresses that other proxies tell; None without.
-        self._pages: BrowserPages | None = None
+        self._pages: PageOrigins | None = None
         if table.cors_origins:
             from hetlb.balancer.clients.origins import PageOrigins
 
             self._pages = PageOrigins(table.cors_origins)
-        self._forwarded: ClientAddresses | None = None
+        self._forwarded: ForwardedAddresses | None = None
         if table.trusted_proxies:
             from hetlb.balancer.clients.forwarded import ForwardedAddresses
 
@@ -180,10 +172,7 @@ class Router:
         """Return the session that an upgrade to WebSocket asks for. Raises `GateError`."""
         if head.method != b"GET":
             raise _method_not_allowed((b"GET",))
-        try:
-            handshake = hook("tunnel", self._driver, head, body, open_to_all=self.keys is None)
-        except ConfigError as error:
-            raise GateError(404, "This installation has no WebSockets.") from error
+        handshake = self._driver.options.handshake(self._driver, head, body, self.keys is None)
         call = Call()
         call.model = handshake.model
         if self.names is not None and call.model is not None:
@@ -192,11 +181,11 @@ class Router:
             raise GateError(403, "This API key is for some models: name one in the query, `?model=`.")
         exchange = self._exchange(client, head, _REALTIME, call, tenant)
         exchange.maker = handshake
-        if call.renamed:
+        if call.renamed and call.model is not None:
             exchange.outgoing.head = handshake.with_model(call.model)
         return exchange
 
-    def _resolve(self, names: OtherNames, call: Call, tenant: Tenant | None) -> str:
+    def _resolve(self, names: ModelNames, call: Call, tenant: Tenant | None) -> str:
         """Set the model that serves a request in place of the one it asks for. Raises `GateError` (403)."""
         asked = call.asked = call.model or ""
         model = call.model = names.served(asked, self._driver.scheduling.available)
@@ -234,7 +223,7 @@ class Router:
             how = self.resume.get((model, service.name), driver.table.resume)
             if how is not False:
                 if self._resumption is None:
-                    self._resumption = hook("resume", driver)
+                    self._resumption = driver.options.resumption(driver)
                 exchange.maker = self._resumption(kind, call, outgoing)
         call.body = call.text = call.tools = call.ids = b""  # no prompt is in memory twice, or for longer
         if self.tracing is not None:
@@ -264,10 +253,8 @@ class Router:
         generates: bool = kind.generates
         prefix_keys: tuple[PrefixKey, ...] = ()
         blocks: PromptBlocks | None = None
-        if generates and self._keys_of is not None:
-            prefix_keys, blocks = self._keys_of(
-                head, call, model, owner, self._session_header, driver.scheduling
-            )
+        if generates:
+            prefix_keys, blocks = keys_of(head, call, model, owner, self._session_header, driver.scheduling)
         splits = driver.splits if sequences == 1 else None
         return Request(
             id=driver.next_id(),
@@ -353,7 +340,7 @@ class Router:
         return models if tenant is None else [entry for entry in models if tenant.may_use(entry["id"])]
 
     def _with_class(
-        self, classes: RequestClasses, entry: dict[str, Any], allowed: Sequence[str] | None
+        self, classes: ServiceClasses, entry: dict[str, Any], allowed: Sequence[str] | None
     ) -> dict[str, Any]:
         """Return the entry of a model with its background class, if it has one."""
         model = entry["id"] if self.names is None else self.names.aliases.get(entry["id"], entry["id"])

@@ -12,31 +12,30 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from hetlb.addresses import network_of
+from hetlb.balancer.config.fleet_mistakes import mistakes_of
 from hetlb.balancer.config.fleet_tables import (
-    OWN_HEADERS,
     FleetFile,
     InstanceTable,
     ModelTable,
+    PickTable,
     PolicyTable,
+    Resume,
     gpu_of,
 )
 from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.objective import ServiceClass
-from hetlb.balancer.core.policies.base import PlannedType, PolicyParams
+from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.predictor import PREDICTORS, LengthSample
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.types import Capacity, InstanceSpec, Role
 from hetlb.errors import ConfigError
-from hetlb.extras import hook
-from hetlb.inputs.mistakes import Mistakes, did_you_mean, listed, one_of, short
-from hetlb.inputs.option_keys import options_of, stated_keys
+from hetlb.inputs.mistakes import Mistakes, one_of, short
 from hetlb.inputs.urls import Origin, check_url, origin
 from hetlb.inputs.yaml_file import load_yaml, with_lines
 
 if TYPE_CHECKING:
-    from hetlb.balancer.interfaces import EngineProfile
+    from hetlb.balancer.config.profile_file import Profile
 
 
 class Listed(msgspec.Struct, frozen=True):
@@ -57,7 +56,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     file: FleetFile
     written: FleetFile
     instances: tuple[InstanceSpec, ...]
-    profiles: dict[str, EngineProfile] = {}
+    profiles: dict[str, Profile] = {}
     listed: dict[str, Listed] = {}
     #: Output lengths of `policy.trace` where it was read: only a start needs them.
     lengths: LengthSample | None = None
@@ -66,15 +65,9 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         """Copy of the fleet with other tables in force, by their keys in the file."""
         return msgspec.structs.replace(self, file=msgspec.structs.replace(self.file, **tables))
 
-    def resolve_found(
-        self, table: InstanceTable, model: str, cache: dict[Path, EngineProfile]
-    ) -> InstanceSpec:
+    def resolve_found(self, table: InstanceTable, model: str, cache: dict[Path, Profile]) -> InstanceSpec:
         """Resolve a discovered instance, with the profile its labels select. Raises `InputError`."""
         return resolve_instance(table, model, "", self.base, cache, self.file.profiles)[0]
-
-    def uses(self, name: str) -> bool:
-        """Return whether the file states a key that an option reads."""
-        return any(owner == name for _, owner in stated_keys(self.file))
 
     @property
     def where(self) -> str:
@@ -94,7 +87,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.path is None:
             return []
-        tables = msgspec.structs.replace(self.written, discovery=None, pick=None)
+        tables = msgspec.structs.replace(self.written, discovery=None, pick=PickTable())
         return [self.path, *sorted({self.base / name for name in _file_names(msgspec.to_builtins(tables))})]
 
     @property
@@ -102,11 +95,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         """Policy parameters as the scheduler's type."""
         p = self.file.policy
         first = self.file.models[0].name if self.file.models else ""
-        types: tuple[PlannedType, ...] = ()
-        if p.types:
-            from hetlb.balancer.config.plan_keys import planned_types
-
-            types = planned_types(p.types, first)
+        types = tuple(each.planned(first) for each in p.types)
         worth, weights = tuple(p.worth.items()), tuple(p.weights.items())
         return PolicyParams(p.theta, p.combine, worth, types, p.adapter_load_s, weights)
 
@@ -122,11 +111,21 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def service_classes(self) -> dict[str, dict[str, ServiceClass]]:
         """Service classes by model and name, the default first."""
-        if not any(model.classes for model in self.file.models):
-            return {model.name: {} for model in self.file.models}
-        from hetlb.balancer.config.class_tables import service_classes
+        return {
+            model.name: {name: table.objective(name) for name, table in model.classes.items()}
+            for model in self.file.models
+        }
 
-        return {model.name: service_classes(model.classes) for model in self.file.models}
+    @property
+    def resumes(self) -> dict[tuple[str, str], Resume]:
+        """The way of resuming answers by model and class ("" without one)."""
+        found: dict[tuple[str, str], Resume] = {}
+        for model in self.file.models:
+            stated: Resume = self.file.proxy.resume if model.resume is None else model.resume
+            found[model.name, ""] = stated
+            for name, table in model.classes.items():
+                found[model.name, name] = stated if table.resume is None else table.resume
+        return found
 
     @property
     def queue_limits(self) -> QueueLimits:
@@ -194,9 +193,9 @@ def resolve_instance(
     model: str,
     key: str,
     base: Path,
-    cache: dict[Path, EngineProfile],
+    cache: dict[Path, Profile],
     profiles: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[InstanceSpec, EngineProfile | None]:
+) -> tuple[InstanceSpec, Profile | None]:
     """Check one instance and read its profile, cached by path. Raises `ConfigError` or `ProfileError`.
 
     `key` is the prefix of its keys in errors, such as `models[0].instances[1].`. `profiles` maps selectors to
@@ -208,7 +207,7 @@ def resolve_instance(
         raise ConfigError(f"{key}name: expected a name, but neither name nor url is given")
     if not re.fullmatch(r"[A-Za-z0-9._:\[\]-]{1,128}", name):
         raise ConfigError(f"{key}name: expected letters, digits and . _ : - (128 at most), got {short(name)}")
-    profile: EngineProfile | None = None
+    profile: Profile | None = None
     labels = instance.labels if instance.gpu is None else {**instance.labels, "gpu": instance.gpu}
     named = instance.profile
     if named is None and profiles:
@@ -244,97 +243,16 @@ def resolve_fleet(file: FleetFile, path: Path | None) -> Fleet:
     mistakes = Mistakes()
     fleet = Fleet(path=path, file=file, written=file, instances=())
     resolved = _Resolved(fleet, mistakes)
-    try:
-        options = options_of(file)
-    except ConfigError as error:
-        missing = ConfigError(f"{where}{error}")
-        raise with_lines(path, [missing]) if path else missing from None
     with mistakes.here():
         check_policy(file.policy, where)
     with mistakes.here():
         _check_secret(file.admin.token_file, file.admin.token_env, f"{where}admin.token")
-    mistakes.add(ConfigError(where + each) for each in _mistakes_across(file))
     for m, model in enumerate(file.models):
         resolved.add_model(model, f"{where}models[{m}]")
-    mistakes.add(ConfigError(where + line) for line in _key_mistakes(fleet))
-    for each in options.values():
-        if (of_option := getattr(each, "mistakes", None)) is not None:
-            mistakes.add(ConfigError(where + line) for line in of_option(fleet))
+    mistakes.add(ConfigError(where + line) for line in mistakes_of(fleet))
     if mistakes.found:
         raise with_lines(path, mistakes.found) if path else mistakes.found[0]
     return msgspec.structs.replace(fleet, instances=tuple(resolved.specs))
-
-
-def _key_mistakes(fleet: Fleet) -> Iterator[str]:
-    """Yield the mistakes in keys that some fleets have, of a fleet whose instances are known."""
-    file = fleet.file
-    if any(model.classes for model in file.models):
-        from hetlb.balancer.config import class_tables
-
-        yield from class_tables.mistakes(fleet)
-    if file.profiles:
-        from hetlb.balancer.config import profile_selectors
-
-        yield from profile_selectors.mistakes(fleet)
-    if file.policy.worth or file.policy.types:
-        from hetlb.balancer.config import plan_keys
-
-        yield from plan_keys.mistakes(fleet)
-    yield from _name_mistakes(file)
-    if file.proxy.passthrough_authorization and file.proxy.api_keys_file is not None:
-        yield (
-            "proxy.passthrough_authorization: expected false where proxy.api_keys_file is set, "
-            "got true: the engines would see the clients' keys"
-        )
-    for text in file.proxy.trusted_proxies:
-        try:
-            network_of(text, "proxy.trusted_proxies")
-        except ConfigError as error:
-            yield str(error)
-
-
-def _name_mistakes(file: FleetFile) -> Iterator[str]:
-    """Yield a line for each alias that is another name too, and each fallback that is no other model."""
-    names = [model.name for model in file.models]
-    seen = set(names)
-    for m, model in enumerate(file.models):
-        key = f"models[{m}]"
-        for a, alias in enumerate(model.aliases):
-            yield from pattern_mistake(alias, f"{key}.aliases[{a}]")
-            if alias in seen:
-                yield f"{key}.aliases: expected names used once, got {alias!r} again"
-            seen.add(alias)
-        others = sorted({*names} - {model.name})
-        if model.fallback is not None and model.fallback not in others:
-            among = f", one of {listed(others)}" if others else ""
-            got = f"{short(model.fallback)}{did_you_mean(model.fallback, others)}"
-            yield f"{key}.fallback: expected another model of this file{among}, got {got}"
-
-
-def _mistakes_across(file: FleetFile) -> Iterator[str]:
-    """Yield the mistakes in the balancer's own keys that need no instance resolved, without a file name."""
-    for h, header in enumerate(file.proxy.forward_headers):
-        if header.lower() in OWN_HEADERS or header.lower().startswith("proxy-"):
-            yield (
-                f"proxy.forward_headers[{h}]: expected one that neither frames, addresses nor authorises a "
-                f"message, got {short(header)}"
-            )
-    if not file.models and file.discovery is None:
-        yield "models: expected at least one model, got none"
-    names = [model.name for model in file.models]
-    for m, model in enumerate(file.models):
-        key = f"models[{m}]"
-        yield from pattern_mistake(model.name, f"{key}.name")
-        if model.name in names[:m]:
-            yield f"{key}.name: expected a name used once, got {model.name!r} again"
-        if not model.instances and file.discovery is None:
-            yield f"{key}.instances: expected at least one instance, got none"
-
-
-def pattern_mistake(name: str, key: str) -> Iterator[str]:
-    """Yield the mistake of a model's name that is a pattern, as other balancers know them."""
-    if "*" in name:
-        yield f"{key}: expected the name of a model, got the pattern {short(name)}: name each"
 
 
 class _Resolved:
@@ -345,7 +263,7 @@ class _Resolved:
         self._mistakes = mistakes
         #: Names of the instances at each address.
         self._origins: dict[Origin, str] = {}
-        self._cache: dict[Path, EngineProfile] = {}
+        self._cache: dict[Path, Profile] = {}
         self.specs: list[InstanceSpec] = []
 
     def add_model(self, model: ModelTable, key: str) -> None:
@@ -364,7 +282,9 @@ class _Resolved:
         link = None
         if model.kv_transfer is not None:
             known = None if profile is None else profile.kv_bytes_per_token
-            link = hook("split.kv_tables", model.kv_transfer, instance, key, known)
+            from hetlb.balancer.config.kv_link import kv_link
+
+            link = kv_link(model.kv_transfer, instance, key, known)
         spec = replace(spec, role=Role(instance.role), kv_transfer=link)
         _check_access(instance, spec.url, key)
         self._add(spec, instance, key)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 
-from hetlb.inputs.option_keys import FileTable, of
+from hetlb.balancer.core.objective import ServiceClass
+from hetlb.balancer.core.policies.base import PlannedType
 from hetlb.inputs.yaml_file import NonNegative, Port, Positive, PositiveInt, Share
 
 
@@ -18,7 +20,7 @@ class TlsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     key: str
 
 
-class Listen(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Listen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Address of the main listener; with `tls` it speaks TLS there and nothing else."""
 
     host: str = "127.0.0.1"
@@ -26,7 +28,7 @@ class Listen(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
     tls: TlsTable | None = None
 
 
-class Admin(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Admin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The admin listener. Elsewhere than on loopback it needs a token; with `tls` it speaks TLS alone.
 
     `registration_networks` are the networks (CIDR) in which instances may be registered.
@@ -51,8 +53,13 @@ class PlannedTypeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     model: str | None = None
     instances: dict[str, NonNegative] = {}
 
+    def planned(self, model: str) -> PlannedType:
+        """Return the type for the scheduler; one that names no model is of `model`."""
+        instances = tuple(self.instances.items())
+        return PlannedType(self.model or model, self.input_tokens, self.output_tokens, self.share, instances)
 
-class PolicyTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+
+class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The policy and its parameters.
 
     `theta` and `combine` form the paper's workload; `predictor` guesses output lengths, from `trace`
@@ -74,7 +81,7 @@ class PolicyTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     weights: dict[str, NonNegative] = {}
 
 
-class QueueTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class QueueTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The bounded queue in front of the instances.
 
     `tenant_share` is how much of it one tenant may hold, `tenant_weights` the share of what is served that
@@ -120,7 +127,7 @@ HeaderName: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9-]{1,64}
 Resume: TypeAlias = bool | Literal["ids"]
 
 
-class ProxyTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits, timeouts and keys of the data plane. Sizes in bytes.
 
     `session_header` names a conversation, `tenant_header` whose share of a full fleet a request is of;
@@ -158,9 +165,9 @@ class ProxyTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     trusted_proxies: tuple[str, ...] = ()
     cors_origins: tuple[OriginText, ...] = ()
     heartbeat_s: NonNegative = 0.0
-    resume: Annotated[Resume, of("resume")] = False
+    resume: Resume = False
     max_connections: PositiveInt | None = None
-    workers: Annotated[int, msgspec.Meta(ge=1, le=MOST_WORKERS), of("relays")] = 1
+    workers: Annotated[int, msgspec.Meta(ge=1, le=MOST_WORKERS)] = 1
 
 
 #: Labels that name the GPU of an instance; all but the first are of Kubernetes' nodes.
@@ -172,7 +179,14 @@ def gpu_of(labels: Mapping[str, str]) -> str:
     return next((labels[name] for name in GPU_LABELS if labels.get(name)), "")
 
 
-class InstanceTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class KvEventsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Source of vLLM's KV events (`--kv-events-config`): ZeroMQ addresses."""
+
+    endpoint: str
+    replay: str | None = None
+
+
+class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One server. `name` defaults to the address in `url`.
 
     `api_key_file` or `api_key_env` say where its key stands; `ca_file` holds the authorities that may have
@@ -190,12 +204,18 @@ class InstanceTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=
     api_key_file: str | None = None
     api_key_env: str | None = None
     ca_file: str | None = None
-    kv_events: Annotated[Any, of("kv_events")] = None
+    kv_events: str | KvEventsTable | None = None
     labels: dict[str, str] = {}
     max_num_seqs: PositiveInt | None = None
     gpu: str | None = None
-    role: Annotated[Literal["prefill", "decode", "both"], of("split")] = "both"
-    kv_bootstrap: Annotated[str | None, of("split")] = None
+    role: Literal["prefill", "decode", "both"] = "both"
+    kv_bootstrap: str | None = None
+
+    @property
+    def publisher(self) -> KvEventsTable | None:
+        """Its publisher of KV events."""
+        stated = self.kv_events
+        return KvEventsTable(endpoint=stated) if isinstance(stated, str) else stated
 
 
 #: Bounds of a target in milliseconds: within them every score is a number.
@@ -204,7 +224,7 @@ MOST_TARGET_MS: Final = 1e9
 _Target: TypeAlias = Annotated[float, msgspec.Meta(ge=LEAST_TARGET_MS, le=MOST_TARGET_MS)]
 
 
-class ClassTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ClassTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Objective of one class of requests: targets in milliseconds that a share `attainment` is to meet.
 
     `background` requests take only what the other classes leave over. A second until the first token weighs
@@ -219,10 +239,42 @@ class ClassTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     background: bool = False
     first_token_weight: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
     refuse_hopeless: bool = False
-    resume: Annotated[Resume | None, of("resume")] = None
+    resume: Resume | None = None
+
+    def objective(self, name: str) -> ServiceClass:
+        """Return the class for the scheduler."""
+        targets_ms = (self.ttft_ms, self.tpot_ms, self.e2e_ms)
+        ttft_s, tpot_s, e2e_s = (math.inf if target is None else target / 1e3 for target in targets_ms)
+        return ServiceClass(
+            name,
+            ttft_s,
+            tpot_s,
+            e2e_s,
+            attainment=self.attainment,
+            background=self.background,
+            first_token_weight=self.first_token_weight,
+            refuse_hopeless=self.refuse_hopeless,
+        )
 
 
-class ModelTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+ConnectorName: TypeAlias = Literal["nixl", "mooncake"]
+
+
+class KvTransferTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Hand-over of KV blocks between instances of a model: the connector of vLLM, and its figures.
+
+    `lease_s` is the engines' `kv_lease_duration` (Mooncake: `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`), whole
+    seconds in vLLM. The others are the first estimate of a transfer's time.
+    """
+
+    connector: ConnectorName
+    lease_s: Annotated[float, msgspec.Meta(ge=1)] | None = None
+    bytes_per_token: Positive | None = None
+    bandwidth_bytes_per_s: Positive | None = None
+    latency_s: NonNegative | None = None
+
+
+class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One pool: the instances that serve one model; its key is for instances without one of their own.
 
     `kv_transfer` lets one instance prefill a prompt and another decode the answer.
@@ -237,26 +289,126 @@ class ModelTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     tokenizer: str | None = None
     api_key_file: str | None = None
     api_key_env: str | None = None
-    kv_transfer: Annotated[Any, of("split")] = None
+    kv_transfer: ConnectorName | KvTransferTable | None = None
     classes: dict[str, ClassTable] = {}
-    resume: Annotated[Resume | None, of("resume")] = None
+    resume: Resume | None = None
 
 
-class DiscoveryTable(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DnsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """DNS name of servers: one per address (A, else AAAA), or one per SRV record.
+
+    Resolved again when the TTL expires, after `interval_s` at the latest. `servers` are name servers (`host`
+    or `host:port`), the system's by default.
+    """
+
+    name: str
+    type: Literal["A", "SRV"] = "A"
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 8000
+    scheme: Literal["http", "https"] = "http"
+    model: str | None = None
+    labels: dict[str, str] = {}
+    interval_s: Positive = 1.0
+    servers: tuple[str, ...] = ()
+
+
+class ClusterTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Address and credentials of the API server: without these keys, hetlb's own pod's."""
+
+    namespace: str | None = None
+    api_server: str | None = None
+    token_file: str | None = None
+    ca_file: str | None = None
+
+
+class KubernetesTable(ClusterTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Pods by label, the EndpointSlices of a service, or an InferencePool, watched at the API server.
+
+    `pool` names the InferencePool, whose pods and ports are its own. `port` is a number or the name of a
+    container's port. `model_label` names the label that holds the model. Without `namespace`, `api_server`,
+    `token_file` and `ca_file` the values of hetlb's own pod are used.
+    """
+
+    resource: Literal["pods", "endpointslices", "inferencepools"] = "pods"
+    selector: str = ""
+    service: str | None = None
+    pool: str | None = None
+    port: Port | str = 8000
+    scheme: Literal["http", "https"] = "http"
+    model: str | None = None
+    model_label: str | None = None
+
+
+class DiscoveryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Sources of instances besides `models`.
 
     `files` are files or folders of files with `models`, as in a fleet file. `poll_s` is the polling interval
     of files. `ttl_s` is the default lifetime of registrations, 0 for unlimited.
     """
 
-    files: Annotated[tuple[str, ...], of("instance_files")] = ()
-    dns: Annotated[Any, of("dns")] = ()
-    kubernetes: Annotated[Any, of("kubernetes")] = ()
+    files: tuple[str, ...] = ()
+    dns: tuple[DnsTable | str, ...] = ()
+    kubernetes: KubernetesTable | tuple[KubernetesTable, ...] = ()
     poll_s: Positive = 1.0
     ttl_s: NonNegative = 0.0
 
+    @property
+    def names(self) -> tuple[DnsTable, ...]:
+        """The sources of `dns`."""
+        return tuple(DnsTable(name=each) if isinstance(each, str) else each for each in self.dns)
 
-class FleetFile(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    @property
+    def clusters(self) -> tuple[KubernetesTable, ...]:
+        """The sources of `kubernetes`."""
+        stated = self.kubernetes
+        return (stated,) if isinstance(stated, KubernetesTable) else stated
+
+
+class TracingTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Collector of spans: its address (OTLP over HTTP).
+
+    `service_name` is the key to find them; `sample_ratio` is the share that is kept of the requests of
+    clients that do not say whether theirs is.
+    """
+
+    otlp_endpoint: str
+    service_name: str = "hetlb"
+    sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+
+
+class PickTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The endpoint picker of `hetlb pick`: where gateways reach it (gRPC), and what it tells them.
+
+    With `tls` it speaks TLS; with `client_ca_file` only to gateways whose certificate these authorities have
+    signed. On an address of other machines it needs both, or `any_gateway`: every peer is one.
+    `fallbacks` are named behind the chosen instance, for the gateway's own retries. `buffer_bytes`:
+    Envoy's `per_connection_buffer_limit_bytes`, the largest body that it keeps where it streams the request.
+    `objectives` are priorities by the names in `x-gateway-inference-objective`: the higher goes first, below
+    0 does not wait.
+    """
+
+    host: str = "127.0.0.1"
+    port: Port = 9002
+    tls: TlsTable | None = None
+    client_ca_file: str | None = None
+    any_gateway: bool = False
+    fallbacks: Annotated[int, msgspec.Meta(ge=0, le=16)] = 2
+    buffer_bytes: PositiveInt = 8 << 20
+    objectives: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+class SharedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Sharing of several processes of one fleet, over Valkey or Redis (`url`, or the variable `url_env`).
+
+    `group` keeps fleets apart that use one server. A process that was silent for `silent_s` is gone.
+    """
+
+    url: str | None = None
+    url_env: str | None = None
+    group: str = "hetlb"
+    silent_s: Annotated[float, msgspec.Meta(ge=0.2, le=60)] = 1.0
+
+
+class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A fleet file as written. With `watch` it is read again whenever it or a file that it names changes."""
 
     version: Literal[1]
@@ -268,9 +420,9 @@ class FleetFile(FileTable, frozen=True, forbid_unknown_fields=True, kw_only=True
     health: HealthTable = HealthTable()
     scrape: ScrapeTable = ScrapeTable()
     proxy: ProxyTable = ProxyTable()
-    tracing: Annotated[Any, of("tracing")] = None
-    pick: Annotated[Any, of("pick")] = None
-    shared: Annotated[Any, of("shared_view")] = None
+    tracing: TracingTable | None = None
+    pick: PickTable = PickTable()
+    shared: SharedTable | None = None
     profiles: dict[str, str] = {}
     discovery: DiscoveryTable | None = None
     watch: bool = True

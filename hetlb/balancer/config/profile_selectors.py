@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import gpu_of
 from hetlb.errors import ConfigError
 
@@ -38,14 +37,3 @@ def _fits(name: str, value: str, labels: Mapping[str, str]) -> bool:
     # Nodes say NVIDIA-H100-80GB-HBM3 where a file says H100.
     gpu = gpu_of(labels).lower()
     return value.lower() == gpu or value.lower() in re.split(r"[-_ ]", gpu)
-
-
-def mistakes(fleet: Fleet) -> Iterator[str]:
-    """Yield a line for each selector that is none, and each file that is missing."""
-    for text, profile in fleet.file.profiles.items():
-        try:
-            parse_selector(text, "profiles")
-        except ConfigError as error:
-            yield str(error)
-        if not (fleet.base / profile).exists():
-            yield f"profiles.{text}: expected the path of a latency profile, got {profile!r}: no such file"

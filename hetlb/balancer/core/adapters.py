@@ -12,7 +12,6 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.balancer.core.instance_limits import DEFAULT_MAX_LORAS
 from hetlb.balancer.core.types import LeaseId
 
 #: First tokens that teach the time to load an adapter: the newest kept, and the fewest needed.
@@ -26,9 +25,9 @@ _LEAST_S: Final = 1e-3
 class AdapterSlots:
     """The adapters that one engine lists, and the adapters that it is believed to have in its slots."""
 
-    def __init__(self, names: frozenset[str]) -> None:
+    def __init__(self, names: frozenset[str], slots: int) -> None:
         self.names = names
-        self.slots = DEFAULT_MAX_LORAS
+        self.slots = slots
         #: Requests by adapter, where there are some; adapters in slots, the one used last at the end.
         self._running: dict[str, int] = {}
         self._used: dict[str, None] = {}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core import rejections
 from hetlb.balancer.core.demand import size_of
-from hetlb.balancer.core.option_interfaces import QueueTargets
 from hetlb.balancer.core.placement import Placement
 from hetlb.balancer.core.queue import Queued, QueueKey
 from hetlb.balancer.core.ready import ReadyInstances, least_tokens
-from hetlb.balancer.core.types import Command, Reject, Request, RequestId
+from hetlb.balancer.core.types import Command, Reject, RejectReason, Request, RequestId
+
+if TYPE_CHECKING:
+    from hetlb.balancer.core.waiting_targets import WaitingTargets
 
 #: Waiting requests that are predicted again per completed answer.
 _REPREDICTED_REQUESTS: Final = 8
@@ -26,7 +28,7 @@ class Backlog:
         #: Waiting requests whose predicted length is older than the newest lesson.
         self._stale: list[RequestId] = []
         #: Targets of what waits, None before the first request with some.
-        self._targets: QueueTargets | None = None
+        self._targets: WaitingTargets | None = None
         #: Time from which the next tick counts: the last one, or when the first began to wait.
         self.ticked_at = now
 
@@ -52,7 +54,7 @@ class Backlog:
         if request.service.stated and self._targets is None:
             from hetlb.balancer.core.waiting_targets import WaitingTargets
 
-            self._targets = WaitingTargets(self, fleet)
+            self._targets = WaitingTargets(fleet)
         due = now if self._targets is None else self._targets.due(request, now, predicted)
         kind = self._placement.kind_of(request, predicted)
         queue.push(request, now, size, again, fleet.fit_of(request), due, kind)
@@ -88,9 +90,25 @@ class Backlog:
         commands: list[Command] = []
         for key in self.queue.keys:
             if self._targets is not None:
-                commands += self._targets.late(key, now)
+                commands += self._pass_over_late(key, now)
             while (command := self._place_next(key, now)) is not None:
                 commands.append(command)
+        return commands
+
+    def _pass_over_late(self, key: QueueKey, now: float) -> list[Command]:
+        """Refuse requests of a line that can meet their targets no more, or serve them after the others."""
+        from hetlb.balancer.core.waiting_targets import late
+
+        commands: list[Command] = []
+        for entry in late(self.queue, key, now):
+            request = entry.request
+            if request.service.refuse_hopeless:
+                self.forget(request.id)
+                name = request.service.name
+                text = f"The targets of the class `{name}` can no longer be met for this request."
+                commands.append(rejections.later(request.id, RejectReason.QUEUE_EXPIRED, text))
+            else:
+                self.queue.demote(entry)
         return commands
 
     def _place_next(self, key: QueueKey, now: float) -> Command | None:

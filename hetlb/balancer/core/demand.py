@@ -7,15 +7,17 @@ together with many others, an output token takes a step of its own).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.instance_limits import Parameters
 from hetlb.balancer.core.latency import ideal_batch
 from hetlb.balancer.core.objective import ServiceClass
-from hetlb.balancer.core.option_interfaces import ProtectedClass
 from hetlb.balancer.core.rate import RecentRate
 from hetlb.balancer.core.types import Request
+
+if TYPE_CHECKING:
+    from hetlb.balancer.core.protected import Protected
 
 #: Weight of a prompt token against one output token (0.075, 0.3: tokens/s at once 0.994, 0.994 x).
 PROMPT_WEIGHT: Final = 0.15
@@ -203,9 +205,9 @@ class Demand:
         self.burst = 0
         self.mix = Mix()
         #: Classes with targets, the tightest first.
-        self.protected: list[ProtectedClass] = []
+        self.protected: list[Protected] = []
 
-    def of_class(self, service: ServiceClass) -> ProtectedClass:
+    def of_class(self, service: ServiceClass) -> Protected:
         """Return the figures of the requests of a class with targets."""
         for each in self.protected:
             if each.name == service.name:

@@ -126,9 +126,8 @@ class Instance(InstanceLedger):
             return
         from hetlb.balancer.core.adapters import AdapterSlots
 
-        slots = AdapterSlots(frozenset(adapters))
+        slots = AdapterSlots(frozenset(adapters), self.capacity.max_loras or DEFAULT_MAX_LORAS)
         self.adapters = slots
-        slots.slots = self.capacity.max_loras or DEFAULT_MAX_LORAS
         for lease in self.leases.values():
             slots.begin(lease.request.model)
 

@@ -12,7 +12,7 @@ from hetlb.balancer.core.prefix_index import PrefixIndex, Tree
 from hetlb.balancer.core.types import InstanceSpec, Lease, LeaseId
 
 if TYPE_CHECKING:
-    from hetlb.balancer.core.option_interfaces import EngineBlocks
+    from hetlb.balancer.core.block_index import BlockIndex
 
 #: Sequences up to which the loads of an instance are kept.
 _KEPT_LOADS: Final = 1024
@@ -59,7 +59,7 @@ class InstanceLedger(InstanceLimits):
         #: Its prefix cache; another tree as soon as the cache is gone.
         self.tree = Tree(prefixes, incarnation)
         #: Content of its cache by its own KV events, None where it publishes none.
-        self.blocks: EngineBlocks | None = None
+        self.blocks: BlockIndex | None = None
         self.removed = False
         self.leases: dict[LeaseId, Lease] = {}
         #: Leases of decode legs that are booked and not dispatched yet.

@@ -10,7 +10,7 @@ from hetlb.balancer.core.speed import SpeedTracker
 from hetlb.balancer.core.types import Capacity, InstanceSpec, Request
 
 if TYPE_CHECKING:
-    from hetlb.balancer.core.option_interfaces import EngineAdapters
+    from hetlb.balancer.core.adapters import AdapterSlots
 
 #: KV capacity of an engine that has not told its own, in tokens.
 DEFAULT_KV_CACHE_TOKENS: Final = 131_072
@@ -63,7 +63,7 @@ class InstanceLimits:
         #: Data-parallel engines behind its URL: each has `1 / engines` of its sequences and KV cache.
         self.engines = 1
         #: Its LoRA adapters, None where it lists none.
-        self.adapters: EngineAdapters | None = None
+        self.adapters: AdapterSlots | None = None
         #: Most tokens (prompt and output) of one sequence, None while unknown.
         self.longest_request_tokens: int | None = None
         #: Sequences that all its engines run at once, tokens its KV cache holds, and tokens that an iteration

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from mypy_extensions import mypyc_attr
 
@@ -14,7 +15,6 @@ from hetlb.balancer.core.demand import Demand, Mix
 from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import NOTICE_MARGIN_S, Instance
 from hetlb.balancer.core.ledger import Ledger
-from hetlb.balancer.core.option_interfaces import LoadTimes, Splitting
 from hetlb.balancer.core.policies.base import Choice, Policy
 from hetlb.balancer.core.policies.sight import SchedulingContext, foreseen
 from hetlb.balancer.core.predictor import Predictor
@@ -22,8 +22,20 @@ from hetlb.balancer.core.prefix_index import Held
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.ready import Choices, ReadyInstances, with_excluded
 from hetlb.balancer.core.retry_budget import Retries
-from hetlb.balancer.core.types import Candidate, Dispatch, Lease, Request, RequestId
-from hetlb.extras import option
+from hetlb.balancer.core.types import (
+    Candidate,
+    Command,
+    Dispatch,
+    EngineSample,
+    Hold,
+    Lease,
+    Outcome,
+    Request,
+    RequestId,
+)
+
+if TYPE_CHECKING:
+    from hetlb.balancer.core.adapters import AdapterLoadTime
 
 #: Answers that run for each that has ended from which on their lengths are not known: see `_as_running`.
 _UNKNOWN: Final = 4.0
@@ -55,6 +67,49 @@ class Decision:
         self.book_pair: Callable[[], Lease] | None = None
 
 
+class Splitting(ABC):
+    """Decisions to split requests, facts about their two legs, and holds between the legs."""
+
+    @property
+    @abstractmethod
+    def held(self) -> int: ...
+
+    @abstractmethod
+    def choose(
+        self, ctx: SchedulingContext, ready: ReadyInstances, ceiling: int | None
+    ) -> tuple[bool, Decision | None]: ...
+
+    @abstractmethod
+    def first_token(self, lease: Lease, instance: Instance, now: float) -> None: ...
+
+    @abstractmethod
+    def prefilled(self, lease: Lease, now: float) -> list[Command]: ...
+
+    @abstractmethod
+    def unsplit(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]: ...
+
+    @abstractmethod
+    def released(self, hold: Hold, now: float) -> list[Command]: ...
+
+    @abstractmethod
+    def sampled(self, instance: Instance, sample: EngineSample, now: float) -> None: ...
+
+    @abstractmethod
+    def failing(self, now: float) -> list[tuple[str, str]]: ...
+
+    @abstractmethod
+    def forget(self, incarnation: int) -> None: ...
+
+    @abstractmethod
+    def let_go_expired(self, now: float) -> None: ...
+
+    @abstractmethod
+    def hold_of(self, number: int) -> Hold | None: ...
+
+    @abstractmethod
+    def check_integrity(self, instances: Sequence[Instance]) -> None: ...
+
+
 def check_choice(index: int, work_s: float, instances: int) -> None:
     """Raise `ValueError` unless a choice can be booked: one of the instances, and a finite time of work."""
     if not (0 <= index < instances and 0.0 <= work_s < math.inf):
@@ -80,7 +135,7 @@ class Placement:
         #: Splits requests, None where no instance has a `kv_transfer`.
         self.splits: Splitting | None = None
         #: Times in which adapters are loaded, None before the first request for one.
-        self.adapter_load: LoadTimes | None = None
+        self.adapter_load: AdapterLoadTime | None = None
         self._usual = Mix()
         self._usual.add(*_USUAL_REQUEST)
         #: Called with each request at which the policy raised an error; None: the error is raised.
@@ -237,7 +292,7 @@ class Placement:
             usual = len(self.ledger.leased) / max(1, len(fleet.instances))
             held = fleet.prefixes.held(request.prefix_keys, request.prompt_tokens, usual)
         if fleet.publishers and request.blocks is not None:
-            held = option("kv_events.block_index").held_exactly(fleet.publishers, request, held)
+            held = fleet.held_exactly(request, held)
         ctx = SchedulingContext(request, predicted, long, waiting, demand, now, held)
         if unknown:
             ctx.least_output = long / 2.0

@@ -14,11 +14,13 @@ import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from hetlb.balancer.core.option_interfaces import TenantShares
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.types import Request, RequestId
+
+if TYPE_CHECKING:
+    from hetlb.balancer.core.fair_shares import FairShares
 
 #: Ranks of the requests of one priority, and their number.
 _IN_TIME: Final = 0
@@ -138,7 +140,7 @@ class Queue:
         #: Tenants and tokens of the leases that have not ended; set by their ledger.
         self.running: Callable[[], Iterable[tuple[str | None, int]]] = tuple
         #: Shares of the tenants, None before the first request of one, where none is bounded.
-        self.tenants: TenantShares | None = None
+        self.tenants: FairShares | None = None
         #: True once the option has been asked for them: without its folder all tenants are alike.
         self._asked_shares = False
         self._shared(None)
@@ -346,7 +348,7 @@ class Queue:
             key = self._keys[request.model] = QueueKey(request.model, None, False)
         return key
 
-    def _shared(self, tenant: str | None) -> TenantShares | None:
+    def _shared(self, tenant: str | None) -> FairShares | None:
         """Return the shares of tenants, from the first request of one on."""
         if not self._asked_shares and (tenant is not None or self.limits.tenant_share < 1.0):
             self._asked_shares = True

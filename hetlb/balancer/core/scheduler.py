@@ -17,8 +17,7 @@ from hetlb.balancer.core.failover import Failover
 from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.journal import Booked, Journal
-from hetlb.balancer.core.option_interfaces import Splitting
-from hetlb.balancer.core.placement import Placement
+from hetlb.balancer.core.placement import Placement, Splitting
 from hetlb.balancer.core.policies.registry import make_policy
 from hetlb.balancer.core.predictor import Predictor, make_predictor
 from hetlb.balancer.core.queue import Queue
@@ -44,10 +43,9 @@ from hetlb.balancer.core.types import (
     Request,
     RequestId,
 )
-from hetlb.extras import option
 
 if TYPE_CHECKING:
-    from hetlb.balancer.core.option_interfaces import BlockEvents
+    from hetlb.balancer.core.block_index import KvEventBatch
 
 #: Seconds between ticks while something waits for time to pass (queue limits, ejections).
 TICK_S: Final = 0.25
@@ -64,8 +62,12 @@ class Scheduler(Failover):
         *,
         oracle: Mapping[RequestId, int] | None = None,
         predictor: Predictor | None = None,
+        splitting: Callable[[Scheduler], Splitting] | None = None,
     ) -> None:
-        """`oracle` has true lengths. Raises `ValueError` where the predictor's data are missing."""
+        """`oracle` has true lengths; `splitting` decides about requests of two legs.
+
+        Raises `ValueError` where the predictor's data are missing.
+        """
         self._rng = random.Random(setup.seed)
         self._params = setup.params
         self.predictor = predictor or make_predictor(
@@ -75,16 +77,18 @@ class Scheduler(Failover):
         queue = Queue(setup.limits)
         fleet = FleetState(setup, queue, self._rng)
         super().__init__(Placement(policy, self.predictor, fleet, queue), setup.now)
+        self._splitting = splitting
         self._look_for_links(setup.specs)
 
     def _look_for_links(self, specs: Sequence[InstanceSpec]) -> None:
-        """Look for the option that splits requests once an instance can transfer its KV cache."""
-        if self.placement.splits is None and any(each.kv_transfer is not None for each in specs):
-            self.placement.splits = option("split.hand_overs").HandOvers(self)
+        """Split requests once an instance can transfer its KV cache."""
+        make, placement = self._splitting, self.placement
+        if make is not None and placement.splits is None and any(each.kv_transfer for each in specs):
+            placement.splits = make(self)
 
     @property
     def _splits(self) -> Splitting:
-        """The option that splits requests, in a fleet with KV transfers."""
+        """Decisions to split requests, in a fleet with KV transfers."""
         splits = self.placement.splits
         assert splits is not None, "expected an instance with kv_transfer"
         return splits
@@ -423,11 +427,11 @@ class Scheduler(Failover):
         woken = slept and not instance.asleep
         return self.backlog.flush(now) if woken or instance.finished_sequences > finished else []
 
-    def on_kv_events(self, name: str, batch: BlockEvents, now: float) -> list[Command]:
+    def on_kv_events(self, name: str, batch: KvEventBatch, now: float) -> list[Command]:
         """Take in an engine's report of blocks that entered and left its prefix cache."""
         instance = self.fleet.instances.get(name)
         if instance is not None:
-            option("kv_events.block_index").take_events(self.fleet, instance, batch)
+            self.fleet.take_events(instance, batch)
         return []
 
     def set_policy(self, name: str, now: float) -> list[Command]:

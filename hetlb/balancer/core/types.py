@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from mypy_extensions import mypyc_attr
 
@@ -20,12 +20,11 @@ from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.prefix_index import PrefixKey, Shared
 from hetlb.balancer.core.speed import Mark
 
-if TYPE_CHECKING:
-    from hetlb.balancer.core.option_interfaces import PromptBlocks
-
 RequestId: TypeAlias = int
 LeaseId: TypeAlias = int
 
+#: Block size in tokens, and the digest of every full block of a prompt but for its last token.
+PromptBlocks: TypeAlias = tuple[int, tuple[int, ...]]
 #: Longest length in tokens that an engine can take; larger figures in a request are wrong input.
 MAX_TOKENS_LIMIT: Final = 1 << 31
 

@@ -1,21 +1,18 @@
-"""Targets of waiting requests: when each is due, and the end of the ones that can meet theirs no more."""
+"""Targets of waiting requests: when each is due, and which can meet theirs no more."""
 
 from __future__ import annotations
 
 import math
 
-from hetlb.balancer.core import rejections
-from hetlb.balancer.core.backlog import Backlog
 from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.queue import Queue, Queued, QueueKey
-from hetlb.balancer.core.types import Command, RejectReason, Request
+from hetlb.balancer.core.types import Request
 
 
 class WaitingTargets:
-    """Due times of the requests of one backlog, and the ones that are late."""
+    """Due times of waiting requests."""
 
-    def __init__(self, backlog: Backlog, fleet: FleetState) -> None:
-        self._backlog = backlog
+    def __init__(self, fleet: FleetState) -> None:
         self._fleet = fleet
         #: Longest target of a first token by model.
         self._patience_s: dict[str, float] = {}
@@ -36,21 +33,6 @@ class WaitingTargets:
             steps_s = [each.latency.answer_s(request.prompt_tokens, predicted) for each in ready.able]
             due = min(due, now + service.e2e_s - fastest_s - min(steps_s, default=0.0))
         return due
-
-    def late(self, key: QueueKey, now: float) -> list[Command]:
-        """Refuse requests of a line that can meet their targets no more, or serve them after the others."""
-        backlog = self._backlog
-        commands: list[Command] = []
-        for entry in late(backlog.queue, key, now):
-            request = entry.request
-            if request.service.refuse_hopeless:
-                backlog.forget(request.id)
-                name = request.service.name
-                text = f"The targets of the class `{name}` can no longer be met for this request."
-                commands.append(rejections.later(request.id, RejectReason.QUEUE_EXPIRED, text))
-            else:
-                backlog.queue.demote(entry)
-        return commands
 
 
 def late(queue: Queue, key: QueueKey, now: float) -> list[Queued]:

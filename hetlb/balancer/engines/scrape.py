@@ -42,7 +42,7 @@ from hetlb.tasks import end, ended
 from hetlb.turns import Share
 
 if TYPE_CHECKING:
-    from hetlb.balancer.interfaces import EngineProfile, MetricsReader
+    from hetlb.balancer.config.profile_file import Profile
 
 logger = logging.getLogger("hetlb.scrape")
 
@@ -109,7 +109,7 @@ class EngineWatch:
         #: Called with the name of an instance whose metrics say that nothing runs or waits.
         self.on_idle: Callable[[str], None] = lambda name: None
 
-    async def start(self, profiles: Mapping[str, EngineProfile], most_s: float) -> None:
+    async def start(self, profiles: Mapping[str, Profile], most_s: float) -> None:
         """Begin to watch all instances; returns once every one was probed, after `most_s` at the latest."""
         self._session = self._make_session()
         self._confined = self._make_session(socket_factory=confined_socket)
@@ -282,7 +282,7 @@ class EngineWatch:
         """Return a request of hetlb's own to an engine; its answer may take `most_s` seconds."""
         return self._asked(name, "POST", path, json=body, timeout=aiohttp.ClientTimeout(total=most_s))
 
-    async def _get(self, name: str, path: str, metrics: MetricsReader | None = None) -> tuple[int, bytes]:
+    async def _get(self, name: str, path: str, metrics: EnginePage | None = None) -> tuple[int, bytes]:
         """Return status and body of a page; with `metrics`, which are fed it, its first byte alone."""
         try:
             async with self._asked(name, "GET", path) as reply:

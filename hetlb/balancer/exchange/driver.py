@@ -29,7 +29,9 @@ from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.http.forward_headers import ForwardRules
+from hetlb.balancer.http.http1 import RequestHead
 from hetlb.balancer.http.openai_body import Call
+from hetlb.balancer.options import Options
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.turns import turns
@@ -57,6 +59,18 @@ class Splits(Maker):
         """Break off the requests of the proxy's own."""
 
 
+class Handshake(Maker):
+    """Maker of the attempt of a request for a WebSocket. `model` is the requested one, None without any."""
+
+    __slots__ = ("model",)
+
+    model: str | None
+
+    @abstractmethod
+    def with_model(self, model: str) -> RequestHead:
+        """Return the head with the engine's name of the model, in place of an alias."""
+
+
 class Driver(Host):
     """Exchanges, connections to engines and counters of one process; `scheduling` is set by its maker."""
 
@@ -68,9 +82,11 @@ class Driver(Host):
         token_estimator: TokenEstimator,
         loop: asyncio.AbstractEventLoop,
         access: Mapping[str, EngineAccess],
+        options: Options,
         first_id: RequestId = 1,
     ) -> None:
         super().__init__(loop)
+        self.options = options
         self.table = table
         self.token_estimator = token_estimator
         #: Requests that ended and were not counted yet.

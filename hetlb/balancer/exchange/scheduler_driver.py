@@ -42,13 +42,13 @@ from hetlb.balancer.exchange.scheduler_side import Carrier, DrainRate, Scheduler
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.request_record import RequestRecord
-from hetlb.extras import hook
 
 if TYPE_CHECKING:
     from hetlb.balancer.clients.api_keys import LimitsTable
     from hetlb.balancer.clients.key_limits import Limiter, Limiters
-    from hetlb.balancer.core.option_interfaces import BlockEvents
-    from hetlb.balancer.interfaces import KeyTicket, SharedBookings
+    from hetlb.balancer.core.block_index import KvEventBatch
+    from hetlb.balancer.fleet.shared_fleet import SharedBookings
+    from hetlb.balancer.telemetry.request_record import KeyTicket
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -108,7 +108,7 @@ class SchedulerDriver(SchedulerSide):
         if driver is None or driver.splits is not None:
             return
         if any(each.spec.kv_transfer is not None for each in self.scheduler.instances):
-            driver.splits = hook("split", driver, self.scheduler, self.carry_out)
+            driver.splits = driver.options.splits(driver, self.scheduler, self.carry_out)
 
     # --- limits of keys ---
 
@@ -254,7 +254,7 @@ class SchedulerDriver(SchedulerSide):
             tell(logger, event, text, name, instance=name)
             self.carrier.view_changed()
 
-    def kv_events(self, name: str, batch: BlockEvents) -> None:
+    def kv_events(self, name: str, batch: KvEventBatch) -> None:
         known = self.block_tokens
         self.carry_out(self.scheduler.on_kv_events(name, batch, self.carrier.now()))
         if self.block_tokens != known:

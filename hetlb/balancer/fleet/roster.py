@@ -31,7 +31,8 @@ from hetlb.inputs.urls import Origin, origin
 from hetlb.turns import Share
 
 if TYPE_CHECKING:
-    from hetlb.balancer.interfaces import EngineProfile, FleetMembers
+    from hetlb.balancer.config.profile_file import Profile
+    from hetlb.balancer.fleet.members import Members
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -66,7 +67,7 @@ class Roster:
         self.registered: dict[str, str | None] = {}
         #: Source of each instance that stands in no file; "" until one gives it that an earlier process had.
         self.source_of: dict[str, str] = {}
-        self._profiles: dict[Path, EngineProfile] = {}
+        self._profiles: dict[Path, Profile] = {}
         #: Names of the instances by their addresses.
         self._at: dict[Origin, str] = {origin(spec.url): spec.name for spec in fleet.instances if spec.url}
         #: Called before the scheduler knows a new instance, and before it forgets one.
@@ -76,7 +77,7 @@ class Roster:
         self.on_edited: Callable[[], None] = _nothing
 
     @cached_property
-    def members(self) -> FleetMembers:
+    def members(self) -> Members:
         """Instances that stand in no file, and their sources."""
         from hetlb.balancer.fleet.members import Members
 

@@ -29,6 +29,7 @@ from hetlb.balancer.clients.front import Front, Listener
 from hetlb.balancer.clients.server import ProxyServer
 from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.config.fleet_mistakes import check_extras
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
@@ -49,11 +50,10 @@ from hetlb.balancer.fleet.reload import needs_restart, read_again
 from hetlb.balancer.fleet.roster import Roster
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
+from hetlb.balancer.telemetry.recent import Recent
 from hetlb.build import version_line
 from hetlb.errors import ConfigError, InputError
-from hetlb.extras import hook
 from hetlb.inputs.mistakes import short
-from hetlb.inputs.option_keys import options_of
 from hetlb.inputs.urls import bracketed
 from hetlb.logs import plain_line
 from hetlb.systemd import NO_LISTENERS, Listeners
@@ -61,16 +61,11 @@ from hetlb.tasks import ended, exit_by_force
 from hetlb.watched_files import SeenFiles
 
 if TYPE_CHECKING:
-    from hetlb.balancer.fleet.source import Source
-    from hetlb.balancer.interfaces import (
-        CacheReports,
-        EndedLately,
-        FoundInstances,
-        HostMeasurements,
-        Predecessor,
-        SchedulerLog,
-        Successor,
-    )
+    from hetlb.balancer.config.fleet_tables import KvEventsTable
+    from hetlb.balancer.engines.host_times import HostTimes
+    from hetlb.balancer.fleet.shared_fleet import SharedFleet
+    from hetlb.balancer.fleet.source import Source, Sources
+    from hetlb.balancer.options import CacheReports, Options, Predecessor, SchedulerLog, Successor
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -99,14 +94,15 @@ class FleetService(ABC):
 
     driver: Carrier
     #: The exchange with other schedulers of the fleet (`shared_fleet.py`), None where it is alone.
-    sharing: Any = None
+    sharing: SharedFleet | None = None
     #: The processes that serve, where there are several.
     workers: Sequence[WorkerState] = ()
     #: True between SIGTERM and the closing of the listener: not ready, still accepting.
     stopping_soon = False
 
-    def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
+    def __init__(self, fleet: Fleet, options: Options, event_log: Path | None = None) -> None:
         self.fleet = fleet
+        self.options = options
         self.access = require_urls(fleet)
         #: Keys and certificates by instance; the driver and the watcher look here.
         self._engines: dict[str, EngineAccess] = dict(self.access.engines)
@@ -114,7 +110,7 @@ class FleetService(ABC):
         self._seen = SeenFiles(fleet.named_files)
         #: The file as it was at the start, to compare the keys that cannot be reloaded.
         self._started = fleet.written
-        self._event_log: SchedulerLog | None = None if event_log is None else hook("event_log", event_log)
+        self._event_log: SchedulerLog | None = None if event_log is None else options.event_log(event_log)
         #: Clock, seconds.
         self.now = asyncio.get_running_loop().time
         setup = SchedulerSetup(
@@ -129,7 +125,10 @@ class FleetService(ABC):
             now=self.now(),
         )
         try:
-            self.scheduler = Scheduler(setup) if self._event_log is None else self._event_log.scheduler(setup)
+            if self._event_log is None:
+                self.scheduler = Scheduler(setup, splitting=options.splitting)
+            else:
+                self.scheduler = self._event_log.scheduler(setup, options.splitting)
         except ValueError as error:
             raise ConfigError(f"policy.predictor: {error} (policy.trace names one)") from error
         self.scheduling = scheduling = self._drive()
@@ -138,20 +137,18 @@ class FleetService(ABC):
         self.watch = EngineWatch(fleet.file.scrape, scheduling, self._engines)
         self.roster = Roster(fleet, self.access, self._engines, scheduling, self.watch)
         scheduling.take_out = self.roster.change
-        self._host_times: HostMeasurements | None = None
+        self._host_times: HostTimes | None = None
         self.watch.on_idle = self._measure_host_time
         #: Reads engines' own KV events, None while none publishes any.
         self._kv_events: CacheReports | None = None
         self.roster.on_gone = lambda name: self._follow(name, None)
-        self._sources: FoundInstances | None = None
+        self._sources: Sources | None = None
         self._reloading = asyncio.Lock()
         #: Reason for which the last read of the fleet file was refused, "" if it was not.
         self.reload_refused = ""
         self._tasks: set[asyncio.Task[Any]] = set()
         #: Waits for a process that takes this one's place; what this one took over from another.
-        self._offer: Successor | None = None
-        with contextlib.suppress(ConfigError):  # an installation without it
-            self._offer = hook("takeover", self.scheduler, self._open_sockets, self._leave)
+        self._offer: Successor = options.offer(self.scheduler, self._open_sockets, self._leave)
         self._takeover: Predecessor | None = None
         self.address = ("", 0)
 
@@ -184,14 +181,10 @@ class FleetService(ABC):
         if self._host_times.wanted(instance):
             self._do(self._host_times.measure(instance))
 
-    def _discovery_sources(self) -> list[Source]:
+    def _discovery_sources(self) -> Sequence[Source]:
         """Return sources of instances that stand in no file of the fleet. Raises `ConfigError`."""
         fleet, table = self.fleet, self.fleet.file.discovery
-        if table is None:
-            return []
-        from hetlb.balancer.fleet.source import configured
-
-        return configured(fleet, table)
+        return () if table is None else self.options.sources(fleet, table)
 
     async def _watch_files(self) -> None:
         table = self.fleet.file.discovery
@@ -236,7 +229,7 @@ class FleetService(ABC):
         """Counters of all processes."""
 
     @property
-    def recent(self) -> EndedLately:
+    def recent(self) -> Recent:
         return self.totals.recent
 
     @property
@@ -336,12 +329,12 @@ class FleetService(ABC):
 
     def _read_kv_events(self, fleet: Fleet) -> None:
         for name, listed in fleet.listed.items():
-            self._follow(name, listed.table.kv_events)
+            self._follow(name, listed.table.publisher)
 
-    def _follow(self, name: str, publisher: object | None) -> None:
+    def _follow(self, name: str, publisher: KvEventsTable | None) -> None:
         """Read the KV events of an instance from here on, None: no more."""
         if publisher is not None and self._kv_events is None:
-            self._kv_events = hook("kv_events", self.scheduling.kv_events)
+            self._kv_events = self.options.cache_reports(self.scheduling.kv_events)
         if self._kv_events is not None:
             self._kv_events.set(name, publisher)
 
@@ -372,8 +365,7 @@ class FleetService(ABC):
     # --- shutdown ---
 
     async def close(self) -> None:
-        if self._offer is not None:
-            await self._offer.close()
+        await self._offer.close()
         if self._takeover is not None:
             self._takeover.close()
         await ended(*self._tasks)
@@ -396,8 +388,8 @@ class Service(FleetService):
     driver: Driver
     _front: Front
 
-    def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
-        super().__init__(fleet, event_log)
+    def __init__(self, fleet: Fleet, options: Options, event_log: Path | None = None) -> None:
+        super().__init__(fleet, options, event_log)
         self._stop = asyncio.Event()
         self._hurry = False
         self._forced_exit: threading.Timer | None = None
@@ -413,7 +405,8 @@ class Service(FleetService):
     def _drive(self) -> SchedulerDriver:
         fleet = self.fleet
         estimator = TokenEstimator(fleet.token_counters)
-        driver = self.driver = Driver(fleet.file.proxy, estimator, asyncio.get_running_loop(), self._engines)
+        loop = asyncio.get_running_loop()
+        driver = self.driver = Driver(fleet.file.proxy, estimator, loop, self._engines, self.options)
         scheduling = driver.scheduling = SchedulerDriver(self.scheduler, driver, driver)
         return scheduling
 
@@ -440,7 +433,7 @@ class Service(FleetService):
         if takeover is not None:
             await takeover.accepting()
             tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")
-        if self._hands_over and self._offer is not None:
+        if self._hands_over:
             self._offer.open(self.address)
 
     @property
@@ -550,9 +543,7 @@ def require_urls(fleet: Fleet) -> Access:
             raise ConfigError(
                 f"{fleet.where}{spec.name}: url: expected the server's URL, but the key is missing"
             )
-    for each in options_of(fleet.file).values():
-        if (check := getattr(each, "check_serving", None)) is not None:
-            check(fleet)
+    check_extras(fleet)
     return load_access(fleet)
 
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from hetlb.balancer.interfaces import SharedBookings
+from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.core.types import Command, Request
+from hetlb.balancer.fleet.operator_changes import OperatorChange
+
+
+class SharedBookings(Protocol):
+    """Bookings of this scheduler and of its peers."""
+
+    def on_arrival(self, request: Request, now: float) -> list[Command]: ...
 
 
 class PeerBookings(SharedBookings, Protocol):
@@ -29,5 +37,8 @@ class SharedFleet(Protocol):
     received: int
     rejected: int
 
+    async def spread(self, change: OperatorChange) -> list[str]: ...
+    def reloaded(self, before: Fleet, after: Fleet) -> None: ...
     def start(self) -> None: ...
+    async def caught_up(self, most_s: float) -> bool: ...
     async def close(self) -> None: ...

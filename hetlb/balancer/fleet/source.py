@@ -8,11 +8,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
-from hetlb.balancer.config.fleet import Fleet
-from hetlb.balancer.config.fleet_tables import DiscoveryTable, InstanceTable
+from hetlb.balancer.config.fleet_tables import InstanceTable
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import HetlbError
-from hetlb.extras import option
 from hetlb.tasks import ended
 
 logger = logging.getLogger("hetlb.discovery")
@@ -103,14 +101,3 @@ class Sources:
                 )  # fmt: skip
             await asyncio.sleep(pause_s)
             pause_s = min(BACKOFF_CAP_S, 2 * pause_s)
-
-
-def configured(fleet: Fleet, table: DiscoveryTable) -> list[Source]:
-    """Return all sources of `discovery:`. Raises `ConfigError`."""
-    sources: list[Source] = []
-    for name, listed in (
-        ("instance_files", table.files), ("dns", table.dns), ("kubernetes", table.kubernetes),
-    ):  # fmt: skip
-        if listed:
-            sources += option(name).hook(fleet, table)
-    return sources

@@ -7,12 +7,14 @@ what engines answer, however their names are escaped and wherever reads are cut.
 from __future__ import annotations
 
 import re
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from hetlb.balancer.http.http1 import GateError
-from hetlb.extras import hook
+
+if TYPE_CHECKING:
+    from hetlb.balancer.http.transfer_filter import TransferFilter
 
 FIELDS: Final = ("kv_transfer_params", "ec_transfer_params")
 #: Objects in which an engine looks for them too.
@@ -91,17 +93,10 @@ def harmless(data: bytes) -> bool:
     return data.find(b"\\u00") < 0
 
 
-class BodyFilter(Protocol):
-    """Filter of an engine's answer (`options/split/transfer_filter.py`)."""
-
-    def feed(self, data: bytes) -> bytes: ...
-
-
 class TransferWatch:
     """Watches a JSON answer, or events, for fields that say something, and has their values emptied.
 
-    `feed` takes the bytes as they come and returns as many, so no length or frame of the answer changes. An
-    answer with such fields ends in an error where an installation lacks the option `split`.
+    `feed` takes the bytes as they come and returns as many, so no length or frame of the answer changes.
     """
 
     __slots__ = ("_before", "_filter")
@@ -109,7 +104,7 @@ class TransferWatch:
     def __init__(self) -> None:
         #: End of what came before: a name may lie across two reads.
         self._before = b""
-        self._filter: BodyFilter | None = None
+        self._filter: TransferFilter | None = None
 
     def feed(self, data: bytes) -> bytes:
         if self._filter is None:
@@ -117,5 +112,7 @@ class TransferWatch:
             if harmless(seen) or NAME.search(seen) is None:
                 self._before = seen[-LONGEST_NAME_BYTES:]
                 return data
-            self._filter = hook("split.transfer_filter", self._before)
+            from hetlb.balancer.http.transfer_filter import TransferFilter
+
+            self._filter = TransferFilter(self._before)
         return self._filter.feed(data)

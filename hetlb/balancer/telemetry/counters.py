@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Set
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from hetlb.balancer.core.types import Lease, Outcome
 from hetlb.balancer.telemetry.histograms import GapHistogram, Histogram
 from hetlb.balancer.telemetry.recent import Recent
 from hetlb.balancer.telemetry.request_record import RequestRecord
-
-if TYPE_CHECKING:
-    from hetlb.balancer.interfaces import EndedLately
 
 #: vLLM's own bounds (0.32), so that its figures and ours can be laid over each other; ITL and E2E have a
 #: finer first one.
@@ -160,7 +157,7 @@ class Totals:
         self.end = Histogram(DECISION_S)
         self.lag = Histogram(LAG_S)
         #: The requests that ended lately.
-        self.recent: EndedLately = Recent()
+        self.recent = Recent()
 
     def model(self, name: str) -> ModelTotals:
         """Return the counters of a name that the fleet serves."""

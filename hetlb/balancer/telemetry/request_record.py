@@ -6,17 +6,28 @@ home here, so that all readers give the same number.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from hetlb.balancer.core.types import Lease, Outcome, Request
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.http.endpoints import Kind
 
-if TYPE_CHECKING:
-    from hetlb.balancer.interfaces import KeyTicket, RequestSpans
-
 _QUEUED: Final = Phase.QUEUED
+
+
+class KeyTicket(Protocol):
+    """Reservation of a request against the limits of its key."""
+
+    def used(self, prompt_tokens: int, output_tokens: int, now: float) -> None: ...
+    def ended(self, prompt_tokens: int, output_tokens: int, now: float) -> None: ...
+    def headers(self, now: float) -> bytes: ...
+
+
+class RequestSpans(Protocol):
+    """Ids of the spans of one request, which writes them to the head for the engine."""
+
+    def onto(self, lines: bytes) -> bytes: ...
 
 
 class RequestRecord:

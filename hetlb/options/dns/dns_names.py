@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dns.exception import DNSException
 from dns.resolver import NXDOMAIN, Resolver
 
+from hetlb.balancer.config.fleet_tables import DnsTable
 from hetlb.balancer.fleet.source import Found, Publish, SourceFailedError
 from hetlb.inputs.urls import bracketed
-from hetlb.options.dns.dns_table import DnsTable
 
 #: Seconds that an answer may take.
 _TIMEOUT_S = 2.0

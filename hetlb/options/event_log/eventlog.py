@@ -13,14 +13,15 @@ from dataclasses import asdict, dataclass, is_dataclass, replace
 from enum import Enum
 from typing import Any, Final, get_args
 
+from hetlb.balancer.core.block_index import KINDS, KvEventBatch
 from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.balancer.core.latency import LatencyModel, PassForm
 from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.objective import ServiceClass
-from hetlb.balancer.core.option_interfaces import BlockEvents
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
+from hetlb.balancer.core.placement import Splitting
 from hetlb.balancer.core.policies.base import PlannedType, PolicyParams
 from hetlb.balancer.core.queue import QueueLimits
 from hetlb.balancer.core.scheduler import Scheduler
@@ -53,7 +54,6 @@ from hetlb.balancer.core.types import (
     RequestId,
     Role,
 )
-from hetlb.extras import option
 
 FORMAT_VERSION: Final = 5
 
@@ -61,9 +61,15 @@ FORMAT_VERSION: Final = 5
 class RecordingScheduler(Scheduler):
     """A scheduler that writes every fact and its commands to `write`, a line at a time."""
 
-    def __init__(self, setup: SchedulerSetup, *, write: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        setup: SchedulerSetup,
+        *,
+        write: Callable[[str], object],
+        splitting: Callable[[Scheduler], Splitting] | None = None,
+    ) -> None:
         self._write = write
-        super().__init__(setup)
+        super().__init__(setup, splitting=splitting)
 
     def _record(self, kind: str, now: float, commands: list[Command], **fact: Any) -> list[Command]:
         fact = {name: _plain(value) for name, value in fact.items()}
@@ -152,7 +158,7 @@ class RecordingScheduler(Scheduler):
         commands = super().on_scrape(name, sample, now)
         return self._record("scrape", now, commands, name=name, sample=sample)
 
-    def on_kv_events(self, name: str, batch: BlockEvents, now: float) -> list[Command]:
+    def on_kv_events(self, name: str, batch: KvEventBatch, now: float) -> list[Command]:
         commands = super().on_kv_events(name, batch, now)
         events = [{"kind": type(event).__name__, **asdict(event)} for event in batch.events]
         told = {"begins": batch.begins, "lost": batch.lost, "events": events}
@@ -222,10 +228,9 @@ def read_value(kind: type[Any], raw: Any) -> Any:
     )
 
 
-def _read_kv_events(raw: dict[str, Any]) -> BlockEvents:
-    blocks = option("kv_events.block_index")
-    events = [read_value(blocks.KINDS[each.pop("kind")], each) for each in raw.pop("events")]
-    return blocks.KvEventBatch(tuple(events), **raw)
+def _read_kv_events(raw: dict[str, Any]) -> KvEventBatch:
+    events = [read_value(KINDS[each.pop("kind")], each) for each in raw.pop("events")]
+    return KvEventBatch(tuple(events), **raw)
 
 
 def encode_command(command: Command) -> list[Any]:
@@ -314,10 +319,12 @@ _METHODS: Final[dict[str, tuple[str, dict[str, type[Any]]]]] = {
 class Replay:
     """Feeds the facts of a log to a scheduler built from the log's own set-up."""
 
-    def __init__(self, lines: Iterable[str]) -> None:
+    def __init__(
+        self, lines: Iterable[str], splitting: Callable[[Scheduler], Splitting] | None = None
+    ) -> None:
         self._lines = iter(lines)
         self.setup = decode_setup(next(self._lines, ""))
-        self.scheduler = Scheduler(self.setup)
+        self.scheduler = Scheduler(self.setup, splitting=splitting)
         self.scheduler.contain(lambda request, error: None)
         self._leases: dict[LeaseId, Lease] = {}
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+from hetlb.balancer.core.placement import Splitting
+from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import InputError
@@ -60,10 +63,12 @@ class EventLog(LogWriter):
             self._ended = True
             tell(logger, Event.EVENT_LOG, "the event log ends, %s cannot be written: %s", self._path, why)
 
-    def scheduler(self, setup: SchedulerSetup) -> RecordingScheduler:
+    def scheduler(
+        self, setup: SchedulerSetup, splitting: Callable[[Scheduler], Splitting]
+    ) -> RecordingScheduler:
         """Return a scheduler that writes every fact, and its commands, to the file."""
         self.write(encode_setup(setup))
-        return RecordingScheduler(setup, write=self.write)
+        return RecordingScheduler(setup, write=self.write, splitting=splitting)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Write the rest and close the file, if it is still open."""

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from hetlb.balancer.config.fleet_tables import ModelTable
+from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.config.fleet_tables import DiscoveryTable, ModelTable
 from hetlb.balancer.fleet.source import Found, Publish, logger
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import ConfigError, InputError
@@ -75,3 +76,10 @@ def read_instances(path: Path) -> list[Found]:
             own = {"name": table.name or url.partition("//")[2], "url": url, "profile": profile}
             found.append(Found(model=model.name, **{**msgspec.structs.asdict(table), **own}))
     return found
+
+
+def sources_of(fleet: Fleet, table: DiscoveryTable) -> list[FileSource]:
+    """Return the source of `discovery.files`, none where it names the fleet file alone."""
+    paths = [fleet.base / each for each in table.files]
+    others = [each for each in paths if fleet.path is None or each.resolve() != fleet.path.resolve()]
+    return [FileSource(others, table.poll_s)] if others else []

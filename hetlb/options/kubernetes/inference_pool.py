@@ -11,13 +11,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+from hetlb.balancer.config.fleet_tables import KubernetesTable
 from hetlb.balancer.fleet.source import Publish
 from hetlb.errors import ConfigError
-from hetlb.options.kubernetes.cluster_tables import KubernetesTable
 from hetlb.options.kubernetes.kubernetes import PODS, ApiServer, Item, ServersOf, Watch, kind_of, servers_of
 
 _POOLS: Final = kind_of("inference.networking.k8s.io", "v1", "InferencePool")
 _OBJECTIVES: Final = kind_of("inference.networking.x-k8s.io", "v1alpha2", "InferenceObjective")
+
+
+def is_pool(table: KubernetesTable) -> bool:
+    """Return True if a source is an InferencePool."""
+    return table.resource == "inferencepools"
 
 
 def pool_of(table: KubernetesTable) -> str:

@@ -25,12 +25,11 @@ from lightkube.generic_resource import GenericNamespacedResource, create_namespa
 from lightkube.operators import Operator
 from lightkube.types import OnErrorAction, OnErrorResult
 
-from hetlb.balancer.config.fleet_tables import GPU_LABELS
+from hetlb.balancer.config.fleet_tables import GPU_LABELS, ClusterTable, KubernetesTable
 from hetlb.balancer.fleet.source import Found, Publish, SourceFailedError
 from hetlb.errors import ConfigError
 from hetlb.files import content, readable_name
 from hetlb.inputs.urls import bracketed
-from hetlb.options.kubernetes.cluster_tables import ClusterTable, KubernetesTable
 from hetlb.turns import Share
 
 #: Folder of a pod's own token, authority and namespace.

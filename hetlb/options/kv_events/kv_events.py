@@ -15,9 +15,8 @@ from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
-from hetlb.balancer.telemetry.events import Event
-from hetlb.balancer.telemetry.rarely import Rarely
-from hetlb.options.kv_events.block_index import (
+from hetlb.balancer.config.fleet_tables import KvEventsTable
+from hetlb.balancer.core.block_index import (
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
@@ -25,7 +24,8 @@ from hetlb.options.kv_events.block_index import (
     KvEventBatch,
     block_digests,
 )
-from hetlb.options.kv_events.publishers import KvEventsTable, publisher_of
+from hetlb.balancer.telemetry.events import Event
+from hetlb.balancer.telemetry.rarely import Rarely
 from hetlb.options.kv_events.zmtp import ZmtpConnection, ZmtpError
 from hetlb.tasks import end, ended
 from hetlb.turns import Share
@@ -171,9 +171,8 @@ class KvEventReader:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._tables: dict[str, KvEventsTable] = {}
 
-    def set(self, name: str, stated: str | KvEventsTable | None) -> None:
+    def set(self, name: str, table: KvEventsTable | None) -> None:
         """Read the events of an instance from there from now on; None: no more."""
-        table = publisher_of(stated)
         if self._tables.get(name) == table:
             return
         task = self._tasks.pop(name, None)

@@ -1,10 +1,6 @@
 """`hetlb pick`: the endpoint picker for Envoy and the Gateway API, another driver of the one scheduler."""
 
 import os
-from typing import Any
 
-from hetlb.options.pick.pick_table import PickTable
-
-TABLES: dict[str, Any] = {"pick": PickTable}
 # Otherwise grpcio writes a line to stderr for every handshake that fails.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")

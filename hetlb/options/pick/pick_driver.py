@@ -35,6 +35,7 @@ from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.plain_attempt import Plain
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.exchange.scheduler_side import Carrier
+from hetlb.balancer.options import Options
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.options.pick.foreign import ForeignLoad
 
@@ -82,8 +83,9 @@ class PickDriver(Driver):
         token_estimator: TokenEstimator,
         loop: asyncio.AbstractEventLoop,
         access: Mapping[str, EngineAccess],
+        options: Options,
     ) -> None:
-        super().__init__(table, token_estimator, loop, access)
+        super().__init__(table, token_estimator, loop, access, options)
         self.scheduler = scheduler
         self.picking = PickScheduler(scheduler, self)
         self.scheduling = self.picking

@@ -30,7 +30,6 @@ from hetlb.inputs.urls import bracketed
 from hetlb.options.pick import messages
 from hetlb.options.pick.calls import MAX_BESIDE_BODY_BYTES, ProcessCall
 from hetlb.options.pick.pick_driver import PickDriver
-from hetlb.options.pick.pick_table import pick_table
 from hetlb.options.pick.stream import PickerState
 from hetlb.options.pick.tenant_names import FAIRNESS
 from hetlb.watched_files import FileStates
@@ -95,7 +94,7 @@ class PickServer:
         self._driver = driver
         self._ready = ready
         self.router = Router(driver, view)
-        self.state = PickerState(driver, self.router, pick_table(fleet), driver.access)
+        self.state = PickerState(driver, self.router, fleet.file.pick, driver.access)
         self._fleet = fleet
         #: Certificates for gateways that connect from now on, None without TLS.
         self.tls = gateway_certificates(fleet)
@@ -241,7 +240,7 @@ def gateway_certificates(fleet: Fleet) -> GatewayCertificates | None:
 
     Raises `ConfigError`, also where any peer could be a gateway and the file does not say so.
     """
-    pick, where, base = pick_table(fleet), fleet.where, fleet.base
+    pick, where, base = fleet.file.pick, fleet.where, fleet.base
     if not (is_loopback(pick.host) or pick.any_gateway or (pick.tls and pick.client_ca_file)):
         raise ConfigError(
             f"{where}pick.host: expected a loopback address, or pick.tls and pick.client_ca_file beside it,"
@@ -284,7 +283,7 @@ def _check_free(host: str, port: int) -> None:
 
 def _tls_files(fleet: Fleet) -> list[Path]:
     """Return the files of the listener's TLS."""
-    table = pick_table(fleet)
+    table = fleet.file.pick
     if table.tls is None:
         return []
     names = (table.tls.cert, table.tls.key, table.client_ca_file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -16,12 +17,10 @@ from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.fleet.service import Service
 from hetlb.balancer.fleet.source import Source
-from hetlb.balancer.interfaces import Predecessor
-from hetlb.extras import hook
+from hetlb.balancer.options import Options, Predecessor
 from hetlb.inputs.urls import bracketed, origin
 from hetlb.options.pick.pick_driver import PickDriver
 from hetlb.options.pick.pick_server import PickServer, gateway_certificates
-from hetlb.options.pick.pick_table import pick_table
 from hetlb.systemd import NO_LISTENERS, Listeners
 from hetlb.tasks import ended
 
@@ -38,9 +37,10 @@ class PickService(Service):
     server: PickServer
     _hands_over = False  # gRPC's listener cannot be given to another process
 
-    def __init__(self, fleet: Fleet, event_log: Path | None = None) -> None:
-        pick = pick_table(fleet)
-        super().__init__(fleet.with_tables(listen=Listen(host=pick.host, port=pick.port)), event_log)
+    def __init__(self, fleet: Fleet, options: Options, event_log: Path | None = None) -> None:
+        pick = fleet.file.pick
+        listen = Listen(host=pick.host, port=pick.port)
+        super().__init__(fleet.with_tables(listen=listen), options, event_log)
         self._resolver: asyncio.Task[None] | None = None
         self.roster.on_coming = self._coming
 
@@ -48,7 +48,9 @@ class PickService(Service):
         fleet = self.fleet
         estimator = TokenEstimator(fleet.token_counters)
         loop = asyncio.get_running_loop()
-        self.driver = PickDriver(self.scheduler, fleet.file.proxy, estimator, loop, self._engines)
+        self.driver = PickDriver(
+            self.scheduler, fleet.file.proxy, estimator, loop, self._engines, self.options
+        )
         return self.driver.picking
 
     def _make_server(self) -> PickServer:
@@ -80,11 +82,11 @@ class PickService(Service):
         if (address := _literal(spec.url)) is not None:
             self.server.state.set_address(spec.name, address)
 
-    def _discovery_sources(self) -> list[Source]:
+    def _discovery_sources(self) -> Sequence[Source]:
         fleet, table = self.fleet, self.fleet.file.discovery
         if table is None or not table.kubernetes:
             return super()._discovery_sources()
-        objectives = hook("kubernetes", fleet, table, self.server.state.set_objectives)
+        objectives = self.options.objectives(fleet, table, self.server.state.set_objectives)
         return [*super()._discovery_sources(), *objectives]
 
     async def _resolve_for_ever(self) -> None:

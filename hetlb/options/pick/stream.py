@@ -18,6 +18,7 @@ from typing import Any, Final
 from hetlb.balancer.clients.access import EngineAccess
 from hetlb.balancer.clients.api_keys import Tenant
 from hetlb.balancer.clients.router import Router
+from hetlb.balancer.config.fleet_tables import PickTable
 from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import RejectReason
 from hetlb.balancer.engines.upstream import Carried, Upstream
@@ -31,7 +32,6 @@ from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.options.pick import envoy_fields, messages
 from hetlb.options.pick import stream_states as rows
 from hetlb.options.pick.pick_driver import PickDriver
-from hetlb.options.pick.pick_table import PickTable
 from hetlb.options.pick.stream_states import StreamState
 from hetlb.options.pick.tenant_names import TenantNames
 

@@ -27,6 +27,7 @@ from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.fleet.service import require_urls, tune_gc
+from hetlb.balancer.options import Options
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.recent import Recent
 from hetlb.errors import HetlbError
@@ -64,7 +65,9 @@ _RETRY_S: Final = 1.0
 class Relay:
     """One relay: `number` is its place among them, `life` is its place among all relays ever started."""
 
-    def __init__(self, number: int, life: int, state: ChildState, control: ChildControl) -> None:
+    def __init__(
+        self, number: int, life: int, state: ChildState, control: ChildControl, options: Options
+    ) -> None:
         self.number = number
         self._life = life
         self._control = control
@@ -76,7 +79,7 @@ class Relay:
         self._engines: dict[str, EngineAccess] = dict(self._access.engines)
         estimator = TokenEstimator(fleet.token_counters)
         first_id = (life << ID_BITS) + 1
-        self.driver = Driver(fleet.file.proxy, estimator, self._loop, self._engines, first_id)
+        self.driver = Driver(fleet.file.proxy, estimator, self._loop, self._engines, options, first_id)
         self._scheduling = RelayDriver(fleet.queue_limits, self.driver)
         self.driver.scheduling = self._scheduling
         self.driver.identify(state.own)

@@ -21,10 +21,10 @@ from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.exchange.scheduler_side import Carrier
 from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.http.http1 import GateError
-from hetlb.balancer.interfaces import KeyTicket
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.recent import Recent
+from hetlb.balancer.telemetry.request_record import KeyTicket
 from hetlb.options.lease_wire import WireBegun
 from hetlb.options.message_channel import MessageChannel
 from hetlb.options.relays import protocol

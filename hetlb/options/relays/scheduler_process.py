@@ -25,7 +25,7 @@ from hetlb.balancer.core.types import AdminState, AdminStateSet
 from hetlb.balancer.engines.scrape import models_learned
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.fleet.service import FIRST_ROUND_S, FleetService, tune_gc
-from hetlb.balancer.interfaces import Predecessor
+from hetlb.balancer.options import Options, Predecessor
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.recent import Recent
@@ -56,10 +56,12 @@ class SchedulerProcess(FleetService):
 
     driver: RelayHost
 
-    def __init__(self, state: ChildState, life: int, control: ChildControl, event_log: Path | None) -> None:
+    def __init__(
+        self, state: ChildState, life: int, control: ChildControl, options: Options, event_log: Path | None
+    ) -> None:
         if event_log is not None and life > 1:
             event_log = _next_log(event_log, life)
-        super().__init__(state.fleet, event_log)
+        super().__init__(state.fleet, options, event_log)
         self._life = life
         self._control = control
         self._loop = asyncio.get_running_loop()
@@ -127,7 +129,7 @@ class SchedulerProcess(FleetService):
         if self._takeover is not None:
             self._do(self._takeover.accepting())
             tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")
-        if self._listeners.main and self._offer is not None:
+        if self._listeners.main:
             self._offer.open(self._listeners.main[0].getsockname()[:2])
 
     @property
@@ -177,8 +179,7 @@ class SchedulerProcess(FleetService):
         """Leave with the last relay: the supervisor is gone."""
         self._alone = self.stopping_soon = True
         self._close_listeners()
-        if self._offer is not None:
-            self._do(self._offer.close())
+        self._do(self._offer.close())
         if not self.driver.links:
             self._stop.set()
 

@@ -28,7 +28,7 @@ from hetlb import systemd
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.fleet.service import READINESS_LAG_S, WorkerState, announce, ready_line
 from hetlb.balancer.http.forward_headers import ForwardRules
-from hetlb.balancer.interfaces import Predecessor
+from hetlb.balancer.options import Options, Predecessor
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.rarely import Rarely
 from hetlb.errors import HetlbError
@@ -92,6 +92,7 @@ class Supervisor:
     def __init__(
         self,
         fleet: Fleet,
+        options: Options,
         number: int,
         event_log: Path | None = None,
         listeners: Listeners = NO_LISTENERS,
@@ -99,6 +100,7 @@ class Supervisor:
     ) -> None:
         """Bind listeners; `listeners` listen already. Raises `HetlbError` where one cannot be bound."""
         self._fleet = fleet
+        self._options = options
         self._listeners = bind_listeners(fleet, number, listeners if takeover is None else takeover.listeners)
         #: Until the first scheduler process has it.
         self._takeover = takeover
@@ -308,10 +310,10 @@ class Supervisor:
         state: ChildState = pickle.loads(self._state)
 
         async def relay() -> None:
-            await Relay(child.number, life, state, control).run(self._listeners.main)
+            await Relay(child.number, life, state, control, self._options).run(self._listeners.main)
 
         async def scheduler() -> None:
-            process = SchedulerProcess(state, life, control, self._event_log)
+            process = SchedulerProcess(state, life, control, self._options, self._event_log)
             await process.run(self._listeners, self._takeover)
 
         return scheduler() if child.number < 0 else relay()

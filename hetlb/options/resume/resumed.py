@@ -339,3 +339,9 @@ def _later(driver: Driver, exchange: Exchange, step: Callable[[], None]) -> None
                 driver.guard.ended(exchange, error)
 
     driver.turns.later(take_turn)
+
+
+def resumption(driver: Driver) -> Callable[[Kind, Call, EngineRequest], Resumable]:
+    """Return what makes the maker of one request's attempts."""
+    kept, deaths = Kept(), Deaths()
+    return lambda kind, call, outgoing: Resumable(driver, kept, deaths, kind, call, outgoing)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.options.shared_view.peer_transport import PeerTransport
-from hetlb.options.shared_view.shared_table import SharedTable, check_serving, shared_url
+from hetlb.options.shared_view.shared_table import shared_url
 from hetlb.options.shared_view.sharing import Sharing, transport_of
 
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService
 
-TABLES: dict[str, Any] = {"shared": SharedTable | None}
-
 
 def share(service: FleetService) -> None:
     """Let a service share its view with its peers, over what the fleet file names. Raises `ConfigError`."""
-    table: SharedTable = service.fleet.file.shared
+    table = service.fleet.file.shared
+    assert table is not None, "expected a fleet file with shared"
     url = shared_url(table, f"{service.fleet.where}shared")
     share_over(service, table, transport_of(url, table.group, table.silent_s))
 
@@ -29,6 +29,3 @@ def share_over(service: FleetService, table: SharedTable, transport: PeerTranspo
     sharing.share_changes(service.make, knows)
     service.sharing, scheduling.view = sharing, sharing.view
     service.roster.on_edited = sharing.instances_changed
-
-
-__all__ = ["TABLES", "check_serving", "share", "share_over"]

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Final
+from typing import Final
 
-import msgspec
-
-from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.errors import ConfigError
 from hetlb.extras import check_extra
 
 #: Start of the URL of a hub: the path of its Unix socket follows.
 HUB: Final = "hub:"
-
-
-class SharedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Sharing of several processes of one fleet, over Valkey or Redis (`url`, or the variable `url_env`).
-
-    `group` keeps fleets apart that use one server. A process that was silent for `silent_s` is gone.
-    """
-
-    url: str | None = None
-    url_env: str | None = None
-    group: str = "hetlb"
-    silent_s: Annotated[float, msgspec.Meta(ge=0.2, le=60)] = 1.0
 
 
 def shared_url(table: SharedTable, key: str) -> str:
@@ -43,10 +29,9 @@ def shared_url(table: SharedTable, key: str) -> str:
     return url
 
 
-def check_serving(fleet: Fleet) -> None:
+def check_shared(table: SharedTable, key: str) -> None:
     """Raise `ConfigError` unless peers can meet: at a server, only with the package for it."""
-    key = f"{fleet.where}shared"
-    url = shared_url(fleet.file.shared, key)
+    url = shared_url(table, key)
     if url.startswith(HUB):
         return
     check_extra(key, "redis", "pick")

@@ -19,6 +19,7 @@ from typing import Final
 import msgspec
 
 from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command
 from hetlb.balancer.fleet.operator_changes import OperatorChange
@@ -29,7 +30,7 @@ from hetlb.options.shared_view import peer_messages
 from hetlb.options.shared_view.hub import HubTransport
 from hetlb.options.shared_view.operators import OperatorChanges
 from hetlb.options.shared_view.peer_transport import PeerTransport
-from hetlb.options.shared_view.shared_table import HUB, SharedTable
+from hetlb.options.shared_view.shared_table import HUB
 from hetlb.options.shared_view.shared_view import SharedView
 from hetlb.tasks import ended
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.ledger import nearest
-from hetlb.balancer.core.placement import Decision, check_choice
+from hetlb.balancer.core.placement import Decision, Splitting, check_choice
 from hetlb.balancer.core.policies.base import Choice
 from hetlb.balancer.core.policies.sight import SchedulingContext
 from hetlb.balancer.core.ready import Choices, ReadyInstances, tokens_of
@@ -70,8 +70,8 @@ def _splits(instances: Sequence[Instance]) -> bool:
     )
 
 
-class HandOvers:
-    """Splits the requests of one scheduler (`core.option_interfaces.Splitting`)."""
+class HandOvers(Splitting):
+    """Splits the requests of one scheduler."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

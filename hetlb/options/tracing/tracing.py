@@ -23,10 +23,10 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 import hetlb
+from hetlb.balancer.config.fleet_tables import TracingTable
 from hetlb.balancer.core.types import CAUSES
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.telemetry.request_record import RequestRecord
-from hetlb.options.tracing.tracing_table import TracingTable
 
 #: Path of a collector that takes spans over HTTP, if its address has none.
 OTLP_PATH = "/v1/traces"

@@ -14,9 +14,9 @@ from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.types import Lease
 from hetlb.balancer.engines.upstream import EngineConnection
 from hetlb.balancer.exchange import ends
-from hetlb.balancer.exchange.driver import Driver
+from hetlb.balancer.exchange.driver import Driver, Handshake
 from hetlb.balancer.exchange.ends import End
-from hetlb.balancer.exchange.exchange import Exchange, Maker
+from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.exchange_states import COMMITTED, FIRST_BYTE, Phase
 from hetlb.balancer.exchange.owed import NOTHING, Owed
 from hetlb.balancer.exchange.plain_attempt import Plain
@@ -69,10 +69,10 @@ def model_asked_for(query: bytes) -> str | None:
     return found[0] if found else None
 
 
-class Handshake(Maker):
+class TunnelHandshake(Handshake):
     """A checked request for a tunnel. `model` is the requested one, None without any."""
 
-    __slots__ = ("_driver", "_head", "model")
+    __slots__ = ("_driver", "_head")
 
     def __init__(self, driver: Driver, head: RequestHead, body: bytes, *, open_to_all: bool) -> None:
         """Raise `GateError` where the request is none for a tunnel; `open_to_all`: see `check_upgrade`."""

@@ -32,6 +32,7 @@ from hetlb.balancer.core.types import (
     Request,
     Role,
 )
+from hetlb.options.split.hand_overs import HandOvers
 from hetlb.tools.sim.engine_sequence import SequenceState
 from hetlb.tools.sim.event_queue import EventQueue
 from hetlb.tools.sim.fleet_engine import (
@@ -115,7 +116,10 @@ class FleetSimulation:
         self._oracle = {planned.index: max(1, planned.output_tokens) for planned in plan}
         #: The scheduler that takes new arrivals, and replaced ones that still have requests.
         self.scheduler: Scheduler = Scheduler(
-            setup, oracle=self._oracle, predictor=self._taught(history) if history else None
+            setup,
+            oracle=self._oracle,
+            predictor=self._taught(history) if history else None,
+            splitting=HandOvers,
         )
         self._replaced: list[Scheduler] = []
         self._engines = {
@@ -242,7 +246,8 @@ class FleetSimulation:
 
     def _on_restart(self, _: None) -> None:
         self._replaced.append(self.scheduler)
-        self.scheduler = Scheduler(replace(self._setup, now=self._events.now), oracle=self._oracle)
+        setup = replace(self._setup, now=self._events.now)
+        self.scheduler = Scheduler(setup, oracle=self._oracle, splitting=HandOvers)
         self._list_adapters(self.scheduler)
 
     def _list_adapters(self, scheduler: Scheduler) -> None:

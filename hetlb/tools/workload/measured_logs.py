@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.errors import TraceError
-from hetlb.extras import option
 from hetlb.tools.workload.chats import asked_texts, estimate_tokens
 from hetlb.tools.workload.content import UNSHARED, PromptContent, block_tokens, contents_of
 from hetlb.tools.workload.record_file import (
@@ -602,9 +601,11 @@ def _read_own(file: RecordFile) -> Log:
 
 
 def _read_events(file: RecordFile) -> Log:
+    from hetlb.options.event_log.eventlog import decode_setup
+
     path = file.path
     try:
-        setup = option("event_log.eventlog").decode_setup(file.text.partition("\n")[0])
+        setup = decode_setup(file.text.partition("\n")[0])
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as caught:
         raise TraceError(f"{path}: line 1: expected the set-up of an event log: {caught}") from caught
     arrivals: dict[int, dict[str, Any]] = {}

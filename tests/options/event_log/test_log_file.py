@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers import most_file_bytes, turns_until
 
-from hetlb.options.event_log import hook
+from hetlb.options.event_log.log_file import EventLog
 
 
 async def test_on_a_full_disk_the_log_ends_with_a_whole_line(
@@ -16,7 +16,7 @@ async def test_on_a_full_disk_the_log_ends_with_a_whole_line(
     """Facts after a gap cannot be replayed."""
     caplog.set_level("INFO")
     path = tmp_path / "events.jsonl"
-    log = hook(path)
+    log = EventLog(path)
     log.write("a" * 99 + "\n")
     log.flush()
     await turns_until(lambda: path.stat().st_size == 100)

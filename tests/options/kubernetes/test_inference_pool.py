@@ -12,9 +12,9 @@ from helpers import HANG_S, turns_until
 from options.kubernetes.conftest import Cluster, serving
 from options.kubernetes.test_kubernetes import Seen, pod
 
+from hetlb.balancer.config.fleet_tables import KubernetesTable
 from hetlb.balancer.fleet.source import Sources
 from hetlb.errors import ConfigError
-from hetlb.options.kubernetes.cluster_tables import KubernetesTable
 from hetlb.options.kubernetes.inference_pool import InferencePoolSource, ObjectiveSource
 
 

@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from options.kubernetes.conftest import ApiServer
 from options.kubernetes.conftest import serving as api_serving
 
+from hetlb.balancer.config.fleet_tables import KubernetesTable
 from hetlb.balancer.fleet.source import Found, Sources
 from hetlb.options.kubernetes import kubernetes
-from hetlb.options.kubernetes.cluster_tables import KubernetesTable
 from hetlb.options.kubernetes.kubernetes import Item, KubernetesSource
 
 Given = tuple[ApiServer, str]

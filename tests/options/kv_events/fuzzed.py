@@ -8,7 +8,7 @@ from collections import deque
 from fuzz.costs import Make, Reader, check_cost
 from msgspec import msgpack
 
-from hetlb.options.kv_events.block_index import BlocksCleared, BlocksStored
+from hetlb.balancer.core.block_index import BlocksCleared, BlocksStored
 from hetlb.options.kv_events.kv_events import PART_BLOCKS, read_batch
 
 

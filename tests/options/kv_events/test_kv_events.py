@@ -24,9 +24,8 @@ from options.kv_events.kv_publisher import CLEARED, SIZE, Publisher, removed, st
 from proxy.services import Engine, Running, document, serving
 
 from hetlb.balancer.config.fleet import load_fleet
-from hetlb.errors import ConfigError
-from hetlb.options.kv_events import kv_events, zmtp
-from hetlb.options.kv_events.block_index import (
+from hetlb.balancer.config.fleet_tables import KvEventsTable
+from hetlb.balancer.core.block_index import (
     MAX_ADAPTERS,
     BlockIndex,
     BlocksCleared,
@@ -35,8 +34,9 @@ from hetlb.options.kv_events.block_index import (
     KvEventBatch,
     block_digests,
 )
+from hetlb.errors import ConfigError
+from hetlb.options.kv_events import kv_events, zmtp
 from hetlb.options.kv_events.kv_events import MOST_PUBLISHER_BYTES, PART_BLOCKS, read_batch
-from hetlb.options.kv_events.publishers import KvEventsTable
 from hetlb.options.kv_events.zmtp import MAX_MESSAGE_BYTES, ZmtpConnection, ZmtpError
 
 #: Seconds of silence and between questions, and the number of questions.

@@ -13,15 +13,15 @@ from proxy.upstreams import PLAIN_BODY
 
 from hetlb.balancer.clients.router import Router
 from hetlb.balancer.clients.token_estimator import TokenEstimator
-from hetlb.balancer.config.fleet_tables import ProxyTable
+from hetlb.balancer.config.fleet_tables import PickTable, ProxyTable
 from hetlb.balancer.core.health import HealthTracker
 from hetlb.balancer.core.instance_throttle import InstanceThrottle
 from hetlb.balancer.core.types import Health
+from hetlb.cli.serving_options import OPTIONS
 from hetlb.options.pick.calls import receive
 from hetlb.options.pick.envoy_fields import MalformedMessage
 from hetlb.options.pick.messages import STREAMED
 from hetlb.options.pick.pick_driver import PickDriver
-from hetlb.options.pick.pick_table import PickTable
 from hetlb.options.pick.stream import HttpStream, PickerState
 from hetlb.options.pick.tenant_names import MAX_NAMES
 from hetlb.tools.sim.integrity import check_scheduler
@@ -49,7 +49,7 @@ class Door:
     def __init__(self) -> None:
         self.scheduler = make_scheduler([spec("i0")], "hetlb")
         self.loop = Loop()
-        self.driver = PickDriver(self.scheduler, ProxyTable(), TokenEstimator(), self.loop, {})
+        self.driver = PickDriver(self.scheduler, ProxyTable(), TokenEstimator(), self.loop, {}, OPTIONS)
         self.state = PickerState(self.driver, Router(self.driver, _View()), PickTable(), {})  # type: ignore[arg-type]
         self.state.set_addresses({"i0": "127.0.0.1:1"})
         self.sent: list[bytes] = []

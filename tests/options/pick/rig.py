@@ -18,6 +18,7 @@ from helpers import HANG_S, free_port, outcomes, turns_until
 from proxy.upstreams import DONE, PLAIN_BODY, TOKEN, USAGE
 
 from hetlb.balancer.config.fleet import load_fleet
+from hetlb.cli.serving_options import OPTIONS
 from hetlb.options.pick.pick_service import PickService
 from hetlb.options.shared_view import share
 from hetlb.tools.sim.integrity import check_scheduler
@@ -240,7 +241,7 @@ class Rig:
     async def start_picker(self, event_log: Path | None = None, **tables: Any) -> PickService:
         path = self.folder / "fleet.yaml"
         path.write_text(yaml.safe_dump(self.fleet(**tables)))
-        self.picker = PickService(load_fleet(path), event_log)
+        self.picker = PickService(load_fleet(path), OPTIONS, event_log)
         if self.picker.fleet.file.shared is not None:
             share(self.picker)
         await self.picker.start()

@@ -12,7 +12,6 @@ from options.pick.rig import CONFIGS, GATEWAY_API, STATIC, envoy_binary
 
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.cli.main import main
-from hetlb.options.kubernetes.cluster_tables import clusters
 
 KUBERNETES = CONFIGS / "kubernetes"
 
@@ -47,7 +46,7 @@ def test_the_manifests_agree_with_each_other(tmp_path: Path, monkeypatch: pytest
     ports = {each["name"]: each["containerPort"] for each in container["ports"]}
     assert ports == {"grpc": fleet.file.pick.port, "admin": fleet.file.admin.port}
     assert fleet.file.discovery is not None
-    (source,) = clusters(fleet.file.discovery.kubernetes)
+    (source,) = fleet.file.discovery.clusters
     assert by_kind["Deployment"]["spec"]["template"]["spec"]["serviceAccountName"] in {
         each["name"] for each in by_kind["RoleBinding"]["subjects"]
     }

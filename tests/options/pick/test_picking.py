@@ -20,6 +20,7 @@ from hetlb.balancer.core.types import AdminState, AdminStateSet, Capacity, Capac
 from hetlb.options.event_log.eventlog import Replay
 from hetlb.options.pick.calls import ProcessCall
 from hetlb.options.pick.stream import HttpStream
+from hetlb.options.split.hand_overs import HandOvers
 
 pytestmark = pytest.mark.envoy
 
@@ -246,7 +247,7 @@ async def test_fairness_objective_and_subset_reach_the_scheduler(tmp_path: Path)
         assert (reply.status, reply.json["error"]["code"]) == (503, "no_instance")
         assert not made.engines[0].bodies
     with log.open() as lines:
-        facts = list(Replay(lines))
+        facts = list(Replay(lines, HandOvers))
     assert all(fact.same for fact in facts)
     with log.open() as lines:
         seen = [json.loads(line)["request"] for line in lines if '"kind":"arrival"' in line]
@@ -273,7 +274,7 @@ async def test_the_event_log_replays_to_the_same_decisions(tmp_path: Path) -> No
     async with rig(tmp_path, event_log=log, policy={"name": "hetlb"}) as made:
         await asyncio.gather(*(made.ask(stream=n % 2 == 0) for n in range(60)))
     with log.open() as lines:
-        facts = list(Replay(lines))
+        facts = list(Replay(lines, HandOvers))
     assert sum(len([c for c in fact.raw["out"] if c[0] == "dispatch"]) for fact in facts) == 60
     assert all(fact.same for fact in facts)
 

@@ -9,10 +9,10 @@ from fuzz.costs import Make, Reader, framed, framed_in, many
 from helpers import make_scheduler, spec
 from msgspec import msgpack
 
+from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.options.lease_wire import PART_CHANGES
 from hetlb.options.shared_view.peer_messages import VERSION
 from hetlb.options.shared_view.redis_transport import RedisTransport
-from hetlb.options.shared_view.shared_table import SharedTable
 from hetlb.options.shared_view.sharing import Sharing
 from hetlb.tools.sim.integrity import check_scheduler
 

@@ -12,6 +12,7 @@ import pytest
 from helpers import make_scheduler, request, spec
 from options.shared_view.fuzzed import TARGETS
 
+from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.types import Outcome
 from hetlb.build import compiled
@@ -19,7 +20,6 @@ from hetlb.options.lease_wire import PART_BYTES, PART_CHANGES, WireBooked, WireC
 from hetlb.options.shared_view import peer_messages, sharing
 from hetlb.options.shared_view.peer_messages import MAX_MESSAGE_BYTES, VERSION
 from hetlb.options.shared_view.redis_transport import RedisTransport
-from hetlb.options.shared_view.shared_table import SharedTable
 from hetlb.options.shared_view.sharing import Sharing
 
 NAME, OWN = "ab12", "cd34"

@@ -16,6 +16,7 @@ from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import Command, Dispatch, Health, Lease, Outcome
 from hetlb.options.event_log.eventlog import RecordingScheduler, Replay, encode_setup
 from hetlb.options.shared_view.shared_view import SharedView
+from hetlb.options.split.hand_overs import HandOvers
 from hetlb.tools.sim.integrity import check_scheduler
 
 
@@ -165,7 +166,7 @@ def test_a_shared_view_replays_to_the_same_decisions() -> None:
             scheduler.on_lease_ended(leases.pop(), Outcome.OK, now, retry=False)
     assert any('"kind":"assume"' in line for line in lines)
     assert any('"preferred":["a"]' in line or '"preferred":["b"]' in line for line in lines)
-    replay = list(Replay(lines))
+    replay = list(Replay(lines, HandOvers))
     assert len(replay) == len(lines) - 1
     assert all(fact.same for fact in replay)
 

@@ -23,12 +23,13 @@ from options.shared_view.carriers import CARRIERS, MAKE, Carrier
 from proxy.services import Engine, PatientService, Running, document
 
 from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.types import AdminState, Outcome, Request
+from hetlb.cli.serving_options import OPTIONS
 from hetlb.options.lease_wire import WireBegun, WireBooked, WireChange, WireEnded
 from hetlb.options.shared_view import peer_messages, share
 from hetlb.options.shared_view.hub import Hub, HubError, HubTransport, check_place
-from hetlb.options.shared_view.shared_table import SharedTable
 from hetlb.options.shared_view.sharing import Sharing, transport_of
 from hetlb.tools.sim.integrity import check_scheduler
 
@@ -157,7 +158,7 @@ async def sharing_proxy(folder: Path, fleet: dict[str, Any]) -> AsyncIterator[Ru
     await asyncio.to_thread(folder.mkdir)
     path = folder / "fleet.yaml"
     path.write_text(yaml.safe_dump(fleet))
-    service = PatientService(load_fleet(path))
+    service = PatientService(load_fleet(path), OPTIONS)
     share(service)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=HANG_S)) as session:
         try:

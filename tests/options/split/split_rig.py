@@ -18,6 +18,7 @@ from proxy.services import PatientService
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.config.profile_file import Profile, load_profile
 from hetlb.balancer.fleet.service import Service
+from hetlb.cli.serving_options import OPTIONS
 from hetlb.tools.emulator import EmulatedEngine
 from hetlb.tools.emulator.kv_transfer import KvSettings
 from hetlb.tools.sim.integrity import check_scheduler
@@ -168,7 +169,7 @@ async def serving(
     }
     file = folder / "fleet.yaml"
     file.write_text(yaml.safe_dump(document))
-    service = PatientService(load_fleet(file), log)
+    service = PatientService(load_fleet(file), OPTIONS, log)
     await service.start()
     try:
         async with aiohttp.ClientSession() as session, asyncio.timeout(HANG_S):

@@ -25,6 +25,7 @@ from hetlb import systemd
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.fleet.service import Service
 from hetlb.cli.serve import _ask
+from hetlb.cli.serving_options import OPTIONS
 from hetlb.errors import HetlbError, InputError
 from hetlb.options.takeover.offer import HELLO, Offer, local_socket, name_of
 from hetlb.options.takeover.takeover import Takeover
@@ -45,7 +46,7 @@ async def two(tmp_path: Path, fleet: dict[str, Any]) -> AsyncIterator[tuple[Serv
     """A service that runs, and another one of the same file that has not begun."""
     (tmp_path / "fleet.yaml").write_text(yaml.safe_dump(fleet))
     loaded = load_fleet(tmp_path / "fleet.yaml")
-    old, new = PatientService(loaded), PatientService(loaded)
+    old, new = PatientService(loaded, OPTIONS), PatientService(loaded, OPTIONS)
     try:
         await old.start()
         yield old, new
@@ -306,7 +307,7 @@ async def test_a_successor_that_dies_leaves_the_old_process_serving(tmp_path: Pa
         async with aiohttp.ClientSession() as session:
             assert await request(session, old.address[1]) == 200
         assert not old.replaced
-        again = PatientService(load_fleet(tmp_path / "fleet.yaml"))
+        again = PatientService(load_fleet(tmp_path / "fleet.yaml"), OPTIONS)
         try:
             await take_over(old, again)
         finally:

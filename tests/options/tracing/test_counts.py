@@ -11,9 +11,9 @@ from proxy.test_counts import CACHED, NEWER, RESPONSES, SHAPES, STREAMED, Start,
 from proxy.test_proxying import ask, post
 from proxy.upstreams import Upstream, plain
 
+from hetlb.balancer.config.fleet_tables import TracingTable
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.options.tracing.tracing import Tracing
-from hetlb.options.tracing.tracing_table import TracingTable
 
 
 def span(record: RequestRecord) -> dict[str, Any]:

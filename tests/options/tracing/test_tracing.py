@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from hetlb.balancer.config.fleet import fleet_from_urls
+from hetlb.balancer.config.fleet_tables import TracingTable
 from hetlb.balancer.core.types import Lease, Outcome, Request
 from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.fleet.service import require_urls
@@ -25,7 +26,6 @@ from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.errors import ConfigError
 from hetlb.options.tracing.tracing import Trace, Tracing, spans_url
-from hetlb.options.tracing.tracing_table import TracingTable
 
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = f"00-{TRACE_ID}-{PARENT_ID}-01".encode()

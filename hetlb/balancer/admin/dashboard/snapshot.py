@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 from aiohttp import web
@@ -68,7 +68,7 @@ class Snapshots:
     def event(self) -> dict[str, Any]:
         source, documents = self._source, self._documents
         scheduler, now, totals = source.scheduler, source.now(), source.totals
-        recent = cast(Recent, totals.recent)
+        recent = totals.recent
         fleet = documents.fleet()
         for model in fleet["models"]:
             for instance in model["instances"]:

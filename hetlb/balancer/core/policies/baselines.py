@@ -349,3 +349,13 @@ def _distance(session: str, instance: Instance) -> float:
     """-ln(h) / weight, h being uniform in (0, 1) for every pair of session and instance."""
     digest = blake2b(f"{session}/{instance.name}".encode(), digest_size=8).digest()
     return -math.log((int.from_bytes(digest, "big") + 1) / (2.0**64 + 1)) / instance.spec.weight
+
+
+#: The policies here, by name.
+BASELINES: Final[dict[str, type[Policy]]] = {
+    each.name: each
+    for each in (
+        RoundRobin, SmoothWeightedRoundRobin, Random, LeastRequests, PowerOfTwoChoices, LeastKv,
+        PeakEwmaChoice, Single, PrefixMatch, SessionAffinity, Paper, PaperMemory, LMetric, LMetricBySpeed,
+    )
+}  # fmt: skip

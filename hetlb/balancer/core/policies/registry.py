@@ -13,25 +13,26 @@ from hetlb.errors import ConfigError
 #: Group of entry points of other packages' policies.
 GROUP: Final = "hetlb.policies"
 
-#: Policies of hetlb by name, as entry points are written, below its package.
-_OWN: Final = {
-    "rr": "balancer.core.policies.baselines:RoundRobin",
-    "wrr": "balancer.core.policies.baselines:SmoothWeightedRoundRobin",
-    "random": "balancer.core.policies.baselines:Random",
-    "least-requests": "balancer.core.policies.baselines:LeastRequests",
-    "p2c": "balancer.core.policies.baselines:PowerOfTwoChoices",
-    "least-kv": "balancer.core.policies.baselines:LeastKv",
-    "peak-ewma": "balancer.core.policies.baselines:PeakEwmaChoice",
-    "single": "balancer.core.policies.baselines:Single",
-    "prefix": "balancer.core.policies.baselines:PrefixMatch",
-    "session": "balancer.core.policies.baselines:SessionAffinity",
-    "paper": "balancer.core.policies.baselines:Paper",
-    "paper-memory": "balancer.core.policies.baselines:PaperMemory",
-    "lmetric": "balancer.core.policies.baselines:LMetric",
-    "lmetric-speed": "balancer.core.policies.baselines:LMetricBySpeed",
-    "hetlb": "balancer.core.policies.hetlb:Hetlb",
-    "planned": "balancer.core.policies.planned:Planned",
-}
+#: Policies of hetlb by name.
+_OWN: Final = (
+    "rr", "wrr", "random", "least-requests", "p2c", "least-kv", "peak-ewma", "single", "prefix", "session",
+    "paper", "paper-memory", "lmetric", "lmetric-speed", "hetlb", "planned",
+)  # fmt: skip
+
+
+def _own(name: str) -> type[Policy]:
+    """Import a policy of hetlb: most processes run the default one alone."""
+    if name == "hetlb":
+        from hetlb.balancer.core.policies.hetlb import Hetlb
+
+        return Hetlb
+    if name == "planned":
+        from hetlb.balancer.core.policies.planned import Planned
+
+        return Planned
+    from hetlb.balancer.core.policies.baselines import BASELINES
+
+    return BASELINES[name]
 
 
 class PolicyRegistry:
@@ -60,12 +61,7 @@ class PolicyRegistry:
         """Return a policy's class. Raises `KeyError` for an unknown name, `ConfigError` for a broken one."""
         found = self._known.get(name)
         if found is None:
-            own = _OWN.get(name)
-            if own is None:
-                entry = self._others()[name]
-            else:
-                entry = EntryPoint(name, f"hetlb.{own}", GROUP)
-            found = self._known[name] = _load(entry)
+            found = self._known[name] = _own(name) if name in _OWN else _load(self._others()[name])
         return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import Final
 
 from hetlb.balancer.core.forecast_errors import normal_quantile
 from hetlb.balancer.core.policies.sight import KEPT_FREE, ROOM, SchedulingContext, Sight
@@ -47,7 +47,7 @@ def stake_s(ctx: SchedulingContext, each: Sight) -> float:
 
 def _tightest(ctx: SchedulingContext) -> Protected | None:
     """Return the tightest class whose targets can be met, None if there is none."""
-    for each in cast("list[Protected]", ctx.demand.protected):
+    for each in ctx.demand.protected:
         if not each.hopeless:
             return each
     return None
@@ -82,7 +82,7 @@ def keep_free(ctx: SchedulingContext, sights: Sequence[Sight]) -> bool:
     if not service.background and not service.stated:
         return False
     targets = min(service.ttft_s, service.e2e_s), service.tpot_s, service.e2e_s
-    for protected in cast("list[Protected]", ctx.demand.protected):
+    for protected in ctx.demand.protected:
         if not service.background and protected.tightness() >= targets:
             break
         if protected.hopeless or (not service.background and ctx.waited_s > _PATIENCE_SHARE * targets[0]):

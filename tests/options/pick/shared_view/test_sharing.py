@@ -18,6 +18,7 @@ from options.shared_view.carriers import CARRIERS, MAKE, Carrier, Server, needs_
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.core.types import Request
 from hetlb.cli.main import main
+from hetlb.cli.serving_options import OPTIONS
 from hetlb.options.pick.pick_service import PickService
 from hetlb.options.shared_view import share
 from hetlb.options.shared_view.sharing import Sharing, transport_of
@@ -58,7 +59,7 @@ async def pair(folder: Path, server: Carrier, silent_s: float = 1.0) -> AsyncIte
         async with rig(folder, **tables) as made:
             path = folder / "second.yaml"
             path.write_text(yaml.safe_dump(made.fleet(**{**tables, "pick": {"port": 0}})))
-            second = PickService(load_fleet(path))
+            second = PickService(load_fleet(path), OPTIONS)
             share(second)
             await second.start()
             try:

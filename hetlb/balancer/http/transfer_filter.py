@@ -1,6 +1,6 @@
 """Filter that empties the fields about KV transfers in what engines answer.
 
-`balancer/http/transfer_fields.py` finds them. Their names may be escaped, and reads cut anywhere.
+`transfer_fields.py` finds them. Their names may be escaped, and reads cut anywhere.
 """
 
 from __future__ import annotations
@@ -102,6 +102,3 @@ class TransferFilter:
         if self._place != _OUTSIDE:
             out[stop] = 0x20
         return stop + 1
-
-
-hook = TransferFilter

@@ -7,19 +7,15 @@ mean equal prefixes of prompts. Contents are digests (`block_digests`): no token
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final, TypeAlias
 
-from hetlb.balancer.core.fleet_state import FleetState
-from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.option_interfaces import BlockEvents, PromptBlocks
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
-from hetlb.balancer.core.prefix_index import Held, Tree
-from hetlb.balancer.core.types import Request
+from hetlb.balancer.core.prefix_index import Tree
+from hetlb.balancer.core.types import PromptBlocks, Request
 
 #: Maximum number of blocks that are followed, and of adapters' names that are known.
 MAX_BLOCKS: Final = 1 << 20
@@ -232,30 +228,3 @@ class BlockIndex:
         self._chains.clear()
         self._copies.clear()
         self._stored.clear()
-
-
-def take_events(fleet: FleetState, instance: Instance, batch: BlockEvents) -> None:
-    """Apply an engine's report to what is known of its prefix cache."""
-    if instance.blocks is None:
-        instance.blocks = BlockIndex()
-        fleet.publishers.append(instance)
-    blocks, tree = instance.blocks, instance.tree
-    assert isinstance(blocks, BlockIndex), "expected the blocks of this option"
-    before = blocks.stored_tokens
-    removed, cleared = blocks.apply(batch)
-    tree.told = blocks.live
-    if cleared:
-        blocks.evicted(tree, math.inf)
-    elif removed and tree.unused_tokens:  # prompts of unknown token ids lose their part
-        unused = max(tree.unused_tokens, before - tree.used_tokens)
-        blocks.evicted(tree, removed * blocks.block_tokens * tree.unused_tokens / unused)
-
-
-def held_exactly(publishers: Sequence[Instance], request: Request, held: Held | None) -> Held:
-    """Return the held tokens of a prompt, with the exact figures of engines that publish KV events."""
-    held = Held() if held is None else held
-    for instance in publishers:
-        exact = None if instance.blocks is None else instance.blocks.exact(request, instance.engines)
-        if exact is not None:
-            held.tokens[instance.tree.cache_id] = exact
-    return held

@@ -1,0 +1,198 @@
+"""Mistakes in a fleet file that its types admit: a line each, beginning with the key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from hetlb.addresses import network_of
+from hetlb.balancer.config.fleet_tables import OWN_HEADERS, FleetFile, ModelTable, Resume
+from hetlb.errors import ConfigError
+from hetlb.extras import check_extra
+from hetlb.inputs.mistakes import did_you_mean, listed, one_of, short
+from hetlb.inputs.urls import check_base, check_publisher
+
+if TYPE_CHECKING:
+    from hetlb.balancer.config.fleet import Fleet
+
+
+def mistakes_of(fleet: Fleet) -> Iterator[str]:
+    """Yield the mistakes of a fleet whose instances are known, without a file name."""
+    file = fleet.file
+    yield from _own_mistakes(file)
+    yield from _class_mistakes(file)
+    yield from _profile_mistakes(fleet)
+    yield from _plan_mistakes(fleet)
+    yield from _name_mistakes(file)
+    yield from _access_mistakes(file)
+    yield from _kv_mistakes(file)
+    yield from _publisher_mistakes(file)
+    yield from _resume_mistakes(file)
+    yield from _tracing_mistakes(file)
+
+
+def _own_mistakes(file: FleetFile) -> Iterator[str]:
+    """Yield the mistakes of models and headers."""
+    for h, header in enumerate(file.proxy.forward_headers):
+        if header.lower() in OWN_HEADERS or header.lower().startswith("proxy-"):
+            yield (
+                f"proxy.forward_headers[{h}]: expected one that neither frames, addresses nor authorises a "
+                f"message, got {short(header)}"
+            )
+    if not file.models and file.discovery is None:
+        yield "models: expected at least one model, got none"
+    names = [model.name for model in file.models]
+    for m, model in enumerate(file.models):
+        key = f"models[{m}]"
+        yield from _pattern_mistake(model.name, f"{key}.name")
+        if model.name in names[:m]:
+            yield f"{key}.name: expected a name used once, got {model.name!r} again"
+        if not model.instances and file.discovery is None:
+            yield f"{key}.instances: expected at least one instance, got none"
+
+
+def _pattern_mistake(name: str, key: str) -> Iterator[str]:
+    """Yield the mistake of a model's name that is a pattern, as other balancers know them."""
+    if "*" in name:
+        yield f"{key}: expected the name of a model, got the pattern {short(name)}: name each"
+
+
+def _class_mistakes(file: FleetFile) -> Iterator[str]:
+    """Yield a line for each name that is unfit for a header, and each class that contradicts itself."""
+    for m, model in enumerate(file.models):
+        key = f"models[{m}].classes"
+        for name, table in model.classes.items():
+            stated = any(ms is not None for ms in (table.ttft_ms, table.tpot_ms, table.e2e_ms))
+            if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
+                yield f"{key}: expected names of letters, digits and . _ - (64 at most), got {short(name)}"
+            if stated and table.background:
+                yield f"{key}.{name}.background: expected either targets or background, got both"
+            if stated and table.first_token_weight is not None:
+                yield f"{key}.{name}.first_token_weight: expected either targets or a weight, got both"
+            if table.refuse_hopeless and not stated:
+                yield f"{key}.{name}.refuse_hopeless: expected a target beside it, got none"
+
+
+def _profile_mistakes(fleet: Fleet) -> Iterator[str]:
+    """Yield a line for each selector that is none, and each file that is missing."""
+    if not fleet.file.profiles:
+        return
+    from hetlb.balancer.config.profile_selectors import parse_selector
+
+    for text, profile in fleet.file.profiles.items():
+        try:
+            parse_selector(text, "profiles")
+        except ConfigError as error:
+            yield str(error)
+        if not (fleet.base / profile).exists():
+            yield f"profiles.{text}: expected the path of a latency profile, got {profile!r}: no such file"
+
+
+def _plan_mistakes(fleet: Fleet) -> Iterator[str]:
+    """Yield a line for each name of an instance that the fleet lacks."""
+    policy, known = fleet.file.policy, fleet.listed
+    stated = {"worth": policy.worth}
+    stated |= {f"types[{t}].instances": each.instances for t, each in enumerate(policy.types)}
+    for key, instances in stated.items():
+        for name in instances:
+            if name not in known:
+                yield f"policy.{key}: {one_of(name, known)}"
+
+
+def _name_mistakes(file: FleetFile) -> Iterator[str]:
+    """Yield a line for each alias that is another name too, and each fallback that is no other model."""
+    names = [model.name for model in file.models]
+    seen = set(names)
+    for m, model in enumerate(file.models):
+        key = f"models[{m}]"
+        for a, alias in enumerate(model.aliases):
+            yield from _pattern_mistake(alias, f"{key}.aliases[{a}]")
+            if alias in seen:
+                yield f"{key}.aliases: expected names used once, got {alias!r} again"
+            seen.add(alias)
+        others = sorted({*names} - {model.name})
+        if model.fallback is not None and model.fallback not in others:
+            among = f", one of {listed(others)}" if others else ""
+            got = f"{short(model.fallback)}{did_you_mean(model.fallback, others)}"
+            yield f"{key}.fallback: expected another model of this file{among}, got {got}"
+
+
+def _access_mistakes(file: FleetFile) -> Iterator[str]:
+    """Yield the mistakes in who may ask, and with which key."""
+    if file.proxy.passthrough_authorization and file.proxy.api_keys_file is not None:
+        yield (
+            "proxy.passthrough_authorization: expected false where proxy.api_keys_file is set, "
+            "got true: the engines would see the clients' keys"
+        )
+    for text in file.proxy.trusted_proxies:
+        try:
+            network_of(text, "proxy.trusted_proxies")
+        except ConfigError as error:
+            yield str(error)
+
+
+def _kv_mistakes(file: FleetFile) -> Iterator[str]:
+    """Yield a line for each role with which the instances of a model cannot serve requests."""
+    for m, model in enumerate(file.models):
+        yield from _role_mistakes(model, f"models[{m}]")
+
+
+def _role_mistakes(model: ModelTable, key: str) -> Iterator[str]:
+    roles = [instance.role for instance in model.instances]
+    if model.kv_transfer is None:
+        for i, role in enumerate(roles):
+            if role != "both":
+                yield f"{key}.instances[{i}].role: expected both where there is no kv_transfer, got {role!r}"
+    elif all(role == "prefill" for role in roles):
+        yield f"{key}.instances: expected one with the role decode or both, got none"
+
+
+def _publisher_mistakes(file: FleetFile) -> Iterator[str]:
+    """Yield a line for each address that is none."""
+    for m, model in enumerate(file.models):
+        for i, instance in enumerate(model.instances):
+            key, publisher = f"models[{m}].instances[{i}].kv_events", instance.publisher
+            if publisher is None:
+                continue
+            try:
+                check_publisher(publisher.endpoint, key)
+                if publisher.replay is not None:
+                    check_publisher(publisher.replay, f"{key}.replay")
+            except ConfigError as error:
+                yield str(error)
+
+
+def _resume_mistakes(file: FleetFile) -> Iterator[str]:
+    """Yield a line for each `resume: true`: its type, a boolean, admits it."""
+    stated: dict[str, Resume] = {"proxy.resume": file.proxy.resume}
+    for m, model in enumerate(file.models):
+        key = f"models[{m}]"
+        stated |= {f"{key}.resume": model.resume or False}
+        stated |= {
+            f"{key}.classes.{name}.resume": each.resume or False for name, each in model.classes.items()
+        }
+    for where, how in stated.items():
+        if how is True:
+            yield f"{where}: expected ids or false, got true"
+
+
+def _tracing_mistakes(file: FleetFile) -> Iterator[str]:
+    """Yield a line where the collector's address is none."""
+    if file.tracing is None:
+        return
+    try:
+        check_base(file.tracing.otlp_endpoint, "tracing.otlp_endpoint", "http://collector:4318")
+    except ConfigError as error:
+        yield str(error)
+
+
+def check_extras(fleet: Fleet) -> None:
+    """Raise `ConfigError` naming a key whose packages are not installed: serving needs them."""
+    file, where = fleet.file, fleet.where
+    if file.tracing is not None:
+        check_extra(f"{where}tracing", "opentelemetry.exporter.otlp.proto.http", "otel")
+    if file.discovery is not None and file.discovery.dns:
+        check_extra(f"{where}discovery.dns", "dns.resolver", "discovery")
+    if file.discovery is not None and file.discovery.kubernetes:
+        check_extra(f"{where}discovery.kubernetes", "lightkube", "discovery")
