@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetlb.balancer.options import Options
+from hetlb.balancer.option_record import Options
 
 if TYPE_CHECKING:
     from hetlb.balancer.config.fleet import Fleet
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hetlb.balancer.exchange.driver import Driver, Handshake, Splits
     from hetlb.balancer.fleet.source import Source
     from hetlb.balancer.http.http1 import RequestHead
-    from hetlb.balancer.options import (
+    from hetlb.balancer.option_record import (
         CacheReports,
         CarryOut,
         OpenSockets,

@@ -19,7 +19,7 @@ from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.logs import LogWriter
 
 if TYPE_CHECKING:
-    from hetlb.balancer.options import SpanMaker
+    from hetlb.balancer.option_record import SpanMaker
 
 
 class Listener(Protocol):

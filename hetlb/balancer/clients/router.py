@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from hetlb.balancer.clients.model_names import ModelNames
     from hetlb.balancer.clients.origins import PageOrigins
     from hetlb.balancer.clients.service_classes import ServiceClasses
-    from hetlb.balancer.options import Resumption, SpanMaker
+    from hetlb.balancer.option_record import Resumption, SpanMaker
 
 _TENANT = re.compile(rb"[!-~]{1,64}")
 _LABEL = re.compile(rb"[!-~]{1,128}")

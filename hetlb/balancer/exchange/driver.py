@@ -31,7 +31,7 @@ from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.http.forward_headers import ForwardRules
 from hetlb.balancer.http.http1 import RequestHead
 from hetlb.balancer.http.openai_body import Call
-from hetlb.balancer.options import Options
+from hetlb.balancer.option_record import Options
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.turns import turns

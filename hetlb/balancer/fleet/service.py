@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from hetlb.balancer.engines.host_times import HostTimes
     from hetlb.balancer.fleet.shared_fleet import SharedFleet
     from hetlb.balancer.fleet.source import Source, Sources
-    from hetlb.balancer.options import CacheReports, Options, Predecessor, SchedulerLog, Successor
+    from hetlb.balancer.option_record import CacheReports, Options, Predecessor, SchedulerLog, Successor
 
 logger = logging.getLogger("hetlb.proxy")
 

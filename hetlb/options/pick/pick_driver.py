@@ -35,7 +35,7 @@ from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.plain_attempt import Plain
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.exchange.scheduler_side import Carrier
-from hetlb.balancer.options import Options
+from hetlb.balancer.option_record import Options
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.options.pick.foreign import ForeignLoad
 

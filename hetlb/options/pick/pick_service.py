@@ -17,7 +17,7 @@ from hetlb.balancer.core.types import InstanceSpec
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.fleet.service import Service
 from hetlb.balancer.fleet.source import Source
-from hetlb.balancer.options import Options, Predecessor
+from hetlb.balancer.option_record import Options, Predecessor
 from hetlb.inputs.urls import bracketed, origin
 from hetlb.options.pick.pick_driver import PickDriver
 from hetlb.options.pick.pick_server import PickServer, gateway_certificates

@@ -27,7 +27,7 @@ from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.fleet.service import require_urls, tune_gc
-from hetlb.balancer.options import Options
+from hetlb.balancer.option_record import Options
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.recent import Recent
 from hetlb.errors import HetlbError

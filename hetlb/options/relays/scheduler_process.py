@@ -25,7 +25,7 @@ from hetlb.balancer.core.types import AdminState, AdminStateSet
 from hetlb.balancer.engines.scrape import models_learned
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
 from hetlb.balancer.fleet.service import FIRST_ROUND_S, FleetService, tune_gc
-from hetlb.balancer.options import Options, Predecessor
+from hetlb.balancer.option_record import Options, Predecessor
 from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.recent import Recent

@@ -28,7 +28,7 @@ from hetlb import systemd
 from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.fleet.service import READINESS_LAG_S, WorkerState, announce, ready_line
 from hetlb.balancer.http.forward_headers import ForwardRules
-from hetlb.balancer.options import Options, Predecessor
+from hetlb.balancer.option_record import Options, Predecessor
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.rarely import Rarely
 from hetlb.errors import HetlbError
