@@ -34,7 +34,7 @@ def whole(scheduler: Scheduler, lease: Lease, now: float) -> None:
 
 def refused(scheduler: Scheduler, lease: Lease, busy: bool, now: float) -> Lease | None:
     """Have an engine refuse; return the lease elsewhere, None where the client gets the refusal."""
-    commands = scheduler.on_refused(lease, busy, None, now)
+    commands = scheduler.on_refused(lease, 503 if busy else 400, None, now)
     if isinstance(commands[0], PassOn):
         outcome = Outcome.UPSTREAM_BUSY if busy else Outcome.UPSTREAM_REFUSED
         scheduler.on_lease_ended(lease, outcome, now)
@@ -112,20 +112,6 @@ def test_one_that_refuses_every_second_request_is_found() -> None:
         scheduler.on_sweep({}, now)
     assert lost <= 20
     assert visits <= 60
-
-
-def test_refusals_count_where_too_many_are_tried_elsewhere_already() -> None:
-    """Three that wait for an answer elsewhere use up the budget of retries; the fourth is lost."""
-    scheduler = make_scheduler([spec("a"), spec("b")])
-    whole(scheduler, dispatched(scheduler.on_arrival(request(1, subset=("b",)), 0.0)), 0.5)
-    passed = 0
-    for i in range(2, 9):
-        lease = dispatched(scheduler.on_arrival(request(i, subset=("a",)), float(i)))
-        lost = breaker(scheduler, "a").lost
-        lease.request = request(i)
-        passed += refused(scheduler, lease, False, float(i)) is None
-    assert passed == 4
-    assert lost < breaker(scheduler, "a").lost
 
 
 def test_clients_whose_every_second_request_is_wrong_change_nothing() -> None:

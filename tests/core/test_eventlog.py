@@ -80,7 +80,7 @@ def record(policy: str, predictor: str, seed: int, steps: int = 120) -> list[str
             commands = scheduler.on_arrival(asked, now)
         elif kind == 5 and leases:
             lease = rng.choice(leases)
-            commands = scheduler.on_refused(lease, True, rng.choice([None, 3.0]), now)
+            commands = scheduler.on_refused(lease, 503, rng.choice([None, 3.0]), now)
             if lease.ended:
                 leases.remove(lease)
         elif kind < 7 and leases:

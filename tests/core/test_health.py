@@ -6,7 +6,14 @@ import random
 
 import pytest
 
-from hetlb.balancer.core.health import FALL_ANSWERS, FALL_PROBES, HealthTracker
+from hetlb.balancer.core.health import (
+    EJECTION_JITTER_SHARE,
+    EJECTION_S,
+    FALL_PROBES,
+    FLAPPING_S,
+    MOST_EJECTION_S,
+    HealthTracker,
+)
 from hetlb.balancer.core.types import Health, ProbeResult
 
 
@@ -55,41 +62,26 @@ def test_the_way_back_takes_two_probes() -> None:
     assert health.state is Health.UP
 
 
-def test_failed_answers_eject_and_a_probe_alone_does_not_bring_back() -> None:
+def test_each_ejection_within_minutes_doubles_the_wait() -> None:
+    health, now, waits = tracker(), 0.0, []
+    for _ in range(9):
+        health.on_probe(ProbeResult.REFUSED, now)
+        waits.append(health.ejected_until - now)
+        now = health.ejected_until + 1.0
+        health.on_probe(ProbeResult.OK, now)
+        assert health.on_probe(ProbeResult.OK, now)
+    assert waits[0] == 0.0, "a process that restarts once is back at once"
+    nominal = [EJECTION_S * 2.0**i for i in range(8)]
+    for waited, expected in zip(waits[1:], nominal, strict=True):
+        assert waited == pytest.approx(min(MOST_EJECTION_S, expected), rel=EJECTION_JITTER_SHARE)
+    now += FLAPPING_S + 1.0
+    health.on_probe(ProbeResult.REFUSED, now)
+    assert health.ejected_until == now, "good minutes later it is forgotten"
+
+
+def test_one_that_flaps_and_is_alone_waits_for_nothing() -> None:
     health = tracker()
-    assert [health.on_failure(0.0, may_eject=True) for _ in range(FALL_ANSWERS)][-1]
-    assert health.state is Health.EJECTED
-    for _ in range(10):
-        assert not health.on_probe(ProbeResult.OK, 1.9)
-    assert health.on_probe(ProbeResult.OK, 3.1)
-
-
-def test_a_success_in_between_starts_the_count_anew() -> None:
-    health = tracker()
-    for i in range(20):
-        now = i * 10.0  # fewer than what a share is taken of
-        for _ in range(FALL_ANSWERS - 1):
-            assert not health.on_failure(now, may_eject=True)
-        health.on_success()
-    assert health.state is Health.UP
-
-
-def test_the_last_instance_is_not_ejected() -> None:
-    health = tracker()
-    for _ in range(50):
-        assert not health.on_failure(0.0, may_eject=False)
-    assert health.state is Health.UP
-
-
-def test_an_ejection_is_as_short_as_the_first_one() -> None:
-    health = tracker()
-    now = 0.0
-    for _ in range(20):
-        for _ in range(FALL_ANSWERS):
-            health.on_failure(now, may_eject=True)
-        assert 2.0 <= health.ejected_until - now <= 3.0
-        now = health.ejected_until
-        for _ in range(2):
-            health.on_probe(ProbeResult.OK, now)
-        assert health.state is Health.UP
-        health.on_success()
+    for now in (0.0, 10.0, 20.0):
+        health.on_probe(ProbeResult.REFUSED, now)
+        health.on_probe(ProbeResult.OK, now, alone=True)
+        assert health.on_probe(ProbeResult.OK, now, alone=True)

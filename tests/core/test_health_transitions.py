@@ -9,7 +9,6 @@ import pytest
 from hetlb.balancer.core.health import (
     EJECTION_JITTER_SHARE,
     EJECTION_S,
-    FALL_ANSWERS,
     FALL_PROBES,
     RISE_PROBES,
     HealthTracker,
@@ -36,8 +35,9 @@ def tracker(state: Health = Health.UP, drawn: float = 0.5) -> HealthTracker:
     return HealthTracker(Fixed(drawn), state)
 
 
-def failing(health: HealthTracker, count: int, now: float = 0.0) -> list[bool]:
-    return [health.on_failure(now, may_eject=True) for _ in range(count)]
+def eject(health: HealthTracker, now: float = 0.0) -> list[bool]:
+    """Have as many probes fail as eject it."""
+    return [health.on_probe(FAILED, now) for _ in range(FALL_PROBES)]
 
 
 # --- what is said ---
@@ -66,13 +66,6 @@ def test_an_answer_says_why_too() -> None:
         assert (health.state, health.reason) == (Health.UP, "answered a request")
 
 
-def test_failures_say_how_many() -> None:
-    health = tracker()
-    assert failing(health, FALL_ANSWERS) == [False] * (FALL_ANSWERS - 1) + [True]
-    assert health.reason == "5 answers failed in a row"
-    assert health.ejected_for_failures
-
-
 def test_the_only_one_becomes_suspect_and_says_so() -> None:
     health = tracker()
     changes = [health.on_probe(FAILED, 0.0, alone=True) for _ in range(FALL_PROBES)]
@@ -85,7 +78,6 @@ def test_a_tracker_begins_with_nothing_against_its_instance() -> None:
         health = tracker(state)
         assert (health.state, health.ejected_until) == (state, 0.0)
         assert health.clean is (state is Health.UP)
-        assert health.ejected_for_failures is False
     assert tracker().on_answering() is False
 
 
@@ -115,14 +107,14 @@ def test_a_probe_says_how_it_failed() -> None:
 @pytest.mark.parametrize("drawn", [0.0, 0.25, 0.5, 1.0])
 def test_the_time_out_is_spread_by_chance(drawn: float) -> None:
     health = tracker(drawn=drawn)
-    failing(health, FALL_ANSWERS, 100.0)
+    eject(health, 100.0)
     spread = 1.0 + EJECTION_JITTER_SHARE * (2.0 * drawn - 1.0)
     assert health.ejected_until == pytest.approx(100.0 + EJECTION_S * spread)
 
 
 def test_the_way_back_begins_anew_with_every_miss() -> None:
     health = tracker()
-    failing(health, FALL_ANSWERS)
+    eject(health)
     later = health.ejected_until
     assert not health.on_probe(OK, later - 0.001)
     assert not health.on_probe(FAILED, later)
@@ -134,14 +126,14 @@ def test_the_way_back_begins_anew_with_every_miss() -> None:
 
 def test_probes_before_the_time_is_over_count_but_do_not_suffice() -> None:
     health = tracker()
-    failing(health, FALL_ANSWERS)
+    eject(health)
     for _ in range(RISE_PROBES + 1):
         assert not health.on_probe(OK, health.ejected_until - 0.001)
     assert health.on_probe(OK, health.ejected_until)
 
 
 def test_what_was_counted_before_it_came_back_is_forgotten() -> None:
-    """Neither missed probes nor failed answers of before count, in whatever state."""
+    """Missed probes of before do not count."""
     health = tracker()
     for _ in range(FALL_PROBES - 1):
         health.on_probe(FAILED, 0.0)
@@ -150,46 +142,13 @@ def test_what_was_counted_before_it_came_back_is_forgotten() -> None:
     for _ in range(RISE_PROBES):
         health.on_probe(OK, health.ejected_until)
     assert [health.on_probe(FAILED, 50.0) for _ in range(FALL_PROBES)] == [False, False, True]
-    health = tracker()
-    failing(health, FALL_ANSWERS - 1)
-    assert health.on_refused(0.0)
-    for _ in range(RISE_PROBES):
-        health.on_probe(OK, 0.0)
-    assert failing(health, FALL_ANSWERS)[:-1] == [False] * (FALL_ANSWERS - 1)
-
-
-def test_a_refused_connection_means_another_process() -> None:
-    """Not half-open: one failed answer does not eject it."""
-    health = tracker()
-    failing(health, FALL_ANSWERS)
-    assert health.ejected_for_failures
-    assert not health.on_refused(1.0)
-    assert health.ejected_for_failures is False
-    for _ in range(RISE_PROBES):
-        health.on_probe(OK, health.ejected_until)
-    assert health.state is Health.UP
-    assert not health.on_failure(health.ejected_until, may_eject=True)
-
-
-def test_half_open_until_an_answer_ends_well() -> None:
-    health = tracker()
-    failing(health, FALL_ANSWERS)
-    for _ in range(RISE_PROBES):
-        health.on_probe(OK, health.ejected_until)
-    assert not health.on_answering()  # begun is not ended
-    assert health.on_failure(health.ejected_until, may_eject=True)
-    assert (health.state, health.reason) == (Health.EJECTED, "failed again after it came back")
-    for _ in range(RISE_PROBES):
-        health.on_probe(OK, health.ejected_until)
-    assert not health.on_success()
-    assert failing(health, FALL_ANSWERS, health.ejected_until) == [False] * (FALL_ANSWERS - 1) + [True]
 
 
 def test_probes_from_before_it_was_ejected_are_not_of_the_way_back() -> None:
     health = tracker()
     for _ in range(RISE_PROBES):
         assert not health.on_probe(OK, 0.0)
-    failing(health, FALL_ANSWERS)
+    eject(health)
     assert not health.on_probe(OK, health.ejected_until)
     assert health.on_probe(OK, health.ejected_until)
     assert health.reason == "2 probes answered"
@@ -198,15 +157,12 @@ def test_probes_from_before_it_was_ejected_are_not_of_the_way_back() -> None:
 def test_an_instance_is_clean_when_no_success_could_make_it_better() -> None:
     """Up, and an answer ended well since its last trouble."""
     health = tracker()
-    health.on_failure(0.0, may_eject=True)
-    assert health.clean is False
-    health.on_success()
     assert health.clean is True
     health.on_probe(FAILED, 1.0)
     assert health.clean is False
     health.on_success()
     assert health.clean is True
-    failing(health, FALL_ANSWERS, 100.0)
+    eject(health, 100.0)
     assert health.clean is False
     for _ in range(RISE_PROBES):
         health.on_probe(OK, health.ejected_until)
@@ -215,32 +171,16 @@ def test_an_instance_is_clean_when_no_success_could_make_it_better() -> None:
     assert health.clean is True
 
 
-def test_only_its_answers_make_an_ejection_one_for_failures() -> None:
-    refused = tracker()
-    refused.on_refused(0.0)
-    assert refused.ejected_for_failures is False
-    health = tracker()
-    failing(health, FALL_ANSWERS)
-    assert health.ejected_for_failures is True
-    for _ in range(RISE_PROBES):
-        health.on_probe(OK, health.ejected_until)
-    assert health.ejected_for_failures is False
-    health.on_success()
-    for _ in range(FALL_PROBES):
-        health.on_probe(FAILED, 20.0)
-    assert (health.state, health.ejected_for_failures) == (Health.EJECTED, False)
-
-
 def test_the_end_of_a_lease_is_evidence_of_one_kind() -> None:
     says = {outcome: verdict(outcome) for outcome in Outcome}
     assert says == dict.fromkeys(Outcome, Verdict.NOTHING) | {
         Outcome.OK: Verdict.WELL,
-        Outcome.UPSTREAM_REFUSED: Verdict.LOST,
+        Outcome.UPSTREAM_REFUSED: Verdict.REFUSED,
         Outcome.UPSTREAM_BUSY: Verdict.LOST,
         Outcome.UPSTREAM_ERROR: Verdict.LOST,
         Outcome.CONNECT_FAILED: Verdict.ABSENT,
-        Outcome.NO_RESPONSE: Verdict.FAILED,
-        Outcome.BROKEN_STREAM: Verdict.FAILED,
+        Outcome.NO_RESPONSE: Verdict.LOST,
+        Outcome.BROKEN_STREAM: Verdict.LOST,
     }
 
 
@@ -253,28 +193,7 @@ def test_an_ejected_instance_is_not_clean_whatever_it_answers() -> None:
 
 def test_an_ejected_instance_is_not_ejected_again() -> None:
     health = tracker()
-    failing(health, FALL_ANSWERS)
+    eject(health)
     until = health.ejected_until
-    assert failing(health, FALL_ANSWERS) == [False] * FALL_ANSWERS
+    assert eject(health) == [False] * FALL_PROBES
     assert health.ejected_until == until
-
-
-def test_an_instance_that_may_not_be_ejected_stays() -> None:
-    health = tracker()
-    assert not any(health.on_failure(0.0, may_eject=False) for _ in range(3 * FALL_ANSWERS))
-    assert health.state is Health.UP
-    assert health.on_failure(0.0, may_eject=True)
-
-
-def test_a_success_is_heeded_after_every_kind_of_trouble() -> None:
-    """Who is known to be well is asked nothing; a missed probe or a failure ends that."""
-    health = tracker()
-    assert not health.on_success()
-    health.on_probe(FAILED, 0.0)
-    health.on_probe(FAILED, 0.0)
-    assert not health.on_answering()
-    assert [health.on_probe(FAILED, 0.0) for _ in range(FALL_PROBES)] == [False, False, True]
-    health = tracker()
-    failing(health, FALL_ANSWERS - 1)
-    assert not health.on_success()
-    assert failing(health, FALL_ANSWERS) == [False] * (FALL_ANSWERS - 1) + [True]

@@ -196,7 +196,7 @@ def test_terms_with_their_weights_add_up_to_the_score(
         for command in commands:
             if isinstance(command, Dispatch):
                 if busy:
-                    scheduler.on_refused(command.lease, True, 30.0, 0.0)
+                    scheduler.on_refused(command.lease, 503, 30.0, 0.0)
                 for each in command.candidates:
                     assert each.terms is not None
                     assert each.weights is not None

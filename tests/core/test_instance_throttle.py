@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetlb.balancer.core.circuit_breaker import CircuitBreaker
+from hetlb.balancer.core.client_answers import ClientAnswers
 from hetlb.balancer.core.instance_throttle import BUSY_CAP_S, FORGOTTEN_S, LIMIT_S, InstanceThrottle
 
 
@@ -12,8 +13,9 @@ def throttle(lost: int = 0) -> InstanceThrottle:
     """Return the throttle of an instance that lost `lost` answers at 0 s, beside one that is well."""
     breaker, other = CircuitBreaker(0.0), CircuitBreaker(0.0)
     for _ in range(lost):
-        breaker.ended_badly(0, 0.0, 0.0)
-    breaker.judge([breaker, other])
+        breaker.ended_badly(0, 0.0, "", "", 0.0)
+    breaker.weigh(ClientAnswers(), 1)
+    breaker.judge([breaker, other], 0.0)
     return InstanceThrottle(breaker)
 
 

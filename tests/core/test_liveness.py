@@ -86,7 +86,7 @@ class Driver:
                 self.carry_out(self.scheduler.on_scrape("small-a", sample, self.now))
         elif how == "busy" and self.running:
             lease, _ = self.running[next(iter(self.running))]
-            commands = self.scheduler.on_refused(lease, True, RESTRAINED_S, self.now)
+            commands = self.scheduler.on_refused(lease, 503, RESTRAINED_S, self.now)
             if commands != [PassOn(lease.request.id, lease)]:
                 del self.running[lease.id]
                 self.carry_out(commands)

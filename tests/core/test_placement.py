@@ -247,10 +247,10 @@ def test_what_a_request_took_of_a_cache_is_part_of_the_mean_request() -> None:
 
 def test_in_doubt_a_request_is_a_trial_until_that_is_answered() -> None:
     scheduler = fleet(policy="rr")
-    a, b = scheduler.instances
+    a = scheduler.instances[0]
     for _ in range(3):
-        a.breaker.ended_badly(0, 0.0, 0.0)
-    a.breaker.judge([a.breaker, b.breaker])
+        a.breaker.ended_badly(0, 0.0, "", "", 0.0)
+    scheduler.fleet.judge(a, 0.0)
     scheduler.fleet.reindex(0.0)
     for number in range(2):
         assert sole(scheduler, request(number), 0.5).lease.instance == "b"

@@ -232,8 +232,8 @@ def in_doubt(scheduler: Scheduler, name: str) -> None:
     """Have three answers of an instance fail, and none of the others."""
     each = next(each for each in scheduler.instances if each.name == name)
     for _ in range(3):
-        each.breaker.ended_badly(0, 0.0, 0.0)
-    each.breaker.judge([other.breaker for other in scheduler.instances])
+        each.breaker.ended_badly(0, 0.0, "", "", 0.0)
+    scheduler.fleet.judge(each, 0.0)
 
 
 def test_doubt_is_heeded_unless_all_are_in_doubt() -> None:

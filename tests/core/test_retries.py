@@ -88,7 +88,7 @@ def drops(scheduler: Scheduler, lease: Lease, now: float = 0.2) -> list[Command]
 
 def test_a_second_is_a_time_to_come_again_as_any_other() -> None:
     scheduler = fleet("ab")
-    assert dispatched(scheduler.on_refused(arrived(scheduler, 1), True, 0.5, 0.1)).instance == "b"
+    assert dispatched(scheduler.on_refused(arrived(scheduler, 1), 503, 0.5, 0.1)).instance == "b"
     assert named(scheduler, "a").breaker.asked_until == pytest.approx(0.6)
 
 
@@ -96,7 +96,7 @@ def test_a_request_that_was_turned_away_does_not_come_again() -> None:
     """Refused by the next one it goes to a third, and is then turned down as one that none has run."""
     scheduler = fleet("abc")
     first = arrived(scheduler, 1)
-    second = dispatched(scheduler.on_refused(first, True, 1.0, 0.1))
+    second = dispatched(scheduler.on_refused(first, 503, 1.0, 0.1))
     third = dispatched(refuses(scheduler, second, 5.0))
     assert [first.instance, second.instance, third.instance] == ["a", "b", "c"]
     check_scheduler(scheduler)
@@ -107,7 +107,7 @@ def test_a_request_that_was_turned_away_does_not_come_again() -> None:
 
 def test_a_request_that_was_turned_away_and_then_dropped_is_given_up() -> None:
     scheduler = fleet("abc")
-    second = dispatched(scheduler.on_refused(arrived(scheduler, 1), True, 1.0, 0.1))
+    second = dispatched(scheduler.on_refused(arrived(scheduler, 1), 503, 1.0, 0.1))
     assert rejected(drops(scheduler, second)) is RejectReason.NO_RESPONSE
     check_scheduler(scheduler)
 
@@ -115,17 +115,17 @@ def test_a_request_that_was_turned_away_and_then_dropped_is_given_up() -> None:
 def test_a_busy_time_that_ends_now_is_over() -> None:
     scheduler = fleet("ab")
     other = arrived(scheduler, 1, subset=("b",))
-    assert scheduler.on_refused(other, True, 5.0, 1.0) == [PassOn(1, other)]
+    assert scheduler.on_refused(other, 503, 5.0, 1.0) == [PassOn(1, other)]
     lease = arrived(scheduler, 2, 2.0, subset=None)
     assert lease.instance == "a"
-    assert scheduler.on_refused(lease, True, 1.0, 3.9) == [PassOn(2, lease)]
-    assert dispatched(scheduler.on_refused(lease, True, 1.0, 4.0)).instance == "b"
+    assert scheduler.on_refused(lease, 503, 1.0, 3.9) == [PassOn(2, lease)]
+    assert dispatched(scheduler.on_refused(lease, 503, 1.0, 4.0)).instance == "b"
 
 
 def test_an_answer_that_is_passed_on_leaves_no_note() -> None:
     scheduler = fleet("a")
     lease = arrived(scheduler, 1)
-    assert scheduler.on_refused(lease, True, 1.0, 0.1) == [PassOn(1, lease)]
+    assert scheduler.on_refused(lease, 503, 1.0, 0.1) == [PassOn(1, lease)]
     assert not scheduler._retries.attempts
 
 
@@ -133,7 +133,7 @@ def test_an_answer_that_is_passed_on_leaves_the_notes_of_before() -> None:
     """It was refused by one and passed on by the other: dropped there, it has been everywhere."""
     scheduler = fleet("ab")
     lease = dispatched(refuses(scheduler, arrived(scheduler, 1)))
-    assert scheduler.on_refused(lease, True, 1.0, 0.3) == [PassOn(1, lease)]
+    assert scheduler.on_refused(lease, 503, 1.0, 0.3) == [PassOn(1, lease)]
     for _ in range(2):
         scheduler.on_instance(Probed("a", ProbeResult.OK), 0.4)
     assert named(scheduler, "a").health.state is Health.UP
@@ -143,7 +143,7 @@ def test_an_answer_that_is_passed_on_leaves_the_notes_of_before() -> None:
 def test_a_request_without_an_answer_may_not_move_where_the_driver_says_so() -> None:
     scheduler = fleet("ab")
     lease = arrived(scheduler, 1)
-    assert scheduler.on_refused(lease, True, 1.0, 0.1, may_move=False) == [PassOn(1, lease)]
+    assert scheduler.on_refused(lease, 503, 1.0, 0.1, may_move=False) == [PassOn(1, lease)]
     assert named(scheduler, "a").breaker.asked_until == pytest.approx(1.1)
 
 
@@ -152,7 +152,7 @@ def test_a_busy_decode_leg_is_tried_with_another_pair_and_after_that_whole() -> 
     lease, decode = split(scheduler)
     assert dispatched(scheduler.on_prefilled(lease, 0.5)) is decode
     assert decode.hold is not None
-    again = dispatched(scheduler.on_refused(decode, True, 5.0, 0.6))
+    again = dispatched(scheduler.on_refused(decode, 503, 5.0, 0.6))
     assert again.decode is not None
     assert (lease.instance, {decode.instance, again.decode.instance}) == (again.instance, {"d", "e"})
     check_scheduler(scheduler)
@@ -164,7 +164,7 @@ def test_a_busy_decode_leg_is_tried_with_another_pair_and_after_that_whole() -> 
 def test_a_busy_prefill_leg_gives_both_back_and_is_split_again() -> None:
     scheduler = linked(p=Role.PREFILL, q=Role.PREFILL, d=Role.DECODE)
     lease, decode = split(scheduler)
-    again = dispatched(scheduler.on_refused(lease, True, 5.0, 0.1))
+    again = dispatched(scheduler.on_refused(lease, 503, 5.0, 0.1))
     assert {lease.instance, again.instance} == {"p", "q"}
     assert again.decode is not None
     assert (lease.ended, decode.ended, scheduler.in_flight) == (True, True, 2)
@@ -177,7 +177,7 @@ def test_what_waits_is_looked_at_when_a_request_moves() -> None:
     scheduler = fleet("abc")
     scheduler.on_instance(AdminStateSet("c", AdminState.DRAIN), 0.0)
     assert scheduler.on_arrival(request(9, subset=("c",)), 0.0) == []
-    assert dispatched(scheduler.on_refused(arrived(scheduler, 1), True, 1.0, 0.1)).instance == "b"
+    assert dispatched(scheduler.on_refused(arrived(scheduler, 1), 503, 1.0, 0.1)).instance == "b"
     assert 9 in scheduler.queue
     check_scheduler(scheduler)
 

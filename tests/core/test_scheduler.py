@@ -158,21 +158,20 @@ def test_a_deadline_passed_is_not_retried() -> None:
     assert scheduler.on_lease_ended(lease, Outcome.NO_RESPONSE, 300.0, retry=False) == []
 
 
-def test_answers_that_break_take_an_instance_out_but_never_the_last() -> None:
+def test_answers_that_break_leave_an_instance_trials_alone_but_not_the_last() -> None:
     scheduler = make_scheduler([spec("a"), spec("b")], "single")
     leases = [dispatched(scheduler.on_arrival(request(i), 0.0)) for i in range(30)]
     assert {lease.instance for lease in leases} == {"a"}
     for lease in leases:
-        scheduler.on_first_token(lease, 0.0)  # what begins well and breaks off has not ended well
-    ends = [scheduler.on_lease_ended(lease, Outcome.BROKEN_STREAM, 0.0) for lease in leases]
-    changes = [
-        (i, c.health) for i, commands in enumerate(ends) for c in commands if isinstance(c, HealthChanged)
-    ]
-    assert changes == [(4, Health.EJECTED)]
+        scheduler.on_first_token(lease, 0.0)  # it begins well and breaks off
+        assert scheduler.on_lease_ended(lease, Outcome.BROKEN_STREAM, 0.0) == []
+    at = []
     for i in range(30, 60):
         lease = dispatched(scheduler.on_arrival(request(i), 0.0))
-        assert lease.instance == "b"
+        at.append(lease.instance)
         assert scheduler.on_lease_ended(lease, Outcome.BROKEN_STREAM, 0.0) == []
+    assert at[0] == "b"
+    assert "a" in at, "both alike: none is in doubt"
 
 
 @pytest.mark.parametrize("outcome", [Outcome.UPSTREAM_REFUSED, Outcome.CLIENT_GONE, Outcome.LOCAL_FAULT])

@@ -182,12 +182,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.leases)
     @rule(
         data=st.data(),
-        busy=st.booleans(),
+        status=st.sampled_from((400, 404, 413, 429, 500, 503)),
         retry_after_s=st.one_of(st.none(), st.floats(-1, 0), st.floats(1, 100)),
     )
-    def refuse(self, data: st.DataObject, busy: bool, retry_after_s: float | None) -> None:
+    def refuse(self, data: st.DataObject, status: int, retry_after_s: float | None) -> None:
         lease = self.leases[data.draw(st.sampled_from(sorted(self.leases)))]
-        commands = self.scheduler.on_refused(lease, busy, retry_after_s, self.now)
+        commands = self.scheduler.on_refused(lease, status, retry_after_s, self.now)
         if commands == [PassOn(lease.request.id, lease)]:
             assert not lease.ended
             return

@@ -25,7 +25,6 @@ from hetlb.balancer.core.speed import (
 from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
-    Health,
     InstanceAdded,
     InstanceUpdated,
     Lease,
@@ -154,7 +153,7 @@ def test_until_an_instance_answers_it_is_as_far_off_as_others_are() -> None:
     assert other.speed.factor == a.speed.factor
 
 
-def test_one_that_never_answers_is_ejected_beside_one_slower_than_was_guessed() -> None:
+def test_one_that_never_answers_is_doubted_beside_one_slower_than_was_guessed() -> None:
     scheduler = make_scheduler([spec("a", latency=None), spec("b", latency=None)], "rr")
     scheduler.on_instance(AdminStateSet("b", AdminState.DRAIN), 0.0)
     serve(scheduler, 3.0, True)
@@ -165,7 +164,7 @@ def test_one_that_never_answers_is_ejected_beside_one_slower_than_was_guessed() 
         lease = dispatched(scheduler.on_arrival(request(number), now))
         outcome = Outcome.NO_RESPONSE if lease.instance == "b" else Outcome.CLIENT_GONE
         scheduler.on_lease_ended(lease, outcome, now, retry=False)
-    assert b.health.state is Health.EJECTED
+    assert b.breaker.doubted
 
 
 def test_its_own_answers_take_the_place_of_what_others_show() -> None:

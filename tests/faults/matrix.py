@@ -31,20 +31,26 @@ ROWS = {
         "ejected; later requests do not wait",
         "the black hole is a listener whose backlog is full: the kernel drops the SYN, as a firewall does",
     ),
-    "U3": Row("accepts, never answers", "504, not to be retried", "counts as load; out after five"),
+    "U3": Row("accepts, never answers", "504, not to be retried", "counts as load; in doubt after three"),
     "U4": Row(
         "closes or resets without an answer",
         "success at one other, else 502",
         "a failure; none where an idle connection had gone stale",
     ),
-    "U5": Row("500", "the 500, once", "none"),
-    "U6": Row("400, 404, 413, 422", "verbatim", "none"),
+    "U5": Row("500", "success at one other, else the 500", "a failure, if another one answers"),
+    "U6": Row(
+        "400, 404, 413, 422", "success at another, else verbatim", "its kind of request goes elsewhere"
+    ),
     "U7": Row(
         "429 or 503",
         "with Retry-After: another, two runs in all; without: verbatim",
         "ranked last for a while",
     ),
-    "U8": Row("junk, HTTP/0.9, half a head, 101", "502", "a failure; the connection is not used again"),
+    "U8": Row(
+        "junk, HTTP/0.9, half a head, 101",
+        "success at one other, else 502",
+        "a failure; the connection is not used again",
+    ),
     "U9": Row("a head that drips, or is too large", "504, 502", "bounded"),
     "U10": Row("1xx before the answer", "the answer", "none"),
     "U11": Row(

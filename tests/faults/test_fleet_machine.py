@@ -164,7 +164,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     def turned_away(self, lease: Lease) -> None:
         """The engine says when to come again: another takes it, or the client is told."""
-        commands = self.scheduler.on_refused(lease, True, 5.0, self.now)
+        commands = self.scheduler.on_refused(lease, 503, 5.0, self.now)
         if not any(isinstance(each, Dispatch) and each.request_id == lease.request.id for each in commands):
             self.end(lease, Outcome.UPSTREAM_ERROR)
             return

@@ -92,14 +92,16 @@ async def never_answers(rig: Rig) -> None:
     "U3",
     "is-taken-out",
     engines=2,
-    outcomes={"no_response": 5, "ok": 5},
+    outcomes={"no_response": 5, "ok": 9},
     modes=("stall",),
     proxy={"first_byte_timeout_s": PATIENCE_S},
 )
-async def never_answers_is_out(rig: Rig) -> None:
+async def never_answers_is_doubted(rig: Rig) -> None:
     answers = await rig.ask_many(10)
     assert sorted(answer.status for answer in answers) == [200] * 5 + [504] * 5
-    assert await rig.health("i0") == "ejected"
+    for _ in range(4):
+        answer = await rig.ask()
+        assert answer.header("x-hetlb-instance") == "i1"
 
 
 @case(
@@ -167,8 +169,9 @@ async def drops_on_warm_connections(rig: Rig) -> None:
     for _ in range(2):
         whole(await rig.ask())
     label = rig.label()
-    refused(await rig.ask("close", runs=2, label=label), 502, retry=False)
-    assert rig.runs(label) == 2
+    # Once more on a fresh connection, and once at the other one.
+    refused(await rig.ask("close", runs=4, label=label), 502, retry=False)
+    assert 3 <= rig.runs(label) <= 4
 
 
 @case("U4", "empty-answer", engines=2, outcomes={"no_response": 1}, modes=("empty-200", "empty-200"))
@@ -180,7 +183,7 @@ async def head_and_nothing(rig: Rig) -> None:
 @case("U5", "500", engines=2, outcomes={"upstream_error": 12}, modes=("500", "500"))
 async def internal_error(rig: Rig) -> None:
     for _ in range(12):
-        answer = await rig.ask()
+        answer = await rig.ask(runs=2)
         assert (answer.status, answer.error["message"]) == (500, "500")
         assert answer.header("x-should-retry") is None
     assert [await rig.health(name) for name in ("i0", "i1")] == ["up", "up"]
@@ -190,7 +193,7 @@ def verbatim(status: str) -> None:
     @case("U6", status, engines=2, outcomes={"upstream_refused": 12, "ok": 1})
     async def client_error(rig: Rig) -> None:
         for _ in range(12):
-            answer = await rig.ask(status)
+            answer = await rig.ask(status, runs=2)
             assert (answer.status, answer.error["message"]) == (int(status), status)
         assert [await rig.health(name) for name in ("i0", "i1")] == ["up", "up"]
         whole(await rig.ask())
@@ -206,7 +209,7 @@ def busy(status: str) -> None:
     @case("U7", f"{status}-plain", engines=2, outcomes={told: 4}, modes=(status, status))
     async def without_retry_after(rig: Rig) -> None:
         for _ in range(4):
-            answer = await rig.ask()
+            answer = await rig.ask(runs=2)
             assert (answer.status, answer.error["message"]) == (int(status), status)
 
     @case(
@@ -253,7 +256,7 @@ for status in ("429", "503"):
 def no_http(row: str, mode: str) -> None:
     @case(row, mode, engines=2, outcomes={"no_response": 1}, modes=(mode, mode))
     async def answers_nonsense(rig: Rig) -> None:
-        refused(await rig.ask(), 502, retry=False)
+        refused(await rig.ask(runs=2), 502, retry=False)
         for engine in rig.engines:
             await engine.until(lambda each=engine: not each.working)
 
@@ -267,11 +270,11 @@ for mode in ("te-cl", "dup-cl", "list-cl", "chunk-ext"):
 no_http("U19", "redirect")
 
 
-@case("U8", "is-a-failure", engines=2, outcomes={"no_response": 5, "ok": 6}, modes=("junk",))
+@case("U8", "is-a-failure", engines=2, outcomes={"ok": 11}, modes=("junk",))
 async def nonsense_counts(rig: Rig) -> None:
-    answers = [await rig.ask() for _ in range(11)]
-    assert [answer.status for answer in answers].count(502) == 5
-    assert await rig.ejections("i0") == 1
+    for _ in range(11):
+        whole(await rig.ask(runs=2))
+    assert len(rig.engine.visits) <= 5
 
 
 @case("U9", "drip-head", outcomes={"no_response": 1}, proxy={"first_byte_timeout_s": PATIENCE_S})

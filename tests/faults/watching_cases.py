@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from typing import Any
@@ -15,7 +14,7 @@ from faults.rig import Rig
 from faults.upstream_cases import refused, whole
 from helpers import HANG_S
 
-from hetlb.balancer.core.health import EJECTION_JITTER_SHARE, EJECTION_S, FALL_PROBES
+from hetlb.balancer.core.health import FALL_PROBES
 
 GOOD = METRICS % (1, 0.25)
 
@@ -114,19 +113,13 @@ async def health_flaps(rig: Rig) -> None:
 
 @case("M5", "green-but-failing", engines=2, policy={"name": "least-requests"}, modes=("junk",))
 async def probes_are_green_and_answers_fail(rig: Rig) -> None:
-    loop = asyncio.get_running_loop()
-    over = loop.time() + EJECTION_S * (1.0 - EJECTION_JITTER_SHARE)  # no ejection ends before
-    answers = [await rig.ask() for _ in range(30)]
-    ejections = await rig.ejections("i0")
-    assert ejections >= 1
-    # An ejection may end meanwhile: one more failure ejects it again.
-    assert sum(answer.status != 200 for answer in answers) <= 4 + ejections
+    for _ in range(30):
+        whole(await rig.ask(runs=2))
+    before = len(rig.engine.visits)
     await rig.engine.probed(6)
-    health = await rig.health("i0")
-    statuses = [answer.status for answer in await rig.ask_many(6)]
-    if loop.time() < over:
-        assert health == "ejected"  # probes that were green all the time are no news
-        assert statuses == [200] * 6
+    for answer in await rig.ask_many(6):
+        assert answer.status == 200  # probes that were green all the time are no news
+    assert len(rig.engine.visits) <= before + 2
 
 
 @case("M5", "red-but-answering", engines=2, outcomes={"ok": 20})

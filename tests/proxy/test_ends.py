@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
-from hetlb.balancer.core.health import FALL_ANSWERS, Verdict, verdict
+from hetlb.balancer.core.health import Verdict, verdict
 from hetlb.balancer.core.types import Health
 from hetlb.balancer.exchange import ends, exchange_states
 from hetlb.balancer.exchange.ends import ENDS, End
@@ -13,16 +13,16 @@ from hetlb.balancer.exchange.exchange_states import Phase, Response
 
 #: What a row says, said once more: a change of blame is a change here.
 COUNTS = {
-    "answered": Verdict.WELL, "unseen": Verdict.NOTHING, "refused": Verdict.LOST, "busy": Verdict.LOST,
+    "answered": Verdict.WELL, "unseen": Verdict.NOTHING, "refused": Verdict.REFUSED, "busy": Verdict.LOST,
     "server-error": Verdict.LOST, "no-answer": Verdict.LOST,
     "not-accepted": Verdict.ABSENT, "loop": Verdict.ABSENT, "moved": Verdict.ABSENT,
-    "dropped": Verdict.FAILED, "junk": Verdict.FAILED, "silent": Verdict.FAILED, "broken": Verdict.FAILED,
-    "stalled": Verdict.FAILED, "error-event": Verdict.FAILED,
-    "refused-in-stream": Verdict.LOST,
+    "dropped": Verdict.LOST, "junk": Verdict.LOST, "silent": Verdict.LOST, "broken": Verdict.LOST,
+    "stalled": Verdict.LOST, "error-event": Verdict.LOST,
+    "refused-in-stream": Verdict.REFUSED,
     "not-handed-over": Verdict.NOTHING,
     "unread": Verdict.NOTHING, "held-up": Verdict.NOTHING, "idle": Verdict.NOTHING,
     "left": Verdict.NOTHING, "local": Verdict.NOTHING, "fault": Verdict.NOTHING,
-    "stopped": Verdict.NOTHING, "last-missing": Verdict.FAILED, "head-cut": Verdict.FAILED,
+    "stopped": Verdict.NOTHING, "last-missing": Verdict.LOST, "head-cut": Verdict.LOST,
     "otherwise": Verdict.NOTHING, "notice": Verdict.NOTHING, "short-of-room": Verdict.NOTHING,
 }  # fmt: skip
 
@@ -37,7 +37,7 @@ def test_every_row_is_judged_here() -> None:
 def test_an_end_counts_as_its_row_says(end: End) -> None:
     assert verdict(end.told) is COUNTS[end.name]
     scheduler = make_scheduler([spec("a"), spec("b")], "single")
-    for number in range(FALL_ANSWERS):
+    for number in range(5):
         (one,) = (each for each in scheduler.instances if each.name == "a")
         commands = scheduler.on_arrival(request(number), float(number))
         lease = dispatched(commands)
@@ -48,7 +48,7 @@ def test_an_end_counts_as_its_row_says(end: End) -> None:
     health = one.health
     if verdict(end.told) is Verdict.ABSENT:
         assert health.state is Health.EJECTED
-    elif verdict(end.told) in (Verdict.FAILED, Verdict.LOST):
+    elif verdict(end.told) is Verdict.LOST:
         assert one.breaker.doubted
     else:
         assert health.state is Health.UP

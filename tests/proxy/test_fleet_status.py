@@ -237,10 +237,10 @@ def test_a_server_that_refuses_what_others_serve_is_named() -> None:
     fleet = Watched("ab")
     for each in fleet.scheduler.instances:
         each.breaker.well = 5.0
-    refuses, other = fleet.scheduler.instances
+    refuses = fleet.scheduler.instances[0]
     for _ in range(8):
-        refuses.breaker.ended_badly(0, 0.0, fleet.now)
-    refuses.breaker.judge([refuses.breaker, other.breaker])
+        refuses.breaker.ended_badly(0, 0.0, "", "", fleet.now)
+    fleet.scheduler.fleet.judge(refuses, fleet.now)
     assert (fleet.look()["state"], causes(fleet.look())) == ("degraded", [("refuses", "a")])
 
 

@@ -30,6 +30,7 @@ from hetlb.balancer.http.endpoints import ENDPOINTS, KEPT_PATHS, NOT_KEPT, REALT
 from hetlb.balancer.http.error_responses import Answer, Refusal
 from hetlb.balancer.http.http1 import GateError, RequestHead
 from hetlb.balancer.http.openai_body import Call, read_json
+from hetlb.balancer.http.request_features import features_of
 from hetlb.balancer.telemetry.request_record import RequestRecord
 
 if TYPE_CHECKING:
@@ -208,7 +209,9 @@ class Router:
         service = UNSTATED
         if self.classes is not None:
             service = self.classes.of(model, head, None if tenant is None else tenant.classes)
-        request = self._request(head, kind, call, model, service, owner)
+        forwarded = self._forwarded
+        address = client.address if forwarded is None else forwarded.of(head, client.address)
+        request = self._request(head, kind, call, model, service, owner, address)
         text = label_of(head)
         if text is None:
             text = engine_text = self._label_prefix + hex(request.id)[2:]
@@ -217,8 +220,7 @@ class Router:
         outgoing = EngineRequest(head, call.body, engine_text)
         exchange = Exchange(driver, client, outgoing, kind, call, request, text, self._plain, owner)
         record = exchange.record
-        forwarded = self._forwarded
-        record.address = client.address if forwarded is None else forwarded.of(head, client.address)
+        record.address = address
         if driver.resumes and request.generates and request.sequences == 1 and head.path in _RESUMED_PATHS:
             how = self.resume.get((model, service.name), driver.table.resume)
             if how is not False:
@@ -238,8 +240,9 @@ class Router:
         model: str,
         service: ServiceClass,
         owner: str | None,
+        address: str,
     ) -> Request:
-        """Return the request as the scheduler sees it, of the tenant `owner`."""
+        """Return the request as the scheduler sees it, of the tenant `owner` at an address."""
         driver = self._driver
         exact = call.prompt_tokens_total is not None
         if not kind.prompted:
@@ -274,6 +277,9 @@ class Router:
             splittable=splits is not None and splits.may_split(kind, head.path, call.body),
             streamed=call.stream,
             service=service,
+            path=head.path,
+            client=address,
+            features=features_of(call.body) if driver.scheduling.refused_kinds else None,
         )
 
     def _claimed(self, head: RequestHead, owner: str | None) -> str | None:

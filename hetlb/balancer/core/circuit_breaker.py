@@ -1,17 +1,17 @@
 """Circuit breaker of one instance: lost answers and silence trip it, trials close it again.
 
-A lost answer is a refusal (4xx, 429, 503), a server error, an error event, a broken stream, or a client that
-left after a long wait without a byte. A 4xx is one where another instance answers the same request: that is
-tried once an instance has refused several in a row, with one request at a time, or surely a larger share of
-its requests than another one. The share of lost answers
-counts against the best other instance of the model: losses that hit all alike are the clients' doing.
-`excess` is the difference that is certain,
+A lost answer is a server error, a 429 or 503 of an idle server, a wrong answer, an error event, a broken
+stream, a closed connection, or a client that left after a long wait without a byte. A refusal of a kind of
+request (4xx) is not one (`refused_kinds.py`), nor is a request that two instances lose. The share of lost
+answers, weighed by client (`client_answers.py`), counts against the best other instance of the model: losses
+that hit all alike are the clients' doing. `excess` is the difference that is certain,
 
     excess = max(0, (lower(own) - best) / (1 - best)),
 
 with the lower end of Wilson's score interval (JASA 22, 1927) for the own share. An instance in doubt or
-stalled gets one request at a time, a trial, with a pause of a second or more after each, until one ends well;
-one that asked to come later gets none until then. Where all of a model are restrained, none is. With any
+stalled gets one request at a time, a trial, with a pause of a second or more after each that is lost, until
+some in a row end well: twice as many with each doubt in a minute. One that asked to come later gets none
+until then. If all of a model are restrained, none is. With any
 excess it gets the same trials, beside what the score sends there: old evidence does not keep it without work.
 """
 
@@ -23,17 +23,25 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
+from hetlb.balancer.core.client_answers import ClientAnswers
+
 #: Age of evidence, in seconds, at which it counts 1/e.
 MEMORY_S: Final = 20.0
 #: Excess from which an instance is in doubt, and the least number of lost answers for it: one is no fault.
 DOUBT_EXCESS: Final = 0.3
 _LEAST_LOST_ANSWERS: Final = 1.5
+#: The same of more lost answers, which are no accident.
+_SURE_EXCESS: Final = 0.02
+_SURE_LOST_ANSWERS: Final = 2.5
 #: Number of answers remembered, so that a few new ones outweigh them.
 _MOST_ANSWERS: Final = 16.0
-#: Answers in a row that end well after which lost ones before them are forgotten.
-_FORGIVING_ANSWERS: Final = 3
-#: Refusals (4xx) in a row from which on another instance is asked whose mistake they are.
-SUSPECT_REFUSALS: Final = 3
+#: Answers in a row that end well after which lost ones before them are forgotten, doubled with each doubt
+#: within `_RELAPSE_S` of the one before, and the most.
+FORGIVING_ANSWERS: Final = 3
+MOST_FORGIVING_ANSWERS: Final = 24
+_RELAPSE_S: Final = 60.0
+#: Requests in a row that were lost here and elsewhere from which on they count: not each can be at fault.
+_MOST_LOST_AS_ELSEWHERE: Final = 5
 #: Standard deviations below a share at which its interval begins: 90 % one-sided.
 _LOWER_DEVIATIONS: Final = 1.28
 #: Lost answers, and all answers, that are assumed of another instance before any ended there.
@@ -61,20 +69,24 @@ class CircuitBreaker:
     """Evidence about the answers of one instance, and the trials that it gets while they are bad."""
 
     __slots__ = (
-        "_aged_at", "_generated", "_in_a_row", "_pause_s", "_skip", "_skipped", "asked_until",
-        "doubted", "excess", "lost", "lost_s", "moved_at", "next_trial_at", "overdue_s", "read_at",
-        "reason", "refusals", "refused", "silent_since", "stalled_since", "still", "token_at", "trial",
+        "_aged_at", "_doubted_at", "_generated", "_in_a_row", "_losses", "_lost_as_elsewhere", "_pause_s",
+        "asked_until", "doubted", "excess", "forgiving", "lost", "lost_s", "moved_at", "next_trial_at",
+        "overdue_s", "read_at", "reason", "silent_since", "stalled_since", "still", "token_at", "trial",
         "well",
     )  # fmt: skip
 
     def __init__(self, now: float) -> None:
-        #: Answers that ended well, and lost ones, of about the last `MEMORY_S` seconds.
+        #: Answers that ended well, and lost ones that count, of about the last `MEMORY_S` seconds.
         self.well = self.lost = 0.0
+        #: All lost ones of them, by client and session.
+        self._losses: dict[tuple[str, str], float] = {}
         #: Mean seconds until an answer was lost.
         self.lost_s = 0.0
         self._in_a_row = 0
-        #: Refusals (4xx) that may be their clients' mistakes: in a row, and of about the last `MEMORY_S`.
-        self.refusals, self.refused = 0, 0.0
+        #: Requests lost here and elsewhere since it answered one.
+        self._lost_as_elsewhere = 0
+        #: Answers in a row that end its doubt, and the time at which the last doubt began or ended.
+        self.forgiving, self._doubted_at = FORGIVING_ANSWERS, -math.inf
         self._aged_at = now
         self.excess = 0.0
         self.doubted = False
@@ -97,8 +109,6 @@ class CircuitBreaker:
         self.trial = 0
         self.next_trial_at = -math.inf
         self._pause_s = PAUSE_S
-        #: Requests elsewhere that end a pause (0: time alone does), and such requests so far.
-        self._skip = self._skipped = 0
 
     # --- ends of its answers ---
 
@@ -110,57 +120,69 @@ class CircuitBreaker:
     def ended_well(self, now: float) -> bool:
         """Count an answer that ended well. True if that speaks against a doubt."""
         self.well += 1.0
-        self.token_at, self.refusals = now, 0
-        if self.lost <= 0.0:
+        self.token_at, self._lost_as_elsewhere = now, 0
+        if not self._losses:
             return False
-        self._keep_newest()
         self._in_a_row += 1
-        if self._in_a_row >= _FORGIVING_ANSWERS:
+        if self._in_a_row >= self.forgiving:
+            self._losses.clear()
             self.lost = 0.0
+        self._keep_newest()
         if self.excess > 0.0:
             self._begin_trials(now)
         return self.excess > 0.0
 
-    def ended_badly(self, lease_id: int, seconds: float, now: float, skip: int = 0) -> None:
-        """Count a lost answer, which took `seconds`; `skip` requests elsewhere end the pause, 0: none do."""
-        self._skip, self._skipped = skip, 0
-        share = 1.0 / (self.lost + 1.0)
-        self.lost_s += share * (seconds - self.lost_s)
-        self.lost += 1.0
+    def ended_badly(self, lease_id: int, seconds: float, client: str, session: str, now: float) -> None:
+        """Count a lost answer of a client, which took `seconds`."""
+        losses = self._losses
+        count = math.fsum(losses.values())
+        self.lost_s += (seconds - self.lost_s) / (count + 1.0)
+        losses[client, session] = losses.get((client, session), 0.0) + 1.0
         self._in_a_row = 0
         self._keep_newest()
         self.ended(lease_id)
         if self.next_trial_at < now + self._pause_s:
             self.next_trial_at = now + self._pause_s
 
-    @property
-    def suspect(self) -> bool:
-        """Return True if it refused several requests in a row."""
-        return self.refusals >= SUSPECT_REFUSALS
+    def lost_as_elsewhere(self) -> bool:
+        """Note that it and another one lost a request. True if it has answered none for several of these."""
+        self._lost_as_elsewhere += 1
+        return self._lost_as_elsewhere >= _MOST_LOST_AS_ELSEWHERE
 
-    def refuses(self) -> None:
-        """Count a refusal (4xx) that may be its client's mistake."""
-        self.refusals += 1
-        self.refused += 1.0
-        self._in_a_row = 0
-        self._keep_newest()
+    def weigh(self, answers: ClientAnswers, incarnation: int) -> None:
+        """Take over how many of its lost answers count, by the answers of their clients elsewhere.
 
-    def refuses_more(self, others: Iterable[CircuitBreaker]) -> bool:
-        """Return True if it surely refuses (4xx) a larger share than another one that answers."""
-        if self.refused < SUSPECT_REFUSALS:
-            return False
-        certain = lower_share(self.refused, self.refused + self.well)
-        return any(
-            certain > (each.refused + _PRIOR_LOST_ANSWERS) / (each.refused + each.well + _PRIOR_ANSWERS)
-            for each in others
-            if each is not self and each.well >= 1.0
-        )
+        They count by sessions and by clients, and the less counts: many sessions may be one client's.
+        """
+        if not self._losses:
+            self.lost = 0.0
+            return
+        by_client: dict[str, float] = {}
+        by_session: dict[str, float] = {}
+        unknown = 0.0
+        for (client, session), lost in self._losses.items():
+            if client or session:
+                by_client[client] = by_client.get(client, 0.0) + lost
+                by_session[session] = by_session.get(session, 0.0) + lost
+            else:
+                unknown += lost
+        clients = [answers.counted(each, incarnation, lost) for each, lost in by_client.items()]
+        sessions = [answers.counted(each, incarnation, lost) for each, lost in by_session.items()]
+        self.lost = unknown + min(math.fsum(clients), math.fsum(sessions))
 
     def _keep_newest(self) -> None:
-        count = self.well + self.lost + self.refused
+        count = self.well + math.fsum(self._losses.values())
         if count > _MOST_ANSWERS:
-            keep = _MOST_ANSWERS / count
-            self.well, self.lost, self.refused = keep * self.well, keep * self.lost, keep * self.refused
+            self._scale(_MOST_ANSWERS / count)
+
+    def _scale(self, keep: float) -> None:
+        self.well *= keep
+        losses = self._losses
+        for key in list(losses):
+            losses[key] *= keep
+            if losses[key] < 0.05:
+                del losses[key]
+        self.lost = self.lost * keep if losses else 0.0
 
     def ended(self, lease_id: int) -> None:
         """Note that a trial is over, or its answer has begun: another one may follow after the pause."""
@@ -174,14 +196,18 @@ class CircuitBreaker:
 
     def forget(self) -> None:
         """Note that another process took its place."""
-        self.lost = self.refused = self.excess = self.overdue_s = 0.0
+        self.lost = self.excess = self.overdue_s = 0.0
+        self._losses.clear()
         self.doubted = False
         self.stalled_since = self.silent_since = None
         self.asked_until = -math.inf
-        self.trial = self.refusals = 0
+        self.trial = 0
 
-    def judge(self, others: Iterable[CircuitBreaker]) -> bool:
-        """Compare its share of lost answers with the others. True if a doubt or an excess began or ended."""
+    def judge(self, others: Iterable[CircuitBreaker], now: float) -> bool:
+        """Compare its share of lost answers with the others. True if a doubt or an excess began or ended.
+
+        All of them have been weighed.
+        """
         before = self.doubted, self.excess > 0.0
         self.excess = 0.0
         if self.lost >= _LEAST_LOST_ANSWERS:
@@ -193,7 +219,14 @@ class CircuitBreaker:
             if best < 1.0:
                 certain = lower_share(self.lost, self.lost + self.well)
                 self.excess = min(_MOST_EXCESS, max(0.0, (certain - best) / (1.0 - best)))
-        self.doubted = self.excess >= DOUBT_EXCESS
+        sure = self.excess >= _SURE_EXCESS and self.lost >= _SURE_LOST_ANSWERS
+        self.doubted = sure or self.excess >= DOUBT_EXCESS
+        if before[0] is not self.doubted:
+            if self.doubted:
+                relapsed = now - self._doubted_at < _RELAPSE_S
+                twice = min(MOST_FORGIVING_ANSWERS, 2 * self.forgiving)
+                self.forgiving = twice if relapsed else FORGIVING_ANSWERS
+            self._doubted_at = now
         if self.doubted:
             self.reason = f"{self.lost:.0f} of its last {self.lost + self.well:.0f} answers failed"
         elif before[0]:
@@ -205,9 +238,7 @@ class CircuitBreaker:
         since = now - self._aged_at
         if since > 0.0:
             keep = math.exp(-since / MEMORY_S)
-            self.well *= keep
-            self.lost = self.lost * keep if self.lost > 0.05 else 0.0
-            self.refused = self.refused * keep if self.refused > 0.05 else 0.0
+            self._scale(keep)
             self._aged_at = now
 
     # --- whether it works ---
@@ -276,7 +307,7 @@ class CircuitBreaker:
 
     def token(self, now: float) -> bool:
         """Note that a token came. Return True if that ends a stall."""
-        self.token_at, self.refusals = now, 0
+        self.token_at = now
         return self.stalled_since is not None and self._goes_on(now)
 
     def _begin_trials(self, now: float) -> None:
@@ -286,7 +317,7 @@ class CircuitBreaker:
 
     def restrained(self, now: float) -> bool:
         """Return True if it gets one trial at a time."""
-        return self.doubted or self.suspect or self.stalled_since is not None or now < self.asked_until
+        return self.doubted or self.stalled_since is not None or now < self.asked_until
 
     def held(self, now: float) -> bool:
         """Return True if it gets no request now, not even a trial."""
@@ -301,19 +332,14 @@ class CircuitBreaker:
         return self.wary(now) and self._may_try(now)
 
     def _may_try(self, now: float) -> bool:
-        return not self.trial and (now >= self.next_trial_at or 0 < self._skip <= self._skipped)
+        return not self.trial and now >= self.next_trial_at
 
     def dispatched(self, lease_id: int, now: float) -> None:
         """Note that it got a request: if it is restrained or has an excess, a trial."""
         if self.wary(now):
-            self.trial, self._skipped = lease_id, 0
+            self.trial = lease_id
             self.next_trial_at = now + self._pause_s
-            if not self.suspect:
-                self._pause_s = min(MOST_PAUSE_S, 2.0 * self._pause_s)
-
-    def passed_over(self) -> None:
-        """Note that a request went elsewhere while it was held."""
-        self._skipped += 1
+            self._pause_s = min(MOST_PAUSE_S, 2.0 * self._pause_s)
 
     def why(self, now: float) -> str:
         """Return the reason of the restraint for people, "" without one."""
@@ -322,8 +348,6 @@ class CircuitBreaker:
             return f"stalled: no token for {silent:.3g} s"
         if self.doubted:
             return f"on trial: {self.reason}, more than elsewhere"
-        if self.suspect:
-            return f"on trial: it refused its last {self.refusals} requests"
         if now < self.asked_until:
             return f"it asked to come again in {self.asked_until - now:.3g} s"
         return ""

@@ -6,11 +6,11 @@ from typing import Final
 
 from hetlb.balancer.core.backlog import Backlog
 from hetlb.balancer.core.circuit_breaker import LEAST_SILENCE_S
-from hetlb.balancer.core.health import FALL_ANSWERS, Verdict, verdict
+from hetlb.balancer.core.health import Verdict, verdict
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.placement import Decision, Placement
 from hetlb.balancer.core.ready import ReadyInstances
-from hetlb.balancer.core.retry_budget import MOST_MOVES
+from hetlb.balancer.core.retry_budget import MOST_MOVES, Attempts
 from hetlb.balancer.core.types import Command, Health, Lease, Outcome, Request
 
 #: Multiple of the forecast, and seconds, after which a client that leaves without a byte was not heard.
@@ -45,31 +45,64 @@ class Failover:
         self._retries.leases.discard(lease.id)
         if self.placement.adapter_load is not None:
             self.placement.adapter_load.expected.pop(lease.id, None)
-        return self.ledger.drop(lease, now, outcome)
+        instance = self.ledger.drop(lease, now, outcome)
+        instance.breaker.ended(lease.id)
+        return instance
 
-    def ended_badly(self, instance: Instance, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
-        """Count the end of a lease in the health and the breaker of its instance; return commands."""
+    def ended_badly(
+        self,
+        instance: Instance,
+        lease: Lease,
+        outcome: Outcome,
+        known: Attempts | None,
+        now: float,
+        *,
+        again: bool,
+    ) -> list[Command]:
+        """Count the end of a lease in the health and the breaker of its instance; return commands.
+
+        `known` are earlier attempts. `again`: its request is tried elsewhere, which shows what is at fault.
+        """
         health, fleet, says = instance.health, self.fleet, verdict(outcome)
         changed = False
         if says is Verdict.ABSENT:
             changed = health.on_refused(now)
             instance.breaker.forget()
-        elif says is Verdict.FAILED:
-            changed = health.on_failure(now, may_eject=fleet.may_eject(instance, self.placement.capacity))
-        elif says is Verdict.LOST:
+        elif says is not Verdict.NOTHING:
             changed = health.on_answering()
-        if says in (Verdict.FAILED, Verdict.LOST) or _left_unheard(lease, outcome, now):
-            skip = 1 if says is Verdict.FAILED and 0 < health.failures < FALL_ANSWERS else 0
-            self._lost(instance, lease, now, skip)
+        if fleet.kinds.by_key:
+            fleet.kinds.ended(lease.request, instance.name, lease.id)
+        if says is Verdict.LOST or _left_unheard(lease, outcome, now):
+            if known is not None and known.failures:
+                self.lost_twice(instance, lease, known, now)
+            elif again and known is not None:
+                known.failures.append((instance, lease, 0, now))
+            else:
+                fleet.lost(instance, lease, now)
         return fleet.health_changed(instance, now) if changed else []
 
-    def _lost(self, instance: Instance, lease: Lease, now: float, skip: int = 0) -> None:
-        """Count a lost answer in the breaker of its instance, unless it was counted before."""
-        if lease.judged or not lease.request.sequences:
+    def lost_twice(self, instance: Instance, lease: Lease, known: Attempts, now: float) -> None:
+        """Note that two instances lost a request, which may be at fault itself.
+
+        It counts only where nothing but such requests ended for a while.
+        """
+        for each, before, _, _ in (*known.failures, (instance, lease, 0, now)):
+            if each.breaker.lost_as_elsewhere():
+                self.fleet.lost(each, before, now)
+            before.judged = True
+        known.failures.clear()
+
+    def answered_elsewhere(self, request: Request) -> None:
+        """Count what a request met before: another instance answers it."""
+        known = self._retries.attempts.get(request.id)
+        if known is None:
             return
-        lease.judged = True
-        instance.breaker.ended_badly(lease.id, now - lease.dispatched_at, now, skip)
-        self.fleet.judge(instance, now)
+        for instance, lease, status, at in known.failures:
+            if is_refusal(status):
+                self.fleet.kinds.refused(request, instance.name, status, at)
+            else:
+                self.fleet.lost(instance, lease, at)
+        known.failures.clear()
 
     def _others_left(self, lease: Lease, ready: ReadyInstances, now: float) -> bool:
         """Return True if another instance may get a request, had it room."""
@@ -91,8 +124,7 @@ class Failover:
         found = placement.choose(rest, ready, now, _predicted_rest(lease, rest))
         if found is not None and with_room:
             breaker, throttle = found.instance.breaker, found.instance.throttle
-            restrained = breaker.restrained(now) and not breaker.suspect
-            if restrained or found.instance.sequences >= throttle.limit(now):
+            if breaker.restrained(now) or found.instance.sequences >= throttle.limit(now):
                 found = None
         if found is None:
             placement.take_failed(rest.id)
@@ -179,7 +211,7 @@ class Failover:
             return []
         commands = self._move(lease, ready, now, ran=True)
         if commands:
-            self._lost(instance, lease, now)
+            self.fleet.lost(instance, lease, now)
         return commands
 
     def _retry(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
@@ -268,3 +300,8 @@ def _left_unheard(lease: Lease, outcome: Outcome, now: float) -> bool:
         return False  # it may wait for as long as it likes: a session, a long poll
     first_s = lease.forecast_first_s if lease.request.streamed else lease.forecast_end_s
     return now - lease.dispatched_at >= max(_UNHEARD_S, _UNHEARD_FACTOR * first_s)
+
+
+def is_refusal(status: int) -> bool:
+    """Return True if a status says that the engine does not serve such a request, and not that it failed."""
+    return (400 <= status < 500 and status != 429) or status == 501

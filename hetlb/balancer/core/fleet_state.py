@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+from hetlb.balancer.core.circuit_breaker import MEMORY_S
+from hetlb.balancer.core.client_answers import ClientAnswers, client_of, session_of
 from hetlb.balancer.core.health import HealthTracker
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.instance_limits import ChangeCounter
 from hetlb.balancer.core.prefix_index import Held, PrefixIndex, Tree
 from hetlb.balancer.core.queue import Queue
 from hetlb.balancer.core.ready import ReadyInstances
+from hetlb.balancer.core.refused_kinds import RefusedKinds
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.speed import averaged
-from hetlb.balancer.core.types import Command, Health, HealthChanged, InstanceSpec, Request
+from hetlb.balancer.core.types import Command, Health, HealthChanged, InstanceSpec, Lease, Request
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.block_index import KvEventBatch
 
-#: Largest share of the capacity for a model in instances that are ejected for failed answers. More than half,
-#: for the error of learnt speeds: either of two equal servers can go.
-MOST_EJECTED_SHARE: Final = 0.55
 #: Weight of a factor of which little was seen, in a mean of factors.
 _LEAST_WEIGHT: Final = 0.01
 
@@ -50,6 +50,10 @@ class FleetState:
         self.adapters: frozenset[str] = frozenset()
         #: Prefixes in the caches of all instances.
         self.prefixes = PrefixIndex()
+        #: Kinds that instances refuse and others answer, and answers of clients that lost some.
+        self.kinds = RefusedKinds()
+        self.clients = ClientAnswers()
+        self._watched_at = setup.now
         #: Instances that publish KV events.
         self.publishers: list[Instance] = []
         for spec in setup.specs:
@@ -90,6 +94,7 @@ class FleetState:
     def remove(self, instance: Instance) -> None:
         """Note that an instance has left; its leases go on."""
         instance.removed = True
+        self.kinds.forget(instance.name)
         instance.tree.retire()
         del self.instances[instance.name]
         self.publishers = [each for each in self.publishers if each is not instance]
@@ -101,6 +106,7 @@ class FleetState:
         self._next_cache -= 1
         instance.health.gone = False
         instance.breaker.forget()
+        self.kinds.forget(instance.name)
         if instance.health.state is Health.UP:
             instance.throttle.begin_slow_start(self._params.slow_start_s, now)
         else:
@@ -185,17 +191,34 @@ class FleetState:
             return []
         return [HealthChanged(instance.name, instance.health.state, instance.health.reason)]
 
-    # --- breakers ---
+    # --- evidence ---
+
+    def lost(self, instance: Instance, lease: Lease, now: float) -> None:
+        """Count a lost answer against its instance, unless it was counted before."""
+        request = lease.request
+        if lease.judged or not request.sequences:
+            return
+        lease.judged = True
+        client, session = client_of(request), session_of(request)
+        for each in {client, session}:
+            if each:
+                self.clients.lost(each, instance.incarnation)
+        instance.breaker.ended_badly(lease.id, now - lease.dispatched_at, client, session, now)
+        self.kinds.avoid(request, instance.name, now)
+        self.judge(instance, now)
 
     def judge(self, instance: Instance, now: float) -> bool:
         """Compare the breakers of an instance, and of all with an excess, with the others of their models.
 
         True if what one of them may get changed.
         """
-        changed = False
-        for each in self._peers(instance):
+        changed, peers = False, self._peers(instance)
+        for each in peers:
+            each.breaker.weigh(self.clients, each.incarnation)
+        for each in peers:
             if each is instance or each.breaker.excess > 0.0:
-                changed = each.breaker.judge([peer.breaker for peer in self._peers(each)]) or changed
+                among = peers if each is instance else self._peers(each)
+                changed = each.breaker.judge([peer.breaker for peer in among], now) or changed
         if changed:
             self.reindex(now)
         return changed
@@ -207,6 +230,11 @@ class FleetState:
     def watch(self, tokens_at: Mapping[str, float], now: float, by_counters: bool) -> bool:
         """Look at every instance: does it work, is it in doubt? True if an answer to that changed."""
         changed = False
+        if self.kinds.by_key:
+            self.kinds.age(now)
+        if self.clients.known:
+            self.clients.age(math.exp((self._watched_at - now) / MEMORY_S))
+        self._watched_at = now
         for instance in self.instances.values():
             breaker = instance.breaker
             breaker.age(now)
@@ -223,8 +251,6 @@ class FleetState:
             self.reindex(now)
         return changed
 
-    # --- ejection ---
-
     def _pools(self, instance: Instance) -> list[Sequence[Instance]]:
         """Return the instances by each name that they answer to."""
         return [ready.instances for ready in self.ready.values() if instance in ready.instances]
@@ -236,22 +262,6 @@ class FleetState:
             other is not instance and other.routable and any(name in names for name in other.models)
             for other in self.instances.values()
         )
-
-    def may_eject(self, instance: Instance, capacity: Callable[[Instance], float]) -> bool:
-        """Return True if failed answers may take an instance out: enough of its models must be left."""
-        pools = self._pools(instance)
-        for pool in pools:
-            if not any(other is not instance and other.routable for other in pool):
-                return False
-            out = left = 0.0
-            for other in pool:
-                if other is instance or other.health.ejected_for_failures:
-                    out += capacity(other)
-                elif other.routable:
-                    left += capacity(other)
-            if out > MOST_EJECTED_SHARE * (out + left):
-                return False
-        return bool(pools)
 
     # --- blocks that engines report ---
 

@@ -1,14 +1,13 @@
-"""Health of an instance: evidence in, `Health` out; every change is a row of `TRANSITIONS`.
+"""Health of an instance: whether a process answers at its address; every change is a row of `TRANSITIONS`.
 
-Proof of absence (a refused connection) counts at once. An ejection is short, for an instance that answers
-again to be back soon. A probe that answers does not restore the trust that failed answers cost: an instance
-ejected for its answers comes back half-open, and one more failure before one answer that ends well ejects it
-again.
+Proof of absence (a refused connection) counts at once. What its answers are worth the breaker knows
+(`circuit_breaker.py`).
 """
 
 from __future__ import annotations
 
 import random
+from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -19,10 +18,14 @@ from hetlb.balancer.core.types import Health, Outcome, ProbeResult
 
 FALL_PROBES: Final = 3
 RISE_PROBES: Final = 2
-FALL_ANSWERS: Final = 5
-#: Duration of an ejection in seconds, and its relative variation.
+#: Duration of an ejection in seconds, and its relative variation. It doubles with each ejection within
+#: `FLAPPING_S` of the one before, up to `MOST_EJECTION_S`. The first for a refused connection has none.
 EJECTION_S: Final = 2.5
 EJECTION_JITTER_SHARE: Final = 0.2
+FLAPPING_S: Final = 120.0
+MOST_EJECTION_S: Final = 60.0
+#: Ejections of which the times are kept.
+_KEPT_EJECTIONS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +40,19 @@ class Verdict(StrEnum):
 
     WELL = "as a success"
     ABSENT = "as a refused connection"
-    FAILED = "as a failed answer"
     LOST = "as a lost answer"
+    REFUSED = "as a refusal of its kind of request"
     NOTHING = "against no instance"
 
 
 _VERDICTS: dict[Outcome, Verdict] = {
     Outcome.OK: Verdict.WELL,
     Outcome.UPSTREAM_BUSY: Verdict.LOST,
-    Outcome.UPSTREAM_REFUSED: Verdict.LOST,
+    Outcome.UPSTREAM_REFUSED: Verdict.REFUSED,
     Outcome.UPSTREAM_ERROR: Verdict.LOST,
     Outcome.CONNECT_FAILED: Verdict.ABSENT,
-    Outcome.NO_RESPONSE: Verdict.FAILED,
-    Outcome.BROKEN_STREAM: Verdict.FAILED,
+    Outcome.NO_RESPONSE: Verdict.LOST,
+    Outcome.BROKEN_STREAM: Verdict.LOST,
 }
 
 
@@ -67,18 +70,10 @@ PROBES_FAIL: Final = Transition(
 PROBES_FAIL_ALONE: Final = Transition(
     f"{FALL_PROBES} probes fail in a row, and no other instance could take over", (Health.UP,), Health.SUSPECT
 )
-FAILS_IN_A_ROW: Final = Transition(
-    f"{FALL_ANSWERS} answers fail in a row, and it may be ejected", _IN_USE, Health.EJECTED
-)
-FAILS_HALF_OPEN: Final = Transition(
-    "half-open (ejected for its answers before), it fails before an answer ends well", _IN_USE, Health.EJECTED
-)
 RECOVERS: Final = Transition(
     f"the ejection time is over and {RISE_PROBES} probes in a row are answered", (Health.EJECTED,), Health.UP
 )
-TRANSITIONS: Final = (
-    REFUSED, ANSWERS, PROBES_FAIL, PROBES_FAIL_ALONE, FAILS_IN_A_ROW, FAILS_HALF_OPEN, RECOVERS,
-)  # fmt: skip
+TRANSITIONS: Final = (REFUSED, ANSWERS, PROBES_FAIL, PROBES_FAIL_ALONE, RECOVERS)
 
 
 class HealthTracker:
@@ -89,13 +84,12 @@ class HealthTracker:
         self.state = state
         self.reason = "not probed yet" if state is Health.SUSPECT else ""
         self.ejected_until = 0.0
+        #: Times of its ejections, each within `FLAPPING_S` of the one before.
+        self.ejections: deque[float] = deque(maxlen=_KEPT_EJECTIONS)
         #: True if it is up and no success could make it any better.
         self.clean = state is Health.UP
         self._probe_failures = 0
         self._probe_successes = 0
-        #: Answers that failed in a row, until it changes its state.
-        self.failures = 0
-        self._half_open = False
         #: True if no process listened at its address since its process was seen last.
         self.gone = False
         self._been_up = state is Health.UP
@@ -112,7 +106,7 @@ class HealthTracker:
             if (
                 self.state is Health.EJECTED
                 and self._probe_successes >= RISE_PROBES
-                and now >= self.ejected_until
+                and (now >= self.ejected_until or alone)
             ):
                 return self._enter(RECOVERS, f"{self._probe_successes} probes answered")
             return False
@@ -133,13 +127,10 @@ class HealthTracker:
         """Eject at a refused connection: no process listens. No back-off: it may return at once."""
         self._probe_successes = 0
         self.gone = self._been_up
-        # What returns is another process: nothing is held against it.
-        self._half_open = False
         if self.state is Health.EJECTED:
             self.reason = detail or self.reason
             return False
-        self.ejected_until = now
-        return self._enter(REFUSED, detail or "connection refused")
+        return self._eject(REFUSED, detail or "connection refused", now)
 
     def on_answering(self) -> bool:
         """Note that an answer began. Return True if the state changed."""
@@ -152,38 +143,22 @@ class HealthTracker:
         """Note that an answer is whole and well. Return True if the state changed."""
         if self.clean:
             return False
-        self.failures = self._probe_failures = 0
-        self._half_open = False
+        self._probe_failures = 0
         if self.state is Health.SUSPECT:
             return self._enter(ANSWERS, "answered a request")
         self.clean = self.state is Health.UP
         return False
 
-    def on_failure(self, now: float, *, may_eject: bool) -> bool:
-        """Note an answer that its engine dropped or broke off. Return True if the state changed."""
-        self.failures += 1
-        self.clean = False
-        found: Transition[Health] | None = None
-        reason = f"{self.failures} answers failed in a row"
-        if self._half_open:
-            found, reason = FAILS_HALF_OPEN, "failed again after it came back"
-        elif self.failures >= FALL_ANSWERS:
-            found = FAILS_IN_A_ROW
-        if found is None or not may_eject or self.state is Health.EJECTED:
-            return False
-        self._half_open = True
-        return self._eject(found, reason, now)
-
-    @property
-    def ejected_for_failures(self) -> bool:
-        """True if it is out because of its answers, not because its process is gone."""
-        return self.state is Health.EJECTED and self._half_open
-
     # --- states ---
 
     def _eject(self, transition: Transition[Health], reason: str, now: float) -> bool:
-        jitter = 1.0 + EJECTION_JITTER_SHARE * (2.0 * self._rng.random() - 1.0)
-        self.ejected_until = now + EJECTION_S * jitter
+        ejections = self.ejections
+        if ejections and now - ejections[-1] > FLAPPING_S:
+            ejections.clear()
+        ejections.append(now)
+        doublings = len(ejections) - 1 - (transition is REFUSED)
+        seconds = 0.0 if doublings < 0 else min(MOST_EJECTION_S, EJECTION_S * 2.0**doublings)
+        self.ejected_until = now + seconds * (1.0 + EJECTION_JITTER_SHARE * (2.0 * self._rng.random() - 1.0))
         return self._enter(transition, reason)
 
     def _enter(self, transition: Transition[Health], reason: str) -> bool:
@@ -192,7 +167,6 @@ class HealthTracker:
         self.reason = reason
         self.clean = False
         self._been_up = self._been_up or state is Health.UP
-        self.failures = 0
         if state is Health.EJECTED:
             self._probe_successes = 0
         self._probe_failures = 0

@@ -256,7 +256,21 @@ class Placement:
         return True
 
     def able(self, request: Request, ready: ReadyInstances, now: float) -> Choices:
-        """Return the instances that may get a request (see `ReadyInstances.choices`): most may go to all."""
+        """Return the instances that may get a request (see `ReadyInstances.choices`): most may go to all.
+
+        A kind of request that an instance refuses goes there only if no other one is left.
+        """
+        choices = self._ready(request, ready, now)
+        kinds = self.fleet.kinds
+        if kinds.by_key:
+            attempts = self.retries.attempts.get(request.id)
+            against = kinds.against(request, now, again=attempts is not None and bool(attempts.tried))
+            if against:
+                left = choices.without(against)
+                return left if left.instances else choices
+        return choices
+
+    def _ready(self, request: Request, ready: ReadyInstances, now: float) -> Choices:
         known = self.retries.attempts
         if (
             request.longest_prompt_tokens + (request.max_tokens or 1) <= ready.longest_tokens
@@ -337,9 +351,8 @@ class Placement:
                 self.adapter_load.expected[lease.id] = lease.forecast_first_s, loads
         if ctx.restraints is not None and request.sequences:
             instance.breaker.dispatched(lease.id, now)
-            for other in found.ready.able:
-                if other is not instance and other.breaker.held(now):
-                    other.breaker.passed_over()
+        if self.fleet.kinds.by_key:
+            self.fleet.kinds.dispatched(request, instance.name, lease.id, now)
         if request.sequences:
             shared = lease.shared
             used = lease.kv_prompt_tokens if shared is None else lease.kv_prompt_tokens + shared.new_tokens

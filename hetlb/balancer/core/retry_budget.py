@@ -14,7 +14,7 @@ from hetlb.balancer.core.types import Lease, LeaseId, RequestId
 RETRY_SHARE: Final = 0.2
 #: Number of retries that are always allowed at a time.
 RETRY_REQUESTS: Final = 3
-#: Most times that a request without a byte of an answer is sent elsewhere.
+#: Most times that a request which was refused or is stranded is sent elsewhere.
 MOST_MOVES: Final = 2
 
 
@@ -29,8 +29,9 @@ class Attempts:
         self.whole = False
         #: Number of runs that an engine refused.
         self.turned_away = 0
-        #: Instances that refused it with 4xx, with the lease and the time: at fault if another one answers.
-        self.refusals: list[tuple[Instance, Lease, float]] = []
+        #: Instances that refused or failed it: the lease, status (0: none) and time. They are at fault if
+        #: another one answers.
+        self.failures: list[tuple[Instance, Lease, int, float]] = []
 
 
 @mypyc_attr(acyclic=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core import rejections
-from hetlb.balancer.core.failover import Failover
+from hetlb.balancer.core.failover import Failover, is_refusal
 from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.journal import Booked, Journal
@@ -21,7 +21,7 @@ from hetlb.balancer.core.placement import Placement, Splitting
 from hetlb.balancer.core.policies.registry import make_policy
 from hetlb.balancer.core.predictor import Predictor, make_predictor
 from hetlb.balancer.core.queue import Queue
-from hetlb.balancer.core.ready import ReadyInstances, least_tokens
+from hetlb.balancer.core.ready import least_tokens
 from hetlb.balancer.core.retry_budget import MOST_MOVES
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.types import (
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 TICK_S: Final = 0.25
 #: Looked up once: a member of an enum costs as much as a call.
 _OK: Final = Outcome.OK
+_NO_RESPONSE: Final = Outcome.NO_RESPONSE
 
 
 class Scheduler(Failover):
@@ -190,11 +191,7 @@ class Scheduler(Failover):
         retries = self._retries
         if retries.leases:  # another instance answers: this one costs nothing more than any other
             retries.leases.discard(lease.id)
-            known = retries.attempts.get(lease.request.id)
-            if known is not None and known.refusals:
-                for refuser, refused, at in known.refusals:
-                    self._lost(refuser, refused, at)
-                known.refusals.clear()
+            self.answered_elsewhere(lease.request)
         if instance.health.on_answering():
             return self.fleet.health_changed(instance, now)
         return []
@@ -238,10 +235,17 @@ class Scheduler(Failover):
                     self.backlog.predict_again()
             if health.on_success():
                 commands = self.fleet.health_changed(instance, now)
+            fleet = self.fleet
+            if fleet.clients.known and request.sequences:
+                fleet.clients.well(request, instance.incarnation)
+            if fleet.kinds.by_key:
+                fleet.kinds.served(request, instance.name, lease.dispatched_at)
             if request.sequences and instance.breaker.ended_well(now):
-                self.fleet.judge(instance, now)
+                fleet.judge(instance, now)
         else:
-            commands = self.ended_badly(instance, lease, outcome, now)
+            again = retry and outcome is _NO_RESPONSE and generated is None
+            known = retries.attempts[request.id] if again else retries.attempts.get(request.id)
+            commands = self.ended_badly(instance, lease, outcome, known, now, again=again)
             if generated is not None:
                 commands += self._go_on(lease, lease.request.goes_on(generated), now)
                 return commands + self.backlog.flush(now)
@@ -253,56 +257,60 @@ class Scheduler(Failover):
         return commands + self.backlog.flush(now) if self.queue.held else commands
 
     def on_refused(
-        self, lease: Lease, busy: bool, retry_after_s: float | None, now: float, *, may_move: bool = True
+        self,
+        lease: Lease,
+        status: int,
+        retry_after_s: float | None,
+        now: float,
+        *,
+        features: Sequence[str] = (),
+        may_move: bool = True,
     ) -> list[Command]:
-        """Note that an engine refused a request with 4xx or 503 and ran nothing of it; `busy`: 429 or 503.
+        """Note that an engine refused or failed a request by `status` before a byte of an answer.
 
-        If it is busy beside what it answers, that is a limit of it, otherwise it counts in its breaker. Any
-        other refusal is the client's own, unless it is one of several in a row: then another instance gets
-        the request, too, and the refusal counts if that answers it. A busy engine's request goes elsewhere if
-        the engine said when to come again (`retry_after_s`), has reached its limit or is in doubt. Within the
-        budget of retries the commands hold the new dispatch. Otherwise, and without `may_move`, they hold a
-        `PassOn`, and the lease goes on.
+        `features` are the request's. It is tried elsewhere, within the budget of retries: then the commands
+        hold the new dispatch. A refusal (4xx) is tried at up to two others, anything else at one. If another
+        one answers, that counts: a refusal against that kind of request, anything else in the breaker. If
+        the other one fails, too, the request is at fault. 429 or 503 of an engine that is busy with others is
+        a limit of it. Otherwise, and without `may_move`, the commands hold a `PassOn`, and the lease goes on.
         """
-        request, retries = lease.request, self._retries
+        request, retries, fleet = lease.request, self._retries, self.fleet
         if retry_after_s is not None and retry_after_s <= 0.0:
             retry_after_s = None
+        if request.features is None:
+            request.features = tuple(features)
         instance = self.ledger.leased[lease.id]
         breaker, others = instance.breaker, instance.sequences - request.sequences
-        passed_on: list[Command] = [PassOn(request.id, lease)]
-        known, ready = retries.attempts.get(request.id), self.fleet.ready.get(request.model)
+        known, ready = retries.attempts.get(request.id), fleet.ready.get(request.model)
         runs = 0 if known is None else known.runs
-        if not busy and may_move and ready is not None and request.sequences:
-            refusals = [] if known is None else known.refusals
-            elsewhere = bool(refusals) or breaker.doubted or _serves_elsewhere(instance, ready)
-            tries = elsewhere and runs < MOST_MOVES and retries.allowed(self._slots_taken)
-            breaker.refuses()
-            if tries and (commands := self._move(lease, ready, now, ran=False)):
-                retries.attempts[request.id].refusals.append((instance, lease, now))
-                return commands
-            for refuser, _, _ in refusals:  # all refuse it
-                refuser.breaker.refusals = breaker.refusals = 0
-                refuser.breaker.refused = 0.0
-            if breaker.suspect:
-                self.fleet.reindex(now)
-            if not elsewhere or refusals or not self._others_left(lease, ready, now):
-                lease.judged = True
-                return passed_on
-            # The others have no room, or too many are tried again: its share of refusals counts.
-        doubted, limited = breaker.doubted, busy and others > 0 and not breaker.doubted
-        limited = limited and request.sequences > 0
-        if limited:
+        refusal, busy = is_refusal(status), status in (429, 503)
+        if busy and others > 0 and request.sequences and not breaker.doubted:
             lease.judged = True
             instance.throttle.refused(others, retry_after_s, now)
-        else:
-            if busy and retry_after_s is not None and request.sequences:
-                breaker.asked(retry_after_s, now)
-            self._lost(instance, lease, now)
-        self.fleet.reindex(now)
-        may_move = may_move and busy and not runs and (retry_after_s is not None or limited or doubted)
-        if not may_move or ready is None or not retries.allowed(self._slots_taken):
-            return passed_on
-        return self._move(lease, ready, now, ran=False) or passed_on
+            fleet.reindex(now)
+        elif busy and request.sequences and retry_after_s is not None:
+            breaker.asked(retry_after_s, now)
+            fleet.reindex(now)
+        elif refusal and fleet.kinds.refuses(request, instance.name, status, now):
+            lease.judged = True  # it is known
+        tries = runs < (MOST_MOVES if refusal else 1) and retries.allowed(self._slots_taken)
+        tries = tries and may_move and (not refusal or fleet.kinds.may_ask(request, now))
+        if tries and ready is not None:
+            commands = self._move(lease, ready, now, ran=False)
+            if commands:
+                if not lease.judged:
+                    retries.attempts[request.id].failures.append((instance, lease, status, now))
+                return commands
+        if known is not None and known.failures:
+            if refusal:
+                fleet.kinds.asked_in_vain(request, now)
+                known.failures.clear()
+                lease.judged = True
+            else:
+                self.lost_twice(instance, lease, known, now)
+        elif refusal:
+            lease.judged = True  # no other one was asked
+        return [PassOn(request.id, lease)]
 
     # --- instances that say nothing ---
 
@@ -389,7 +397,7 @@ class Scheduler(Failover):
         elif (instance := fleet.instances.get(change.name)) is None:
             return []
         elif isinstance(change, Probed):
-            alone = change.result is ProbeResult.FAILED and not fleet.has_another(instance)
+            alone = change.result is not ProbeResult.REFUSED and not fleet.has_another(instance)
             if not instance.health.on_probe(change.result, now, alone=alone, detail=change.detail):
                 return []
             return fleet.health_changed(instance, now) + self.backlog.flush(now)
@@ -453,11 +461,3 @@ class Scheduler(Failover):
         if self.placement.splits is not None:
             self._splits.let_go_expired(now)
         return self.backlog.flush(now) + self.backlog.expire(now)
-
-
-def _serves_elsewhere(instance: Instance, ready: ReadyInstances) -> bool:
-    """Return True if another instance answers what this one refuses: several in a row, or a larger share."""
-    breaker, breakers = instance.breaker, [each.breaker for each in ready.instances]
-    if breaker.suspect and any(not each.refusals and each.token_at > breaker.token_at for each in breakers):
-        return True
-    return breaker.refuses_more(breakers)

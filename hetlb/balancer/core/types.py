@@ -182,6 +182,8 @@ class Request(PickleByFields):
     is answered by the engine's server alone (a WebSocket, `/tokenize`): it takes no slot. `prompt_exact`: the
     length was counted, not estimated from bytes.
     `subset` names the instances that a gateway allows (None: all).
+    `path` is the endpoint's; `client` the address of the client; `features` are fields of the body that not
+    every request has, read only while they matter (None before).
     `prefix_keys` name the beginning of each of its prompts, shortest first, each with its tokens: None for
     all that a conversation has had so far. `priority` is vLLM's: the lower value goes first, within its
     tenant; `band` is the operator's, before that. `blocks` are
@@ -213,6 +215,9 @@ class Request(PickleByFields):
     generated: Final[int]
     service: Final[ServiceClass]
     band: Final[int]
+    path: Final[str]
+    client: Final[str]
+    features: tuple[str, ...] | None
 
     def __init__(
         self,
@@ -238,6 +243,9 @@ class Request(PickleByFields):
         generated: int = 0,
         service: ServiceClass = UNSTATED,
         band: int = 0,
+        path: str = "",
+        client: str = "",
+        features: tuple[str, ...] | None = None,
     ) -> None:
         self.id = id
         self.model = model
@@ -261,6 +269,9 @@ class Request(PickleByFields):
         self.preferred_within = preferred_within
         self.service = service
         self.generated = generated
+        self.path = path
+        self.client = client
+        self.features = features
 
     def goes_on(self, generated: int) -> Request:
         """Return the request for the rest of an answer: `generated` tokens are part of the prompt now."""

@@ -56,9 +56,8 @@ class EngineAnswer:
 
     @property
     def refuses(self) -> bool:
-        """True if the engine has refused the request and run nothing of it."""
-        status = self.head.status
-        return 400 <= status < 500 or status == 503
+        """True if the engine has refused or failed the request, of which nothing came."""
+        return self.head.status >= 400
 
     @property
     def is_busy(self) -> bool:

@@ -82,8 +82,8 @@ class Exchange:
     """One request and its answer."""
 
     __slots__ = (
-        "attempt", "call", "dropped", "host", "maker", "now", "outgoing", "phase", "record", "response",
-        "since",
+        "attempt", "call", "dropped", "host", "maker", "now", "outgoing", "phase", "reconnected", "record",
+        "response", "since",
     )  # fmt: skip
 
     def __init__(
@@ -114,6 +114,8 @@ class Exchange:
         self.since = now
         #: True if an engine dropped it and may have run it.
         self.dropped = False
+        #: True if it was sent to this engine on a second connection, as the first one had been closed.
+        self.reconnected = False
 
     # --- from the scheduler ---
 
@@ -134,6 +136,7 @@ class Exchange:
         """Wait for another lease."""
         self.attempt.leave()
         self.attempt = WAITING
+        self.reconnected = False
         self.record.unplaced()
         if self.response.state is not STARTED:
             self.record.status = 0

@@ -30,7 +30,8 @@ from hetlb.balancer.exchange.streamed_answer import LAST_EVENT, StreamedAnswer
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import ResponseHead
-from hetlb.balancer.http.sse import is_comment
+from hetlb.balancer.http.request_features import features_of
+from hetlb.balancer.http.sse import SseWatcher, is_comment
 
 #: Seconds of a known standstill of its engine after which a stream ends.
 _HUNG_S: Final = 20.0
@@ -106,10 +107,10 @@ class Plain(Attempt):
     def engine_lost_idle(self) -> None:
         """Send it once more on a fresh connection. The engine may have run the request."""
         exchange = self.exchange
-        if exchange.dropped:
+        if exchange.reconnected:
             self.engine_failed(ends.DROPPED, "the engine closed the connection")
             return
-        exchange.dropped = True
+        exchange.reconnected = True
         self.engine = None
         self.enter(states.RECONNECTING, exchange.now())
         self.send(self.sent, fresh=True)
@@ -150,8 +151,24 @@ class Plain(Attempt):
 
     def refused(self, answer: EngineAnswer) -> None:
         """Give the request to another engine, since this one refused it and ran nothing of it."""
-        scheduling = self.driver.scheduling
-        scheduling.refused(self.lease, answer.is_busy, answer.busy_s, self.exchange.now())
+        self.turned_away(answer.head.status, answer.busy_s)
+
+    def turned_away(self, status: int, again_s: float | None) -> None:
+        """Tell the scheduler that nothing came of the request, by a status; it may give it to another one."""
+        exchange, known = self.exchange, self.lease.request.features
+        features = features_of(exchange.outgoing.body) if known is None else known
+        self.driver.scheduling.refused(self.lease, status, again_s, features, exchange.now())
+
+    def failed_at_once(self, payload: bytes) -> bool:
+        """Return True if a stream begins with an error event, and another instance got the request."""
+        if payload.find(b'"error"') < 0 or self.response.state is STARTED:
+            return False
+        begun = SseWatcher(False)
+        begun.feed(payload)
+        if not begun.failed or begun.events > (self.exchange.record.kind is _CHAT):
+            return False
+        self.turned_away(400 if begun.refused else 500, None)
+        return self.exchange.attempt is not self
 
     def stream(self, silent: bool) -> StreamedAnswer:
         """Make the reader of a stream; `silent`: its first event is no text."""
@@ -195,6 +212,9 @@ class Plain(Attempt):
         assert answer is not None, "expected a head before a body"
         now = exchange.now()
         if exchange.phase is not _STREAMING:
+            stream = answer.stream
+            if stream is not None and self.failed_at_once(payload):
+                return
             first = self.first_bytes(answer, payload, now, whole=False)
             if first is None:
                 return
@@ -323,7 +343,7 @@ class Plain(Attempt):
 
     def failed(self, end: End, detail: str, begun: bool) -> None:
         """End an answer that does not go on, since its engine failed; `begun`: in the middle of it."""
-        exchange, response, answer = self.exchange, self.response, self.answer
+        exchange, response = self.exchange, self.response
         if end is ends.HEAD_CUT:
             end = ends.JUNK
         if end in ends.NOTHING_SENT:
@@ -332,11 +352,9 @@ class Plain(Attempt):
             exchange.break_off(ends.BROKEN, detail)
         elif end is ends.LOCAL:
             exchange.refuse(error_responses.LOCAL_FAULT, "The proxy is out of resources.", 1.0, end=end)
-        elif end is ends.DROPPED or (
-            end is not ends.JUNK and answer is not None and answer.is_stream and not begun
-        ):
+        elif not begun and end is not ends.UNREAD:
             # vLLM sends the head of a stream before it has prefilled the prompt: no answer has begun.
-            self.try_again(ends.DROPPED)
+            self.try_again(ends.JUNK if end is ends.JUNK else ends.DROPPED)
         else:
             text = f"The instance gave no valid answer: {detail.removesuffix('.')}."
             end = end if end is ends.UNREAD else ends.JUNK
@@ -347,7 +365,7 @@ class Plain(Attempt):
         exchange = self.exchange
         dropped = end.outcome is Outcome.NO_RESPONSE
         if dropped and exchange.dropped:
-            # Run twice, dropped twice: the request itself may be what kills engines.
+            # Dropped by two instances: the request itself may be what kills engines.
             answer = error_responses.REJECTIONS[RejectReason.NO_RESPONSE]
             exchange.refuse(answer, "The instances dropped the request.", end=end)
             return

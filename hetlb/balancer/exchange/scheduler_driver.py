@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
 
@@ -198,10 +198,18 @@ class SchedulerDriver(SchedulerSide):
     def move(self, lease: Lease, generated: int, now: float) -> None:
         self.carry_out(self.scheduler.on_moving(lease, generated, now))
 
-    def refused(self, lease: Lease, busy: bool, retry_after_s: float | None, now: float) -> None:
-        commands = self.scheduler.on_refused(lease, busy, retry_after_s, now, may_move=self.moves_busy)
+    @property
+    def refused_kinds(self) -> bool:
+        return bool(self.scheduler.fleet.kinds.by_key)
+
+    def refused(
+        self, lease: Lease, status: int, retry_after_s: float | None, features: Sequence[str], now: float
+    ) -> None:
+        commands = self.scheduler.on_refused(
+            lease, status, retry_after_s, now, features=features, may_move=self.moves_busy
+        )
         if lease.ended:
-            self.carrier.turned_away(lease, Outcome.UPSTREAM_BUSY)
+            self.carrier.turned_away(lease, _outcome_of(status))
         self.carry_out(commands)
 
     def hung_s(self, lease: Lease, now: float) -> float | None:
@@ -366,6 +374,13 @@ class SchedulerDriver(SchedulerSide):
             self._ticker = None
         if self._mover is not None:
             self._mover.cancel()
+
+
+def _outcome_of(status: int) -> Outcome:
+    """Return the outcome of a lease that its engine refused or failed by a status."""
+    if status in (429, 503):
+        return Outcome.UPSTREAM_BUSY
+    return Outcome.UPSTREAM_REFUSED if status < 500 else Outcome.UPSTREAM_ERROR
 
 
 def _log_health(command: HealthChanged, totals: Totals) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from time import perf_counter
 from typing import Final
 
@@ -123,12 +123,19 @@ class SchedulerSide(ABC):
         A dispatch follows once there is a place; without one the lease goes on.
         """
 
-    @abstractmethod
-    def refused(self, lease: Lease, busy: bool, retry_after_s: float | None, now: float) -> None:
-        """Note that an engine refused a request and ran nothing of it; `busy`: it has no room.
+    @property
+    def refused_kinds(self) -> bool:
+        """True if some instance refuses some kind of request: features of requests matter."""
+        return False
 
-        Another instance may get it. `retry_after_s`: seconds until a retry, None where the engine did not
-        state any.
+    @abstractmethod
+    def refused(
+        self, lease: Lease, status: int, retry_after_s: float | None, features: Sequence[str], now: float
+    ) -> None:
+        """Note that an engine refused or failed a request by `status`, before a byte of an answer.
+
+        `features` are the request's (`request_features.py`). Another instance may get it. `retry_after_s`:
+        seconds until a retry, None if the engine did not state any.
         """
 
     def hung_s(self, lease: Lease, now: float) -> float | None:

@@ -8,7 +8,7 @@ further line is one fact with the decisions it led to. No prompt text is in it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from enum import Enum
 from typing import Any, Final, get_args
@@ -112,11 +112,18 @@ class RecordingScheduler(Scheduler):
         return self._record("moving", now, commands, lease=lease, generated=generated)
 
     def on_refused(
-        self, lease: Lease, busy: bool, retry_after_s: float | None, now: float, *, may_move: bool = True
+        self,
+        lease: Lease,
+        status: int,
+        retry_after_s: float | None,
+        now: float,
+        *,
+        features: Sequence[str] = (),
+        may_move: bool = True,
     ) -> list[Command]:
-        commands = super().on_refused(lease, busy, retry_after_s, now, may_move=may_move)
-        fact = {"lease": lease, "busy": busy, "retry_after_s": retry_after_s, "may_move": may_move}
-        return self._record("refused", now, commands, **fact)
+        commands = super().on_refused(lease, status, retry_after_s, now, features=features, may_move=may_move)
+        fact = {"lease": lease, "status": status, "retry_after_s": retry_after_s, "may_move": may_move}
+        return self._record("refused", now, commands, features=list(features), **fact)
 
     def on_sweep(
         self, tokens_at: Mapping[str, float], now: float, *, by_counters: bool = False

@@ -68,15 +68,16 @@ class LeaseChange(RelayMessage, tag=3, frozen=True):
 
 
 class Refused(RelayMessage, tag=5, frozen=True):
-    """The engine refused the request with 4xx or 503; answered by `DispatchMessage` or `PassOnMessage`.
+    """The engine refused or failed the request by a status; `DispatchMessage` or `PassOnMessage` follows.
 
-    `busy`: with 429 or 503. `retry_after_s`: seconds until a retry, None without any.
+    `retry_after_s`: seconds until a retry, None without any. `features` are the request's.
     """
 
     request: int
     lease: int
-    busy: bool
+    status: int
     retry_after_s: float | None
+    features: tuple[str, ...] = ()
 
 
 class Moving(RelayMessage, tag=14, frozen=True):

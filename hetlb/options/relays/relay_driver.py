@@ -7,7 +7,7 @@ most `no_instance_timeout_s`; the next one hears of every live lease and of ever
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -225,14 +225,16 @@ class RelayDriver(SchedulerSide):
     def move(self, lease: Lease, generated: int, now: float) -> None:
         self._send(Moving(lease.request.id, lease.id, generated))
 
-    def refused(self, lease: Lease, busy: bool, retry_after_s: float | None, now: float) -> None:
-        if self._channel is None:
-            return  # the client gets the engine's answer
+    def refused(
+        self, lease: Lease, status: int, retry_after_s: float | None, features: Sequence[str], now: float
+    ) -> None:
         request_id = lease.request.id
         attempt = self._driver.exchanges[request_id].attempt
         assert isinstance(attempt, Plain), "expected an attempt at an engine"
+        if self._channel is None or (attempt.answer is not None and attempt.answer.stream is not None):
+            return  # the client gets the engine's answer
         self._kept[request_id] = KeptAnswer(attempt)
-        self._send(Refused(request_id, lease.id, busy, retry_after_s))
+        self._send(Refused(request_id, lease.id, status, retry_after_s, tuple(features)))
 
     def hung_s(self, lease: Lease, now: float) -> float | None:
         if lease.instance in self._moving:

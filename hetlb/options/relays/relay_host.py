@@ -215,7 +215,8 @@ class RelayHost(Carrier):
             elif isinstance(message, Refused):
                 found = self._open.get(message.request)
                 if found is not None and found.lease is not None and found.lease_number == message.lease:
-                    self.scheduling.refused(found.lease, message.busy, message.retry_after_s, now)
+                    features = message.features
+                    self.scheduling.refused(found.lease, message.status, message.retry_after_s, features, now)
             elif isinstance(message, Moving):
                 found = self._open.get(message.request)
                 if found is not None and found.lease is not None and found.lease_number == message.lease:

@@ -212,7 +212,8 @@ class HandOvers(Splitting):
             self._end_prefill(lease, None, now)
         else:
             instance = scheduler.drop(lease, now)
-            commands = scheduler.ended_badly(instance, lease, outcome, now)
+            known = self._retries.attempts.get(request.id)
+            commands = scheduler.ended_badly(instance, lease, outcome, known, now, again=False)
         attempts = self._retries.attempts[request.id]
         attempts.whole = True
         if outcome in (Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE):

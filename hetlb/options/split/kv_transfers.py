@@ -288,9 +288,14 @@ class Split(Plain):
         return self._body
 
     def refused(self, answer: EngineAnswer) -> None:
-        # While both legs are on their way, a refusal of this one waits for the other one's answer.
-        if self.exchange.phase is not Phase.PREFILLING:
+        # While both legs are on their way, a refusal of this one waits for the other one's answer. A failure
+        # of the decode leg ends the split (`_may_begin`).
+        failed = answer.head.status >= 500 and answer.head.status != 503
+        if self.exchange.phase is not Phase.PREFILLING and (not failed or self.state is TransferState.OVER):
             super().refused(answer)
+
+    def failed_at_once(self, payload: bytes) -> bool:
+        return self.state is TransferState.OVER and super().failed_at_once(payload)
 
     def first_bytes(self, answer: EngineAnswer, payload: bytes, now: float, *, whole: bool) -> bytes | None:
         """Keep the answer until its first token, or an error of the request's own."""

@@ -1,0 +1,554 @@
+"""Servers that fail now and then, answer fast and wrong, refuse a kind, or are full of others' work.
+
+    python bench/faults/bad_hour.py [--plain] [--profile] [--seconds S] [--servers N] [CASE ...]
+
+Three servers on loopback behind a real `hetlb serve`; `a` is bad and three times as fast as the others,
+which are idle. A line for each case: requests sent and lost, the share of `a` after 10 s, and `hetlb status`.
+Without a name all cases run. Exit status 1 if a case misses its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TOKENS, PACE_S = 20, 0.02
+PAGE = """vllm:num_requests_running{engine="0"} %d
+vllm:num_requests_waiting{engine="0"} %d
+vllm:kv_cache_usage_perc{engine="0"} %.3f
+vllm:generation_tokens_total{engine="0"} %d
+vllm:prompt_tokens_total{engine="0"} %d
+vllm:cache_config_info{block_size="16",num_gpu_blocks="8000",engine="0"} 1
+process_start_time_seconds %.2f
+"""
+PROFILE = {
+    "version": 1,
+    "engine": {"name": "vllm", "kv_cache_tokens": 128000, "block_size": 16, "max_num_seqs": 64},
+    "prefill": {"k1": 1e-6, "k2": 0.0, "k3": 0.0, "k4": 0.01},
+}
+Fields = dict[str, Any]
+
+
+def _event(text: str | None, finish: str | None = None, *, model: str = "m", **more: Any) -> bytes:
+    delta: Fields = {} if text is None else {"content": text}
+    choice = {"index": 0, "delta": {**delta, **more}, "finish_reason": finish}
+    return b"data: " + json.dumps({"id": "c", "model": model, "choices": [choice]}).encode() + b"\n\n"
+
+
+def _whole(text: Any, finish: str = "stop", tokens: int = TOKENS, model: str = "m", **more: Any) -> bytes:
+    choice = {"index": 0, "message": {"role": "assistant", "content": text, **more}, "finish_reason": finish}
+    usage = {"prompt_tokens": 9, "completion_tokens": tokens, "total_tokens": 9 + tokens}
+    return json.dumps({"id": "c", "model": model, "choices": [choice], "usage": usage}).encode()
+
+
+DONE = b"data: [DONE]\n\n"
+ROLE = _event("", role="assistant")
+_NONE = json.dumps({"id": "c", "model": "m", "choices": []}).encode()
+#: Wrong answers by name: events of a stream (None: the body instead), and the body of a plain one.
+WRONG: dict[str, tuple[list[bytes] | None, bytes]] = {
+    "finish error": ([ROLE, _event("x"), _event("", "error"), DONE], _whole("x", "error", 1)),
+    "finish abort": ([ROLE, _event("x"), _event("", "abort"), DONE], _whole("x", "abort", 1)),
+    "no choices": ([b"data: " + _NONE + b"\n\n", DONE], _NONE),
+    "json for a stream": (None, _whole("word " * TOKENS)),
+    "empty text": ([ROLE, _event(""), _event("", "stop"), DONE], _whole("", tokens=0)),
+    "one token": ([ROLE, _event("x"), _event("", "stop"), DONE], _whole("x", tokens=1)),
+    "exclamations": (
+        [ROLE, *[_event("!")] * TOKENS, _event("", "stop"), DONE],
+        _whole("!" * TOKENS),
+    ),
+    "another model": (
+        [_event(f"w{i} ", model="other") for i in range(TOKENS)] + [_event("", "stop", model="other"), DONE],
+        _whole("word " * TOKENS, model="other"),
+    ),
+    "done after role": ([ROLE, DONE], _whole(None, tokens=0)),
+    "no finish": ([ROLE, _event("x"), DONE], _whole("x", None, 1)),  # type: ignore[arg-type]
+    "blanks": ([ROLE, *[_event(" ")] * 4, _event("", "stop"), DONE], _whole("    ", tokens=4)),
+    "nul": ([ROLE, *[_event("\x00")] * TOKENS, _event("", "stop"), DONE], _whole("\x00" * TOKENS)),
+    "text of an error": (
+        [ROLE, _event("Internal Server Error"), _event("", "stop"), DONE],
+        _whole("Internal Server Error", tokens=4),
+    ),
+    "only usage": ([_event(None, "stop"), DONE], json.dumps({"id": "c", "usage": {}}).encode()),
+    "choices of null": (
+        [b'data: {"id":"c","choices":null}\n\n', DONE],
+        b'{"id":"c","choices":null}',
+    ),
+}
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def _plain(status: int, body: bytes, more: bytes = b"") -> bytes:
+    head = b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\n%bcontent-length: %d\r\n\r\n"
+    return head % (status, more, len(body)) + body
+
+
+def _error(status: int) -> bytes:
+    return _plain(status, b'{"error":{"message":"no","code":%d}}' % status)
+
+
+@dataclass
+class Server:
+    """One server. `bad` returns the bytes with which it answers a body, None for a good answer."""
+
+    pace_s: float = PACE_S
+    bad: Callable[[Fields, bytes], bytes | None] | None = None
+    #: Requests of others that it says run and wait, and the share of its cache.
+    foreign: tuple[int, int, float] = (0, 0, 0.0)
+    metrics: bool = True
+    key: str = ""
+    posts: int = 0
+    running: int = 0
+    tokens: int = 0
+    port: int = 0
+    began: float = field(default_factory=lambda: time.time() - 1000.0 * random.random())
+    closes: bool = False
+    _server: asyncio.Server | None = None
+    _writers: set[asyncio.StreamWriter] = field(default_factory=set)
+
+    async def start(self) -> None:
+        """Listen."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port or None, limit=1 << 26)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Close the listener and all connections."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        with suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = re.search(rb"content-length: *(\d+)", head, re.I)
+                body = await reader.readexactly(int(length[1])) if length else b""
+                if not await self._answer(head, body, writer):
+                    break
+        self._writers.discard(writer)
+        writer.close()
+
+    async def _answer(self, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> bool:
+        path = head.split(b" ", 2)[1]
+        if self.key and path != b"/health" and b"Bearer " + self.key.encode() not in head:
+            writer.write(_error(401))
+            return True
+        if not head.startswith(b"POST"):
+            writer.write(self._page(path))
+            return True
+        self.posts += 1
+        fields = json.loads(body)
+        wrong = None if self.bad is None else self.bad(fields, body)
+        if wrong == b"close":
+            return False
+        if wrong is not None:
+            writer.write(wrong)
+            return True
+        self.running += 1
+        try:
+            await self._good(fields, writer)
+        finally:
+            self.running -= 1
+        return True
+
+    def _page(self, path: bytes) -> bytes:
+        if path == b"/health":
+            return _plain(200, b"")
+        if path == b"/v1/models":
+            return _plain(200, b'{"data":[{"id":"m","max_model_len":32768}]}')
+        if path == b"/metrics" and self.metrics:
+            running, waiting, kv = self.foreign
+            page = PAGE % (self.running + running, waiting, kv, self.tokens, self.tokens, self.began)
+            return _plain(200, page.encode())
+        return _plain(404, b"{}")
+
+    async def _good(self, fields: Fields, writer: asyncio.StreamWriter) -> None:
+        count = fields.get("max_tokens") or TOKENS
+        crowd = 1.0 + 0.15 * self.foreign[0] + 0.02 * self.running
+        if not fields.get("stream"):
+            await asyncio.sleep(self.pace_s * crowd * count)
+            self.tokens += count
+            writer.write(_plain(200, _whole("word " * count, "length", count)))
+            return
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        writer.write(_chunk(ROLE))
+        for i in range(count):
+            await asyncio.sleep(self.pace_s * crowd)
+            self.tokens += 1
+            writer.write(_chunk(_event(f"w{i} ")))
+        writer.write(_chunk(_event("", "length") + DONE) + b"0\r\n\r\n")
+        await writer.drain()
+
+
+class Proxy:
+    """A running `hetlb serve` before some servers."""
+
+    def __init__(self, servers: list[Server], profile: bool, more: str = "", each: str = "") -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="hetlb-bad-"))
+        self.port, self.admin = _free_port(), _free_port()
+        lines = []
+        for name, server in zip("abcdef", servers, strict=False):
+            own = each
+            if profile:
+                decode = {"k5": 0.0, "k6": 0.0, "k7": 0.0, "k8": server.pace_s}
+                (self.folder / f"{name}.yaml").write_text(
+                    json.dumps({**PROFILE, "name": name, "decode": decode})
+                )
+                own += f", profile: {name}.yaml"
+            lines.append(f'      - {{name: {name}, url: "http://127.0.0.1:{server.port}"{own}}}\n')
+        (self.folder / "fleet.yaml").write_text(
+            f"version: 1\nlisten: {{port: {self.port}}}\nadmin: {{port: {self.admin}}}\n{more}"
+            f"models:\n  - name: m\n    instances:\n{''.join(lines)}"
+        )
+
+    async def __aenter__(self) -> Proxy:
+        self._log = (self.folder / "log").open("wb")
+        command = [os.environ.get("HETLB", str(Path(sys.executable).with_name("hetlb"))), "serve"]
+        self.process = subprocess.Popen(  # noqa: ASYNC220 - it starts at once
+            [*command, "--config", str(self.folder / "fleet.yaml")], stdout=self._log, stderr=self._log
+        )
+        for _ in range(600):
+            await asyncio.sleep(0.05)
+            with suppress(OSError):
+                (await asyncio.open_connection("127.0.0.1", self.port))[1].close()
+                break
+        await asyncio.sleep(0.5)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.process.terminate()
+        await asyncio.to_thread(self.process.wait)
+
+    async def status(self) -> Fields:
+        """Return `GET /v1/status` of the admin listener."""
+        return json.loads((await _send(self.admin, b"GET /v1/status HTTP/1.1\r\nhost: localhost\r\n\r\n"))[1])
+
+    async def ask(self, fields: Fields, lines: bytes = b"", timeout_s: float = 30.0) -> tuple[bool, str, int]:
+        """Return whether a chat was answered well, the instance, and the status."""
+        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}).encode()
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n%b"
+        data = head % lines + b"content-length: %d\r\n\r\n" % len(body) + body
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer, text = await _send(self.port, data)
+        except (OSError, asyncio.IncompleteReadError, TimeoutError):
+            return False, "", 0
+        status = int(answer.split(b" ", 2)[1])
+        found = re.search(rb"x-hetlb-instance: *(\S+)", answer, re.I)
+        finish = re.search(rb'"finish_reason": ?"(\w+)"', text)
+        good = status == 200 and finish is not None and finish[1] in (b"length", b"stop")
+        if fields.get("stream"):
+            good = good and text.endswith(DONE) and b'"error"' not in text
+        return good, "" if found is None else found[1].decode(), status
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+async def _send(port: int, data: bytes) -> tuple[bytes, bytes]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 26)
+    try:
+        writer.write(data)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"content-length: *(\d+)", head, re.I)
+        if length:
+            return head, await reader.readexactly(int(length[1]))
+        body = b""
+        while True:
+            size = int((await reader.readline()).split(b";")[0] or b"0", 16)
+            part = await reader.readexactly(size + 2)
+            body += part[:-2]
+            if not size:
+                return head, body
+    finally:
+        writer.close()
+
+
+@dataclass
+class Seen:
+    """What clients saw: time of the request, whether it was answered, where, and in how many seconds."""
+
+    rows: list[tuple[float, bool, str, float, int]] = field(default_factory=list)
+
+    def lost(self, since: float = 0.0) -> int:
+        """Return the requests that got no good answer."""
+        return sum(not row[1] for row in self.rows if row[0] >= since)
+
+    def share(self, name: str, since: float) -> float:
+        """Return the share of requests from a time on that an instance answered."""
+        rows = [row for row in self.rows if row[0] >= since]
+        return sum(row[2] == name for row in rows) / max(1, len(rows))
+
+    def mean_s(self, since: float = 0.0) -> float:
+        """Return the mean time of the good answers."""
+        times = [row[3] for row in self.rows if row[1] and row[0] >= since]
+        return sum(times) / max(1, len(times))
+
+
+async def load(
+    proxy: Proxy, rate: float, seconds: float, fields: Callable[[int], Fields], lines: bytes = b""
+) -> Seen:
+    """Send requests at a rate, evenly spaced."""
+    seen, began = Seen(), time.monotonic()
+
+    async def one(number: int) -> None:
+        at = time.monotonic()
+        good, name, status = await proxy.ask(fields(number), lines)
+        seen.rows.append((at - began, good, name, time.monotonic() - at, status))
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(int(rate * seconds)):
+            delay_s = began + number / rate - time.monotonic()
+            if delay_s > 0.0:
+                await asyncio.sleep(delay_s)
+            group.create_task(one(number))
+    return seen
+
+
+class Bench:
+    """Options of a run, and its verdicts."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.plain, self.profile, self.seconds = options.plain, options.profile, options.seconds
+        self.count: int = options.servers
+        self.missed = 0
+
+    def servers(self, **bad: Any) -> list[Server]:
+        """Return the servers, `a` the fast one."""
+        return [Server(PACE_S / 3.0, **bad), *[Server() for _ in range(self.count - 1)]]
+
+    def fields(self, **more: Any) -> Fields:
+        """Return the fields of a request."""
+        return {"max_tokens": TOKENS, **({} if self.plain else {"stream": True}), **more}
+
+    def verdict(self, name: str, kept: bool, text: str, status: Fields | None = None) -> None:
+        """Print a line."""
+        self.missed += not kept
+        line = "" if status is None else f" | {status['state']}: {status['advice']}"
+        print(f"{'ok   ' if kept else 'MISSED'} {name}: {text}{line}", flush=True)
+
+
+async def _with(servers: list[Server], bench: Bench, more: str = "", each: str = "") -> Proxy:
+    for server in servers:
+        if not server.port:
+            await server.start()
+    return Proxy(servers, bench.profile, more, each)
+
+
+async def _stopped(servers: list[Server]) -> None:
+    for server in servers:
+        await server.stop()
+
+
+async def fails(bench: Bench, share: float, how: str) -> None:
+    """Row 1: the fast server fails a share of its answers."""
+    rng = random.Random(1)
+    answers = {
+        "500": _error(500),
+        "close": b"close",
+        "event": b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        + _chunk(b'data: {"error":{"message":"no","code":500}}\n\n' + DONE)
+        + b"0\r\n\r\n",
+        "mid": b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        + _chunk(ROLE + _event("w"))
+        + _chunk(b'data: {"error":{"message":"no","code":500}}\n\n' + DONE)
+        + b"0\r\n\r\n",
+    }
+    servers = bench.servers(bad=lambda fields, body: answers[how] if rng.random() < share else None)
+    async with await _with(servers, bench) as proxy:
+        seen = await load(proxy, 10.0, bench.seconds, lambda number: bench.fields())
+        status = await proxy.status()
+    await _stopped(servers)
+    lost, sent = seen.lost(), len(seen.rows)
+    text = f"{lost} of {sent} lost, {100 * seen.share('a', 10.0):.0f} % at a"
+    bench.verdict(f"fails {100 * share:.0f} % {how}", lost <= max(1, 0.03 * sent), text, status)
+
+
+async def wrong(bench: Bench, name: str) -> None:
+    """Row 2: the fast server answers wrong."""
+    events, body = WRONG[name]
+
+    def bad(fields: Fields, _: bytes) -> bytes:
+        if events is None or not fields.get("stream"):
+            return _plain(200, body)
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        return head + b"".join(_chunk(each) for each in events) + b"0\r\n\r\n"
+
+    servers = bench.servers(bad=bad)
+    async with await _with(servers, bench) as proxy:
+        named, running = (
+            asyncio.Event(),
+            asyncio.create_task(load(proxy, 10.0, max(16.0, bench.seconds), lambda number: bench.fields())),
+        )
+        at, began = 0.0, time.monotonic()
+        while not running.done():
+            status = await proxy.status()
+            if not named.is_set() and any(each["instance"] == "a" for each in status["causes"]):
+                named.set()
+                at = time.monotonic() - began
+            await asyncio.sleep(0.5)
+        seen = await running
+        status = await proxy.status()
+    await _stopped(servers)
+    share = seen.share("a", 10.0)
+    told = f"named after {at:.1f} s" if named.is_set() else "not named"
+    text = f"{100 * share:.0f} % at a after 10 s, {told}, {len(seen.rows)} sent"
+    bench.verdict(f"wrong: {name}", share <= 0.05 and named.is_set() and at <= 10.0, text, status)
+
+
+async def refuses_kind(bench: Bench, name: str) -> None:
+    """Row 3: the fast server refuses a kind of request among others that it takes."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    kinds: dict[str, tuple[Callable[[Fields, bytes], bytes | None], Fields, int]] = {
+        "tools": (lambda fields, _: _error(400) if "tools" in fields else None, {"tools": tools}, 2),
+        "size": (
+            lambda _, body: _error(413) if len(body) > 20_000 else None,
+            {"messages": [{"role": "user", "content": "x" * 40_000}]},
+            3,
+        ),
+        "schema": (
+            lambda fields, _: _error(400) if "response_format" in fields else None,
+            {"response_format": {"type": "json_object"}},
+            2,
+        ),
+        "image": (
+            lambda _, body: _error(400) if b"image_url" in body else None,
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "text", "text": "hi"},
+                            {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+                        ],
+                    }
+                ]
+            },
+            2,
+        ),
+    }
+    bad, own, bound = kinds[name]
+    servers = bench.servers(bad=bad)
+    async with await _with(servers, bench) as proxy:
+        seen = await load(proxy, 8.0, 15.0, lambda number: bench.fields(**(own if number % 3 == 2 else {})))
+        status = await proxy.status()
+    await _stopped(servers)
+    text = f"{seen.lost()} of 40 lost, {100 * seen.share('a', 5.0):.0f} % of all at a"
+    kept = seen.lost() <= bound and seen.share("a", 5.0) > 0.4
+    bench.verdict(f"refuses {name}", kept, text, status)
+
+
+async def closes(bench: Bench, rate: float) -> None:
+    """Row 9: the fast server answers probes and closes each POST."""
+    servers = bench.servers(bad=lambda fields, body: b"close")
+    async with await _with(servers, bench) as proxy:
+        seen = await load(proxy, rate, 8.0, lambda number: bench.fields())
+        status = await proxy.status()
+    await _stopped(servers)
+    bench.verdict(
+        f"closes at {rate:g}/s", seen.lost() <= 1, f"{seen.lost()} of {len(seen.rows)} lost", status
+    )
+
+
+async def poisoned(bench: Bench, how: str) -> None:
+    """One client's requests fail on every server: the others' rate."""
+    kinds = {"close": b"close", "500": _error(500), "event": b""}
+    kinds["event"] = (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        + _chunk(ROLE + b'data: {"error":{"message":"no","code":500}}\n\n' + DONE)
+        + b"0\r\n\r\n"
+    )
+    rates = []
+    for with_poison in (False, True):
+        bad = lambda fields, _: kinds[how] if fields.get("user") == "poison" else None  # noqa: E731
+        servers = bench.servers(bad=bad)
+        for each in servers[1:]:
+            each.bad = bad
+        async with await _with(servers, bench, each=", max_num_seqs: 8") as proxy:
+            ended, stop = [0], time.monotonic() + bench.seconds
+
+            async def client(proxy: Proxy = proxy, ended: list[int] = ended, stop: float = stop) -> None:
+                while time.monotonic() < stop:
+                    good, _, _ = await proxy.ask(bench.fields())
+                    ended[0] += good
+
+            async with asyncio.TaskGroup() as group:
+                for _ in range(24):
+                    group.create_task(client())
+                if with_poison:
+                    poison = lambda number: bench.fields(user="poison")  # noqa: E731
+                    group.create_task(load(proxy, 20.0, bench.seconds, poison, b"x-session-id: p\r\n"))
+            status = await proxy.status()
+        await _stopped(servers)
+        rates.append(ended[0] / bench.seconds)
+    ratio = rates[1] / rates[0]
+    text = f"{rates[0]:.1f} -> {rates[1]:.1f}/s, {ratio:.2f} x"
+    bench.verdict(f"poisoned by {how}", ratio >= 0.95, text, status)
+
+
+def cases(bench: Bench) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
+    """Return the cases by name."""
+    found: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+        "fails": lambda: fails(bench, 0.2, "500"),
+        "fails-half": lambda: fails(bench, 0.5, "500"),
+        "fails-event": lambda: fails(bench, 0.2, "event"),
+        "fails-close": lambda: fails(bench, 0.2, "close"),
+        "fails-mid": lambda: fails(bench, 0.2, "mid"),
+        "closes": lambda: closes(bench, 1.25),
+        "closes-20": lambda: closes(bench, 20.0),
+    }
+    for name in ("tools", "size", "schema", "image"):
+        found[f"kind-{name}"] = lambda name=name: refuses_kind(bench, name)  # type: ignore[misc]
+    for name in WRONG:
+        found[f"wrong-{name.replace(' ', '-')}"] = lambda name=name: wrong(bench, name)  # type: ignore[misc]
+    for name in ("close", "500", "event"):
+        found[f"poison-{name}"] = lambda name=name: poisoned(bench, name)  # type: ignore[misc]
+    return found
+
+
+def main() -> int:
+    """Run the cases named, all by default."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("case", nargs="*")
+    parser.add_argument("--plain", action="store_true", help="no streams")
+    parser.add_argument("--profile", action="store_true", help="with profiles")
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--servers", type=int, default=3)
+    bench = Bench(parser.parse_args())
+    all_cases = cases(bench)
+    names = parser.parse_args().case or list(all_cases)
+    for name in names:
+        matching = [each for each in all_cases if each == name or each.startswith(name.rstrip("*"))]
+        for each in matching if name.endswith("*") else [name]:
+            asyncio.run(all_cases[each]())
+    return 1 if bench.missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
