@@ -100,7 +100,7 @@ def test_a_session_is_no_trial_of_an_instance_in_doubt() -> None:
     assert dispatched(scheduler.on_arrival(request(50), 10.0)).instance == "a", "the trial is a request"
     # Where the only instance is in doubt, sessions go there and leave the trial to others.
     alone = fleet("a")
-    alone.fleet.instances["a"].breaker.refusals = 3
+    alone.fleet.instances["a"].breaker.doubted = True
     alone.fleet.reindex(0.0)
     assert session(alone, 1, 1.0).instance == "a"
     assert not alone.fleet.instances["a"].breaker.trial
@@ -133,13 +133,17 @@ def test_clients_that_leave_a_long_poll_or_a_session_say_nothing_about_its_engin
     assert [each.breaker.lost for each in scheduler.instances] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("busy", [True, False])
-def test_a_refused_session_teaches_no_limit_and_no_doubt(busy: bool) -> None:
+@pytest.mark.parametrize("status", [400, 429, 503])
+def test_a_refused_session_teaches_no_limit_and_no_doubt(status: int) -> None:
     scheduler = fleet("a", "b")
     running = [dispatched(scheduler.on_arrival(request(number), 0.0)) for number in range(1, 5)]
     for number in range(10, 20):
         lease = session(scheduler, number, 0.0, agreed=False)
-        assert scheduler.on_refused(lease, busy, None, 0.1) == [PassOn(number, lease)]
+        commands = scheduler.on_refused(lease, status, None, 0.1)
+        while isinstance(commands[0], Dispatch):  # refused everywhere
+            lease = commands[0].lease
+            commands = scheduler.on_refused(lease, status, None, 0.1)
+        assert commands == [PassOn(number, lease)]
         scheduler.on_lease_ended(lease, Outcome.UPSTREAM_REFUSED, 0.1)
     assert [each.throttle.limit(0.2) for each in scheduler.instances] == [math.inf, math.inf]
     assert [each.breaker.why(0.2) for each in scheduler.instances] == ["", ""]
