@@ -144,6 +144,14 @@ class CircuitBreaker:
         if self.next_trial_at < now + self._pause_s:
             self.next_trial_at = now + self._pause_s
 
+    def not_lost(self, client: str, session: str) -> None:
+        """Take back a lost answer of a client."""
+        left = self._losses.get((client, session), 0.0) - 1.0
+        if left > 0.0:
+            self._losses[client, session] = left
+        else:
+            self._losses.pop((client, session), None)
+
     def lost_as_elsewhere(self) -> bool:
         """Note that it and another one lost a request. True if it has answered none for several of these."""
         self._lost_as_elsewhere += 1

@@ -75,33 +75,33 @@ class Failover:
         if says is Verdict.LOST or _left_unheard(lease, outcome, now):
             if known is not None and known.failures:
                 self.lost_twice(instance, lease, known, now)
-            elif again and known is not None:
-                known.failures.append((instance, lease, 0, now))
             else:
                 fleet.lost(instance, lease, now)
+                if again and known is not None:
+                    known.failures.append((instance, lease, 0, now))
         return fleet.health_changed(instance, now) if changed else []
 
     def lost_twice(self, instance: Instance, lease: Lease, known: Attempts, now: float) -> None:
         """Note that two instances lost a request, which may be at fault itself.
 
-        It counts only where nothing but such requests ended for a while.
+        It counts only against an instance that answered nothing else for a while.
         """
-        for each, before, _, _ in (*known.failures, (instance, lease, 0, now)):
-            if each.breaker.lost_as_elsewhere():
-                self.fleet.lost(each, before, now)
-            before.judged = True
+        for each, before, status, _ in known.failures:
+            if not is_refusal(status) and not each.breaker.lost_as_elsewhere():
+                self.fleet.not_lost(each, before, now)
         known.failures.clear()
+        if instance.breaker.lost_as_elsewhere():
+            self.fleet.lost(instance, lease, now)
+        lease.judged = True
 
     def answered_elsewhere(self, request: Request) -> None:
-        """Count what a request met before: another instance answers it."""
+        """Keep which instances refused a request before: another one answers it."""
         known = self._retries.attempts.get(request.id)
         if known is None:
             return
-        for instance, lease, status, at in known.failures:
+        for instance, _, status, at in known.failures:
             if is_refusal(status):
                 self.fleet.kinds.refused(request, instance.name, status, at)
-            else:
-                self.fleet.lost(instance, lease, at)
         known.failures.clear()
 
     def _others_left(self, lease: Lease, ready: ReadyInstances, now: float) -> bool:

@@ -207,6 +207,14 @@ class FleetState:
         self.kinds.avoid(request, instance.name, now)
         self.judge(instance, now)
 
+    def not_lost(self, instance: Instance, lease: Lease, now: float) -> None:
+        """Take back a lost answer: another instance lost the same request."""
+        request = lease.request
+        if request.sequences:
+            instance.breaker.not_lost(client_of(request), session_of(request))
+            self.kinds.not_avoided(request, instance.name)
+            self.judge(instance, now)
+
     def judge(self, instance: Instance, now: float) -> bool:
         """Compare the breakers of an instance, and of all with an excess, with the others of their models.
 

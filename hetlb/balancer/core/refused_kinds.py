@@ -126,6 +126,14 @@ class RefusedKinds:
             kind.refuses(0, 0.0, 0.0, now)
             kind.next_trial_at = now + AVOID_S
 
+    def not_avoided(self, request: Request, instance: str) -> None:
+        """Note that a client's lost answer was its request's fault."""
+        kinds = self.by_key.get(("", "", session_of(request)))
+        if kinds is not None:
+            kinds.pop(instance, None)
+            if not kinds:
+                del self.by_key["", "", session_of(request)]
+
     def _kind(self, key: KindKey, instance: str, status: int) -> RefusedKind:
         kinds = self.by_key.get(key)
         if kinds is None:

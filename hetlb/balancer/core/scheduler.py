@@ -300,6 +300,8 @@ class Scheduler(Failover):
             if commands:
                 if not lease.judged:
                     retries.attempts[request.id].failures.append((instance, lease, status, now))
+                    if not refusal:
+                        fleet.lost(instance, lease, now)
                 return commands
         if known is not None and known.failures:
             if refusal:
