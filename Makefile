@@ -1,4 +1,5 @@
 # Every target sets up what it needs: a machine with Python 3.11+ and make is enough.
+#   make help       these lines
 #   make demo       the main job on embedded emulated engines, no GPU
 #   make demo-scaleout  two Envoys, two endpoint pickers and two emulated engines; a picker is killed
 #   make test       the tests (real sockets, no GPU, some minutes)
@@ -55,7 +56,7 @@ MUTANTS ?= 10000
 # Tests start hundreds of processes: none of them is to compile all modules again (0.3 s each).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: wheel release-check boards docs man pictures reference schemas test-helm test-sdks demo demo-scaleout test install-python test-python test-pythons test-compiled test-slow check smoke format bench bench-head-to-head bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
+.PHONY: help wheel release-check boards docs man pictures reference schemas test-helm test-sdks demo demo-scaleout test install-python test-python test-pythons test-compiled test-slow check smoke format bench bench-head-to-head bench-proxies install-vllm test-vllm test-vllm-slow fuzz properties soak mutation clean
 .DELETE_ON_ERROR:
 
 .venv/bin/python:
@@ -77,6 +78,9 @@ SITE := -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'
 	HETLB_COMPILE=1 .venv-compiled/bin/python -m pip install -q --disable-pip-version-check --no-deps .
 	@$(BIN)/python $(SITE) > "$$(.venv-compiled/bin/python $(SITE))/packages.pth"
 	@touch $@
+
+help:
+	@sed -n 's/^#   //p' $(firstword $(MAKEFILE_LIST))
 
 demo: .venv/.run
 	@$(BIN)/hetlb demo

@@ -119,3 +119,40 @@ def test_every_module_opens_with_what_it_promises() -> None:
         docstring = ast.get_docstring(ast.parse(path.read_text()))
         assert docstring, f"{path} has no docstring"
         assert docstring.endswith((".", ":", "|")) or "\n" in docstring, path
+
+
+def circles(modules: dict[str, set[str]]) -> list[set[str]]:
+    """Return the groups of modules that import each other, imports for types and in functions included."""
+    reached: dict[str, set[str]] = {}
+    for name in modules:
+        found, ahead = set[str](), [name]
+        while ahead:
+            for each in modules[ahead.pop()] - found:
+                found.add(each)
+                ahead.append(each)
+        reached[name] = found
+    return [{name} | {each for each in found if name in reached[each]} for name, found in reached.items()]
+
+
+def test_the_modules_of_the_core_that_know_each_other_are_few() -> None:
+    core = {
+        ".".join(path.relative_to(ROOT.parent).with_suffix("").parts): imports(path)
+        for path in MODULES
+        if place(path) == ("balancer", "core")
+    }
+    known = {name: {each for each in found if each in core and each != name} for name, found in core.items()}
+    assert max(map(len, circles(known))) <= 5
+
+
+def test_no_module_of_hetlb_is_imported_by_its_name_as_text() -> None:
+    """But entry points of policies, and packages of extras; `build.py` looks for a compiled module."""
+    allowed = {"balancer/core/policies/registry.py", "build.py", "extras.py", "tools/plots.py"}
+    by_text = {"__import__", "entry_points", "find_spec", "import_module", "resolve_name"}
+    found = {
+        str(path.relative_to(ROOT))
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Name | ast.Attribute)
+        and (node.id if isinstance(node, ast.Name) else node.attr) in by_text
+    }
+    assert found <= allowed
