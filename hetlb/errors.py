@@ -15,7 +15,6 @@ A request that hetlb itself turns down raises nothing: the scheduler returns a `
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -24,11 +23,25 @@ import msgspec
 #: Errors of `msgspec` at JSON of others: names that are no UTF-8 have their own, and so has depth.
 NOT_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
-_UNPRINTABLE = re.compile(r"[^ -~\xa1-\uffff]|[\u2028\u2029\ud800-\udfff]")
+
+def visible(text: str) -> str:
+    """Return a text of others on one line, its control characters as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def visible_lines(text: str) -> str:
+    """Return a text of others as `visible`, on its own lines."""
+    return "\n".join(map(visible, text.split("\n")))
 
 
 class HetlbError(Exception):
-    """Base class of everything hetlb raises on purpose."""
+    """Base class of everything hetlb raises on purpose. `str()` is one line."""
+
+    def __str__(self) -> str:
+        # Keys and values of a file or of an answer may hold line ends and terminal control characters.
+        return visible(super().__str__())
 
 
 class InputError(HetlbError):
@@ -38,11 +51,6 @@ class InputError(HetlbError):
     def lines(self) -> list[str]:
         """One line for each mistake."""
         return [str(self)]
-
-    def __str__(self) -> str:
-        # Keys and values of a file may hold line ends and terminal control characters.
-        text = super().__str__()
-        return text if text.isprintable() else _UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 class ConfigError(InputError):

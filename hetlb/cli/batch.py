@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hetlb.cli.flags import COUNT, FINITE, add_json, declare, print_document
 from hetlb.cli.signals import run_until_signal
-from hetlb.errors import HetlbError, InputError
+from hetlb.errors import HetlbError, InputError, visible
 from hetlb.inputs.urls import check_url
 from hetlb.tools.loadtest.batch_files import BatchJournal, read_jobs
 from hetlb.tools.loadtest.batch_run import BACKGROUND_LANES, LANES, BatchRun
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     except (HetlbError, KeyboardInterrupt) as stopped:
         reason = str(stopped) or "interrupted"
         ended = f"{len(journal.ended):,} of {len(jobs):,} results are in {args.results}"
-        print(f"hetlb batch: {reason}; {ended}: run it again to go on", file=sys.stderr)
+        print(visible(f"hetlb batch: {reason}; {ended}: run it again to go on"), file=sys.stderr)
         return 1
     finally:
         journal.close()
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         f"{completed:,} answer{'s'[: completed != 1]}, {journal.failed:,} error{'s'[: journal.failed != 1]}"
     )
     words = f"{args.results}: {counts}; {before:,} of them before this run"
-    print_document(args, document | {"duration": time.monotonic() - began_s}, lambda: print(words))
+    print_document(args, document | {"duration": time.monotonic() - began_s}, lambda: print(visible(words)))
     return int(journal.failed > 0)
 
 

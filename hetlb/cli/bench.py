@@ -15,16 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from hetlb.balancer.config.fleet import Fleet, load_fleet
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.cli.flags import COUNT, FINITE, FRACTION, INTEGER, SHARE, add_json, add_load, declare, whole
 from hetlb.cli.signals import stoppable
-from hetlb.errors import HetlbError, InputError, TraceError
+from hetlb.errors import HetlbError, InputError, TraceError, visible
 from hetlb.extras import require
 from hetlb.inputs.urls import check_base, check_url
 from hetlb.output_files import output_path, write_text
+from hetlb.tools.console import Console
 from hetlb.tools.loadtest import options, result_tables
 from hetlb.tools.loadtest.bodies import CHAT, COMPLETIONS
 from hetlb.tools.loadtest.campaign import Campaign
@@ -136,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
             interrupted, newest = True, campaign.measured[-1:]
             stopped = [each.run["client"]["reasons"][-1] for each in newest if each.interrupted is not None]
             reason = (*stopped, "interrupted: no request of this run had ended")[0]
-            print(f"hetlb bench: {reason}", file=sys.stderr)
+            print(visible(f"hetlb bench: {reason}"), file=sys.stderr)
             if not newest:
                 return 1
         document = _document(args, campaign, started)
@@ -319,7 +318,7 @@ def _write(args: argparse.Namespace, document: dict[str, Any], campaign: Campaig
 
 def _show(args: argparse.Namespace, document: dict[str, Any]) -> None:
     """Print the tables."""
-    console = Console(highlight=False, markup=False)
+    console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _PLAIN_WIDTH
     runs = document["runs"]

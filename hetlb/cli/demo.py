@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from rich.console import Console
 
 from hetlb.cli.flags import COUNT, add_json, declare, print_document
 from hetlb.cli.signals import run_until_signal
 from hetlb.errors import HetlbError
+from hetlb.tools.console import Console
 from hetlb.tools.loadtest.bodies import RequestBodies
 from hetlb.tools.loadtest.fleet_admin import FleetAdmin
 from hetlb.tools.loadtest.generator import LoadProgress, allow_open_files, run_load
@@ -130,7 +130,7 @@ class _Demo:
 
 
 def _print(result: Mapping[str, Any]) -> None:
-    console = Console(highlight=False, markup=False)
+    console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _PLAIN_WIDTH
     runs, standalone = result["runs"], result["standalone"]

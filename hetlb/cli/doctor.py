@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urljoin, urlsplit
 
-from rich.console import Console
-
 from hetlb.addresses import is_loopback
 from hetlb.balancer.config.fleet import Fleet, fleet_from_urls, load_fleet
 from hetlb.balancer.config.profile_file import Profile, profiles_of
@@ -39,8 +37,9 @@ from hetlb.cli.engine_facts import EngineFacts, ask_engines
 from hetlb.cli.flags import add_json, declare, print_document
 from hetlb.cli.profile_doubts import doubt_beside, one_step_s
 from hetlb.cli.serving_options import OPTIONS
-from hetlb.errors import ConfigError, ConfigErrors, InputError, reason_of
+from hetlb.errors import ConfigError, ConfigErrors, InputError, reason_of, visible
 from hetlb.tasks import ended
+from hetlb.tools.console import Console
 
 #: Oldest version of vLLM with the metrics and flags that hetlb reads; older answers pass, figures may not.
 OLDEST_VERSION: Final = (0, 8)
@@ -351,12 +350,12 @@ def _root(model: str, seen: Seen) -> str | None:
 
 
 def _print(found: Sequence[Check]) -> None:
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True)
     width = max(len(each.name) for each in found)
     for each in found:
         console.print("ok   " if each.ok else "WRONG", style="green" if each.ok else "bold red", end=" ")
         advice = f" -> {each.advice}" if each.advice else ""
-        console.print(f"{each.name:<{width}}  {each.found}{advice}")
+        console.print(visible(f"{each.name:<{width}}  {each.found}{advice}"))
     wrong = sum(not each.ok for each in found)
     console.print(f"\n{len(found)} checks, {wrong or 'none'} of them wrong")
 

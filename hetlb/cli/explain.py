@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -29,8 +29,9 @@ from hetlb.balancer.core.types import HAND_OVER, Candidate, Dispatch, Health, Re
 from hetlb.cli.adminclient import AdminClient, add_admin_argument
 from hetlb.cli.flags import COUNT, add_json, declare, event_log, number, print_document, real, whole
 from hetlb.cli.serving_options import OPTIONS
-from hetlb.errors import ConfigError, InputError
+from hetlb.errors import ConfigError, InputError, visible
 from hetlb.options.event_log.eventlog import Replay
+from hetlb.tools.console import Console
 from hetlb.tools.explained import explained
 
 
@@ -108,7 +109,10 @@ def _explain_made_up(
         raise ConfigError(f"--model: expected one of {', '.join(scheduler.fleet.ready)}, got {model!r}")
     for instance in scheduler.instances:
         if instance.spec.model == model and not instance.profiled:
-            print(f"{instance.name}: no profile; the default model of an unknown engine", file=sys.stderr)
+            print(
+                visible(f"{instance.name}: no profile; the default model of an unknown engine"),
+                file=sys.stderr,
+            )
     request = Request(
         id=0,
         model=model,

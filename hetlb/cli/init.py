@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from hetlb.balancer.config.fleet import fleet_from_urls
 from hetlb.cli.engine_facts import EngineFacts, ask_engines
 from hetlb.cli.flags import declare, secret
-from hetlb.errors import HetlbError
+from hetlb.errors import HetlbError, visible
 
 #: Name of the schema file that editors look for next to the fleet file.
 SCHEMA = "fleet.schema.json"
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     found = asyncio.run(ask_engines(dict.fromkeys(urls, headers)))
     for url, facts in found.items():
         if not facts.entries:
-            print(f"hetlb init: {url}: {why_unknown(facts)}", file=sys.stderr)
+            print(visible(f"hetlb init: {url}: {why_unknown(facts)}"), file=sys.stderr)
     if not any(facts.entries for facts in found.values()):
         raise HetlbError("no server told what it serves: nothing to write")
     print(fleet_text(list(found.values()), args.api_key_env), end="")
@@ -69,7 +69,7 @@ def fleet_text(found: list[EngineFacts], key_env: str | None) -> str:
         if key_env:
             lines.insert(-1, f"    api_key_env: {key_env}")
         for facts in servers:
-            lines += [f"      # {about(facts)}"]
+            lines += [f"      # {visible(about(facts))}"]
             name = _name(facts.url, names)
             lines += [f"      - name: {name}", f"        url: {json.dumps(facts.url)}"]
             lines += [
@@ -77,7 +77,7 @@ def fleet_text(found: list[EngineFacts], key_env: str | None) -> str:
                 "        # profile: profile.yaml    # `hetlb profile --url URL --out profile.yaml` makes it",
             ]
     silent = [facts for facts in found if not facts.entries]
-    lines += [f"# left out: {facts.url}: {why_unknown(facts)}" for facts in silent]
+    lines += [visible(f"# left out: {facts.url}: {why_unknown(facts)}") for facts in silent]
     return "\n".join(lines) + "\n"
 
 

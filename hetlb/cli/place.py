@@ -9,11 +9,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
 from hetlb.cli.flags import FINITE, INTEGER, add_json, declare, print_document
-from hetlb.errors import ConfigError, PlanError
+from hetlb.errors import ConfigError, PlanError, visible
 from hetlb.output_files import fleet_path
+from hetlb.tools.console import Console
 from hetlb.tools.paths.path_scheduler import PATH_POLICIES
 from hetlb.tools.plan.highs import Interrupt, SolveLimits
 from hetlb.tools.plan.placement.place_deploy import write_stages
@@ -94,4 +93,4 @@ def _show(phase: str, best: PlacementCandidate | None) -> None:
     """Show how far the search is."""
     if best is not None:
         simulated = "" if best.simulated is None else f", simulated {best.simulated:.1f} output tokens/s"
-        print(f"{phase}: flow {best.flow.tokens_per_s:.1f} tokens/s{simulated}", file=sys.stderr)
+        print(visible(f"{phase}: flow {best.flow.tokens_per_s:.1f} tokens/s{simulated}"), file=sys.stderr)

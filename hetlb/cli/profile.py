@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 
 from hetlb.balancer.config.profile_file import Profile, load_profile
 from hetlb.balancer.config.profile_writer import with_host, write_profile
@@ -20,8 +19,9 @@ from hetlb.cli import profile_live
 from hetlb.cli.flags import add_json, declare, print_document
 from hetlb.cli.profile_corrected import write_corrected
 from hetlb.cli.profile_facts import Facts, read_facts_file
-from hetlb.errors import InputError
+from hetlb.errors import InputError, visible
 from hetlb.inputs.urls import check_url
+from hetlb.tools.console import Console
 from hetlb.tools.plots import picture_path
 from hetlb.tools.profiler import shown
 from hetlb.tools.profiler.aiconfigurator import Layout, query
@@ -113,7 +113,7 @@ def _about_files(args: argparse.Namespace) -> int:
         document = msgspec.to_builtins(profiles[0])
         return print_document(args, document, lambda: shown.print_profile(profiles[0]))
     for difference in shown.differences(*profiles):
-        print(f"warning: different {difference}", file=sys.stderr)
+        print(visible(f"warning: different {difference}"), file=sys.stderr)
     compared = shown.comparison(*profiles)
     return print_document(args, compared, lambda: shown.print_comparison(compared))
 
@@ -140,7 +140,7 @@ def _finish(args: argparse.Namespace, out: Path, source: Measurements) -> dict[s
     if args.probe is not None:
         profile = _probed(args, profile)
     for warning in result.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        print(visible(f"warning: {warning}"), file=sys.stderr)
     if args.plot is not None:
         plot = args.plot if out == args.out else args.plot.with_stem(out.stem)
         write_plot(plot, profile.name, found.points, result, profile.engine.max_num_batched_tokens)
@@ -149,7 +149,7 @@ def _finish(args: argparse.Namespace, out: Path, source: Measurements) -> dict[s
         console = Console()
         console.print(shown.errors_table(profile))
         for line in profile.assumed:
-            console.print(f"assumed {line}", markup=False, highlight=False)
+            console.print(f"assumed {line}", highlight=False)
         console.print(f"written to {out}", highlight=False)
     return {"out": str(out), "profile": msgspec.to_builtins(profile), "warnings": list(result.warnings)}
 
@@ -177,5 +177,5 @@ def _from_aiconfigurator(args: argparse.Namespace, degree: int) -> Measurements:
         why = next(
             (line for line in found.assumed if line.startswith("no KV cache")), "the model does not fit"
         )
-        print(f"warning: --tp {degree}: {why}; no KV cache is stated", file=sys.stderr)
+        print(visible(f"warning: --tp {degree}: {why}; no KV cache is stated"), file=sys.stderr)
     return found

@@ -10,6 +10,7 @@ from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.profile_file import Profile, profiles_of
 from hetlb.balancer.core.types import InstanceSpec
 from hetlb.cli.engine_facts import EngineFacts
+from hetlb.errors import visible
 
 #: Factor between the KV tokens of a profile and its server from which the GPU or the degree is another.
 _OTHER_KV_FACTOR: Final = 2
@@ -25,9 +26,9 @@ def all_is_well(fleet: Fleet) -> int:
     """Return the exit status of `--check` where nothing is wrong; doubts of profiles are printed."""
     doubts = profile_doubts(fleet)
     for line in doubts:
-        print(f"warning: {fleet.where}{line}", file=sys.stderr)
+        print(visible(f"warning: {fleet.where}{line}"), file=sys.stderr)
     verdict = f"{len(doubts)} warnings" if doubts else "all is well"
-    print(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, {verdict}")
+    print(visible(f"{fleet.path or 'the addresses'}: {len(fleet.instances)} instances, {verdict}"))
     return 0
 
 

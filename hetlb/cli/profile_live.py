@@ -15,14 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from hetlb.balancer.config.profile_file import EngineInfo, Hardware, HostTime, ModelInfo, ProfileSource
 from hetlb.balancer.core.types import Capacity
 from hetlb.cli.flags import COUNT, declare
-from hetlb.errors import HetlbError, InputError, ProfileError
+from hetlb.errors import HetlbError, InputError, ProfileError, visible
 from hetlb.inputs.urls import check_url
 from hetlb.inputs.yaml_file import PositiveInt, load_yaml
+from hetlb.tools.console import Console
 from hetlb.tools.profiler.client import EngineClient, ServerFacts
 from hetlb.tools.profiler.fit import StepKind, too_few
 from hetlb.tools.profiler.grid import DEFAULT_GRID, Size, clip
@@ -194,6 +194,6 @@ def _kept(file: SampleFile) -> Iterator[None]:
         kept = f"{len(file.samples)} samples are kept in {file.path}; the same command goes on"
         file.close()
         if isinstance(stopped, asyncio.CancelledError):
-            print(f"hetlb profile: interrupted; {kept}", file=sys.stderr)
+            print(visible(f"hetlb profile: interrupted; {kept}"), file=sys.stderr)
             raise
         raise type(stopped)(f"{stopped}; {kept}") from stopped

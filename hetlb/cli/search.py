@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 
 from hetlb.cli.flags import FINITE, add_json, declare, print_document, whole
-from hetlb.errors import InputError
+from hetlb.errors import InputError, visible
 from hetlb.output_files import fleet_path
 from hetlb.tools.loadtest.options import read_goodput
 from hetlb.tools.plan.check import check
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         write_servers(args.write_fleet, f"Written by `hetlb search` from {args.config.name}.", servers)
     print_document(args, document, lambda: print_result(found, document))
     if not found.choice.layouts:
-        print(f"hetlb search: {args.config}: expected a layout that fits, got none", file=sys.stderr)
+        print(visible(f"hetlb search: {args.config}: expected a layout that fits, got none"), file=sys.stderr)
         return 2
     return 0
 

@@ -9,16 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.config.profile_file import load_profile
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.predictor import PREDICTORS
 from hetlb.cli.flags import COUNT, INTEGER, add_json, add_load, declare, event_log, print_document, whole
 from hetlb.cli.serving_options import OPTIONS
-from hetlb.errors import InputError, PlanError, TraceError
+from hetlb.errors import InputError, PlanError, TraceError, visible
 from hetlb.options.event_log.eventlog import Replay
+from hetlb.tools.console import Console
 from hetlb.tools.loadtest.options import read_known, read_rates
 from hetlb.tools.loadtest.result_tables import percent, runs_table
 from hetlb.tools.paths.path_log import dispatches, is_path_log
@@ -96,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         prefix_cache=args.prefix_cache,
     )
     for line in dict.fromkeys(remarks_on_fleet(fleet)):
-        print(f"warning: {line}", file=sys.stderr)
+        print(visible(f"warning: {line}"), file=sys.stderr)
     ran = sweep(study, cells)
     runs = [run_document(study, each, rates[each.cell.rate]) for each in ran]
     medians = [] if len(seeds) == 1 else [median_run(each) for each in by_policy_and_rate(runs).values()]
@@ -178,7 +177,9 @@ def _check_paths(args: argparse.Namespace, lines: Iterable[str]) -> int:
             wrong.append({"line": number, "error": str(error)})
     told = f"line {wrong[0]['line']}: {wrong[0]['error']}" if wrong else "every path is whole"
     print_document(
-        args, {"paths": paths, "wrong": wrong}, lambda: print(f"{args.event_log}: {paths} paths: {told}")
+        args,
+        {"paths": paths, "wrong": wrong},
+        lambda: print(visible(f"{args.event_log}: {paths} paths: {told}")),
     )
     return 1 if wrong else 0
 
@@ -207,5 +208,7 @@ def replay(args: argparse.Namespace) -> int:
     if differing:
         verdict = f"{len(differing)} facts led to other decisions, the first on line {differing[0]}"
     document = {"facts": facts, "decisions": decisions, "differing_lines": differing}
-    print_document(args, document, lambda: print(f"{path}: {facts} facts, {decisions} decisions: {verdict}"))
+    print_document(
+        args, document, lambda: print(visible(f"{path}: {facts} facts, {decisions} decisions: {verdict}"))
+    )
     return 1 if differing else 0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from hetlb.addresses import is_loopback
 from hetlb.cli.flags import COUNT, PORT, declare
 from hetlb.cli.signals import run_listener, stop_event
-from hetlb.errors import ConfigError, InputError
+from hetlb.errors import ConfigError, InputError, visible
 from hetlb.files import read_text, readable_name
 from hetlb.inputs.urls import bracketed
 
@@ -204,7 +204,7 @@ def _coordinate(args: argparse.Namespace) -> int:
         raise InputError(f"--key-file: expected the key of clients to listen on {args.host}, got none")
     api_key = "" if args.key_file is None else _secret(args.key_file)
     if args.check:
-        print(f"{group.path}: {len(group.workers)} workers, all is well")
+        print(visible(f"{group.path}: {len(group.workers)} workers, all is well"))
         return 0
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     return run_listener(_serve_coordinator(group, api_key, args), args.host, args.port)
@@ -230,7 +230,7 @@ async def _serve_coordinator(group: StageGroup, api_key: str, args: argparse.Nam
 
 def _say_ready(what: str, args: argparse.Namespace, port: int) -> None:
     scheme = "http" if args.ssl_certfile is None else "https"
-    print(f"hetlb {what} ready on {scheme}://{bracketed(args.host)}:{port}", flush=True)
+    print(visible(f"hetlb {what} ready on {scheme}://{bracketed(args.host)}:{port}"), flush=True)
 
 
 async def _serve(worker: StageWorker, args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from hetlb.cli.adminclient import AdminClient, add_admin_argument
 from hetlb.cli.flags import FINITE, add_json, declare, print_document
+from hetlb.errors import visible
 
 #: Seconds between two looks at an instance (`--wait`).
 _LOOK_S: Final = 0.2
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             break
         time.sleep(_LOOK_S)
         found = _instance(client, args.name)
-    print_document(args, found | {"in_time": in_time}, lambda: print(_sentence(args.command, found)))
+    print_document(args, found | {"in_time": in_time}, lambda: print(visible(_sentence(args.command, found))))
     return 0 if in_time else 1
 
 
@@ -60,7 +61,7 @@ def _policy(args: argparse.Namespace, client: AdminClient) -> int:
         found = {"name": client.document("/v1/fleet", "policy")["policy"]}
     else:
         found = client.change("PUT", "/v1/policy", {"name": args.name})
-    return print_document(args, found, lambda: print(found.get("name", found.get("policy"))))
+    return print_document(args, found, lambda: print(visible(str(found.get("name", found.get("policy"))))))
 
 
 def _instance(client: AdminClient, name: str) -> dict[str, Any]:

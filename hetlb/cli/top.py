@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -22,6 +22,7 @@ from rich.text import Text
 from hetlb.cli.adminclient import AdminClient, NoAnswerError, add_admin_argument
 from hetlb.cli.flags import declare
 from hetlb.errors import InputError
+from hetlb.tools.console import Console
 
 RETRY_S = 1.0
 #: Age of an engine's report, in seconds, beyond which the scheduler does not use it.

@@ -6,12 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
+from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from hetlb.tools.console import Console
 
-def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]], **look: Any) -> Table:
+
+def table(
+    title: str | None, columns: Sequence[str], rows: Iterable[Sequence[RenderableType]], **look: Any
+) -> Table:
     """Create a table; columns whose name begins with `>` are right-aligned. `look`: options of `Table`."""
     found = Table(title=title, title_justify="left", **look)
     for column in columns:
@@ -32,7 +36,7 @@ def bar(words: str, console: Console | None = None) -> Iterator[Callable[..., An
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=8),  # a load test's line fits on 80 columns
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
         TimeElapsedColumn(),
     )
     console = console or Console(stderr=True)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
-
+from hetlb.tools.console import Console
 from hetlb.tools.tables import bar
 
 #: Seconds of a command that shows nothing, and between lines where no terminal shows a bar.
@@ -40,7 +39,7 @@ class PlanProgress:
         now = time.monotonic() - self._began
         if self._best != self._shown and now >= max(_QUIET_S, self._printed_s + _LINE_S):
             self._printed_s, self._shown = now, self._best
-            self._console.print(f"{self._best} ({now:.0f} s)", markup=False, highlight=False)
+            self._console.print(f"{self._best} ({now:.0f} s)", highlight=False)
 
 
 @contextmanager

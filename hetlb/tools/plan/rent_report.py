@@ -8,9 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table as Grid
 
+from hetlb.errors import visible_lines
+from hetlb.tools.console import Console
 from hetlb.tools.plan.common.remarks import remarks
 from hetlb.tools.plan.highs import INFINITY, SolveLimits
 from hetlb.tools.plan.planning import Table
@@ -211,7 +212,7 @@ def print_plan(table: Table, planned: SolvedPlan, document: dict[str, Any]) -> N
     for each in tables:
         console.print(each, soft_wrap=False)
     for line in [*document["remarks"], *trust_lines(document)]:
-        console.print(line, markup=False)
+        console.print(line)
     if (moves := document.get("replanning")) is not None:
         console.print(
             f"moves: {moves['moves']} (start {listed(moves['start'])}; stop {listed(moves['stop'])}); "
@@ -219,7 +220,7 @@ def print_plan(table: Table, planned: SolvedPlan, document: dict[str, Any]) -> N
             f"and {moves['from_scratch']['moves']} moves"
         )
     for command in document["commands"]:
-        print(command)
+        print(visible_lines(command))
 
 
 def listed(counts: dict[str, int]) -> str:

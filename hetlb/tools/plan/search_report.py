@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from hetlb.errors import visible_lines
+from hetlb.tools.console import Console
 from hetlb.tools.plan.cluster_layouts import LayoutsFound
 from hetlb.tools.plan.common.plan_tables import Machine
 from hetlb.tools.plan.common.remarks import remarks_on_machines
@@ -132,13 +134,13 @@ def print_result(found: LayoutsFound, document: Mapping[str, Any]) -> None:
         f"{sample.total - sample.within} exceed the cluster's limits"
     )
     for line in document["remarks"]:
-        print(line)
+        print(visible_lines(line))
     if found.cluster.model.shape is None:
         print("degrees were not checked against vLLM's rules: give model.config, the model's config.json")
     if found.choice.worth is not None:
-        print(_simulated_line(found))
+        print(visible_lines(_simulated_line(found)))
     for command in document["commands"]:
-        print(command)
+        print(visible_lines(command))
 
 
 def _simulated_line(found: LayoutsFound) -> str:
@@ -185,7 +187,7 @@ def _layouts_table(found: LayoutsFound, machine: Machine) -> Table:
     columns = ["layout", ">GPUs", ">tokens/s"]
     columns += [">goodput, requests/s", ">met"] if at_rate else []
     columns += [">per hour", ">per 1M tokens"] if priced else []
-    rows = []
+    rows: list[list[str | Text]] = []
     for each in evaluated[:_SHOWN_LAYOUTS]:
         cells = [layout_name(each.layout), str(gpus_of(each.layout)), f"{each.throughput_tok_s:,.0f}"]
         if each.worth is not None:
@@ -193,9 +195,9 @@ def _layouts_table(found: LayoutsFound, machine: Machine) -> Table:
         if each.cost_per_hour is not None:
             cells += [f"{each.cost_per_hour:.2f}", f"{_per_million(each):.3f}"]
         chosen = each.layout == found.choice.layouts.get(machine.name)
-        rows.append(_bold(cells) if chosen else cells)
+        rows.append(_bold(cells) if chosen else [*cells])
     return table(title, columns, rows)
 
 
-def _bold(cells: list[str]) -> list[str]:
-    return [f"[bold]{cell}[/bold]" for cell in cells]
+def _bold(cells: list[str]) -> list[str | Text]:
+    return [Text(cell, "bold") for cell in cells]

@@ -8,11 +8,11 @@ from statistics import geometric_mean
 from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from hetlb.balancer.config.profile_file import HostTime, Profile, load_profile
-from hetlb.errors import InputError
+from hetlb.errors import InputError, visible
+from hetlb.tools.console import Console
 from hetlb.tools.profiler.fit import StepKind
 from hetlb.tools.tables import table
 
@@ -43,15 +43,15 @@ def errors_table(profile: Profile) -> Table:
 
 def print_profile(profile: Profile) -> None:
     console = Console(highlight=False)
-    console.print(f"[bold]{profile.name}[/bold]")
+    console.print(visible(profile.name), style="bold")
     for key in ("hardware", "model", "engine", "source"):
         if (part := getattr(profile, key)) is not None:
             values = {k: v for k, v in msgspec.to_builtins(part).items() if v is not None}
-            console.print(f"{key}: " + ", ".join(f"{k} {v}" for k, v in values.items()), markup=False)
+            console.print(f"{key}: " + ", ".join(f"{k} {v}" for k, v in values.items()))
     if profile.source is not None and not profile.source.measured:
-        console.print("[bold yellow]unmeasured: an estimate that no hardware has confirmed[/bold yellow]")
+        console.print("unmeasured: an estimate that no hardware has confirmed", style="bold yellow")
     for line in (*(f"assumed: {each}" for each in profile.assumed), *(f"lacks {x}" for x in profile.lacks)):
-        console.print(line, markup=False)
+        console.print(line)
     for section in (profile.prefill, profile.decode):
         console.print("  ".join(f"{k} = {v:.4g}" for k, v in msgspec.to_builtins(section).items()))
     if (fit := profile.fit) is not None:

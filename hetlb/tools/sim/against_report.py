@@ -6,10 +6,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from hetlb.balancer.config.profile_file import Profile
 from hetlb.errors import ConfigError
+from hetlb.tools.console import Console
 from hetlb.tools.plots import new_figure, plot_distribution, save_figure, tidy
 from hetlb.tools.sim.against import Comparison
 from hetlb.tools.sim.engine_limits import EngineLimits
@@ -106,7 +105,7 @@ def print_comparison(profile: Profile | None, found: Comparison) -> None:
         console.print(f"the profile lacks {line}")
     for line in profile.assumed if profile is not None else ():
         console.print(f"assumed {line}")
-    console.print(f"[bold]{found.verdict}[/bold]")
+    console.print(found.verdict, style="bold")
 
 
 def write_against_plot(path: Path, found: Comparison) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from hetlb.errors import TraceError
+from hetlb.errors import TraceError, visible
 from hetlb.files import MAX_RECORDS_BYTES, read_bytes, text_of
 
 #: Largest count of tokens: a larger one is a mistake, not a prompt.
@@ -322,4 +322,4 @@ def _of_csv(path: Path, text: str) -> tuple[str, list[str], list[Record]]:
 
 def say(path: Path, note: str) -> None:
     """Print the kind of a file to stderr."""
-    print(f"{path}: {note}", file=sys.stderr)
+    print(visible(f"{path}: {note}"), file=sys.stderr)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from hetlb.errors import visible_lines
+from hetlb.tools.console import Console
 from hetlb.tools.plan.common.remarks import remarks_on_machines
 from hetlb.tools.plan.common.servers import VllmServer
 from hetlb.tools.plan.disaggregation.split_cluster import Role, SplitCluster, SplitPlan
@@ -75,9 +76,9 @@ def print_plan(document: dict[str, Any]) -> None:
     if document["kv_flows"]:
         console.print(_flow_grid(document), soft_wrap=False)
     for line in [*document["remarks"], *trust_lines(document)]:
-        console.print(line, markup=False)
+        console.print(line)
     for command in document["commands"]:
-        print(command)
+        print(visible_lines(command))
 
 
 def _headline(document: dict[str, Any]) -> str:

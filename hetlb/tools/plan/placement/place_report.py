@@ -7,9 +7,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from hetlb.errors import visible_lines
+from hetlb.tools.console import Console
 from hetlb.tools.plan.placement.flow import max_flow, pipelines
 from hetlb.tools.plan.placement.heuristics import petals, separate_pipelines, swarm
 from hetlb.tools.plan.placement.place_deploy import advice, stage_commands, vllm_plan
@@ -108,12 +109,12 @@ def print_placement(document: dict[str, Any], console: Console) -> None:
         if document["candidates"]["known"]:
             console.print(_raced(document))
     for line in document["remarks"]:
-        console.print(line, markup=False)
+        console.print(line)
     for command in document["commands"]:
-        print(command)
+        print(visible_lines(command))
     console.print(document["advice"])
     for command in (document["vllm"] or {"commands": ()})["commands"]:
-        print(command)
+        print(visible_lines(command))
 
 
 def _raced(document: dict[str, Any]) -> str:
