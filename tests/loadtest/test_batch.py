@@ -239,6 +239,25 @@ async def test_a_full_server_is_asked_again_when_it_says(tmp_path: Path) -> None
     assert set(server.asked.values()) == {2}
 
 
+@pytest.mark.parametrize(
+    ("status", "headers"), [(503, {}), (429, {"Retry-After": "0"}), (503, {"Retry-After": "900"})]
+)
+async def test_a_server_that_is_always_full_ends_the_run(
+    tmp_path: Path, status: int, headers: dict[str, str]
+) -> None:
+    source, out = batch(tmp_path, 8)
+
+    async def answer(call: int, body: dict[str, Any], request: web.Request) -> web.StreamResponse:
+        if call < 2:
+            return await good(call, body, request)
+        return web.Response(status=status, headers=headers)
+
+    async with serving(answer) as server:
+        with pytest.raises(HetlbError, match=rf"status {status} alone, no result for 0\.5 s \(--timeout\)"):
+            await asyncio.wait_for(run(server.url, source, out, lanes=4, timeout_s=0.5), HANG_S)
+    assert len(results(out)) == 2
+
+
 @pytest.mark.parametrize("lanes", [1, 4])
 async def test_a_request_that_is_never_answered_costs_itself_alone(tmp_path: Path, lanes: int) -> None:
     source, out = batch(tmp_path, 8)

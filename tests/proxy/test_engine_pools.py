@@ -106,3 +106,32 @@ async def test_a_connection_that_was_closed_before_it_was_used_is_not_accepted()
         assert failed.pop() is ends.NOT_ACCEPTED
     assert not pool.busy
     server.close()
+
+
+class WellUntilAsked(End):
+    """An engine that lists its models and closes the connection at every other request."""
+
+    asked = 0
+
+    def on_data(self, data: bytes) -> None:
+        super().on_data(data)
+        if data.startswith(b"GET /v1/models"):
+            self.send(ANSWER)
+        else:
+            WellUntilAsked.asked += 1
+            self.leave()
+
+
+def test_an_engine_that_closes_at_each_request_is_asked_at_most_twice_for_one(loop: Loop) -> None:
+    """Its models are read before a request on a new connection, which is then a reused one."""
+    loop.listeners[PORT] = WellUntilAsked
+    pool = EnginePool(URL, loop, PLAIN_ACCESS, ProxyTable(), on_reconnect=lambda _: None)
+    pool.lost()
+    failed: list[LeaseEnd] = []
+    for number in range(1, 4):
+        WellUntilAsked.asked = 0
+        head = pool.head(b"POST /v1/completions")
+        SideCall(pool, head, b"{}", lambda *_: None, lambda end, _: failed.append(end)).send()
+        loop.rest()
+        assert failed == [ends.DROPPED] * number
+        assert WellUntilAsked.asked <= 2

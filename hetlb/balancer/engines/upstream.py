@@ -43,14 +43,16 @@ class Carried:
     """One request as a connection sees it: the bytes to send, and the reports about its answer.
 
     A class and not a protocol: compiled, its methods are called without a lookup by name. `plain`: what comes
-    of the answer is passed on as it stands.
+    of the answer is passed on as it stands. `resent`: an idle connection was lost under it, which counts once
+    as no failure.
     """
 
-    __slots__ = ("method", "plain")
+    __slots__ = ("method", "plain", "resent")
 
     def __init__(self, method: bytes) -> None:
         self.method = method
         self.plain = True
+        self.resent = False
 
     def engine_connected(self, connection: EngineConnection) -> None:
         raise NotImplementedError
@@ -368,8 +370,10 @@ class EngineConnection(PacedReader):
 
     def _lost(self, carried: Carried, state: EngineState, exc: Exception | None) -> None:
         """Tell a request that its connection is lost, which was in `state`."""
-        if state is EngineState.RESENT:
-            # It was closed while idle and we learnt it too late: no failure.
+        if state is EngineState.RESENT and not carried.resent:
+            # It was closed while idle and we learnt it too late: no failure. An engine that closes each
+            # connection after a good answer would else be asked without end.
+            carried.resent = True
             carried.engine_lost_idle()
         elif state is EngineState.BODY:
             if self._decoder is None and self._left is None and exc is None:

@@ -1,7 +1,8 @@
 """Requests of a batch, at most a given number at once, each until it has a result: nothing is lost.
 
 A server that is full (429, 503) says when to come again. One that cannot be reached for `timeout_s`, from the
-start too, or lets several requests in a row run into it, ends the run: the lines are not at fault.
+start too, gives no result for so long, or lets several requests in a row run into it, ends the run: the lines
+are not at fault.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class BatchRun:
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._classes: Mapping[str, str] = {}
         self._heard_s = time.monotonic()
+        #: Time of the last result.
+        self._result_s = self._heard_s
         self._timeouts = 0  # since the last answer
         self._told = False  # that there is none
 
@@ -134,12 +137,17 @@ class BatchRun:
                 asked_s = retry_after_s({name.lower(): value for name, value in response.raw_headers})
                 tries += not is_final(status) and status not in (429, 503)
                 if is_final(status) or tries == _TRIES:
+                    self._result_s = self._heard_s
                     self._count(body)
                     label = response.headers.get("x-request-id", "").encode("ascii", "replace").decode()
                     return self._journal.answered(job, status, label, body)
                 waits += 1
                 wait_s = _wait_s(waits) if asked_s is None else min(asked_s, _LONGEST_RETRY_AFTER_S)
-                await asyncio.sleep(wait_s)
+                left_s = self._result_s + self._timeout_s - time.monotonic()
+                if left_s <= 0:
+                    full = f"status {status} alone, no result for {self._timeout_s:g} s (--timeout)"
+                    raise HetlbError(f"{self._url}: {full}")
+                await asyncio.sleep(min(wait_s, left_s))
 
     @property
     def _late(self) -> bool:
