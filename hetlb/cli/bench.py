@@ -23,7 +23,6 @@ from hetlb.errors import HetlbError, InputError, TraceError, visible
 from hetlb.extras import require
 from hetlb.inputs.urls import check_base, check_url
 from hetlb.output_files import output_path, write_text
-from hetlb.tools.console import Console
 from hetlb.tools.loadtest import options, result_tables
 from hetlb.tools.loadtest.bodies import CHAT, COMPLETIONS
 from hetlb.tools.loadtest.campaign import Campaign
@@ -38,6 +37,7 @@ from hetlb.tools.loadtest.result_files import (
 from hetlb.tools.loadtest.runs import LoadSpec, first_model
 from hetlb.tools.loadtest.screen import Screen
 from hetlb.tools.plots import picture_path
+from hetlb.tools.tables import Console
 from hetlb.tools.workload.arrivals import Load, Ramp, Rate
 from hetlb.tools.workload.content import block_tokens
 from hetlb.tools.workload.datasets import custom_rows, random_rows, sharegpt_rows

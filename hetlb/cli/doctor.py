@@ -39,7 +39,7 @@ from hetlb.cli.profile_doubts import doubt_beside, one_step_s
 from hetlb.cli.serving_options import OPTIONS
 from hetlb.errors import ConfigError, ConfigErrors, InputError, reason_of, visible
 from hetlb.tasks import ended
-from hetlb.tools.console import Console
+from hetlb.tools.tables import Console
 
 #: Oldest version of vLLM with the metrics and flags that hetlb reads; older answers pass, figures may not.
 OLDEST_VERSION: Final = (0, 8)

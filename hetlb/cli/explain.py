@@ -31,8 +31,8 @@ from hetlb.cli.flags import COUNT, add_json, declare, event_log, number, print_d
 from hetlb.cli.serving_options import OPTIONS
 from hetlb.errors import ConfigError, InputError, visible
 from hetlb.options.event_log.eventlog import Replay
-from hetlb.tools.console import Console
 from hetlb.tools.explained import explained
+from hetlb.tools.tables import Console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from hetlb.cli.flags import FINITE, INTEGER, add_json, declare, print_document
 from hetlb.errors import ConfigError, PlanError, visible
 from hetlb.output_files import fleet_path
-from hetlb.tools.console import Console
 from hetlb.tools.paths.path_scheduler import PATH_POLICIES
 from hetlb.tools.plan.highs import Interrupt, SolveLimits
 from hetlb.tools.plan.placement.place_deploy import write_stages
@@ -22,6 +21,7 @@ from hetlb.tools.plan.placement.place_plan import PlacementSimulator, plan_place
 from hetlb.tools.plan.placement.place_report import document_of, print_placement
 from hetlb.tools.plan.placement.place_search import PlacementCandidate
 from hetlb.tools.plan.workloads import trace_rows
+from hetlb.tools.tables import Console
 
 #: Prompt and output tokens of every request without a file of lengths, as Helix plans for.
 _USUAL_LENGTHS = [(750, 240)]

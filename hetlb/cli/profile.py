@@ -21,7 +21,6 @@ from hetlb.cli.profile_corrected import write_corrected
 from hetlb.cli.profile_facts import Facts, read_facts_file
 from hetlb.errors import InputError, visible
 from hetlb.inputs.urls import check_url
-from hetlb.tools.console import Console
 from hetlb.tools.plots import picture_path
 from hetlb.tools.profiler import shown
 from hetlb.tools.profiler.aiconfigurator import Layout, query
@@ -33,6 +32,7 @@ from hetlb.tools.profiler.sources import (
     profile_of,
     read_csv,
 )
+from hetlb.tools.tables import Console
 
 _SOURCES = "csv:FILE, log:FILE, aiconfigurator or roofline"
 

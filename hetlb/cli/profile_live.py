@@ -22,14 +22,13 @@ from hetlb.cli.flags import COUNT, declare
 from hetlb.errors import HetlbError, InputError, ProfileError, visible
 from hetlb.inputs.urls import check_url
 from hetlb.inputs.yaml_file import PositiveInt, load_yaml
-from hetlb.tools.console import Console
 from hetlb.tools.profiler.client import EngineClient, ServerFacts
 from hetlb.tools.profiler.fit import StepKind, too_few
 from hetlb.tools.profiler.grid import DEFAULT_GRID, Size, clip
 from hetlb.tools.profiler.sample_file import Identity, SampleFile
 from hetlb.tools.profiler.sources import Measurements
 from hetlb.tools.profiler.sweep import REPEATS, BusyError, Sweep, learn_max_num_seqs, settled
-from hetlb.tools.tables import bar
+from hetlb.tools.tables import Console, bar
 
 #: Seconds of the budget reserved for the fit and the plot.
 _FINISH_S = 5.0

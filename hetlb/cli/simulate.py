@@ -17,7 +17,6 @@ from hetlb.cli.flags import COUNT, INTEGER, add_json, add_load, declare, event_l
 from hetlb.cli.serving_options import OPTIONS
 from hetlb.errors import InputError, PlanError, TraceError, visible
 from hetlb.options.event_log.eventlog import Replay
-from hetlb.tools.console import Console
 from hetlb.tools.loadtest.options import read_known, read_rates
 from hetlb.tools.loadtest.result_tables import percent, runs_table
 from hetlb.tools.paths.path_log import dispatches, is_path_log
@@ -28,7 +27,7 @@ from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.sim.simulation_sweep import TRACE, Ran, Study, StudyCell, run_sweep
 from hetlb.tools.sim.study import by_policy_and_rate, make_study, median_run, run_document, watch
 from hetlb.tools.sim.sweep_plot import rate_in_words, write_sweep_plot
-from hetlb.tools.tables import bar
+from hetlb.tools.tables import Console, bar
 from hetlb.tools.workload.arrivals import Load
 from hetlb.tools.workload.content import block_tokens
 from hetlb.tools.workload.trace_formats import read_trace

@@ -22,7 +22,7 @@ from rich.text import Text
 from hetlb.cli.adminclient import AdminClient, NoAnswerError, add_admin_argument
 from hetlb.cli.flags import declare
 from hetlb.errors import InputError
-from hetlb.tools.console import Console
+from hetlb.tools.tables import Console
 
 RETRY_S = 1.0
 #: Age of an engine's report, in seconds, beyond which the scheduler does not use it.

@@ -1,4 +1,4 @@
-"""Tables and progress bars for terminals."""
+"""Consoles, tables and progress bars for terminals."""
 
 from __future__ import annotations
 
@@ -6,11 +6,28 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import rich.console
 from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.segment import Segment
 from rich.table import Table
 
-from hetlb.tools.console import Console
+from hetlb.errors import visible_lines
+
+
+class Console(rich.console.Console):
+    """A console that shows texts of others: no markup, and control characters as escapes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**({"markup": False, "emoji": False} | options))
+
+    def render(self, *args: Any, **kwargs: Any) -> Iterable[Segment]:
+        """Return the segments of what is printed; of a text's control characters only line ends stay."""
+        for segment in super().render(*args, **kwargs):
+            if segment.control or segment.text.isprintable() or segment.text == "\n":
+                yield segment
+            else:
+                yield Segment(visible_lines(segment.text), segment.style)
 
 
 def table(

@@ -21,7 +21,7 @@ from rich.table import Table
 from serve_process import serve_process
 
 from hetlb.errors import HetlbError, InputError, visible
-from hetlb.tools.console import Console
+from hetlb.tools.tables import Console
 
 #: Colours, a bell, a title, a line of its own, the other direction of writing, and markup of rich.
 ODD = "m\x1b[31m\x07\x9b2J\x1b]0;t\x07\nFORGED\u202e[/x]"

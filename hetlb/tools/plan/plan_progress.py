@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hetlb.tools.console import Console
-from hetlb.tools.tables import bar
+from hetlb.tools.tables import Console, bar
 
 #: Seconds of a command that shows nothing, and between lines where no terminal shows a bar.
 _QUIET_S, _LINE_S = 2.0, 5.0

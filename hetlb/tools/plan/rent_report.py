@@ -11,7 +11,6 @@ from typing import Any
 from rich.table import Table as Grid
 
 from hetlb.errors import visible_lines
-from hetlb.tools.console import Console
 from hetlb.tools.plan.common.remarks import remarks
 from hetlb.tools.plan.highs import INFINITY, SolveLimits
 from hetlb.tools.plan.planning import Table
@@ -20,6 +19,7 @@ from hetlb.tools.plan.rent_simulation import SimulatedFleet, simulate_plan
 from hetlb.tools.plan.replan import Replanned
 from hetlb.tools.plan.throughput import SloLimits
 from hetlb.tools.sim.fleet_simulation import StoppedError
+from hetlb.tools.tables import Console
 from hetlb.tools.tables import table as grid
 
 #: Shares of the planned rate at which the whole fleet is tried against its latencies, until enough are met.

@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from hetlb.errors import visible_lines
-from hetlb.tools.console import Console
 from hetlb.tools.plan.cluster_layouts import LayoutsFound
 from hetlb.tools.plan.common.plan_tables import Machine
 from hetlb.tools.plan.common.remarks import remarks_on_machines
@@ -26,7 +25,7 @@ from hetlb.tools.plan.layouts import (
     layout_name,
 )
 from hetlb.tools.plan.tp_search import Option, whole_tok_s
-from hetlb.tools.tables import table
+from hetlb.tools.tables import Console, table
 
 _SHOWN_LAYOUTS = 8
 _BAR_WIDTH = 24

@@ -12,9 +12,8 @@ from rich.table import Table
 
 from hetlb.balancer.config.profile_file import HostTime, Profile, load_profile
 from hetlb.errors import InputError, visible
-from hetlb.tools.console import Console
 from hetlb.tools.profiler.fit import StepKind
-from hetlb.tools.tables import table
+from hetlb.tools.tables import Console, table
 
 #: Prompt tokens of the mixed steps that are shown and compared.
 _MIXED_PROMPT_TOKENS = 512

@@ -8,13 +8,12 @@ from typing import Any
 
 from hetlb.balancer.config.profile_file import Profile
 from hetlb.errors import ConfigError
-from hetlb.tools.console import Console
 from hetlb.tools.plots import new_figure, plot_distribution, save_figure, tidy
 from hetlb.tools.sim.against import Comparison
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.study import engine_of
-from hetlb.tools.tables import table
+from hetlb.tools.tables import Console, table
 from hetlb.tools.workload.measured_logs import Log
 
 _MEASURED, _SIMULATED = "#24292f", "#d9480f"

@@ -8,12 +8,11 @@ from typing import Any
 from rich.table import Table
 
 from hetlb.errors import visible_lines
-from hetlb.tools.console import Console
 from hetlb.tools.plan.common.remarks import remarks_on_machines
 from hetlb.tools.plan.common.servers import VllmServer
 from hetlb.tools.plan.disaggregation.split_cluster import Role, SplitCluster, SplitPlan
 from hetlb.tools.plan.disaggregation.split_search import SplitsFound
-from hetlb.tools.tables import table
+from hetlb.tools.tables import Console, table
 
 
 def document_of(

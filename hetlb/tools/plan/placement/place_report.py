@@ -10,12 +10,11 @@ from typing import Any
 from rich.table import Table
 
 from hetlb.errors import visible_lines
-from hetlb.tools.console import Console
 from hetlb.tools.plan.placement.flow import max_flow, pipelines
 from hetlb.tools.plan.placement.heuristics import petals, separate_pipelines, swarm
 from hetlb.tools.plan.placement.place_deploy import advice, stage_commands, vllm_plan
 from hetlb.tools.plan.placement.place_plan import PlacePlan
-from hetlb.tools.tables import table
+from hetlb.tools.tables import Console, table
 
 
 def document_of(
