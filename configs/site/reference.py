@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import re
+import runpy
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
@@ -50,6 +51,8 @@ from hetlb.tools.plan.cluster import ClusterFile
 from hetlb.tools.stage.stages_file import StagesFile
 
 ROOT = Path(__file__).parents[2]
+#: Readers of what others write (`readers.py` beside this file).
+READERS = runpy.run_path(str(Path(__file__).with_name("readers.py")))["READERS"]
 FOLDER = ROOT / "docs" / "reference"
 #: Files of which every key is listed: title, kind in meanings.yaml, table.
 FILES = (
@@ -393,7 +396,7 @@ def limits_page() -> str:
         (
             "parts of a form, headers of a part",
             f"{multipart.MAX_PARTS}, {multipart.MAX_PART_LINES} "
-            f"({_kib(multipart._MAX_PART_HEAD_BYTES)} together)",
+            f"({_kib(multipart.MAX_PART_HEAD_BYTES)} together)",
             "400",
         ),
         (
@@ -417,11 +420,12 @@ def limits_page() -> str:
         ("event of a stream that is held until it is whole", _kib(sse.MAX_HELD_BYTES), "passes in parts"),
         (
             "pages that are scraped",
-            f"{_kib(scrape._MAX_PAGE_BYTES)}, metrics {_kib(scrape._MAX_METRICS_BYTES)}, `scrape.timeout_s`, "
+            f"{_kib(scrape._MAX_PAGE_BYTES)}, metrics {_kib(scrape.MAX_METRICS_BYTES)}, `scrape.timeout_s`, "
             f"{MOST_SERIES:,} lines of one metric",
             "not read; such metrics once a minute",
         ),
     )
+    of_all = [(each.reads, each.of, each.bound, each.else_) for each in READERS]
     parts = (
         "# Limits",
         "Made by `make reference`. Times run from the first byte and are not restarted.",
@@ -429,6 +433,10 @@ def limits_page() -> str:
         "\n".join(_table(("what", "limit", "else"), of_clients)),
         "## Of an engine",
         "\n".join(_table(("what", "limit", "else"), of_engines)),
+        "## Readers of what others write",
+        "Each reads in linear time and keeps a bounded number of bytes. At its bound one thing is lost, as "
+        "the last column says, and nothing else.",
+        "\n".join(_table(("what", "of", "bound", "at it"), of_all)),
         "## Headers of clients that engines get",
         ", ".join(f"`{name.decode()}`" for name in sorted(forward_headers._FORWARDED))
         + "; headers in `proxy.forward_headers`; `x-request-id`, the client's (with a suffix if there are "

@@ -73,7 +73,9 @@ class MessageChannel(asyncio.Protocol, Generic[_In]):
         self._most_frame = most_frame
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._received = b""
+        #: A frame that is not whole, and the bytes with which it is.
+        self._received = bytearray()
+        self._wanted = 0
         self._unsent: list[msgspec.Struct] = []
         #: True if a flush comes at the end of this turn, and by `POST_S` at the latest.
         self._flushes = self._flushes_later = False
@@ -91,7 +93,10 @@ class MessageChannel(asyncio.Protocol, Generic[_In]):
 
     def data_received(self, data: bytes) -> None:
         if self._received:
-            data = self._received + data
+            self._received += data
+            if len(self._received) < self._wanted:
+                return
+            data = bytes(self._received)
         try:
             at = each_frame(data, self._most_frame, self._frame)
         except msgspec.DecodeError as error:
@@ -99,7 +104,8 @@ class MessageChannel(asyncio.Protocol, Generic[_In]):
             _broken.tell(logger, Event.WORKER_FAILED, text, error)
             self.close()
             at = len(data)
-        self._received = data[at:]
+        self._received = bytearray(data[at:])
+        self._wanted = 4 + _LENGTH.unpack_from(data, at)[0] if len(data) - at >= 4 else 4
 
     def _frame(self, data: memoryview) -> None:
         self._on_messages(self._decode(data))

@@ -26,6 +26,8 @@ from hetlb.balancer.core.types import Health
 from hetlb.balancer.http import openai_body as bodies
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import GateError
+from hetlb.tools.models.expressions import Expression
+from hetlb.tools.openai.answer_events import AnswerError, EventReader
 from hetlb.tools.stage import stage_messages
 
 #: Reads of a socket are as large as this at most.
@@ -160,6 +162,24 @@ def stage(data: bytes) -> None:
     for frame in framed_in(data):
         with contextlib.suppress(stage_messages.StageProtocolError):
             stage_messages.decode(frame)
+
+
+def answers(size: int = 4096) -> Reader:
+    """Events of a server under load, in reads of `size` bytes."""
+
+    def read(data: bytes) -> None:
+        reader = EventReader()
+        with contextlib.suppress(AnswerError):
+            for piece in pieces(data, size):
+                reader.feed(piece)
+
+    return read
+
+
+def expression(data: bytes) -> None:
+    """An expression of a model's file, and a name that it may match."""
+    with contextlib.suppress(ValueError):
+        Expression(data.decode("latin-1")).match("a" * 64)
 
 
 # --- measuring ---

@@ -220,6 +220,21 @@ def sse_watcher(data: bytes) -> None:
     _pass_events(data)
 
 
+def usage(data: bytes) -> None:
+    """Events of usage behind the end of a choice: each is passed on at once, and little is held."""
+    held = sse.MAX_HELD_BYTES
+    watcher = sse.SseWatcher(True)
+    watcher.feed(b'data: {"choices":[{"finish_reason":"stop"}]}\n\n')
+    values = data.replace(b"\r", b" ").split(b"\n")
+    for number, value in enumerate(values * (1 + 64 // len(values))):
+        event = b'data: {"choices":[],"usage":%b,"x":1}\n\n' % value
+        out = watcher.feed(event)
+        assert number or not watcher.understood or len(out) <= len(event) + 2 * held
+        assert len(watcher.release()) <= 2 * held
+    watcher.flush()
+    assert watcher.between
+
+
 def _pass_events(data: bytes) -> None:
     """The short way past the watcher counts what the watcher would."""
     first, _, chunks = data.partition(b"\0")
@@ -393,6 +408,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "gate": gate,
     "body": body,
     "sse": sse_watcher,
+    "usage": usage,
     "config": config_file,
 }
 for _room in of_rooms():

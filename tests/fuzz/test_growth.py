@@ -6,8 +6,10 @@ Worst cases, each generated in any size; options have more (`fuzzed.py`).
 from __future__ import annotations
 
 import contextlib
+import runpy
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from fuzz import costs
@@ -26,6 +28,7 @@ from hetlb.tools.stage.stage_messages import (
     encode,
 )
 
+READERS = runpy.run_path(str(Path(__file__).parents[2] / "configs" / "site" / "readers.py"))["READERS"]
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\n"
 FORM_HEAD = (
     b"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: p\r\ncontent-type: multipart/form-data; boundary=b\r\n"
@@ -148,6 +151,10 @@ CASES: dict[str, tuple[Reader, Make, int]] = {
     "an event without end, byte by byte": (costs.engine(1), answer(b"data: x", 7), 4 << 10),
     "a stream in small reads": (costs.engine(30), answer(TOKEN, len(TOKEN)), 32 << 10),
     "a plain answer in small reads": (costs.engine(10), many(b"x", JSON + b"\r\n"), 16 << 10),
+    "answers of a server": (costs.answers(), many(b'data: {"choices":[{"text":"x"}]}\n\n'), 64 << 10),
+    "answers of a server without a line end": (costs.answers(), many(b"x"), 512 << 10),
+    "expressions of a model": (costs.expression, many(b"(a|b*)"), 3 << 10),
+    "repeats in expressions of a model": (costs.expression, many(b"(?:a*)*"), 3 << 10),
     "frames of a stage": (costs.stage, many(framed(encode(Close([1])))), 64 << 10),
     "frames of many passes": (
         costs.stage, many(framed(encode(Passes([Pass(1, 0, 0, 1, True)] * MOST_PASSES)))), 64 << 10,
@@ -158,6 +165,14 @@ CASES: dict[str, tuple[Reader, Make, int]] = {
 }  # fmt: skip
 for _room in of_rooms():
     CASES.update(getattr(_room, "GROWTH", {}))
+
+
+def test_every_reader_has_its_cases_and_every_case_its_reader() -> None:
+    without = {name for name in CASES if not any(part in name for each in READERS for part in each.cases)}
+    assert without == set()
+    for each in READERS:
+        for part in each.cases:
+            assert any(part in name for name in CASES), f"{each.reads}: {part}"
 
 
 @pytest.mark.skipif(compiled(), reason="what is compiled makes no calls that the interpreter sees")
@@ -271,7 +286,8 @@ UNITS = (
     ("of a byte", 10.0, 16.0),
     ("requests", 10.0, 16.0),
     ("one token", 8.0, 16.0),
-    ("short lines", 8.0, 8.0),
+    ("short lines", 8.0, 16.0),
+    ("lists in a line", 1.0, 32.0),
     ("empty events", 7.0, 32.0),
     ("one byte", 4.0, 16.0),
     ("zeros", 4.0, 16.0),

@@ -271,7 +271,7 @@ async def test_a_page_of_many_engines_is_read() -> None:
 async def test_a_page_that_is_too_large_is_not_read_every_round(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetlb.balancer.engines.scrape._MAX_METRICS_BYTES", 1 << 20)
+    monkeypatch.setattr("hetlb.balancer.engines.scrape.MAX_METRICS_BYTES", 1 << 20)
     asked = 0
 
     async def metrics(_: web.Request) -> web.Response:

@@ -21,7 +21,7 @@ from hetlb.balancer.http.openai_body import Call
 from hetlb.balancer.http.prefix_cuts import BYTES_PER_TOKEN, FIRST_TOKENS, cuts
 
 #: Maximum bytes of text, and of a list of token ids, that have keys.
-_MAX_KEYED_BYTES: Final = 4 << 20
+MAX_KEYED_BYTES: Final = 4 << 20
 _FIRST_BYTES: Final = FIRST_TOKENS * BYTES_PER_TOKEN
 _SESSION: Final = re.compile(rb"[\x21-\x7e]{1,256}")
 #: The end of one element of a list of messages, content parts or tools and the start of the next. It cannot
@@ -70,7 +70,7 @@ def session_key(session: bytes | None, owner: str | None, model: str) -> PrefixK
 def token_ids(call: Call) -> list[array[int]] | None:
     """Return the token ids of each prompt; None where they are no ids, or too many for keys."""
     data = call.ids
-    if not 0 < len(data) <= _MAX_KEYED_BYTES:
+    if not 0 < len(data) <= MAX_KEYED_BYTES:
         return None
     try:
         lists = _lists.decode(data) if call.ids_nested else [_one_list.decode(data)]
@@ -111,7 +111,7 @@ def text_keys(call: Call, model: str, owner: str | None = None) -> tuple[PrefixK
     text = call.tools + call.text if call.tools else call.text
     if call.prompts > 1:
         text = _beginning_of_all(text)
-    text = text[:_MAX_KEYED_BYTES].rstrip(b' \t\r\n]"')
+    text = text[:MAX_KEYED_BYTES].rstrip(b' \t\r\n]"')
     length = len(text)
     if length < _FIRST_BYTES:
         return ()

@@ -49,7 +49,7 @@ logger = logging.getLogger("hetlb.scrape")
 #: Maximum bytes of a page of models: a list of a thousand has 100 KiB.
 _MAX_PAGE_BYTES = 1 << 20
 #: Maximum bytes of a page of metrics, read line by line: each of 32 data-parallel engines has some 60 KiB.
-_MAX_METRICS_BYTES = 64 << 20
+MAX_METRICS_BYTES = 64 << 20
 #: Bytes of a page that are read at a time: between them others have their turn.
 _PIECE_BYTES = 8 << 10
 #: Seconds until an engine whose page is larger is asked again.
@@ -219,7 +219,7 @@ class EngineWatch:
             sample = await self.read_metrics(name)
         except _TooLargeError:
             seen.metrics_after = now + _TOO_LARGE_PAUSE_S
-            self._tell_once(name, f"its /metrics has more than {_MAX_METRICS_BYTES} bytes")
+            self._tell_once(name, f"its /metrics has more than {MAX_METRICS_BYTES} bytes")
             return
         if sample is not None:
             await self._take(name, seen, sample)
@@ -287,7 +287,7 @@ class EngineWatch:
         try:
             async with self._asked(name, "GET", path) as reply:
                 body, size, share = bytearray(), 0, Share()
-                most = _MAX_PAGE_BYTES if metrics is None else _MAX_METRICS_BYTES
+                most = _MAX_PAGE_BYTES if metrics is None else MAX_METRICS_BYTES
                 async for piece in reply.content.iter_any():
                     size += len(piece)
                     if size > most:

@@ -29,7 +29,7 @@ _PARAMETER = re.compile(
     re.X,
 )
 #: Maximum bytes of the line end behind a boundary, the headers of a part and the empty line.
-_MAX_PART_HEAD_BYTES: Final = 4096
+MAX_PART_HEAD_BYTES: Final = 4096
 #: Header lines of one part, and parts of one form: vLLM's largest has some thirty.
 MAX_PART_LINES: Final = 16
 MAX_PARTS: Final = 256
@@ -60,7 +60,7 @@ def read_form(content_type: bytes, body: bytes) -> Call:
         parts += 1
         if parts > MAX_PARTS:
             raise GateError(400, f"The multipart body has more than {MAX_PARTS} parts.")
-        head_end = body.find(b"\r\n\r\n", at, at + _MAX_PART_HEAD_BYTES)
+        head_end = body.find(b"\r\n\r\n", at, at + MAX_PART_HEAD_BYTES)
         value_at = head_end + 4
         # A part that begins with a boundary has no value for some, and that value for others.
         if head_end < 0 or body[at : at + 2] != b"\r\n" or body.startswith(boundary, value_at):

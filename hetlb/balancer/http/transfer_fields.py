@@ -22,9 +22,9 @@ _HOLDERS: Final = ("vllm_xargs", "sampling_params", "extra_args")
 #: Depth of the deepest place of a field: `sampling_params.extra_args`.
 _DEEPEST_LEVEL: Final = 2
 #: Bytes of an object that is written anew, beside values that are known to be few; a larger one has at most
-#: `_MOST_QUOTES`.
+#: `MOST_QUOTES`.
 MAX_REWRITTEN_BYTES: Final = 256 << 10
-_MOST_QUOTES: Final = 1 << 17
+MOST_QUOTES: Final = 1 << 17
 #: End of every name.
 _COMMON: Final = b"_transfer_params"
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -46,7 +46,7 @@ def fields_of(body: bytes, known_bytes: int = 0) -> dict[str, msgspec.Raw]:
         while at < len(body):
             quotes += body.count(b'"', at, at + MAX_REWRITTEN_BYTES)
             at += MAX_REWRITTEN_BYTES
-            if quotes > _MOST_QUOTES:
+            if quotes > MOST_QUOTES:
                 raise GateError(400, "The body has too many fields to remove or rename one of them.")
     return _object.decode(body)
 

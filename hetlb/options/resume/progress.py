@@ -20,7 +20,7 @@ _MAX_PROMPT_ID_BYTES: Final = 1 << 19
 #: Bytes of one stream that are kept as they came: some 800 events, read in 3 ms.
 _RAW_BYTES: Final = 256 << 10
 #: Bytes of text, of token ids and of an unfinished event of one stream.
-_READ_BYTES: Final = 2 << 20
+READ_BYTES: Final = 2 << 20
 #: Bytes of all streams of a process.
 _ALL_BYTES: Final = 128 << 20
 #: Bytes of an object that holds a read, beside the read itself.
@@ -122,7 +122,7 @@ class Progress:
         self._read_bytes = size
         if self.most_tokens is not None and self.tokens > self.most_tokens:
             self.spoil("more token ids than its limit")
-        elif size > _READ_BYTES or self._kept.bytes > _ALL_BYTES:
+        elif size > READ_BYTES or self._kept.bytes > _ALL_BYTES:
             self.spoil("too long to be kept")
 
     def take(self, event: bytes, *, has_prompt: bool = True) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -76,21 +76,31 @@ def read_answer(payload: bytes) -> AnswerEvent:
     return event
 
 
+#: Maximum bytes of an event that is not whole.
+MAX_EVENT_BYTES: Final = 16 << 20
+
+
 class EventReader:
     """Server-sent events, one line of data each (as every OpenAI-compatible server sends them)."""
 
     __slots__ = ("_rest", "begun", "done")
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
         self.begun = self.done = False
 
     def feed(self, data: bytes) -> list[AnswerEvent]:
         """Return the events that these bytes complete. Raises `AnswerError` on one of an error or no JSON."""
-        lines = (self._rest + data).split(b"\n")
-        self._rest = lines.pop()
+        end = data.rfind(b"\n")
+        if end < 0:
+            self._rest += data
+            if len(self._rest) > MAX_EVENT_BYTES:
+                raise AnswerError("malformed answer", f"an event of more than {MAX_EVENT_BYTES} bytes")
+            return []
+        whole = bytes(self._rest) + data[:end]
+        self._rest = bytearray(data[end + 1 :])
         events = []
-        for line in lines:
+        for line in whole.split(b"\n"):
             if line[:5] == b"data:":  # else blank lines between events, comments, names of events
                 self.begun, payload = True, line[5:].strip()
                 if payload == b"[DONE]":

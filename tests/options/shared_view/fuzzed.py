@@ -11,7 +11,8 @@ from msgspec import msgpack
 
 from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.options.lease_wire import PART_CHANGES
-from hetlb.options.shared_view.peer_messages import VERSION
+from hetlb.options.shared_view.hub import _Frames
+from hetlb.options.shared_view.peer_messages import MAX_MESSAGE_BYTES, VERSION
 from hetlb.options.shared_view.redis_transport import RedisTransport
 from hetlb.options.shared_view.sharing import Sharing
 from hetlb.tools.sim.integrity import check_scheduler
@@ -55,6 +56,53 @@ def shared_view(data: bytes) -> None:
     assert view._scheduler.in_flight == 0
 
 
+class _Member(_Frames):
+    """A connection of the hub that keeps its frames."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: None)
+        self.frames: list[bytes] = []
+
+    def frame(self, message: bytes) -> None:
+        self.frames.append(message)
+
+
+class _End(asyncio.Transport):
+    """A transport that is aborted where a frame is too long."""
+
+    def __init__(self) -> None:
+        self.aborted = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+def hub(data: bytes) -> None:
+    """Frames at the socket of a hub: the same for all cuts, and at most one message is kept."""
+
+    async def read(size: int) -> list[bytes]:
+        member, end = _Member(), _End()
+        member.connection_made(end)
+        for at in range(0, len(data), size):
+            member.data_received(data[at : at + size])
+            while member._paused and not end.aborted:
+                await asyncio.sleep(0)
+            assert end.aborted or len(member._rest) <= MAX_MESSAGE_BYTES + 4
+            if end.aborted:
+                break
+        return member.frames
+
+    whole = _LOOP.run_until_complete(read(len(data) or 1))
+    assert _LOOP.run_until_complete(read(max(1, len(data) // 20))) == whole
+    assert whole == list(framed_in(data))[: len(whole)]
+
+
 def peer(changes: list[list[object]]) -> bytes:
     """A message of a peer that tells all its leases."""
     return msgpack.encode([VERSION, "ab", 1, 1, 0.0, 0, changes])
@@ -68,7 +116,7 @@ KEYED: list[object] = [
 ]
 
 
-TARGETS = {"shared": shared_view}
+TARGETS = {"shared": shared_view, "hub": hub}
 PREFIXES: tuple[tuple[Reader, bytes], ...] = ((peers, b""),)
 #: name -> (reader, input of a size, the smaller size).
 GROWTH: dict[str, tuple[Reader, Make, int]] = {

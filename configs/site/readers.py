@@ -1,0 +1,193 @@
+"""Readers of what others write: each with its bound, as its own module states it, and what happens there.
+
+docs/reference/limits.md shows them; tests/fuzz/test_growth.py gives each n and 8 n bytes of its worst kinds.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hetlb.balancer.clients import prompt_keys
+from hetlb.balancer.engines import scrape, series_reader, upstream
+from hetlb.balancer.http import http1, multipart, sse, transfer_fields
+from hetlb.inputs import yaml_file
+from hetlb.options import message_channel
+from hetlb.options.kubernetes import kubernetes
+from hetlb.options.kv_events import kv_events, zmtp
+from hetlb.options.resume import progress
+from hetlb.options.shared_view import peer_messages
+from hetlb.tools.models import expressions
+from hetlb.tools.openai import answer_events
+from hetlb.tools.stage import stage_messages
+
+
+class Reader(NamedTuple):
+    """One reader: what it reads, of whom, its bound, and what happens there.
+
+    `cases` are parts of the names of the growth tests that it has.
+    """
+
+    reads: str
+    of: str
+    bound: str
+    else_: str
+    cases: tuple[str, ...]
+
+
+def size(of: int) -> str:
+    return f"{of >> 20} MiB" if of >= 1 << 20 else f"{of >> 10} KiB"
+
+
+READERS = (
+    Reader(
+        "heads of requests",
+        "a client",
+        f"{size(http1.MAX_HEAD_BYTES)}, {size(http1.MAX_LINE_BYTES)} a line, {http1.MAX_HEADERS} headers",
+        "431",
+        ("a head", "blank lines", "pipelined requests", "requests whose heads differ"),
+    ),
+    Reader(
+        "bodies",
+        "a client",
+        "`proxy.max_body_bytes`, one pass of JSON",
+        "413",
+        (
+            "a body in",
+            "chunk sizes",
+            "unknown keys",
+            "repeated keys",
+            "lists",
+            "token ids",
+            "blanks",
+            "digits",
+            "empty strings",
+            "UTF-8",
+            "data urls",
+            "pictures without end",
+        ),
+    ),
+    Reader(
+        "bodies that are written anew (an alias, a transfer field)",
+        "a client",
+        f"{size(transfer_fields.MAX_REWRITTEN_BYTES)} beside the prompt, or "
+        f"{transfer_fields.MOST_QUOTES:,} quotation marks",
+        "400",
+        ("unknown keys",),
+    ),
+    Reader(
+        "prompts with prefix keys",
+        "a client",
+        size(prompt_keys.MAX_KEYED_BYTES),
+        "the rest has no keys",
+        ("escaped quotes", "escaped backslashes", "commas of strings"),
+    ),
+    Reader(
+        "forms",
+        "a client",
+        f"{multipart.MAX_PARTS} parts of {multipart.MAX_PART_LINES} headers in "
+        f"{size(multipart.MAX_PART_HEAD_BYTES)}",
+        "400",
+        ("parts of a form", "headers of a part", "almost boundaries", "line ends in a file"),
+    ),
+    Reader("frames of a WebSocket", "a client or an engine", "passed on as they come", "-", ("tunnel",)),
+    Reader(
+        "heads of answers",
+        "an engine",
+        f"{size(http1.MAX_HEAD_BYTES)}, {upstream.MAX_INTERIM_ANSWERS} interim answers",
+        "502",
+        ("an answer's head", "an answer in chunks", "a plain answer", "interim answers"),
+    ),
+    Reader(
+        "events of a stream",
+        "an engine",
+        f"{size(sse.MAX_HELD_BYTES)} of an event that is not whole",
+        "it passes in parts, unread",
+        ("tokens", "a stream in", "an event without end", "empty events", "events with errors"),
+    ),
+    Reader(
+        "usage in a stream",
+        "an engine",
+        f"one event of {size(sse.MAX_HELD_BYTES)} is held",
+        "later ones pass by themselves",
+        ("events with usage", "events of usage"),
+    ),
+    Reader(
+        "an answer that may go on elsewhere",
+        "an engine",
+        size(progress.READ_BYTES),
+        "it is not resumed",
+        ("tokens of many events",),
+    ),
+    Reader(
+        "metrics page",
+        "an engine",
+        f"{size(scrape.MAX_METRICS_BYTES)}, {size(series_reader.MAX_LINE_BYTES)} a line, "
+        f"{series_reader.MOST_SERIES:,} lines of a metric, {size(series_reader.MAX_LABEL_BYTES)} of labels",
+        "that line is not read; of a larger page none, for a minute",
+        ("metrics page",),
+    ),
+    Reader(
+        "reports of KV caches",
+        "an engine",
+        f"{size(zmtp.MAX_MESSAGE_BYTES)} a message, {size(kv_events.MOST_PUBLISHER_BYTES)} that wait",
+        "the publisher is asked again from the start",
+        ("blocks", "events of other kinds"),
+    ),
+    Reader(
+        "watch of Kubernetes",
+        "an API server",
+        f"{size(kubernetes.MAX_LINE_BYTES)} a line, {size(kubernetes.MAX_PAGE_BYTES)} a page, "
+        f"{size(kubernetes.MAX_OBJECTS_BYTES)} of objects",
+        "the source has failed, and what it gave last stays",
+        ("line of a watch", "lines of a watch"),
+    ),
+    Reader(
+        "files of instances, fleet files, profiles",
+        "an operator",
+        f"{size(yaml_file.MAX_FILE_BYTES)}, {yaml_file.MAX_VALUES:,} values in {yaml_file.MAX_LEVELS} levels",
+        "one line",
+        ("a file of", "comments of a file"),
+    ),
+    Reader(
+        "messages of peers over a hub or Valkey",
+        "a peer",
+        size(peer_messages.MAX_MESSAGE_BYTES),
+        "the message is counted and dropped",
+        ("of a peer", "keys of a lease", "too many changes", "messages that are none"),
+    ),
+    Reader(
+        "frames between two processes of hetlb",
+        "the other process",
+        size(message_channel.MAX_FRAME_BYTES),
+        "the channel is closed",
+        ("a frame in reads", "a frame without end"),
+    ),
+    Reader(
+        "frames of stages",
+        "a stage or coordinator",
+        f"{size(stage_messages.MAX_FRAME_BYTES)}, {stage_messages.MOST_PASSES:,} passes",
+        "the connection is closed",
+        ("of a stage", "passes"),
+    ),
+    Reader(
+        "requests of Envoy",
+        "Envoy",
+        "`pick.buffer_bytes` of a body",
+        "the call ends",
+        ("of a gateway", "messages that change nothing", "messages of a byte"),
+    ),
+    Reader(
+        "answers under `hetlb bench`",
+        "a server",
+        f"{size(answer_events.MAX_EVENT_BYTES)} an event",
+        "a failed request",
+        ("answers of a server",),
+    ),
+    Reader(
+        "expressions of `quantization_config`",
+        "a model's file",
+        f"{expressions.MAX_CHARACTERS:,} characters, no look-around",
+        "one line",
+        ("expressions of a model",),
+    ),
+)
