@@ -11,8 +11,8 @@ from fuzz.costs import Make, Reader, many
 from lightkube import ApiError
 from lightkube.core import decoders
 
+from hetlb.balancer.config.fleet_tables import KubernetesTable
 from hetlb.balancer.fleet.source import Found
-from hetlb.options.kubernetes.cluster_tables import KubernetesTable
 from hetlb.options.kubernetes.kubernetes import PODS, Item, servers_of
 
 _TABLE = KubernetesTable(selector="app=vllm", port="http")
