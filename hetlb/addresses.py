@@ -63,6 +63,30 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def is_literal(host: str) -> bool:
+    """Return True if a host is an address and no name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def listening_place(host: str, port: int) -> dict[str, Any]:
+    """Return the arguments of `create_server` for an address; `::` takes IPv4 too. Raises `OSError`."""
+    if host != "::":
+        return {"host": host, "port": port, "reuse_address": True}
+    sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except OSError:
+        sock.close()
+        raise
+    return {"sock": sock}
+
+
 def is_special(address: Address | str) -> bool:
     """Return True for an address at which no server may be, in any form; False for a name."""
     if isinstance(address, str):

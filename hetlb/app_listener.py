@@ -17,6 +17,8 @@ from typing import Any, Final
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
+from hetlb.addresses import listening_place
+
 _logger = logging.getLogger("aiohttp.server")
 #: Seconds between two looks at idle connections.
 _SWEEP_S: Final = 0.5
@@ -80,7 +82,7 @@ class AppListener:
             tls = {"ssl": self.tls, "ssl_handshake_timeout": _HANDSHAKE_S}
         loop = asyncio.get_running_loop()
         places: list[dict[str, Any]] = [{"sock": each} for each in listeners]
-        for place in places or [{"host": host, "port": port}]:
+        for place in places or [listening_place(host, port)]:
             self._servers.append(
                 await loop.create_server(self._accepted, backlog=_BACKLOG_CONNECTIONS, **place, **tls)
             )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ipaddress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.addresses import confined_socket, is_loopback, is_special
+from hetlb.addresses import confined_socket, is_loopback, is_special, listening_place
 
 SPECIAL = st.one_of(
     st.ip_addresses(network="169.254.0.0/16"),
@@ -55,3 +57,20 @@ def test_a_socket_to_a_special_address_is_not_made() -> None:
     with pytest.raises(OSError, match=r"expected the address of a server, got 169\.254\.169\.254"):
         confined_socket((2, 1, 6, "", ("169.254.169.254", 80)))
     confined_socket((2, 1, 6, "", ("127.0.0.1", 80))).close()
+
+
+@pytest.mark.parametrize(("host", "families"), [("::", 2), ("127.0.0.1", 1)])
+async def test_the_unspecified_address_of_ipv6_takes_both_families(host: str, families: int) -> None:
+    try:
+        server = await asyncio.get_running_loop().create_server(asyncio.Protocol, **listening_place(host, 0))
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    port = server.sockets[0].getsockname()[1]
+    found = 0
+    for address in ("127.0.0.1", "::1"):
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection(address, port)
+            writer.close()
+            found += 1
+    assert found == families
+    server.close()

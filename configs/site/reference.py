@@ -383,7 +383,8 @@ def limits_page() -> str:
         ("`Content-Type`, `Authorization`, `x-api-key`, `api-key`", "one of each", "400"),
         (
             "body",
-            "`proxy.max_body_bytes`, `proxy.body_timeout_s`; "
+            "`proxy.max_body_bytes`, `proxy.body_timeout_s` or "
+            f"{connection._STEADY_BODY_BYTES_PER_S / 1024:g} KiB/s; "
             f"no stop of more than {connection._BODY_STOP_S:g} s",
             "413, 408",
         ),

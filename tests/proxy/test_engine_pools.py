@@ -135,3 +135,32 @@ def test_an_engine_that_closes_at_each_request_is_asked_at_most_twice_for_one(lo
         loop.rest()
         assert failed == [ends.DROPPED] * number
         assert WellUntilAsked.asked <= 2
+
+
+@pytest.mark.parametrize(("host", "connections"), [("127.0.0.1", 1), ("localhost", 2)])
+async def test_a_name_is_resolved_again_once_its_connection_is_a_minute_old(
+    host: str, connections: int
+) -> None:
+    made = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal made
+        made += 1
+        while await reader.readline():
+            if (await reader.readuntil(b"\r\n\r\n")).endswith(b"\r\n\r\n"):
+                writer.write(ANSWER)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://{host}:{server.sockets[0].getsockname()[1]}"
+    pool = EnginePool(url, asyncio.get_running_loop(), PLAIN_ACCESS, ProxyTable(upstream_idle_s=HANG_S))
+    answers: list[bytes] = []
+    for number in range(1, 4):
+        head = pool.head(b"GET /")
+        SideCall(pool, head, b"", lambda _, body: answers.append(body), lambda *_: None).send()
+        await turns_until(lambda number=number: len(answers) == number)  # type: ignore[misc]
+        for connection in pool._idle:
+            connection.made_at -= 61.0
+    assert made == connections
+    pool.close()
+    server.close()

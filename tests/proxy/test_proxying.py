@@ -796,6 +796,21 @@ async def test_slow_heads_and_bodies_are_a_408(start: Start, data: bytes) -> Non
         assert await client.eof() == b""
 
 
+async def test_a_body_that_comes_steadily_may_take_longer_than_its_time(start: Start) -> None:
+    proxy = await start("http://127.0.0.1:1", body_timeout_s=30.0)
+    async with Client(proxy) as client:
+        client.send(b"POST /v1/completions HTTP/1.1\r\nHost: p\r\nContent-Length: 2000000\r\n\r\n")
+        client.send(b" " * 1_000_000)
+        (connection,) = proxy.server.connections
+        await turns_until(lambda: connection._reader.held >= 1_000_000)
+        connection._since = proxy.driver.now() - 100.0  # 10 kB/s
+        connection.sweep(proxy.driver.now())
+        assert connection.state is ClientState.BODY
+        connection._since -= 50.0
+        connection.sweep(proxy.driver.now())
+        assert (await client.answer()).status == 408
+
+
 async def test_the_time_of_a_head_begins_with_its_first_byte(start: Start) -> None:
     proxy = await start("http://127.0.0.1:1")
     async with Client(proxy) as client:

@@ -447,6 +447,24 @@ async def test_a_connection_on_which_an_answer_is_still_going_out_is_not_idle(st
     await proxy.settled()
 
 
+async def test_each_of_many_clients_without_room_is_told(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Upstream() as engine:
+        proxy = await start(engine.url, max_connections=1)
+        drain(proxy)
+        async with Client(proxy) as busy, contextlib.AsyncExitStack() as stack:
+            busy.send(post())
+            await waiting(proxy)
+            for _ in range(30):
+                client = await stack.enter_async_context(Client(proxy))
+                assert (await client.answer()).status == 429
+            ready(proxy)
+            assert (await busy.answer()).status == 200
+        await proxy.settled()
+    assert caplog.text.count("a client is refused") == 1
+
+
 async def test_where_every_connection_is_busy_the_next_is_told(start: Start) -> None:
     async with Upstream() as engine:
         proxy = await start(engine.url, max_connections=1)

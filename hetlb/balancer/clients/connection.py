@@ -35,6 +35,8 @@ _LARGE_BODY_BYTES: Final = 256 << 10
 #: Seconds before the minimum rate of a body applies.
 _BODY_GRACE_S: Final = 5.0
 _LEAST_BODY_BYTES_PER_S: Final = 1024.0
+#: Minimum rate of a body that takes longer than `body_timeout_s`.
+_STEADY_BODY_BYTES_PER_S: Final = 8192.0
 #: Maximum seconds between two pieces of a body.
 _BODY_STOP_S: Final = 10.0
 #: Seconds in which a refused client may still send before its connection is dropped.
@@ -96,11 +98,13 @@ class ClientConnection(PacedReader):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
             peer = transport.get_extra_info("peername")
             if peer:
-                self.address = str(peer[0])
+                self.address = str(peer[0]).removeprefix("::ffff:")  # IPv4 at a socket of both
         transport.set_write_buffer_limits(high=64 << 10)
         self._since = self._now()
         if not self._server.admit(self):
             self._refuse(Refusal(error_responses.TOO_MANY_CONNECTIONS, "Too many connections are open."))
+            if self._server.crowded:
+                transport.close()
 
     def data_received(self, data: bytes) -> None:
         state = self.state
@@ -264,7 +268,8 @@ class ClientConnection(PacedReader):
             took_s = now - self._since
             slow = took_s > _BODY_GRACE_S and self._reader.held < took_s * _LEAST_BODY_BYTES_PER_S
             stopped = now - self._fed_at > _BODY_STOP_S
-            if slow or stopped or took_s > table.body_timeout_s:
+            late = took_s > table.body_timeout_s and self._reader.held < took_s * _STEADY_BODY_BYTES_PER_S
+            if slow or stopped or late:
                 self._refuse(GateError(408, "The request body took too long."))
         elif state is _HEAD:
             if now - self._since > table.head_timeout_s:

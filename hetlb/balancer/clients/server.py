@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import socket
 import ssl
@@ -10,13 +11,18 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
+from hetlb.addresses import listening_place
 from hetlb.balancer.clients.access import Access
 from hetlb.balancer.clients.connection import LINGER_S, ClientConnection
 from hetlb.balancer.clients.router import FleetView, Router
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.http.http1 import KnownHeads, parse_request_head
+from hetlb.balancer.telemetry.events import Event
+from hetlb.balancer.telemetry.rarely import Rarely
 from hetlb.turns import turns
+
+logger = logging.getLogger("hetlb.proxy")
 
 #: Seconds in which clients of WebSocket sessions close their side when the process ends.
 _PART_S: Final = 1.0
@@ -37,6 +43,8 @@ class ProxyServer:
         #: Connections that were a WebSocket and wait for the client's side to close; told when there is none.
         self.parting: set[ClientConnection] = set()
         self._all_parted: asyncio.Future[None] | None = None
+        self.crowded = False
+        self._refusals = Rarely()
         #: True if each connection ends with its current answer: no further request is taken.
         self.stopping = False
         #: True if connections are still served, each with one more answer that announces the end.
@@ -59,8 +67,11 @@ class ProxyServer:
         self.connections[connection] = None
         if idle is not None:
             idle.abort()
-        elif len(self.connections) > limit + max(8, limit // 8):
-            connection.abort()  # too many are being refused already
+        elif full:
+            text = "%d connections are open: a client is refused (proxy.max_connections, ulimit -n)"
+            self._refusals.tell(logger, Event.TOO_MANY_CONNECTIONS, text, limit)
+        #: Too many refused clients keep their connections: the next ones are not waited for.
+        self.crowded = len(self.connections) > limit + max(8, limit // 8)
         return not full or idle is not None
 
     def left(self, connection: ClientConnection) -> None:
@@ -110,8 +121,7 @@ class ProxyServer:
                 "ssl_handshake_timeout": self.table.head_timeout_s,
                 "ssl_shutdown_timeout": LINGER_S,
             }
-        addressed: dict[str, Any] = {"host": host, "port": port, "reuse_address": True}
-        wheres: list[dict[str, Any]] = [{"sock": each} for each in sockets] or [addressed]
+        wheres: list[dict[str, Any]] = [{"sock": each} for each in sockets] or [listening_place(host, port)]
         for where in wheres:
             self._servers.append(
                 await loop.create_server(lambda: ClientConnection(self), backlog=2048, **where, **tls)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
+from hetlb.addresses import is_literal
 from hetlb.balancer.clients.access import PLAIN_ACCESS, EngineAccess
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.types import Lease
@@ -29,6 +31,8 @@ from hetlb.turns import turns
 LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 #: Seconds that an engine may take to close a TLS connection.
 _TLS_SHUTDOWN_S: Final = 1.0
+#: Seconds for which the address of a name is used: later connections resolve the name again.
+_RESOLVED_S: Final = 60.0
 _IDLE: Final = EngineState.IDLE
 
 
@@ -54,8 +58,8 @@ class EnginePool(Upstream):
 
     __slots__ = (
         "_address", "_checks", "_confined", "_connect_timeout_s", "_connecting", "_host", "_host_header",
-        "_idle", "_idle_s", "_loop", "_lost", "_now", "_on_reconnect", "_port", "_stalled_since", "_tls",
-        "busy", "closed", "heads", "origin", "own_headers", "passthrough", "turns",
+        "_idle", "_idle_s", "_loop", "_lost", "_most_age_s", "_now", "_on_reconnect", "_port",
+        "_stalled_since", "_tls", "busy", "closed", "heads", "origin", "own_headers", "passthrough", "turns",
     )  # fmt: skip
 
     def __init__(
@@ -100,6 +104,7 @@ class EnginePool(Upstream):
         self._idle_s = table.upstream_idle_s
         self._address = access.address or self._host
         self._confined = access.confined
+        self._most_age_s = math.inf if is_literal(self._address) else _RESOLVED_S
         self._tls: dict[str, Any] = {}
         if access.tls is not None:
             self._tls = {
@@ -145,10 +150,11 @@ class EnginePool(Upstream):
 
     def put_back(self, connection: EngineConnection) -> None:
         """Keep the connection of a cleanly ended answer for a while."""
-        if self.closed:
+        now = self._now()
+        if self.closed or now - connection.made_at > self._most_age_s:
             connection.close()
             return
-        connection.idle_since = self._now()
+        connection.idle_since = now
         self._idle.append(connection)
 
     def forget(self, connection: EngineConnection) -> None:
@@ -183,6 +189,7 @@ class EnginePool(Upstream):
                 _, connection = await self._loop.create_connection(
                     lambda: EngineConnection(self), self._address, self._port, **self._tls
                 )
+            connection.made_at = self._now()
             if self._confined:
                 connection.refuse_special_peer()
             if connection.state is EngineState.CLOSED:  # before anything was sent

@@ -104,7 +104,7 @@ class EngineConnection(PacedReader):
 
     __slots__ = (
         "_buffer", "_decoder", "_interim", "_left", "_rest", "_rest_at", "carried", "head",
-        "idle_since", "may_upgrade", "pool", "state",
+        "idle_since", "made_at", "may_upgrade", "pool", "state",
     )  # fmt: skip
 
     def __init__(self, pool: EnginePool) -> None:
@@ -113,7 +113,7 @@ class EngineConnection(PacedReader):
         self.state = EngineState.FRESH
         self.carried: Carried | None = None
         self.head: ResponseHead | None = None
-        self.idle_since = 0.0
+        self.idle_since = self.made_at = 0.0
         #: The beginning of a head, and how many interim ones came before it.
         self._buffer = bytearray()
         self._interim = 0

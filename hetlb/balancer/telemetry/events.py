@@ -12,6 +12,7 @@ class Event(Enum):
     """One kind of event: its name, its level, and when it is logged."""
 
     STARTED = "started", _INFO, "the listeners accept requests"
+    TOO_MANY_CONNECTIONS = "too_many_connections", _WARNING, "a client was refused: too many are connected"
     STOPPING = "stopping", _INFO, "SIGTERM or SIGINT came, or another process took over"
     STOPPED = "stopped", _INFO, "every request has ended"
     HANDOVER = "handover", _INFO, "the listeners went to the process that replaces this one, or came from it"

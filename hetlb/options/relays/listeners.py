@@ -49,11 +49,13 @@ def _bound(host: str, port: int, count: int) -> Iterator[socket.socket]:
         with socket.socket(family, kind, protocol) as alone:
             # With SO_REUSEPORT the bind succeeds even where another process listens on the port.
             alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                alone.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address != "::"))
             alone.bind((address, port))
         for _ in range(count):
             one = socket.socket(family, kind, protocol)
             if family == socket.AF_INET6:
-                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address != "::"))
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if count > 1:
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
