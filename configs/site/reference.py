@@ -393,6 +393,11 @@ def limits_page() -> str:
             f"{http1.MAX_SMALL_CHUNKS:,} of any size, the others {http1.LEAST_CHUNK_BYTES} bytes on average",
             "400",
         ),
+        (
+            f"values of a JSON body of more than {_kib(openai_body.LEAST_DENSE_BYTES)}",
+            f"about {openai_body.MAX_DENSITY // 5_000_000} million quotation marks, brackets, commas, colons",
+            "413",
+        ),
         ("prompts of a request", f"{openai_body.MAX_PROMPTS:,} strings or lists of token ids", "400"),
         (
             "parts of a form, headers of a part",
@@ -445,7 +450,7 @@ def limits_page() -> str:
         "## Of one turn of the event loop",
         f"A connection reads at most 256 KiB in a turn, {_kib(request_reader.TURN_BYTES)} of a chunked body, "
         f"{_kib(upstream.TURN_BYTES)} of an answer in chunks or events. "
-        "JSON is decoded in one turn (about 3 ns a byte).",
+        "JSON is decoded in one turn (about 45 ms at most).",
     )
     return "\n\n".join(parts) + "\n"
 

@@ -139,3 +139,41 @@ def test_bytes_per_token_are_learnt_and_bounded() -> None:
     ratio = bytes_per_token()
     ratio.learn(1 << 40, 1)
     assert ratio.value == 16.0
+
+
+def filled(unit: bytes, before: bytes, after: bytes, size: int) -> bytes:
+    return before + unit * ((size - len(before) - len(after)) // len(unit)) + after
+
+
+@pytest.mark.parametrize(
+    ("unit", "before", "after", "mib"),
+    [
+        (b'"a":1,', b"{", b'"model":"m","prompt":"x"}', 30),
+        (b'"":0,', b'{"vllm_xargs":{', b'"b":1},"model":"m","prompt":"x"}', 30),
+        (b"[],", b'{"model":"m","messages":[', b"1]}", 30),
+        (b"1,", b'{"model":"m","prompt":[', b"1]}", 30),
+        (b'{"role":""},', b'{"model":"m","messages":[', b"{}]}", 30),
+        (b" ", b'{"model":', b'"m","prompt":"x"}', 60),
+        (b" \t", b'{"model":', b'"m","prompt":"x"}', 60),
+    ],
+)
+def test_a_body_that_would_hold_the_loop_is_refused(
+    unit: bytes, before: bytes, after: bytes, mib: int
+) -> None:
+    with pytest.raises(GateError, match="too many values") as refused:
+        read_json(Kind.CHAT, filled(unit, before, after, mib << 20))
+    assert refused.value.status == 413
+
+
+@pytest.mark.parametrize(
+    ("unit", "before", "after", "mib"),
+    [
+        (b"A" * 4000, b'{"model":"m","messages":[{"image_url":{"url":"data:image/png;base64,', b'"}}]}', 64),
+        (b"Some words, as a text has them.\\n", b'{"model":"m","prompt":"', b'"}', 64),
+        (b"12345,", b'{"model":"m","prompt":[', b"1]}", 40),
+        (b'{"role":"user","content":"a few words of a turn"},', b'{"model":"m","messages":[', b"{}]}", 16),
+        (b'"a":1,', b"{", b'"model":"m","prompt":"x"}', 7),
+    ],
+)
+def test_a_large_body_of_few_values_is_none(unit: bytes, before: bytes, after: bytes, mib: int) -> None:
+    assert read_json(Kind.COMPLETION, filled(unit, before, after, mib << 20)).model == "m"
