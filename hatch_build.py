@@ -60,7 +60,6 @@ COMPILED = (
     *(f"options/relays/{name}.py" for name in ("relay_driver", "relay_host")),
     *(f"options/resume/{name}.py" for name in ("continuation", "progress", "resumed")),
     "options/event_log/eventlog.py",
-    "balancer/core/block_index.py",
     "options/message_channel.py",
     "options/remote_leases.py",
     *(
