@@ -7,6 +7,7 @@ import asyncio
 import os
 import random
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,18 @@ from hetlb.cli.profile_corrected import write_corrected
 from hetlb.cli.profile_facts import Facts, read_facts_file
 from hetlb.errors import InputError, visible
 from hetlb.inputs.urls import check_url
+from hetlb.tools.models.degrees import refusal
+from hetlb.tools.models.model_file import load_facts
 from hetlb.tools.plots import picture_path
 from hetlb.tools.profiler import shown
 from hetlb.tools.profiler.aiconfigurator import Layout, query
 from hetlb.tools.profiler.client import EngineClient
+from hetlb.tools.profiler.gpus import GPUS, gpu_named
 from hetlb.tools.profiler.plot import write_plot
 from hetlb.tools.profiler.probe import probe_host
 from hetlb.tools.profiler.sources import (
     Measurements,
+    data_sheet,
     profile_of,
     read_csv,
 )
@@ -54,7 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--facts", facts, "FACTS.yaml", Path)
     add("--system", "GPU; selects the rows of a CSV")
     add("--model", "model; selects the rows of a CSV, or one of several served")
-    add("--tp", "tensor-parallel degree (aiconfigurator: several, 1,2,4,8)", "N")
+    add("--tp", "tensor-parallel degree (aiconfigurator, --gpu: several, 1,2,4,8)", "N")
+    add("--gpu", "GPU by name, for --from roofline; --gpus lists them", "NAME")
+    add("--gpus", "print the table of GPUs", action="store_true")
+    add("--config", "the model's config.json, for --from roofline --gpu", "CONFIG.json", Path)
     add("--plot", "picture of measured and fitted times", "P.png", picture_path)
     profile_live.add_arguments(parser)
     add = declare(parser.add_argument_group("without a server"))
@@ -64,8 +72,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.gpus:
+        gpus = [asdict(each) for each in GPUS.values()]
+        return print_document(args, {"gpus": gpus}, lambda: Console().print(shown.gpu_table()))
     if args.verb is not None:
         return _about_files(args)
+    if (args.gpu is None) != (args.config is None) or (args.gpu and args.source != "roofline"):
+        raise InputError("--gpu: expected --from roofline --gpu NAME --config CONFIG.json")
     if (args.source is None) == (args.url is None) or args.out is None:
         raise InputError("expected one of --url and --from with --out P.yaml, or show or compare")
     if args.probe is not None and (args.source or "log:").partition(":")[0] not in ("csv", "aiconfigurator"):
@@ -88,13 +101,14 @@ def run(args: argparse.Namespace) -> int:
     elif kind == "csv" and file:
         rows = {"system": args.system, "model": args.model, "tp": degrees[0]}
         written = [_finish(args, args.out, read_csv(Path(file), **rows))]
-    elif args.source == "roofline":
+    elif args.source == "roofline" and args.gpu is None:
         written = [_finish(args, args.out, args.facts.estimate(degrees[0] or 1, args.system))]
-    elif args.source == "aiconfigurator":
+    elif args.source in ("aiconfigurator", "roofline"):
         several = len(degrees) > 1
         outs = [args.out.with_stem(f"{args.out.stem}-tp{n}") if several else args.out for n in degrees]
         pairs = zip(outs, degrees, strict=True)
-        written = [_finish(args, out, _from_aiconfigurator(args, degree or 1)) for out, degree in pairs]
+        points_of = _from_aiconfigurator if args.source == "aiconfigurator" else _from_data_sheet
+        written = [_finish(args, out, points_of(args, degree or 1)) for out, degree in pairs]
     else:
         raise InputError(f"--from: expected {_SOURCES}, got {args.source!r}")
     return print_document(args, written[0] if len(written) == 1 else written, lambda: None)
@@ -125,8 +139,8 @@ def _degrees(args: argparse.Namespace) -> list[int | None]:
     parts = args.tp.split(",")
     if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
         raise InputError(f"--tp: expected a whole number from 1, got {args.tp!r}")
-    if len(parts) > 1 and args.source != "aiconfigurator":
-        raise InputError(f"--tp: expected one degree, got {args.tp} (several: --from aiconfigurator)")
+    if len(parts) > 1 and args.source != "aiconfigurator" and args.gpu is None:
+        raise InputError(f"--tp: expected one degree, got {args.tp} (several: --from aiconfigurator, --gpu)")
     return [int(part) for part in parts]
 
 
@@ -163,6 +177,17 @@ def _probed(args: argparse.Namespace, profile: Profile) -> Profile:
             return await probe_host(client, await client.facts(None), profile.latency, random.Random())
 
     return with_host(profile, asyncio.run(probe()))
+
+
+def _from_data_sheet(args: argparse.Namespace, degree: int) -> Measurements:
+    """Return the estimate for a GPU of the table. Raises `ConfigError`, `InputError`."""
+    facts = load_facts(args.config, args.model)
+    if why := "" if facts.shape is None else refusal(facts.shape, degree):
+        raise InputError(f"--tp: expected a degree that vLLM takes, got {degree}: {why}")
+    found = data_sheet(gpu_named(args.gpu, "--gpu"), facts, degree)
+    if found.engine.kv_cache_tokens is None:
+        print(f"warning: {facts.name} does not fit {degree} {args.gpu}", file=sys.stderr)
+    return found
 
 
 def _from_aiconfigurator(args: argparse.Namespace, degree: int) -> Measurements:

@@ -113,7 +113,12 @@ def latent(family: Family, keys: ConfigKeys, layer: int, kind: Scope) -> Mixer:
         weights += linear("self_attn.g_proj", hidden, heads * value)
     index, index_size = _indexer(keys, layer, query_rank or hidden)
     return Mixer(
-        kind, weights + index, float(rank + rope + index_size), heads=Heads(heads, 0, nope + rope, value)
+        kind,
+        weights + index,
+        float(rank + rope + index_size),
+        heads=Heads(heads, 0, nope + rope, value),
+        chosen_tokens=keys.count("index_topk"),
+        index_flops=2.0 * keys.count("index_n_heads") * index_size,
     )
 
 

@@ -51,7 +51,8 @@ class Mixer:
     """A layer's attention, or the mixer in its place.
 
     `grows`: values kept for every token; `window`: values per token for the last `window_tokens`.
-    `whole`: further (key, size) pairs that tensor parallelism must divide.
+    `whole`: further (key, size) pairs that tensor parallelism must divide. Sparse attention sees
+    `chosen_tokens` at most (0: all), chosen by an index of `index_flops` for each pair of tokens.
     """
 
     kind: Scope
@@ -62,6 +63,8 @@ class Mixer:
     state_bytes: int = 0
     heads: Heads | None = None
     whole: tuple[tuple[str, int], ...] = ()
+    chosen_tokens: int = 0
+    index_flops: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from hetlb.balancer.config.profile_file import kv_need
 from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.errors import ConfigError
 from hetlb.tools.models.attention import grouped
+from hetlb.tools.models.attention_work import AttentionWork, attention_work
 from hetlb.tools.models.config_keys import ALIASES, ConfigKeys, class_defaults
 from hetlb.tools.models.degrees import ModelShape, accepted
 from hetlb.tools.models.families import FAMILIES, INNER_TABLES, WRAPPERS, model_type_of
@@ -29,6 +30,8 @@ from hetlb.tools.models.quantization import PLAIN_BITS, Quantization, read_quant
 _WRONG_VALUES: Final = (
     IndexError, TypeError, AttributeError, KeyError, ValueError, ZeroDivisionError, OverflowError,
 )  # fmt: skip
+#: Layers of a model whose number is not stated.
+_USUAL_LAYERS: Final = 32
 #: Sizes that a file of one table always states.
 _MAIN_KEYS: Final = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
@@ -40,7 +43,8 @@ class ModelFacts:
     Of a mixture, each token takes `chosen` of `experts` in every sparse layer; `expert_bytes` are of all of
     them, `expert_parameters` too. `embedding_parameters`: an input table that is looked up, never read whole.
     `kv_heads`: (KV heads, 0 of a latent; their share of the bytes of a token). `set_aside`: the cache that an
-    engine gives a sequence, None where that is what it needs.
+    engine gives a sequence, None if it is as large as the need. `format_share` of the passed parameters are
+    multiplied in `weight_format`, the others in bf16.
     """
 
     name: str
@@ -63,6 +67,9 @@ class ModelFacts:
     kv_bytes_per_value: float = 2.0
     kv_heads: tuple[tuple[int, float], ...] = ()
     set_aside: KvBytes | None = None
+    attention: tuple[AttentionWork, ...] = ()
+    weight_format: str = "bf16"
+    format_share: float = 0.0
 
     @property
     def needed(self) -> KvBytes:
@@ -120,6 +127,19 @@ class ModelFacts:
         """Return the bytes of cache that one sequence of `tokens` fills."""
         return self.needed.of(tokens)
 
+    def prompt_attention_flops(self, tokens: float) -> float:
+        """Return the FLOPs of the attention of one prompt."""
+        return math.fsum(each.of_prompt(tokens) for each in self.attention)
+
+    def step_attention_flops(self, context: float) -> float:
+        """Return the FLOPs of the attention of one sequence in a decode step."""
+        return math.fsum(each.of_step(context) for each in self.attention)
+
+    @property
+    def passed_expert_parameters(self) -> float:
+        """Return the parameters of experts that each token is multiplied with."""
+        return self.expert_parameters * self.chosen / self.experts if self.experts else 0.0
+
     def touched_experts(self, tokens: float) -> float:
         """Return the share of the experts that a batch of tokens reaches, each choosing by itself."""
         if not self.experts or tokens <= 0:
@@ -173,6 +193,9 @@ def stated_facts(
 ) -> ModelFacts:
     """Return the facts of a dense model whose layers all attend in full; 0 is not known."""
     count = round(parameters)
+    depth = layers or _USUAL_LAYERS
+    # Parameters of a dense transformer are 12 * layers * hidden^2; its heads are as wide as the hidden state.
+    width = hidden_size or math.sqrt(parameters / (12.0 * depth))
     return ModelFacts(
         name=name,
         parameters=count,
@@ -183,6 +206,7 @@ def stated_facts(
         layers=layers,
         hidden_size=hidden_size,
         attention_heads=attention_heads,
+        attention=(AttentionWork(depth, 4.0 * width, 4.0 * width),),
     )
 
 
@@ -306,10 +330,11 @@ def _facts(
             windows[tokens] = windows.get(tokens, 0.0) + layer.mixer.window
     modules = [(f"layers.{i}.{w.name}", w) for i, layer in enumerate(layers) for w in layer.weights]
     modules += [(w.name, w) for w in rest]
-    size = {True: 0.0, False: 0.0}
+    size, quantized = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
     for full_name, weights in modules:
         bits = quantization.bits_of(full_name, weights.experts > 0) if weights.matrix else PLAIN_BITS
         size[weights.experts > 0] += weights.parameters * bits / 8
+        quantized[weights.experts > 0] += weights.parameters if bits < PLAIN_BITS else 0
     sparse = [layer.feed_forward for layer in layers if layer.feed_forward.experts]
     experts = sum(w.parameters for _, w in modules if w.experts)
     idle = math.fsum(
@@ -325,6 +350,8 @@ def _facts(
         kept[heads] = kept.get(heads, 0.0) + layer.mixer.grows + layer.mixer.window
     dense = math.fsum(kept.values())
     tied = not any(w.name == "lm_head" for w in rest)
+    looked_up = 0 if tied else keys.whole("vocab_size") * keys.whole("hidden_size")
+    in_format = quantized[False] + quantized[True] * ((experts - idle) / experts if experts else 0.0)
     return ModelFacts(
         name=name,
         parameters=parameters,
@@ -342,10 +369,13 @@ def _facts(
         chosen=max((part.chosen for part in sparse), default=0.0),
         expert_bytes=round(size[True]),
         expert_parameters=experts,
-        embedding_parameters=0 if tied else keys.whole("vocab_size") * keys.whole("hidden_size"),
+        embedding_parameters=looked_up,
         kv_bytes_per_value=cache,
         kv_heads=tuple((heads, values / dense) for heads, values in kept.items() if values),
         set_aside=allocated([layer.mixer for layer in layers], cache),
+        attention=attention_work(layer.mixer for layer in layers),
+        weight_format=quantization.computed_in,
+        format_share=min(1.0, in_format / max(1.0, parameters - idle - looked_up)),
     )
 
 

@@ -33,11 +33,15 @@ BitsOf = Callable[[str, bool], float]
 
 @dataclass(frozen=True)
 class Quantization:
-    """Bits of weights and cache. `block`: (rows, columns); a GPU holds whole blocks."""
+    """Bits of weights and cache. `block`: (rows, columns); a GPU holds whole blocks.
+
+    `computed_in`: format of the products of quantised weights: bf16 if the activations stay in it.
+    """
 
     bits_of: BitsOf = lambda name, experts: PLAIN_BITS
     cache_bits: float = PLAIN_BITS
     block: tuple[int, int] = (1, 1)
+    computed_in: str = "bf16"
 
 
 def read_quantization(config: Mapping[str, Any] | None, expert_type: str | None = None) -> Quantization:
@@ -68,7 +72,7 @@ def read_quantization(config: Mapping[str, Any] | None, expert_type: str | None 
             return PLAIN_BITS
         return min(bits(name), expert_bits) if experts and expert_bits is not None else bits(name)
 
-    return Quantization(bits_of, _cache_bits(config), _block(config))
+    return Quantization(bits_of, _cache_bits(config), _block(config), _computed_in(method, config))
 
 
 def _inner(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -321,6 +325,29 @@ _READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], Callable[[str], float
     "modelopt": _modelopt,
     "quark": _quark,
 }
+
+
+def _computed_in(method: str, config: Mapping[str, Any]) -> str:
+    """Return the format of the products of quantised weights: `bf16`, `fp8` (int8 too) or `fp4`."""
+    if method in ("fp8", "fbgemm_fp8", "deepseek_v4_fp8"):
+        return "fp8"
+    if method == "modelopt":
+        name = str(_inner(config).get("quant_algo")).upper()
+        layers = _inner(config).get("quantized_layers") or config.get("quantized_layers") or {}
+        names = {name} | {str(each.get("quant_algo")).upper() for each in layers.values()}
+        if any("4A16" in each or each == "FP8_PB_WO" for each in names):
+            return "bf16"
+        return "fp4" if any(each in ("NVFP4", "NVFP4_AWQ", "MXFP4") for each in names) else "fp8"
+    if method == "compressed-tensors":
+        groups = (config.get("config_groups") or {}).values()
+        found = [each.get("input_activations") for each in groups if isinstance(each, dict)]
+        bits = [int(each.get("num_bits") or 16) for each in found if isinstance(each, dict)]
+        return {4: "fp4", 8: "fp8"}.get(min(bits, default=16), "bf16")
+    if method == "quark":
+        inputs = (config.get("global_quant_config") or {}).get("input_tensors")
+        kind = str(inputs.get("dtype") if isinstance(inputs, dict) else None)
+        return "fp4" if "fp4" in kind else "fp8" if kind in ("fp8_e4m3", "int8") else "bf16"
+    return "bf16"
 
 
 # --- cache ----------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from hetlb.errors import ConfigError
 from hetlb.tools.models.degrees import refusal
 from hetlb.tools.plan.common.capacity import divide_layers, exact, kv_cache_tokens
 from hetlb.tools.plan.common.composition import (
-    ACTIVATION_BYTES,
     MOST_GPUS,
     MOST_STAGES,
     LinkSeconds,
@@ -37,7 +36,7 @@ from hetlb.tools.plan.common.plan_tables import Model
 from hetlb.tools.plan.market import Market, OfferTable
 from hetlb.tools.plan.rent_program import Configuration, ConfigurationStage
 from hetlb.tools.profiler.fit import Point, fit
-from hetlb.tools.profiler.sources import Measurements, make_profile
+from hetlb.tools.profiler.sources import ACTIVATION_BYTES, Measurements, make_profile
 from hetlb.tools.sim.staged_engine import EngineStage
 
 #: Bytes/s inside a rented machine where the file does not say.

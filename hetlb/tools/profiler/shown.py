@@ -13,6 +13,7 @@ from rich.table import Table
 from hetlb.balancer.config.profile_file import HostTime, Profile, load_profile
 from hetlb.errors import InputError, visible
 from hetlb.tools.profiler.fit import StepKind
+from hetlb.tools.profiler.gpus import GPUS
 from hetlb.tools.tables import Console, table
 
 #: Prompt tokens of the mixed steps that are shown and compared.
@@ -125,6 +126,28 @@ def listing_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     found = table(None, ("file", "basis", "engine", ">mean error", ">all-reduce", "licence"), cells)
     found.columns[0].no_wrap = True
     return found
+
+
+def gpu_table() -> Table:
+    """Return the table of GPUs: peaks of data sheets, and the shares that kernels reach."""
+    cells = [
+        (
+            each.name,
+            *(
+                f"{flops / 1e12:.0f}" if flops else "-"
+                for flops in (each.bf16_flops, each.fp8_flops, each.fp4_flops)
+            ),
+            f"{each.bandwidth_bytes_s / 1e9:.0f}",
+            f"{each.memory_bytes / (1 << 30):.0f}",
+            f"{each.all_reduce_bytes_s / 1e9:g}",
+            "/".join(f"{100 * share:.0f}" for share in each.shares),
+            "tables" if each.measured else "usual",
+        )
+        for each in GPUS.values()
+    ]
+    title = "Dense TFLOP/s by weight format, GB/s of memory and link, % reached of products/attention/memory"
+    columns = ("GPU", ">bf16", ">fp8", ">fp4", ">GB/s", ">GiB", ">link", "%", "by")
+    return table(title, columns, cells)
 
 
 # --- two --------------------------------------------------------------------------------------------------

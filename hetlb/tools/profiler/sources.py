@@ -9,6 +9,7 @@ from statistics import median
 
 import msgspec
 
+from hetlb.balancer.config.engine_defaults import batch_limits
 from hetlb.balancer.config.profile_file import (
     EngineInfo,
     FitReport,
@@ -25,6 +26,7 @@ from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.step_times import LaunchTime, SplitKv, forms_of
 from hetlb.errors import ProfileError
 from hetlb.tools.csv_rows import CsvRow, csv_rows
+from hetlb.tools.models.degrees import refusal
 from hetlb.tools.models.model_facts import ModelFacts
 from hetlb.tools.models.model_file import model_info
 from hetlb.tools.profiler.fit import (
@@ -38,7 +40,12 @@ from hetlb.tools.profiler.fit import (
     fit,
     merge_repeats,
 )
+from hetlb.tools.profiler.gpus import Gpu
 
+#: Share of a GPU's memory that vLLM takes by default.
+MEMORY_SHARE = 0.9
+#: Bytes of one value that GPUs send each other.
+ACTIVATION_BYTES = 2
 #: Tokens of a tile where no point shows it: the usual size of GPU kernels of matrix products.
 ASSUMED_TILE_TOKENS = 128
 
@@ -147,13 +154,23 @@ def _point(row: CsvRow) -> Point:
     )
 
 
+#: Share of a dense product's FLOP/s that products of routed experts reach (0.4 to 0.6 in kernel tables).
+_EXPERT_SHARE = 0.55
+#: Seconds of one all-reduce of a decode step, whatever its size (15 to 26 us in kernel tables, TP 8).
+_ALL_REDUCE_S = 20e-6
+#: Points beyond the usual grids, as (batch, length): attention of long prompts, the cache of long contexts.
+_LONG_PROMPTS = ((1, 8192), (1, 32768), (1, 131072))
+_LONG_CONTEXTS = ((1, 32768), (16, 32768))
+
+
 @dataclass(frozen=True, slots=True)
 class Roofline:
     """A GPU and a model in peak figures: FLOP/s and bytes/s of one GPU, and the shares really reached.
 
-    Time of a pass: weights and cache read from memory, or FLOPs computed, whichever is longer. Only experts
-    that the batch reaches count, evenly spread over the GPUs. All GPUs of the degree share the work; what
-    they send each other costs `step_overhead_s`, with the host.
+    Time of a pass: products with the weights, or reading them, whichever is longer; attention, or reading the
+    cache, whichever is longer; two all-reduces a layer between the GPUs of the degree. Only experts that the
+    batch reaches are read, evenly spread over the GPUs. `format_flops` is the peak of the model's quantised
+    weights (None: as bf16). The host costs `step_overhead_s`.
     """
 
     peak_flops: float
@@ -163,22 +180,64 @@ class Roofline:
     flops_efficiency: float = 0.5
     bandwidth_efficiency: float = 0.7
     step_overhead_s: float = 0.002
+    format_flops: float | None = None
+    attention_efficiency: float | None = None
+    all_reduce_bytes_s: float | None = None
+
+    @classmethod
+    def of_gpu(cls, gpu: Gpu, model: ModelFacts, degree: int) -> Roofline:
+        """Return the roofline of a GPU of the table; it holds no host time."""
+        return cls(
+            gpu.bf16_flops,
+            gpu.bandwidth_bytes_s,
+            model,
+            degree,
+            gpu.flops_share,
+            gpu.bandwidth_share,
+            0.0,
+            gpu.flops(model.weight_format),
+            gpu.attention_share,
+            gpu.all_reduce_bytes_s,
+        )
 
     def seconds(self, phase: StepKind, batch: int, length: int) -> float:
+        """Return the time of a prefill of `batch` prompts, or of a decode step at context `length`."""
+        model, degree = self.model, self.tensor_parallel_size
         tokens = batch * (length if phase is StepKind.PREFILL else 1)
-        # Two FLOPs a weight; attention's own FLOPs are left out, as a roofline of dense work does.
-        flops = 2.0 * self.model.passed_parameters * tokens
-        read = self.model.touched_bytes(tokens) + batch * self.model.kv_bytes(length)
-        compute_s = flops / (self.peak_flops * self.flops_efficiency * self.tensor_parallel_size)
-        memory_s = read / (self.bandwidth_bytes_s * self.bandwidth_efficiency * self.tensor_parallel_size)
-        return max(compute_s, memory_s) + self.step_overhead_s
+        bytes_s = self.bandwidth_bytes_s * self.bandwidth_efficiency * degree
+        weights_s = max(tokens * self._token_s, model.touched_bytes(tokens) / bytes_s)
+        each = model.prompt_attention_flops if phase is StepKind.PREFILL else model.step_attention_flops
+        efficiency = self.attention_efficiency or self.flops_efficiency
+        attention_s = batch * each(length) / (self.peak_flops * efficiency * degree)
+        cache_s = batch * model.kv_bytes(length) * model.replication(degree) / bytes_s
+        return weights_s + max(attention_s, cache_s) + self._exchange_s(tokens) + self.step_overhead_s
+
+    @property
+    def _token_s(self) -> float:
+        """Seconds of the products of one token with the weights: two FLOPs a weight."""
+        model = self.model
+        passed, share = model.passed_parameters, model.format_share
+        per_flop = (1.0 - share) / self.peak_flops + share / (self.format_flops or self.peak_flops)
+        experts = model.passed_expert_parameters / passed if passed else 0.0
+        slower = 1.0 - experts + experts / _EXPERT_SHARE
+        return 2.0 * passed * slower * per_flop / (self.flops_efficiency * self.tensor_parallel_size)
+
+    def _exchange_s(self, tokens: int) -> float:
+        """Return the seconds of two all-reduces a layer; 0 where the link is unknown."""
+        model, degree = self.model, self.tensor_parallel_size
+        if degree == 1 or self.all_reduce_bytes_s is None:
+            return 0.0
+        size = tokens * model.hidden_size * ACTIVATION_BYTES * 2.0 * (degree - 1) / degree
+        return 2.0 * model.layers * max(_ALL_REDUCE_S, size / self.all_reduce_bytes_s)
 
     def points(self) -> list[Point]:
-        grids = ((StepKind.PREFILL, DEFAULT_PREFILL_GRID), (StepKind.DECODE, DEFAULT_DECODE_GRID))
+        """Return the points of the usual grids, and of long prompts and contexts."""
+        prompts, steps = (*DEFAULT_PREFILL_GRID, *_LONG_PROMPTS), (*DEFAULT_DECODE_GRID, *_LONG_CONTEXTS)
+        grids = ((StepKind.PREFILL, prompts), (StepKind.DECODE, steps))
         return [Point(phase, b, n, self.seconds(phase, b, n)) for phase, grid in grids for b, n in grid]
 
     def measurements(self, system: str | None, model: str | None) -> Measurements:
-        """Return the default sweep, marked unmeasured; the estimate holds the host's time."""
+        """Return the sweep, marked unmeasured; with `step_overhead_s` it holds the host's time."""
         note = (
             f"estimated, not measured: {self.peak_flops:g} FLOP/s at {self.flops_efficiency:g}, "
             f"{self.bandwidth_bytes_s:g} bytes/s at {self.bandwidth_efficiency:g}, "
@@ -191,9 +250,48 @@ class Roofline:
             engine=EngineInfo(tensor_parallel_size=degree),
             hardware=Hardware(gpu=system, gpus=degree) if system else None,
             model=model_info(self.model, model) if model else None,
-            host=HostTime(),
+            host=HostTime() if self.step_overhead_s else None,
             name="roofline",
         )
+
+
+#: Bytes of a GPU that vLLM needs beside weights and cache: activations, graphs, its context.
+_RESERVED_BYTES = 2 << 30
+
+
+def data_sheet(gpu: Gpu, facts: ModelFacts, degree: int) -> Measurements:
+    """Return the estimate for `degree` GPUs of the table, with the cache that they hold.
+
+    `engine.kv_cache_tokens` is None if the model does not fit.
+    """
+    batched, seqs = batch_limits(gpu.name, gpu.memory_bytes)
+    room = degree * (MEMORY_SHARE * gpu.memory_bytes - _RESERVED_BYTES) - facts.weight_bytes
+    tokens = int(room // max(1.0, facts.cached_token_bytes * facts.replication(degree)))
+    whole_experts = bool(facts.shape is not None and refusal(facts.shape, degree) and facts.expert_parallel)
+    found = Roofline.of_gpu(gpu, facts, degree).measurements(gpu.name, facts.name)
+    shares = "read off kernel tables of this GPU" if gpu.measured else "the usual ones of kernels"
+    return replace(
+        found,
+        source=msgspec.structs.replace(found.source, note=f"{found.source.note}; shares: {shares}"),
+        engine=EngineInfo(
+            tensor_parallel_size=degree,
+            enable_expert_parallel=True if whole_experts else None,
+            kv_cache_tokens=tokens if tokens > 0 else None,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=batched,
+        ),
+        hardware=Hardware(
+            gpu=gpu.name,
+            gpus=degree,
+            memory_bytes=gpu.memory_bytes,
+            all_reduce_bytes_s=gpu.all_reduce_bytes_s if degree > 1 else None,
+        ),
+        launch=assumed_launch(facts),
+        assumed=(
+            f"peak figures and shares of {gpu.name} (`hetlb profile --gpus`): nothing was measured here",
+        ),
+        name=f"{gpu.name.lower()}-{facts.name.rpartition('/')[2].lower()}-tp{degree}",
+    )
 
 
 def profile_of(

@@ -38,13 +38,11 @@ from hetlb.balancer.core.step_times import (
 from hetlb.tools.models.degrees import refusal
 from hetlb.tools.models.model_file import model_info
 from hetlb.tools.plan.common.plan_tables import Model, RooflineTable
-from hetlb.tools.profiler.sources import Roofline
+from hetlb.tools.profiler.sources import ACTIVATION_BYTES, Roofline
 from hetlb.tools.sim.staged_engine import EngineStage
 
 #: The most stages of an instance, and its most GPUs over machines.
 MOST_STAGES, MOST_GPUS = 8, 16
-#: The bytes of one value that stages and GPUs send each other.
-ACTIVATION_BYTES = 2
 #: The fields of a latency model that `compose_latency` composes.
 _FIELDS = {
     *(f"k{i}" for i in range(1, 9)),

@@ -31,7 +31,6 @@ from hetlb.balancer.config.profile_file import (
 from hetlb.tools.plan.common.capabilities import NIXL, Form, refused
 from hetlb.tools.plan.common.capacity import divide_layers, exact, kv_cache_tokens
 from hetlb.tools.plan.common.composition import (
-    ACTIVATION_BYTES,
     MOST_GPUS,
     MOST_STAGES,
     LinkSeconds,
@@ -52,6 +51,7 @@ from hetlb.tools.plan.disaggregation.split_cluster import (
     SplitCluster,
 )
 from hetlb.tools.plan.throughput import bubbles, slowed
+from hetlb.tools.profiler.sources import ACTIVATION_BYTES
 from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.study import engine_of
 
