@@ -429,6 +429,7 @@ NEEDS = {
     "needs NVIDIA's aiconfigurator",
     "needs a cluster",
     "needs a container engine",
+    "needs a Valkey server",
     "needs a network and GPUs",
     "needs systemd",
     "needs torch and the weights of a model",
