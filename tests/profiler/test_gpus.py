@@ -31,7 +31,7 @@ LATENT = {
     "first_k_dense_replace": 3, "vocab_size": 129280,
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }  # fmt: skip
-#: Milliseconds of one prompt of so many tokens at TP 1, by kernel tables of vLLM: aiconfigurator-core 0.12.0
+#: Milliseconds of one prompt by its tokens, at TP 1, by kernel tables of vLLM: aiconfigurator-core 0.12.0
 #: (NVIDIA, Apache-2.0), Llama-3.1-8B and DeepSeek-V3.
 DENSE_MS = {
     "a100_sxm": {2048: 125.2, 8192: 557.0, 32768: 3430.1, 131072: 32945.8},
