@@ -39,11 +39,11 @@ AGAIN := --hypothesis-profile=again
 OTHER_PYTHON := --hypothesis-profile=other_python
 # Folders of which `make test-slow` runs the tests; all of them.
 SLOW ?=
-# Tests of what is compiled. The rest runs interpreted in either build: dashboard, sources of instances, spans, the supervisor of relays.
+# Tests of what is compiled. The rest runs interpreted in either build: dashboard, sources of instances, spans, the parent of workers.
 INTERPRETED_OPTIONS := dns instance_files kubernetes tracing
 COMPILED_TESTS := tests/core tests/proxy tests/options tests/faults tests/test_parity.py tests/cli/test_explain.py \
   tests/sim tests/emulator $(addprefix tests/fuzz/test_,growth.py corpus.py mutants.py) $(INTERPRETED_OPTIONS:%=--ignore=tests/options/%) \
-  --ignore=tests/sim/test_against.py --ignore=tests/options/relays/test_supervisor.py
+  --ignore=tests/sim/test_against.py --ignore=tests/options/peers/workers/test_supervisor.py
 PACKAGES_OF_PROXY_TESTS := hypothesis openai pytest pytest-asyncio pytest-timeout pytest-xdist python-multipart \
   tokenizers trustme websockets
 PYTHONS ?= $(shell for n in 12 13 14; do for each in python3.$$n $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.$$n.*/bin/python; do \

@@ -57,11 +57,9 @@ COMPILED = (
         for name in ("access_log", "counters", "histograms", "recent", "request_record")
     ),
     *(f"options/pick/{name}.py" for name in ("pick_driver", "stream")),
-    *(f"options/relays/{name}.py" for name in ("relay_driver", "relay_host")),
     *(f"options/resume/{name}.py" for name in ("continuation", "progress", "resumed")),
     "options/event_log/eventlog.py",
-    "options/message_channel.py",
-    "options/remote_leases.py",
+    "options/peers/remote_leases.py",
     *(
         f"options/split/{name}.py"
         for name in ("fetch_checks", "hand_overs", "kv_transfers", "pairs", "split_choice", "transfers")

@@ -159,6 +159,7 @@ def fleet(count: int) -> FleetService:
         watch=SimpleNamespace(invalid_samples={}),
         lost_lines=0,
         workers=(),
+        waiting_elsewhere=({}, 0),
         sharing=None,
         now=lambda: 12.5,
         recent=totals.recent,

@@ -135,14 +135,14 @@ def test_a_value_that_the_chart_does_not_take_is_refused(values: dict[str, Any])
         chart.validate_schema(chart.merge_values(values))
 
 
-SCALED: dict[str, Any] = {"replicas": 3, "shared": {"secret": "valkey"}, "command": "pick"}
+SCALED: dict[str, Any] = {"replicas": 3, "shared": {"secret": "valkey"}}
 
 
-@pytest.mark.parametrize("gateway", [False, True])
+@pytest.mark.parametrize(("command", "gateway"), [("serve", False), ("pick", False), ("pick", True)])
 def test_several_replicas_share_their_view_and_survive_drained_nodes(
-    gateway: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, gateway: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = {**SCALED, "gateway": {"enabled": gateway}}
+    values = {**SCALED, "command": command, "gateway": {"enabled": gateway}}
     assert helm.lint(str(CHART), values, strict=True)["errors"] == []
     objects = rendered(values)
     assert objects["Deployment", "demo-hetlb"]["spec"]["replicas"] == 3
@@ -194,8 +194,8 @@ def test_a_picker_with_its_pool_route_and_gateway(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"replicas": 2, "shared": {"secret": "valkey"}}, "replicas: expected 1 without command: pick"),
         ({"gateway": {"enabled": True}}, "gateway.enabled: expected command: pick"),
+        ({"replicas": 2}, "replicas: expected 1 without shared.secret"),
     ],
 )
 def test_values_that_do_not_go_together_are_refused(values: dict[str, Any], message: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from fleet import MODEL, fleet, load, rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-from options.shared_view.shared_simulation import SharedSimulation
+from options.peers.shared_simulation import SharedSimulation
 
 from hetlb.build import compiled
 from hetlb.tools.sim.fleet_simulation import FleetSimulation

@@ -11,11 +11,10 @@ from hetlb.balancer.clients import prompt_keys
 from hetlb.balancer.engines import scrape, series_reader, upstream
 from hetlb.balancer.http import http1, multipart, sse, transfer_fields
 from hetlb.inputs import yaml_file
-from hetlb.options import message_channel
 from hetlb.options.kubernetes import kubernetes
 from hetlb.options.kv_events import kv_events, zmtp
+from hetlb.options.peers import peer_messages
 from hetlb.options.resume import progress
-from hetlb.options.shared_view import peer_messages
 from hetlb.tools.models import expressions
 from hetlb.tools.openai import answer_events
 from hetlb.tools.stage import stage_messages
@@ -154,13 +153,6 @@ READERS = (
         size(peer_messages.MAX_MESSAGE_BYTES),
         "the message is counted and dropped",
         ("of a peer", "keys of a lease", "too many changes", "messages that are none"),
-    ),
-    Reader(
-        "frames between two processes of hetlb",
-        "the other process",
-        size(message_channel.MAX_FRAME_BYTES),
-        "the channel is closed",
-        ("a frame in reads", "a frame without end"),
     ),
     Reader(
         "frames of stages",

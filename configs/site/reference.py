@@ -45,8 +45,8 @@ from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event
 from hetlb.balancer.telemetry.recent import Recent
 from hetlb.cli.main import COMMANDS, build_parser
+from hetlb.options.peers import lease_wire, peer_messages
 from hetlb.options.pick import stream_states
-from hetlb.options.relays import protocol
 from hetlb.tools.plan.cluster import ClusterFile
 from hetlb.tools.stage.stages_file import StagesFile
 
@@ -63,19 +63,17 @@ FILES = (
     ("Latency profile", "profile", Profile),
 )
 PROTOCOL_RULES = """\
-A frame is a length (four bytes, big-endian) and a MessagePack array of messages: all of one turn of the
-event loop. A message is an array: its number, then its fields. Fields may be appended within a version
-and unknown ones are ignored; another version is refused. A frame that breaks the rules closes the
-channel, which for both sides is the death of the other.
+A message is a MessagePack array: version, name of its process (hexadecimal digits), kind, number among the
+messages of its process, time by its own clock, changes. A change is an array: its number, then its fields.
+Fields may be appended within a version and unknown ones are ignored; another version is refused. Over a hub
+each message follows its length (four bytes, big-endian); over Redis or Valkey it is published on
+`GROUP:leases`. Each process hears its own messages too.
 
-- `Hello` comes first, `ViewMessage` before a dispatch to a new instance. An `Arrival` is answered once.
-- A request has one lease at a time, with one end. Messages may cross: a relay drops a `Dispatch` of an
-  ended request, whose `Ended` or `Cancelled` gives the lease back. Messages about unknown requests are
-  dropped.
-- The upper bits of a request id (above 32) are the relay's number, which no other relay ever had.
-- When a channel closes, the scheduler process ends that relay's leases as the clients' doing. The relay
-  keeps its streams and gives a new channel its leases in `Hello`, then an `Arrival` per waiting request,
-  oldest first."""
+- Kind 0: changes. 1: all that holds; it replaces what the process told before. 2: a question for all that
+  holds. 3: the last changes of a process that leaves; a hub says this in the name of a broken connection.
+- A process whose numbers have a gap is asked for all that holds; until it comes its changes are left out.
+- A message comes four times in `silent_s` at least; a process that is silent for `silent_s` is gone, and its
+  leases with it."""
 _WORDS = {str: "text", int: "integer", float: "number", bool: "true, false", types.NoneType: "", Any: "text"}
 
 
@@ -276,6 +274,7 @@ class _Everything:
         self.watch = SimpleNamespace(invalid_samples={})
         self.lost_lines = 0
         self.workers = ()
+        self.waiting_elsewhere: tuple[dict[str, int], int] = {}, 0
         self.recent = Recent()
         self.reload_refused = ""
         view = SimpleNamespace(peer_leases=0, delay_s=0.0)
@@ -324,25 +323,22 @@ def messages_page() -> str:
     lines = [
         "# Messages between processes",
         "",
-        f"Made by `make reference`, for any program that owns requests. Version {protocol.VERSION}.",
+        f"Made by `make reference`. Messages of [peers](../scale-out.md), version {peer_messages.VERSION}.",
         "",
         PROTOCOL_RULES,
+        "",
     ]
-    for title, union in (
-        ("From a relay", protocol.FromRelay),
-        ("From the scheduler process", protocol.FromScheduler),
-    ):
-        kinds = sorted(get_args(union), key=lambda kind: kind.__struct_config__.tag)
-        rows = [
-            (
-                str(kind.__struct_config__.tag),
-                f"`{kind.__name__}`",
-                ", ".join(f"`{name}`" for name in kind.__struct_fields__),
-                " ".join((kind.__doc__ or "").split()),
-            )
-            for kind in kinds
-        ]
-        lines += ["", f"## {title}", "", *_table(("number", "message", "fields", "meaning"), rows)]
+    kinds = sorted(get_args(lease_wire.PeerChange), key=lambda kind: kind.__struct_config__.tag)
+    rows = [
+        (
+            str(kind.__struct_config__.tag),
+            f"`{kind.__name__.removeprefix('Wire')}`",
+            ", ".join(f"`{name}`" for name in kind.__struct_fields__),
+            " ".join((kind.__doc__ or "").split()),
+        )
+        for kind in kinds
+    ]
+    lines += _table(("number", "change", "fields", "meaning"), rows)
     return "\n".join(lines) + "\n"
 
 

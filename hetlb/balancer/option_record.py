@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     CarryOut: TypeAlias = Callable[[list[Command]], None]
     #: Makes the maker of one request's attempts, whose answer may go on at another instance.
     Resumption: TypeAlias = Callable[[Kind, Call, EngineRequest], Maker]
-    #: Descriptors of the listeners for clients and of the admin listener.
-    OpenSockets: TypeAlias = Callable[[], tuple[Sequence[int], Sequence[int]]]
 
 
 class SpanMaker(Protocol):
@@ -68,13 +66,13 @@ class CacheReports(Protocol):
 
 
 class Predecessor(Protocol):
-    """Listeners and leases of the process that this one replaces."""
+    """Listeners and view of the process that this one replaces."""
 
     #: Socket to the process that this one replaces.
     end: socket.socket
     listeners: Listeners
+    folder: Path | None
 
-    async def begin(self, scheduler: Scheduler, carry_out: CarryOut) -> None: ...
     async def accepting(self) -> None: ...
     def close(self) -> None: ...
 
@@ -108,5 +106,3 @@ class Options:
     objectives: Callable[[Fleet, DiscoveryTable, Callable[[Mapping[str, int]], None]], Sequence[Source]]
     #: Reader of KV events, which go to a callback with the name of their instance.
     cache_reports: Callable[[Callable[[str, KvEventBatch], None]], CacheReports]
-    #: Wait for a process that takes this one's place: its listeners, and what this one does then.
-    offer: Callable[[Scheduler, OpenSockets, Callable[[], None]], Successor]

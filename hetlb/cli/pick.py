@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from hetlb.options.peers.shared_table import check_shared
     from hetlb.options.pick.pick_service import PickService, check_pick
-    from hetlb.options.shared_view.shared_table import check_shared
 
     fleet = fleet_of(args)
     fleet = fleet.with_tables(pick=changed(fleet.file.pick, port=args.grpc_port))
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     async def pick() -> None:
         service = PickService(fleet, OPTIONS, args.event_log)
         if fleet.file.shared is not None:
-            from hetlb.options.shared_view import share
+            from hetlb.options.peers import share
 
             share(service)
         await run_service(service)

@@ -25,10 +25,12 @@ from hetlb.cli.flags import PORT, changed, declare, whole
 from hetlb.cli.serving_options import OPTIONS
 from hetlb.errors import InputError
 from hetlb.logs import logging_to_stderr, plain_line
+from hetlb.options.peers import share
+from hetlb.options.peers.offer import Offer
 from hetlb.systemd import NO_LISTENERS, Listeners
 
 if TYPE_CHECKING:
-    from hetlb.options.takeover.takeover import Takeover
+    from hetlb.options.peers.takeover import Takeover
 
 #: Hosts that stand for every address of the machine.
 _EVERY = {"0.0.0.0", "::", ""}
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         return all_is_well(fleet)
     prepare_process()
     if fleet.file.proxy.workers > 1:
-        from hetlb.options.relays.supervisor import Supervisor
+        from hetlb.options.peers.supervisor import Supervisor
 
         takeover = asyncio.run(_ask(fleet, args.event_log)) if args.replace else None
         Supervisor(
@@ -100,10 +102,8 @@ def _check_alone(fleet: Fleet) -> None:
         raise InputError(f"{where}proxy.workers: expected 1 with kv_transfer, got {workers}")
     if hands_over and shared is not None:
         raise InputError(f"{where}shared: expected none with kv_transfer: peers do not know what it holds")
-    if shared is not None and workers > 1:
-        raise InputError(f"{where}proxy.workers: expected 1 with shared, got {workers}")
     if shared is not None:
-        from hetlb.options.shared_view.shared_table import check_shared
+        from hetlb.options.peers.shared_table import check_shared
 
         check_shared(shared, f"{where}shared")
 
@@ -131,7 +131,7 @@ def _warn_of_descriptors(fleet: Fleet) -> None:
 
 async def _ask(fleet: Fleet, event_log: Path | None) -> Takeover | None:
     """Ask the process that serves the fleet's address for its listeners."""
-    from hetlb.options.takeover.takeover import Takeover
+    from hetlb.options.peers.takeover import Takeover
 
     takeover = await Takeover.ask((fleet.file.listen.host, fleet.file.listen.port))
     if takeover is not None and event_log is not None:
@@ -151,10 +151,12 @@ async def _ask(fleet: Fleet, event_log: Path | None) -> Takeover | None:
 async def _serve(fleet: Fleet, event_log: Path | None, replace: bool) -> None:
     takeover = await _ask(fleet, event_log) if replace else None
     service = Service(fleet, OPTIONS, event_log)
+    # Imported at the start: when another process takes this one's place the files may be of another version.
+    service.offer = Offer(service)
     if fleet.file.shared is not None:
-        from hetlb.options.shared_view import share
-
         share(service)
+    elif takeover is not None:
+        takeover.join(service)
     await run_service(service, systemd.inherited(), takeover)
 
 

@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from hetlb.balancer.option_record import (
         CacheReports,
         CarryOut,
-        OpenSockets,
         Resumption,
         SchedulerLog,
         SpanMaker,
-        Successor,
     )
 
 
@@ -97,12 +95,6 @@ def _cache_reports(on_events: Callable[[str, KvEventBatch], None]) -> CacheRepor
     return KvEventReader(on_events)
 
 
-def _offer(scheduler: Scheduler, sockets: OpenSockets, leave: Callable[[], None]) -> Successor:
-    from hetlb.options.takeover.offer import Offer
-
-    return Offer(scheduler, sockets, leave)
-
-
 OPTIONS = Options(
     splitting=_splitting,
     splits=_splits,
@@ -113,5 +105,4 @@ OPTIONS = Options(
     sources=_sources,
     objectives=_objectives,
     cache_reports=_cache_reports,
-    offer=_offer,
 )

@@ -9,7 +9,7 @@ from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Capacity, Dispatch, Lease
-from hetlb.options.lease_wire import booked
+from hetlb.options.peers.lease_wire import booked
 from hetlb.tools.sim.integrity import check_scheduler
 
 #: A burst of prompts of a whole iteration each.

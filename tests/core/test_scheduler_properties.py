@@ -39,7 +39,7 @@ from hetlb.balancer.core.types import (
     Reject,
     Role,
 )
-from hetlb.options.lease_wire import booked
+from hetlb.options.peers.lease_wire import booked
 from hetlb.tools.sim.integrity import check_scheduler
 
 NAMES = ("a", "b", "c")

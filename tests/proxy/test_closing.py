@@ -18,7 +18,7 @@ from hetlb import tasks
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.fleet.service import Service
 from hetlb.cli.serving_options import OPTIONS
-from hetlb.options.shared_view.redis_transport import RedisTransport
+from hetlb.options.peers.redis_transport import RedisTransport
 
 #: Seconds for which the loop stands: longer than any timeout of the tasks here.
 LAG_S = 0.5

@@ -42,10 +42,14 @@ ROOMS = {
 }
 OF_CLI = {"hetlb.cli", *(f"hetlb.cli.{name}" for name in ("flags", "main", "serve", "serving_options"))}
 #: Options that are imported: what a process needs while another takes its place.
-OF_OPTIONS = {f"hetlb.options{name}" for name in ("", ".lease_wire", ".message_channel")}
-OF_OPTIONS |= {"hetlb.options.takeover", "hetlb.options.takeover.offer"}
-#: Lines of all modules that a plain `serve` may import, with the evidence of refused kinds and of clients.
-MOST_LINES = 23_600
+PEERS = (
+    "hub", "key_use", "lease_wire", "offer", "operators", "peer_messages", "peer_transport", "remote_leases",
+    "shared_table", "shared_view", "sharing", "view_folder",
+)  # fmt: skip
+OF_OPTIONS = {"hetlb.options", "hetlb.options.peers", *(f"hetlb.options.peers.{name}" for name in PEERS)}
+#: Lines of all modules that a plain `serve` may import, with the evidence of refused kinds and of clients,
+#: and with the view that a process joins that takes this one's place.
+MOST_LINES = 25_300
 
 
 async def a_plain_serve(folder: Path) -> set[str]:

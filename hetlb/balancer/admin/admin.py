@@ -142,8 +142,10 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 class AdminApi:
     """Handlers of the admin listener: state to read, and changes of an operator."""
 
-    def __init__(self, control: FleetService) -> None:
+    def __init__(self, control: FleetService, *, alone: bool = False) -> None:
+        """`alone`: the listener is for the other processes of this proxy, and asks none of them."""
         self.control = control
+        self._alone = alone
         self._page = MetricsPage(control)
         self._sampler: asyncio.TimerHandle | None = None
 
@@ -176,7 +178,8 @@ class AdminApi:
 
     async def _start(self, _: web.Application) -> None:
         """Begin to sample the page's series, whether a page is open or not."""
-        self._sample()
+        if not self._alone:
+            self._sample()
 
     async def _close(self, _: web.Application) -> None:
         if "_dashboard" in vars(self):
@@ -186,7 +189,7 @@ class AdminApi:
 
     def _sample(self) -> None:
         self._sampler = asyncio.get_running_loop().call_later(BIN_S, self._sample)
-        self.control.recent.sample(self.control.scheduler, self.control.now())
+        self.control.driver.counted.recent.sample(self.control.scheduler, self.control.now())
 
     @cached_property
     def _dashboard(self) -> StatePage:
@@ -215,7 +218,11 @@ class AdminApi:
     # --- documents, for the handlers and the dashboard ---
 
     def fleet(self) -> dict[str, Any]:
-        return fleet_document(self.control.scheduler, self.control.now())
+        document = fleet_document(self.control.scheduler, self.control.now())
+        waiting, waiting_bytes = self.control.waiting_elsewhere
+        document["queue"]["requests"] += sum(waiting.values())
+        document["queue"]["bytes"] += waiting_bytes
+        return document
 
     def status(self) -> dict[str, Any]:
         control = self.control
@@ -251,7 +258,6 @@ class AdminApi:
         return web.Response(text=f"{readiness}\n", status=200 if readiness == "ready" else 503)
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        await self.control.refresh()
         return web.Response(body=await self._page.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _page_file(self, request: web.Request) -> web.Response:
@@ -261,7 +267,6 @@ class AdminApi:
         return reply(self.fleet())
 
     async def _usage(self, _: web.Request) -> web.Response:
-        await self.control.refresh()
         return reply({"usage": usage_document(self.control.totals)})
 
     async def _decisions(self, request: web.Request) -> web.Response:
@@ -287,9 +292,14 @@ class AdminApi:
         documents = []
         for each in recent:
             # One at a time: the candidates of many decisions on a large fleet are long to make.
-            document = decision_document(each, control.driver.tokens_so_far)
-            documents.append(msgspec.Raw(msgspec.json.encode(document)))
+            documents.append(decision_document(each, control.driver.tokens_so_far))
             await asyncio.sleep(0)
+        if not self._alone:
+            for other in await control.elsewhere(request.path_qs):
+                documents += other["decisions"]
+            if len(documents) > len(recent):
+                documents.sort(key=lambda each: each["dispatched_at_s"])
+                documents = documents if wanted.request and "last" not in query else documents[-int(text) :]
         return reply({"decisions": documents, "clock_s": control.now()})
 
     async def _get_decision(self, request: web.Request) -> web.Response:
@@ -298,6 +308,8 @@ class AdminApi:
         number, decisions = int(request.match_info["lease"]), self.control.scheduling.decisions
         dispatch = next((each for each in reversed(decisions) if each.lease.id == number), None)
         if dispatch is None:
+            for other in () if self._alone else await self.control.elsewhere(request.path_qs):
+                return reply(other)
             raise web.HTTPNotFound(text="this decision is not kept any more")
         return reply(decision_document(dispatch, self.control.driver.tokens_so_far))
 
@@ -308,5 +320,5 @@ class AdminApi:
         return await self._dashboard.serve(request)
 
 
-def make_app(control: FleetService) -> web.Application:
-    return AdminApi(control).app()
+def make_app(control: FleetService, *, alone: bool = False) -> web.Application:
+    return AdminApi(control, alone=alone).app()

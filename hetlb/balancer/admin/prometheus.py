@@ -149,7 +149,7 @@ def _totals(source: FleetService, now: float) -> Iterator[Family]:
     yield "hetlb_retries_total", [("", totals.retries)]
     yield "hetlb_decisions_total", [("", totals.decisions)]
     yield "hetlb_log_lost_lines_total", [("", source.lost_lines)]
-    yield "hetlb_queue_bytes", [("", scheduler.queue.bytes)]
+    yield "hetlb_queue_bytes", [("", scheduler.queue.bytes + source.waiting_elsewhere[1])]
     tenants = [(_pairs(tenant=tenant, model=model), n) for (tenant, model), n in totals.accounts.items()]
     yield "hetlb_tenant_requests_total", [(label, each.requests) for label, each in tenants]
     yield "hetlb_tenant_prompt_tokens_total", [(label, each.prompt_tokens) for label, each in tenants]
@@ -183,7 +183,9 @@ def _states(source: FleetService, now: float) -> Iterator[Family]:
 def _loads(source: FleetService, now: float) -> Iterator[Family]:
     """Yield the load of every model served or waited for. A saturation above 1: requests wait."""
     scheduler = source.scheduler
-    queued, saturation = scheduler.queue.by_model(), []
+    queued, saturation = dict(scheduler.queue.by_model()), []
+    for model, count in source.waiting_elsewhere[0].items():
+        queued[model] = queued.get(model, 0) + count
     able = {
         model: [each for each in scheduler.instances if each.routable and model in each.models]
         for model in dict.fromkeys([*scheduler.fleet.ready, *queued])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, Protocol
 
 from hetlb.balancer.clients.api_keys import LimitsTable
 from hetlb.balancer.http.error_responses import RATE_LIMITED, Refusal
@@ -88,17 +88,26 @@ class Window:
         return lines % (name, limit, name, left, name, reset)
 
 
+class KeyJournal(Protocol):
+    """Reader of what the limits of keys let in here, and of what that used."""
+
+    def admitted(self, ticket: Ticket) -> None: ...
+    def used(self, ticket: Ticket, prompt_tokens: int, output_tokens: int, last: bool) -> None: ...
+
+
 class Limiters:
     """Limiters of all keys, by name. Amounts used outlive a reload, and are forgotten with the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, journal: KeyJournal | None = None) -> None:
+        """`journal` is told of what is counted here, None where no other process asks."""
         self._all: dict[str, Limiter] = {}
         self._in_force: dict[str, Limiter] = {}
+        self.journal = journal
 
     def configure(self, limits: Mapping[str, LimitsTable]) -> None:
         """Take limits that hold from now on, by the name of the key."""
         for name, table in limits.items():
-            self._all.setdefault(name, Limiter(table)).limits = table
+            self._all.setdefault(name, Limiter(table, name, self)).limits = table
         self._in_force = {name: self._all[name] for name in limits}
 
     def of(self, name: str) -> Limiter | None:
@@ -108,7 +117,9 @@ class Limiters:
 class Limiter:
     """The limits of one key. The clock is the proxy's, in seconds."""
 
-    def __init__(self, limits: LimitsTable) -> None:
+    def __init__(self, limits: LimitsTable, name: str = "", limiters: Limiters | None = None) -> None:
+        self.name = name
+        self._limiters = limiters
         self._requests = Window()
         self._tokens = Window()
         self._in_flight = 0
@@ -133,12 +144,26 @@ class Limiter:
                 raise self._refusal(f"{limits.tokens_per_minute} tokens per minute", wait_s, now)
         self._in_flight += 1
         requests.add(1, now)
-        return Ticket(self, tokens.add(reserved, now), reserved)
+        ticket = Ticket(self, tokens.add(reserved, now), reserved)
+        if self.journal is not None:
+            self.journal.admitted(ticket)
+        return ticket
 
-    def adopt(self, now: float) -> Ticket:
-        """Count a request in flight that another process let in."""
+    @property
+    def journal(self) -> KeyJournal | None:
+        """Reader of what is counted here, None where no other process asks."""
+        return None if self._limiters is None else self._limiters.journal
+
+    def adopt(self, reserved: int, fresh: bool, now: float) -> Ticket:
+        """Count a request that another process let in; `fresh`: just now, else it is only in flight."""
+        requests, tokens = self._requests, self._tokens
+        requests.forget(now)
+        tokens.forget(now)
         self._in_flight += 1
-        return Ticket(self, self._tokens.add(0, now), 0)
+        if fresh:
+            requests.add(1, now)
+        reserved = reserved if fresh else 0
+        return Ticket(self, tokens.add(reserved, now), reserved, own=False)
 
     def ended(self, ticket: Ticket, prompt_tokens: int, output_tokens: int, now: float) -> None:
         self._in_flight -= 1
@@ -169,10 +194,14 @@ class Limiter:
 class Ticket:
     """One request that a limiter let in, with its reservations."""
 
-    __slots__ = ("limiter", "reserved", "slot")
+    __slots__ = ("limiter", "number", "own", "reserved", "slot")
 
-    def __init__(self, limiter: Limiter, slot: _Slot, reserved: int) -> None:
+    def __init__(self, limiter: Limiter, slot: _Slot, reserved: int, *, own: bool = True) -> None:
+        """`own`: this process let it in."""
         self.limiter = limiter
+        self.own = own
+        #: Its number in the journal.
+        self.number = 0
         self.slot = slot
         self.reserved = reserved
 
@@ -180,9 +209,16 @@ class Ticket:
         tokens = prompt_tokens + output_tokens
         self.limiter.used(tokens, now)
         self.reserved += tokens
+        self._tell(prompt_tokens, output_tokens, False)
 
     def ended(self, prompt_tokens: int, output_tokens: int, now: float) -> None:
         self.limiter.ended(self, prompt_tokens, output_tokens, now)
+        self._tell(prompt_tokens, output_tokens, True)
+
+    def _tell(self, prompt_tokens: int, output_tokens: int, last: bool) -> None:
+        journal = self.limiter.journal
+        if self.own and journal is not None:
+            journal.used(self, prompt_tokens, output_tokens, last)
 
     def headers(self, now: float) -> bytes:
         return self.limiter.headers(now)

@@ -1,9 +1,8 @@
 """Journal of leases: the one way in which schedulers of two processes share their live leases.
 
-A scheduler tells each of its journals that a lease began, that its answer began and that it ended. Peers of a
-shared view, a process that takes this one's place and a relay that meets another scheduler process all speak
-so; they differ in the transport (`options/lease_wire.py` has the journal and its encoding). A lease of
-another process is booked like an own one (`options/remote_leases.py`), and told to no other.
+A scheduler tells each of its journals that a lease began, that its answer began and that it ended
+(`options/peers/lease_wire.py` has the journal of peers and its encoding). A lease of another process is
+booked like an own one (`options/peers/remote_leases.py`), and told to no other.
 """
 
 from __future__ import annotations

@@ -23,15 +23,15 @@ def nearest(value: float) -> int:
 class Ledger:
     """Leases that have not ended, each with the incarnation that it is booked on."""
 
-    def __init__(self, queue: Queue) -> None:
-        """`queue` asks it for the leases that run."""
+    def __init__(self, queue: Queue, first_lease: LeaseId = 1) -> None:
+        """`queue` asks it for the leases that run; `first_lease` is the number of the first one."""
         self._queue = queue
         queue.running = self._running
         #: Instances by lease, removed ones included.
         self.leased: dict[LeaseId, Instance] = {}
         #: Number of them that take no slot.
         self.slotless = 0
-        self._next_lease = 1
+        self._next_lease = first_lease
         #: Readers of bookings and their ends.
         self.journals: tuple[Journal, ...] = ()
 

@@ -29,6 +29,7 @@ from hetlb.balancer.core.types import (
     EngineSample,
     Hold,
     Lease,
+    LeaseId,
     Outcome,
     Request,
     RequestId,
@@ -121,12 +122,14 @@ def check_choice(index: int, work_s: float, instances: int) -> None:
 class Placement:
     """The policy and the state for its decisions: the fleet, demand, lengths, prefixes."""
 
-    def __init__(self, policy: Policy, predictor: Predictor, fleet: FleetState, queue: Queue) -> None:
+    def __init__(
+        self, policy: Policy, predictor: Predictor, fleet: FleetState, queue: Queue, first_lease: LeaseId = 1
+    ) -> None:
         self.use(policy)
         self.predictor = predictor
         self.fleet = fleet
         self.queue = queue
-        self.ledger = Ledger(queue)
+        self.ledger = Ledger(queue, first_lease)
         self.retries = Retries()
         #: Demand by model.
         self.demands: dict[str, Demand] = defaultdict(Demand)

@@ -124,6 +124,18 @@ def _level(request: Request) -> int:
     return request.priority * _RANKS + (_BACKGROUND if request.service.background else _IN_TIME)
 
 
+@dataclass(frozen=True, slots=True)
+class WaitingElsewhere(PickleByFields):
+    """Requests that wait at other schedulers of the fleet: the bounds of the queue are for all together.
+
+    `oldest_at`: arrival of the one that waits longest, by model.
+    """
+
+    requests: int = 0
+    held_bytes: int = 0
+    oldest_at: Mapping[str, float] = field(default_factory=dict)
+
+
 class Queue:
     """Waiting requests, bounded by count and bytes over all of them."""
 
@@ -136,6 +148,8 @@ class Queue:
         self.held: dict[RequestId, Queued] = {}
         self._sizes: dict[str, int] = {}
         self.bytes = 0
+        #: Requests that wait at other schedulers of the fleet.
+        self.elsewhere = WaitingElsewhere()
         self._pushed = 0
         #: Tenants and tokens of the leases that have not ended; set by their ledger.
         self.running: Callable[[], Iterable[tuple[str | None, int]]] = tuple
@@ -230,6 +244,19 @@ class Queue:
         """Return the arrival of the request that waits longest, None if none waits."""
         return min((flow.first.arrived_at for flow in self.flows), default=None)
 
+    def oldest_by_model(self) -> dict[str, float]:
+        """Return the arrival of the request that waits longest, by model."""
+        found: dict[str, float] = {}
+        for flow in self.flows if self.held else ():
+            model, arrived_at = flow.key.model, flow.first.arrived_at
+            found[model] = min(arrived_at, found.get(model, arrived_at))
+        return found
+
+    def is_older_elsewhere(self, model: str) -> bool:
+        """Return True if a request for a model waits longer at another scheduler than any one here."""
+        there = self.elsewhere.oldest_at.get(model)
+        return there is not None and there < self.oldest_by_model().get(model, there)
+
     def waiting(self, model: str) -> int:
         """Return the sizes of all that wait for a model, added up."""
         return self._sizes.get(model, 0)
@@ -244,7 +271,9 @@ class Queue:
         """Return True if one more request stays within the bounds and its tenant's share of them."""
         tenants = self.tenants
         may_wait = tenants is None or tenants.may_wait(request)
-        return may_wait and self.within(len(self.held), self.bytes, request)
+        there = self.elsewhere
+        requests, held_bytes = len(self.held) + there.requests, self.bytes + there.held_bytes
+        return may_wait and self.within(requests, held_bytes, request)
 
     def within(self, requests: int, held_bytes: int, request: Request) -> bool:
         """Return True if one more request beside these stays within the bounds."""

@@ -20,7 +20,7 @@ from hetlb.balancer.core.journal import Booked, Journal
 from hetlb.balancer.core.placement import Placement, Splitting
 from hetlb.balancer.core.policies.registry import make_policy
 from hetlb.balancer.core.predictor import Predictor, make_predictor
-from hetlb.balancer.core.queue import Queue
+from hetlb.balancer.core.queue import Queue, WaitingElsewhere
 from hetlb.balancer.core.ready import least_tokens
 from hetlb.balancer.core.retry_budget import MOST_MOVES
 from hetlb.balancer.core.setup import SchedulerSetup
@@ -77,7 +77,7 @@ class Scheduler(Failover):
         policy = make_policy(setup.policy, setup.params, self._rng)
         queue = Queue(setup.limits)
         fleet = FleetState(setup, queue, self._rng)
-        super().__init__(Placement(policy, self.predictor, fleet, queue), setup.now)
+        super().__init__(Placement(policy, self.predictor, fleet, queue, setup.first_lease), setup.now)
         self._splitting = splitting
         self._look_for_links(setup.specs)
 
@@ -254,7 +254,11 @@ class Scheduler(Failover):
                 return commands + self.backlog.flush(now)
         if retries.attempts:
             retries.forget(request.id)
-        return commands + self.backlog.flush(now) if self.queue.held else commands
+        if not self.queue.held or (lease.own and self.queue.is_older_elsewhere(request.model)):
+            return (
+                commands  # the place is another scheduler's to take: it hears of it, or a tick finds it free
+            )
+        return commands + self.backlog.flush(now)
 
     def on_refused(
         self,
@@ -369,9 +373,12 @@ class Scheduler(Failover):
         placed.lease.own = False
         return placed.lease
 
-    def on_waiting_elsewhere(self, sizes: Mapping[str, int], now: float) -> list[Command]:
+    def on_waiting_elsewhere(
+        self, sizes: Mapping[str, int], now: float, there: WaitingElsewhere | None = None
+    ) -> list[Command]:
         """Take the sizes of requests that wait at other schedulers of the same fleet, by model."""
         self.placement.elsewhere = dict(sizes)
+        self.queue.elsewhere = there or WaitingElsewhere()
         return []
 
     def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:

@@ -14,7 +14,10 @@ from hetlb.balancer.core.types import Health, InstanceSpec
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSetup(PickleByFields):
-    """Everything a scheduler is built from; `lengths` is the sample of some predictors."""
+    """Everything a scheduler is built from; `lengths` is the sample of some predictors.
+
+    `first_lease` is the number of its first lease: schedulers of one proxy share none.
+    """
 
     specs: tuple[InstanceSpec, ...]
     policy: str
@@ -26,3 +29,4 @@ class SchedulerSetup(PickleByFields):
     initial_health: Health = Health.SUSPECT
     health: HealthParams = field(default_factory=HealthParams)
     now: float = 0.0
+    first_lease: int = 1

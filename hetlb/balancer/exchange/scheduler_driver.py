@@ -45,7 +45,7 @@ from hetlb.balancer.telemetry.request_record import RequestRecord
 
 if TYPE_CHECKING:
     from hetlb.balancer.clients.api_keys import LimitsTable
-    from hetlb.balancer.clients.key_limits import Limiter, Limiters
+    from hetlb.balancer.clients.key_limits import KeyJournal, Limiter, Limiters
     from hetlb.balancer.core.block_index import KvEventBatch
     from hetlb.balancer.fleet.shared_fleet import SharedBookings
     from hetlb.balancer.telemetry.request_record import KeyTicket
@@ -83,6 +83,7 @@ class SchedulerDriver(SchedulerSide):
         self.view: SharedBookings | None = None
         #: Limits of clients' keys, None where no key ever had some.
         self._limiters: Limiters | None = None
+        self._key_journal: KeyJournal | None = None
         #: The last dispatches, the oldest first; fewer of a large fleet.
         self.decisions = newest((), len(scheduler.instances))
         #: Seconds that a probe may take.
@@ -117,9 +118,15 @@ class SchedulerDriver(SchedulerSide):
         if limits and self._limiters is None:
             from hetlb.balancer.clients.key_limits import Limiters
 
-            self._limiters = Limiters()
+            self._limiters = Limiters(self._key_journal)
         if self._limiters is not None:
             self._limiters.configure(limits)
+
+    def tell_of_keys(self, journal: KeyJournal | None) -> None:
+        """Tell a journal of what the limits of keys count from now on, None: nothing."""
+        self._key_journal = journal
+        if self._limiters is not None:
+            self._limiters.journal = journal
 
     def limiter(self, owner: str | None) -> Limiter | None:
         return None if self._limiters is None or owner is None else self._limiters.of(owner)

@@ -1,8 +1,7 @@
 """Both sides of a driver: the scheduler as exchanges see it, and the executor of its commands.
 
-Facts go to a `SchedulerSide`: the scheduler of this process (`balancer/exchange/scheduler_driver.py`), or one
-that is reached over a channel (`options/relays/relay_driver.py`). Commands go to a `Carrier`: the exchanges
-of this process (`balancer/exchange/driver.py`), or the exchanges of relays (`options/relays/relay_host.py`).
+Facts go to a `SchedulerSide` (`balancer/exchange/scheduler_driver.py`). Commands go to a `Carrier`, the
+exchanges of this process (`balancer/exchange/driver.py`).
 """
 
 from __future__ import annotations

@@ -169,14 +169,6 @@ class Roster:
         if "members" in vars(self):
             self.members.close()
 
-    def adopt(self, spec: InstanceSpec, address: str | None) -> None:
-        """Adopt an instance of an earlier process; the first source that gives it takes it over."""
-        self.registered[spec.name] = address
-        self._engines[spec.name] = self.access.unlisted(spec.url, spec.model, address)
-        self._at[origin(spec.url)] = spec.name
-        self._scheduling.change(InstanceAdded(spec))
-        self.source_of[spec.name] = ""
-
     # --- inside ---
 
     def _add(self, specs: Sequence[InstanceSpec], access: Callable[[InstanceSpec], EngineAccess]) -> None:

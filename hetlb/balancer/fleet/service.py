@@ -52,7 +52,7 @@ from hetlb.balancer.telemetry.counters import Totals
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.recent import Recent
 from hetlb.build import version_line
-from hetlb.errors import ConfigError, InputError
+from hetlb.errors import ConfigError, HetlbError, InputError
 from hetlb.inputs.mistakes import short
 from hetlb.inputs.urls import bracketed
 from hetlb.logs import plain_line
@@ -76,6 +76,8 @@ _GARBAGE_CONTAINERS = 20_000
 READINESS_LAG_S = 5.0
 #: Longest wait at the start for what peers have at the engines, in seconds.
 CATCH_UP_S = 0.3
+#: Longest wait for what a process that is replaced has there, in seconds.
+REPLACED_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +97,12 @@ class FleetService(ABC):
     driver: Carrier
     #: The exchange with other schedulers of the fleet (`shared_fleet.py`), None where it is alone.
     sharing: SharedFleet | None = None
+    #: Folder of the hub of that exchange, where this process and others made one for themselves.
+    view_folder: Path | None = None
     #: The processes that serve, where there are several.
     workers: Sequence[WorkerState] = ()
+    #: Number of its first lease.
+    first_lease = 1
     #: True between SIGTERM and the closing of the listener: not ready, still accepting.
     stopping_soon = False
 
@@ -123,6 +129,7 @@ class FleetService(ABC):
             lengths=fleet.lengths,
             health=fleet.health_params,
             now=self.now(),
+            first_lease=self.first_lease,
         )
         try:
             if self._event_log is None:
@@ -148,7 +155,7 @@ class FleetService(ABC):
         self.reload_refused = ""
         self._tasks: set[asyncio.Task[Any]] = set()
         #: Waits for a process that takes this one's place; what this one took over from another.
-        self._offer: Successor = options.offer(self.scheduler, self._open_sockets, self._leave)
+        self.offer: Successor | None = None
         self._takeover: Predecessor | None = None
         self.address = ("", 0)
 
@@ -160,7 +167,7 @@ class FleetService(ABC):
 
     async def _first_look(self, most_s: float = FIRST_ROUND_S) -> None:
         if self.fleet.file.watch and self.fleet.path is not None:
-            self._do(self._watch_files())
+            self.do(self._watch_files())
         if sources := self._discovery_sources():
             from hetlb.balancer.fleet.source import Sources
 
@@ -179,7 +186,7 @@ class FleetService(ABC):
 
             self._host_times = HostTimes(self.watch, self.roster.change)
         if self._host_times.wanted(instance):
-            self._do(self._host_times.measure(instance))
+            self.do(self._host_times.measure(instance))
 
     def _discovery_sources(self) -> Sequence[Source]:
         """Return sources of instances that stand in no file of the fleet. Raises `ConfigError`."""
@@ -191,13 +198,13 @@ class FleetService(ABC):
         async for _ in self._seen.changes(1.0 if table is None else table.poll_s):
             await self._reload_by_signal()
 
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+    def do(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def _on_reload_signal(self) -> None:
-        self._do(self._reload_by_signal())
+        self.do(self._reload_by_signal())
 
     @abstractmethod
     async def _reload_by_signal(self) -> None:
@@ -246,11 +253,14 @@ class FleetService(ABC):
             return "stopping"
         return self._why_none() or "ready"
 
-    async def refresh(self) -> None:
-        """Collect the counters of all processes."""
+    @property
+    def waiting_elsewhere(self) -> tuple[dict[str, int], int]:
+        """Requests that wait in other processes of this proxy, by model, and their bytes."""
+        return {}, 0
 
-    async def settled(self) -> None:
-        """Return when an operator's change is in force in all processes."""
+    async def elsewhere(self, path: str) -> list[Any]:
+        """Return the JSON documents of other processes of this proxy at a path of the admin listener."""
+        return []
 
     async def operate(self, change: OperatorChange) -> Any:
         """Make a change of an operator, here and at all peers; return its result. Raises `InputError`."""
@@ -258,7 +268,6 @@ class FleetService(ABC):
         if self.sharing is not None:
             for failure in await self.sharing.spread(change):
                 tell(logger, Event.SHARED_CHANGE, "a change is not in force everywhere: %s", failure)
-        await self.settled()
         return done
 
     async def make(self, change: OperatorChange) -> Any:
@@ -302,7 +311,6 @@ class FleetService(ABC):
             done = await self._swap(fleet, access)
             reloads["done"] += 1
             self.reload_refused = ""
-            await self.settled()
         tell(logger, Event.RELOADED, "reloaded: %s", done)
         return done
 
@@ -355,17 +363,18 @@ class FleetService(ABC):
     def _descriptors(self) -> Sequence[int]:
         """Sockets of the listener for clients."""
 
-    def _open_sockets(self) -> tuple[Sequence[int], Sequence[int]]:
+    def open_sockets(self) -> tuple[Sequence[int], Sequence[int]]:
         return self._descriptors, self.admin.descriptors
 
     @abstractmethod
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """End the open requests here: another process accepts now."""
 
     # --- shutdown ---
 
     async def close(self) -> None:
-        await self._offer.close()
+        if self.offer is not None:
+            await self.offer.close()
         if self._takeover is not None:
             self._takeover.close()
         await ended(*self._tasks)
@@ -399,9 +408,6 @@ class Service(FleetService):
         #: True if another process accepts in place of this one.
         self.replaced = False
 
-    #: True if another process may take over the listeners.
-    _hands_over = True
-
     def _drive(self) -> SchedulerDriver:
         fleet = self.fleet
         estimator = TokenEstimator(fleet.token_counters)
@@ -417,15 +423,17 @@ class Service(FleetService):
         """Probe, then listen, on given `listeners` or the ones of `takeover`. Raises `HetlbError`."""
         if takeover is not None:
             self._takeover, listeners = takeover, takeover.listeners
-        self._front.open_log()
+        self._open_log()
         self._read_kv_events(self.fleet)
         if self.sharing is not None:
             self.sharing.start()
         await self._first_look()
         if self.sharing is not None:  # an instance of a source was not there to book a peer's lease on
-            await self.sharing.caught_up(CATCH_UP_S)
-        if takeover is not None:
-            await takeover.begin(self.scheduler, self.scheduling.carry_out)
+            replaces = takeover is not None and takeover.folder is not None
+            most_s, least = (REPLACED_S, 1) if replaces else (CATCH_UP_S, 0)
+            if not await self.sharing.caught_up(most_s, least):
+                text = "--replace: the running process ended, or fell silent, before it handed over"
+                raise HetlbError(text)
         listen = self.fleet.file.listen
         with named("listen", listen.host, listen.port):
             self.address = await self.server.start(listen.host, listen.port, listeners.main)
@@ -433,8 +441,11 @@ class Service(FleetService):
         if takeover is not None:
             await takeover.accepting()
             tell(logger, Event.HANDOVER, "the listeners came from the process that is replaced")
-        if self._hands_over:
-            self._offer.open(self.address)
+        if self.offer is not None:
+            self.offer.open(self.address)
+
+    def _open_log(self) -> None:
+        self._front.open_log()
 
     @property
     def ready_line(self) -> str:
@@ -473,7 +484,9 @@ class Service(FleetService):
     def _descriptors(self) -> Sequence[int]:
         return self.server.descriptors
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        if self.replaced:
+            return
         self.replaced = True
         self.server.leave()
         tell(logger, Event.HANDOVER, "another process accepts: what is open here ends")

@@ -211,6 +211,12 @@ class Recent:
         for number in range(begin, index + 1):
             self.stretch(number).levels = levels
 
+    def take_samples(self, other: Recent) -> None:
+        """Take over how things stood, and the paces, from the requests of another."""
+        self._paces = other._paces
+        for number, stretch in other.stretches.items():
+            self.stretch(number).levels = stretch.levels
+
     def pace(self, instance: str) -> float:
         """Return the pace of an engine."""
         pace = self._paces.get(instance)

@@ -23,7 +23,7 @@ from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.placement import Splitting
 from hetlb.balancer.core.policies.base import PlannedType, PolicyParams
-from hetlb.balancer.core.queue import QueueLimits
+from hetlb.balancer.core.queue import QueueLimits, WaitingElsewhere
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.step_times import FORMS
@@ -153,9 +153,11 @@ class RecordingScheduler(Scheduler):
         self._record("assume", now, [], lease=lease, request=request)
         return lease
 
-    def on_waiting_elsewhere(self, sizes: Mapping[str, int], now: float) -> list[Command]:
-        commands = super().on_waiting_elsewhere(sizes, now)
-        return self._record("waiting_elsewhere", now, commands, sizes=dict(sizes))
+    def on_waiting_elsewhere(
+        self, sizes: Mapping[str, int], now: float, there: WaitingElsewhere | None = None
+    ) -> list[Command]:
+        commands = super().on_waiting_elsewhere(sizes, now, there)
+        return self._record("waiting_elsewhere", now, commands, sizes=dict(sizes), there=there)
 
     def on_instance(self, change: InstanceChange, now: float) -> list[Command]:
         commands = super().on_instance(change, now)
@@ -316,7 +318,7 @@ _METHODS: Final[dict[str, tuple[str, dict[str, type[Any]]]]] = {
     "misplaced": ("on_misplaced", {"lease": Lease}),
     "wait_again": ("wait_again", {}),
     "moving": ("on_moving", {"lease": Lease}),
-    "waiting_elsewhere": ("on_waiting_elsewhere", {}),
+    "waiting_elsewhere": ("on_waiting_elsewhere", {"there": WaitingElsewhere}),
     "scrape": ("on_scrape", {"sample": EngineSample}),
     "policy": ("set_policy", {}),
     "tick": ("on_tick", {}),

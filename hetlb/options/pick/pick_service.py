@@ -35,7 +35,6 @@ class PickService(Service):
 
     driver: PickDriver
     server: PickServer
-    _hands_over = False  # gRPC's listener cannot be given to another process
 
     def __init__(self, fleet: Fleet, options: Options, event_log: Path | None = None) -> None:
         pick = fleet.file.pick

@@ -19,8 +19,8 @@ from proxy.upstreams import DONE, PLAIN_BODY, TOKEN, USAGE
 
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.cli.serving_options import OPTIONS
+from hetlb.options.peers import share
 from hetlb.options.pick.pick_service import PickService
-from hetlb.options.shared_view import share
 from hetlb.tools.sim.integrity import check_scheduler
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "envoy"

@@ -1,0 +1,86 @@
+"""Messages of peers: one process tells the others its changes, all that it has, a question, or its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from struct import Struct
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from hetlb.options.peers.lease_wire import PART_BYTES, PART_CHANGES, PeerChange
+
+VERSION: Final = 4
+#: Kinds of messages: changes, all that holds, the question for all that holds, and the last changes of a
+#: process that stops.
+CHANGES: Final = 0
+STATE: Final = 1
+ASK: Final = 2
+LEAVE: Final = 3
+#: Maximum bytes of a message.
+MAX_MESSAGE_BYTES: Final = 2 * PART_BYTES
+_LENGTH = Struct("!I")
+
+
+class PeerMessage(msgspec.Struct, array_like=True, frozen=True):
+    """One message of a process; `sent_at` by its own clock."""
+
+    version: Literal[4]
+    name: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{1,32}$")]
+    kind: Literal[0, 1, 2, 3]
+    sequence: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+    sent_at: float
+    changes: Annotated[list[PeerChange], msgspec.Meta(max_length=PART_CHANGES)]
+
+
+class PeerHead(msgspec.Struct, array_like=True, frozen=True):
+    """A message without its changes."""
+
+    version: Literal[4]
+    name: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{1,32}$")]
+    kind: int
+    sequence: int
+    sent_at: float
+
+
+decode: Final = msgspec.msgpack.Decoder(PeerMessage).decode
+decode_head: Final = msgspec.msgpack.Decoder(PeerHead).decode
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+def message(name: str, kind: int, sequence: int, sent_at: float, changes: list[Any]) -> bytes:
+    """Return a message of the process `name`."""
+    return _encode([VERSION, name, kind, sequence, sent_at, changes])
+
+
+def own_start(name: str) -> bytes:
+    """Return the bytes behind the first one of every message of a process."""
+    return _encode([VERSION, name])[1:]
+
+
+def farewell(frame: bytes | memoryview) -> bytes:
+    """Return the message that the sender of another one has left. Raises `DecodeError`."""
+    return message(decode_head(frame).name, LEAVE, 0, 0.0, [])
+
+
+def framed(message: bytes) -> bytes:
+    """Return a message with its length before it, as it goes over a hub."""
+    return _LENGTH.pack(len(message)) + message
+
+
+def each_frame(data: bytearray, take: Callable[[bytes], object], may_go_on: Callable[[], bool]) -> int:
+    """Call `take` with the message in each whole frame while there is time; return the end of the last one.
+
+    Raises `DecodeError` for a message of more than `MAX_MESSAGE_BYTES`.
+    """
+    at, end = 0, len(data)
+    while end - at >= 4 and may_go_on():
+        (length,) = _LENGTH.unpack_from(data, at)
+        if length > MAX_MESSAGE_BYTES:
+            raise msgspec.DecodeError(f"a frame of {length} bytes")
+        after = at + 4 + length
+        if after > end:
+            break
+        take(bytes(memoryview(data)[at + 4 : after]))
+        at = after
+    return at

@@ -1,0 +1,81 @@
+"""Leases of other processes, booked here from their journals (`balancer/core/journal.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import Command, Lease, LeaseId, Outcome, Request
+from hetlb.options.peers.lease_wire import RequestFacts, WireBegun, WireBooked, WireChange, WireEnded
+
+#: Ids of requests of other processes: below all of this one's.
+_FIRST: Final = -(1 << 40)
+
+
+class RemoteLeases:
+    """Leases of other processes by process and number; `arrived`: they are demand here too."""
+
+    def __init__(self, scheduler: Scheduler, *, arrived: bool, first_id: int = _FIRST) -> None:
+        self._scheduler = scheduler
+        self._arrived = arrived
+        self._next_request = first_id
+        self.of: dict[str, dict[LeaseId, Lease]] = {}
+
+    def __len__(self) -> int:
+        return sum([len(leases) for leases in self.of.values()])
+
+    def receive(self, process: str, changes: Iterable[WireChange], now: float) -> list[Command]:
+        """Book a process's changes, begun leases before ended ones: their room has been given away there.
+
+        The commands are for this scheduler's own requests.
+        """
+        leases = self.of.setdefault(process, {})
+        scheduler = self._scheduler
+        commands: list[Command] = []
+        later: list[WireBegun | WireEnded] = []
+        for change in changes:
+            if isinstance(change, WireBooked):
+                if change.number not in leases:
+                    live = change.change(self.copy(change.request))
+                    lease = scheduler.restore(live, now, own=False, arrived=self._arrived)
+                    if lease is not None:
+                        leases[change.number] = lease
+            elif isinstance(change, WireBegun | WireEnded):
+                later.append(change)
+        for each in later:
+            lease = leases.get(each.number)
+            if lease is None:
+                continue
+            if isinstance(each, WireBegun):
+                commands += scheduler.on_first_token(lease, now)
+            else:
+                del leases[each.number]
+                lease.output_tokens = each.output_tokens
+                lease.reported_cached_tokens = each.cached_tokens
+                commands += scheduler.on_lease_ended(lease, each.outcome, now, retry=False)
+        return commands
+
+    def gone(self, process: str, now: float) -> list[Command]:
+        """End the leases of a process that ended; they count against no instance."""
+        commands: list[Command] = []
+        for lease in self.of.pop(process, {}).values():
+            commands += self._scheduler.on_lease_ended(lease, Outcome.CLIENT_GONE, now, retry=False)
+        return commands
+
+    def copy(self, request: Request | RequestFacts) -> Request:
+        """Return a request under an id of its own: ids of two processes can be equal."""
+        number, self._next_request = self._next_request, self._next_request - 1
+        return Request(
+            number,
+            request.model,
+            request.prompt_tokens,
+            request.max_tokens,
+            request.sequences,
+            request.longest_prompt_tokens,
+            request.generates,
+            prefix_keys=request.prefix_keys,
+            tenant=request.tenant,
+            samples=request.samples,
+            streamed=request.streamed,
+        )

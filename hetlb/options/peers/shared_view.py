@@ -1,0 +1,186 @@
+"""One view of several schedulers: each books what the others have booked.
+
+A scheduler's journal (`balancer/core/journal.py`) goes to its peers, and a peer's lease is a lease of this
+scheduler as well: it counts in the ledger, its end teaches lengths, speeds and health, and places waiting
+requests.
+
+Within the delay of that news all schedulers would choose the same instance: as many requests as peers book
+meanwhile are unseen at a decision. So their number is drawn, from none to all alike, and the decision is made
+as if this number of requests like it had just been placed. And each scheduler prefers a share of the
+instances as its own, of every kind as many as the others, where the best of the share is hardly worse than
+the best of all: the more so, the more requests are unseen.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.queue import WaitingElsewhere
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import Command, Outcome, Request
+from hetlb.options.peers.lease_wire import LeaseJournal, WireBooked, WireChange, WireWaiting, live
+from hetlb.options.peers.remote_leases import RemoteLeases
+
+#: Seconds over which the rate of peers' bookings is a mean.
+_RATE_S: Final = 1.0
+#: Requests that a decision assumes to be unseen, at most: each costs a decision.
+_MOST_UNSEEN_REQUESTS: Final = 8.0
+#: Largest share of the score that an instance of the own share may be worse than the best.
+_MOST_WORSE_SHARE: Final = 0.15
+#: Most instances of a fleet that is dealt out: more cost more than a decision.
+_MOST_DEALT_INSTANCES: Final = 128
+
+
+class SharedView:
+    """Leases of a scheduler for its peers, and theirs for it."""
+
+    def __init__(self, scheduler: Scheduler, seed: int, name: str | None = None) -> None:
+        """`seed` and `name` differ from scheduler to scheduler; the name is by default the seed in hex."""
+        self._scheduler = scheduler
+        self._name = f"{seed:x}" if name is None else name
+        #: Names of the own share of the instances, and of the instances it was dealt from.
+        self._own_share: tuple[str, ...] = ()
+        self._share_of: tuple[str, ...] = ()
+        #: Changes for peers. To be read by the transport.
+        self.journal = LeaseJournal()
+        scheduler.subscribe(self.journal)
+        self._remote = RemoteLeases(scheduler, arrived=True)
+        #: Waiting requests at each peer, with the time of the news, and at this process when it said so last.
+        self._waits: dict[str, tuple[WireWaiting, float]] = {}
+        self._said: tuple[dict[str, int], int, dict[str, float]] = {}, 0, {}
+        #: Age of news of peers when it comes, in seconds.
+        self.delay_s = 0.0
+        #: Requests per second that peers book, as of a time.
+        self._rate = 0.0
+        self._rate_at = -math.inf
+        self._rng = random.Random(seed)
+
+    @property
+    def peers(self) -> list[str]:
+        """Names of the peers whose leases are known."""
+        return list(self._remote.of)
+
+    @property
+    def peer_leases(self) -> int:
+        """Number of peers' leases."""
+        return len(self._remote)
+
+    # --- of this scheduler ---
+
+    def take(self, now: float) -> list[WireChange]:
+        """Return the changes since the last time, for the peers."""
+        changes, queue = self.journal.take(), self._scheduler.queue
+        waits = queue.waiting_sizes(), len(queue), queue.oldest_by_model()
+        if waits != self._said:
+            self._said = waits
+            changes.append(self._waiting(now))
+        return changes
+
+    def _waiting(self, now: float) -> WireWaiting:
+        queue = self._scheduler.queue
+        ages_s = {model: max(0.0, now - at) for model, at in queue.oldest_by_model().items()}
+        return WireWaiting(queue.waiting_sizes(), len(queue), queue.bytes, ages_s)
+
+    def live(self, now: float) -> list[WireChange]:
+        """Return all that a new peer must know: every live lease, and the waiting requests."""
+        return [*live(self._scheduler.ledger.leases(), now), self._waiting(now)]
+
+    # --- of peers ---
+
+    def receive(self, peer: str, changes: Sequence[WireChange], now: float) -> list[Command]:
+        """Take over a peer's changes; return the commands for this scheduler's own requests."""
+        for change in changes:
+            if isinstance(change, WireBooked):
+                self._heard(now)
+            elif isinstance(change, WireWaiting):
+                self._waits[peer] = change, now
+                self._say_elsewhere(now)
+        return self._remote.receive(peer, changes, now)
+
+    def replace(self, peer: str, changes: Sequence[WireChange], now: float) -> list[Command]:
+        """Replace the state of a peer by `changes`."""
+        return self.gone(peer, now) + self.receive(peer, changes, now)
+
+    def gone(self, peer: str, now: float) -> list[Command]:
+        """End the leases of a peer that ended; they count against no instance."""
+        commands = self._remote.gone(peer, now)
+        if self._waits.pop(peer, None) is not None:
+            self._say_elsewhere(now)
+        return commands
+
+    def on_arrival(self, request: Request, now: float) -> list[Command]:
+        """Place a request that came to this scheduler, or have peers hear that it waits."""
+        commands = self._place(request, now)
+        if len(self._scheduler.queue):
+            self.journal.on_change()
+        return commands
+
+    def _place(self, request: Request, now: float) -> list[Command]:
+        """Place a request as if unseen requests of peers had been placed."""
+        scheduler = self._scheduler
+        if not self._remote.of:
+            return scheduler.on_arrival(request, now)
+        expected = self._unseen(now)
+        if expected and len(scheduler.instances) <= _MOST_DEALT_INSTANCES:
+            within = min(_MOST_WORSE_SHARE, expected)
+            request = replace(request, preferred=self._share(), preferred_within=within)
+        unseen = int(self._rng.random() * (0.5 + expected))
+        if not unseen or len(scheduler.queue):
+            return scheduler.on_arrival(request, now)
+        leases = []
+        for _ in range(unseen):
+            assumed = scheduler.assume(self._remote.copy(request), now)
+            if assumed is None:
+                break
+            leases.append(assumed)
+        commands = scheduler.on_arrival(request, now)
+        for assumed in leases:
+            commands += scheduler.on_lease_ended(assumed, Outcome.CLIENT_GONE, now, retry=False)
+        return commands
+
+    def _share(self) -> tuple[str, ...]:
+        """Return the instances that are this scheduler's own share: all deal them out alike, kind by kind."""
+        names, instances = sorted([self._name, *self._remote.of]), self._scheduler.instances
+        of = (*names, *[str(each.incarnation) for each in instances])
+        if of != self._share_of:
+            self._share_of = of
+            dealt, rank, count = sorted(instances, key=_kind), names.index(self._name), len(names)
+            self._own_share = tuple([each.name for each in dealt[rank::count]])
+        return self._own_share
+
+    def _unseen(self, now: float) -> float:
+        """Return the number of requests that peers book within the delay of their news."""
+        rate = self._rate * math.exp((self._rate_at - now) / _RATE_S)
+        return min(_MOST_UNSEEN_REQUESTS, rate * self.delay_s)
+
+    def _heard(self, now: float) -> None:
+        """Count a request that a peer booked: its rate is a mean over the last second or so."""
+        self._rate = self._rate * math.exp((self._rate_at - now) / _RATE_S) + 1.0 / _RATE_S
+        self._rate_at = now
+
+    # --- inside ---
+
+    def _say_elsewhere(self, now: float) -> None:
+        sizes: dict[str, int] = {}
+        oldest_at: dict[str, float] = {}
+        requests = held_bytes = 0
+        for waits, heard_at in self._waits.values():
+            for model, size in waits.sizes.items():
+                sizes[model] = sizes.get(model, 0) + size
+            for model, age_s in waits.ages_s.items():
+                at = heard_at - age_s
+                oldest_at[model] = min(at, oldest_at.get(model, at))
+            requests, held_bytes = requests + waits.requests, held_bytes + waits.held_bytes
+        there = WaitingElsewhere(requests, held_bytes, oldest_at)
+        self._scheduler.on_waiting_elsewhere(sizes, now, there)
+
+
+def _kind(instance: Instance) -> tuple[float, str]:
+    """Return the order in which instances of a kind are beside each other."""
+    latency = instance.spec.latency
+    return 0.0 if latency is None else latency.step_s(1.0, 1.0), instance.name

@@ -1,0 +1,350 @@
+"""Sharing of several schedulers of one fleet, over a hub or Redis: live leases, and waiting requests.
+
+Each process hears of every change and of its own, whose way there and back is the age that the others' news
+have. It says something at least four times in `silent_s`; a peer that was silent for `silent_s` is dead. It
+tells all it has when it comes, when it is asked to, and when it was cut off. Without a connection each goes
+on with its own view and the engines' own figures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from hetlb.balancer.clients.key_limits import Limiter
+from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.config.fleet_tables import SharedTable
+from hetlb.balancer.core.scheduler import Scheduler
+from hetlb.balancer.core.types import Command
+from hetlb.balancer.fleet.operator_changes import OperatorChange
+from hetlb.balancer.telemetry.events import Event, tell
+from hetlb.balancer.telemetry.rarely import Rarely
+from hetlb.options.peers import peer_messages
+from hetlb.options.peers.hub import HubTransport
+from hetlb.options.peers.key_use import KeyUse
+from hetlb.options.peers.lease_wire import PeerChange, WireChange, parts
+from hetlb.options.peers.operators import OperatorChanges
+from hetlb.options.peers.peer_transport import PeerTransport
+from hetlb.options.peers.shared_table import HUB
+from hetlb.options.peers.shared_view import SharedView
+from hetlb.tasks import ended
+
+logger = logging.getLogger("hetlb.shared")
+
+_RETRY_S: Final = 0.25
+#: Longest wait for the last messages to be published, in seconds; beyond `silent_s` peers need none of them.
+_LAST_WORDS_S: Final = 1.0
+#: Peers at once, and their leases in all: a message beyond is none.
+_MOST_PEERS: Final = 256
+_MOST_LEASES: Final = 1 << 18
+#: Longest way of an own message, in seconds, that says something of the way.
+_MOST_AGE_S: Final = 60.0
+#: Weight of one more echo in the mean age of news.
+_ECHO_WEIGHT: Final = 0.1
+#: Messages of each process in `silent_s`, and multiple of it without an own message after which a connection
+#: is dead.
+_BEATS: Final = 4
+_DEAF_FACTOR: Final = 2.0
+
+
+class Sharing:
+    """Exchange of state with the other processes; `name` is this one's, in hexadecimal digits."""
+
+    def __init__(
+        self,
+        table: SharedTable,
+        transport: PeerTransport,
+        scheduler: Scheduler,
+        carry_out: Callable[[list[Command]], None],
+        name: str,
+    ) -> None:
+        self._table = table
+        self._carry_out = carry_out
+        self._loop = asyncio.get_running_loop()
+        self.name = name
+        self.view = SharedView(scheduler, int(name, 16), name)
+        self.view.journal.on_change = self._tell_soon
+        #: Changes of operators, and the use of clients' keys, where they are shared.
+        self.operators: OperatorChanges | None = None
+        self.key_use: KeyUse | None = None
+        self._transport = transport
+        self._own = peer_messages.own_start(name)
+        self._heard_at: dict[str, float] = {}
+        self._next: dict[str, int] = {}
+        #: Peers whose whole state is here.
+        self._whole: set[str] = set()
+        #: Messages so far.
+        self.sent = self.received = self.rejected = 0
+        self._rejections = Rarely()
+        #: The timer of the answer to peers that asked for the whole state, and when the last one was sent.
+        self._answer: asyncio.TimerHandle | None = None
+        self._answered_at = -_RETRY_S
+        #: True while the server is reached, and when an own message came back last.
+        self.connected = False
+        self._echoed_at = math.inf
+        #: Set when the server was reached for the first time.
+        self._reached = asyncio.Event()
+        #: Set for a moment when the whole state of a peer has come.
+        self._state_came = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        #: Called when the last peer has gone.
+        self.on_alone: Callable[[], object] = lambda: None
+
+    @property
+    def peers(self) -> int:
+        return len(self.view.peers)
+
+    def share_changes(
+        self, make: Callable[[OperatorChange], Awaitable[object]], knows: Callable[[str], bool]
+    ) -> None:
+        """Exchange changes of operators too: `make` makes one here, `knows` says which instances are here."""
+        self.operators = OperatorChanges(
+            self.name, make, knows, lambda: list(self._heard_at), self._tell_soon
+        )
+
+    def share_keys(self, limiter: Callable[[str], Limiter | None]) -> KeyUse:
+        """Exchange the use of clients' keys too; return the journal to be told of it."""
+        self.key_use = KeyUse(limiter, self._tell_soon)
+        return self.key_use
+
+    async def spread(self, change: OperatorChange) -> list[str]:
+        """Send an operator's change to all peers, and wait for them; return what went wrong there."""
+        return [] if self.operators is None else await self.operators.spread(change, self._loop.time())
+
+    def reloaded(self, before: Fleet, after: Fleet) -> None:
+        """Note that the fleet file was read again: what it says of instances and policy holds from now on."""
+        if self.operators is not None:
+            new_policy = before.written.policy.name != after.written.policy.name
+            self.operators.reloaded([each.name for each in after.instances], new_policy)
+
+    def instances_changed(self) -> None:
+        """Make the operators' changes that waited for an instance."""
+        if self.operators is not None:
+            self.operators.instances_changed()
+
+    def start(self) -> None:
+        """Begin; a server that is not there yet is waited for, and nothing else waits for it."""
+        self._tasks = [self._loop.create_task(each) for each in (self._listen(), self._beat())]
+
+    async def linked(self, most_s: float) -> None:
+        """Return when the server is reached. Raises `TimeoutError`."""
+        async with asyncio.timeout(most_s):
+            await self._reached.wait()
+
+    async def caught_up(self, most_s: float, least: int = 0) -> bool:
+        """Return True once the whole state of the peers is here: of `least` of them, for `most_s` at most."""
+        deadline = self._loop.time() + most_s
+        self._whole.clear()
+        if self.connected:
+            self._send(peer_messages.ASK, [])
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                while not self.connected or len(self._whole) < max(least, len(self._heard_at), 1):
+                    self._state_came.clear()
+                    await self._state_came.wait()
+        return len(self._whole) >= least
+
+    async def close(self) -> None:
+        """Stop: peers hear the last changes and forget this process."""
+        if self._answer is not None:
+            self._answer.cancel()
+        if self.operators is not None:
+            await self.operators.close()
+        tasks, self._tasks = self._tasks, []
+        await ended(*tasks)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(_LAST_WORDS_S, self._table.silent_s)):
+                if tasks and self.connected:
+                    self._send(peer_messages.LEAVE, self._take())
+                    await self._transport.flush()
+        await self._transport.close()
+
+    # --- out ---
+
+    def _tell_soon(self) -> None:
+        self._loop.call_soon(self._tell)
+
+    def _take(self) -> list[PeerChange]:
+        changes: list[PeerChange] = [*self.view.take(self._loop.time())]
+        if self.operators is not None:
+            changes += self.operators.take()
+        if self.key_use is not None:
+            changes += self.key_use.take()
+        return changes
+
+    def _tell(self) -> None:
+        """Send the changes of the last turn of the event loop."""
+        if self._tasks and (changes := self._take()):
+            self._send(peer_messages.CHANGES, changes)
+
+    def _send(self, kind: int, changes: list[PeerChange]) -> None:
+        """Send changes in parts: of a state the first part has the `kind`, else the last one."""
+        some = parts(changes)
+        at = 0 if kind == peer_messages.STATE else len(some) - 1
+        for number, part in enumerate(some):
+            self.sent += 1
+            part_kind = kind if number == at else peer_messages.CHANGES
+            now = self._loop.time()
+            self._transport.send(peer_messages.message(self.name, part_kind, self.sent, now, part))
+
+    def _send_state(self) -> None:
+        """Send the whole state, after the earlier changes."""
+        if changes := self._take():
+            self._send(peer_messages.CHANGES, changes)
+        now = self._loop.time()
+        held: list[PeerChange] = [*self.view.live(now)]
+        if self.operators is not None:
+            held += self.operators.live(now)
+        if self.key_use is not None:
+            held += self.key_use.live()
+        self._send(peer_messages.STATE, held)
+
+    def _answer_all(self) -> None:
+        """Send the whole state to peers that asked since the last time."""
+        self._answer, self._answered_at = None, self._loop.time()
+        self._send_state()
+
+    async def _beat(self) -> None:
+        """Send a heartbeat, and find peers that have been silent for `silent_s`, when it is over."""
+        silent_s = self._table.silent_s
+        beat_at = self._loop.time()
+        while True:
+            due = min([beat_at, *[heard_at + silent_s for heard_at in self._heard_at.values()]])
+            await asyncio.sleep(max(0.0, due - self._loop.time()))
+            now = self._loop.time()
+            if now - due > silent_s / _BEATS:  # this process stood still: their words wait to be read
+                heard = max(0.0, now - silent_s * (1.0 - 1.0 / _BEATS))
+                self._heard_at = {peer: max(heard, at) for peer, at in self._heard_at.items()}
+                self._echoed_at = max(heard, self._echoed_at)
+            if now >= beat_at:
+                beat_at = now + silent_s / _BEATS
+                self._send(peer_messages.CHANGES, self._take())
+            if self.connected and now - self._echoed_at > _DEAF_FACTOR * silent_s:
+                self._echoed_at = math.inf
+                self._transport.drop()
+            for peer, heard_at in list(self._heard_at.items()):
+                if now - heard_at >= silent_s:
+                    text = "shared state: peer %s is gone, and its leases with it"
+                    tell(logger, Event.SHARED_PEER_GONE, text, peer[:32], peer=peer[:32])
+                    self._forget(peer, now)
+
+    # --- in ---
+
+    async def _listen(self) -> None:
+        told = ""
+        while True:
+            try:
+                await self._transport.run(self._introduce, self._receive)
+            except Exception as error:  # of whatever kind: a process that hears nothing must not seem to
+                reason = " ".join(str(error).split())[:200] or type(error).__name__
+                if self.connected or reason != told:
+                    text = "shared state: the connection is lost (%s): this process goes on with its own view"
+                    tell(logger, Event.SHARED_LOST, text, reason, reason=reason)
+                told, self.connected = reason, False
+            await asyncio.sleep(_RETRY_S)
+
+    def _introduce(self) -> None:
+        """Send the whole state, and ask the others for theirs."""
+        self._transport.lost = False
+        self._transport.discard()
+        self._echoed_at = self._loop.time()
+        self._send_state()
+        self._send(peer_messages.ASK, [])
+
+    def _receive(self, data: object) -> None:
+        """Take a message; an invalid one is counted, and the next one is taken like any other."""
+        now = self._loop.time()
+        if not self.connected:
+            self.connected = True
+            self._reached.set()
+            tell(logger, Event.SHARED, "shared state: connected (group %s)", self._table.group)
+        if self._transport.lost:
+            self._introduce()
+        try:
+            if isinstance(data, bytes) and data.startswith(self._own, 1):
+                self._echo(peer_messages.decode_head(data), now)
+                return
+            if not isinstance(data, bytes) or len(data) > peer_messages.MAX_MESSAGE_BYTES:
+                raise ValueError(f"expected a message of at most {peer_messages.MAX_MESSAGE_BYTES >> 20} MiB")
+            message = peer_messages.decode(data)
+            if message.name not in self._heard_at and len(self._heard_at) >= _MOST_PEERS:
+                raise ValueError(f"expected at most {_MOST_PEERS} peers")
+            if self.view.peer_leases + len(message.changes) > _MOST_LEASES:
+                raise ValueError(f"expected at most {_MOST_LEASES} leases of peers")
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            self.rejected += 1
+            reason = " ".join(str(error).split())[:200]
+            self._rejections.tell(logger, Event.SHARED_MESSAGE, "shared state: a message is none: %s", reason)
+            return
+        self._heard(message, now)
+
+    def _echo(self, head: peer_messages.PeerHead, now: float) -> None:
+        """Take an own message that came back: its way is as long as the others' news take."""
+        if head.kind == peer_messages.LEAVE:  # of an earlier connection, whose end came late
+            self._introduce()
+            return
+        self._echoed_at = now
+        age_s = min(_MOST_AGE_S, max(0.0, now - head.sent_at))
+        self.view.delay_s += _ECHO_WEIGHT * (age_s - self.view.delay_s)
+
+    def _heard(self, message: peer_messages.PeerMessage, now: float) -> None:
+        """Take the message of a peer."""
+        peer, kind, sequence = message.name, message.kind, message.sequence
+        self.received += 1
+        if kind == peer_messages.LEAVE and peer not in self._heard_at:
+            return
+        self._heard_at[peer] = now
+        whole = kind == peer_messages.STATE or self._next.get(peer) == sequence
+        self._next[peer] = sequence + 1
+        changes = message.changes if whole else ()  # without a whole state before, changes have no meaning
+        leases = [each for each in changes if isinstance(each, WireChange)]
+        if kind == peer_messages.STATE:
+            self._carry_out(self.view.replace(peer, leases, now))
+            self._whole.add(peer)
+            self._state_came.set()
+        else:
+            self._carry_out(self.view.receive(peer, leases, now))
+        if kind == peer_messages.STATE and self.key_use is not None:
+            self.key_use.gone(peer, now)
+        if len(leases) < len(changes):
+            if self.operators is not None:
+                self.operators.receive(peer, changes, now)
+            if self.key_use is not None:
+                self.key_use.receive(peer, changes, now)
+        if kind == peer_messages.LEAVE:
+            self._forget(peer, now)
+            return
+        if not whole:
+            self._send(peer_messages.ASK, [])
+        if kind == peer_messages.ASK and self._answer is None:
+            self._answer = self._loop.call_at(self._answered_at + _RETRY_S, self._answer_all)
+
+    def _forget(self, peer: str, now: float) -> None:
+        """End the leases of a peer that left, or is silent."""
+        del self._heard_at[peer]
+        self._next.pop(peer, None)
+        self._whole.discard(peer)
+        if self.operators is not None:
+            self.operators.gone(peer)
+        if self.key_use is not None:
+            self.key_use.gone(peer, now)
+        self._carry_out(self.view.gone(peer, now))
+        self._state_came.set()
+        if not self._heard_at:
+            self.on_alone()
+
+
+def transport_of(url: str, group: str, silent_s: float) -> PeerTransport:
+    """Return the carrier that a URL names."""
+    if url.startswith(HUB):
+        return HubTransport(Path(url.removeprefix(HUB)))
+    from hetlb.options.peers.redis_transport import RedisTransport
+
+    return RedisTransport(url, f"{group}:leases", silent_s)

@@ -1,1 +1,0 @@
-"""Takeover: a process takes the place of another."""

@@ -1,0 +1,197 @@
+"""Messages of other processes that are none: counted and skipped, and the next good one is taken."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import tracemalloc
+from typing import Any
+
+import msgspec
+import pytest
+from helpers import make_scheduler, request, spec
+from options.peers.fuzzed import TARGETS
+
+from hetlb.balancer.config.fleet_tables import SharedTable
+from hetlb.balancer.core.journal import Booked
+from hetlb.balancer.core.types import Outcome
+from hetlb.build import compiled
+from hetlb.options.peers import peer_messages, sharing
+from hetlb.options.peers.lease_wire import PART_BYTES, PART_CHANGES, WireBooked, WireChange, WireEnded
+from hetlb.options.peers.peer_messages import MAX_MESSAGE_BYTES, VERSION
+from hetlb.options.peers.redis_transport import RedisTransport
+from hetlb.options.peers.sharing import Sharing
+
+NAME, OWN = "ab12", "cd34"
+
+
+def shared() -> Sharing:
+    """A view of one process, whose server is not there."""
+    transport = RedisTransport("redis://127.0.0.1:1", "hetlb:leases", 1.0)
+    return Sharing(SharedTable(), transport, make_scheduler([spec("a")]), lambda _: None, OWN)
+
+
+def message(changes: Any, kind: Any = 1, **other: Any) -> bytes:
+    fields = {"version": VERSION, "name": NAME, "kind": kind, "sequence": 1, "sent_at": 0.0} | other
+    return msgspec.msgpack.encode([*fields.values(), changes])
+
+
+def lease(**other: Any) -> list[Any]:
+    """A lease as it goes over the wire, with other fields."""
+    wire = WireBooked.of(Booked(1, "a", request(1), 10**9, 20.0, 0.5))
+    fields = msgspec.structs.asdict(wire) | {name: value for name, value in other.items() if name != "facts"}
+    facts = msgspec.structs.asdict(fields["request"]) | other.get("facts", {})
+    return [0, *[list(facts.values()) if name == "request" else value for name, value in fields.items()]]
+
+
+ODD: dict[str, Any] = {
+    "no MessagePack": b"\xc1\xff",
+    "text": "a text, as a client of the server may have asked for",
+    "another version": message([], version=1),
+    "a list for a name": message([], name=["x"]),
+    "a map for a kind": message([], kind={}),
+    "an unknown kind": message([], kind=9),
+    "a sequence that is no number": message([], sequence="x"),
+    "a number that has no end": message([], sequence=1 << 63),
+    "a time of text": message([], sent_at="now"),
+    "another's message under its own name": message([], name=OWN, sent_at="now"),
+    "an unknown change": message([[7, 1]]),
+    "a change that is none": message([3]),
+    "an instance that is a list": message([lease(instance=["a"])]),
+    "negative work": message([lease(work_ns=-1)]),
+    "an age without end": message([lease(age_s=math.inf)]),
+    "an age that is no number": message([lease(age_s=math.nan)]),
+    "a length that is no number": message([lease(predicted_output=math.nan)]),
+    "fewer than no sequences": message([lease(facts={"sequences": -1})]),
+    "no tokens at most": message([lease(facts={"max_tokens": 0})]),
+    "no samples": message([lease(facts={"samples": 0})]),
+    "more samples than sequences": message([lease(facts={"samples": 5})]),
+    "a prompt without end": message([lease(facts={"prompt_tokens": 1 << 62})]),
+    "a negative prompt": message([lease(facts={"prompt_tokens": -5})]),
+    "a key that is a number": message([lease(facts={"prefix_keys": [[1, 2]]})]),
+    "an outcome of nothing": message([[2, 1, "unheard of", 0, None]]),
+    "sizes of text": message([[3, {"m": "x"}]]),
+    "a name without end": message([[3, {"m" * 5000: 1}]]),
+    "too many changes": message([[1, 1]] * (PART_CHANGES + 1)),
+    "too many bytes": message([lease(facts={"prefix_keys": [["x" * 1000, None]] * 4000})]),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+async def test_a_process_hears_on_after_an_odd_message(name: str) -> None:
+    view = shared()
+    try:
+        view._receive(ODD[name])
+        assert (view.rejected, view.view.peer_leases) == (1, 0)
+        view._receive(message([lease()]))
+        assert (view.received, view.view.peer_leases) == (1, 1)
+        view._receive(message([[2, 1, "ok", 3, None]], kind=0, sequence=2))
+        assert view.view.peer_leases == 0
+    finally:
+        await view.close()
+
+
+async def test_odd_messages_without_end_fill_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    view = shared()
+    for _ in range(500):
+        for odd in ODD.values():
+            view._receive(odd)
+        await asyncio.sleep(0)
+    assert view.rejected == 500 * len(ODD)
+    assert len(caplog.records) <= 2
+    await view.close()
+
+
+async def test_questions_without_end_are_answered_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that holds is told again at most four times a second, however many ask."""
+    one = shared()
+    sent: list[bytes] = []
+    monkeypatch.setattr(one._transport, "send", sent.append)
+    for number in range(1000):
+        one._receive(message([], kind=2, sequence=number))
+    await asyncio.sleep(0)
+    assert len(sent) == 2, "its own question to one that it does not know, and one answer"
+    await one.close()
+
+
+async def test_peers_are_bounded() -> None:
+    one = shared()
+    for number in range(sharing._MOST_PEERS + 10):
+        one._receive(message([lease()], name=f"{number:x}"))
+    assert (one.peers, one.rejected) == (sharing._MOST_PEERS, 10)
+    assert one.view.peer_leases == sharing._MOST_PEERS
+    await one.close()
+
+
+def test_the_limits_hold_what_a_scheduler_may_say() -> None:
+    """A lease of the largest request that passes, and one whose process has restored it."""
+    largest = request(1 << 61, prompt=1 << 31)
+    lease = Booked(1 << 61, "i" * 200, largest, 1 << 53, 1e9, 1e9, True)
+    wire: list[WireChange] = [
+        WireBooked.of(lease),
+        WireEnded(1 << 61, Outcome.BROKEN_STREAM, 1 << 40, 1 << 31),
+    ]
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(wire), type=list[WireChange])
+    assert read == wire
+    assert isinstance(read[0], WireBooked)
+    assert read[0].change(read[0].request.request()) == lease
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(
+            "state",
+            marks=pytest.mark.skipif(compiled(), reason="a compiled view's method cannot be replaced"),
+        ),
+        "changes",
+    ],
+)
+async def test_many_leases_come_in_parts_that_mean_the_same(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = shared(), shared()
+    sent: list[bytes] = []
+    monkeypatch.setattr(one._transport, "send", sent.append)
+    one.name = "ef56"
+    numbers = range(3 * PART_CHANGES)
+    leases: list[WireChange] = [
+        WireBooked.of(Booked(n, "a", request(n, prompt=1), 1, 1.0, 0.0)) for n in numbers
+    ]
+    if kind == "state":
+        one.view.live = lambda now: leases  # type: ignore[method-assign, assignment]
+        one._send_state()
+    else:
+        one._send(0, leases)
+    assert len(sent) == 3
+    for each in [message([], name="ef56", sequence=0), *sent]:
+        assert len(each) <= PART_BYTES
+        other._receive(each)
+    assert (other.rejected, other.view.peer_leases) == (0, len(leases))
+    for each in (one, other):
+        await each.close()
+
+
+@pytest.mark.parametrize("change", [[1, 1], [2, 1, "ok", 0, None], [3, {str(n): 1 for n in range(4000)}]])
+@pytest.mark.parametrize("keys", [0, 4096])
+def test_a_message_takes_a_bounded_amount_of_memory(change: list[Any], keys: int) -> None:
+    """Whatever comes in `MAX_MESSAGE_BYTES`: what is kept of it, and what was while it was read."""
+    if keys:
+        change = lease(facts={"prefix_keys": [["", None]] * keys})
+    size = len(msgspec.msgpack.encode(change))
+    data = message([change] * min(PART_CHANGES, MAX_MESSAGE_BYTES // size))
+    tracemalloc.start()
+    try:
+        peer_messages.decode(data)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_fuzz_target_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Sharing, data: bytes) -> None:
+        raise TypeError("unhashable")
+
+    monkeypatch.setattr(Sharing, "_receive", broken)
+    with pytest.raises(TypeError):
+        TARGETS["shared"](message([]))
