@@ -23,7 +23,7 @@ def explained(
     choices = placement.able(request, ready, now)
     ctx = placement.context(request, predicted, scheduler.queue.waiting(request.model), now)
     ctx.restraints = choices.restraints
-    ctx.burst = 1 if ready.idle else ctx.burst + 1
+    ctx.burst = 1.0 if ready.idle else ctx.burst + 1.0
     scored = placement.policy.score(ctx, choices.instances) if choices.instances else []
     candidates = with_excluded(scored, ready.instances, choices.excluded)
     for instance, candidate in zip(ready.instances, candidates, strict=True):

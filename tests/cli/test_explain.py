@@ -109,7 +109,7 @@ def test_the_score_is_the_sum_of_the_terms_that_are_shown(
         assert each["forecast"]["end_s_90"] > each["forecast"]["end_s"]
     assert main(["explain", "--config", str(fleet)]) == 0
     out = capsys.readouterr().out
-    assert "40 x" in out, "the weight of a first token"
+    assert "30 x" in out, "the weight of a first token"
     assert "0.2 x" in out, "the weight of all being done later, as no more requests come"
 
 
@@ -166,7 +166,7 @@ def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_default_policy_masks_a_full_instance(fleet: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--kv-used", "fast=1", "--json"]
+    flags = ["--kv-used", "fast=1", "--output", "400", "--json"]
     assert main(["explain", "--config", str(fleet), *flags]) == 0
     document = json.loads(capsys.readouterr().out)
     slow, fast = document["candidates"]

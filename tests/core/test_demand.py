@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hetlb.balancer.core.demand import Demand, size_of
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.protected import Protected
+from hetlb.balancer.core.rate import RecentRate
 
 
 def test_a_prompt_token_weighs_less_than_an_output_token() -> None:
@@ -22,73 +23,83 @@ def test_a_prompt_token_weighs_less_than_an_output_token() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.2, 2.0, 30.0, 1000.0])
-def test_a_steady_stream_goes_on(rate: float) -> None:
+@pytest.mark.parametrize("answer_s", [0.01, 3.0, 60.0])
+def test_a_steady_stream_goes_on_however_soon_it_is_answered(rate: float, answer_s: float) -> None:
     """Poisson arrivals, sparse ones too: at no time but a few are they taken for ended."""
     demand, rng, now = Demand(), random.Random(1), 100.0
-    ended_s = 0.0
+    demand.answer_s = answer_s
+    ended_s = begun_s = asked = missed = 0.0
     for _ in range(max(2000, round(20 * rate))):
         gap_s = rng.expovariate(rate)
-        if now > 103.0 + 40.0 / rate:
-            assert demand.goes_on(1e6, now)
-            ended_s += (
-                sum(not demand.goes_on(1e6, now + gap_s * part / 20) for part in range(20)) * gap_s / 20
-            )
+        if now > 100.0 + answer_s / 8.0 + 10.0 / rate:
+            asked, missed = asked + 1.0, missed + (not demand.goes_on(now))
+            begun_s += gap_s
+            ended_s += sum(not demand.goes_on(now + gap_s * part / 20) for part in range(20)) * gap_s / 20
         now += gap_s
-        demand.arrived(100.0, 50.0, now, False)
-    assert ended_s < 0.1 * (now - 100.0)
+        demand.arrived(100.0, 50.0, now)
+    assert missed <= 0.03 * asked
+    assert ended_s < 0.05 * begun_s
 
 
-@given(st.integers(1, 1000), st.floats(0.0, 0.2), st.floats(0.0, 2.0))
-def test_a_burst_is_no_stream(count: int, spread_s: float, later_s: float) -> None:
+@given(st.integers(1, 1000), st.floats(0.0, 1.0), st.floats(0.0, 2.0), st.booleans())
+def test_a_burst_is_no_stream(count: int, spread: float, later_s: float, before: bool) -> None:
+    """Requests within a 64th of the time of an answer came at once, whatever came before a silence."""
     demand = Demand()
+    demand.answer_s = 4.0
+    for number in range(40 * before):
+        demand.arrived(100.0, 50.0, 40.0 + number)
     for i in range(count):
-        demand.arrived(100.0, 50.0, 100.0 + i * spread_s / count, False)
-    assert not demand.goes_on(1e6, 100.0 + spread_s + later_s)
+        demand.arrived(100.0, 50.0, 100.0 + i * spread * 4.0 / 64.0 / count)
+    assert not demand.goes_on(100.1 + later_s)
+    assert demand.burst == count
 
 
 def test_a_stream_ends_some_gaps_after_its_last_request_and_begins_anew() -> None:
     demand = Demand()
     for number in range(40):
-        demand.arrived(100.0, 50.0, 100.0 + number, False)
-    assert demand.goes_on(16.0, 143.0)
-    assert not demand.goes_on(16.0, 145.5)
-    assert not demand.goes_on(0.5, 143.0), "nothing is expected so soon"
-    demand.arrived(100.0, 50.0, 200.0, False)
-    assert not demand.goes_on(16.0, 200.0)
+        demand.arrived(100.0, 50.0, 100.0 + number)
+    assert demand.goes_on(146.9)
+    assert not demand.goes_on(147.5)
+    demand.arrived(100.0, 50.0, 200.0)
+    assert not demand.goes_on(200.0)
 
 
 @pytest.mark.parametrize("before", [1, 40])
 def test_a_stream_is_seen_after_a_silence_as_soon_as_any_other(before: int) -> None:
     demand = Demand()
     for number in range(before):
-        demand.arrived(100.0, 50.0, 100.0 * number, False)
-    for number in range(4):
-        assert not demand.goes_on(2.0, 50_000.0 + number)
-        demand.arrived(100.0, 50.0, 50_000.0 + number, False)
-    assert demand.goes_on(2.0, 50_003.0)
+        demand.arrived(100.0, 50.0, 100.0 * number)
+    for number in range(5):
+        assert not demand.goes_on(50_000.0 + number)
+        demand.arrived(100.0, 50.0, 50_000.0 + number)
+    assert demand.goes_on(50_004.0)
 
 
-@given(st.integers(2, 1000), st.floats(0.0, 0.2), st.floats(0.0, 2.0))
-def test_a_burst_at_an_idle_fleet_is_no_stream_whatever_came_before(
-    count: int, spread_s: float, later_s: float
-) -> None:
-    demand = Demand()
-    for number in range(40):
-        demand.arrived(100.0, 50.0, 60.0 + number, False)
-    for i in range(count):
-        demand.arrived(100.0, 50.0, 100.0 + i * spread_s / count, i == 0)
-    assert not demand.goes_on(1e6, 100.0 + spread_s + later_s)
-
-
-@given(st.lists(st.floats(0, 1000), max_size=60), st.floats(0.01, 1000))
-def test_asking_changes_nothing(gaps: list[float], horizon: float) -> None:
+@given(st.lists(st.floats(0, 1000), max_size=60))
+def test_asking_changes_nothing(gaps: list[float]) -> None:
     asked, silent, now = Demand(), Demand(), 0.0
     for gap in gaps:
         now += gap
         for each in (asked, silent):
-            each.arrived(100.0, 50.0, now, False)
-        asked.goes_on(horizon, now + gap)
-    assert asked.goes_on(horizon, now) is silent.goes_on(horizon, now)
+            each.arrived(100.0, 50.0, now)
+        asked.goes_on(now + gap)
+    assert asked.goes_on(now) is silent.goes_on(now)
+
+
+@pytest.mark.parametrize("begins", [0.0, 1e6])
+def test_a_rate_is_known_after_seconds_and_forgotten_after_a_minute(begins: float) -> None:
+    rate, now = RecentRate(), begins
+    for number in range(50):
+        rate, now = rate.plus(1.0, now), begins + 0.1 * (number + 1)
+    assert rate.per_s(now) == pytest.approx(10.0, rel=0.15), "after 5 s"
+    for number in range(50, 900):
+        rate, now = rate.plus(1.0, now), begins + 0.1 * (number + 1)
+    assert rate.per_s(now) == pytest.approx(10.0, rel=0.02)
+    later = now + 100.0
+    for _ in range(50):
+        rate, later = rate.plus(1.0, later), later + 0.04
+    assert rate.per_s(later) == pytest.approx(25.0, rel=0.15), "two seconds into another stream"
+    assert rate.per_s(later + 60.0) < 0.5
 
 
 def test_requests_with_targets_fade_from_what_is_protected() -> None:

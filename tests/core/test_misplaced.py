@@ -64,7 +64,8 @@ def test_a_wrong_profile_is_corrected_by_the_first_prompts(claims: float, is_slo
     assert len(found) == PROMPTS
     after = sum(each == "a" for each in found.values())
     right = PROMPTS / (1.0 + is_slower)
-    assert abs(after - right) < abs(at_first - right)
+    assert 0.4 * right <= after <= 1.3 * right
+    assert abs(after - right) <= abs(at_first - right) + 1.0
 
 
 @pytest.mark.parametrize("slower", [0.75, 1.0, 1.4])

@@ -71,7 +71,7 @@ def test_an_arrival_is_followed_straight_through(policy: str) -> None:
 
 @pytest.mark.skipif(compiled(), reason="compiled code has no frames")
 def test_a_decision_asks_for_each_figure_of_an_instance_once() -> None:
-    scheduler = make_scheduler([spec("a", kv=100_000), spec("b", slower=2.0)], "hetlb")
+    scheduler = make_scheduler([spec("a", kv=100_000), spec("b", kv=100_000)], "hetlb")
     keys, quick = (("k", 80),), ServiceClass("quick", ttft_s=5.0, tpot_s=0.1)
     for number in range(30):
         asked = request(number, prompt=1000, prefix_keys=keys, service=quick)

@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 
 #: Weight of a prompt token against one output token (0.075, 0.3: tokens/s at once 0.994, 0.994 x).
 PROMPT_WEIGHT: Final = 0.15
-#: Seconds in which arrivals are one burst, which is no stream (without, tokens/s at once 0.889 x).
-_BURST_S: Final = 0.25
-#: Bursts that make a stream (16, 2: p99 TTFT at 80 % 1.16, 0.97 x), and mean gaps of silence that end it (by
-#: an idle fleet alone: surges take 1.06 x as long).
-_STREAM_BURSTS: Final = 4
+#: Share of the time of an answer in which arrivals are one burst, which is no stream.
+_BURST_SHARE: Final = 1.0 / 64.0
+#: Gaps between bursts that make a stream, newest ones that tell their mean, and mean gaps of silence that
+#: end it.
+_STREAM_GAPS: Final = 4
+_KEPT_GAPS: Final = 16
+_SILENT_GAPS: Final = 8.0
+#: Longest gap, in seconds, between the first two bursts of a stream.
+_LONGEST_GAP_S: Final = 60.0
 
 
 def size_of(request: Request, predicted_output: float) -> float:
@@ -193,15 +197,17 @@ class Mix:
 class Demand:
     """Demand for one model: the mean request, and whether and how fast requests keep arriving."""
 
-    __slots__ = ("_bursts", "arrivals", "burst", "mix", "protected", "rate")
+    __slots__ = ("_bursts", "answer_s", "arrivals", "burst", "mix", "protected", "rate")
 
     def __init__(self) -> None:
-        #: Times of the newest bursts since the fleet was idle, seconds.
+        #: Times at which the newest bursts began, without a long silence between them, in seconds.
         self._bursts: list[float] = []
+        #: Seconds of the newest answer at best.
+        self.answer_s = 0.0
         #: Requests that came so far, and how many per second lately.
         self.arrivals = 0
         self.rate = RecentRate()
-        #: Requests that came since the fleet was idle.
+        #: Requests that came in the newest burst.
         self.burst = 0
         self.mix = Mix()
         #: Classes with targets, the tightest first.
@@ -219,30 +225,34 @@ class Demand:
         self.protected.sort(key=lambda each: each.tightness())
         return found
 
-    def arrived(self, prompt: float, output: float, now: float, idle: bool) -> None:
-        """Record an arrival as predicted, in tokens.
-
-        `idle`: no instance had a request, so earlier arrivals are no part of a stream.
-        """
+    def arrived(self, prompt: float, output: float, now: float) -> None:
+        """Record an arrival as predicted, in tokens."""
         self.mix.add(prompt, output)
         self.arrivals += 1
-        self.burst = 1 if idle else self.burst + 1
-        burst_s, bursts = int(now / _BURST_S) * _BURST_S, self._bursts
-        if not bursts or burst_s > bursts[-1]:
-            if idle:
+        bursts = self._bursts
+        if bursts and now - bursts[-1] <= _BURST_SHARE * self.answer_s:
+            self.burst += 1
+        else:
+            if self._silent(now):
                 bursts.clear()
-            bursts.append(burst_s)
-            if len(bursts) > _STREAM_BURSTS:
+            self.burst = 1
+            bursts.append(now)
+            if len(bursts) > _KEPT_GAPS:
                 del bursts[0]
         self.rate = self.rate.plus(1.0, now)
 
-    def goes_on(self, horizon_s: float, now: float) -> bool:
-        """Return True if another request is expected within `horizon_s`, by gaps since the fleet was idle.
+    def _silent(self, now: float) -> bool:
+        """Return True if the silence up to now has ended the stream."""
+        bursts, longest_s = self._bursts, _LONGEST_GAP_S
+        if not bursts:
+            return True
+        if len(bursts) > 1:
+            longest_s = _SILENT_GAPS * (bursts[-1] - bursts[0]) / (len(bursts) - 1)
+        return now - bursts[-1] > longest_s
+
+    def goes_on(self, now: float) -> bool:
+        """Return True if requests keep coming.
 
         Requests that came at once are no stream: they wait, and are counted there.
         """
-        bursts = self._bursts
-        if len(bursts) < _STREAM_BURSTS:
-            return False
-        gap_s = (bursts[-1] - bursts[0]) / (_STREAM_BURSTS - 1)
-        return gap_s <= horizon_s and now - bursts[-1] <= _STREAM_BURSTS * gap_s
+        return len(self._bursts) > _STREAM_GAPS and not self._silent(now)

@@ -186,6 +186,15 @@ class Instance(InstanceLedger):
             self._update()
         self._waiting_seen = full
 
+    def learn_slots_late(self, lease: Lease, now: float) -> None:
+        """Learn how many sequences it runs at once, without metrics, from a first token that came late."""
+        if self.sample is not None or self.capacity.max_num_seqs is not None or not self.speed.seen:
+            return
+        late = now - lease.dispatched_at > _LATE_FACTOR * lease.forecast_first_s + 1.0
+        if late and lease.ahead > self.most_begun and self.speed.stood_at < lease.dispatched_at:
+            self.max_num_seqs, self.slots_learnt_at, self.slots_step = self.most_begun, now, 1
+            self._update()
+
     def _age_slots(self, now: float) -> None:
         """Try more slots than were learnt, some time after that, while all of them are taken."""
         learnt_at = self.slots_learnt_at
@@ -272,6 +281,8 @@ class Instance(InstanceLedger):
             if changed:
                 self.take_speed()
             return changed
+        if lease.ahead > self.most_begun:
+            return False  # it may have waited for a slot
         seconds = now - lease.dispatched_at
         if self.speed.stood_at >= lease.dispatched_at:
             if lease.mark is None:

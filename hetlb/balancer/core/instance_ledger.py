@@ -34,12 +34,41 @@ class InstanceLedger(InstanceLimits):
     """Sums over the leases of an instance, and progress of their answers."""
 
     __slots__ = (
-        "_begun_sequences", "_begun_steps", "_first_tokens", "_loads",
-        "_occupancy", "_reading", "_steps", "_steps_per_s", "blocks", "explored", "finished_kv_tokens",
-        "finished_sequences", "groups", "held_tokens", "in_flight", "incarnation", "incoming",
-        "kv_excess_tokens", "kv_prompt_tokens", "kv_tokens", "leases", "pending_prompt_tokens",
-        "promised_tokens", "prompt_tokens", "prompts_alone", "removed", "sample_at", "sequences", "slotless",
-        "stated_sequences", "tree", "unread_sequences", "work_ns",
+        "_begun_sequences",
+        "_begun_steps",
+        "_first_tokens",
+        "_loads",
+        "_occupancy",
+        "_reading",
+        "_steps",
+        "_steps_per_s",
+        "blocks",
+        "booked",
+        "explored",
+        "finished_kv_tokens",
+        "finished_sequences",
+        "groups",
+        "held_tokens",
+        "in_flight",
+        "incarnation",
+        "incoming",
+        "kv_excess_tokens",
+        "kv_prompt_tokens",
+        "kv_tokens",
+        "leases",
+        "most_begun",
+        "pending_prompt_tokens",
+        "promised_tokens",
+        "prompt_tokens",
+        "prompts_alone",
+        "removed",
+        "sample_at",
+        "sequences",
+        "slotless",
+        "stated_sequences",
+        "tree",
+        "unread_sequences",
+        "work_ns",
     )  # fmt: skip
 
     def __init__(
@@ -87,6 +116,8 @@ class InstanceLedger(InstanceLimits):
         #: which each of them began, in all.
         self._steps = self._begun_steps = self._steps_per_s = 0.0
         self._begun_sequences = 0
+        #: Most sequences that were seen to decode at once, and leases so far.
+        self.most_begun = self.booked = 0
         #: True once it may run as many sequences as it has slots; until then, first tokens so far.
         self.explored, self._first_tokens = self.profiled, 0
         #: Since when it reads prompts alone, infinite while answers run, and prompt tokens read by then.
@@ -181,6 +212,7 @@ class InstanceLedger(InstanceLimits):
         self.prompt_tokens += lease.prompt_tokens
         self.pending_prompt_tokens += lease.unread_tokens
         self.in_flight += 1
+        self.booked += 1
         self.slotless += not lease.request.sequences
         self.sequences += lease.request.sequences
         if lease.request.service.stated:
@@ -189,6 +221,7 @@ class InstanceLedger(InstanceLimits):
             self.unread_sequences += lease.request.sequences
         elif lease.request.generates:
             self._reading.append(lease)
+        lease.ahead = self.sequences - self.finished_sequences
         # Of a whole answer (not a stream) it is not known when it began: its speed shows only if at once.
         if not lease.incoming:
             if self.sequences - self.finished_sequences - len(self.incoming) <= self.max_num_seqs:
@@ -245,6 +278,8 @@ class InstanceLedger(InstanceLimits):
         lease.first_mark = speed.mark()
         if lease.begun_steps is None:
             self._count_from_now(lease)
+        if self._begun_sequences > self.most_begun:
+            self.most_begun = self._begun_sequences
         if lease.request.streamed:
             self.unread_sequences -= lease.request.sequences
 

@@ -9,23 +9,35 @@ from mypy_extensions import mypyc_attr
 
 #: Age at which an event counts 1/e, in seconds.
 MEMORY_S: Final = 15.0
+#: Seconds that a rate is taken over at least, and seconds of silence after which it begins anew.
+_LEAST_S: Final = 1.0
+_FORGOTTEN_S: Final = 4.0 * MEMORY_S
 
 
 @mypyc_attr(acyclic=True)
 class RecentRate:
-    """Rate of a count over about its last `MEMORY_S` seconds; never changed."""
+    """Rate of a count over about its last `MEMORY_S` seconds, or since its first event; never changed."""
 
-    __slots__ = ("_at", "_per_s")
+    __slots__ = ("_at", "_known", "_per_s", "_since")
 
-    def __init__(self, at: float = 0.0, per_s: float = 0.0) -> None:
+    def __init__(self, at: float = -math.inf, per_s: float = 0.0, since: float = 0.0) -> None:
         self._at = at
         self._per_s = per_s
+        self._since = since
+        #: Share of the weights of a long time that lies since the first event.
+        seconds = at - since
+        self._known = 1.0 - math.exp(-(seconds if seconds > _LEAST_S else _LEAST_S) / MEMORY_S)
 
     def plus(self, count: float, now: float) -> RecentRate:
         """Return the rate with a count of now."""
-        return RecentRate(now, self.per_s(now) + count / MEMORY_S)
+        since_s = now - self._at
+        if since_s > _FORGOTTEN_S:
+            return RecentRate(now, count / MEMORY_S, now)
+        decayed = self._per_s * math.exp(-since_s / MEMORY_S) if since_s > 0.0 else self._per_s
+        return RecentRate(now, decayed + count / MEMORY_S, self._since)
 
     def per_s(self, now: float) -> float:
         """Return the rate now."""
         since_s = now - self._at
-        return self._per_s * math.exp(-since_s / MEMORY_S) if since_s > 0.0 else self._per_s
+        known = self._per_s / self._known
+        return known * math.exp(-since_s / MEMORY_S) if since_s > 0.0 else known

@@ -140,7 +140,7 @@ class Scheduler(Failover):
             return self.backlog.push(request, now, 0.0) if placed is None else [placed]
         demand = placement.demands[request.model]
         predicted, long = self.predictor.outlook(request) if request.generates else (0.0, 0.0)
-        demand.arrived(request.prompt_tokens, predicted, now, ready.idle)
+        demand.arrived(request.prompt_tokens, predicted, now)
         if request.service.stated:
             protected = demand.of_class(request.service)
             protected.arrived(request.service, request.prompt_tokens, predicted, now)
@@ -174,6 +174,8 @@ class Scheduler(Failover):
         if lease.request.sequences and instance.token(now):
             self.fleet.reindex(now)
         instance.first_token(lease, now)
+        if lease.request.streamed and instance.sample is None:
+            instance.learn_slots_late(lease, now)
         taught = not (instance.explored and (instance.speed.begun or instance.speed.seen))
         if taught and lease.request.streamed and lease.decode is None and instance.learn_prefill(lease, now):
             if instance.profiled:
@@ -344,9 +346,8 @@ class Scheduler(Failover):
             return None
         dispatched_at = now - live.age_s
         if arrived and request.sequences:
-            ready = self.fleet.ready.get(request.model)
-            demand, idle = self.placement.demands[request.model], ready is not None and ready.idle
-            demand.arrived(request.prompt_tokens, live.predicted_output, now, idle)
+            demand = self.placement.demands[request.model]
+            demand.arrived(request.prompt_tokens, live.predicted_output, now)
         lease = self.ledger.grant(request, instance, live.predicted_output, live.work_ns, dispatched_at)
         lease.forecast_first_s = live.first_s
         instance.acquire(lease)

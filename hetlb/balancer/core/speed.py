@@ -92,7 +92,7 @@ class SpeedTracker:
         self.prompt_tokens = self._prompts = self._turns = 0
         self._turn_at = -math.inf
         #: Prompt tokens that were prefilled.
-        self.prefilling = RecentRate(now)
+        self.prefilling = RecentRate()
         # The default model is a guess: the first answer may replace it.
         self._observed_s = self._expected_s = PRIOR_S if profiled else 0.0
         #: Factor for the model's durations that is in force, and the factor of its own answers.

@@ -323,7 +323,7 @@ class Lease:
     the end."""
 
     __slots__ = (
-        "begun_steps", "beside", "decode", "dispatched_at", "ended", "ended_at", "expected_first_s",
+        "ahead", "begun_steps", "beside", "decode", "dispatched_at", "ended", "ended_at", "expected_first_s",
         "expected_s", "first_mark", "first_token_at", "forecast_end_s", "forecast_first_s",
         "forecast_step_s", "hold", "id", "incarnation", "incoming", "instance", "judged", "key",
         "kv_prompt_tokens", "kv_tokens", "mark", "mixed", "outcome", "output_tokens", "own",
@@ -378,6 +378,8 @@ class Lease:
         #: steps, seconds that they took (0: it showed none), and whether prompts were prefilled beside them.
         self.expected_s = self.seen_s = 0.0
         self.mixed = False
+        #: Sequences that the instance had when it began, its own included.
+        self.ahead = 0
         self.output_tokens = 0
         self.reported_cached_tokens: int | None = None
         self.ended = False

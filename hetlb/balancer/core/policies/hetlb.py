@@ -9,7 +9,7 @@
    until the faster ones are done with all that waits included: a slow-server threshold (Lin, Kumar, Optimal
    control of a queueing system with two heterogeneous servers, 1984). So is one that would read again what a
    full one holds, where the wait for the next slot there costs less.
-4. Pick: the least score among instances with room, the first in file order of equals.
+4. Pick: the least score among instances with room, of equals the one with the fewest requests.
 
 Scoring reads and changes nothing.
 """
@@ -42,13 +42,17 @@ from hetlb.balancer.core.types import Candidate
 #: Least share of the faster instances' speed that is left for waiting requests, whatever keeps coming
 #: (`front.py`: with 1, nothing taken off, mean TTFT of a 70B fleet at 95 % is 10 s in place of 3.6).
 _LEAST_LEFT_SHARE: Final = 1.0 / 3.0
+#: Score of an idle instance of assumed speed up to which it is tried, in scores of the best one.
+_GUESS_FACTOR: Final = 2.0
 
 
 @mypyc_attr(acyclic=True, free_list_len=1)
 class Evaluation:
     """The instances for one request, as they were at the time; `candidates` is for people."""
 
-    __slots__ = ("_ctx", "_fastest", "_set_loss", "_sights", "fleet", "instances", "weights")
+    __slots__ = (
+        "_ctx", "_fastest", "_set_loss", "_sights", "answer_s", "fleet", "instances", "weights",
+    )  # fmt: skip
 
     def __init__(
         self, ctx: SchedulingContext, instances: Sequence[Instance], stated: Weights, hold: bool
@@ -90,9 +94,13 @@ class Evaluation:
         ctx.unread = unread / float(len(sights))
         #: Size of all that waits, with the request.
         todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
+        if ctx.waiting:
+            size = ctx.demand.mix.size
+            ctx.burst = max(ctx.burst, 1.0 + ctx.waiting / (size if size > 1.0 else 1.0))
         self._fastest = fastest = sights[fleet.order[0]]
         fastest.foresee(ctx)
-        ctx.goes_on = ctx.demand.goes_on(fastest.own_s, ctx.now)
+        ctx.goes_on = ctx.demand.goes_on(ctx.now)
+        self.answer_s = fastest.own_s
         if hold and not ctx.goes_on:
             for each in sights:
                 each.done_s = fastest.long_s + todo / each.faster if each.faster > 0.0 else math.inf
@@ -150,7 +158,7 @@ class Evaluation:
         for each in self._sights:
             if each.state != ROOM or not each.rated or (among is not None and each.index not in among):
                 continue
-            if found is None or each.score < found.score:
+            if found is None or each.score < found.score or _first_of_equals(each, found):
                 found = each
         return found
 
@@ -198,6 +206,28 @@ class Evaluation:
         return [candidate_of(self._ctx, each, self.weights) for each in self.ratings]
 
 
+def _first_of_equals(each: Sight, found: Sight) -> bool:
+    """Return True if an instance has the score of the best one so far and was given fewer requests."""
+    return each.score == found.score and each.instance.booked < found.instance.booked
+
+
+def _unknown(evaluation: Evaluation, found: Sight) -> Sight:
+    """Return an idle instance whose speed is only assumed, if it is not much worse than the one found.
+
+    A guess is not knowledge: it gets the request, and shows its speed.
+    """
+    chosen = found
+    for each in evaluation.ratings:
+        instance = each.instance
+        if instance.profiled or instance.speed.seen or instance.in_flight or each.state != ROOM:
+            continue
+        if each.score <= _GUESS_FACTOR * found.score and (
+            chosen is found or instance.booked < chosen.instance.booked
+        ):
+            chosen = each
+    return chosen
+
+
 class Hetlb(Policy):
     """`hetlb`, the default."""
 
@@ -223,9 +253,12 @@ class Hetlb(Policy):
     def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice | None:
         ctx.shares = ctx.held is not None
         evaluation = self.evaluate(ctx, instances, True)
+        ctx.demand.answer_s = evaluation.answer_s
         found = evaluation.best()
         if found is None:
             return None
+        if not found.instance.profiled and found.instance.speed.seen:
+            found = _unknown(evaluation, found)
         preferred = ctx.request.preferred
         if preferred:  # unless it is too much worse
             among = [i for i, each in enumerate(evaluation.instances) if each.name in preferred]

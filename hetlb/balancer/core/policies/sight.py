@@ -81,8 +81,8 @@ class SchedulingContext:
         self.waited_s = 0.0
         #: Tokens of each answer that a KV cache is to hold at least, while lengths are not known.
         self.least_output = 0.0
-        #: Requests that came since the fleet was idle, this one included.
-        self.burst = demand.burst
+        #: Requests of a burst: those that came at once, or that wait.
+        self.burst = float(demand.burst)
         #: False once no more requests are expected.
         self.goes_on = True
         self.prompt = prompt = float(request.prompt_tokens)
