@@ -166,7 +166,7 @@ def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_default_policy_masks_a_full_instance(fleet: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--kv-used", "fast=1", "--output", "400", "--json"]
+    flags = ["--kv-used", "fast=1", "--output", "32", "--json"]
     assert main(["explain", "--config", str(fleet), *flags]) == 0
     document = json.loads(capsys.readouterr().out)
     slow, fast = document["candidates"]

@@ -91,11 +91,10 @@ def weights_of(ctx: SchedulingContext, stated: Weights) -> Weights:
 def coming_s(ctx: SchedulingContext, each: Sight) -> float:
     """Return the seconds that its prompt delays prompts that come there later, all together.
 
-    A prompt that takes s seconds joins W seconds of others in a queue at which r come per second: all of them
-    those that come until it has been read wait longer, s r (W + s/2) in all. What an admission costs an M/G/1
-    queue (Hyytia, Penttinen, Aalto, Size- and state-aware dispatching, EJOR 217, 2012) is 1 / (1 - r m) times
-    as much, m being their mean time; but others are sent elsewhere (`ordinary.py`: p99 of answers of
-    one token 0.69 of the best other's with that, 0.94 without).
+    A prompt that takes s seconds joins W seconds of others in a queue at which r come per second. Prompts to
+    come until it has been read wait longer, s r (W + s/2) in all. An M/G/1 queue has 1 / (1 - r m) times as
+    much, m being their mean time (Hyytia et al., Size- and state-aware dispatching, EJOR 217, 2012); but
+    others are sent elsewhere (`ordinary.py`: p99 of one token 0.69 of the best other with it, 0.94 without).
 
     Once no more are expected, as many again as wait to be read. They are the same number on each instance:
     counted where they wait, long prompts would stay with many short ones. Tokens that one instance holds and

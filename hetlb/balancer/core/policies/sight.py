@@ -81,7 +81,7 @@ class SchedulingContext:
         self.waited_s = 0.0
         #: Tokens of each answer that a KV cache is to hold at least, while lengths are not known.
         self.least_output = 0.0
-        #: Requests of a burst: those that came at once, or that wait.
+        #: Requests that came at once, or that wait if these are more.
         self.burst = float(demand.burst)
         #: False once no more requests are expected.
         self.goes_on = True
