@@ -18,8 +18,6 @@ from hetlb.errors import InputError
 
 #: Largest file that is read whole if the reader states no other size, bytes.
 MAX_BYTES: Final = 64 << 20
-#: Largest file of requests or of their results, bytes.
-MAX_RECORDS_BYTES: Final = 2 << 30
 _PIECE_BYTES: Final = 1 << 20
 #: Largest content of a pipe that is kept for a second read, bytes.
 _MAX_KEPT_BYTES: Final = 8 << 20

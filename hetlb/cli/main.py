@@ -113,6 +113,8 @@ COMMANDS = {
 _FIRST = ("demo", "init", "doctor", "serve", "status")
 #: Commands that print the finished part when they are interrupted.
 _REPORTING = ("bench", "batch")
+#: Arguments that name files of requests.
+_REQUESTS = ("trace", "dataset_path", "lengths", "requests")
 #: Commands that print a document with `--json` also if no proxy answers.
 _ASKING = ("status", "top", "explain", "drain", "ready", "maint", "policy")
 
@@ -165,6 +167,10 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
             continue
         try:
             _module(name).add_arguments(sub)
+            if any(action.dest in _REQUESTS for action in actions(sub)):
+                from hetlb.tools.workload.input_limit import add_limit
+
+                add_limit(sub)
         except ModuleNotFoundError as error:
             missing = missing_extra(error)
             if missing is None:
@@ -299,6 +305,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             for path in (value if isinstance(value, list) else [value])
             if isinstance(path, Path)
         )
+        if hasattr(args, "max_input_mib"):
+            from hetlb.tools.workload.input_limit import set_limit
+
+            set_limit(args.max_input_mib)
         args.command_line = shlex.join(["hetlb", *arguments])
         status = _module(args.command).run(args)
         sys.stdout.flush()
@@ -321,6 +331,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if command in _REPORTING:
             print(f"hetlb {command}: interrupted", file=sys.stderr)
+        return 1
+    except MemoryError:
+        print(f"hetlb {command}: expected input that fits into this machine's memory", file=sys.stderr)
         return 1
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):

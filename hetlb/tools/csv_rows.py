@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hetlb.errors import InputError
-from hetlb.files import MAX_RECORDS_BYTES, read_text
+from hetlb.files import read_text
+from hetlb.tools.workload.input_limit import max_input_bytes
 
 #: Upper bound of counts.
 MOST_COUNT = 1 << 53
@@ -63,7 +64,7 @@ class CsvRow:
 
 def csv_rows(path: Path, columns: Sequence[str], error: type[InputError]) -> Iterator[CsvRow]:
     """Read the rows of a file with at least these columns and one row. Raises `error`."""
-    lines = csv.reader(io.StringIO(read_text(path, error, MAX_RECORDS_BYTES), newline=""))
+    lines = csv.reader(io.StringIO(read_text(path, error, max_input_bytes()), newline=""))
     try:
         header = [name.strip() for name in next(lines, [])]
         if not set(columns) <= set(header):

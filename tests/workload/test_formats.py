@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from hetlb.errors import TraceError
 from hetlb.files import expect_pipes
+from hetlb.tools.workload import input_limit
 from hetlb.tools.workload.measured_logs import read_log
 from hetlb.tools.workload.rows import Row
 from hetlb.tools.workload.trace_formats import read_trace
@@ -681,3 +682,39 @@ def test_real_pieces_are_read(capsys: pytest.CaptureFixture[str]) -> None:
     }.items():
         with pytest.raises(TraceError, match=message):
             read_log(SHARED / name)
+
+
+def test_an_unpacked_trace_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t.csv.gz"
+    monkeypatch.setattr(input_limit, "_limit", [4 << 20])
+    text = VIDUR.encode() + b"\n" * (1 << 20)
+    path.write_bytes(gzip.compress(text[: len(text) // 2]) + gzip.compress(text[len(text) // 2 :]))
+    assert lengths(read_trace(path)) == TRACES["vidur.csv"][2]
+    path.write_bytes(gzip.compress(text * 5))
+    with pytest.raises(TraceError, match=r"expected at most 4 MiB \(--max-input-mib\), got more"):
+        read_trace(path)
+    path.write_bytes(gzip.compress(text)[:-9])
+    with pytest.raises(TraceError, match="expected a whole gzip file"):
+        read_trace(path)
+
+
+@given(st.lists(st.binary(max_size=100), min_size=1, max_size=4), st.integers(0, 20))
+def test_members_of_a_gzip_file_are_unpacked_in_order(parts: list[bytes], padding: int) -> None:
+    assert input_limit.unpacked(b"".join(map(gzip.compress, parts)) + b"\0" * padding) == b"".join(parts)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (",".join(f"c{n}" for n in range(5000)), "line 1: expected at most 4,096 columns, got 5,000"),
+        (
+            json.dumps({"timestamp": 0, "input_length": 9, "output_length": 3, "hash_ids": [1] * 1_000_001}),
+            "line 1: hash_ids: expected at most 1,000,000 ids, got 1,000,001",
+        ),
+    ],
+    ids=["columns", "ids"],
+)
+def test_a_trace_of_too_many_parts_is_one_line(tmp_path: Path, text: str, line: str) -> None:
+    (tmp_path / "t").write_text(text + "\n")
+    with pytest.raises(TraceError, match=line):
+        read_trace(tmp_path / "t")

@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 
 from hetlb.errors import NOT_JSON, HetlbError, InputError, TraceError
-from hetlb.files import MAX_RECORDS_BYTES, content, opened
+from hetlb.files import content, opened
 from hetlb.output_files import whole_file
+from hetlb.tools.workload.input_limit import max_input_bytes
 from hetlb.tools.workload.record_file import unpacked_text
 
 
@@ -71,7 +72,7 @@ class BatchJournal:
         self.failed = 0
         self._file = self._opened()
         try:
-            data = content(path, MAX_RECORDS_BYTES)
+            data = content(path, max_input_bytes())
             kept = b"".join([line + b"\n" for line in data.split(b"\n")[:-1] if self._keeps(line, known)])
             if data.startswith(kept):  # a line that was half written goes, on a full disk, too
                 os.ftruncate(self._file, len(kept))

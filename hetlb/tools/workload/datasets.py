@@ -7,8 +7,9 @@ import random
 from pathlib import Path
 
 from hetlb.errors import TraceError
-from hetlb.files import MAX_RECORDS_BYTES, read_text
+from hetlb.files import read_text
 from hetlb.tools.workload.chats import CHATS, encodable, estimate_tokens, is_chats
+from hetlb.tools.workload.input_limit import max_input_bytes
 from hetlb.tools.workload.record_file import open_records
 from hetlb.tools.workload.rows import Row
 from hetlb.tools.workload.trace_formats import rows_in
@@ -50,7 +51,7 @@ def custom_rows(path: Path, output_tokens: int) -> list[Row]:
     if path.suffix in _KEYED:
         return rows_in(open_records(path), output_tokens)
     # Line ends alone: texts may hold U+2028 and what else `splitlines` splits at.
-    lines = (line.removesuffix("\r") for line in read_text(path, TraceError, MAX_RECORDS_BYTES).split("\n"))
+    lines = (line.removesuffix("\r") for line in read_text(path, TraceError, max_input_bytes()).split("\n"))
     rows = [
         Row(None, estimate_tokens(line), output_tokens, encodable(line)) for line in lines if line.strip()
     ]

@@ -8,7 +8,6 @@ or tabs. A key is known by its letters and digits alone (`squashed`): `Request t
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
 import math
@@ -24,7 +23,8 @@ from typing import Any
 import msgspec
 
 from hetlb.errors import TraceError, visible
-from hetlb.files import MAX_RECORDS_BYTES, read_bytes, text_of
+from hetlb.files import read_bytes, text_of
+from hetlb.tools.workload.input_limit import max_input_bytes, too_large, unpacked
 
 #: Largest count of tokens: a larger one is a mistake, not a prompt.
 MOST_TOKENS = (1 << 31) - 1
@@ -44,6 +44,8 @@ _EPOCH_UNITS_S = (1.0, 1e-3, 1e-6, 1e-9)
 _WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
 #: Counts of tokens in an object of usage (Langfuse).
 _USAGE = ("input", "output", "prompt", "completion")
+#: Largest number of columns of a CSV file.
+_MOST_COLUMNS = 4096
 _CSV_MARKS = re.compile(r"[,;\t]")
 
 
@@ -240,10 +242,12 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def unpacked_text(path: Path) -> str:
     """Return the text of a file, packed by gzip or not, also of a pipe. Raises `TraceError`."""
-    data = read_bytes(path, TraceError, MAX_RECORDS_BYTES)
+    data = read_bytes(path, TraceError, max_input_bytes())
     try:
-        return text_of(path, gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data, TraceError)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        return text_of(path, unpacked(data) if data.startswith(b"\x1f\x8b") else data, TraceError)
+    except OverflowError:
+        raise TraceError(f"{path}: {too_large()}") from None
+    except (EOFError, zlib.error) as error:
         raise TraceError(f"{path}: expected a whole gzip file: {error}") from error
 
 
@@ -307,6 +311,9 @@ def _of_csv(path: Path, text: str) -> tuple[str, list[str], list[Record]]:
                 continue
             if not columns:
                 columns = [name.strip() for name in cells]
+                if len(columns) > _MOST_COLUMNS:
+                    problem = f"expected at most {_MOST_COLUMNS:,} columns, got {len(columns):,}"
+                    raise TraceError(f"{path}: line {lines.line_num}: {problem}")
                 if twice := [name for name in dict.fromkeys(columns) if name and columns.count(name) > 1]:
                     problem = f"expected each column once, got {twice[0]!r:.60} again"
                     raise TraceError(f"{path}: line {lines.line_num}: {problem}")

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hetlb.errors import TraceError
 from hetlb.tools.workload.record_file import UNITS_S, Record, RecordFile, squashed, unit_of
 from hetlb.tools.workload.rows import Row
 
@@ -100,6 +101,10 @@ TRACES: Mapping[str, TraceKeys] = {
 }
 
 
+#: Largest number of `hash_ids` of a request: a prompt of ten million tokens has 625,000 of 16.
+_MOST_BLOCKS = 1_000_000
+
+
 def known_trace(file: RecordFile) -> tuple[str, TraceKeys] | None:
     """Return the public trace that has a file's keys, None without one."""
     for title, keys in TRACES.items():
@@ -168,7 +173,7 @@ def rows_of(file: RecordFile, keys: TraceKeys) -> tuple[list[Row], list[str]]:
                 prompt,
                 output,
                 session=session,
-                hash_ids=_blocks(record.get(file.name(*_HASH_IDS)), keys.block_tokens),
+                hash_ids=_blocks(record, file.name(*_HASH_IDS), keys.block_tokens),
                 turn=record.text(file.name("turn", "turnindex")),
                 text=record.text(file.name("prompt", "textinput")) or None,
                 sequences=sequences,
@@ -186,9 +191,12 @@ def _count(value: Any) -> Any:
     return len(value) if isinstance(value, list) else value
 
 
-def _blocks(value: Any, block_tokens: int | None) -> tuple[str, ...]:
-    """Return names of blocks, each with its length where the trace has one of its own."""
-    parts: Iterable[Any] = value if isinstance(value, list) else re.findall(r"[\w-]+", str(value or ""))
+def _blocks(record: Record, key: str | None, block_tokens: int | None) -> tuple[str, ...]:
+    """Return names of blocks, each with its length if the trace has one of its own. Raises `TraceError`."""
+    value = record.get(key)
+    parts: list[Any] = value if isinstance(value, list) else re.findall(r"[\w-]+", str(value or ""))
+    if len(parts) > _MOST_BLOCKS:
+        raise TraceError(f"{record.where}: {key}: expected at most {_MOST_BLOCKS:,} ids, got {len(parts):,}")
     names = [re.sub(r"[^\w-]", "_", str(part)) for part in parts]
     return tuple(names if block_tokens is None else (f"{name}={block_tokens}" for name in names))
 
