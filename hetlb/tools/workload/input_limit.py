@@ -40,7 +40,7 @@ def too_large() -> str:
 
 
 def unpacked(data: bytes) -> bytes:
-    """Return the content of a gzip file. Raises `zlib.error`, `EOFError`, `OverflowError` beyond the limit."""
+    """Return the content of a gzip file. Raises `zlib.error`, `EOFError`, above a limit `OverflowError`."""
     most, out = _limit[0], bytearray()
     while data:
         member = zlib.decompressobj(wbits=31)
