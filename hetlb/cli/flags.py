@@ -130,3 +130,11 @@ POSITIVE = real("a number above 0", lambda value: value > 0)
 FINITE = real("a number above 0", lambda value: 0 < value < math.inf)
 FRACTION = real("0 to 1", lambda value: 0 <= value <= 1)
 SHARE = real("a share above 0 up to 1", lambda value: 0 < value <= 1)
+
+
+def add_input_limit(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of commands that read files of requests."""
+    from hetlb.tools.workload.input_limit import DEFAULT_MIB
+
+    text = f"largest file of requests, unpacked (default {DEFAULT_MIB})"
+    declare(parser)("--max-input-mib", text, "MIB", whole(1, 1 << 20), DEFAULT_MIB)

@@ -168,9 +168,9 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
         try:
             _module(name).add_arguments(sub)
             if any(action.dest in _REQUESTS for action in actions(sub)):
-                from hetlb.tools.workload.input_limit import add_limit
+                from hetlb.cli.flags import add_input_limit
 
-                add_limit(sub)
+                add_input_limit(sub)
         except ModuleNotFoundError as error:
             missing = missing_extra(error)
             if missing is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import zlib
 
 #: Default of `--max-input-mib`.
@@ -10,19 +9,6 @@ DEFAULT_MIB = 1024
 _PIECE_BYTES = 1 << 20
 #: The limit in bytes of this run.
 _limit = [DEFAULT_MIB << 20]
-
-
-def add_limit(parser: argparse.ArgumentParser) -> None:
-    """Add the flag of commands that read files of requests."""
-    from hetlb.cli.flags import whole
-
-    parser.add_argument(
-        "--max-input-mib",
-        help=f"largest file of requests, unpacked (default {DEFAULT_MIB})",
-        metavar="MIB",
-        type=whole(1, 1 << 20),
-        default=DEFAULT_MIB,
-    )
 
 
 def set_limit(mib: int) -> None:
