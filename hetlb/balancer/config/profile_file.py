@@ -23,7 +23,6 @@ from hetlb.balancer.core.step_times import (
     PnormPrefill,
     PrefillGrid,
     SplitKv,
-    forms_of,
 )
 from hetlb.balancer.core.types import Capacity
 from hetlb.errors import ConfigError, ProfileError
@@ -466,7 +465,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 def sections(latency: LatencyModel) -> dict[str, Any]:
     """Return the profile sections with the constants of a latency model; the inverse of `Profile.latency`."""
-    better = forms_of(latency).prefill
+    better = latency.better_prefill
     prefill = None
     if better is not None:
         table = _section(PrefillGridTable, better.grid)

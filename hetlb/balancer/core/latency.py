@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from mypy_extensions import mypyc_attr
+from hetlb.balancer.core.pickle_by_fields import PickleByFields, check_numbers
 
-from hetlb.balancer.core.pickle_by_fields import PickleByFields
+if TYPE_CHECKING:
+    from hetlb.balancer.core.step_times import DecodeTable, LaunchTime, MixedTerm, PnormPrefill, SplitKv
 
 #: Factor on the attention part of decodes that share an iteration with prefill work.
 MIXED_DECODE_ATTENTION_FACTOR: Final = 1.5
@@ -43,76 +44,6 @@ def scaled(form: Form, factor: float) -> Form:
     return found
 
 
-def check_numbers(form: object, least: float, *names: str) -> None:
-    """Raise `ValueError` unless these fields are finite numbers from `least` on."""
-    for name in names:
-        value = getattr(form, name)
-        if not (math.isfinite(value) and value >= least):
-            raise ValueError(f"{name}: expected a number from {least:g}, got {value}")
-
-
-@mypyc_attr(acyclic=True)
-class PassForm(PickleByFields):
-    """Form of a pass over prompt tokens (`balancer/core/step_times.py` has the measured ones)."""
-
-    __slots__ = ()
-
-    @property
-    def least_token_s(self) -> float:
-        """Seconds that each prompt token takes in a pass at least."""
-        raise NotImplementedError
-
-    def pass_s(
-        self,
-        tokens: float,
-        prompts: float,
-        attended: float,
-        decodes: float = 0.0,
-        floor_s: float = 0.0,
-        decodes_s: float = 0.0,
-        least_s: float = 0.0,
-    ) -> float:
-        """Return the seconds of a pass over `tokens` of `prompts` prompts, beside `decodes` single tokens."""
-        raise NotImplementedError
-
-
-@mypyc_attr(acyclic=True)
-class StepForm(PickleByFields):
-    """Measured form of a decode step."""
-
-    __slots__ = ()
-
-    def step_line(self, batch: float) -> tuple[float, float]:
-        """Return the seconds of one step of `batch` sequences, and the seconds more per token they hold."""
-        raise NotImplementedError
-
-
-@mypyc_attr(acyclic=True)
-class MixedForm(PickleByFields):
-    """Measured form of the time that decodes add to a pass over prompt tokens."""
-
-    __slots__ = ()
-
-    def seconds(self, tokens: float, batch: float, kv_tokens: float) -> float:
-        """Return the seconds for `batch` decodes over `kv_tokens` beside `tokens` prompt tokens."""
-        raise NotImplementedError
-
-    def chain_s(self, tokens: float) -> float:
-        """Return the seconds in which one block of threads runs through a context."""
-        raise NotImplementedError
-
-
-@mypyc_attr(acyclic=True)
-class LaunchForm(PickleByFields):
-    """Measured form of launching the kernels of a pass that prefills."""
-
-    __slots__ = ()
-
-    def pass_s(self, computing_s: float, tokens: float) -> float:
-        """Return the seconds of a pass over `tokens` tokens whose kernels take `computing_s`."""
-        raise NotImplementedError
-
-
 @dataclass(frozen=True, slots=True)
 class LatencyModel(PickleByFields):
     """The eight constants k1..k8 and, where the profile has them, better forms.
@@ -132,14 +63,14 @@ class LatencyModel(PickleByFields):
     k6: float
     k7: float
     k8: float
-    better_prefill: PassForm | None = None
-    better_decode: StepForm | None = None
-    mixed: MixedForm | None = None
+    better_prefill: PnormPrefill | None = None
+    better_decode: DecodeTable | None = None
+    mixed: MixedTerm | None = None
     host_s: float = 0.0
     host_sequence_s: float = 0.0
     request_s: float = 0.0
-    split_kv: PickleByFields | None = None
-    launch: LaunchForm | None = None
+    split_kv: SplitKv | None = None
+    launch: LaunchTime | None = None
 
     def __post_init__(self) -> None:
         constants = (self.k1, self.k2, self.k3, self.k4, self.k5, self.k6, self.k7, self.k8)
@@ -409,3 +340,39 @@ def processing_s(model: LatencyModel, batch: int, input_tokens: float, output_to
     if output_tokens > 0:
         total += model.paper_decode_s(batch, input_tokens, output_tokens)
     return total / batch
+
+
+def mixed_term(k: LatencyModel) -> MixedTerm:
+    """Return the mixed term, or the rule of `mixed_step_s` for a profile without mixed steps, as a term."""
+    if k.mixed is not None:
+        return k.mixed
+    from hetlb.balancer.core.step_times import MixedTerm
+
+    factor = MIXED_DECODE_ATTENTION_FACTOR
+    sequence_s = k.k6 if k.better_prefill is None else 0.0
+    return MixedTerm(max(0.0, sequence_s), 0.0, max(0.0, factor * k.k5), max(0.0, factor * k.k7))
+
+
+def corrected(
+    k: LatencyModel,
+    prefill: float = 1.0,
+    mixed: float = 1.0,
+    decode: float = 1.0,
+    host_s: float = 0.0,
+    request_s: float = 0.0,
+) -> LatencyModel:
+    """Return the model with factors on its parts, and seconds more of the host per iteration and request."""
+    host_s += k.host_s
+    if mixed != 1.0:
+        k = replace(k, mixed=mixed_term(k))
+    request_s = max(0.0, k.request_s + request_s)
+    found = k.with_factors(prefill, mixed, decode, max(0.0, host_s), request_s, k.host_sequence_s)
+    table = found.better_decode
+    if host_s < 0.0:
+        # If the host takes less than the profile says, the steps' own times hold it.
+        found = replace(found, k8=max(0.1 * found.k8, found.k8 + host_s))
+    if table is not None and host_s < 0.0:
+        least_s = 0.1 * table.seconds[0]
+        seconds = tuple([max(least_s, each + host_s) for each in table.seconds])
+        found = replace(found, better_decode=replace(table, seconds=seconds))
+    return found

@@ -6,22 +6,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, NamedTuple, cast
+from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-from hetlb.balancer.core.latency import (
-    MIXED_DECODE_ATTENTION_FACTOR,
-    LatencyModel,
-    LaunchForm,
-    MixedForm,
-    PassForm,
-    StepForm,
-    check_numbers,
-)
-from hetlb.balancer.core.pickle_by_fields import PickleByFields
+from hetlb.balancer.core.pickle_by_fields import PickleByFields, check_numbers
 
 #: Largest batch that is found without a search.
 _MOST_BATCHES: Final = 1024
@@ -122,7 +113,7 @@ def in_tiles(tokens: float, tile: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class PnormPrefill(PassForm):
+class PnormPrefill(PickleByFields):
     """Prefill as `(floor^p + (a*N*L)^p)^(1/p) + b*N*L^2`, times a measured correction if there is a grid.
 
     A pass takes the time to read the weights (`floor_s`) or to compute its tokens (`token_s` = a each),
@@ -204,7 +195,7 @@ LAUNCH_EXPONENT: Final = 2.4
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchTime(LaunchForm):
+class LaunchTime(PickleByFields):
     """Seconds in which the host launches the kernels of a pass that prefills.
 
     Up to `graph_tokens` tokens vLLM replays CUDA graphs of all but attention: `graph_s`. Beyond, each kernel
@@ -244,7 +235,7 @@ class _Piece:
         self.above = above
 
 
-class _Pieces(StepForm):
+class _Pieces(PickleByFields):
     """Lines of a table: for each whole number up to `_end` the first whose `high` is not below it."""
 
     __slots__ = ("_end", "_pieces")
@@ -316,7 +307,7 @@ class DecodeTable(_Pieces):
 
 
 @dataclass(frozen=True, slots=True)
-class MixedTerm(MixedForm):
+class MixedTerm(PickleByFields):
     """Seconds that decodes add to a pass over prompt tokens, beyond the dense work of their tokens.
 
     `sequence_s * D + pair_s * D * P + max(token_s * C, context_s * C / D)`: D decodes over C cached tokens
@@ -370,64 +361,3 @@ class SplitKv(PickleByFields):
         padded = math.ceil(batch / 8.0) * 8.0 if batch > 4.0 else math.ceil(batch)
         splits = math.floor(self.blocks / padded)
         return self.context_s * longest / (splits if splits > 1.0 else 1.0)
-
-
-class MeasuredForms(NamedTuple):
-    """Forms of a latency model as profiles have them."""
-
-    prefill: PnormPrefill | None
-    decode: DecodeTable | None
-    split_kv: SplitKv | None
-    launch: LaunchTime | None
-
-
-def forms_of(k: LatencyModel) -> MeasuredForms:
-    """Return the forms of a latency model, with their constants."""
-    return MeasuredForms(*cast(Any, (k.better_prefill, k.better_decode, k.split_kv, k.launch)))
-
-
-def mixed_term(k: LatencyModel) -> MixedTerm:
-    """Return the mixed term, or the rule of `mixed_step_s` for a profile without mixed steps, as a term."""
-    if k.mixed is not None:
-        return cast(MixedTerm, k.mixed)
-    factor = MIXED_DECODE_ATTENTION_FACTOR
-    sequence_s = k.k6 if k.better_prefill is None else 0.0
-    return MixedTerm(max(0.0, sequence_s), 0.0, max(0.0, factor * k.k5), max(0.0, factor * k.k7))
-
-
-def corrected(
-    k: LatencyModel,
-    prefill: float = 1.0,
-    mixed: float = 1.0,
-    decode: float = 1.0,
-    host_s: float = 0.0,
-    request_s: float = 0.0,
-) -> LatencyModel:
-    """Return the model with factors on its parts, and seconds more of the host per iteration and request."""
-    host_s += k.host_s
-    if mixed != 1.0:
-        k = replace(k, mixed=mixed_term(k))
-    request_s = max(0.0, k.request_s + request_s)
-    found = k.with_factors(prefill, mixed, decode, max(0.0, host_s), request_s, k.host_sequence_s)
-    table = cast("DecodeTable | None", found.better_decode)
-    if host_s < 0.0:
-        # If the host takes less than the profile says, the steps' own times hold it.
-        found = replace(found, k8=max(0.1 * found.k8, found.k8 + host_s))
-    if table is not None and host_s < 0.0:
-        least_s = 0.1 * table.seconds[0]
-        seconds = tuple([max(least_s, each + host_s) for each in table.seconds])
-        found = replace(found, better_decode=replace(table, seconds=seconds))
-    return found
-
-
-#: Forms by field, of a latency model and of a form.
-FORMS: Final[dict[type, dict[str, type]]] = {
-    LatencyModel: {
-        "better_prefill": PnormPrefill,
-        "better_decode": DecodeTable,
-        "mixed": MixedTerm,
-        "split_kv": SplitKv,
-        "launch": LaunchTime,
-    },
-    PnormPrefill: {"grid": PrefillGrid},
-}

@@ -11,8 +11,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Final
 
-from hetlb.balancer.core.latency import LatencyModel
-from hetlb.balancer.core.step_times import corrected
+from hetlb.balancer.core.latency import LatencyModel, corrected
 
 #: Prompt tokens of every request, output tokens of one whose steps are timed.
 PROMPT_TOKENS: Final = 32

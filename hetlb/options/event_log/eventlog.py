@@ -17,7 +17,7 @@ from hetlb.balancer.core.block_index import KINDS, KvEventBatch
 from hetlb.balancer.core.health import HealthParams
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.kv_need import KvNeed
-from hetlb.balancer.core.latency import LatencyModel, PassForm
+from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.length_samples import LengthDistribution
 from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
@@ -26,7 +26,14 @@ from hetlb.balancer.core.policies.base import PlannedType, PolicyParams
 from hetlb.balancer.core.queue import QueueLimits, WaitingElsewhere
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
-from hetlb.balancer.core.step_times import FORMS
+from hetlb.balancer.core.step_times import (
+    DecodeTable,
+    LaunchTime,
+    MixedTerm,
+    PnormPrefill,
+    PrefillGrid,
+    SplitKv,
+)
 from hetlb.balancer.core.types import (
     AdminState,
     AdminStateSet,
@@ -205,6 +212,14 @@ _FIELDS: Final[dict[type[Any], dict[str, type[Any]]]] = {
     InstanceSpec: {"latency": LatencyModel, "capacity": Capacity, "role": Role, "kv_transfer": KvLink},
     KvLink: {"connector": Connector},
     Capacity: {"kv_need": KvNeed},
+    LatencyModel: {
+        "better_prefill": PnormPrefill,
+        "better_decode": DecodeTable,
+        "mixed": MixedTerm,
+        "split_kv": SplitKv,
+        "launch": LaunchTime,
+    },
+    PnormPrefill: {"grid": PrefillGrid},
     Request: {"service": ServiceClass},
     Booked: {"request": Request},
     EngineSample: {"capacity": Capacity},
@@ -227,8 +242,6 @@ def read_value(kind: type[Any], raw: Any) -> Any:
     if not isinstance(raw, dict):
         raise TypeError(f"expected a {kind.__name__}")
     fields = _FIELDS.get(kind, {})
-    if not fields and (kind is LatencyModel or issubclass(kind, PassForm)):
-        fields = FORMS.get(kind, {})
     return kind(
         **{
             name: read_value(fields[name], value) if name in fields else _frozen(value)

@@ -25,7 +25,6 @@ from hetlb.balancer.core.step_times import (
     MixedTerm,
     PnormPrefill,
     PrefillGrid,
-    forms_of,
     in_tiles,
 )
 from hetlb.errors import ProfileError
@@ -583,7 +582,7 @@ _SEQUENCE_TOKENS, _PAIR_TOKENS, _SEQUENCE_S = 24.0, 0.036, 1e-6
 
 def assumed_mixed(latency: LatencyModel) -> MixedTerm:
     """Return the mixed term of a model without mixed points: `MIXED_FACTOR` x its decode attention."""
-    table = forms_of(latency).decode
+    table = latency.better_decode
     token_s, context_s = (table.token_s, table.context_s) if table else (latency.k5, latency.k7)
     return MixedTerm(0.0, 0.0, MIXED_FACTOR * token_s, MIXED_FACTOR * (token_s + context_s))
 

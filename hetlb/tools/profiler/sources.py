@@ -23,7 +23,7 @@ from hetlb.balancer.config.profile_file import (
     with_latency,
 )
 from hetlb.balancer.core.latency import LatencyModel
-from hetlb.balancer.core.step_times import LaunchTime, SplitKv, forms_of
+from hetlb.balancer.core.step_times import LaunchTime, SplitKv
 from hetlb.errors import ProfileError
 from hetlb.tools.csv_rows import CsvRow, csv_rows
 from hetlb.tools.models.degrees import refusal
@@ -410,7 +410,7 @@ def complete(
     `split_blocks` belong to a kernel that splits contexts (`SplitKv`).
     """
     latency, assumed = result.latency, []
-    better, table = forms_of(latency)[:2]
+    better, table = latency.better_prefill, latency.better_decode
     if better is not None and result.tile is None:
         assumed.append(
             f"tile: {better.tile} tokens (every prefill point holds whole tiles of 128 or few tokens); "

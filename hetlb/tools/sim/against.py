@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from scipy.optimize import least_squares, minimize_scalar
 
-from hetlb.balancer.core.latency import LatencyModel
-from hetlb.balancer.core.step_times import MixedTerm, corrected, mixed_term
+from hetlb.balancer.core.latency import LatencyModel, corrected, mixed_term
+from hetlb.balancer.core.step_times import MixedTerm
 from hetlb.errors import TraceError
 from hetlb.tools.sim.engine_model import EngineModel
 from hetlb.tools.sim.engine_sequence import EngineSequence, SequenceState

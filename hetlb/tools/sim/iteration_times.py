@@ -6,7 +6,6 @@ from enum import StrEnum
 from typing import Final
 
 from hetlb.balancer.core.latency import LatencyModel
-from hetlb.balancer.core.step_times import forms_of
 
 
 class IterationRule(StrEnum):
@@ -43,13 +42,13 @@ def iteration_s(
 
 def growth_s(latency: LatencyModel, batch: float) -> float:
     """Return the seconds that one more token in the cache of each sequence adds to a step."""
-    table = forms_of(latency).decode
+    table = latency.better_decode
     return latency.k5 * batch + latency.k7 if table is None else table.growth_s(batch)
 
 
 def uneven_s(latency: LatencyModel, batch: float, kv_tokens: float, longest: float) -> float:
     """Return the seconds that one context of `longest` tokens adds to a step, if known."""
-    split = forms_of(latency).split_kv
+    split = latency.split_kv
     if split is None or batch <= 0.0:
         return 0.0
     more_s = split.seconds(batch, longest) - latency.step_line(batch)[1] * kv_tokens

@@ -24,7 +24,7 @@ from hetlb.balancer.config.engine_defaults import (
     batch_limits,
 )
 from hetlb.balancer.config.profile_file import EngineInfo, Hardware, Profile, ProfileSource, with_latency
-from hetlb.balancer.core.latency import LatencyModel
+from hetlb.balancer.core.latency import LatencyModel, mixed_term
 from hetlb.balancer.core.step_times import (
     DecodeTable,
     LaunchTime,
@@ -32,8 +32,6 @@ from hetlb.balancer.core.step_times import (
     PnormPrefill,
     PrefillGrid,
     SplitKv,
-    forms_of,
-    mixed_term,
 )
 from hetlb.tools.models.degrees import refusal
 from hetlb.tools.models.model_file import model_info
@@ -137,7 +135,6 @@ def compose_latency(
     def values(key: str) -> list[float]:
         return [getattr(each, key) for each in latencies]
 
-    forms = [forms_of(each) for each in latencies]
     return LatencyModel(
         k1=turn.part(values("k1"), token_s),
         k2=turn.part(values("k2")),
@@ -147,15 +144,15 @@ def compose_latency(
         k6=turn.part(values("k6"), token_s),
         k7=turn.of(values("k7")),
         k8=turn.of(values("k8"), batch_s),
-        better_prefill=_prefill(turn, [each.prefill for each in forms]),
-        better_decode=_decode(turn, [each.decode for each in forms]),
+        better_prefill=_prefill(turn, [each.better_prefill for each in latencies]),
+        better_decode=_decode(turn, [each.better_decode for each in latencies]),
         mixed=_mixed(turn, latencies),
         # One scheduler for all stages, which works once for every batch.
         host_s=max(each.host_s for each in latencies),
         host_sequence_s=max(each.host_sequence_s for each in latencies) / turn.stages,
         request_s=max(each.request_s for each in latencies),
-        split_kv=_split_kv(turn, [each.split_kv for each in forms]),
-        launch=_launch(turn, [each.launch for each in forms]),
+        split_kv=_split_kv(turn, [each.split_kv for each in latencies]),
+        launch=_launch(turn, [each.launch for each in latencies]),
     )
 
 
