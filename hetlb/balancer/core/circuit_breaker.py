@@ -71,8 +71,8 @@ class CircuitBreaker:
     __slots__ = (
         "_aged_at", "_doubted_at", "_generated", "_in_a_row", "_losses", "_lost_as_elsewhere", "_pause_s",
         "asked_until", "doubted", "excess", "forgiving", "lost", "lost_s", "moved_at", "next_trial_at",
-        "overdue_s", "read_at", "reason", "silent_since", "stalled_since", "still", "token_at", "trial",
-        "well",
+        "odd_at", "overdue_s", "read_at", "reason", "silent_since", "stalled_since", "still", "token_at",
+        "trial", "well",
     )  # fmt: skip
 
     def __init__(self, now: float) -> None:
@@ -85,6 +85,8 @@ class CircuitBreaker:
         self._in_a_row = 0
         #: Requests lost here and elsewhere since it answered one.
         self._lost_as_elsewhere = 0
+        #: Time of its newest answer that is none or odd, while others answer well.
+        self.odd_at = -math.inf
         #: Answers in a row that end its doubt, and the time at which the last doubt began or ended.
         self.forgiving, self._doubted_at = FORGIVING_ANSWERS, -math.inf
         self._aged_at = now

@@ -35,6 +35,13 @@ def session_of(request: Request) -> str:
     return client_of(request)
 
 
+def traffic_of(request: Request) -> str:
+    """Return the client of a request with the beginning of its prompt: answers to these are alike."""
+    keys = request.prefix_keys
+    start = keys[1 if keys and keys[0][1] is None and len(keys) > 1 else 0][0] if keys else ""
+    return f"{start} {request.path} {client_of(request)}"
+
+
 @mypyc_attr(acyclic=True)
 class ClientAnswers:
     """Good and lost answers by client and instance (its incarnation); `known` is empty in a good hour."""
@@ -55,10 +62,10 @@ class ClientAnswers:
         self.known[client] = counts  # the newest last
         counts.setdefault(instance, [0.0, 0.0])[1] += 1.0
 
-    def well(self, request: Request, instance: int) -> None:
-        """Count a good answer, if its client lost some."""
+    def well(self, request: Request, instance: int, *, odd: bool = False) -> None:
+        """Count a good answer, if its client lost some; an odd one is no good one of its traffic."""
         client, session = client_of(request), session_of(request)
-        for each in {client, session}:
+        for each in {client, session} if odd else {client, session, traffic_of(request)}:
             counts = self.known.get(each)
             if counts is not None:
                 counts.setdefault(instance, [0.0, 0.0])[0] += 1.0

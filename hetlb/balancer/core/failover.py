@@ -73,6 +73,8 @@ class Failover:
         if fleet.kinds.by_key:
             fleet.kinds.ended(lease.request, instance.name, lease.id)
         if says is Verdict.LOST or _left_unheard(lease, outcome, now):
+            if outcome is Outcome.UPSTREAM_ERROR and lease.first_token_at is not None:
+                instance.breaker.odd_at = now  # a 200 that is no answer
             if known is not None and known.failures:
                 self.lost_twice(instance, lease, known, now)
             else:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core.circuit_breaker import MEMORY_S
-from hetlb.balancer.core.client_answers import ClientAnswers, client_of, session_of
+from hetlb.balancer.core.client_answers import ClientAnswers, client_of, session_of, traffic_of
 from hetlb.balancer.core.health import HealthTracker
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.instance_limits import ChangeCounter
@@ -206,6 +206,21 @@ class FleetState:
         instance.breaker.ended_badly(lease.id, now - lease.dispatched_at, client, session, now)
         self.kinds.avoid(request, instance.name, now)
         self.judge(instance, now)
+
+    def odd(self, instance: Instance, lease: Lease, now: float) -> bool:
+        """Count an odd answer. Return True if it counts: others are not known to answer alike."""
+        if lease.judged:
+            return False
+        lease.judged = True
+        traffic = traffic_of(lease.request)
+        self.clients.lost(traffic, instance.incarnation)
+        counts = self.clients.counted(traffic, instance.incarnation, 1.0) > 0.5
+        instance.breaker.ended_badly(lease.id, now - lease.dispatched_at, traffic, traffic, now)
+        if counts:
+            instance.breaker.odd_at = now
+            self.kinds.avoid(lease.request, instance.name, now)
+        self.judge(instance, now)
+        return counts
 
     def not_lost(self, instance: Instance, lease: Lease, now: float) -> None:
         """Take back a lost answer: another instance lost the same request."""

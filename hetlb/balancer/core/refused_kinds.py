@@ -96,6 +96,11 @@ class RefusedKinds:
         #: By client: what is left of its vain asks, and the time of that.
         self._vain: dict[str, tuple[float, float]] = {}
 
+    @property
+    def known(self) -> bool:
+        """True if some instance refuses some kind of request: features matter."""
+        return any(key[0] for key in self.by_key) if self.by_key else False
+
     def refused(self, request: Request, instance: str, status: int, now: float) -> None:
         """Note that an instance refused a request that another one answers."""
         features: Sequence[str] = request.features or ()

@@ -223,7 +223,8 @@ class Scheduler(Failover):
         health = instance.health
         commands: list[Command] = []
         if outcome is _OK:
-            if request.generates and not request.generated:
+            odd = lease.odd and self.fleet.odd(instance, lease, now)
+            if request.generates and not request.generated and not odd:
                 self.predictor.observe(request, lease.output_tokens / request.sequences)
                 if instance.learn_speed(lease, now):
                     self.fleet.share_speed(instance.spec.model, instance.profiled)
@@ -239,10 +240,10 @@ class Scheduler(Failover):
                 commands = self.fleet.health_changed(instance, now)
             fleet = self.fleet
             if fleet.clients.known and request.sequences:
-                fleet.clients.well(request, instance.incarnation)
-            if fleet.kinds.by_key:
+                fleet.clients.well(request, instance.incarnation, odd=lease.odd)
+            if fleet.kinds.by_key and not odd:
                 fleet.kinds.served(request, instance.name, lease.dispatched_at)
-            if request.sequences and instance.breaker.ended_well(now):
+            if request.sequences and not lease.odd and instance.breaker.ended_well(now):
                 fleet.judge(instance, now)
         else:
             again = retry and outcome is _NO_RESPONSE and generated is None

@@ -326,8 +326,8 @@ class Lease:
         "ahead", "begun_steps", "beside", "decode", "dispatched_at", "ended", "ended_at", "expected_first_s",
         "expected_s", "first_mark", "first_token_at", "forecast_end_s", "forecast_first_s",
         "forecast_step_s", "hold", "id", "incarnation", "incoming", "instance", "judged", "key",
-        "kv_prompt_tokens", "kv_tokens", "mark", "mixed", "outcome", "output_tokens", "own",
-        "predicted_output", "promised_tokens", "prompt_tokens", "reported_cached_tokens", "request",
+        "kv_prompt_tokens", "kv_tokens", "mark", "mixed", "odd", "outcome", "output_tokens",
+        "own", "predicted_output", "promised_tokens", "prompt_tokens", "reported_cached_tokens", "request",
         "seen_s", "shared", "unread_tokens", "waited_s", "work_ns",
     )  # fmt: skip
 
@@ -385,6 +385,8 @@ class Lease:
         self.ended = False
         #: True if its end counts for nothing more: its refusal was counted when it came.
         self.judged = False
+        #: True if its answer is odd: it counts as lost if others answer the same traffic otherwise.
+        self.odd = False
         #: True if its request is of this process.
         self.own = True
         self.outcome: Outcome | None = None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
+from hetlb.balancer.core.types import Request
 from hetlb.balancer.exchange import ends
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.streamed_answer import StreamedAnswer
 from hetlb.balancer.http import error_responses
+from hetlb.balancer.http.answer_form import GOOD, ODD, form_of_body, form_of_stream, model_of
 from hetlb.balancer.http.http1 import ResponseHead
 from hetlb.balancer.http.retry_after import retry_after_s
 from hetlb.balancer.http.sse import TAIL_BYTES, is_answer, usage_in_tail
@@ -130,6 +132,32 @@ class EngineAnswer:
             return ends.BUSY
         # A loop behind another proxy is no failure of that one.
         return ends.REFUSED if status < 500 or status == LOOP_STATUS else ends.SERVER_ERROR
+
+    def form(self, request: Request) -> int:
+        """Return the form of a whole answer to a chat or a completion; `usage` was read before."""
+        stream = self.stream
+        may_be_short = request.sequences > 1 or (request.max_tokens or 8) <= 2
+        if stream is not None:
+            return form_of_stream(
+                stream.sample,
+                stream.last,
+                stream.events,
+                stream.completion_tokens,
+                stream.finish,
+                may_be_short,
+            )
+        if len(self.tail) >= TAIL_BYTES or not self._is_legible:
+            return GOOD
+        if request.streamed and not self.head.fields.get(b"content-type", b"").lower().startswith(_EVENTS):
+            return ODD
+        tokens = usage_in_tail(self.tail)[0] if self._counted else None
+        return form_of_body(self.tail, tokens, may_be_short)
+
+    @property
+    def model(self) -> str:
+        """The model that it names, "" for none."""
+        sample = self.tail if self.stream is None else self.stream.sample
+        return model_of(sample) if len(sample) < TAIL_BYTES else ""
 
     def late(self, path: str) -> tuple[bytes, End]:
         """Return a whole answer that is no stream as event and end, where the client has the head of one."""

@@ -28,6 +28,7 @@ from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.exchange.owed import ANSWER, REPLY, TOKENS, Owed
 from hetlb.balancer.exchange.streamed_answer import LAST_EVENT, StreamedAnswer
 from hetlb.balancer.http import error_responses
+from hetlb.balancer.http.answer_form import ODD, PATHS, WRONG
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import ResponseHead
 from hetlb.balancer.http.request_features import features_of
@@ -286,7 +287,23 @@ class Plain(Attempt):
         if out:
             response.write(out)
         self.take_usage(answer)
-        exchange.finish(answer.end(record.kind in SSE_KINDS))
+        end = answer.end(record.kind in SSE_KINDS)
+        if end is ends.ANSWERED and record.path in PATHS and not record.resumed_tokens:
+            end = self.judged(answer)
+        exchange.finish(end)
+
+    def judged(self, answer: EngineAnswer) -> End:
+        """Return how an answer to a chat or a completion ended, by its form; the lease keeps if it is odd."""
+        lease = self.lease
+        form = answer.form(lease.request)
+        if form == WRONG:
+            return ends.NO_ANSWER
+        model = answer.model
+        asked = lease.request.model
+        lease.odd = form == ODD or (
+            model != "" and model != asked and not self.driver.scheduling.names(lease, model)
+        )
+        return ends.ANSWERED
 
     def take_usage(self, answer: EngineAnswer) -> None:
         """Put exact counts in the place of estimates, where the engine gave them."""

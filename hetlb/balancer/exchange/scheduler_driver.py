@@ -205,9 +205,13 @@ class SchedulerDriver(SchedulerSide):
     def move(self, lease: Lease, generated: int, now: float) -> None:
         self.carry_out(self.scheduler.on_moving(lease, generated, now))
 
+    def names(self, lease: Lease, model: str) -> bool:
+        served = self.scheduler.ledger.leased[lease.id].served
+        return served is None or model in served
+
     @property
     def refused_kinds(self) -> bool:
-        return bool(self.scheduler.fleet.kinds.by_key)
+        return self.scheduler.fleet.kinds.known
 
     def refused(
         self, lease: Lease, status: int, retry_after_s: float | None, features: Sequence[str], now: float

@@ -122,6 +122,10 @@ class SchedulerSide(ABC):
         A dispatch follows once there is a place; without one the lease goes on.
         """
 
+    def names(self, lease: Lease, model: str) -> bool:
+        """Return True if the instance of a lease lists a model by this name, as far as is known."""
+        return True
+
     @property
     def refused_kinds(self) -> bool:
         """True if some instance refuses some kind of request: features of requests matter."""

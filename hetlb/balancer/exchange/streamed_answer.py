@@ -18,7 +18,7 @@ class StreamedAnswer(SseWatcher):
     """The stream of one answer. What passes for every token allocates nothing but what it counts."""
 
     __slots__ = (
-        "_begins", "_fine", "_gaps", "_hides_ids", "_read_last", "_shape", "_silent", "_vain", "lost",
+        "_begins", "_fine", "_gaps", "_hides_ids", "_read_last", "_shape", "_silent", "_vain", "last", "lost",
         "lost_by", "text_at",
     )  # fmt: skip
 
@@ -41,6 +41,8 @@ class StreamedAnswer(SseWatcher):
         self._vain = 0
         #: The last read as it came, and whether it began with an event.
         self._read_last, self._begins = b"", True
+        #: The last read of nothing but text.
+        self.last = b""
 
     def count_gaps(self, gaps: GapHistogram) -> None:
         self._gaps = gaps
@@ -53,6 +55,7 @@ class StreamedAnswer(SseWatcher):
             return b""
         events, passed = pass_events(chunks, shape)
         if events:
+            self.last = chunks
             self.events += events
             self._vain = 0
         return passed

@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from hetlb.balancer.http.answer_form import SAMPLE_BYTES
 from hetlb.balancer.http.openai_fields import ErrorFields, EventFields, FinishedFields, Holder, Usage
 from hetlb.errors import NOT_JSON
 
@@ -33,7 +34,9 @@ _NESTED: Final = (b"[", b"{")
 _NAMES: Final = ("id", "object", "created", "model", "choices", "usage")
 _FIELD_BEGINS: Final = re.compile(rb"(?:\A|[\r\n])[^:\r\n]")
 _FINISH_REASON: Final = b'"finish_reason"'
-_FINISHED = re.compile(rb'"finish_reason"\s*:\s*"')
+#: Events of which the beginning of a stream is kept.
+_SAMPLED_EVENTS: Final = 4
+_FINISHED = re.compile(rb'"finish_reason"\s*:\s*"([a-z_]{0,32})')
 
 #: Types of errors of a request's own fault, of the APIs of OpenAI and Anthropic.
 _REFUSALS: Final = re.compile(
@@ -81,7 +84,7 @@ class SseWatcher:
     __slots__ = (
         "_after_cr", "_begun", "_each", "_ending", "_first", "_hold", "_long", "_max_held", "_odd",
         "_passing", "_tail", "cached_tokens", "completion_tokens", "done", "events", "failed",
-        "prompt_tokens", "refused", "understood",
+        "finish", "prompt_tokens", "refused", "sample", "understood",
     )  # fmt: skip
 
     def __init__(self, hold_usage: bool) -> None:
@@ -106,6 +109,8 @@ class SseWatcher:
         self.refused = False
         #: True if an event had a JSON object or was the end: the stream is one that its kind should be.
         self.understood = False
+        #: The finish reason that came last, and the beginning of the stream.
+        self.finish = self.sample = b""
         self.completion_tokens: int | None = None
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
@@ -147,6 +152,8 @@ class SseWatcher:
         if not tail and whole_events and len(data) <= MAX_HELD_BYTES and not self._each:
             # The usual read: whole events. One look decides whether any of them is special.
             if not self._ending and (count := self._usual(data)):
+                if self.events <= _SAMPLED_EVENTS:
+                    self._take_sample(data)
                 self.events += count
                 self.understood = True
                 return data
@@ -173,7 +180,7 @@ class SseWatcher:
         if (
             data.find(b'"usage"') >= 0 or data.find(b"[DONE]") >= 0 or data.find(b"error") >= 0
             or data.find(b"\\u00") >= 0
-            or (self._hold and data.find(_FINISH_REASON) >= 0 and _FINISHED.search(data) is not None)
+            or (data.find(_FINISH_REASON) >= 0 and _FINISHED.search(data) is not None)
         ):  # fmt: skip
             return 0
         if data.startswith(b"data: {"):
@@ -307,6 +314,10 @@ class SseWatcher:
 
     def _read(self, event: bytes, data: bytes) -> bytes:
         """Take the facts out of one event with this data; return it without usage that is held."""
+        if self.events <= _SAMPLED_EVENTS:
+            self._take_sample(data)
+        if data.find(_FINISH_REASON) >= 0 and (found := _FINISHED.search(data)) is not None:
+            self.finish = found[1]
         begun = data if data[:1] == b"{" else data.lstrip(b" \t\n")
         if begun[:6] == b"[DONE]":
             self.done = self.understood = True
@@ -317,6 +328,10 @@ class SseWatcher:
                 return self._read_fields(event, data)
         self.events += 1
         return event
+
+    def _take_sample(self, data: bytes) -> None:
+        if len(self.sample) < SAMPLE_BYTES:
+            self.sample += data[: SAMPLE_BYTES // 2]
 
     def _read_fields(self, event: bytes, data: bytes) -> bytes:
         """Take usage or an error out of an event that may have some; returns it without usage held."""

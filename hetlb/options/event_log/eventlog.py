@@ -110,7 +110,11 @@ class RecordingScheduler(Scheduler):
         generated: int | None = None,
     ) -> list[Command]:
         commands = super().on_lease_ended(lease, outcome, now, retry=retry, generated=generated)
-        told = {"output_tokens": lease.output_tokens, "cached_tokens": lease.reported_cached_tokens}
+        told = {
+            "output_tokens": lease.output_tokens,
+            "cached_tokens": lease.reported_cached_tokens,
+            "odd": lease.odd,
+        }
         end = {"lease": lease, "outcome": outcome, **told, "retry": retry, "generated": generated}
         return self._record("lease_ended", now, commands, **end)
 
@@ -377,6 +381,7 @@ class Replay:
             if kind == "lease_ended":
                 lease = leases.pop(raw["lease"])
                 lease.output_tokens = told.pop("output_tokens")
+                lease.odd = told.pop("odd", False)
                 lease.reported_cached_tokens = told.pop("cached_tokens")
             commands: list[Command] = getattr(scheduler, name)(**told, now=now)
             return commands

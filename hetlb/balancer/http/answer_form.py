@@ -1,0 +1,106 @@
+"""Form of an answer to a chat or a completion: what is surely none, and what is odd.
+
+`WRONG` is no answer: an error for a finish reason, no choice, nothing but a role. `ODD` may be one: another
+model's name, no finish reason, a token or two, blanks, one character again and again, JSON for a stream. It
+counts only if other instances answer the same traffic otherwise (`core/client_answers.py`). All else is
+`GOOD`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import msgspec
+
+from hetlb.errors import NOT_JSON
+
+GOOD: Final = 0
+ODD: Final = 1
+WRONG: Final = 2
+#: Paths of which the form is known.
+PATHS: Final = ("/v1/chat/completions", "/v1/completions")
+#: Finish reasons of engines that gave up.
+_GIVEN_UP: Final = (b"error", b"abort")
+#: Tokens of an answer that is short, if it could have been longer.
+_SHORT_TOKENS: Final = 2
+_SHORT_CHARACTERS: Final = 24
+#: Events, and characters, of which more than one kind is expected.
+_MANY: Final = 8
+#: Bytes of an answer's beginning that are looked at.
+SAMPLE_BYTES: Final = 2048
+_MODEL: Final = re.compile(rb'"model"\s*+:\s*+"([^"\\]{0,512}+)"')
+_FINISH: Final = re.compile(rb'"finish_reason"\s*+:\s*+"([a-z_]{1,32}+)"')
+_TEXT: Final = re.compile(rb'"(?:content|text|reasoning|reasoning_content)"\s*+:\s*+"([^"]{0,64}+)')
+_NO_CHOICE: Final = re.compile(rb'"choices"\s*+:\s*+(?:\[\s*+\]|null)')
+_CHOICE: Final = re.compile(rb'"choices"\s*+:\s*+\[\s*+\{')
+_NO_TEXT: Final = (
+    b'"tool_calls":[{',
+    b'"tool_calls": [{',
+    b'"function_call":{',
+    b'"refusal":"',
+    b'"audio":{',
+)
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice] | None = None
+
+
+_decoder = msgspec.json.Decoder(_Answer)
+
+
+def form_of_stream(
+    sample: bytes, last: bytes, events: int, tokens: int | None, finish: bytes, may_be_short: bool
+) -> int:
+    """Return the form of a stream by its first events, its last text, and the finish reason that it gave."""
+    if finish in _GIVEN_UP:
+        return WRONG
+    if _NO_CHOICE.search(sample) is not None and _CHOICE.search(sample) is None:
+        return WRONG
+    texts = _TEXT.findall(sample) + _TEXT.findall(last)
+    said = b"".join(texts)
+    other = any(sample.find(each) >= 0 for each in _NO_TEXT)
+    if not finish:
+        return ODD if other or said.strip() else WRONG
+    if other:
+        return GOOD
+    if events > _MANY and len(texts) > 2 and len(set(said)) == 1 and len(set(filter(None, texts))) == 1:
+        return ODD
+    if finish != b"stop" or may_be_short:
+        return GOOD
+    count = len([each for each in texts if each]) if tokens is None else tokens
+    short = count <= _SHORT_TOKENS and len(said) <= _SHORT_CHARACTERS
+    return ODD if short or not said.strip() else GOOD
+
+
+def form_of_body(body: bytes, tokens: int | None, may_be_short: bool) -> int:
+    """Return the form of a whole answer, which is JSON."""
+    found = _FINISH.search(body)
+    if found is None:
+        try:
+            choices = _decoder.decode(body).choices
+        except NOT_JSON:
+            return GOOD  # another form: judged elsewhere
+        return WRONG if choices is not None and not choices else ODD
+    finish = found[1]
+    if finish in _GIVEN_UP:
+        return WRONG
+    text = _TEXT.search(body)
+    begin = b"" if text is None else text[1]
+    if body.find(b"\\u0000\\u0000") >= 0 or (len(begin) >= _MANY and begin == begin[:1] * len(begin)):
+        return ODD
+    if finish != b"stop" or may_be_short or any(body.find(each) >= 0 for each in _NO_TEXT):
+        return GOOD
+    few = tokens is not None and tokens <= _SHORT_TOKENS and len(begin) <= _SHORT_CHARACTERS
+    return ODD if few or not begin.strip() else GOOD
+
+
+def model_of(sample: bytes) -> str:
+    """Return the model that an answer names, "" for none."""
+    found = _MODEL.search(sample)
+    return "" if found is None else found[1].decode("utf-8", "replace")

@@ -1,0 +1,118 @@
+"""What an answer is: wrong ones count as lost, odd ones if others answer the same traffic otherwise."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from proxy.test_proxying import Start, ask, post
+from proxy.upstreams import Upstream, plain
+
+from hetlb.balancer.http.answer_form import GOOD, ODD, WRONG, form_of_body, form_of_stream, model_of
+
+
+def event(text: str | None, finish: str | None = None, **delta: Any) -> bytes:
+    own = {} if text is None else {"content": text}
+    return json.dumps(
+        {"model": "m", "choices": [{"delta": {**own, **delta}, "finish_reason": finish}]}
+    ).encode()
+
+
+def whole(text: str | None, finish: str | None = "stop", **message: Any) -> bytes:
+    message = {"role": "assistant", "content": text, **message}
+    return json.dumps({"model": "m", "choices": [{"message": message, "finish_reason": finish}]}).encode()
+
+
+ROLE = event("", role="assistant")
+TOOLS = [{"id": "t", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+STREAMS: list[tuple[int, list[bytes], bytes]] = [
+    (GOOD, [ROLE, *[event(f"w{i} ") for i in range(9)]], b"stop"),
+    (GOOD, [ROLE, event("x")], b"length"),
+    (GOOD, [ROLE, event(None, tool_calls=TOOLS)], b"tool_calls"),
+    (GOOD, [ROLE, event(None, tool_calls=TOOLS)], b"stop"),
+    (GOOD, [event(None, reasoning_content="I think that it is so, and so it is")], b"stop"),
+    (ODD, [ROLE, event("x")], b"stop"),
+    (ODD, [ROLE, event("")], b"stop"),
+    (ODD, [ROLE, event("x")], b""),
+    (ODD, [ROLE, *[event("!")] * 20], b"length"),
+    (WRONG, [ROLE, event("x")], b"error"),
+    (WRONG, [ROLE, event("x")], b"abort"),
+    (WRONG, [b'{"model":"m","choices":[]}'], b""),
+    (WRONG, [ROLE], b""),
+]
+BODIES: list[tuple[int, bytes, int | None]] = [
+    (GOOD, whole("a few words"), 9),
+    (GOOD, whole("x", "length"), 1),
+    (GOOD, whole(None, "tool_calls", tool_calls=TOOLS), 9),
+    (GOOD, whole(None, "stop", tool_calls=TOOLS), 1),
+    (ODD, whole("x"), 1),
+    (ODD, whole(""), 0),
+    (ODD, whole("!" * 20), 20),
+    (ODD, whole("\x00" * 20), 20),
+    (ODD, whole("a few words", None), 9),
+    (WRONG, whole("x", "error"), 1),
+    (WRONG, whole("x", "abort"), 1),
+    (WRONG, b'{"choices":[]}', None),
+]
+
+
+@pytest.mark.parametrize(("form", "events", "finish"), STREAMS)
+def test_the_form_of_a_stream(form: int, events: list[bytes], finish: bytes) -> None:
+    sample = b"\n\n".join(events[:5])
+    assert form_of_stream(sample, events[-1], len(events) + 1, None, finish, False) == form
+
+
+@pytest.mark.parametrize(("form", "body", "tokens"), BODIES)
+@pytest.mark.parametrize("compact", [True, False])
+def test_the_form_of_a_body(form: int, body: bytes, tokens: int | None, compact: bool) -> None:
+    if compact:
+        body = json.dumps(json.loads(body), separators=(",", ":")).encode()
+    assert form_of_body(body, tokens, False) == form
+
+
+def test_an_answer_that_was_asked_to_be_short_is_not_odd() -> None:
+    assert form_of_body(whole("x"), 1, True) == GOOD
+    assert form_of_stream(ROLE + event("x"), b"", 3, None, b"stop", True) == GOOD
+
+
+@given(st.binary(max_size=200), st.binary(max_size=60), st.integers(0, 99))
+def test_any_bytes_have_a_form(sample: bytes, last: bytes, events: int) -> None:
+    assert form_of_stream(sample, last, events, None, b"stop", False) in (GOOD, ODD, WRONG)
+    assert form_of_body(sample, None, False) in (GOOD, ODD, WRONG)
+    assert isinstance(model_of(sample), str)
+
+
+FULL = whole("a few words of an answer")
+#: Bodies of one server while the other answers well.
+BAD = {
+    "another model": FULL.replace(b'"model": "m"', b'"model": "other"'),
+    "no words": whole(""),
+    "gave up": whole("x", "abort"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+async def test_a_server_that_answers_otherwise_gets_trials_alone(start: Start, bad: bytes) -> None:
+    async with Upstream(plain(bad)) as one, Upstream(plain(FULL)) as two:
+        proxy = await start(one.url, two.url)
+        for each in proxy.scheduler.instances:
+            each.served = ("m",)
+        path = "/v1/chat/completions"
+        body = b'{"model":"m","messages":[{"role":"user","content":"x"}],"max_tokens":90}'
+        for _ in range(30):
+            assert (await ask(proxy, post(body, path=path))).status == 200
+        assert len(one.visits) <= 5
+
+
+@pytest.mark.parametrize("alike", BAD.values(), ids=BAD)
+async def test_answers_that_are_odd_at_all_change_nothing(start: Start, alike: bytes) -> None:
+    async with Upstream(plain(alike)) as one, Upstream(plain(alike)) as two:
+        proxy = await start(one.url, two.url, policy="rr")
+        path = "/v1/chat/completions"
+        body = b'{"model":"m","messages":[{"role":"user","content":"x"}],"max_tokens":90}'
+        for _ in range(30):
+            assert (await ask(proxy, post(body, path=path))).status == 200
+        assert not any(each.breaker.doubted for each in proxy.scheduler.instances)
