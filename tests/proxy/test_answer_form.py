@@ -38,6 +38,7 @@ STREAMS: list[tuple[int, list[bytes], bytes]] = [
     (ODD, [ROLE, event("")], b"stop"),
     (ODD, [ROLE, event("x")], b""),
     (ODD, [ROLE, *[event("!")] * 20], b"length"),
+    (ODD, [ROLE, *[event("\x00")] * 20], b"stop"),
     (WRONG, [ROLE, event("x")], b"error"),
     (WRONG, [ROLE, event("x")], b"abort"),
     (WRONG, [b'{"model":"m","choices":[]}'], b""),

@@ -27,6 +27,8 @@ _SHORT_TOKENS: Final = 2
 _SHORT_CHARACTERS: Final = 24
 #: Events, and characters, of which more than one kind is expected.
 _MANY: Final = 8
+#: Characters of a text that is expected not to come again and again: one, or its escape.
+_SAME_CHARACTERS: Final = 6
 #: Bytes of an answer's beginning that are looked at.
 SAMPLE_BYTES: Final = 2048
 _MODEL: Final = re.compile(rb'"model"\s*+:\s*+"([^"\\]{0,512}+)"')
@@ -69,7 +71,8 @@ def form_of_stream(
         return ODD if other or said.strip() else WRONG
     if other:
         return GOOD
-    if events > _MANY and len(texts) > 2 and len(set(said)) == 1 and len(set(filter(None, texts))) == 1:
+    kinds = set(filter(None, texts))
+    if events > _MANY and len(texts) > 2 and len(kinds) == 1 and len(said) <= len(texts) * _SAME_CHARACTERS:
         return ODD
     if finish != b"stop" or may_be_short:
         return GOOD
