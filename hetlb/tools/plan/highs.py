@@ -137,6 +137,34 @@ class LinearProgram:
         self._integer = False
         self._squares: dict[int, float] = {}
 
+    @classmethod
+    def of_equations(
+        cls,
+        uppers: Sequence[float],
+        rows: Sequence[Sequence[tuple[int, float]]],
+        sums: Sequence[float],
+        squares: Sequence[float],
+    ) -> LinearProgram:
+        """Return a quadratic program at once: columns from 0 to `uppers`, each row's sum, and `squares`.
+
+        Those are weights as `subtract_square` takes them, one a column.
+        """
+        program, lp = cls(), highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = len(uppers), len(rows)
+        lp.col_cost_ = lp.col_lower_ = np.zeros(len(uppers))
+        lp.col_upper_ = np.array(uppers)
+        lp.row_lower_ = lp.row_upper_ = np.array(sums)
+        matrix = lp.a_matrix_
+        matrix.format_ = highspy.MatrixFormat.kRowwise
+        matrix.num_col_, matrix.num_row_ = len(uppers), len(rows)
+        matrix.start_ = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+        matrix.index_ = np.array([column for row in rows for column, _ in row], dtype=np.int32)
+        matrix.value_ = np.array([value for row in rows for _, value in row])
+        lp.sense_ = highspy.ObjSense.kMaximize
+        program._highs.passModel(lp)
+        program._squares = dict(enumerate(squares))
+        return program
+
     @property
     def columns(self) -> int:
         return int(self._highs.getNumCol())

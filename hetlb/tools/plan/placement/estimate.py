@@ -26,8 +26,8 @@ _Array = NDArray[np.float64]
 
 #: Share of the scarcest layer's KV cache that an offline load fills (Helix).
 KV_SHARE = 0.8
-#: Rounds of the fixed point; the relative change is below 1 % long before.
-_ROUNDS = 14
+#: Most rounds of the fixed point, and the relative change that ends them.
+_ROUNDS, _AGREED_SHARE = 14, 0.002
 #: Largest utilisation, so that an overloaded node is slow instead of undefined.
 _MAX_UTILISATION = 0.98
 _MOST_DECODES = 1024
@@ -69,6 +69,8 @@ class Estimator:
             link_decode, link_prompt = links.times(rate)
             decode_s, prompt_s = node_decode + link_decode, node_prompt + link_prompt
             wanted = most / (self._output * decode_s + prompt_s)
+            if abs(wanted / rate - 1.0) < _AGREED_SHARE:
+                break
             # Overloaded guesses give absurd times: halve the way, in ever smaller steps.
             step = 0.5 if round_number < _ROUNDS // 2 else 0.3
             guess = max(rate * 0.3, rate * (wanted / rate) ** step)

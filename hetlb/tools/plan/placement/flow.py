@@ -151,9 +151,7 @@ class PlacementFlows:
         return self._run(held)[1]
 
     def flow(self, placement: Placement) -> Flow:
-        network, total = self._run(self.held(placement))
-        arcs = ((self._edge(tail, head), flow) for tail, head, _, flow in network.arcs() if flow > 0.0)
-        return Flow(total, {edge: flow for edge, flow in arcs if edge is not None})
+        return self._first(placement)[0]
 
     def balanced(self, placement: Placement) -> Flow:
         """Return the most even of all maximum flows; as it came where the solver finds no optimum.
@@ -161,39 +159,52 @@ class PlacementFlows:
         Of all flows of the highest value it has the least sum of f^2 / capacity over nodes and links, so that
         replicas share their load by speed: a first maximum flow leaves idle what it does not need.
         """
-        cluster, flow, edges = self.cluster, self.flow(placement), self.edges(placement)
+        flow, edges = self._first(placement)
         if flow.tokens_per_s <= 0.0 or len(edges) > _MOST_LINKS:
             return flow
         # Columns: the flow of every link, then of every node, as shares of the total.
-        total, program = flow.tokens_per_s, LinearProgram()
-
-        def column(rate: float) -> int:
-            index = program.column(upper=min(1.0, rate / total) * _ROOM_FACTOR)
-            program.subtract_square(index, total / rate)
-            return index
-
-        into: dict[str, list[tuple[int, float]]] = {name: [] for name in (*placement, SINK)}
-        out: dict[str, list[tuple[int, float]]] = {name: [] for name in (*placement, SOURCE)}
-        links = []
-        for edge in edges:
-            links.append(column(cluster.link_rate(edge)))
-            out[edge[0]].append((links[-1], 1.0))
-            into[edge[1]].append((links[-1], 1.0))
-        for node in cluster.nodes:
-            if node.name in placement:
-                first, end = placement[node.name]
-                through = column(cluster.kind(node).rate(end - first))
-                program.row([*into[node.name], (through, -1.0)], 0.0, 0.0)
-                program.row([*out[node.name], (through, -1.0)], 0.0, 0.0)
-        program.row(out[SOURCE], 1.0, 1.0)
+        total = flow.tokens_per_s
+        rates = [self.cluster.link_rate(edge) for edge in edges]
+        into: dict[str, list[int]] = {name: [] for name in (*placement, SINK)}
+        out: dict[str, list[int]] = {name: [] for name in (*placement, SOURCE)}
+        for index, (sender, receiver) in enumerate(edges):
+            out[sender].append(index)
+            into[receiver].append(index)
+        rows: list[list[tuple[int, float]]] = []
+        for name, node_rates in zip(self.names, self.rates, strict=True):
+            if name in placement:
+                first, end = placement[name]
+                through = len(rates), -1.0
+                rates.append(node_rates[end - first])
+                rows.append([*((index, 1.0) for index in into[name]), through])
+                rows.append([*((index, 1.0) for index in out[name]), through])
+        rows.append([(index, 1.0) for index in out[SOURCE]])
+        sums = [*([0.0] * (len(rows) - 1)), 1.0]
         try:
-            solution = program.solve(SolveLimits().within(_MOST_S))
+            solution = LinearProgram.of_equations(
+                [min(1.0, rate / total) * _ROOM_FACTOR for rate in rates],
+                rows,
+                sums,
+                [total / rate for rate in rates],
+            ).solve(SolveLimits().within(_MOST_S))
         except PlanError:  # once in some thousand networks
             return flow
         if solution is None:
             return flow
-        shares = zip(edges, solution.values[links], strict=True)
+        shares = zip(edges, solution.values[: len(edges)], strict=True)
         return Flow(total, {edge: float(share) * total for edge, share in shares if share > _LEAST_SHARE})
+
+    def _first(self, placement: Placement) -> tuple[Flow, list[Edge]]:
+        """Return a maximum flow as it comes, and the links that a request may take."""
+        network, total = self._run(self.held(placement))
+        carried: dict[Edge, float] = {}
+        edges = []
+        for tail, head, _, flow in network.arcs():
+            if (edge := self._edge(tail, head)) is not None:
+                edges.append(edge)
+                if flow > 0.0:
+                    carried[edge] = flow
+        return Flow(total, carried), edges
 
     def edges(self, placement: Placement) -> list[Edge]:
         """Return the links that a request may take."""

@@ -42,7 +42,7 @@ Layout = list[Interval]
 
 #: Shares of the time after which constructions and annealing end, with a judge (which takes the rest) and
 #: without.
-_ENDS_JUDGED = (0.1, 0.55)
+_ENDS_JUDGED = (0.1, 0.78)
 _ENDS_ALONE = (0.3, 1.0)
 #: Restarts of the annealing, each with its share of the time.
 _ISLANDS_JUDGED, _ISLANDS_ALONE = 2, 4
@@ -153,9 +153,9 @@ class PlacementSearch:
         ends = _ENDS_ALONE if self._judge is None else _ENDS_JUDGED
         constructing, annealing = (limits.within(share * seconds) for share in ends)
         layouts = self._construct(constructing)
-        if self._judge is not None:  # constructions of simple rules first
-            built = list(self._known.values())
-            self._enter(sorted(built, key=lambda each: (not each.rule, -each.estimate)), limits)
+        if self._judge is not None:  # simple rules first, then the most promising constructions
+            built = sorted(self._known.values(), key=lambda each: (not each.rule, -each.estimate))
+            self._enter(built[: sum(bool(each.rule) for each in built) + _FEWEST_LISTED], limits)
         if not self._done and not limits.over:
             self._explore(layouts, annealing)
             if self._judge is not None:
@@ -424,7 +424,8 @@ class PlacementSearch:
         window_s = self._first_s
         over = False
         while racing and window_s < self._longest_s and not over:
-            racing = racing[: max(1, (len(racing) + 1) // 2)]
+            # The best two go on to the end: a plan is not chosen by a short window.
+            racing = racing[: max(_FEWEST_LISTED, (len(racing) + 1) // 2)]
             window_s = min(2.0 * window_s, self._longest_s)
             for candidate in racing:
                 over = limits.over
