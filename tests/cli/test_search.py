@@ -292,3 +292,33 @@ def test_few_rows_within_the_limits(capsys: pytest.CaptureFixture[str], six: str
     assert main(["search", "--config", six, "--trace", str(path)]) == 0
     out = capsys.readouterr().out
     assert "estimated on 4 of 8 rows of the trace; 4 exceed the cluster's limits" in out
+
+
+def test_tokens_per_second_do_not_depend_on_the_number_of_rows_and_are_what_the_fleet_serves(
+    capsys: pytest.CaptureFixture[str], six: str, tmp_path: Path
+) -> None:
+    """An estimate to the last answer holds the drain, of which a short trace has the larger part."""
+    rates = []
+    for rows in (60, 600):
+        path = tmp_path / f"{rows}.csv"
+        lengths = "".join(f",{300 + 37 * n % 211},{60 + 53 * n % 97}\n" for n in range(rows))
+        path.write_text(f"arrival_s,input_tokens,output_tokens\n{lengths}")
+        document = search_json(capsys, six, str(path))
+        rates.append(document["throughput_tok_s"])
+    assert rates[0] == pytest.approx(rates[1], rel=0.05)
+    assert document["fleet"]["simulated"]["total_token_throughput"] == pytest.approx(rates[1], rel=0.05)
+
+
+def test_a_fleet_of_profiles_without_a_cache_size_can_be_simulated(
+    capsys: pytest.CaptureFixture[str], six: str, trace: str, tmp_path: Path
+) -> None:
+    for degree in (2, 4):
+        written = CLUSTERS.parents[1] / "profiling" / f"a100_sxm-llama-3.1-8b-tp{degree}.yaml"
+        lines = [line for line in written.read_text().splitlines() if "kv_cache_tokens" not in line]
+        (tmp_path / f"tp{degree}.yaml").write_text("\n".join(lines))
+        assert len(lines) < len(written.read_text().splitlines())
+        text = Path(six).read_text().replace(str(written), f"tp{degree}.yaml")
+        Path(six).write_text(text)
+    fleet = tmp_path / "fleet.yaml"
+    search_json(capsys, six, trace, "--write-fleet", str(fleet))
+    assert main(["simulate", "--config", str(fleet), "--trace", trace, "--num-prompts", "5", "--json"]) == 0

@@ -109,10 +109,11 @@ def servers_of(found: LayoutsFound, data_parallel: bool) -> list[VllmServer]:
 
 
 def _profile(found: LayoutsFound, machine: Machine, part: Part) -> ProfileOf:
-    """Return the file of a profile; a pipeline's is composed, so it is yet to be written."""
-    if part.pipeline_parallel_size == 1:
-        return found.cluster.path.parent / machine.profile_paths[part.tensor_parallel_size]
+    """Return the file of a profile; one that is composed, or lacks the cache's size, is yet to be written."""
     profile = found.instances[machine.kind][part].profile
     assert profile is not None
+    degree = part.tensor_parallel_size
+    if part.pipeline_parallel_size == 1 and machine.profiles[degree].engine.kv_cache_tokens is not None:
+        return found.cluster.path.parent / machine.profile_paths[degree]
     named = msgspec.structs.replace(profile, name=f"{machine.name}-{part.name}")
     return lambda: named

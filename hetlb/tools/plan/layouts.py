@@ -22,13 +22,15 @@ from hetlb.tools.plan.tp_search import Option, Part
 from hetlb.tools.plan.trace_throughput import Rows
 from hetlb.tools.sim.alone import batch_of
 from hetlb.tools.sim.study import engine_of
-from hetlb.tools.workload.records import summarize
+from hetlb.tools.workload.records import RequestResult, summarize, tokens_within
 
 #: Length of a run at a rate in simulated seconds, and bounds of its requests.
 _RUN_S = 120.0
 _LEAST_REQUESTS, _MOST_REQUESTS = 300, 2000
-#: Requests of a run at once for every sequence that the fleet runs together.
-_SEQUENCE_REQUESTS = 4
+#: Requests of a run at once for every sequence that the fleet runs together, the most that are simulated, and
+#: the part of the completions that counts: later than filling, earlier than emptying.
+_SEQUENCE_REQUESTS, _MOST_AT_ONCE = 4, 12_000
+_FROM_SHARE, _TO_SHARE = 0.25, 0.80
 #: Least throughput of a layout over another one's whose place it takes.
 _LEAST_GAIN = 1.01
 #: The most layouts of a machine that are simulated, and instances of a fleet.
@@ -118,26 +120,38 @@ class LayoutFleet:
 
     def simulate(self, layouts: Mapping[str, Layout], request_rate: float) -> LayoutsWorth:
         """Return the instances of these layouts, by machine, under the default policy at a rate."""
-        servers = [
-            SimulatedServer(f"{machine.name}-{index}", engine_of(profile))
-            for machine in self.machines
-            for index, part in enumerate(layouts.get(machine.name, ()))
-            if (profile := self.instances[machine.kind][part].profile) is not None
-        ]
-        at_once, wanted = math.isinf(request_rate), request_rate * _RUN_S
+        servers = self._servers(layouts)
+        at_once = math.isinf(request_rate)
         if at_once:
-            mean = sum(i + o / 2 for i, o in self.rows) / len(self.rows)
-            wanted = _SEQUENCE_REQUESTS * sum(batch_of(server.engine, mean) for server in servers)
-        count = round(min(_MOST_REQUESTS, max(_LEAST_REQUESTS, wanted)))
+            count = max(_LEAST_REQUESTS, self._filling(servers))
+        else:
+            count = round(min(_MOST_REQUESTS, max(_LEAST_REQUESTS, request_rate * _RUN_S)))
         rows = list(self.rows)
         random.Random(self.seed).shuffle(rows)
         planned = arrivals(rows, request_rate, random.Random(self.seed), count)
         records = run_fleet(servers, planned, [output for _, output in rows], seed=self.seed).records
         met = self.target.slo.share_met(records)
+        if at_once:
+            return LayoutsWorth(_tokens_per_s_while_full(records), 0.0, met, len(records))
         steady = summarize(records)["steady"]
-        return LayoutsWorth(
-            steady["total_token_throughput"], 0.0 if at_once else met * request_rate, met, len(records)
-        )
+        return LayoutsWorth(steady["total_token_throughput"], met * request_rate, met, len(records))
+
+    def _filling(self, servers: Sequence[SimulatedServer]) -> int:
+        """Return the requests that keep all servers full for most of a run."""
+        mean = sum(i + o / 2 for i, o in self.rows) / len(self.rows)
+        return _SEQUENCE_REQUESTS * sum(batch_of(server.engine, mean) for server in servers)
+
+    def can_be_filled(self, layouts: Mapping[str, Layout]) -> bool:
+        """Return False if more requests are needed to fill these layouts than are simulated."""
+        return self._filling(self._servers(layouts)) <= _MOST_AT_ONCE
+
+    def _servers(self, layouts: Mapping[str, Layout]) -> list[SimulatedServer]:
+        return [
+            SimulatedServer(f"{machine.name}-{index}", engine_of(profile))
+            for machine in self.machines
+            for index, part in enumerate(layouts.get(machine.name, ()))
+            if (profile := self.instances[machine.kind][part].profile) is not None
+        ]
 
     def evaluate(self, machine: Machine, request_rate: float) -> list[Evaluated]:
         """Return layouts of one machine, best first; at a finite rate only possible winners are simulated."""
@@ -154,6 +168,16 @@ class LayoutFleet:
             for each in _worth_simulating(found)
         ]
         return sorted(simulated, key=_rank)
+
+
+def _tokens_per_s_while_full(records: Sequence[RequestResult]) -> float:
+    """Return the prompt and output tokens/s while the fleet is neither filling nor emptying."""
+    ended = sorted(record.last_token_s for record in records if record.last_token_s is not None)
+    if not ended:
+        return 0.0
+    from_s, to_s = ended[int(_FROM_SHARE * len(ended))], ended[int(_TO_SHARE * len(ended))]
+    tokens = math.fsum(tokens_within(record, from_s, to_s) for record in records if record.ok)
+    return tokens / (to_s - from_s) if to_s > from_s else 0.0
 
 
 def _worth_simulating(found: Sequence[Evaluated]) -> list[Evaluated]:
@@ -198,6 +222,8 @@ def choose_together(
     options = {machine.name: found for machine in fleet.machines if (found := evaluated[machine.kind])}
     first = FleetLayouts({name: found[0].layout for name, found in options.items()})
     if not simulated or not options or sum(map(len, first.layouts.values())) > MOST_INSTANCES:
+        return first, first
+    if math.isinf(fleet.target.request_rate) and not fleet.can_be_filled(first.layouts):
         return first, first
     rate = fleet.target.request_rate
     worth = best = fleet.simulate(first.layouts, rate)

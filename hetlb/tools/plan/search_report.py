@@ -138,6 +138,10 @@ def print_result(found: LayoutsFound, document: Mapping[str, Any]) -> None:
         print("degrees were not checked against vLLM's rules: give model.config, the model's config.json")
     if found.choice.worth is not None:
         print(visible_lines(_simulated_line(found)))
+    elif found.choice.layouts and found.estimate == "simulate":
+        print(
+            "the fleet was not simulated: more requests fill it than are simulated; the degrees' sums stand"
+        )
     for command in document["commands"]:
         print(visible_lines(command))
 
@@ -145,7 +149,10 @@ def print_result(found: LayoutsFound, document: Mapping[str, Any]) -> None:
 def _simulated_line(found: LayoutsFound) -> str:
     worth, before = found.choice.worth, found.one_by_one.worth
     assert worth is not None
-    words = f"the fleet under the router, simulated: {worth.total_token_throughput:,.0f} tokens/s"
+    words = (
+        f"the fleet under the router, simulated: {worth.total_token_throughput:,.0f} tokens/s, steady part "
+    )
+    words += f"of {worth.requests:,} requests"
     if worth.goodput_req_s > 0:
         words += f", {worth.slo_attainment:.1%} of {found.target.request_rate:g} requests/s meet the targets"
     if before is not None and found.choice.layouts != found.one_by_one.layouts:

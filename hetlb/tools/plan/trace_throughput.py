@@ -19,7 +19,8 @@ from hetlb.balancer.core.types import Capacity
 from hetlb.errors import ConfigError
 from hetlb.tools.plan.cluster import Cluster
 from hetlb.tools.plan.common.fleet_run import arrivals
-from hetlb.tools.sim.alone import run_alone
+from hetlb.tools.sim.alone import full_tokens_per_s, requests_while_full
+from hetlb.tools.sim.fleet_engine import EngineSpec
 from hetlb.tools.sim.iteration_times import IterationRule
 from hetlb.tools.sim.study import engine_of
 from hetlb.tools.workload.trace_formats import read_trace
@@ -69,8 +70,7 @@ class Throughputs:
         key = (profile.latency, profile.capacity)
         if key not in self._known:
             if self.kind == "simulate":
-                planned = arrivals(self._rows, math.inf, random.Random(0))
-                self._known[key] = run_alone(engine_of(profile), planned, IterationRule.TOKEN).tokens_per_s
+                self._known[key] = self._while_full(engine_of(profile))
             else:
                 tokens = profile.engine.kv_cache_tokens or 0
                 seqs = profile.engine.max_num_seqs or DEFAULT_MAX_NUM_SEQS
@@ -78,6 +78,13 @@ class Throughputs:
                     profile.latency, self._rows, tokens, seqs, profile.capacity.kv_need
                 )
         return self._known[key]
+
+    def _while_full(self, spec: EngineSpec) -> float:
+        """Return the tokens/s of the part in which requests wait: a sample of any length gives the same."""
+        planned = arrivals(self._rows, math.inf, random.Random(0))
+        count = requests_while_full(spec, planned)
+        planned = arrivals(self._rows, math.inf, random.Random(0), count)
+        return full_tokens_per_s(spec, planned, IterationRule.TOKEN)
 
 
 # --- algorithm 1 ---------------------------------------------------------------------------------------
