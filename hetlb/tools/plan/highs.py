@@ -145,9 +145,9 @@ class LinearProgram:
         sums: Sequence[float],
         squares: Sequence[float],
     ) -> LinearProgram:
-        """Return a quadratic program at once: columns from 0 to `uppers`, each row's sum, and `squares`.
+        """Return a quadratic program at once: columns from 0 to `uppers`, each row's sum, and `squares`:
 
-        Those are weights as `subtract_square` takes them, one a column.
+        the weight of each column, as `subtract_square` takes it.
         """
         program, lp = cls(), highspy.HighsLp()
         lp.num_col_, lp.num_row_ = len(uppers), len(rows)
