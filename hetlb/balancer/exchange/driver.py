@@ -204,17 +204,11 @@ class Driver(Host):
         if not self._ended:
             return
         ended, self._ended = self._ended, []
-        self.guard.run(lambda: self._count(ended), "counting of ended requests")
+        self.guard.run(lambda: _count(ended, self.scheduling, self.counted), "counting of ended requests")
         told = self.on_ended
         if told is not None:
             on_ended: Callable[[list[RequestRecord]], None] = told
             self.guard.run(lambda: on_ended(ended), "logging of ended requests")
-
-    def _count(self, ended: list[RequestRecord]) -> None:
-        models, counted = self.scheduling.models, self.counted
-        for record in ended:
-            # A name that was never served is a client's: it must not become a label.
-            counted.finished(record, record.lease is not None or record.request.model in models)
 
     @property
     def totals(self) -> Totals:
@@ -322,18 +316,14 @@ class Driver(Host):
                     except Exception as error:
                         self.guard.ended(exchange, error)
         run = self.guard.run
-        run(lambda: self._move_all_away(now), "moving requests away")
+        if any(each.leaves_at is not None for each in self.scheduling.targets()):
+            from hetlb.balancer.exchange.moves import move_all_away
+
+            run(lambda: move_all_away(self, now), "moving requests away")
         run(lambda: self.pools.sweep(now), "sweeping connections")
         run(self.instances_changed, "closing unused connections")
         run(lambda: self.counted.keep({each.name for each in self.scheduling.targets()}), "counting")
         run(lambda: self.scheduling.sweep(now), "sweeping the scheduler")
-
-    def _move_all_away(self, now: float) -> None:
-        for each in self.scheduling.targets():
-            if each.leaves_at is not None:
-                from hetlb.balancer.exchange.moves import move_away
-
-                move_away(self, each.name, each.leaves_at, now)
 
     # --- the end ---
 
@@ -361,3 +351,10 @@ class Driver(Host):
             self.splits.stop()
         self.scheduling.close()
         self.pools.close()
+
+
+def _count(ended: list[RequestRecord], scheduling: SchedulerSide, counted: Totals) -> None:
+    models = scheduling.models
+    for record in ended:
+        # A name that was never served is a client's: it must not become a label.
+        counted.finished(record, record.lease is not None or record.request.model in models)

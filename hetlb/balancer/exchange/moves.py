@@ -10,6 +10,13 @@ from hetlb.balancer.exchange.exchange_states import Phase
 from hetlb.balancer.exchange.scheduler_side import SWEEP_S
 
 
+def move_all_away(driver: Driver, now: float) -> None:
+    """Move requests away from all instances that leave."""
+    for each in driver.scheduling.targets():
+        if each.leaves_at is not None:
+            move_away(driver, each.name, each.leaves_at, now)
+
+
 def move_away(driver: Driver, name: str, gone_at: float, now: float) -> None:
     """Move requests that end after their instance leaves, evenly until then, the shortest first."""
     left_s = gone_at - NOTICE_MARGIN_S - now
