@@ -14,7 +14,7 @@ from hetlb.inputs import yaml_file
 from hetlb.options.kubernetes import kubernetes
 from hetlb.options.kv_events import kv_events, zmtp
 from hetlb.options.peers import peer_messages
-from hetlb.options.resume import progress
+from hetlb.options.resume import continuation, progress
 from hetlb.tools.models import expressions
 from hetlb.tools.openai import answer_events
 from hetlb.tools.stage import stage_messages
@@ -113,9 +113,9 @@ READERS = (
     Reader(
         "an answer that may go on elsewhere",
         "an engine",
-        size(progress.READ_BYTES),
+        f"{size(progress.READ_BYTES)}, a body of {size(continuation.MAX_ASKED_BYTES)}",
         "it is not resumed",
-        ("tokens of many events",),
+        ("tokens of many events", "may go on"),
     ),
     Reader(
         "metrics page",

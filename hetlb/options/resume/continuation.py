@@ -25,6 +25,8 @@ from hetlb.options.resume.resume_fields import CHAT_ONLY, NOT_READ, Asked, read_
 
 #: Maximum number of leases in a row that bring few tokens: the answer may be the cause of their failures.
 MAX_FRUITLESS_LEASES: Final = 5
+#: Maximum bytes of a body of which the answer may go on: each of its messages is an object here.
+MAX_ASKED_BYTES: Final = 1 << 20
 #: Minimum number of tokens that a lease brings, or it counts.
 _LEAST_TOKENS: Final = 16
 #: Prompt tokens that a template may add to one for each byte of the body.
@@ -128,7 +130,9 @@ class Continuation:
         self._asked = None
         if self.streamed:
             self.why = "its engine gives no token ids"
-            if gives_ids:
+            if len(self._outgoing.body) > MAX_ASKED_BYTES:
+                self.why = "a long body"
+            elif gives_ids:
                 asked = read_asked(self._outgoing.body, chat=self._kind is Kind.CHAT)
                 if isinstance(asked, str):
                     self.why = asked

@@ -6,7 +6,7 @@ answer is not resumed. This module stays interpreted: msgspec looks at annotatio
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
@@ -57,6 +57,11 @@ class ChunkFields(msgspec.Struct):
     prompt_token_ids: msgspec.Raw = msgspec.Raw(b"")
 
 
+#: A field of which only its being there counts, however much it holds; such values count as none.
+_UNREAD: Final = msgspec.Raw(b"")
+_NONE: Final = (b"", b"null", b"false", b"0", b'""', b"[]", b"{}")
+
+
 class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -104,7 +109,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     echo: bool | None = None
     add_special_tokens: bool | None = None
     response_format: _Format | None = None
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: msgspec.Raw = _UNREAD
     priority: int | None = None
     request_id: str | None = None
     session_id: str | None = None
@@ -116,10 +121,10 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     mm_payload: str | None = None
     return_mm_kwargs: bool | None = None
     cache_salt: str | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-    ec_transfer_params: dict[str, Any] | None = None
-    vllm_xargs: dict[str, Any] | None = None
-    repetition_detection: dict[str, Any] | None = None
+    kv_transfer_params: msgspec.Raw = _UNREAD
+    ec_transfer_params: msgspec.Raw = _UNREAD
+    vllm_xargs: msgspec.Raw = _UNREAD
+    repetition_detection: msgspec.Raw = _UNREAD
     thinking_token_budget: int | None = None
     stream_interval: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
@@ -128,7 +133,7 @@ class _CompletionBody(_Body, forbid_unknown_fields=True, kw_only=True):
     logprobs: int | None = None
     prompt: msgspec.Raw
     suffix: str | None = None
-    prompt_embeds: Any = None
+    prompt_embeds: msgspec.Raw = _UNREAD
 
 
 class _Part(msgspec.Struct):
@@ -145,19 +150,19 @@ class _ChatBody(_Body, forbid_unknown_fields=True, kw_only=True):
     logprobs: bool | None = None
     max_completion_tokens: _Count | None = None
     top_logprobs: int | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    functions: list[Any] | None = None
-    function_call: Any = None
+    tools: msgspec.Raw = _UNREAD
+    tool_choice: msgspec.Raw = _UNREAD
+    functions: msgspec.Raw = _UNREAD
+    function_call: msgspec.Raw = _UNREAD
     reasoning_effort: str | None = None
-    reasoning_effort_map: dict[str, Any] | None = None
+    reasoning_effort_map: msgspec.Raw = _UNREAD
     include_reasoning: bool | None = None
     parallel_tool_calls: bool | None = None
-    documents: list[Any] | None = None
+    documents: msgspec.Raw = _UNREAD
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    media_io_kwargs: dict[str, Any] | None = None
-    mm_processor_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: msgspec.Raw = _UNREAD
+    media_io_kwargs: msgspec.Raw = _UNREAD
+    mm_processor_kwargs: msgspec.Raw = _UNREAD
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_prompt_text: bool | None = None
@@ -267,7 +272,11 @@ def _read_common(body: _Body) -> str | None:
 
 
 def _first_set(body: _Body, names: tuple[str, ...]) -> str | None:
-    return next((name for name in names if getattr(body, name)), None)
+    return next((name for name in names if _is_set(getattr(body, name))), None)
+
+
+def _is_set(value: object) -> bool:
+    return bytes(value) not in _NONE if isinstance(value, msgspec.Raw) else bool(value)
 
 
 def read_ids(raw: bytes) -> list[int] | None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 
+from fuzz.costs import Make, Reader, many
+
 from hetlb.balancer.exchange.engine_request import EngineRequest
 from hetlb.balancer.http import http1
 from hetlb.balancer.http import openai_body as bodies
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.options.resume.continuation import Continuation
 from hetlb.options.resume.progress import Kept
+from hetlb.options.resume.resume_fields import read_asked
 
 #: Tokens of a request whose answer may go on.
 MODEL_LEN = 512
@@ -68,4 +71,18 @@ def continuation(data: bytes) -> None:
         assert _resumed(kind, call, pieces, second) == found, "another request by where the reads were cut"
 
 
+def asked(data: bytes) -> None:
+    """The body of a chat that may go on."""
+    read_asked(data, chat=True)
+
+
 TARGETS = {"continuation": continuation}
+CHAT = b'{"messages":[{"role":"user","content":"x"}],'
+#: name -> (reader, input of a size, the smaller size).
+GROWTH: dict[str, tuple[Reader, Make, int]] = {
+    "tools of a body that may go on": (asked, many(b"[],", CHAT + b'"tools":[', b"1]}"), 256 << 10),
+    "objects of a body that may go on": (
+        asked, many(b'"a":1,', CHAT + b'"vllm_xargs":{', b'"a":1}}'), 256 << 10,
+    ),
+    "fields of a body that may go on": (asked, many(b'"n":1,', CHAT, b'"n":1}'), 256 << 10),
+}  # fmt: skip
