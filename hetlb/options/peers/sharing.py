@@ -39,6 +39,8 @@ from hetlb.tasks import ended
 logger = logging.getLogger("hetlb.shared")
 
 _RETRY_S: Final = 0.25
+#: Seconds in which several changes are one message: each wakes the hub and every peer.
+_POST_S: Final = 0.001
 #: Longest wait for the last messages to be published, in seconds; beyond `silent_s` peers need none of them.
 _LAST_WORDS_S: Final = 1.0
 #: Peers at once, and their leases in all: a message beyond is none.
@@ -169,7 +171,7 @@ class Sharing:
     # --- out ---
 
     def _tell_soon(self) -> None:
-        self._loop.call_soon(self._tell)
+        self._loop.call_later(_POST_S, self._tell)
 
     def _take(self) -> list[PeerChange]:
         changes: list[PeerChange] = [*self.view.take(self._loop.time())]
@@ -180,7 +182,7 @@ class Sharing:
         return changes
 
     def _tell(self) -> None:
-        """Send the changes of the last turn of the event loop."""
+        """Send the changes of the last moment."""
         if self._tasks and (changes := self._take()):
             self._send(peer_messages.CHANGES, changes)
 
