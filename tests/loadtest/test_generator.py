@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import socket
 import time
@@ -50,6 +51,32 @@ async def test_a_request_has_headers_of_its_own() -> None:
         await load(plan, server.url, bodies=bodies)
         sent = {len(call.body["prompt"]): call.headers.get("x-session-id") for call in server.calls}
     assert sent == {10: None, 11: "s1"}
+
+
+@pytest.mark.parametrize("in_turn", [True, False])
+async def test_a_turn_of_a_session_waits_for_the_answer_before_it(in_turn: bool) -> None:
+    rows = [Row(None, 10 + i, 3, session="ab"[i % 2]) for i in range(8)]
+    plan = [PlannedRequest(i, 0.0, row) for i, row in enumerate(rows)]
+    open_, most, all_came = {"a": 0, "b": 0}, 0, asyncio.Event()
+
+    async def slowly(call: Call) -> None:
+        nonlocal most
+        session = "ab"[len(call.body["prompt"]) % 2]
+        open_[session] += 1
+        most = max(most, open_[session])
+        if sum(open_.values()) == (2 if in_turn else 8):
+            all_came.set()
+        await all_came.wait()
+        open_[session] -= 1
+        await call.answer()
+
+    async with stub(slowly) as server:
+        result = await load(plan, server.url, in_turn=in_turn)
+    assert len([each for each in result.records if each.ok]) == 8
+    assert most == (1 if in_turn else 4)
+    starts = [(each.scheduled_s, each.end_s) for each in result.records[::2]]
+    if in_turn:
+        assert all(later[0] >= before[1] for before, later in itertools.pairwise(starts))
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -84,11 +84,13 @@ async def run_load(
     headers: dict[str, str] | None = None,
     max_concurrency: int | None = None,
     timeout_s: float = LONGEST_ANSWER_S,
+    in_turn: bool = False,
 ) -> LoadResult:
     """Send the plan to the server at `url` and wait for every answer.
 
     `max_concurrency` caps the requests in flight. A request that is due waits for its turn and is late by
     that much; of a plan that is due all at once, the loop is closed: a request is due when its turn comes.
+    With `in_turn` a turn of a session is due no sooner than the answer to the turn before it has ended.
     A request that takes longer than `timeout_s` has failed. Cancelled, it raises `LoadInterruptedError`.
     """
     turns = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
@@ -97,7 +99,9 @@ async def run_load(
         for each in plan
     ]
     result = LoadResult(plan, records, 0.0, [])
-    run = _Run(result, bodies, url.rstrip("/"), progress or LoadProgress(), headers or {}, turns, timeout_s)
+    run = _Run(
+        result, bodies, url.rstrip("/"), progress or LoadProgress(), headers or {}, turns, timeout_s, in_turn
+    )
     # Existing objects stay: a collection that walks over a large plan would stop the clock of every answer.
     frozen_before = gc.get_freeze_count() > 0
     gc.collect()
@@ -138,6 +142,7 @@ class _Run:
     headers: dict[str, str]
     turns: asyncio.Semaphore | None
     timeout_s: float
+    in_turn: bool = False
     start: float = 0.0
 
     async def run(self) -> None:
@@ -150,6 +155,8 @@ class _Run:
         async with client_session(self.headers, tracing) as session:
             self.start, cpu_s = time.monotonic(), time.process_time()
             watch = asyncio.create_task(self._watch_lag())
+            #: The newest turn of each session.
+            newest: dict[str, asyncio.Task[None]] = {}
             try:
                 async with asyncio.TaskGroup() as group:
                     for planned, record in zip(plan, self.result.records, strict=True):
@@ -160,7 +167,10 @@ class _Run:
                             if closed_loop:
                                 record.scheduled_s = self._now()
                         progress.sent += 1
-                        task = group.create_task(self._send(session, planned, record))
+                        before = newest.get(planned.row.session) if self.in_turn else None
+                        task = group.create_task(self._send(session, planned, record, before))
+                        if planned.row.session:
+                            newest[planned.row.session] = task
                         if turns is not None:
                             task.add_done_callback(lambda _, turns=turns: turns.release())  # type: ignore[misc]
             finally:
@@ -181,9 +191,16 @@ class _Run:
         context.trace_request_ctx.record.sent_s = self._now()
 
     async def _send(
-        self, session: aiohttp.ClientSession, planned: PlannedRequest, record: RequestResult
+        self,
+        session: aiohttp.ClientSession,
+        planned: PlannedRequest,
+        record: RequestResult,
+        before: asyncio.Task[None] | None,
     ) -> None:
         progress = self.progress
+        if before is not None and not before.done():
+            await asyncio.wait([before])
+            record.scheduled_s = self._now()
         try:
             async with asyncio.timeout(self.timeout_s), await self._ask(session, planned, record) as response:
                 record.instance = response.headers.get(_INSTANCE_HEADER, "")

@@ -114,7 +114,7 @@ async def measure(
     async with contextlib.AsyncExitStack() as stack:
         counted = None if admin is None else await stack.enter_async_context(admin.reported())
         try:
-            result = await spec.send(plan, label, progress=progress)
+            result = await spec.send(plan, label, progress=progress, in_turn=rate != "trace")
             await stack.aclose()
         except LoadInterruptedError as stopped:
             stack.pop_all()  # engines are not asked once more
