@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hetlb.balancer.config.profile_file import DecodeCoefficients, PrefillCoefficients, Profile
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.errors import PlanError
+from hetlb.tools.models.degrees import Heads, ModelShape, refusal
 from hetlb.tools.plan.check import check
 from hetlb.tools.plan.cluster import Cluster, ClusterLimits
 from hetlb.tools.plan.common.plan_tables import Machine, Model
@@ -161,3 +162,23 @@ def test_static_estimate_by_hand() -> None:
     # decode 3*(0.02 + 0.5) + 0.002*51 = 1.662; tokens 10+3+20+2 = 35
     assert static_estimate(latency, [(10, 3), (20, 2)], 100, 8) == pytest.approx(35 / 3.162)
     assert static_estimate(latency, [(10, 3)], 5, 8) == 0.0
+
+
+def test_experts_stay_whole_at_a_degree_that_vllm_takes_in_no_other_way() -> None:
+    """Experts of 192 units cannot be split over 8 GPUs, in blocks of 128; their makers keep them whole."""
+    shape = ModelShape(
+        layers=62,
+        heads=(Heads(queries=48, keys=8, key_size=128, value_size=128),),
+        vocab_size=200_064,
+        experts=(("intermediate_size", 1536),),
+        block=(128, 128),
+    )
+    facts = replace(MODEL.known, shape=shape)
+    of = cluster(BOX, model=msgspec.structs.replace(MODEL, facts=facts))
+    assert refusal(shape, 8)
+    assert not refusal(shape, 8, expert_parallel=True)
+    rankings = search(of, lambda profile: 1.0)
+    check(of, rankings)
+    by_degree = {option.part.tensor_parallel_size: option for option in rankings[BOX.kind]}
+    profiles = {degree: by_degree[degree].profile for degree in (4, 8)}
+    assert [each and each.engine.enable_expert_parallel for each in profiles.values()] == [None, True]

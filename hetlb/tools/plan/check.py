@@ -67,8 +67,11 @@ def _check_option(cluster: Cluster, machine: Machine, option: Option) -> None:
     if option.memory.kv_cache_tokens != tokens:
         raise PlanError(f"{where}: expected {tokens} KV tokens, got {option.memory.kv_cache_tokens}")
     profiled = degree in machine.profiles
-    whole = profiled and bool(machine.profiles[degree].engine.enable_expert_parallel)
-    accepted = model.shape is None or not refusal(model.shape, degree, expert_parallel=whole)
+    stated = profiled and bool(machine.profiles[degree].engine.enable_expert_parallel)
+    accepted = model.shape is None or any(
+        not refusal(model.shape, degree, expert_parallel=whole)
+        for whole in {stated, stated or bool(model.shape.experts)}
+    )
     if option.feasible != (room >= need and profiled and accepted):
         raise PlanError(f"{where}: expected feasible to be {room >= need and profiled and accepted}")
     if option.feasible != (option.throughput_tok_s > 0):

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
+import msgspec
+
 from hetlb.balancer.config.profile_file import Profile
 from hetlb.errors import PlanError
 from hetlb.tools.models.degrees import refusal
@@ -24,6 +26,7 @@ from hetlb.tools.plan.common.composition import (
     activation_link,
     compose_profile,
     engine_stages,
+    needs_expert_parallel,
 )
 from hetlb.tools.plan.common.plan_tables import INSIDE_BYTES_PER_S, Machine
 from hetlb.tools.plan.throughput import Mix, with_bubbles
@@ -156,7 +159,10 @@ def _option(cluster: Cluster, machine: Machine, part: Part, throughput: Throughp
 def _misfit(cluster: Cluster, machine: Machine, part: Part, room: Memory) -> str:
     """Return the reason for which an instance cannot run on a machine; empty where it can."""
     shape, degree = cluster.model.shape, part.tensor_parallel_size
-    whole = degree in machine.profiles and bool(machine.profiles[degree].engine.enable_expert_parallel)
+    stated = machine.profiles.get(degree)
+    # Experts stay whole if the profile says so, or if vLLM takes this degree in no other way.
+    whole = stated is not None and bool(stated.engine.enable_expert_parallel)
+    whole = whole or needs_expert_parallel(cluster.model, degree)
     if shape is not None and (why := refusal(shape, degree, part.pipeline_parallel_size, whole)):
         return f"vLLM refuses it: {why}"
     if room.missing_bytes:
@@ -170,6 +176,9 @@ def _profile(cluster: Cluster, machine: Machine, part: Part, tokens: int, mix: M
     """Return the profile of an instance with its KV cache; of a pipeline with its bubbles."""
     model, stages, degree = cluster.model, part.pipeline_parallel_size, part.tensor_parallel_size
     measured, link = machine.profiles[degree], activation_link(model, INSIDE_BYTES_PER_S, _LINK_BATCH_S)
+    if needs_expert_parallel(model, degree):
+        engine = msgspec.structs.replace(measured.engine, enable_expert_parallel=True)
+        measured = msgspec.structs.replace(measured, engine=engine)
     held = [
         StageProfile(
             measured, float(share), machine.gpu, degree, link if index < stages - 1 else LinkSeconds()
