@@ -54,7 +54,12 @@ def test_two_of_three_die_and_then_the_last(browser: Any, tmp_path: Path) -> Non
         says(look, "Well", "good", "Nothing to do.")
         for name in ("v100-0", "v100-1"):
             fleet.kill(name)
-        says(look, "Degraded", "bad", "v100-0 and v100-1 are out (connection refused): bring them back.")
+        says(
+            look,
+            "Degraded",
+            "bad",
+            "v100-0 and v100-1 are down (connection refused). Start them, or check their network.",
+        )
         expect(look.page.locator("#balance .pill")).to_have_attribute("data-state", "bad")
         for width in (390, 1024, 1440):  # the reason takes lines, and the switch is where it was
             look.page.set_viewport_size({"width": width, "height": 900})

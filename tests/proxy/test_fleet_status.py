@@ -9,6 +9,7 @@ from helpers import MODEL, dispatched, make_scheduler, request, spec
 from hypothesis import example, given
 from hypothesis import strategies as st
 from proxy.incidents import Watched
+from proxy.rows import ended
 
 from hetlb.balancer.admin.beliefs import BeliefSource, believed, slots_source, speed_source
 from hetlb.balancer.admin.fleet_status import pools, status
@@ -20,6 +21,8 @@ from hetlb.balancer.core.types import (
     Dispatch,
     EngineSample,
     Outcome,
+    Probed,
+    ProbeResult,
 )
 
 
@@ -53,7 +56,7 @@ def test_saturated_and_balanced_it_is_busy() -> None:
     assert found["state"] == "busy"
     assert found["load"] >= 1.0
     assert found["headroom_req_s"] == 0.0
-    assert "another server would shorten that" in found["advice"]
+    assert "Add one, or limit clients" in found["advice"]
 
 
 def test_a_queue_that_grows_is_degraded() -> None:
@@ -65,7 +68,7 @@ def test_a_queue_that_grows_is_degraded() -> None:
         fleet.now += 1.0
     found = fleet.look()
     assert found["state"] == "degraded"
-    assert "more comes than can be served" in found["advice"]
+    assert "More comes than can be served" in found["advice"]
     assert found["limited_by"] == "the queue: all servers are full"
 
 
@@ -93,7 +96,7 @@ def test_servers_that_were_taken_out_by_hand_are_named_where_requests_wait() -> 
         fleet.end(4)
         fleet.look()
         fleet.now += 1.0
-    expected = "more comes than can be served: set a and b ready again, add a server, or limit clients."
+    expected = "More comes than can be served: set a and b ready again, add a server, or limit clients."
     assert expected in fleet.look()["advice"]
 
 
@@ -104,7 +107,9 @@ def test_two_of_three_dead_is_degraded_and_names_them() -> None:
         fleet.refuse(name)
     found = fleet.look()
     assert found["state"] == "degraded"
-    assert found["advice"].startswith("b and c are out (connection refused): bring them back.")
+    assert found["advice"].startswith(
+        "b and c are down (connection refused). Start them, or check their network."
+    )
     assert found["sentence"].startswith("1 of 3 servers")
 
 
@@ -143,7 +148,7 @@ def test_one_that_fails_is_degraded_and_named() -> None:
     fleet = Watched()
     fleet.arrive(20)
     fleet.end(3, Outcome.UPSTREAM_ERROR, "a")
-    assert fleet.look()["advice"].startswith("a refuses or fails 3 of its last 3 answers, the others do not")
+    assert fleet.look()["advice"].startswith("a failed 3 of its last 3 requests; the other servers did not")
     assert fleet.look()["state"] == "degraded"
 
 
@@ -170,7 +175,7 @@ def test_a_drained_server_is_no_trouble_and_is_said() -> None:
     fleet.scheduler.on_instance(AdminStateSet("a", AdminState.DRAIN), 0.0)
     assert (fleet.look()["state"], causes(fleet.look())) == ("well", [("drained", "a")])
     assert fleet.look()["sentence"].startswith("2 of 3 servers")
-    assert fleet.look()["advice"] == "a is drained: set a ready when it may serve again."
+    assert fleet.look()["advice"] == "a is drained. Set a ready when it may serve again."
 
 
 def test_of_servers_that_fill_it_is_not_said_that_they_are_full() -> None:
@@ -184,7 +189,7 @@ def test_of_servers_that_fill_it_is_not_said_that_they_are_full() -> None:
     assert "gets few requests until its speed is known" in found["advice"]
     for each in fleet.scheduler.instances:  # slots are free, and something else than their number holds back
         each.explored = True
-    assert "slots are free, but no memory" in fleet.look()["advice"]
+    assert "Slots are free, but no memory" in fleet.look()["advice"]
 
 
 def test_of_assumed_slots_it_is_said() -> None:
@@ -217,7 +222,7 @@ def test_a_server_of_another_model_is_named() -> None:
     found = watched.look()
     assert (found["state"], found["advice"]) == (
         "degraded",
-        f"a serves other, not {MODEL}: correct the name in the fleet file.",
+        f"a serves other, not {MODEL}. Correct the name in the fleet file.",
     )
 
 
@@ -290,7 +295,7 @@ def test_a_long_wait_names_the_tenant_that_causes_it() -> None:
     fleet.now += 6.0
     found = fleet.look()
     assert causes(found)[0] == ("long_wait", "")
-    assert "the oldest for 6 s, most of them of tenant x: more comes" in found["advice"]
+    assert "the oldest for 6 s, most of them of tenant x. More comes" in found["advice"]
 
 
 def test_a_class_whose_targets_no_answer_met_is_named_and_background_may_wait() -> None:
@@ -335,3 +340,57 @@ def test_twice_what_can_be_served_is_degraded_and_its_load_is_what_comes() -> No
         found = fleet.look()
     assert (found["state"], found["oldest_wait_s"] > 5.0) == ("degraded", True)
     assert 1.2 < found["load"] < 4.0
+
+
+def test_requests_that_get_no_answer_are_trouble_whatever_the_queue() -> None:
+    fleet = Watched()
+    fleet.arrive(9)
+    fleet.end(9)
+    assert causes(fleet.look()) == []
+    for _ in range(3):
+        fleet.recent.finished(ended(fleet.now, outcome=Outcome.REJECTED_FULL))
+    found = fleet.look()
+    assert (found["state"], causes(found)) == ("degraded", [("refused", "")])
+    assert "25 % of requests are refused: the queue is full" in found["advice"]
+    fleet.now += 10.0
+    assert ("refused", "") not in causes(fleet.look()), "it clears within 10 s"
+
+
+def test_a_server_that_flaps_is_named_until_it_stays() -> None:
+    fleet = Watched()
+    for _ in range(3):
+        fleet.refuse("a")
+        fleet.now += 12.0
+        for _ in range(2):
+            fleet.scheduler.on_instance(Probed("a", ProbeResult.OK), fleet.now)
+        fleet.now += 2.0
+    fleet.refuse("a")
+    found = fleet.look()
+    assert causes(found)[0] == ("flaps", "a")
+    assert "a flaps: it was down 4 times in 42 s" in found["advice"]
+
+
+def test_a_server_that_refuses_the_key_and_one_that_answers_wrong_are_named() -> None:
+    fleet = Watched()
+    asked = request(1, path="/v1/chat/completions")
+    fleet.scheduler.fleet.kinds.refused(asked, "b", 401, fleet.now)
+    assert causes(fleet.look()) == [("key_refused", "b")]
+    one = fleet.scheduler.instances[0]
+    for _ in range(4):
+        one.breaker.ended_badly(0, 0.0, "", "", fleet.now)
+    one.breaker.odd_at = fleet.now
+    fleet.scheduler.fleet.judge(one, fleet.now)
+    found = fleet.look()
+    assert causes(found) == [("wrong_answers", "a"), ("key_refused", "b")]
+    assert "4 of a's last 4 answers were wrong; the other servers' were not" in found["advice"]
+    assert found["advice"].endswith("And 1 more: see causes.")
+
+
+def test_load_of_others_is_named_once_two_reports_say_it() -> None:
+    fleet = Watched()
+    for expected in ([], [("foreign_load", "a")]):
+        fleet.scheduler.on_scrape("a", EngineSample(26, 19, 0.9), fleet.now)
+        assert causes(fleet.look()) == expected
+        fleet.now += 1.0
+    fleet.scheduler.on_scrape("a", EngineSample(0, 0, 0.0), fleet.now)
+    assert causes(fleet.look()) == []

@@ -23,6 +23,7 @@ PACE_FACTOR: Final = 2.5
 #: Share of answers that fail by an engine's doing, and their least number.
 FAILING_SHARE: Final = 0.05
 LEAST_FAILED: Final = 3
+FAILING_S: Final = 10.0
 #: Share of requests that end as their client's mistakes, and the least number of requests.
 CLIENTS_OWN_SHARE: Final = 0.5
 LEAST_ENDED: Final = 10
@@ -35,6 +36,27 @@ RECENT_S: Final = 60.0
 #: Share of the waiting requests that makes one tenant of several a cause, and their least number.
 HOG_SHARE: Final = 0.6
 LEAST_WAITING: Final = 8
+
+
+#: Share of requests that get no answer from which on that is trouble, and their least number.
+REFUSED_SHARE: Final = 0.01
+LEAST_REFUSED: Final = 2
+#: Outcomes of requests that no server got.
+UNPLACED: Final = {
+    "rejected_full": "the queue is full",
+    "expired_queue": "they wait too long",
+    "no_instance": "no server takes them",
+}
+#: Ejections that are flapping, and seconds after the last one for which they are.
+LEAST_FLAPS: Final = 2
+FLAPPED_S: Final = 10.0
+#: Requests of others at an instance that are a cause, and their least share.
+LEAST_FOREIGN: Final = 4
+FOREIGN_SHARE: Final = 0.25
+#: Statuses of a server that does not accept hetlb's key.
+KEY_STATUSES: Final = (401, 403, 407)
+#: Seconds for which wrong answers are recent.
+WRONG_S: Final = 60.0
 
 
 class State(StrEnum):
@@ -56,6 +78,11 @@ SEVERITIES: Final = {
     "fails": State.DEGRADED,
     "slow": State.DEGRADED,
     "not_fetched": State.DEGRADED,
+    "refused": State.DEGRADED,
+    "wrong_answers": State.DEGRADED,
+    "key_refused": State.DEGRADED,
+    "flaps": State.DEGRADED,
+    "foreign_load": State.BUSY,
     "long_wait": State.DEGRADED,
     "reload_refused": State.DEGRADED,
     "stale_report": State.BUSY,
@@ -110,16 +137,26 @@ def of_instance(each: Instance, share: InstanceShare | None, pace: float, now: f
         return StateCause("drained", name, f"{name} {state}", f"Set {name} ready when it may serve again.")
     if each.asleep:
         return None
+    flaps = each.health.ejections
+    if len(flaps) >= LEAST_FLAPS and (not each.routable or now - flaps[-1] <= FLAPPED_S):
+        sentence = f"{name} flaps: it was down {len(flaps)} times in {max(1.0, now - flaps[0]):.0f} s"
+        return StateCause("flaps", name, sentence, f"Each time doubles its wait. See the log of {name}.")
     if not each.routable or each.health.state is not Health.UP:
         reason = f" ({each.health.reason})" if each.health.reason else ""
-        return StateCause("dead", name, f"{name} is out{reason}", f"Bring {name} back.")
+        return StateCause("dead", name, f"{name} is down{reason}", "Start it, or check its network.")
     if breaker.stalled_since is not None:
         advice = f"Look at the engine process of {name} and its GPU; restart it if it does not go on."
         return StateCause("stalled", name, f"{name} has {breaker.why(now)}", advice)
     if breaker.doubted:
-        share_text = f"{breaker.lost:.0f} of its last {breaker.lost + breaker.well:.0f} answers"
-        advice = f"Look at the log of {name}: its key, its model, its limits."
-        return StateCause("refuses", name, f"{name} refuses or fails {share_text}, the others do not", advice)
+        wrong = now - breaker.odd_at <= WRONG_S
+        count = f"{breaker.lost:.0f} of {name}'s last {breaker.lost + breaker.well:.0f} answers"
+        if wrong:
+            advice = f"Send {name} a request by hand: no text, another model, or always the same?"
+            sentence = f"{count} were wrong; the other servers' were not"
+            return StateCause("wrong_answers", name, sentence, advice)
+        advice = "Check its API key, model name and limits."
+        sentence = f"{name} failed {breaker.lost:.0f} of its last {breaker.lost + breaker.well:.0f} requests"
+        return StateCause("refuses", name, f"{sentence}; the other servers did not", advice)
     if each.leaves_at is not None:
         left_s = max(0.0, each.leaves_at - now)
         return StateCause("notice", name, f"{name} leaves in {left_s:.0f} s", "Its work moves: do nothing.")
@@ -128,8 +165,13 @@ def of_instance(each: Instance, share: InstanceShare | None, pace: float, now: f
         sentence = f"{name} serves {serves}, not {each.spec.model}"
         return StateCause("other_model", name, sentence, "Correct the name in the fleet file.")
     if share is not None and share.failed >= LEAST_FAILED and share.failed > FAILING_SHARE * share.ended:
-        sentence = f"{100 * share.failed / share.ended:.0f} % of what {name} answers fails"
-        return StateCause("fails", name, sentence, f"The log of {name} says why.")
+        failed = 100 * share.failed / share.ended
+        sentence = f"{failed:.0f} % of {name}'s responses in the last {FAILING_S:.0f} s were errors"
+        return StateCause("fails", name, sentence, f"See {name}'s log.")
+    reported = 0 if each.sample is None else (each.sample.running or 0) + (each.sample.waiting or 0)
+    if each.foreign >= max(LEAST_FOREIGN, FOREIGN_SHARE * reported):
+        sentence = f"others use {name}: {each.foreign} of its {reported} requests are not hetlb's"
+        return StateCause("foreign_load", name, sentence, f"Send them through hetlb, or give {name} less.")
     stale_s = 0.0 if each.sample_at is None else now - each.sample_at
     slower = each.speed.factor if each.speed.seen else 1.0
     if pace >= PACE_FACTOR and stale_s <= STALE_S:
@@ -159,6 +201,25 @@ def of_transfers(pairs: Sequence[tuple[str, str]], among: Sequence[Instance]) ->
         for source, target in pairs
         if source in names and target in names
     ]
+
+
+def of_key(name: str, refused: Sequence[int]) -> StateCause | None:
+    """Return the cause of a server that does not accept hetlb's key, by the statuses of its refusals."""
+    for status in refused:
+        if status in KEY_STATUSES:
+            sentence = f"{name} refuses hetlb's key ({status})"
+            return StateCause("key_refused", name, sentence, "Correct its key in the fleet file.")
+    return None
+
+
+def of_unplaced(counts: Mapping[str, int], ended: int) -> StateCause | None:
+    """Return the cause of requests that get no answer, `counts` by outcome of `ended`; None of few."""
+    total = sum(counts.values())
+    if total < LEAST_REFUSED or total < REFUSED_SHARE * ended:
+        return None
+    outcome = max(counts, key=lambda each: counts[each])
+    sentence = f"{100 * total / ended:.0f} % of requests are refused: {UNPLACED[outcome]}"
+    return StateCause("refused", "", sentence, "Add a server, or limit clients.")
 
 
 def of_clients(refused: int, ended: int) -> StateCause | None:
@@ -209,7 +270,7 @@ def of_wait(
         advice = f"More comes than can be served: {back}add a server, or limit clients."
         return StateCause("long_wait", "", f"{wait}, the oldest for {oldest_s:.0f} s{whose}", advice)
     spare = [each for each in able if each.unfinished_sequences < each.max_num_seqs]
-    advice = "All servers are in full use: another server would shorten that."
+    advice = "All servers are full. Add one, or limit clients."
     if any(not each.explored for each in spare):
         advice = "A server gets few requests until its speed is known, then more: give it a moment."
     elif spare:

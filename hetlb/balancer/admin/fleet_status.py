@@ -10,15 +10,19 @@ from typing import Any, Final
 
 from hetlb.balancer.admin.beliefs import BeliefSource, slots_source, speed_source
 from hetlb.balancer.admin.causes import (
+    FAILING_S,
     ORDER,
+    UNPLACED,
     State,
     StateCause,
     in_order,
     of_clients,
     of_instance,
+    of_key,
     of_targets,
     of_tenants,
     of_transfers,
+    of_unplaced,
     of_wait,
     worst,
 )
@@ -30,6 +34,8 @@ from hetlb.balancer.telemetry.recent import BIN_S, InstanceShare, Recent
 
 #: Seconds in which ended requests count.
 WINDOW_S: Final = 30.0
+#: Seconds in which requests count that no server got.
+UNPLACED_S: Final = 6.0
 #: Load from which a model is busy.
 BUSY_LOAD: Final = 0.8
 #: Seconds over which arrivals are counted, and the least.
@@ -159,11 +165,17 @@ def _of_model(
         why = _why_down(model, instances, waiting)
         down = StateCause("all_down", "", f"no server of {model or 'the fleet'} takes requests", why)
         return ModelStatus(model, State.DOWN, 0.0, served, 0.0, "", 0.0, why, total, 0, (down,))
-    found = [of_instance(each, shares.get(each.name), recent.pace(each.name), now) for each in instances]
+    failing = recent.shares(FAILING_S, now)
+    found = [of_instance(each, failing.get(each.name), recent.pace(each.name), now) for each in instances]
     held = [each.name for each in instances if each.admin is not AdminState.READY]
     running = {lease.request.tenant or "" for each in able for lease in each.leases.values() if waiting}
     hog = of_tenants(Counter(entry.request.tenant or "" for entry in entries), running)
     found += [hog, of_wait(waiting, oldest_s, able, _listed(held) if held else "", hog)]
+    kinds = scheduler.fleet.kinds
+    for each in instances:
+        found.append(of_key(each.name, [kind.status for _, kind in kinds.of_instance(each.name)]))
+    counts = {outcome: recent.refused(UNPLACED_S, now, (outcome,))[0] for outcome in UNPLACED}
+    found.append(of_unplaced(counts, recent.refused(UNPLACED_S, now)[1]))
     refused, ended = recent.refused(WINDOW_S, now)
     found.append(of_clients(refused, ended))
     demand = scheduler.placement.demands.get(model)
@@ -200,9 +212,11 @@ def headline(causes: Sequence[StateCause], waiting: int) -> str:
     sentence, advice = first.sentence, first.advice
     if len(alike) > 1 and first.cause == "dead":
         sentence = sentence.replace(f"{first.instance} is", f"{_listed(alike)} are", 1)
-        advice = "Bring them back."
+        advice = "Start them, or check their network."
     wait = "" if first.cause in ("long_wait", "saturated") else _waiting(waiting)
-    return f"{sentence}: {advice[0].lower()}{advice[1:]}{wait}"
+    more = len({each.cause for each in causes} - {first.cause})
+    and_more = f" And {more} more: see causes." if more else ""
+    return f"{sentence}. {advice}{wait}{and_more}"
 
 
 def _arrival_rate(scheduler: Scheduler, recent: Recent, model: str, now: float) -> float | None:

@@ -46,8 +46,8 @@ class Instance(InstanceLedger):
     """One incarnation of one vLLM server."""
 
     __slots__ = (
-        "_waiting_seen", "admin", "asleep", "began", "breaker", "errors", "health", "leaves_at", "sample",
-        "sample_mark", "served", "slots_learnt_at", "slots_step", "throttle",
+        "_foreign_seen", "_waiting_seen", "admin", "asleep", "began", "breaker", "errors", "foreign",
+        "health", "leaves_at", "sample", "sample_mark", "served", "slots_learnt_at", "slots_step", "throttle",
     )  # fmt: skip
 
     def __init__(
@@ -76,6 +76,9 @@ class Instance(InstanceLedger):
         self.sample: EngineSample | None = None
         #: Work until the last sample, where that has its own count of tokens, and it has a profile.
         self.sample_mark: Mark | None = None
+        #: Sequences that its engine reports beyond hetlb's own, in the last two samples at least, and in the
+        #: last one.
+        self.foreign = self._foreign_seen = 0
         #: Sequences that ran in the last sample while others waited for a slot.
         self._waiting_seen = 0
         #: Time at which its metrics showed how many sequences it runs at once.
@@ -149,6 +152,8 @@ class Instance(InstanceLedger):
         self.sample = sample
         self.sample_at = now
         self.breaker.read(sample.generated, now)
+        more = (sample.running or 0) + (sample.waiting or 0) - self.sequences
+        self.foreign, self._foreign_seen = max(0, min(more, self._foreign_seen)), more
         if self.profiled and sample.answered is not None:
             if now > self.speed.last:
                 self._elapsed(now)

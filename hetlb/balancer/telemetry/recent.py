@@ -5,6 +5,7 @@ paces of engines.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -222,14 +223,17 @@ class Recent:
         pace = self._paces.get(instance)
         return 0.0 if pace is None else pace.value
 
-    def refused(self, window_s: float, now: float) -> tuple[int, int]:
-        """Return the clients' mistakes among what ended in the last `window_s`, and all that ended."""
+    def refused(self, window_s: float, now: float, among: Sequence[str] = _MISTAKES) -> tuple[int, int]:
+        """Return the requests with these outcomes among all that ended in the last `window_s`, and all.
+
+        By default the clients' mistakes.
+        """
         first, refused, ended = math.floor((now - window_s) / BIN_S), 0, 0
         for number, stretch in self.stretches.items():
             if number >= first:
                 for outcome, count in stretch.outcomes.items():
                     ended += count
-                    refused += count if outcome in _MISTAKES else 0
+                    refused += count if outcome in among else 0
         return refused, ended
 
     def stretch(self, number: int) -> Stretch:
