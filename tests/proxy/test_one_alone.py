@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(
 )
 #: Classes of which a method raises while the poisoned request is at work.
 PARTS = (
-    exchange.Exchange, plain_attempt.Plain, client_response.ClientResponse, engine_answer.EngineAnswer,
-    engine_request.EngineRequest, streamed.StreamedAnswer,
+    exchange.Exchange, plain_attempt.Plain, plain_attempt.Handling, client_response.ClientResponse,
+    engine_answer.EngineAnswer, engine_request.EngineRequest, streamed.StreamedAnswer,
 )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ class ClientResponse:
 
     __slots__ = (
         "_comments", "_head", "_held_s", "_label", "_patience_s", "beat_at", "chunked", "client", "closes",
-        "held_since", "state", "write",
+        "paused_since", "state", "write",
     )  # fmt: skip
 
     def __init__(self, client: ClientSide, head: RequestHead, label: str, now: float, comments: bool) -> None:
@@ -73,7 +73,7 @@ class ClientResponse:
         #: True if the client was told that the connection ends with this answer.
         self.closes = False
         #: Since when the client does not read, and for how long it did not before.
-        self.held_since: float | None = None
+        self.paused_since: float | None = None
         self._held_s = 0.0
 
     # --- the engine's answer ---
@@ -161,21 +161,21 @@ class ClientResponse:
 
     def pause(self, now: float) -> None:
         """Hold the answer: the client reads too slowly."""
-        if self.held_since is None:
-            self.held_since = now
+        if self.paused_since is None:
+            self.paused_since = now
 
     def read_on(self, now: float) -> bool:
         """Go on: the client has caught up. Return True if it had not read for a while."""
-        if self.held_since is None:
+        if self.paused_since is None:
             return False
-        self._held_s += now - self.held_since
-        self.held_since = None
+        self._held_s += now - self.paused_since
+        self.paused_since = None
         return True
 
     @property
     def held_up(self) -> bool:
         """True if the client did not read for `HELD_UP_S`: the answer may have broken off for it."""
-        return self.held_since is not None or self._held_s >= ends.HELD_UP_S
+        return self.paused_since is not None or self._held_s >= ends.HELD_UP_S
 
 
 def _patience_s(head: RequestHead) -> float:

@@ -161,7 +161,7 @@ class ClientConnection(PacedReader):
         if exchange is None:
             return
         try:
-            exchange.hold(held)
+            exchange.pause(held)
         except Exception as error:
             exchange.fault(error)
 

@@ -1,11 +1,12 @@
 """One attempt: what is done for a request between a lease and the next one, or its end.
 
-An exchange has one attempt at a time, made by the `Maker` of its request, and does not know of which kind.
+An exchange has one attempt at a time, made by the `Maker` of its request. There are three: `Plain`, whose
+`Handling` says what a kind of request does otherwise (`plain_attempt.py`), `Split` for two legs, `Tunnel`.
 The verbs:
 
 - `begin`: the lease is there, the request is sent; `engine_*`: what its engine says (`Carried`);
 - `takes`: another lease came while this one is at work; `move`: ask for one, since the instance leaves;
-- `hold`: the client does not read, or reads again; `sweep`: the clock;
+- `pause`: the client does not read, or reads again; `sweep`: the clock;
 - `head`, `cut`: bytes with which the client's answer begins, and with which it breaks off;
 - `leave`: nothing more is done, the engine stops.
 """
@@ -36,8 +37,8 @@ class Attempt(Carried):
         """Ask for another lease, which comes at once or later; False where that cannot be."""
         return False
 
-    def hold(self, held: bool) -> None:
-        """Stop reading the engine while the client does not read (`held`)."""
+    def pause(self, paused: bool) -> None:
+        """Stop reading the engine while the client does not read (`paused`)."""
 
     def sweep(self, now: float, table: ProxyTable) -> None:
         """End waits beyond their limits. Called about twice a second."""

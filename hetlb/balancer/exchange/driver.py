@@ -251,7 +251,7 @@ class Driver(Host):
                 assert self.splits is not None, "expected an instance with kv_transfer"
                 maker = self.splits
             longest = instance.capacity.max_model_len or 0
-            exchange.dispatched(maker.attempt(exchange, lease, instance.gives_ids, longest), lease)
+            exchange.dispatched(maker, lease, instance.gives_ids, longest)
         except Exception as error:
             self.guard.ended(exchange, error)
 

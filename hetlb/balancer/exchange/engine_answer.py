@@ -81,6 +81,17 @@ class EngineAnswer:
         """The end of a stream that is lost."""
         return ends.ERROR_EVENT if self.stream is None else self.stream.lost_by
 
+    @property
+    def is_done(self) -> bool:
+        """True if `[DONE]` of a stream was passed on, and no error came."""
+        stream = self.stream
+        return stream is not None and stream.done and not stream.failed and stream.lost is None
+
+    def read_as(self, stream: StreamedAnswer) -> None:
+        """Read it as a stream."""
+        self.length = None  # bytes that are taken out make it shorter
+        self.stream = stream
+
     def read(self, payload: bytes, now: float) -> bytes:
         if self.stream is not None:
             return self.stream.read(payload, now)
@@ -159,8 +170,8 @@ class EngineAnswer:
         sample = self.tail if self.stream is None else self.stream.sample
         return model_of(sample) if len(sample) < TAIL_BYTES else ""
 
-    def late(self, path: str) -> tuple[bytes, End]:
-        """Return a whole answer that is no stream as event and end, where the client has the head of one."""
+    def as_event(self, path: str) -> tuple[bytes, End]:
+        """Return a whole answer as an event of the stream that its client has begun to read, and its end."""
         status = self.head.status
         if self.stream is None and status >= 400:
             return error_responses.upstream_error_event(status, self.tail, path), self.end(True)

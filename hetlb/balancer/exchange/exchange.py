@@ -119,20 +119,20 @@ class Exchange:
 
     # --- from the scheduler ---
 
-    def dispatched(self, attempt: Attempt, lease: Lease) -> None:
-        """Go to the instance that the scheduler chose."""
+    def dispatched(self, maker: Maker, lease: Lease, gives_ids: bool, max_model_len: int) -> None:
+        """Go to the instance that the scheduler chose; its engine is described as for `Maker.attempt`."""
         if self.attempt.takes(lease):
             return
         self.record.lease = lease
-        self.attempt = attempt
+        self.attempt = attempt = maker.attempt(self, lease, gives_ids, max_model_len)
         attempt.begin()
 
     def back_to_queue(self, transition: Transition[Phase]) -> None:
         """Wait for another lease, since nothing of an answer came of this one."""
         self.record.retries += 1
-        self.wait_again(transition)
+        self.queue_again(transition)
 
-    def wait_again(self, transition: Transition[Phase]) -> None:
+    def queue_again(self, transition: Transition[Phase]) -> None:
         """Wait for another lease."""
         self.attempt.leave()
         self.attempt = WAITING
@@ -149,14 +149,14 @@ class Exchange:
         if self.phase is not _DONE:
             self.finish(ends.LEFT, client_gone=True)
 
-    def hold(self, held: bool) -> None:
-        """Stop reading the engine while the client is slow (`held`), and suspend its idle timeout."""
+    def pause(self, paused: bool) -> None:
+        """Stop reading the engine while the client is slow (`paused`), and suspend its idle timeout."""
         now, response = self.now(), self.response
-        if held:
+        if paused:
             response.pause(now)
         elif response.read_on(now):
             self.since = now
-        self.attempt.hold(held)
+        self.attempt.pause(paused)
 
     # --- from the clock ---
 
@@ -167,7 +167,7 @@ class Exchange:
             retry_after_s = self.host.give_up(record.request.id)
             detail = "No instance became free in the time that the client waits."
             self.refuse(error_responses.REJECTIONS[RejectReason.QUEUE_EXPIRED], detail, retry_after_s)
-        elif response.held_since is None:  # `ClientConnection.sweep` ends a client that does not read
+        elif response.paused_since is None:  # `ClientConnection.sweep` ends a client that does not read
             self.attempt.sweep(now, table)
             heartbeat_s = table.heartbeat_s
             quiet = self.phase is not _STREAMING and self.phase is not _DONE

@@ -1,7 +1,7 @@
-"""The plain attempt: one instance gets the whole request, and gives the whole answer or none.
+"""The plain attempt: it owns the connection to one engine, sends the request there and passes the answer on.
 
-What the options do differently, their attempts override (`options/split`, `options/resume`,
-`options/tunnel`).
+What a kind of request does otherwise is in its `Handling`, an object of eight verbs that the attempt asks:
+what is sent, what becomes of a head, of the first read, and of an end. The base class is the plain kind.
 """
 
 from __future__ import annotations
@@ -39,21 +39,83 @@ _HUNG_S: Final = 20.0
 #: Kinds of which a stream ends with `[DONE]`.
 _WITH_END: Final = (Kind.CHAT, Kind.COMPLETION)
 _CHAT: Final = Kind.CHAT
+#: Status of an answer in another protocol.
+SWITCHED: Final = 101
+_PREFILLING: Final = Phase.PREFILLING
 _SENT: Final = Phase.SENT
 _STREAMING: Final = Phase.STREAMING
+
+
+class Handling:
+    """State what one kind of request does at the seams of its attempt; the base is a plain request's.
+
+    `reruns`: a request without a byte of an answer's body is run again until one comes. `upgrades`: it asks
+    for another protocol. `keeps`: its answer is kept for now, and decides nothing. `hung_s`: seconds for
+    which a stream waits for an engine that stands still.
+    """
+
+    __slots__ = ("hung_s", "keeps", "reruns", "upgrades")
+
+    def __init__(
+        self, hung_s: float = _HUNG_S, *, keeps: bool = False, reruns: bool = False, upgrades: bool = False
+    ) -> None:
+        self.hung_s = hung_s
+        self.keeps = keeps
+        self.reruns = reruns
+        self.upgrades = upgrades
+
+    def request(self, attempt: Plain, connection: EngineConnection) -> tuple[bytes, bytes]:
+        """Return header lines and body for the engine: the client's as they came."""
+        return attempt.head_lines(connection.pool), attempt.exchange.outgoing.body
+
+    def head(self, attempt: Plain, answer: EngineAnswer) -> None:
+        """Take in the head of an answer that is no refusal."""
+        if answer.is_stream:
+            # The first event of a chat only says who speaks: it is no text.
+            silent = attempt.exchange.record.kind is _CHAT
+            answer.read_as(StreamedAnswer(attempt.exchange.call.hold_usage, silent))
+
+    def begins(self, attempt: Plain, answer: EngineAnswer, payload: bytes, whole: bool) -> bytes | None:
+        """Return the bytes of the first reads of a body that go on, None if none do for now."""
+        return payload
+
+    def lost(self, attempt: Plain, end: End, otherwise: Callable[[], None]) -> None:
+        """Go on though the engine is lost, or end it `otherwise`."""
+        otherwise()
+
+    def sweep(self, attempt: Plain, now: float, table: ProxyTable) -> bool:
+        """Return True if the clocks of the attempt stand now."""
+        return False
+
+    def moves(self, attempt: Plain) -> bool:
+        """Ask for a place elsewhere for the rest of an answer that has begun; False if that cannot be."""
+        return False
+
+    def moved(self, attempt: Plain) -> bool:
+        """Return True if an answer that has begun continues with the lease that came."""
+        return False
+
+    def leave(self) -> None:
+        """Do nothing more for the request."""
+
+
+PLAIN: Final = Handling()
 
 
 class Plain(Attempt):
     """A request at one instance."""
 
-    __slots__ = ("answer", "connecting", "driver", "engine", "exchange", "lease", "response", "sent")
+    __slots__ = (
+        "answer", "connecting", "driver", "engine", "exchange", "handling", "lease", "response", "sent",
+    )  # fmt: skip
 
-    def __init__(self, driver: Driver, exchange: Exchange, lease: Lease) -> None:
+    def __init__(self, driver: Driver, exchange: Exchange, lease: Lease, handling: Handling = PLAIN) -> None:
         super().__init__(exchange.record.method)
         self.driver = driver
         self.exchange = exchange
         self.response = exchange.response
         self.lease = lease
+        self.handling = handling
         #: Lease to whose engine the request goes, the connection to it, and whether it is being made.
         self.sent = lease
         self.engine: EngineConnection | None = None
@@ -64,20 +126,15 @@ class Plain(Attempt):
     # --- to the engine ---
 
     def begin(self) -> None:
-        self.expect()
-        self.enter(states.DISPATCHED, self.lease.dispatched_at)
-        self.send(self.lease)
+        record, dispatched_at = self.exchange.record, self.lease.dispatched_at
+        if not record.resumed:  # else the first one's time stays
+            record.dispatched_at = dispatched_at
+        self.exchange.enter(states.DISPATCHED, dispatched_at)
+        self.send()
 
-    def expect(self) -> None:
-        """Record the dispatch."""
-        self.exchange.record.dispatched_at = self.lease.dispatched_at
-
-    def enter(self, transition: Transition[Phase], now: float) -> None:
-        self.exchange.enter(transition, now)
-
-    def send(self, lease: Lease, *, fresh: bool = False) -> None:
-        self.sent, self.connecting = lease, True
-        self.driver.pool(lease).send(self, fresh=fresh)
+    def send(self, *, fresh: bool = False) -> None:
+        self.connecting = True
+        self.driver.pool(self.sent).send(self, fresh=fresh)
 
     def head_lines(self, pool: EnginePool) -> bytes:
         """Return the head for the engine of a pool, but for `x-request-id`: without hop-by-hop headers."""
@@ -86,21 +143,14 @@ class Plain(Attempt):
         lines = self.driver.forward_rules.request_lines(exchange.outgoing.head, passthrough=pool.passthrough)
         return (lines if trace is None else trace.onto(lines)) + pool.own_headers
 
-    def body(self) -> bytes:
-        """Return the body for the engine: the client's as it came."""
-        return self.exchange.outgoing.body
-
     def engine_connected(self, connection: EngineConnection) -> None:
         exchange = self.exchange
         self.engine, self.connecting = connection, False
-        self.enter(states.WRITTEN, exchange.now())
-        if self.response.held_since is not None:
+        _enter(exchange, states.WRITTEN, exchange.now())
+        if self.response.paused_since is not None:
             connection.pause()
-        self.write(connection)
-
-    def write(self, connection: EngineConnection) -> None:
-        """Write the request."""
-        self.exchange.outgoing.send(connection, self.head_lines(connection.pool), self.body())
+        lines, body = self.handling.request(self, connection)
+        exchange.outgoing.send(connection, lines, body)
 
     def still_served(self) -> bool:
         return self.driver.scheduling.serves(self.sent)
@@ -113,14 +163,14 @@ class Plain(Attempt):
             return
         exchange.reconnected = True
         self.engine = None
-        self.enter(states.RECONNECTING, exchange.now())
-        self.send(self.sent, fresh=True)
+        _enter(exchange, states.RECONNECTING, exchange.now())
+        self.send(fresh=True)
 
-    def hold(self, held: bool) -> None:
+    def pause(self, paused: bool) -> None:
         engine = self.engine
         if engine is None:
             return
-        if held:
+        if paused:
             engine.pause()
         else:
             engine.resume()
@@ -130,7 +180,7 @@ class Plain(Attempt):
     def engine_head(self, head: ResponseHead, length: int | None) -> None:
         """Take in the head of the answer; it is kept until the body begins."""
         exchange, driver, status = self.exchange, self.driver, head.status
-        if not 200 <= status < 300:
+        if not 200 <= status < 300 and not (status == SWITCHED and self.handling.upgrades):
             if status < 400:
                 # An engine has no business sending clients elsewhere.
                 self.stop()
@@ -142,38 +192,14 @@ class Plain(Attempt):
                 return
         answer = self.answer = EngineAnswer(head, length)
         exchange.record.status = status
-        if answer.refuses:
-            self.refused(answer)
-        elif answer.is_stream:
-            answer.length = None  # bytes that are taken out make it shorter
-            # The first event of a chat only says who speaks: it is no text.
-            answer.stream = self.stream(exchange.record.kind is _CHAT)
-            self.plain = False
-
-    def refused(self, answer: EngineAnswer) -> None:
-        """Give the request to another engine, since this one refused it and ran nothing of it."""
-        self.turned_away(answer.head.status, answer.busy_s)
-
-    def turned_away(self, status: int, again_s: float | None) -> None:
-        """Tell the scheduler that nothing came of the request, by a status; it may give it to another one."""
-        exchange, known = self.exchange, self.lease.request.features
-        features = features_of(exchange.outgoing.body) if known is None else known
-        self.driver.scheduling.refused(self.lease, status, again_s, features, exchange.now())
-
-    def failed_at_once(self, payload: bytes) -> bool:
-        """Return True if a stream begins with an error event, and another instance got the request."""
-        if payload.find(b'"error"') < 0 or self.response.state is STARTED:
-            return False
-        begun = SseWatcher(False)
-        begun.feed(payload)
-        if not begun.failed or begun.events > (self.exchange.record.kind is _CHAT):
-            return False
-        self.turned_away(400 if begun.refused else 500, None)
-        return self.exchange.attempt is not self
-
-    def stream(self, silent: bool) -> StreamedAnswer:
-        """Make the reader of a stream; `silent`: its first event is no text."""
-        return StreamedAnswer(self.exchange.call.hold_usage, silent)
+        if not answer.refuses:
+            self.handling.head(self, answer)
+            self.plain = answer.stream is None
+        elif not self.handling.keeps or (
+            exchange.phase is not _PREFILLING and (status < 500 or status == 503)
+        ):
+            # A decode leg waits for the answer to the prefill leg, and its failure ends the split.
+            _turned_away(self, status, answer.busy_s)
 
     def engine_events(self, chunks: bytes) -> bool:
         """Pass on a read of a stream if it is whole events of text; False, and nothing is done, if not."""
@@ -187,11 +213,14 @@ class Plain(Attempt):
         stream.text_came(now)
         return True
 
-    def first_bytes(self, answer: EngineAnswer, payload: bytes, now: float, *, whole: bool) -> bytes | None:
+    def _first_bytes(self, answer: EngineAnswer, payload: bytes, now: float, *, whole: bool) -> bytes | None:
         """Look at the first bytes of a body; return the bytes that go on, None if none do for now."""
+        kept = self.handling.begins(self, answer, payload, whole)
+        if kept is None:
+            return None
+        payload, record, stream = kept, self.exchange.record, answer.stream
         if whole and not payload:
             return payload
-        record, stream = self.exchange.record, answer.stream
         if stream is not None and self.response.may_beat and is_comment(payload):
             self.response.beat(now, payload)  # it proves nothing: until there is an event, another may answer
             return b"" if whole else None
@@ -204,7 +233,7 @@ class Plain(Attempt):
             self.response.stream_follows()
             if record.request.sequences == 1:
                 stream.count_gaps(self.driver.counted.model(record.request.model).gaps)
-        self.enter(states.FIRST_BYTE, now)
+        _enter(self.exchange, states.FIRST_BYTE, now)
         return payload
 
     def engine_body(self, payload: bytes) -> None:
@@ -213,10 +242,10 @@ class Plain(Attempt):
         assert answer is not None, "expected a head before a body"
         now = exchange.now()
         if exchange.phase is not _STREAMING:
-            stream = answer.stream
-            if stream is not None and self.failed_at_once(payload):
+            decides = answer.stream is not None and not self.handling.keeps
+            if decides and _failed_at_once(self, payload):
                 return
-            first = self.first_bytes(answer, payload, now, whole=False)
+            first = self._first_bytes(answer, payload, now, whole=False)
             if first is None:
                 return
             payload = first
@@ -247,8 +276,8 @@ class Plain(Attempt):
         """Pass on the event of a stream that waits for the next one."""
         answer = self.answer
         stream = None if answer is None else answer.stream
-        if answer is not None and stream is not None and (held := stream.release()):
-            self.pass_on(answer, held)
+        if answer is not None and stream is not None and (kept := stream.release()):
+            self.pass_on(answer, kept)
 
     def cut(self) -> bytes:
         stream = None if self.answer is None else self.answer.stream
@@ -260,7 +289,7 @@ class Plain(Attempt):
         exchange, answer, response = self.exchange, self.answer, self.response
         assert answer is not None, "expected a head before the end"
         if exchange.phase is not _STREAMING:
-            first = self.first_bytes(answer, payload, exchange.now(), whole=True)
+            first = self._first_bytes(answer, payload, exchange.now(), whole=True)
             if first is None:
                 return
             payload = first
@@ -277,7 +306,7 @@ class Plain(Attempt):
                 return
             payload += unfinished
         if response.state is HEARTBEATS:
-            event, end = answer.late(record.path)
+            event, end = answer.as_event(record.path)
             response.write(response.frame(event))
             exchange.finish(end, broken=True)
             return
@@ -286,32 +315,11 @@ class Plain(Attempt):
         out += response.last(payload)
         if out:
             response.write(out)
-        self.take_usage(answer)
+        take_usage(self, answer)
         end = answer.end(record.kind in SSE_KINDS)
         if end is ends.ANSWERED and record.path in PATHS and not record.resumed_tokens:
-            end = self.judged(answer)
+            end = _judged(self, answer)
         exchange.finish(end)
-
-    def judged(self, answer: EngineAnswer) -> End:
-        """Return how an answer to a chat or a completion ended, by its form; the lease keeps if it is odd."""
-        lease = self.lease
-        form = answer.form(lease.request)
-        if form == WRONG:
-            return ends.NO_ANSWER
-        model = answer.model
-        asked = lease.request.model
-        lease.odd = form == ODD or (
-            model != "" and model != asked and not self.driver.scheduling.names(lease, model)
-        )
-        return ends.ANSWERED
-
-    def take_usage(self, answer: EngineAnswer) -> None:
-        """Put exact counts in the place of estimates, where the engine gave them."""
-        completion, prompt, cached = answer.usage()
-        exchange, record = self.exchange, self.exchange.record
-        sensible = record.counted(completion, prompt, cached)
-        if sensible and prompt is not None and not record.request.prompt_exact and not record.resumed_tokens:
-            self.driver.learn_prompt(record.request.model, exchange.call, prompt)
 
     def token_at(self, heard_at: float) -> float:
         stream = None if self.answer is None else self.answer.stream
@@ -326,24 +334,19 @@ class Plain(Attempt):
 
     def engine_failed(self, end: End, detail: str) -> None:
         self.engine, self.connecting = None, False
-        exchange = self.exchange
-        begun = exchange.phase is _STREAMING
+        begun = self.exchange.phase is _STREAMING
+        if self.handling.reruns and not begun and (end is ends.HEAD_CUT or end is ends.BROKEN):
+            end = ends.DROPPED  # a head is no answer
         self.release()
 
         def otherwise() -> None:
-            self.failed(end, detail, begun)
+            _fail(self, end, detail, begun)
 
-        may_go_on = end is not ends.LOCAL if begun else end is ends.DROPPED and self.response.state is STARTED
-        if may_go_on and not (end is ends.JUNK and self.is_done):
-            self.go_on(ends.BROKEN if begun else end, otherwise)
-        else:
+        answer = self.answer
+        if end is ends.LOCAL or (end is ends.JUNK and answer is not None and answer.is_done):
             otherwise()
-
-    @property
-    def is_done(self) -> bool:
-        """True if `[DONE]` of a stream was passed on, and no error came."""
-        stream = None if self.answer is None else self.answer.stream
-        return stream is not None and stream.done and not stream.failed and stream.lost is None
+        else:
+            self.go_on(ends.BROKEN if begun else end, otherwise)
 
     def go_on(self, end: End, otherwise: Callable[[], None]) -> None:
         """Go on although the engine is lost, or end it `otherwise`.
@@ -351,31 +354,12 @@ class Plain(Attempt):
         A stream of which `[DONE]` came is whole, whatever becomes of its engine then.
         """
         answer = self.answer
-        if answer is not None and self.is_done:
+        if answer is not None and answer.is_done:
             self.response.write(self.response.last(b""))
-            self.take_usage(answer)
+            take_usage(self, answer)
             self.exchange.finish(ends.LAST_MISSING)
         else:
-            otherwise()
-
-    def failed(self, end: End, detail: str, begun: bool) -> None:
-        """End an answer that does not go on, since its engine failed; `begun`: in the middle of it."""
-        exchange, response = self.exchange, self.response
-        if end is ends.HEAD_CUT:
-            end = ends.JUNK
-        if end in ends.NOTHING_SENT:
-            self.try_again(end)
-        elif response.state is STARTED or (response.state is HEARTBEATS and response.held_up):
-            exchange.break_off(ends.BROKEN, detail)
-        elif end is ends.LOCAL:
-            exchange.refuse(error_responses.LOCAL_FAULT, "The proxy is out of resources.", 1.0, end=end)
-        elif not begun and end is not ends.UNREAD:
-            # vLLM sends the head of a stream before it has prefilled the prompt: no answer has begun.
-            self.try_again(ends.JUNK if end is ends.JUNK else ends.DROPPED)
-        else:
-            text = f"The instance gave no valid answer: {detail.removesuffix('.')}."
-            end = end if end is ends.UNREAD else ends.JUNK
-            exchange.refuse(error_responses.BAD_UPSTREAM, text, end=end)
+            self.handling.lost(self, end, otherwise)
 
     def try_again(self, end: End) -> None:
         """Let the scheduler decide about the request: nothing of an answer came."""
@@ -386,12 +370,14 @@ class Plain(Attempt):
             answer = error_responses.REJECTIONS[RejectReason.NO_RESPONSE]
             exchange.refuse(answer, "The instances dropped the request.", end=end)
             return
+        if dropped and self.handling.reruns:
+            exchange.record.resumed += 1  # it waits for as long as nothing accepts it
         exchange.dropped = exchange.dropped or dropped
         exchange.back_to_queue(states.RETRIED)
         self.driver.try_again(exchange.record, self.lease, end)
 
     def lost(self, end: End, detail: str, rest: bytes = b"", event: bytes | None = None) -> None:
-        """Go on without the engine, lost in the middle of its answer, of which `rest` is the last; or end it.
+        """Go on without the engine, lost in the middle of its answer, or end it; `rest` is its last part.
 
         `event` is the engine's own error event, b"" if it says something else than was said before.
         """
@@ -418,11 +404,6 @@ class Plain(Attempt):
     # --- from the clock, and the scheduler ---
 
     @property
-    def most_hung_s(self) -> float:
-        """Seconds for which a stream waits for an engine that stands still."""
-        return _HUNG_S
-
-    @property
     def owes(self) -> Owed:
         request = self.lease.request
         if not request.sequences:
@@ -431,63 +412,47 @@ class Plain(Attempt):
 
     def sweep(self, now: float, table: ProxyTable) -> None:
         exchange, phase = self.exchange, self.exchange.phase
+        if self.handling.sweep(self, now, table) or not (phase is _SENT or phase is _STREAMING):
+            return
         first_byte_s, idle_s = table.first_byte_timeout_s, table.idle_timeout_s
         silent_s = now - exchange.since
         still_s = now - max(self.token_at(exchange.since), self.lease.dispatched_at)
-        if still_s < min(LEAST_SILENCE_S, first_byte_s, idle_s) or not (
-            phase is _SENT or phase is _STREAMING
-        ):
+        if still_s < min(LEAST_SILENCE_S, first_byte_s, idle_s):
             return
         hung_s = self.driver.scheduling.hung_s(self.lease, now) if self.owes.computed else 0.0
-        if phase is _SENT:
-            if silent_s > first_byte_s and not self._waits_on(hung_s, now):
-                self.stop()
-                if self.response.state is STARTED:
-                    self.go_on(ends.STALLED, self._silent)
-                else:
-                    self._silent()
-        elif (hung_s and hung_s > self.most_hung_s) or (
-            silent_s > idle_s and not self._waits_on(hung_s, now)
-        ):
-            self.lost(ends.STALLED, "the instance stopped in the middle of its answer")
-
-    def _silent(self) -> None:
-        """End it, since nothing of an answer came in time."""
-        answer = error_responses.FIRST_BYTE_TIMEOUT
-        self.exchange.refuse(answer, "The instance did not begin to answer in time.", end=ends.SILENT)
-
-    def _waits_on(self, hung_s: float | None, now: float) -> bool:
-        """Return True while no clock ends it: its engine works, or the client's stated time lasts.
-
-        `hung_s`: seconds that its engine is known to stand still; None: it works, 0.0: not known.
-        """
-        exchange = self.exchange
-        given_up_at = self.response.given_up_at(exchange.since, exchange.record.arrived_at)
-        return hung_s is None or (not hung_s and now < given_up_at < math.inf)
+        if phase is _STREAMING:
+            hung = hung_s is not None and hung_s > 0.0 and hung_s > self.handling.hung_s
+            if hung or (silent_s > idle_s and not _waits_on(exchange, hung_s, now)):
+                self.lost(ends.STALLED, "the instance stopped in the middle of its answer")
+        elif silent_s > first_byte_s and not _waits_on(exchange, hung_s, now):
+            self.stop()
+            if self.response.state is STARTED:
+                self.go_on(ends.STALLED, lambda: _end_silent(exchange))
+            else:
+                _end_silent(exchange)
 
     def move(self) -> bool:
         exchange = self.exchange
         if exchange.phase is _STREAMING:
-            return False
+            return self.handling.moves(self)
         self.driver.scheduling.move(self.lease, exchange.record.request.generated, exchange.now())
         return True
 
     def takes(self, lease: Lease) -> bool:
-        """Leave a live engine for a place elsewhere. An answer that has begun cannot."""
+        """Leave a live engine for a place elsewhere. An answer that has begun rarely can."""
         exchange, begun = self.exchange, self.exchange.phase is _STREAMING
-        self.count_moved()
-        if begun:
+        continues = begun and self.handling.moved(self)
+        self.leave()
+        self.driver.counted.resumed(
+            exchange.record.request.model, ends.NOTICE.name, ends.NOTICE.told, self.lease
+        )
+        if not begun:
+            exchange.back_to_queue(states.RETRIED)
+        elif not continues:
             exchange.record.lease = lease
             exchange.break_off(ends.OTHERWISE, "no other instance can go on with it")
-        else:
-            exchange.back_to_queue(states.RETRIED)
-        return begun
-
-    def count_moved(self) -> None:
-        """Count a live engine as left, with the tokens so far."""
-        self.leave()
-        model = self.exchange.record.request.model
-        self.driver.counted.resumed(model, ends.NOTICE.name, ends.NOTICE.told, self.lease)
+            return True
+        return False
 
     def stop(self) -> None:
         """Close the engine's connection, made or in the making: it stops working for this request."""
@@ -499,12 +464,98 @@ class Plain(Attempt):
             self.driver.pool(self.sent).cancel(self)
 
     def leave(self) -> None:
+        self.handling.leave()
         self.stop()
         if not self.lease.output_tokens:
             self.lease.output_tokens = self.tokens_so_far
 
     def fault(self, error: Exception) -> None:
         self.exchange.fault(error)
+
+
+def _enter(exchange: Exchange, transition: Transition[Phase], now: float) -> None:
+    """Take a row for a request of which no prefill leg is under way: else that leg counts."""
+    if exchange.phase is not _PREFILLING:
+        exchange.enter(transition, now)
+
+
+def take_usage(attempt: Plain, answer: EngineAnswer) -> None:
+    """Put exact counts in the place of estimates, where the engine gave them."""
+    completion, prompt, cached = answer.usage()
+    exchange, record = attempt.exchange, attempt.exchange.record
+    sensible = record.counted(completion, prompt, cached)
+    if sensible and prompt is not None and not record.request.prompt_exact and not record.resumed_tokens:
+        attempt.driver.learn_prompt(record.request.model, exchange.call, prompt)
+
+
+def _judged(attempt: Plain, answer: EngineAnswer) -> End:
+    """Return how an answer to a chat or a completion ended, by its form; the lease keeps if it is odd."""
+    lease = attempt.lease
+    form = answer.form(lease.request)
+    if form == WRONG:
+        return ends.NO_ANSWER
+    model = answer.model
+    asked = lease.request.model
+    lease.odd = form == ODD or (
+        model != "" and model != asked and not attempt.driver.scheduling.names(lease, model)
+    )
+    return ends.ANSWERED
+
+
+def _turned_away(attempt: Plain, status: int, again_s: float | None) -> None:
+    """Tell the scheduler that nothing came of the request, by a status; it may give it to another one."""
+    exchange, known = attempt.exchange, attempt.lease.request.features
+    features = features_of(exchange.outgoing.body) if known is None else known
+    attempt.driver.scheduling.refused(attempt.lease, status, again_s, features, exchange.now())
+
+
+def _failed_at_once(attempt: Plain, payload: bytes) -> bool:
+    """Return True if a stream begins with an error event, and another instance got the request."""
+    if payload.find(b'"error"') < 0 or attempt.response.state is STARTED:
+        return False
+    begun = SseWatcher(False)
+    begun.feed(payload)
+    if not begun.failed or begun.events > (attempt.exchange.record.kind is _CHAT):
+        return False
+    _turned_away(attempt, 400 if begun.refused else 500, None)
+    return attempt.exchange.attempt is not attempt
+
+
+def _fail(attempt: Plain, end: End, detail: str, begun: bool) -> None:
+    """End an answer that does not go on, since its engine failed; `begun`: in the middle of it."""
+    exchange, response = attempt.exchange, attempt.response
+    if end is ends.HEAD_CUT:
+        end = ends.JUNK
+    if end in ends.NOTHING_SENT:
+        attempt.try_again(end)
+    elif response.state is STARTED or (response.state is HEARTBEATS and response.held_up):
+        exchange.break_off(ends.BROKEN, detail)
+    elif end is ends.LOCAL:
+        exchange.refuse(error_responses.LOCAL_FAULT, "The proxy is out of resources.", 1.0, end=end)
+    elif not begun and end is not ends.UNREAD:
+        # vLLM sends the head of a stream before it has prefilled the prompt: no answer has begun.
+        attempt.try_again(ends.JUNK if end is ends.JUNK else ends.DROPPED)
+    else:
+        text = f"The instance gave no valid answer: {detail.removesuffix('.')}."
+        end = end if end is ends.UNREAD else ends.JUNK
+        exchange.refuse(error_responses.BAD_UPSTREAM, text, end=end)
+
+
+def _end_silent(exchange: Exchange) -> None:
+    """End it, since nothing of an answer came in time."""
+    answer = error_responses.FIRST_BYTE_TIMEOUT
+    exchange.refuse(answer, "The instance did not begin to answer in time.", end=ends.SILENT)
+
+
+def _waits_on(exchange: Exchange, hung_s: float | None, now: float) -> bool:
+    """Return True while no clock ends it: its engine works, or the client's stated time lasts.
+
+    `hung_s`: seconds that its engine is known to stand still; None: it works, 0.0: not known.
+    """
+    if hung_s is None:
+        return True
+    given_up_at = exchange.response.given_up_at(exchange.since, exchange.record.arrived_at)
+    return not hung_s and now < given_up_at < math.inf
 
 
 class PlainMaker(Maker):

@@ -13,17 +13,16 @@ from typing import Final
 from hetlb.balancer.clients.client_response import NOTHING, STARTED
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.types import Lease, Outcome
-from hetlb.balancer.engines.engine_pools import EnginePool
-from hetlb.balancer.engines.upstream import SideCall
+from hetlb.balancer.engines.upstream import EngineConnection, SideCall
 from hetlb.balancer.exchange import ends
+from hetlb.balancer.exchange.attempt import Attempt
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.engine_answer import EngineAnswer
 from hetlb.balancer.exchange.engine_request import EngineRequest
 from hetlb.balancer.exchange.exchange import Exchange, Maker
 from hetlb.balancer.exchange.exchange_states import RESUMED, Phase
-from hetlb.balancer.exchange.plain_attempt import Plain
-from hetlb.balancer.exchange.streamed_answer import StreamedAnswer
+from hetlb.balancer.exchange.plain_attempt import Handling, Plain, take_usage
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import ResponseHead
@@ -36,6 +35,9 @@ from hetlb.options.resume.progress import Kept
 
 #: Ends of a connection after which its engine may be dead.
 _BY_CONNECTION: Final = (ends.BROKEN, ends.DROPPED)
+#: Ends of a lease that has given nothing, at which an answer that had begun before goes on.
+_BEFORE_THE_REST: Final = (ends.DROPPED, ends.STALLED)
+_CHAT: Final = Kind.CHAT
 _STREAMING: Final = Phase.STREAMING
 
 
@@ -66,8 +68,10 @@ class Resumable(Maker):
         self.checks: list[SideCall] = []
         self.waiting: Callable[[], None] | None = None
 
-    def attempt(self, exchange: Exchange, lease: Lease, gives_ids: bool, max_model_len: int) -> Resumed:
-        return Resumed(self, self._driver, exchange, lease, gives_ids, max_model_len)
+    def attempt(self, exchange: Exchange, lease: Lease, gives_ids: bool, max_model_len: int) -> Attempt:
+        if not self.rest.dispatched(gives_ids, max_model_len):
+            return Unable(exchange)
+        return Plain(self._driver, exchange, lease, Resumed(self))
 
     def close(self, record: RequestRecord) -> None:
         self.stop_asking()
@@ -90,6 +94,29 @@ class Resumable(Maker):
             self.waiting = None
             waiting()
 
+    def ask_whether_it_lives(self, lease: Lease, exchange: Exchange) -> None:
+        """Ask the engine of a lost lease for its health."""
+        pool, loss = self._driver.pools.find(lease), self.losses[-1]
+
+        def told(dead: bool) -> None:
+            if check in self.checks:
+                self.checks.remove(check)
+            loss.dead = loss.dead or dead
+            self.go_on()
+
+        def done(head: ResponseHead, body: bytes) -> None:
+            told(head.status >= 500)  # vLLM answers so while its process outlives its engine
+
+        def failed(end: End, detail: str) -> None:
+            told(end is not ends.LOCAL)
+
+        if pool is None:
+            self.go_on()
+            return
+        check = SideCall(pool, pool.head(b"GET /health"), b"", done, failed, on_fault=exchange.fault)
+        self.checks.append(check)
+        pool.send(check, fresh=True)
+
     def stop_asking(self) -> None:
         """Ask no engine any more whether it lives."""
         checks, self.checks = self.checks, []
@@ -97,97 +124,79 @@ class Resumable(Maker):
             check.abort()
 
 
-class Resumed(Plain):
-    """A request whose answer may go on elsewhere, or the request for the rest of one."""
+class Unable(Attempt):
+    """The attempt of a rest whose instance cannot go on with it: the answer ends."""
 
-    __slots__ = ("_gives_ids", "_longest", "_made", "_pending_since", "_rest")
+    __slots__ = ("_exchange",)
 
-    def __init__(
-        self, made: Resumable, driver: Driver, exchange: Exchange, lease: Lease, gives_ids: bool, longest: int
-    ) -> None:
-        super().__init__(driver, exchange, lease)
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__(exchange.record.method)
+        self._exchange = exchange
+
+    def begin(self) -> None:
+        answer, text = error_responses.BAD_UPSTREAM, "no other instance can go on with it"
+        self._exchange.refuse(answer, text, end=ends.OTHERWISE)
+
+
+class Resumed(Handling):
+    """Handling of a request whose answer may go on elsewhere, or of the request for the rest of one."""
+
+    __slots__ = ("_made", "_pending_since", "_rest")
+
+    def __init__(self, made: Resumable) -> None:
+        super().__init__(0.0, reruns=True)
         self._made = made
         self._rest = made.rest
-        self._gives_ids = gives_ids
-        self._longest = longest
         #: Time since which the answer is on its way to another lease, None while it is not.
         self._pending_since: float | None = None
 
     # --- the request, and its answer ---
 
-    def begin(self) -> None:
-        if self._rest.dispatched(self._gives_ids, self._longest):
-            super().begin()
-        else:
-            answer, text = error_responses.BAD_UPSTREAM, "no other instance can go on with it"
-            self.exchange.refuse(answer, text, end=ends.OTHERWISE)
+    def request(self, attempt: Plain, connection: EngineConnection) -> tuple[bytes, bytes]:
+        lines, body = super().request(attempt, connection)
+        lines = self._rest.head_lines(lines, attempt.exchange.record.path)
+        own = self._rest.body
+        return lines, body if own is None else own
 
-    def expect(self) -> None:
-        if not self.exchange.record.resumed:  # else the first one's time stays
-            super().expect()
-
-    def head_lines(self, pool: EnginePool) -> bytes:
-        return self._rest.head_lines(super().head_lines(pool), self.exchange.record.path)
-
-    def body(self) -> bytes:
-        body = self._rest.body
-        return super().body() if body is None else body
-
-    def engine_head(self, head: ResponseHead, length: int | None) -> None:
+    def head(self, attempt: Plain, answer: EngineAnswer) -> None:
         """Keep a whole answer back until its end, so that until then another instance may give it."""
-        super().engine_head(head, length)
-        answer = self.answer
-        if answer is None or answer.stream is not None or head.status >= 400 or length is None:
-            return
-        answer.whole_only = self._rest.second is None and length <= TAIL_BYTES
+        if answer.is_stream:
+            answer.read_as(self._rest.stream(attempt.exchange.record.kind is _CHAT))
+        elif answer.head.status < 400 and answer.length is not None:
+            answer.whole_only = self._rest.second is None and answer.length <= TAIL_BYTES
 
-    def stream(self, silent: bool) -> StreamedAnswer:
-        return self._rest.stream(silent)
-
-    def first_bytes(self, answer: EngineAnswer, payload: bytes, now: float, *, whole: bool) -> bytes | None:
-        second = self._rest.second is not None and self.response.state is STARTED
+    def begins(self, attempt: Plain, answer: EngineAnswer, payload: bytes, whole: bool) -> bytes | None:
+        second = self._rest.second is not None and attempt.response.state is STARTED
         if second and answer.stream is None:
-            self.exchange.break_off(_not_the_rest(answer), "another instance would not go on with it")
+            attempt.exchange.break_off(_not_the_rest(answer), "another instance would not go on with it")
             return None
-        return super().first_bytes(answer, payload, now, whole=whole)
+        return payload
 
     # --- the engine is lost ---
 
-    def engine_failed(self, end: End, detail: str) -> None:
-        if self.exchange.phase is not _STREAMING and (end is ends.HEAD_CUT or end is ends.BROKEN):
-            end = ends.DROPPED  # a head is no answer where the request may be run again
-        super().engine_failed(end, detail)
-
-    def try_again(self, end: End) -> None:
-        """Wait for as long as nothing accepts it once an engine may have done a part of it."""
-        exchange = self.exchange
-        if end.outcome is Outcome.NO_RESPONSE and not exchange.dropped:
-            exchange.record.resumed += 1
-        super().try_again(end)
-
-    def go_on(self, end: End, otherwise: Callable[[], None]) -> None:
+    def lost(self, attempt: Plain, end: End, otherwise: Callable[[], None]) -> None:
         """Go on at another instance: now, or once it shows that it can. Answers are read in turns."""
-        exchange, unsent = self.exchange, self.response.state is NOTHING
-        waits = self._pending_since is not None
-        if waits or self.is_done or not self._rest.may_go_on(self.answer, unsent):
-            super().go_on(end, otherwise)
+        exchange, made, response = attempt.exchange, self._made, attempt.response
+        begun = exchange.phase is _STREAMING or (response.state is STARTED and end in _BEFORE_THE_REST)
+        unsent = response.state is NOTHING
+        if not begun or self._pending_since is not None or not self._rest.may_go_on(attempt.answer, unsent):
+            otherwise()
             return
         exchange.since = self._pending_since = now = exchange.now()
-        made = self._made
-        made.losses.append(made.all_deaths.lost(self.lease, self.tokens_so_far, now))
-        _later(self.driver, exchange, lambda: self._go(end, otherwise))
+        made.losses.append(made.all_deaths.lost(attempt.lease, attempt.tokens_so_far, now))
+        _later(attempt, lambda: self._go(attempt, end, otherwise))
 
-    def _go(self, end: End, otherwise: Callable[[], None]) -> None:
+    def _go(self, attempt: Plain, end: End, otherwise: Callable[[], None]) -> None:
         """End the answer where nothing of it is missing; else see whether it may go on."""
-        exchange, answer, rest = self.exchange, self.answer, self._rest
+        exchange, answer, rest = attempt.exchange, attempt.answer, self._rest
         if self._pending_since is None:
             return
         if rest.progress is not None:
             rest.progress.read()
         if (last := rest.last_events(answer)) is not None:
-            self.response.write(self.response.last(last))
+            attempt.response.write(attempt.response.last(last))
             if answer is not None:
-                self.take_usage(answer)
+                take_usage(attempt, answer)
             exchange.finish(ends.LAST_MISSING)
             return
         draft = rest.draft()
@@ -197,7 +206,7 @@ class Resumed(Plain):
             rest.why = rest.why or "lost twice without a token"
         if (draft is None and rest.progress is not None) or (exchange.dropped and not generated):
             self._stay(otherwise)
-        elif end in _BY_CONNECTION or (end is ends.ERROR_EVENT and not self._gave_up):
+        elif end in _BY_CONNECTION or (end is ends.ERROR_EVENT and not _gave_up(answer)):
             made = self._made
 
             def go_on() -> None:
@@ -206,119 +215,88 @@ class Resumed(Plain):
                     rest.why = f"{len(deaths)} engines died in it"
                     self._stay(otherwise)
                 else:
-                    self._give_back(end, draft)
+                    self._give_back(attempt, end, draft)
 
             waits = len(made.deaths) + len(made.checks) + 1 >= FATAL_DEATHS
             made.waiting = go_on if waits else None
-            self._ask_whether_it_lives()
+            made.ask_whether_it_lives(attempt.lease, exchange)
             if not waits:
                 go_on()
         else:
-            self._give_back(end, draft)
-
-    @property
-    def _gave_up(self) -> bool:
-        """True if the engine ended what it ran and said no error: it was stopped."""
-        stream = None if self.answer is None else self.answer.stream
-        return stream is not None and not stream.failed
+            self._give_back(attempt, end, draft)
 
     def _stay(self, otherwise: Callable[[], None]) -> None:
         self._pending_since = None
         otherwise()
 
-    def _ask_whether_it_lives(self) -> None:
-        """Ask the engine of a lost lease for its health."""
-        made, lease, exchange = self._made, self.lease, self.exchange
-        loss = made.losses[-1]
-        pool = self.driver.pools.find(lease)
-
-        def told(dead: bool) -> None:
-            if check in made.checks:
-                made.checks.remove(check)
-            loss.dead = loss.dead or dead
-            made.go_on()
-
-        def done(head: ResponseHead, body: bytes) -> None:
-            told(head.status >= 500)  # vLLM answers so while its process outlives its engine
-
-        def failed(end: End, detail: str) -> None:
-            told(end is not ends.LOCAL)
-
-        if pool is None:
-            made.go_on()
-            return
-        check = SideCall(pool, pool.head(b"GET /health"), b"", done, failed, on_fault=exchange.fault)
-        made.checks.append(check)
-        pool.send(check, fresh=True)
-
-    def sweep(self, now: float, table: ProxyTable) -> None:
+    def sweep(self, attempt: Plain, now: float, table: ProxyTable) -> bool:
         """Wait no longer for an engine to say that it lives: it hangs, and is no death."""
         pending_since, made = self._pending_since, self._made
         if pending_since is None:
-            super().sweep(now, table)
-        elif made.waiting is not None and now - pending_since > table.connect_timeout_s:
+            return False
+        if made.waiting is not None and now - pending_since > table.connect_timeout_s:
             made.stop_asking()
             made.go_on()
+        return True
 
-    @property
-    def most_hung_s(self) -> float:
-        return 0.0
-
-    def _give_back(self, end: End, draft: Draft | None) -> None:
+    def _give_back(self, attempt: Plain, end: End, draft: Draft | None) -> None:
         """Give the lease back and wait for another one."""
-        exchange, response = self.exchange, self.response
-        self._wait_for_rest(draft)
-        exchange.dropped = not self._rest.generated and end is not ends.NOTICE
-        self.driver.try_again(exchange.record, self.lease, ends.HELD_UP if response.held_up else end)
+        exchange = attempt.exchange
+        self._wait_for_rest(attempt, draft)
+        exchange.dropped = not self._rest.generated
+        end = ends.HELD_UP if attempt.response.held_up else end
+        attempt.driver.try_again(exchange.record, attempt.lease, end)
 
-    def _wait_for_rest(self, draft: Draft | None) -> None:
-        exchange, rest = self.exchange, self._rest
+    def _wait_for_rest(self, attempt: Plain, draft: Draft | None) -> None:
+        exchange, rest = attempt.exchange, self._rest
         record = exchange.record
         rest.take(draft)
         record.resumed += 1
-        exchange.wait_again(RESUMED)
+        exchange.queue_again(RESUMED)
         record.resumed_tokens = rest.generated
         record.request = record.request.goes_on(rest.generated)
 
     def leave(self) -> None:
         self._pending_since = self._made.waiting = None
-        super().leave()
 
     # --- its instance is about to leave ---
 
-    def move(self) -> bool:
-        if self.exchange.phase is not _STREAMING:
-            return super().move()
-        if not self._may_move():
+    def moves(self, attempt: Plain) -> bool:
+        if not self._may_move(attempt):
             return False
-        _later(self.driver, self.exchange, self._move)
+        _later(attempt, lambda: self._move(attempt))
         return True
 
-    def _may_move(self) -> bool:
+    def _may_move(self, attempt: Plain) -> bool:
         """Return True if an answer can go on elsewhere while its engine lives: then there is a draft."""
-        answer, rest = self.answer, self._rest
+        answer, rest = attempt.answer, self._rest
         stream = None if answer is None else answer.stream
         if self._pending_since is not None or rest.progress is None or (stream is not None and stream.done):
             return False
         return rest.may_go_on(answer, False) and rest.draft() is not None
 
-    def _move(self) -> None:
+    def _move(self, attempt: Plain) -> None:
         """Ask for a place for the rest of a running answer, in a turn of its own."""
-        exchange = self.exchange
-        if exchange.attempt is not self or exchange.phase is not _STREAMING:
+        exchange = attempt.exchange
+        if exchange.attempt is not attempt or exchange.phase is not _STREAMING:
             return
-        self.release()
-        if self._may_move() and (draft := self._rest.draft()) is not None:
-            self.driver.scheduling.move(self.lease, draft.generated, exchange.now())
+        attempt.release()
+        if self._may_move(attempt) and (draft := self._rest.draft()) is not None:
+            attempt.driver.scheduling.move(attempt.lease, draft.generated, exchange.now())
 
-    def takes(self, lease: Lease) -> bool:
-        """Leave the live engine for the rest's place, unless the answer cannot go on after all."""
-        draft = self._rest.draft() if self.exchange.phase is _STREAMING else None
+    def moved(self, attempt: Plain) -> bool:
+        """Wait for the rest's place, unless the answer cannot go on after all."""
+        draft = self._rest.draft()
         if draft is None:
-            return super().takes(lease)
-        self.count_moved()
-        self._wait_for_rest(draft)
-        return False
+            return False
+        self._wait_for_rest(attempt, draft)
+        return True
+
+
+def _gave_up(answer: EngineAnswer | None) -> bool:
+    """Return True if the engine ended what it ran and said no error: it was stopped."""
+    stream = None if answer is None else answer.stream
+    return stream is not None and not stream.failed
 
 
 def _not_the_rest(answer: EngineAnswer) -> End:
@@ -328,8 +306,9 @@ def _not_the_rest(answer: EngineAnswer) -> End:
     return ends.REFUSED_IN_STREAM if answer.head.status >= 400 else ends.OTHERWISE
 
 
-def _later(driver: Driver, exchange: Exchange, step: Callable[[], None]) -> None:
-    """Do a step of an exchange in a turn of its own, unless it has ended by then."""
+def _later(attempt: Plain, step: Callable[[], None]) -> None:
+    """Do a step of an attempt in a turn of its own, unless its exchange has ended by then."""
+    driver, exchange = attempt.driver, attempt.exchange
 
     def take_turn() -> None:
         if exchange.phase is not Phase.DONE:

@@ -25,16 +25,18 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import Command, Connector, Hold, KvLink, Lease, Outcome, Role
-from hetlb.balancer.engines.upstream import SideCall
+from hetlb.balancer.engines.upstream import EngineConnection, SideCall
 from hetlb.balancer.exchange import ends
 from hetlb.balancer.exchange import exchange_states as states
+from hetlb.balancer.exchange.attempt import Attempt
 from hetlb.balancer.exchange.driver import Driver, Splits
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.engine_answer import EngineAnswer
 from hetlb.balancer.exchange.engine_request import EngineRequest
 from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.exchange_states import Phase
-from hetlb.balancer.exchange.plain_attempt import Plain
+from hetlb.balancer.exchange.owed import ANSWER, Owed
+from hetlb.balancer.exchange.plain_attempt import PLAIN, Handling, Plain
 from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import ResponseHead
 from hetlb.balancer.http.openai_body import with_field
@@ -100,27 +102,52 @@ PREFILL_ENDED: Final = Transition(
 LEFT: Final = Transition("the first token, or a failure", _UNDER_WAY, TransferState.OVER)
 
 
-class Split(Plain):
+class DecodeLeg(Handling):
+    """Handling of the decode leg until its first token: then it is a plain attempt."""
+
+    __slots__ = ("_split",)
+
+    def __init__(self, split: Split) -> None:
+        super().__init__(keeps=True)
+        self._split = split
+
+    def request(self, attempt: Plain, connection: EngineConnection) -> tuple[bytes, bytes]:
+        return self._split.decode_request(connection)
+
+    def begins(self, attempt: Plain, answer: EngineAnswer, payload: bytes, whole: bool) -> bytes | None:
+        return self._split.decode_begins(answer, payload, whole)
+
+    def lost(self, attempt: Plain, end: End, otherwise: Callable[[], None]) -> None:
+        self._split.decode_failed(end)
+
+
+class Split(Attempt):
     """A request in two legs, from the dispatch of the prefill to the first token of the decode; plain then.
 
-    `sent` is the lease of the decode leg once that is sent. `_body` is its body. `_pushed`: the prefill
-    instance sends the blocks by itself, and keeps unfetched blocks until the lease ends.
-    `_stopped`: the decode leg was running and its connection was closed.
+    `lease` is the running leg's. `_body` is the body of the decode leg. `_pushed`: the prefill instance sends
+    the blocks by itself, and keeps unfetched blocks until the lease ends. `_runs`: the decode leg was sent
+    and has not ended.
     """
 
     __slots__ = (
-        "_body", "_call", "_concurrent", "_decode", "_hold", "_kept", "_kept_whole", "_link", "_params",
-        "_prefill", "_pushed", "_query", "_splits", "_stopped", "_until", "state",
+        "_body", "_call", "_concurrent", "_decode", "_hold", "_kept", "_kept_whole", "_leg", "_link",
+        "_params", "_prefill", "_pushed", "_query", "_runs", "_splits", "_until", "driver", "exchange",
+        "lease", "state",
     )  # fmt: skip
 
     def __init__(self, splits: KvTransfers, driver: Driver, exchange: Exchange, lease: Lease) -> None:
-        super().__init__(driver, exchange, lease)
+        super().__init__(exchange.record.method)
         assert lease.decode is not None, f"{lease!r} is no prefill leg"
+        self.driver = driver
+        self.exchange = exchange
+        self.lease = lease
         self._splits = splits
         self._link = splits.link(lease)
         #: True if both legs are sent at the same time.
         self._concurrent = self._link.connector is Connector.MOONCAKE
         self._prefill, self._decode = lease, lease.decode
+        #: Attempt of the decode leg, which takes the place of this one once that has begun.
+        self._leg = Plain(driver, exchange, lease.decode, DecodeLeg(self))
         self.state = TransferState.ASKING if self._concurrent else TransferState.PREFILL
         self._body = exchange.outgoing.body
         self._call: SideCall | None = None
@@ -130,7 +157,7 @@ class Split(Plain):
         self._params: bytes | None = None
         #: Time after which the first token is of no use.
         self._until = math.inf
-        self._pushed = self._stopped = False
+        self._pushed = self._runs = False
         #: Bytes of the decode leg's answer until it may go on, and whether they are all of it.
         self._kept, self._kept_whole = b"", False
 
@@ -146,7 +173,7 @@ class Split(Plain):
             params = b'{"do_remote_decode":true,"do_remote_prefill":false,"transfer_id":"%b"}' % self._name()
         body = _prefill_body(exchange.record.kind, self._body, params)
         pool = driver.pools.of(lease)
-        head = b"%bx-request-id: %b\r\n" % (self.head_lines(pool), exchange.outgoing.label)
+        head = b"%bx-request-id: %b\r\n" % (self._leg.head_lines(pool), exchange.outgoing.label)
         self._call = SideCall(
             pool, head, body, self._prefilled, self._prefill_failed,
             lambda: driver.scheduling.serves(lease), exchange.fault,
@@ -188,7 +215,7 @@ class Split(Plain):
         self._body = with_field(self._body, b"kv_transfer_params", self._params)
         self.state = BOTH_SENT.take(self.state)
         self._call.send()
-        self.send(self._decode, fresh=True)
+        self._leg.send(fresh=True)
 
     def _query_failed(self, end: End, detail: str) -> None:
         self._query = None
@@ -197,12 +224,17 @@ class Split(Plain):
     def _prefill_failed(self, end: End, detail: str) -> None:
         self._call = None
         if end is ends.NOT_ACCEPTED or end is ends.LOOP:
-            self.try_again(end)
+            self._whole().try_again(end)
         elif end is ends.LOCAL:
-            self.leave()
-            self.engine_failed(end, detail)
+            self._whole().engine_failed(end, detail)
         else:
             self._unsplit(end if end is ends.MOVED else ends.DROPPED, "prefill_failed")
+
+    def _whole(self) -> Plain:
+        """Let no leg go on. Return the attempt of the prefill lease, which is a plain one from now on."""
+        self.leave()
+        attempt = self.exchange.attempt = Plain(self.driver, self.exchange, self._prefill)
+        return attempt
 
     def _prefilled(self, head: ResponseHead, body: bytes) -> None:
         self._call = None
@@ -236,20 +268,17 @@ class Split(Plain):
         if head.status >= 500 and b"retry-after" not in head.fields:
             self._unsplit(ends.SERVER_ERROR, "prefill_error")
             return
-        exchange = self.exchange
-        self.leave()
+        exchange, attempt = self.exchange, self._whole()
         exchange.enter(states.PREFILL_REFUSED, exchange.now())
-        self.engine_head(head, len(body))
-        if exchange.attempt is self and exchange.phase is Phase.SENT:  # no other instance has room for it
-            self.engine_end(body)
+        attempt.engine_head(head, len(body))
+        if exchange.attempt is attempt and exchange.phase is Phase.SENT:  # no other instance has room for it
+            attempt.engine_end(body)
 
     # --- the decode leg ---
 
     def takes(self, lease: Lease) -> bool:
         """Send the decode leg, or let it go on; for another lease it is given up."""
-        exchange = self.exchange
-        if self.state is TransferState.OVER:
-            return super().takes(lease)
+        exchange, leg = self.exchange, self._leg
         if lease is not self._decode:
             self.leave()
             return False
@@ -265,47 +294,32 @@ class Split(Plain):
             read_at + lease_s - max(_LEAST_MARGIN_S, _MARGIN_SHARE * lease_s),
             now + max(_LEAST_PATIENCE_S, _PATIENCE_FACTOR * lease.forecast_end_s),
         )
-        if self.engine is None and self.answer is None:
+        if leg.engine is None and leg.answer is None:
             exchange.enter(states.DISPATCHED, now)
             if not self._concurrent:
                 # Its parameters may be used once: an idle connection that turned out to be closed would
                 # leave open whether they were.
-                self.send(lease, fresh=True)
+                leg.send(fresh=True)
         else:
             exchange.enter(states.DECODE_UNDER_WAY, now)
             kept, self._kept = self._kept, b""
             if self._kept_whole:
-                self.engine_end(kept)
+                leg.engine_end(kept)
             elif kept:
-                self.engine_body(kept)
+                leg.engine_body(kept)
         return True
 
-    def enter(self, transition: Transition[Phase], now: float) -> None:
-        if self.exchange.phase is not Phase.PREFILLING:  # else that leg counts
-            super().enter(transition, now)
+    def decode_request(self, connection: EngineConnection) -> tuple[bytes, bytes]:
+        """Return head and body of the decode leg: it runs from now on."""
+        self._runs = True
+        return self._leg.head_lines(connection.pool), self._body
 
-    def body(self) -> bytes:
-        return self._body
-
-    def refused(self, answer: EngineAnswer) -> None:
-        # While both legs are on their way, a refusal of this one waits for the other one's answer. A failure
-        # of the decode leg ends the split (`_may_begin`).
-        failed = answer.head.status >= 500 and answer.head.status != 503
-        if self.exchange.phase is not Phase.PREFILLING and (not failed or self.state is TransferState.OVER):
-            super().refused(answer)
-
-    def failed_at_once(self, payload: bytes) -> bool:
-        return self.state is TransferState.OVER and super().failed_at_once(payload)
-
-    def first_bytes(self, answer: EngineAnswer, payload: bytes, now: float, *, whole: bool) -> bytes | None:
+    def decode_begins(self, answer: EngineAnswer, payload: bytes, whole: bool) -> bytes | None:
         """Keep the answer until its first token, or an error of the request's own."""
-        if self.state is not TransferState.OVER:
-            self._kept += payload
-            self._kept_whole = whole
-            if not self._may_begin(answer):
-                return None
-            payload = self._kept
-        return super().first_bytes(answer, payload, now, whole=whole)
+        self._kept += payload
+        self._kept_whole = whole
+        self._runs = self._runs and not whole
+        return self._kept if self._may_begin(answer) else None
 
     def _may_begin(self, answer: EngineAnswer) -> bool:
         """Return True if the decode leg's buffered answer is valid: it goes on, and the split is over."""
@@ -328,6 +342,7 @@ class Split(Plain):
             elif not watcher.events and not watcher.done and not self._kept_whole:
                 return False
         self.state = LEFT.take(self.state)
+        self.exchange.attempt, self._leg.handling = self._leg, PLAIN
         if status < 400:
             if not self._splits.checks(self._decode, self._hold):
                 self._splits.ended()
@@ -335,43 +350,47 @@ class Split(Plain):
             self._splits.released(self._hold)  # vLLM releases them when it refuses the request
         return True
 
-    def engine_failed(self, end: End, detail: str) -> None:
-        self.engine, self.connecting = None, False
-        if self.state is TransferState.OVER or end is ends.LOCAL:
-            super().engine_failed(end, detail)
-        elif self.state is not TransferState.DECODE:
+    def decode_failed(self, end: End) -> None:
+        """Send the whole request to one instance, since the decode leg is lost."""
+        self._runs = False
+        if self.state is not TransferState.DECODE:
             self._unsplit(ends.NOT_HANDED_OVER, "decode_failed")
         elif end in ends.NOTHING_SENT:
             self._splits.ended("decode_failed")
-            self.try_again(end)
+            self._leg.try_again(end)
         else:
             self.exchange.dropped = True
             self._unsplit(ends.DROPPED, "decode_failed")
 
     # --- the end ---
 
-    def move(self) -> bool:
+    @property
+    def may_be_taken(self) -> bool:
         return False
 
     @property
-    def may_be_taken(self) -> bool:
-        return self.state is TransferState.OVER
+    def owes(self) -> Owed:
+        return ANSWER
+
+    def pause(self, paused: bool) -> None:
+        self._leg.pause(paused)
+
+    def head(self) -> bytes:
+        return self._leg.head()
 
     def sweep(self, now: float, table: ProxyTable) -> None:
         """End legs that are too late."""
-        if self.state is TransferState.OVER:
-            super().sweep(now, table)
-        elif now > self._until:
+        if now > self._until:
             self._late()
         elif self.exchange.phase is not Phase.PREFILLING:
-            super().sweep(now, table)
+            self._leg.sweep(now, table)
         elif now - self.exchange.since > table.first_byte_timeout_s:
             if self._call is not None:
                 self._call.abort()
             self._prefill_failed(ends.SILENT, "it did not answer in time")
 
     def _late(self) -> None:
-        if self.engine is not None:
+        if self._leg.engine is not None:
             # What it may have fetched too late is of another prompt, and is in its prefix cache by now.
             _salt(self.exchange.outgoing)
         self._unsplit(ends.NOT_HANDED_OVER, "late")
@@ -381,13 +400,9 @@ class Split(Plain):
         self.exchange.back_to_queue(states.RETRIED)
         self._splits.unsplit(self.lease, end.told, why)
 
-    def stop(self) -> None:
-        self._stopped = self._stopped or self.engine is not None
-        super().stop()
-
     def leave(self) -> None:
         """Let no leg go on."""
-        super().leave()
+        self._leg.leave()
         if self.state is TransferState.OVER:
             return
         self.state = LEFT.take(self.state)
@@ -398,11 +413,14 @@ class Split(Plain):
         hold = self._hold
         if hold is None or hold.ended or self._pushed:
             return
-        if self._stopped:
+        if self._runs:
             # The decode engine says so to the other as soon as it notices.
             self._splits.released(hold)
         elif self._params is not None:
             self._splits.release(hold, self.exchange.record.request.model, self._params)
+
+    def fault(self, error: Exception) -> None:
+        self.exchange.fault(error)
 
 
 class KvTransfers(Splits):

@@ -14,16 +14,17 @@ from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.types import Lease
 from hetlb.balancer.engines.upstream import EngineConnection
 from hetlb.balancer.exchange import ends
+from hetlb.balancer.exchange.attempt import Attempt
 from hetlb.balancer.exchange.driver import Driver, Handshake
 from hetlb.balancer.exchange.ends import End
+from hetlb.balancer.exchange.engine_answer import EngineAnswer
 from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.exchange_states import COMMITTED, FIRST_BYTE, Phase
-from hetlb.balancer.exchange.owed import NOTHING, Owed
-from hetlb.balancer.exchange.plain_attempt import Plain
+from hetlb.balancer.exchange.plain_attempt import SWITCHED, Handling, Plain
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.error_responses import Refusal
 from hetlb.balancer.http.forward_headers import response_lines
-from hetlb.balancer.http.http1 import GateError, RequestHead, ResponseHead
+from hetlb.balancer.http.http1 import GateError, RequestHead
 from hetlb.options.tunnel.websocket import VERSION, accept_of, is_key
 
 _AGREED: Final = b"upgrade: websocket\r\nconnection: upgrade\r\n"
@@ -91,8 +92,8 @@ class TunnelHandshake(Handshake):
         renamed.query = urlencode(query).encode("ascii")
         return renamed
 
-    def attempt(self, exchange: Exchange, lease: Lease, gives_ids: bool, max_model_len: int) -> Tunnel:
-        return Tunnel(self._driver, exchange, lease)
+    def attempt(self, exchange: Exchange, lease: Lease, gives_ids: bool, max_model_len: int) -> Plain:
+        return Plain(self._driver, exchange, lease, _HANDSHAKE)
 
 
 class TunnelEnd(asyncio.Protocol):
@@ -119,68 +120,68 @@ class TunnelEnd(asyncio.Protocol):
         self._tunnel.full(of_client=self._of_client, full=False)
 
 
-class Tunnel(Plain):
-    """One WebSocket: a handshake with the client's own key, then bytes both ways until either side closes."""
+class Agreement(Handling):
+    """Handling of a handshake with the client's own key, so that the engine's answer is one to the client."""
 
-    __slots__ = ("_client_full_since", "_engine_full_since", "_heard_at", "_to_client", "_to_engine")
+    __slots__ = ()
 
-    def __init__(self, driver: Driver, exchange: Exchange, lease: Lease) -> None:
-        super().__init__(driver, exchange, lease)
-        #: Transports once both sides have agreed.
-        self._to_client: asyncio.Transport | None = None
-        self._to_engine: asyncio.Transport | None = None
-        #: Time of the last bytes of either side, and the times since which each takes no more.
-        self._heard_at = 0.0
-        self._client_full_since: float | None = None
-        self._engine_full_since: float | None = None
-
-    def write(self, connection: EngineConnection) -> None:
-        """Write the handshake, so that the engine's answer is one to the client."""
-        outgoing = self.exchange.outgoing
-        head = outgoing.head
-        fields = (
-            self.head_lines(connection.pool),
-            outgoing.label,
-            _NEEDED,
-            head.fields[b"sec-websocket-key"],
-        )
-        lines = b"%bx-request-id: %b\r\n%bsec-websocket-key: %b\r\n" % fields
+    def request(self, attempt: Plain, connection: EngineConnection) -> tuple[bytes, bytes]:
+        head = attempt.exchange.outgoing.head
+        key = head.fields[b"sec-websocket-key"]
+        lines = b"%b%bsec-websocket-key: %b\r\n" % (attempt.head_lines(connection.pool), _NEEDED, key)
         for name, value in head.headers:
             if name == b"sec-websocket-protocol":
                 lines += b"sec-websocket-protocol: %b\r\n" % value
         connection.may_upgrade = True
-        connection.send(lines + b"\r\n", b"")
+        return lines, b""
 
-    def engine_head(self, head: ResponseHead, length: int | None) -> None:
+    def head(self, attempt: Plain, answer: EngineAnswer) -> None:
         """Begin the tunnel where the engine agrees; else it answers like any other."""
-        if head.status != 101:
-            super().engine_head(head, length)
+        head, exchange = answer.head, attempt.exchange
+        if head.status != SWITCHED:
+            super().head(attempt, answer)
             return
-        fields, key = head.fields, self.exchange.outgoing.head.fields[b"sec-websocket-key"]
+        fields, key = head.fields, exchange.outgoing.head.fields[b"sec-websocket-key"]
         if (
             fields.get(b"upgrade", b"").lower() != b"websocket"
             or fields.get(b"sec-websocket-accept") != accept_of(key)
             or b"sec-websocket-extensions" in fields
         ):
-            self.stop()
-            self.engine_failed(ends.JUNK, "its 101 does not answer the handshake")
+            attempt.stop()
+            attempt.engine_failed(ends.JUNK, "its 101 does not answer the handshake")
             return
-        exchange, response = self.exchange, self.response
-        record = exchange.record
-        self._heard_at = now = record.first_byte_at = exchange.now()
-        record.status = 101
-        self.driver.scheduling.first_token(self.lease, now)
-        self.enter(FIRST_BYTE, now)
+        record, response = exchange.record, attempt.response
+        now = record.first_byte_at = exchange.now()
+        attempt.driver.scheduling.first_token(attempt.lease, now)
+        exchange.enter(FIRST_BYTE, now)
         response.state = COMMITTED.take(response.state)
         own, label = record.own_lines(now), record.label.encode("ascii")
         response.write(b"%b%b%bx-request-id: %b\r\n\r\n" % (response_lines(head), _AGREED, own, label))
-        self._hand_over()
+        assert attempt.engine is not None, "expected an answer on a connection"
+        exchange.attempt = Tunnel(exchange, attempt.engine, now)
 
-    def _hand_over(self) -> None:
+
+_HANDSHAKE: Final = Agreement(upgrades=True)
+
+
+class Tunnel(Attempt):
+    """One WebSocket in place of its handshake: both transports are its own, until either side closes."""
+
+    __slots__ = (
+        "_client_full_since", "_engine", "_engine_full_since", "_heard_at", "_to_client", "_to_engine",
+        "exchange",
+    )  # fmt: skip
+
+    def __init__(self, exchange: Exchange, engine: EngineConnection, now: float) -> None:
         """Take both transports over, with the bytes behind either head."""
-        engine = self.engine
-        assert engine is not None, "expected an answer on a connection"
-        to_client, from_client = self.response.client.hand_over(TunnelEnd(self, of_client=True))
+        super().__init__(exchange.record.method)
+        self.exchange = exchange
+        self._engine = engine
+        #: Time of the last bytes of either side, and the times since which each takes no more.
+        self._heard_at = now
+        self._client_full_since: float | None = None
+        self._engine_full_since: float | None = None
+        to_client, from_client = exchange.response.client.hand_over(TunnelEnd(self, of_client=True))
         to_engine, from_engine = engine.hand_over(TunnelEnd(self, of_client=False))
         self._to_client, self._to_engine = to_client, to_engine
         if from_engine:
@@ -188,11 +189,13 @@ class Tunnel(Plain):
         if from_client:
             to_engine.write(from_client)
 
+    def leave(self) -> None:
+        self._engine.abort()
+
     def came(self, data: bytes, *, from_client: bool) -> None:
         """Pass on the bytes of one side."""
         self._heard_at = self.exchange.now()
         other = self._to_engine if from_client else self._to_client
-        assert other is not None, "expected both transports"
         other.write(data)
 
     def full(self, *, of_client: bool, full: bool) -> None:
@@ -202,7 +205,7 @@ class Tunnel(Plain):
             self._client_full_since, other = since, self._to_engine
         else:
             self._engine_full_since, other = since, self._to_client
-        if other is None or other.is_closing():
+        if other.is_closing():
             return
         if full:
             other.pause_reading()
@@ -216,14 +219,7 @@ class Tunnel(Plain):
         else:
             self._end(ends.ANSWERED if error is None else ends.BROKEN)
 
-    @property
-    def owes(self) -> Owed:
-        return super().owes if self._to_client is None else NOTHING
-
     def sweep(self, now: float, table: ProxyTable) -> None:
-        if self._to_client is None:
-            super().sweep(now, table)
-            return
         client_since, engine_since = self._client_full_since, self._engine_full_since
         if client_since is not None and now - client_since > table.write_timeout_s:
             self._to_client.abort()
