@@ -318,7 +318,7 @@ HETEROGENEOUS = ("het1", "het2", "het3", "het4", "het5")
 PARTS: dict[str, tuple[Callable[..., Any], list[tuple[Any, ...]]]] = {
     "exhaustive": (
         exhaustive,
-        [(n, cost) for n in range(SMALL + len(clusters.WORKLOADS)) for cost in (ProfileCost, PaperCost)],
+        [(n, cost) for n in range(SMALL + len(clusters.WORKLOADS) + 1) for cost in (ProfileCost, PaperCost)],
     ),
     "twenty": (against, [(name, 20.0) for name in HETEROGENEOUS]),
     "sixty": (against, [(name, 60.0) for name in ("het1", "het3", "het5")]),

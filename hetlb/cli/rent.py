@@ -64,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
     servers = servers_of(table, planned.plan)
     document["commands"] = [server.command() for server in servers] if market.file.models else []
     if args.write_fleet is not None:
-        write_fleet(args.write_fleet, table, planned.plan, servers)
+        simulated = document["simulated"]
+        divided = simulated is None or simulated["worth"]
+        write_fleet(args.write_fleet, table, planned.plan, servers, divided=divided)
     return print_document(args, document, lambda: rent_report.print_plan(table, planned, document))
 
 

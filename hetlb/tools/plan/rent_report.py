@@ -22,6 +22,8 @@ from hetlb.tools.sim.fleet_simulation import StoppedError
 from hetlb.tools.tables import Console
 from hetlb.tools.tables import table as grid
 
+#: Least rate of a fleet whose types are divided by the worth of its instances, over the same fleet without.
+_LEAST_DIVIDED = 0.98
 #: Shares of the planned rate at which the whole fleet is tried against its latencies, until enough are met.
 _LOADS = (1.0, 0.95, 0.9, 0.8, 0.65, 0.5)
 
@@ -143,12 +145,16 @@ def simulated_document(
     with contextlib.suppress(StoppedError):
         if slo is not None:
             found["targets"] = _targets(plan, slo, simulate)
-        known = simulate(predictor="oracle")
-        unknown = simulate()
+        # The worth of instances divides the types; where mixed types serve more together, it is left out.
+        unknown, plain = simulate(), simulate(plain=True)
+        divided = unknown.request_throughput >= _LEAST_DIVIDED * plain.request_throughput
+        unknown = unknown if divided else plain
+        known = simulate(predictor="oracle", plain=not divided)
         found["simulated"] = {
             "total_token_throughput": known.total_token_throughput,
             "request_throughput": known.request_throughput,
             "policy": "hetlb",
+            "worth": divided,
             "predictor": "oracle",
             "requests": len(known.records),
             "makespan_s": known.makespan_s,

@@ -85,10 +85,15 @@ def _profile(table: Table, plan: RentPlan, candidate: Configuration) -> ProfileO
     return made
 
 
-def write_fleet(path: Path, table: Table, plan: RentPlan, servers: list[VllmServer]) -> None:
-    """Write a fleet file for `hetlb`, with the worth of instances and the types. Raises `InputError`."""
+def write_fleet(
+    path: Path, table: Table, plan: RentPlan, servers: list[VllmServer], *, divided: bool = True
+) -> None:
+    """Write a fleet file for `hetlb`, `divided` with the worth of instances and the types.
+
+    Raises `InputError`.
+    """
     policy: dict[str, Any] = {"name": "hetlb"}
-    if table.lengths_known and table.simulated:
+    if divided and table.lengths_known and table.simulated:
         policy["worth"] = dict(worth_of(table.problem, plan))
         policy["types"] = [
             {
