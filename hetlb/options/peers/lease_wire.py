@@ -128,6 +128,7 @@ class WireEnded(msgspec.Struct, array_like=True, tag=2, gc=False, frozen=True):
     outcome: Outcome
     output_tokens: _Count
     cached_tokens: _Count | None
+    odd: bool = False
 
 
 class WireWaiting(msgspec.Struct, array_like=True, tag=3, frozen=True):
@@ -219,7 +220,8 @@ class LeaseJournal:
         self._add(WireBegun(lease.id))
 
     def ended(self, lease: Lease, outcome: Outcome) -> None:
-        self._add(WireEnded(lease.id, outcome, lease.output_tokens, lease.reported_cached_tokens))
+        cached_tokens = lease.reported_cached_tokens
+        self._add(WireEnded(lease.id, outcome, lease.output_tokens, cached_tokens, bool(lease.odd)))
 
     def _add(self, change: WireChange) -> None:
         self._changes.append(change)

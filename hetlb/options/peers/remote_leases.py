@@ -53,6 +53,7 @@ class RemoteLeases:
                 del leases[each.number]
                 lease.output_tokens = each.output_tokens
                 lease.reported_cached_tokens = each.cached_tokens
+                lease.odd = each.odd
                 commands += scheduler.on_lease_ended(lease, each.outcome, now, retry=False)
         return commands
 
