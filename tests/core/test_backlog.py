@@ -302,3 +302,23 @@ def test_a_greedy_tenant_leaves_others_their_share_of_what_runs(
 
 def leases_of(commands: list[Command]) -> list[Lease]:
     return [each.lease for each in commands if isinstance(each, Dispatch)]
+
+
+def test_of_what_waits_short_prompts_go_first_but_no_prompt_waits_for_ever() -> None:
+    """Each is due 20 times the time to read its prompt after it came, 30 s at most."""
+    room = Capacity(kv_cache_tokens=400_000, kv_tokens_per_request=200_000, max_num_seqs=1)
+    scheduler = make_scheduler([spec("a", capacity=room)], "hetlb")
+    lease = dispatched(scheduler.on_arrival(request(0), 0.0))
+    for number, prompt, at in (
+        (1, 100_000, 0.1),
+        (2, 1000, 0.2),
+        (3, 100, 0.3),
+        (4, 1000, 0.4),
+        (5, 100, 60.0),
+    ):
+        assert scheduler.on_arrival(request(number, prompt=prompt), at) == []
+    order = []
+    for _ in range(5):
+        lease = dispatched(scheduler.on_lease_ended(lease, Outcome.OK, 60.0))
+        order.append(lease.request.id)
+    assert order == [3, 2, 4, 1, 5]

@@ -55,7 +55,9 @@ class Backlog:
             from hetlb.balancer.core.waiting_targets import WaitingTargets
 
             self._targets = WaitingTargets(fleet)
-        due = now if self._targets is None else self._targets.due(request, now, predicted)
+        due = now + self._placement.patience_s(request)
+        if self._targets is not None:
+            due = self._targets.due(request, now, predicted)
         kind = self._placement.kind_of(request, predicted)
         queue.push(request, now, size, again, fleet.fit_of(request), due, kind)
         return commands + self.flush(now) if fleet.end_slow_starts(request.model) else commands

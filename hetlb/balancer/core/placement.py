@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 #: Answers that run for each that has ended from which on their lengths are not known: see `_as_running`.
 _UNKNOWN: Final = 4.0
+#: Times of reading its prompt after which a waiting request is due, and the most seconds.
+_READ_PATIENCE: Final = 20.0
+_MOST_PATIENCE_S: Final = 30.0
 #: Prompt and output tokens of the mean request before the first one, to measure capacity.
 _USUAL_REQUEST = (512.0, 256.0)
 _LEAVES: Final = "it leaves before the answer would end"
@@ -166,6 +169,21 @@ class Placement:
         """Return weighted tokens per second of each instance at the mean request of a model; for people."""
         mix = self._mix(model)
         return {instance.name: mix.speed(instance) for instance in instances}
+
+    def patience_s(self, request: Request) -> float:
+        """Return the seconds after which a request is due, by the time that its prompt takes to read.
+
+        Shorter ones go first, so that fewer wait; none waits for more than `_MOST_PATIENCE_S` of later ones.
+        """
+        ready = self.fleet.ready.get(request.model)
+        if ready is None or not ready.able or not self.policy.holds_back:
+            return 0.0
+        costs, tokens = self._mix(request.model).fleet(ready.able), float(request.prompt_tokens)
+        if request.prefix_keys:
+            held = self.fleet.prefixes.held(request.prefix_keys, request.prompt_tokens)
+            tokens -= 0 if held is None else max(held.tokens.values(), default=0)
+        read_s = request.sequences * tokens * costs.costs[costs.order[0]].token_prefill_s
+        return min(_READ_PATIENCE * read_s, _MOST_PATIENCE_S)
 
     def kind_of(self, request: Request, predicted: float) -> int:
         """Return the kind of a request, whose line is its own, 0 without a plan."""

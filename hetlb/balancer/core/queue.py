@@ -14,6 +14,7 @@ import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hetlb.balancer.core.pickle_by_fields import PickleByFields
@@ -27,6 +28,8 @@ _IN_TIME: Final = 0
 _HOPELESS: Final = 1
 _BACKGROUND: Final = 2
 _RANKS: Final = 3
+#: Requests that have left and whose places in the order are kept beside as many as wait.
+_MOST_LEFT: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,18 +98,34 @@ class FlowName(NamedTuple):
 class QueueFlow:
     """Waiting requests of one line and name, oldest first."""
 
-    __slots__ = ("entries", "key", "name")
+    __slots__ = ("_order", "entries", "key", "name")
 
     def __init__(self, key: QueueKey, name: FlowName) -> None:
         self.key = key
         self.name = name
         #: Ordered: the head of a plain dict that is consumed from the front costs its past length.
         self.entries: OrderedDict[RequestId, Queued] = OrderedDict()
+        #: The same by the time at which they are due; with some that have left.
+        self._order: list[tuple[float, int, RequestId]] = []
+
+    def enter(self, entry: Queued) -> None:
+        """Take in a request."""
+        request_id = entry.request.id
+        self.entries[request_id] = entry
+        heappush(self._order, (entry.due, entry.number, request_id))
+        if len(self._order) > 2 * len(self.entries) + _MOST_LEFT:
+            self._order = [(each.due, each.number, each.request.id) for each in self.entries.values()]
+            heapify(self._order)
 
     @property
     def first(self) -> Queued:
-        """The oldest."""
-        return next(iter(self.entries.values()))
+        """The one that is due first."""
+        while True:
+            due, number, request_id = self._order[0]
+            entry = self.entries.get(request_id)
+            if entry is not None and entry.number == number and entry.due == due:
+                return entry
+            heappop(self._order)
 
     @property
     def background(self) -> bool:
@@ -307,7 +326,8 @@ class Queue:
         flow = self._flow(key, name)
         self._pushed += 1
         entry = Queued(request, self._pushed, arrived_at, size, due, flow)
-        flow.entries[request.id] = self.held[request.id] = entry
+        self.held[request.id] = entry
+        flow.enter(entry)
         self._sizes[request.model] = self._sizes.get(request.model, 0) + size
         self.bytes += request.body_bytes
         if tenants is not None:
@@ -323,7 +343,7 @@ class Queue:
 
     def _enter(self, key: QueueKey, name: FlowName, entry: Queued) -> None:
         entry.flow = self._flow(key, name)
-        entry.flow.entries[entry.request.id] = entry
+        entry.flow.enter(entry)
 
     def _withdraw(self, entry: Queued) -> None:
         """Take an entry out of its flow, and empty flows out of the line."""
