@@ -933,6 +933,9 @@ def page() -> str:
         "below `bench/`; all is simulated, no claim",
         "was checked on GPUs. What they rest on: [PLANNING.md](PLANNING.md), "
         "[paper/RESULTS.md](paper/RESULTS.md).",
+        "`--data D`: Helix's clusters as tables, a folder each (`single24`, `dist24`, `cluster10`) with",
+        "`nodes.csv`, `links.csv`, `layer_time.csv`, `by_layers.csv` and `model.json`; beside them",
+        "`request_lengths.csv`.",
     ]
     for title, claims in PAPERS:
         lines += [
