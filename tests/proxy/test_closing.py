@@ -18,6 +18,7 @@ from hetlb import tasks
 from hetlb.balancer.config.fleet import load_fleet
 from hetlb.balancer.fleet.service import Service
 from hetlb.cli.serving_options import OPTIONS
+from hetlb.options.peers.offer import Offer
 from hetlb.options.peers.redis_transport import RedisTransport
 
 #: Seconds for which the loop stands: longer than any timeout of the tasks here.
@@ -68,6 +69,7 @@ async def serving(port: int, folder: Path, first: str) -> Close:
     path = folder / "fleet.yaml"
     path.write_text(yaml.safe_dump(fleet))
     service = Service(load_fleet(path), OPTIONS)
+    service.offer = Offer(service)
     await service.start()
 
     async def close() -> None:
@@ -101,7 +103,7 @@ LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
         (serving, "watch"),
         (serving, "_sources"),
         (serving, "_kv_events"),
-        (serving, "_offer"),
+        (serving, "offer"),
         (sharing, ""),
     ],
 )

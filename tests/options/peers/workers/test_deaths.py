@@ -206,10 +206,12 @@ async def test_the_event_log_of_each_worker_replays(
         proxy = await serve(document(one, two), "--event-log", str(log), workers=2)
         await proxy.both_serve()
         one.hold()
+        two.hold()
         asked = [asyncio.create_task(proxy.ask()) for _ in range(20)]
-        await proxy.fleet_until(lambda fleet: in_flight(fleet) >= 10)
+        await proxy.fleet_until(lambda fleet: in_flight(fleet) == 20)
         os.kill(proxy.workers[0], signal.SIGKILL)
         one.released.set()
+        two.released.set()
         await asyncio.gather(*asked, return_exceptions=True)
         await proxy.metric_until("hetlb_worker_up", 2)
         await proxy.both_serve()
