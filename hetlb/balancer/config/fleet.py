@@ -80,6 +80,15 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         return self.path.parent if self.path else Path()
 
     @property
+    def promised_models(self) -> tuple[str, ...]:
+        """Return the names of models in the file and its sources, also of models without an instance."""
+        names = [model.name for model in self.file.models]
+        if (table := self.file.discovery) is not None:
+            names += [each.model or "" for each in table.names]
+            names += [each.model or "" for each in table.clusters]
+        return tuple(dict.fromkeys(filter(None, names)))
+
+    @property
     def named_files(self) -> list[Path]:
         """Return the fleet file and every file that it names: profiles, keys, tokens, certificates.
 

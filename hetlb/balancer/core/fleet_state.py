@@ -23,6 +23,9 @@ from hetlb.balancer.core.types import Command, Health, HealthChanged, InstanceSp
 if TYPE_CHECKING:
     from hetlb.balancer.core.block_index import KvEventBatch
 
+#: Seconds for which the name of a model outlives its last instance, and most such names.
+_PROMISE_S: Final = 3600.0
+_MOST_PROMISES: Final = 1024
 #: Weight of a factor of which little was seen, in a mean of factors.
 _LEAST_WEIGHT: Final = 0.01
 
@@ -46,6 +49,9 @@ class FleetState:
         self._ready: dict[str, ReadyInstances] = {}
         #: Models of which no instance takes requests, and since when; as of the last look at `ready`.
         self.down_since: dict[str, float] = {}
+        #: Names that the fleet file and its sources promise, and until when names outlive their instances.
+        self.promised: tuple[str, ...] = ()
+        self._outlive: dict[str, float] = {}
         #: Names of all LoRA adapters, as of the same look.
         self.adapters: frozenset[str] = frozenset()
         #: Prefixes in the caches of all instances.
@@ -91,9 +97,31 @@ class FleetState:
         self._next_incarnation += 1
         return instance
 
-    def remove(self, instance: Instance) -> None:
+    def promise(self, models: tuple[str, ...]) -> None:
+        """Take the names that the file and its sources promise, and forget names that they no longer have."""
+        for name in self.promised:
+            if name not in models:
+                self._outlive.pop(name, None)
+        self.promised = models
+
+    def outlives(self, names: tuple[str, ...], now: float) -> None:
+        """Let names of models outlive the instance that served them for a while."""
+        for name in names:
+            self._outlive.pop(name, None)
+            self._outlive[name] = now + _PROMISE_S
+        while len(self._outlive) > _MOST_PROMISES:
+            del self._outlive[next(iter(self._outlive))]
+
+    def _promises(self, now: float) -> list[str]:
+        """Return the names that need no instance to be known."""
+        for name in [name for name, until in self._outlive.items() if until <= now]:
+            del self._outlive[name]
+        return [*self.promised, *self._outlive]
+
+    def remove(self, instance: Instance, now: float) -> None:
         """Note that an instance has left; its leases go on."""
         instance.removed = True
+        self.outlives(instance.models, now)
         self.kinds.forget(instance.name)
         instance.tree.retire()
         del self.instances[instance.name]
@@ -168,6 +196,8 @@ class FleetState:
         for instance in self.instances.values():
             for name in instance.models:
                 by_model.setdefault(name, []).append(instance)
+        for name in self._promises(now):
+            by_model.setdefault(name, [])
         self.adapters = frozenset(
             name
             for each in self.instances.values()

@@ -31,7 +31,10 @@ def expired(request_id: RequestId, waited_s: float) -> Reject:
 
 def unknown_model(request: Request, instances: Iterable[Instance], models: Iterable[str]) -> Reject:
     """Refuse a request whose model none of `instances`, the fleet, is known to serve; `models` exist."""
-    if any(each.served is None and not each.spec.model for each in instances):
+    fleet = list(instances)
+    if not fleet:
+        return later(request.id, RejectReason.NO_INSTANCE, "No instance is there yet.")
+    if any(each.served is None and not each.spec.model for each in fleet):
         text = f"Not every instance has told yet what it serves; none is known to serve {request.model!r}."
         return later(request.id, RejectReason.NO_INSTANCE, text)
     names = ", ".join(islice(models, _LISTED_NAMES))

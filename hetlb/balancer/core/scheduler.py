@@ -36,6 +36,7 @@ from hetlb.balancer.core.types import (
     InstanceSpec,
     InstanceUpdated,
     Lease,
+    ModelsPromised,
     Outcome,
     PassOn,
     Probed,
@@ -402,9 +403,11 @@ class Scheduler(Failover):
         elif isinstance(change, InstanceRemoved):
             for name in (change.name, *change.more):
                 if (leaving := fleet.instances.get(name)) is not None:
-                    fleet.remove(leaving)
+                    fleet.remove(leaving, now)
                     if self.placement.splits is not None:
                         self._splits.forget(leaving.incarnation)
+        elif isinstance(change, ModelsPromised):
+            fleet.promise(change.models)
         elif (instance := fleet.instances.get(change.name)) is None:
             return []
         elif isinstance(change, Probed):
@@ -424,7 +427,9 @@ class Scheduler(Failover):
         elif instance.served == change.models:
             return []
         else:
+            gone = tuple([name for name in instance.models if name not in change.models])
             instance.learn_models(change.models, change.adapters)
+            fleet.outlives(gone, now)
         fleet.reindex(now)
         return self.backlog.flush(now)
 

@@ -461,6 +461,17 @@ class ModelsLearned(PickleByFields):
     adapters: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class ModelsPromised(PickleByFields):
+    """Names that clients may ask for while no instance serves them: of the fleet file and its sources.
+
+    They replace the names promised before. `name` is no instance's.
+    """
+
+    models: tuple[str, ...]
+    name: str = ""
+
+
 class ProbeResult(StrEnum):
     """Result of a probe of an engine. A refused connection is proof of absence, a timeout is not."""
 
@@ -485,6 +496,7 @@ InstanceChange: TypeAlias = (
     | AdminStateSet
     | CapacityLearned
     | ModelsLearned
+    | ModelsPromised
     | Probed
 )
 

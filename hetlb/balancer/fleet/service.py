@@ -33,7 +33,7 @@ from hetlb.balancer.config.fleet_mistakes import check_extras
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
-from hetlb.balancer.core.types import AdminStateSet
+from hetlb.balancer.core.types import AdminStateSet, ModelsPromised
 from hetlb.balancer.engines.scrape import EngineWatch
 from hetlb.balancer.exchange.driver import Driver
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
@@ -144,6 +144,7 @@ class FleetService(ABC):
         self.watch = EngineWatch(fleet.file.scrape, scheduling, self._engines)
         self.roster = Roster(fleet, self.access, self._engines, scheduling, self.watch)
         scheduling.take_out = self.roster.change
+        scheduling.change(ModelsPromised(fleet.promised_models))
         self._host_times: HostTimes | None = None
         self.watch.on_idle = self._measure_host_time
         #: Reads engines' own KV events, None while none publishes any.
@@ -226,7 +227,14 @@ class FleetService(ABC):
         return f"no instance serves {', '.join(names)}"
 
     def models(self) -> list[dict[str, Any]]:
-        return self.watch.model_list()
+        """Return the models that clients may ask for; without an instance they are not `available`."""
+        found = self.watch.model_list()
+        known = {each["id"] for each in found}
+        return found + [
+            {"id": name, "object": "model", "owned_by": "hetlb", "available": False}
+            for name in self.scheduler.fleet.ready
+            if name not in known
+        ]
 
     # --- for the admin surface ---
 
@@ -321,6 +329,7 @@ class FleetService(ABC):
         """Serve another fleet from now on; unchanged instances keep their load. Return the changes."""
         running, self.fleet, self.access = self.fleet, fleet, access
         done = await self.roster.replace(fleet, access)
+        self.roster.change(ModelsPromised(fleet.promised_models))
         self._configure(fleet, access)
         if access.admin_tls is not None:
             self.admin.tls = access.admin_tls
