@@ -15,7 +15,7 @@ from mkdocs.structure.pages import Page
 
 _LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)")
 #: Pages of the root that the navigation names.
-_ROOT_PAGES = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+_ROOT_PAGES = ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md")
 
 
 def _root(config: MkDocsConfig) -> Path:
