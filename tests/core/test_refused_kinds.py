@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from helpers import make_scheduler, request, spec
+from helpers import dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.balancer.core.refused_kinds import RefusedKinds
 from hetlb.balancer.core.scheduler import Scheduler
-from hetlb.balancer.core.types import Dispatch, Outcome, PassOn, Request
+from hetlb.balancer.core.types import Capacity, Dispatch, Outcome, PassOn, Request
 from hetlb.tools.sim.integrity import check_scheduler
 
 CHAT = "/v1/chat/completions"
@@ -122,3 +122,25 @@ def test_the_table_is_bounded() -> None:
     assert len(kinds.by_key) == 256
     kinds.age(2000.0)
     assert not kinds.by_key
+
+
+def test_requests_that_wait_for_the_servers_of_their_kind_delay_no_others() -> None:
+    capacity = Capacity(kv_cache_tokens=10**7, kv_tokens_per_request=10**7, max_num_seqs=4)
+    scheduler = make_scheduler([spec(name, capacity=capacity) for name in "ab"], "hetlb")
+    kind = {"path": CHAT, "features": ("tools",)}
+    scheduler.fleet.kinds.refused(request(0, **kind), "a", 400, 0.0)
+    running = []
+    for i in range(1, 9):
+        running += [
+            each.lease
+            for each in scheduler.on_arrival(request(i, path=CHAT), 0.1)
+            if isinstance(each, Dispatch)
+        ]
+    assert len(running) >= 8
+    assert not scheduler.on_arrival(request(20, **kind), 0.2), "it waits for b"
+    for each in [lease for lease in running if lease.instance == "a"]:
+        scheduler.on_lease_ended(each, Outcome.OK, 0.3)
+    assert len(scheduler.queue) == 1
+    assert dispatched(scheduler.on_arrival(request(21, path=CHAT), 0.4)).instance == "a"
+    freed = next(lease for lease in running if lease.instance == "b")
+    assert dispatched(scheduler.on_lease_ended(freed, Outcome.OK, 0.5)).request.id == 20

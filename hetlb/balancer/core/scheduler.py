@@ -145,6 +145,8 @@ class Scheduler(Failover):
         if request.service.stated:
             protected = demand.of_class(request.service)
             protected.arrived(request.service, request.prompt_tokens, predicted, now)
+        if fleet.kinds.by_key:
+            request.kept_from = tuple(sorted(fleet.kinds.against(request, now, again=False)))
         if self.queue.held and self.queue.ahead(request):
             return self.backlog.push(request, now, predicted) + self.backlog.flush(now)
         found = placement.choose(request, ready, now, predicted, long=long)

@@ -183,7 +183,8 @@ class Request(PickleByFields):
     length was counted, not estimated from bytes.
     `subset` names the instances that a gateway allows (None: all).
     `path` is the endpoint's; `client` the address of the client; `features` are fields of the body that not
-    every request has, read only while they matter (None before).
+    every request has, read only while they matter (None before). `kept_from` names instances that refuse such
+    a request: it waits in a line of its own.
     `prefix_keys` name the beginning of each of its prompts, shortest first, each with its tokens: None for
     all that a conversation has had so far. `priority` is vLLM's: the lower value goes first, within its
     tenant; `band` is the operator's, before that. `blocks` are
@@ -218,6 +219,7 @@ class Request(PickleByFields):
     path: Final[str]
     client: Final[str]
     features: tuple[str, ...] | None
+    kept_from: tuple[str, ...]
 
     def __init__(
         self,
@@ -246,6 +248,7 @@ class Request(PickleByFields):
         path: str = "",
         client: str = "",
         features: tuple[str, ...] | None = None,
+        kept_from: tuple[str, ...] = (),
     ) -> None:
         self.id = id
         self.model = model
@@ -272,6 +275,7 @@ class Request(PickleByFields):
         self.path = path
         self.client = client
         self.features = features
+        self.kept_from = kept_from
 
     def goes_on(self, generated: int) -> Request:
         """Return the request for the rest of an answer: `generated` tokens are part of the prompt now."""
@@ -288,8 +292,10 @@ class Request(PickleByFields):
     @property
     def restriction(self) -> str | None:
         """Name of the instances that the request is restricted to, None for any that serves its model."""
-        subset = self.subset
-        return None if subset is None else ",".join(subset)
+        subset, kept_from = self.subset, self.kept_from
+        if subset is None and not kept_from:
+            return None
+        return f"{'' if subset is None else ','.join(subset)}-{','.join(kept_from)}"
 
 
 @dataclass(slots=True, eq=False)
