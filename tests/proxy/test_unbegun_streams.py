@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from proxy.test_proxying import ASK_STREAM, Start, ask, post
-from proxy.upstreams import SSE_HEAD, STREAM, TOKEN, Upstream, chunk, closing, plain, resetting
+from proxy.upstreams import LAST, SSE_HEAD, STREAM, TOKEN, Upstream, chunk, closing, plain, resetting
 
 from hetlb.balancer.core.types import Health
 
@@ -71,4 +71,20 @@ async def test_the_head_of_an_answer_alone_is_none(start: Start) -> None:
         proxy = await start(one.url, two.url)
         answer = await ask(proxy, post())
         assert answer.status == 200
+        assert (len(one.visits), len(two.visits)) == (1, 1)
+
+
+@pytest.mark.parametrize("code", [b"500", b"400"])
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_a_stream_that_begins_with_an_error_event_is_answered_by_another(
+    start: Start, code: bytes, at_once: bool
+) -> None:
+    """Whether its end comes with the event or later."""
+    events = chunk(b'data: {"error":{"message":"no","code":%b}}\n\ndata: [DONE]\n\n' % code)
+    script = SSE_HEAD + events + LAST if at_once else closing(SSE_HEAD + events)
+    async with Upstream(script) as one, Upstream(STREAM) as two:
+        proxy = await start(one.url, two.url)
+        answer = await ask(proxy, post(ASK_STREAM))
+        assert b"[DONE]" in answer.body
+        assert b'"error"' not in answer.body
         assert (len(one.visits), len(two.visits)) == (1, 1)

@@ -242,8 +242,7 @@ class Plain(Attempt):
         assert answer is not None, "expected a head before a body"
         now = exchange.now()
         if exchange.phase is not _STREAMING:
-            decides = answer.stream is not None and not self.handling.keeps
-            if decides and _failed_at_once(self, payload):
+            if _failed_at_once(self, answer, payload):
                 return
             first = self._first_bytes(answer, payload, now, whole=False)
             if first is None:
@@ -289,6 +288,8 @@ class Plain(Attempt):
         exchange, answer, response = self.exchange, self.answer, self.response
         assert answer is not None, "expected a head before the end"
         if exchange.phase is not _STREAMING:
+            if _failed_at_once(self, answer, payload):
+                return
             first = self._first_bytes(answer, payload, exchange.now(), whole=True)
             if first is None:
                 return
@@ -509,8 +510,10 @@ def _turned_away(attempt: Plain, status: int, again_s: float | None) -> None:
     attempt.driver.scheduling.refused(attempt.lease, status, again_s, features, exchange.now())
 
 
-def _failed_at_once(attempt: Plain, payload: bytes) -> bool:
+def _failed_at_once(attempt: Plain, answer: EngineAnswer, payload: bytes) -> bool:
     """Return True if a stream begins with an error event, and another instance got the request."""
+    if answer.stream is None or attempt.handling.keeps:
+        return False
     if payload.find(b'"error"') < 0 or attempt.response.state is STARTED:
         return False
     begun = SseWatcher(False)
