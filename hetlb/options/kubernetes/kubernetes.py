@@ -67,7 +67,7 @@ class Metadata(msgspec.Struct, rename="camel"):
 
 
 class Item(msgspec.Struct, rename="camel"):
-    """Part of an object: the fields that are read here and in `inference_pool`."""
+    """Part of an object: the fields read here and in `inference_pool`."""
 
     metadata: Metadata = msgspec.field(default_factory=Metadata)
     spec: Spec | None = None
@@ -102,7 +102,7 @@ class PoolReference(msgspec.Struct):
 
 
 class Spec(msgspec.Struct, rename="camel"):
-    """`spec` of a pod, an InferencePool or an InferenceObjective: the fields that are read."""
+    """`spec` of a pod, an InferencePool or an InferenceObjective: the fields read here."""
 
     node_selector: dict[str, str] = {}
     containers: list[Container] = []
@@ -180,9 +180,10 @@ class _Bounded(httpx2.AsyncByteStream):
 
 
 class _Transport(httpx2.AsyncHTTPTransport):
-    """Connections whose silence is noticed: the server ends a watch before it may be silent for so long.
+    """Connections with detection of silence: the server ends a watch before it may be silent for so long.
 
-    What comes is bounded, and is not compressed: a short answer could be a long one.
+    The size of a response is bounded, and compression is off: a short compressed response could be a long
+    one.
     """
 
     def __init__(self, tls: ssl.SSLContext, token: Path | None) -> None:
@@ -223,10 +224,10 @@ class _Transport(httpx2.AsyncHTTPTransport):
 
 
 class ApiServer:
-    """Address and credentials of the API server. The token is rotated: one that is refused is read again."""
+    """Address and credentials of the API server. The token is rotated: after a refusal it is read again."""
 
     def __init__(self, table: ClusterTable, base: Path) -> None:
-        """Find the address. Raises `ConfigError` where it is not known."""
+        """Find the address. Raises `ConfigError` if it is unknown."""
         host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
         port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         if table.api_server is None and not host:
@@ -301,7 +302,7 @@ class _Objects:
         self._bytes = 0
 
     def put(self, item: Item) -> None:
-        """Keep an object, in place of one of its name. Raises `SourceFailedError` where all are too many."""
+        """Keep an object, in place of one of its name. Raises `SourceFailedError` if the total is too large."""
         name = item.metadata.name
         self.drop(name)
         self.items[name] = item
@@ -336,7 +337,7 @@ class Watch:
         self._due: asyncio.Handle | None = None
 
     async def run(self) -> None:
-        """Watch until cancelled. Raises `SourceFailedError` where the server does not answer as expected."""
+        """Watch until cancelled. Raises `SourceFailedError` if the server does not answer as expected."""
         client = await self._api.client()
         try:
             while True:
@@ -361,7 +362,7 @@ class Watch:
             await client.close()
 
     async def _list(self, client: AsyncClient) -> str:
-        """Take all objects; return the version that they are of."""
+        """Take all objects; return their resource version."""
         kept = _Objects()
         async with asyncio.timeout(_LIST_S):
             listed = client.list(self._kind, chunk_size=_PAGE_OBJECTS, **self._only)
@@ -466,7 +467,7 @@ class KubernetesSource:
 
 
 def servers_of(pod: Item, ports: list[int], table: KubernetesTable) -> list[Found]:
-    """Return the server at each of these ports of a pod; none where it is not ready, or about to end."""
+    """Return the server at each of these ports of a pod; none if the pod is not ready or about to end."""
     status, own = pod.status or PodStatus(), pod.metadata.name
     says_so = any(each.type == "Ready" and each.status == "True" for each in status.conditions)
     if not status.pod_ip or not says_so or pod.metadata.deletion_timestamp is not None:

@@ -1,7 +1,7 @@
 """Driver of the scheduler for an endpoint picker: Envoy owns the connections, each request is a stream.
 
-Envoy does the work of the proxy's driver with connections to engines. A request is sent once: where an engine
-fails, Envoy's retries go down the list that it got, and the lease follows.
+Envoy does the work of the proxy's driver with connections to engines. A request is sent once. If an engine
+fails, Envoy retries with the next instance of its list, and the lease follows.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from hetlb.balancer.option_record import Options
 from hetlb.balancer.telemetry.request_record import RequestRecord
 from hetlb.options.pick.foreign import ForeignLoad
 
-#: Instances of a large fleet from which the fallbacks for the gateway's retries are taken.
+#: Instances of a large fleet considered as fallbacks for the gateway's retries.
 _FALLBACK_CANDIDATES: Final = 32
-#: Most instances of a fleet whose fallbacks are ranked.
+#: Largest fleet with ranked fallbacks, in instances.
 MOST_RANKED_INSTANCES: Final = 128
 _REASONS: Final = {
     Outcome.CONNECT_FAILED: (RejectReason.CONNECT_FAILED, "No instance accepted the connection."),
@@ -50,13 +50,13 @@ _REASONS: Final = {
 
 
 class PickScheduler(SchedulerDriver):
-    """The scheduler of a picker: engines have requests that are not ours, and Envoy moves none."""
+    """The scheduler of a picker: engines also have foreign requests, and Envoy moves none."""
 
     def __init__(self, scheduler: Scheduler, carrier: Carrier) -> None:
         super().__init__(scheduler, carrier)
         self.moves_busy = False
         self.by_counters = True  # Envoy may show nothing of an answer
-        #: Requests at the engines that are not ours.
+        #: Foreign requests at the engines.
         self.foreign = ForeignLoad(scheduler)
 
     def sample(self, name: str, sample: EngineSample) -> None:
@@ -90,7 +90,7 @@ class PickDriver(Driver):
         self.picking = PickScheduler(scheduler, self)
         self.scheduling = self.picking
         self.resumes = False  # the answers are Envoy's
-        #: Streams of the requests that are open, by request.
+        #: Streams of open requests, by request.
         self.streams: dict[RequestId, Upstream] = {}
 
     def pool(self, lease: Lease) -> Upstream:
@@ -107,7 +107,7 @@ class PickDriver(Driver):
         self.streams.pop(exchange.record.request.id, None)
 
     def try_again(self, record: RequestRecord, lease: Lease, end: End) -> None:
-        """Turn the request down: it is with Envoy, whose own retries are over."""
+        """Turn the request down: Envoy has it, and its own retries are over."""
         scheduling = self.picking
         scheduling.lease_ended(lease, end.told, self.now(), retry=False)
         reason, detail = _REASONS[end.told]
@@ -122,7 +122,7 @@ class PickDriver(Driver):
         age_s = now - lease.dispatched_at
         live = Booked(lease.id, instance, lease.request, lease.work_ns, lease.predicted_output, age_s)
         if instance not in self.scheduler.fleet.instances:
-            return  # outside the fleet: the lease stays where it was booked
+            return  # outside the fleet: the lease stays as booked
         commands = self.scheduler.on_lease_ended(lease, Outcome.NO_RESPONSE, now, retry=False)
         self.counted.tried_again(lease.instance, Outcome.NO_RESPONSE)
         restored = self.scheduler.restore(live, now)
@@ -148,7 +148,7 @@ class PickDriver(Driver):
         chosen = decision.lease.instance
         if len(self.scheduler.instances) > MOST_RANKED_INSTANCES:
             return self._neighbours(decision.lease, count)
-        # One that is passed over has room: only the chosen one, which has failed then, was sooner.
+        # A passed-over instance has room: only the chosen one, which has failed then, was sooner.
         others = [
             each
             for each in decision.candidates

@@ -36,12 +36,12 @@ from hetlb.watched_files import FileStates
 
 logger = logging.getLogger("hetlb.pick")
 
-#: Connections, and calls open at once in each and in all of them. One that opens calls and takes them back
-#: without end has no more of them before the picker than that; Envoy connects again where it needs more.
+#: Connections, open calls of each connection, and open calls of all. They also bound a peer that opens and
+#: cancels calls without end. Envoy connects again if it needs more.
 MAX_CONNECTIONS: Final = 1024
 MAX_CALLS_EACH: Final = 100
 MAX_CALLS: Final = 16_384
-#: Bytes of a call that are read ahead of the picker.
+#: Bytes of a call read ahead of the picker.
 _READ_AHEAD_BYTES: Final = 64 << 10
 _MS: Final = 1000
 #: Seconds beyond any drain: `close` ends it.
@@ -60,7 +60,7 @@ _OPTIONS: Final = (
     ("grpc.server_handshake_timeout_ms", 10 * _MS),
     # A connection without a call holds no place of `MAX_CONNECTIONS`.
     ("grpc.max_connection_idle_ms", 10 * _MS),
-    # A gateway that has said nothing for so long is asked for a sign of life, and has as long.
+    # A gateway silent for so long is asked for a sign of life, and has as long to give it.
     ("grpc.keepalive_time_ms", 30 * _MS),
     ("grpc.keepalive_timeout_ms", 30 * _MS),
     # Envoy pings every few seconds, with calls and without.
@@ -72,7 +72,7 @@ _OPTIONS: Final = (
 class _KnownMethods(cygrpc.AioServer):  # type: ignore[misc]
     """A server that takes calls of its registered methods; any other call is cancelled.
 
-    grpcio's own looks at the name of the other method, and ends where that is not UTF-8 (1.84, 1.85).
+    grpcio's own server looks at the name of the other method, and ends if it is not UTF-8 (1.84, 1.85).
     """
 
     def _make_request_call_future(self, method: bytes | None) -> asyncio.Future[Any]:
@@ -117,7 +117,7 @@ class PickServer:
 
     @property
     def connections(self) -> Collection[object]:
-        """Calls that are open."""
+        """Return the open calls."""
         return self.state.streams
 
     @property
@@ -190,7 +190,7 @@ class PickServer:
         return bytes(messages.HealthCheckResponse(status=status).SerializeToString())
 
     def _serves(self, service: str) -> bool | None:
-        """Answer to a health check, None where there is no such service."""
+        """Return the answer to a health check, None for an unknown service."""
         if service in ("", "liveness"):
             return True
         if service not in ("readiness", messages.PROCESS_SERVICE):
@@ -204,7 +204,7 @@ class PickServer:
         self.state.stopping = True
 
     async def close(self) -> None:
-        """Drop every connection that is left."""
+        """Drop every remaining connection."""
         if self._grpc is not None:
             await self._grpc.stop(None)
             self._grpc = None
@@ -238,7 +238,7 @@ class GatewayCertificates:
 def gateway_certificates(fleet: Fleet) -> GatewayCertificates | None:
     """Return the certificate of the listener, and the authorities of its gateways; None without TLS.
 
-    Raises `ConfigError`, also where any peer could be a gateway and the file does not say so.
+    Raises `ConfigError`, also if any peer could be a gateway and the file does not allow this.
     """
     pick, where, base = fleet.file.pick, fleet.where, fleet.base
     if not (is_loopback(pick.host) or pick.any_gateway or (pick.tls and pick.client_ca_file)):

@@ -46,7 +46,7 @@ _BODY_STOP_S: Final = 10
 _LOG_S: Final = 60.0
 #: Headers of an own answer that Envoy makes itself.
 _FRAMING = frozenset({b"content-length", b"connection"})
-#: Keys of clients: not for engines where they are checked here, or where the engine has its own.
+#: Keys of clients. Engines do not get them if they are checked here, or if the engine has its own.
 _KEYS = ("authorization", "x-api-key", "api-key")
 
 
@@ -65,9 +65,9 @@ class PickerState:
         #: Priorities by the names of objectives: the cluster's, and above them the file's.
         self.objectives: dict[str, int] = dict(table.objectives)
         self.stopping = False
-        #: Streams that are open.
+        #: Open streams.
         self.streams: set[HttpStream] = set()
-        #: Bytes of requests that have not come whole yet.
+        #: Bytes of incomplete requests.
         self.held_bytes = 0
         #: Tenants that the gateway's header may name.
         self.tenants = TenantNames()
@@ -75,13 +75,13 @@ class PickerState:
         self._told_at: dict[str, float] = {}
 
     def set_addresses(self, addresses: Mapping[str, str]) -> None:
-        """Take the addresses at which instances are reached from now on."""
+        """Take the new addresses of the instances."""
         self._told_at = {name: at for name, at in self._told_at.items() if not name}
         self.addresses = dict(addresses)
         self.names = {address: name for name, address in addresses.items()}
 
     def set_address(self, name: str, address: str) -> None:
-        """Set the address at which an instance is reached."""
+        """Set the address of an instance."""
         self.names.pop(self.addresses.get(name, ""), None)
         self.addresses[name] = address
         self.names[address] = name
@@ -268,7 +268,7 @@ class HttpStream(Upstream):
             self._reply(messages.REQUEST_TRAILERS_GO_ON)
 
     def sweep(self, passed_s: float) -> None:
-        """Answer a body that has stopped, and keep Envoy waiting for one that has not; each `passed_s`."""
+        """Refuse a stopped body, and extend Envoy's timeout for a moving one. `passed_s`: since the last."""
         if self.state is not StreamState.READING or self._request_mode == messages.BUFFERED:
             return
         self._taken_s += passed_s
@@ -321,7 +321,7 @@ class HttpStream(Upstream):
             else:
                 self._reply(messages.go_on_for(driver.scheduler.queue.limits.timeout_s or 3600.0))
 
-    # --- from the exchange, to which this is the engine's side ---
+    # --- calls from the exchange; this is its engine side ---
 
     def send(self, carried: Carried, *, fresh: bool = False) -> None:
         """Tell Envoy of the chosen instance, with the next ones in order."""
@@ -467,7 +467,7 @@ class HttpStream(Upstream):
             self._enter(rows.WHOLE_ANSWER)
         return out
 
-    # --- from the exchange, to which this is the client's side ---
+    # --- calls from the exchange; this is its client side ---
 
     def write(self, data: bytes) -> None:
         """Take bytes for the client: an answer of our own, or the engine's body behind a head."""
@@ -526,7 +526,7 @@ class HttpStream(Upstream):
             self._enter(rows.OWN_ANSWER)
 
 
-#: States in which an answer is under way, or is over; states in which nothing more is to be done.
+#: States with an answer under way or over; states with nothing more to do.
 _ANSWER: Final = (StreamState.HEAD_SEEN, StreamState.ANSWERING, StreamState.PASSED)
 _OVER: Final = (StreamState.PASSED, StreamState.REFUSED, StreamState.CLOSED)
 

@@ -1,1 +1,1 @@
-"""An answer whose engine is lost goes on at another instance."""
+"""Resumption of an answer at another instance after its engine is lost."""

@@ -25,16 +25,17 @@ from hetlb.options.resume.resume_fields import CHAT_ONLY, NOT_READ, Asked, read_
 
 #: Maximum number of leases in a row that bring few tokens: the answer may be the cause of their failures.
 MAX_FRUITLESS_LEASES: Final = 5
-#: Maximum bytes of a body of which the answer may go on: each of its messages is an object here.
+#: Maximum bytes of a resumable request's body: each of its messages is an object here.
 MAX_ASKED_BYTES: Final = 1 << 20
 #: Minimum number of tokens that a lease brings, or it counts.
 _LEAST_TOKENS: Final = 16
 #: Prompt tokens that a template may add to one for each byte of the body.
 _TEMPLATE_TOKENS: Final = 1024
 _TOKEN_ID_LISTS = re.compile(rb'("(?:prompt_)?token_ids":\s?)\[[0-9, ]*\]')
-#: The first event has the token ids of the prompt where hetlb asked for them: it is held until it is whole.
+#: hetlb asks for the prompt's token ids in some requests. The first event then has them; it is held until
+#: complete.
 _MAX_FIRST_BYTES: Final = 1 << 21
-#: Reason of an end that is none; inside text the quotes would be escaped.
+#: A `finish_reason` that does not count as an end; inside text the quotes would be escaped.
 _ABORT: Final = b'"abort"'
 _ABORTED = re.compile(rb'"finish_reason":\s?"abort"')
 #: The event of an answer that no instance has room for.
@@ -46,10 +47,11 @@ _NOT_TRANSLATED: Final = (*NOT_READ, LookupError, TypeError, AttributeError)
 
 
 class Draft:
-    """Request for the rest of an answer: its body, and the part of the progress that its prompt holds.
+    """Request for the rest of an answer: its body, and the part of the progress in its prompt.
 
-    `generated` tokens of the answer are in its prompt, `texts` and `ids` their events; the client has
-    `ahead` behind them. `room`: tokens of its prompt and of the rest at most, None where they are not known.
+    The prompt holds `generated` tokens of the answer; `texts` and `ids` are their events. The client already
+    has `ahead`, the events behind them. `room`: tokens of the prompt, and of the rest at most; None if
+    unknown.
     """
 
     __slots__ = (
@@ -72,11 +74,11 @@ class Draft:
 
 
 class Continuation:
-    """Request of the second leases of one answer, none at first, and what it needs of the ones before.
+    """Requests of one answer's second leases, none at first, and the state they need of earlier leases.
 
-    `asks_ids`: hetlb asks for token ids where the engine has some; `hides_usage`: it asks for usage, which
-    the client did not. `second` is the body of a second lease's request, None in the first lease; `generated`
-    tokens of the answer are in its prompt. `why` says why the answer is not resumed, "" where it may be.
+    `asks_ids`: hetlb asks the engine for token ids. `hides_usage`: hetlb asks for usage, the client did not.
+    `second` is the body of a second lease's request, None in the first lease; its prompt holds `generated`
+    tokens of the answer. `why` is the reason for not resuming the answer, "" while it may be resumed.
     """
 
     __slots__ = (
@@ -101,10 +103,10 @@ class Continuation:
         self.streamed = streamed
         self._asks_ids = asks_ids
         self._hides_usage = hides_usage
-        #: Facts of the body, None where they were not read, or keep its answer from going on.
+        #: Facts of the body. None if it was not read, or if it keeps its answer from being resumed.
         self._asked: Asked | None = None
         self.why = "" if streamed else "no stream"
-        #: Longest request of the first engine in tokens, 0 where it is not known.
+        #: Longest request of the first engine in tokens, 0 if unknown.
         self._longest = 0
         #: Progress of a stream, None before it begins.
         self.progress: Progress | None = None
@@ -113,9 +115,9 @@ class Continuation:
         #: True if the engine answers as a completion what the client may know as a chat.
         self._as_completion = False
         self.generated = 0
-        #: Tokens of the second lease's prompt and of its answer at most, None where they are not known.
+        #: Tokens of the second lease's prompt, and of its answer at most; None if unknown.
         self._room: tuple[int, int] | None = None
-        #: True if its engine holds a shorter answer than the first one, and if that is full.
+        #: True if its engine holds a shorter answer than the first one, and if that limit is reached.
         self._short = self.full = False
         #: Leases in a row that brought few tokens.
         self._fruitless = 0
@@ -145,7 +147,7 @@ class Continuation:
         return True
 
     def _fits(self, max_model_len: int) -> bool:
-        """Ask an engine that holds a shorter answer for what it holds. Return False if that is nothing."""
+        """Limit the request to an engine's room if that is smaller. Return False without room."""
         self._short = self.full = False
         if not max_model_len or self._room is None or self.second is None:
             return True
@@ -174,7 +176,7 @@ class Continuation:
         return not self._hides_usage and self._asked is not None and self._asked.wants_usage
 
     def head_lines(self, lines: bytes, path: str) -> bytes:
-        """Return the header lines of the request, of which `path` is the client's."""
+        """Return the header lines of the request; `path` is the path of the client's request."""
         return lines.replace(path.encode("ascii"), b"/v1/completions", 1) if self._as_chat else lines
 
     @property
@@ -189,7 +191,7 @@ class Continuation:
         return self.second
 
     def draft(self) -> Draft | None:
-        """Make the request of the next lease from the tokens so far; None where none is right, with `why`."""
+        """Return the request of the next lease, from the tokens so far; None, with `why`, if impossible."""
         progress, asked = self.progress, self._asked
         if progress is None or asked is None:
             return None
@@ -237,7 +239,7 @@ class Continuation:
         return None
 
     def _most_tokens(self, asked: Asked, prompt_tokens: int | None) -> int | None:
-        """Return the limit of the first engine for the answer in tokens, None where it is not known."""
+        """Return the first engine's limit for the answer in tokens, None if unknown."""
         stated, longest = asked.most_tokens, self._longest
         if not longest or prompt_tokens is None:
             return stated
@@ -291,7 +293,7 @@ class Continuation:
         return KeptStream(self._hides_usage, silent, self.progress, hides_ids=self._hides_ids)
 
     def translate(self, event: bytes, progress: Progress) -> bytes | None:
-        """Return an event of the second lease for the client, b"" for none; None where it does not go on."""
+        """Return a second lease's event for the client, b"" to send none, None if it cannot continue."""
         try:
             fields: dict[str, Any] = msgspec.json.decode(event[6:])
             choices = fields["choices"]
@@ -367,7 +369,7 @@ class Continuation:
         """Return True unless it is known already that an answer cannot; `unsent`: the client has nothing."""
         if self._fruitless >= MAX_FRUITLESS_LEASES:
             return False
-        if self.progress is None:  # of a plain answer that is not whole nothing was sent
+        if self.progress is None:  # no part of a plain, incomplete answer was sent
             return unsent and answer is not None and answer.whole_only
         stream = None if answer is None else answer.stream
         return not self.progress.why and not (stream is not None and stream.part_is_out)
@@ -379,9 +381,9 @@ class Continuation:
             self.progress.release()
 
     def last_events(self, answer: EngineAnswer | None) -> bytes | None:
-        """Return the events that are missing behind the last token; None where tokens are, or their number.
+        """Return the events missing behind the last token. Return None if tokens or their number are missing.
 
-        They are counted by their ids, in the engine's place.
+        Tokens are counted by their ids, in the engine's place.
         """
         progress, asked = self.progress, self._asked
         if progress is None or asked is None or progress.why or progress.finish is None:
@@ -413,9 +415,9 @@ class Continuation:
 
 
 class KeptStream(StreamedAnswer):
-    """A stream whose events `progress` keeps; `rest`: the continuation of a second lease, None in the first.
+    """A stream with its events kept in `progress`. `rest`: a second lease's continuation, else None.
 
-    `hides_ids`: hetlb asked for token ids, and the client did not: it gets none.
+    `hides_ids`: hetlb asked for token ids and the client did not, so they are removed.
     """
 
     __slots__ = ("_kept", "_progress", "_rest")
@@ -511,12 +513,12 @@ def _limit(fields: dict[str, msgspec.Raw], tokens: int) -> None:
 
 
 def _settled(texts: list[str], ids: list[list[int]], said: str, held_back: int, settled: int) -> list[str]:
-    """Return the first events of which all text was sent, with that text; later ones are said again.
+    """Return the first events whose text was sent in full, with that text; later ones are said again.
 
-    After an event with text the engine has generated what was sent and `held_back` characters more; after the
-    first `settled` what was sent. The last ids of an event may be a part of a character, behind which vLLM
-    0.32 says the whole prompt again (`DecodeStream`): not if it has one id and text, nor if the next text
-    begins with ASCII.
+    After an event with text the engine has generated the sent text and `held_back` characters more; after the
+    first `settled` events just the sent text. The last ids of an event may be a part of a character; behind
+    it vLLM 0.32 says the whole prompt again (`DecodeStream`). This cannot happen if the event has one id and
+    text, or if the next text begins with ASCII.
     """
     count = settled
     at = size = sum(map(len, texts[:settled]))

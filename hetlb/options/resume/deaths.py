@@ -1,11 +1,10 @@
-"""Deaths of engines in the middle of answers, and which of them an answer may be the cause of.
+"""Deaths of engines in the middle of answers, and the answers that may be the cause.
 
-A request can kill each engine that runs it; most engines die without their requests' doing. Three facts tell
-them apart:
+A request can kill each engine that runs it; most engines die for other reasons. Three facts separate the two:
 
 - An answer that shares all its deaths with many others is hardly the cause: one of them is, or none.
 - A cause kills soon: a death after many tokens of a lease, beside other answers, counts half.
-- As many other deaths lately, most of whose answers have ended well since, clear an answer: engines die.
+- As many other recent deaths with mostly well-ended answers clear an answer: engines die.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ FATAL_DEATHS: Final = 2
 _SHARED_BY: Final = 8.0
 #: Tokens of a lease within which a death follows its begin.
 _SOON_TOKENS: Final = 64
-#: Seconds for which a death is remembered.
+#: Seconds until a death is forgotten.
 _RECENT_S: Final = 60.0
-#: Share of the answers in a death that end well, from which on it was not their doing.
+#: Least share of well-ended answers in a death that clears its other answers.
 _CLEARED_SHARE: Final = 0.5
 
 
@@ -39,7 +38,7 @@ class Death:
         self.at = at
         self.dead = False
         self.answers: dict[RequestId, int] = {}
-        #: Answers of it that have ended well since.
+        #: Number of its answers that have ended well since.
         self.well = 0
 
     def weight_of(self, request_id: RequestId) -> float:

@@ -1,7 +1,7 @@
 """Progress of a streamed answer: its parts so far, in the form that a second lease needs.
 
-Bytes are kept as they came, and read once an engine is lost, or where one stream's or all kept bytes
-are many. What a stream keeps is bounded: beyond that its answer is not resumed.
+Bytes are kept as they came. They are read once an engine is lost, or once one stream or all streams keep
+many. The kept bytes of a stream are bounded: beyond the bound its answer is not resumed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from hetlb.balancer.http.http1 import ChunkedDecoder
 from hetlb.balancer.http.sse import data_of
 from hetlb.options.resume.resume_fields import NOT_READ, ChunkFields
 
-#: Maximum bytes of a prompt's token ids that are kept: as many as `MAX_INJECT_BYTES` of text have.
+#: Maximum kept bytes of a prompt's token ids: as many as `MAX_INJECT_BYTES` of text have.
 _MAX_PROMPT_ID_BYTES: Final = 1 << 19
-#: Bytes of one stream that are kept as they came: some 800 events, read in 3 ms.
+#: Unread bytes kept of one stream: some 800 events, read in 3 ms.
 _RAW_BYTES: Final = 256 << 10
 #: Bytes of text, of token ids and of an unfinished event of one stream.
 READ_BYTES: Final = 2 << 20
@@ -42,10 +42,9 @@ class Kept:
 class Progress:
     """Text, token ids and end of one answer so far, of all its leases.
 
-    `raw` holds reads that were not looked at, as chunks. `texts` holds the text of each event as in its JSON,
-    `ids` its token ids as a JSON list, a comma behind each; b"" in `ids` where not every event has some.
-    `prompt_ids` are the prompt's, a JSON list. `why` says for what no continuation is known, "" while
-    one is.
+    `raw` holds unread reads, as chunks. `texts` holds the text of each event as in its JSON, `ids` its token
+    ids as a JSON list, a comma behind each. `ids` is b"" unless every event has token ids. `prompt_ids` are
+    the prompt's, a JSON list. `why` is the reason for having no known continuation, "" while there is one.
     """
 
     __slots__ = (
@@ -58,11 +57,11 @@ class Progress:
         self._kept = kept
         self._raw_bytes = self._read_bytes = 0
         self.raw: list[bytes] = []
-        #: Beginning of an event that is not whole.
+        #: Beginning of an incomplete event.
         self._rest = b""
         self.texts = bytearray()
         self.ids = bytearray()
-        #: Token ids in `ids`, and the most that the engine may generate, None where it is not known.
+        #: Token ids in `ids`, and the most that the engine may generate; None if unknown.
         self.tokens = 0
         self.most_tokens: int | None = None
         #: Number of events of earlier leases: they have just the text of their token ids.
@@ -73,7 +72,7 @@ class Progress:
         self.created = 0
         #: Reason of its end, None while it goes on.
         self.finish: str | None = None
-        #: True if the last event belongs to a block that has to end first: reasoning; if any event did.
+        #: True if the last event belongs to a block that has to end first (reasoning); if any event did.
         self.in_block = self.thought = False
         self.role_sent = False
         #: True if the event of usage alone came.
@@ -114,7 +113,7 @@ class Progress:
         self.bound()
 
     def bound(self) -> None:
-        """Give up an answer of which more came than is kept, or than its engine may generate."""
+        """Give up an answer above its limit of bytes, or above its engine's limit of tokens."""
         if self.why:
             return
         size = len(self.texts) + len(self.ids) + len(self._rest) + len(self.prompt_ids)

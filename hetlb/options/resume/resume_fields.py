@@ -1,7 +1,7 @@
 """Request and events of a chat or a completion as a continuation reads them: all fields of vLLM 0.32, 0.33.
 
-A field with another type than it should have, or one that is not known, is no mistake of the client: its
-answer is not resumed. This module stays interpreted: msgspec looks at annotations.
+A field of another type than expected, or an unknown field, is no mistake of the client: its answer is not
+resumed. This module stays interpreted: msgspec looks at annotations.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ChoiceFields(msgspec.Struct):
 
 
 class ChunkFields(msgspec.Struct):
-    """Fields of an event of a completion or a chat that are needed to continue it."""
+    """Fields of an event of a completion or a chat, as needed to continue it."""
 
     id: str = ""
     created: int = 0
@@ -57,7 +57,7 @@ class ChunkFields(msgspec.Struct):
     prompt_token_ids: msgspec.Raw = msgspec.Raw(b"")
 
 
-#: A field of which only its being there counts, however much it holds; such values count as none.
+#: A field whose presence alone counts, however large it is; such values count as absent.
 _UNREAD: Final = msgspec.Raw(b"")
 _NONE: Final = (b"", b"null", b"false", b"0", b'""', b"[]", b"{}")
 
@@ -168,7 +168,7 @@ class _ChatBody(_Body, forbid_unknown_fields=True, kw_only=True):
     return_prompt_text: bool | None = None
 
 
-#: Fields with which no continuation is known to be the same, unless they are null, false, 0 or empty.
+#: Fields without a continuation known to be the same, unless they are null, false, 0 or empty.
 _NEVER: Final = (
     "best_of", "frequency_penalty", "presence_penalty", "use_beam_search", "watermarking",
     "truncate_prompt_tokens", "logprob_token_ids", "bad_words",
@@ -181,7 +181,8 @@ _NEVER_OF_CHATS: Final = (
     "tools", "functions", "function_call", "top_logprobs", "media_io_kwargs", "mm_processor_kwargs",
     "return_prompt_text",
 )  # fmt: skip
-#: Fields of a chat that are in its prompt by the time there are token ids, or mean nothing to a completion.
+#: Fields of a chat without a meaning once its prompt is token ids: they are in the prompt, or completions
+#: lack them.
 CHAT_ONLY: Final = (
     *sorted(set(_ChatBody.__struct_fields__) - set(_CompletionBody.__struct_fields__)),
     "logprobs", "add_special_tokens", "response_format",
@@ -193,8 +194,8 @@ _completion: Final = msgspec.json.Decoder(_CompletionBody)
 class Asked:
     """Facts of a body that a continuation needs.
 
-    `most_tokens` is the limit that it states, None without one; `prompt` its own token ids, None where the
-    engine makes them; `held_back` the characters that an engine holds back for its stop strings.
+    `most_tokens` is its stated limit, None without one. `prompt` is its own token ids, None if the engine
+    makes them. `held_back` is the number of characters that an engine holds back for its stop strings.
     `wants_usage`, `wants_ids`: its body asks for them.
     """
 
@@ -213,7 +214,7 @@ class Asked:
 
 
 def read_asked(body: bytes, *, chat: bool) -> Asked | str:
-    """Return the facts of a body, or the field for which its answer is not resumed."""
+    """Return the facts of a body, or the field that keeps its answer from being resumed."""
     try:
         return _read_chat(_chat.decode(body)) if chat else _read_completion(_completion.decode(body))
     except NOT_READ as error:
@@ -244,7 +245,7 @@ def _read_completion(body: _CompletionBody) -> Asked | str:
 
 
 def _read_prompt(raw: bytes) -> list[int] | None:
-    """Return the token ids of one prompt, [] where it is text, None where it is neither."""
+    """Return the token ids of one prompt, [] if it is text, None if it is neither."""
     if raw.startswith(b'"'):
         return []
     if (ids := read_ids(raw)) is not None:
@@ -257,7 +258,7 @@ def _read_prompt(raw: bytes) -> list[int] | None:
 
 
 def _read_common(body: _Body) -> str | None:
-    """Return the field of either kind for which an answer is not resumed, None for none."""
+    """Return the field, common to both kinds, that keeps an answer from being resumed; None without one."""
     if body.n not in (None, 1):
         return "n"
     if body.prompt_logprobs is not None:
@@ -280,7 +281,7 @@ def _is_set(value: object) -> bool:
 
 
 def read_ids(raw: bytes) -> list[int] | None:
-    """Return token ids of a JSON list, None where it is none."""
+    """Return the token ids of a JSON list, None for any other value."""
     try:
         return _token_ids.decode(raw)
     except NOT_READ:
@@ -288,7 +289,7 @@ def read_ids(raw: bytes) -> list[int] | None:
 
 
 def read_answer(texts: bytes, ids: bytes) -> tuple[list[str], list[list[int]]] | None:
-    """Return the texts and token ids of the events of an answer, None where they are none.
+    """Return the texts and token ids of the events of an answer, None if they are no such values.
 
     Both are JSON values with a comma behind each.
     """

@@ -1,8 +1,8 @@
-"""The attempt of an answer that may go on at another instance, and the one that gives the rest of it.
+"""Attempts of an answer that may be resumed at another instance, and of its rest.
 
-Where an engine is lost in the middle of an answer, the request for the rest (`continuation.py`) waits for
-another lease. One that breaks off, or says that it has failed, is asked whether it lives: the request itself
-may be what kills engines (`deaths.py`).
+If an engine is lost in the middle of an answer, the request for the rest (`continuation.py`) waits for
+another lease. An engine that breaks off, or reports a failure, is asked for a sign of life: the request
+itself may be what kills engines (`deaths.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hetlb.options.resume.progress import Kept
 
 #: Ends of a connection after which its engine may be dead.
 _BY_CONNECTION: Final = (ends.BROKEN, ends.DROPPED)
-#: Ends of a lease that has given nothing, at which an answer that had begun before goes on.
+#: Ends of a lease without output, after which an answer begun earlier is resumed.
 _BEFORE_THE_REST: Final = (ends.DROPPED, ends.STALLED)
 _CHAT: Final = Kind.CHAT
 _STREAMING: Final = Phase.STREAMING
@@ -53,7 +53,7 @@ class Resumable(Maker):
     def __init__(
         self, driver: Driver, kept: Kept, deaths: Deaths, kind: Kind, call: Call, outgoing: EngineRequest
     ) -> None:
-        """`kept`: bytes that the streams of the process keep; `deaths`: the deaths that it saw."""
+        """`kept`: bytes kept by the streams of the process; `deaths`: the deaths it saw."""
         self._driver = driver
         self.all_deaths = deaths
         self.rest = Continuation(
@@ -125,7 +125,7 @@ class Resumable(Maker):
 
 
 class Unable(Attempt):
-    """The attempt of a rest whose instance cannot go on with it: the answer ends."""
+    """Attempt of a rest at an instance unable to continue it: the answer ends."""
 
     __slots__ = ("_exchange",)
 
@@ -139,7 +139,7 @@ class Unable(Attempt):
 
 
 class Resumed(Handling):
-    """Handling of a request whose answer may go on elsewhere, or of the request for the rest of one."""
+    """Handling of a request with a resumable answer, or of the request for the rest of one."""
 
     __slots__ = ("_made", "_pending_since", "_rest")
 
@@ -175,7 +175,7 @@ class Resumed(Handling):
     # --- the engine is lost ---
 
     def lost(self, attempt: Plain, end: End, otherwise: Callable[[], None]) -> None:
-        """Go on at another instance: now, or once it shows that it can. Answers are read in turns."""
+        """Resume at another instance: now, or once it shows that it can. Answers are read in turns."""
         exchange, made, response = attempt.exchange, self._made, attempt.response
         begun = exchange.phase is _STREAMING or (response.state is STARTED and end in _BEFORE_THE_REST)
         unsent = response.state is NOTHING
@@ -187,7 +187,7 @@ class Resumed(Handling):
         _later(attempt, lambda: self._go(attempt, end, otherwise))
 
     def _go(self, attempt: Plain, end: End, otherwise: Callable[[], None]) -> None:
-        """End the answer where nothing of it is missing; else see whether it may go on."""
+        """End the answer if nothing of it is missing; else see if it may be resumed."""
         exchange, answer, rest = attempt.exchange, attempt.answer, self._rest
         if self._pending_since is None:
             return
@@ -230,7 +230,7 @@ class Resumed(Handling):
         otherwise()
 
     def sweep(self, attempt: Plain, now: float, table: ProxyTable) -> bool:
-        """Wait no longer for an engine to say that it lives: it hangs, and is no death."""
+        """Stop waiting for an engine's sign of life: it hangs, and does not count as dead."""
         pending_since, made = self._pending_since, self._made
         if pending_since is None:
             return False
@@ -300,7 +300,7 @@ def _gave_up(answer: EngineAnswer | None) -> bool:
 
 
 def _not_the_rest(answer: EngineAnswer) -> End:
-    """Return the end of a second lease whose engine did not answer with a stream."""
+    """Return the end of a second lease if its engine did not answer with a stream."""
     if answer.head.status >= 500:
         return ends.ERROR_EVENT
     return ends.REFUSED_IN_STREAM if answer.head.status >= 400 else ends.OTHERWISE

@@ -1,10 +1,10 @@
-"""Pairs of instances between which KV transfers fail, by the decode engine's own counters.
+"""Detection of pairs of instances with failing KV transfers, from the decode engine's own counters.
 
-A decode engine whose fetch fails may compute the prompt itself and answer as if nothing had happened. vLLM
+After a failed fetch a decode engine may compute the prompt itself and answer as if nothing had happened. vLLM
 counts prompt tokens by source (`vllm:prompt_tokens_by_source_total`: fetched, computed); its other counters
-count failed fetches as hits. Transfers whose first token has come are judged together at a scrape: each pair
-either fetched all of its tokens or none, and the pairs for which that comes nearest to what the engine
-counted are believed. A pair rests after `MAX_MISSED_TRANSFERS` in a row; after the rest it is tried again.
+count failed fetches as hits. Transfers with a first token are judged together at a scrape. Each pair fetched
+either all of its tokens or none; the set of fetching pairs nearest to the engine's count is believed. A pair
+rests after `MAX_MISSED_TRANSFERS` in a row. After the rest it is tried again.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from hetlb.balancer.core.instance import Instance
 
 #: Transfers in a row that failed before a pair rests.
 MAX_MISSED_TRANSFERS: Final = 8
-#: Least number of transfers that are judged without a pause.
+#: Least number of transfers judged without a pause.
 _LEAST_TRANSFERS: Final = 4
 #: Transfers that a pair gets before the first of them is judged, and seconds after which it gets more.
 MAX_UNJUDGED_TRANSFERS: Final = 16
 UNJUDGED_S: Final = 10.0
-#: Seconds for which a pair rests, doubled each time, and at most.
+#: Seconds of a pair's rest, doubled each time, and at most.
 REST_S: Final = 30.0
 MOST_REST_S: Final = 960.0
 #: Seconds that an engine's counters may lag behind its answers.
 LAG_S: Final = 0.25
-#: Pairs of one decode instance that are told apart; more are judged together.
+#: Distinct pairs of one decode instance; more are judged together.
 _MOST_PAIRS: Final = 6
 #: Cost of a verdict against what was believed before, as a share of the tokens.
 _CONTRADICTION_SHARE: Final = 0.05
@@ -68,9 +68,9 @@ class PairRecord:
 
 @mypyc_attr(acyclic=True)
 class _Counted:
-    """Prompt tokens that a decode engine has fetched and computed, as last judged, and transfers to judge.
+    """Prompt tokens fetched and computed by a decode engine, as last judged, and transfers to judge.
 
-    `due`: source and tokens of transfers whose first token came; `last_at`: time of the last one.
+    `due`: source and tokens of transfers after their first token; `last_at`: time of the last one.
     """
 
     __slots__ = ("computed", "due", "fetched", "last_at")
@@ -108,7 +108,7 @@ class FetchChecks:
     # --- facts ---
 
     def booked(self, source: Instance, target: Instance, now: float) -> None:
-        """Count a request that is to be split between both."""
+        """Count a request about to be split between both instances."""
         record = self._record(source, target)
         record.unjudged += 1
         record.booked_at = now
@@ -120,7 +120,7 @@ class FetchChecks:
         return target.incarnation in self._counted
 
     def answered(self, source: Instance, target: Instance, tokens: float, now: float) -> None:
-        """Note a first token of `target` whose prompt of `tokens` tokens was at `source`."""
+        """Note a first token of `target` for a prompt of `tokens` tokens from `source`."""
         counted = self._counted.get(target.incarnation)
         if counted is not None:
             counted.due.append((source.incarnation, tokens))
@@ -135,9 +135,10 @@ class FetchChecks:
     def sampled(
         self, target: Instance, fetched: int | None, computed: int | None, coming: float, now: float
     ) -> None:
-        """Judge due transfers by an engine's counters, None where it has none.
+        """Judge due transfers by an engine's counters, None if it has none.
 
-        `coming`: tokens of transfers to it whose first token has not come, which may be counted already.
+        `coming`: tokens of transfers to it before their first token; the engine may have counted them
+        already.
         """
         counted = self._counted.get(target.incarnation)
         if fetched is None or computed is None:
@@ -159,7 +160,7 @@ class FetchChecks:
     def _judge(
         self, target: Instance, counted: _Counted, fetched: int, computed: int, coming: float, now: float
     ) -> None:
-        """Believe the set of pairs whose tokens come nearest to the fetched ones."""
+        """Believe the set of pairs with the sum of tokens nearest to the fetched ones."""
         sums: dict[int, float] = {}
         counts: dict[int, int] = {}
         for source, tokens in counted.due:
@@ -186,7 +187,7 @@ class FetchChecks:
                 record.judge(reached, count, now)
                 self.restrained = self.restrained or record.rests > 0
         self._counted[target.incarnation] = kept = _Counted(fetched, computed)
-        # Tokens counted early belong to transfers that are to be judged later.
+        # Tokens counted early belong to transfers judged later.
         kept.fetched -= int(min(coming, max(0.0, grown - own)))
 
     def _missed(self, source: int, target: int) -> bool:
@@ -198,7 +199,7 @@ class FetchChecks:
             self._results[result] = self._results.get(result, 0) + count
 
     def forget(self, incarnation: int) -> None:
-        """Drop an instance that is gone."""
+        """Drop a removed instance."""
         counted = self._counted.pop(incarnation, None)
         if counted is not None:
             self._count(FETCHED, len(counted.due))

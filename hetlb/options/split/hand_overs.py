@@ -33,7 +33,7 @@ from hetlb.options.split.transfers import TransferTimes
 
 
 class Parts:
-    """Instances of a model that may get a part of a request, [] where none is split."""
+    """Instances of a model eligible for a part of a request, [] if none is split."""
 
     def __init__(self, ready: ReadyInstances) -> None:
         self.ready = ready
@@ -80,7 +80,7 @@ class HandOvers(Splitting):
         self.transfers = TransferTimes()
         #: By model.
         self._parts: dict[str, Parts] = {}
-        #: Holds that have not ended, with their instances, by the lease of their prefill.
+        #: Live holds, with their instances, by the lease of their prefill.
         self._kept: dict[LeaseId, tuple[Instance, Hold]] = {}
 
     # --- decisions ---
@@ -151,7 +151,7 @@ class HandOvers(Splitting):
             self._fetched(lease.hold, lease, instance, now)
 
     def prefilled(self, lease: Lease, now: float) -> list[Command]:
-        """Dispatch the decode leg of a prefill leg that ended well, or the request anew if that is gone."""
+        """Dispatch the decode leg of a finished prefill leg, or the request anew if the target is gone."""
         request, decode = lease.request, lease.decode
         assert decode is not None, f"{lease!r} is no prefill leg"
         leased = self._ledger.leased
@@ -168,7 +168,7 @@ class HandOvers(Splitting):
         return commands + self._backlog.flush(now)
 
     def _end_prefill(self, lease: Lease, decode: Lease | None, now: float) -> None:
-        """End the lease of a prefill leg; its blocks are held where its connector does that, for `decode`."""
+        """End the lease of a prefill leg. If its connector holds blocks, hold them for `decode`."""
         self._ledger.leased[lease.id].first_token(lease, now)
         self._retries.leases.discard(lease.id)
         source = self._ledger.drop(lease, now, Outcome.OK)
@@ -264,12 +264,12 @@ class HandOvers(Splitting):
 
     @property
     def held(self) -> int:
-        """Number of holds that have not ended."""
+        """Return the number of live holds."""
         return len(self._kept)
 
     @property
     def holds(self) -> list[Hold]:
-        """Holds that have not ended."""
+        """Return the live holds."""
         return [hold for _, hold in self._kept.values()]
 
     def hold_of(self, number: int) -> Hold | None:

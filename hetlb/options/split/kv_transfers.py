@@ -1,12 +1,11 @@
-"""KV transfers: requests whose prompt one vLLM instance prefills and whose answer another one decodes.
+"""KV transfers: one vLLM instance prefills the prompt of a request, another one decodes its answer.
 
-The prefill leg asks for one token with `kv_transfer_params`; the parameters in its answer go on, as they
-are, in the body of the decode leg (NIXL). With Mooncake both legs are sent at once, with an engine id from
-the bootstrap server of the prefill instance. A prefill instance keeps the KV blocks for `lease_s`: KV that is
-fetched later belongs to another prompt, and the answer is wrong with status 200. So the
-first token must come before the lease can have ended, by our clock, or one instance gets the whole request.
-Whether a prompt was fetched, or computed anew, the scheduler finds in the decode engine's counters
-(`fetch_checks.py`).
+The prefill leg asks for one token with `kv_transfer_params`. The parameters in its answer are copied
+unchanged into the body of the decode leg (NIXL). With Mooncake both legs are sent at once, with an engine id
+from the bootstrap server of the prefill instance. A prefill instance keeps the KV blocks for `lease_s`: KV
+fetched later belongs to another prompt, and the answer is wrong with status 200. So the first token must come
+before the lease can have ended, by our clock, or one instance gets the whole request. The scheduler learns
+from the decode engine's counters if a prompt was fetched or computed anew (`fetch_checks.py`).
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ from hetlb.options.split.prefill_answer import BootstrapEntry, PrefillFields, Tr
 
 logger = logging.getLogger("hetlb.kv")
 
-#: Share of a lease that is left unused: the clocks of engine and proxy start at different times.
+#: Unused share of a lease: the clocks of engine and proxy start at different times.
 _MARGIN_SHARE: Final = 0.1
 _LEAST_MARGIN_S: Final = 0.5
-#: Maximum time of a decode leg in multiples of the expected one: where the prefill instance hangs, it never
-#: answers.
+#: Maximum time of a decode leg in multiples of the expected one: if the prefill instance hangs, the decode
+#: instance never answers.
 _PATIENCE_FACTOR: Final = 5.0
 #: Lower bound of that, in seconds: the first contact of two engines takes about 5 s on RDMA.
 _LEAST_PATIENCE_S: Final = 10.0
@@ -63,10 +62,10 @@ _ASK: Final = (
 )
 #: Part of the names of transfers: no other process has it.
 _PROCESS: Final = secrets.token_hex(8).encode("ascii")
-#: Kinds whose requests can be split.
+#: Kinds of requests that can be split.
 _SPLIT_KINDS: Final = (Kind.COMPLETION, Kind.CHAT, Kind.RESPONSES, Kind.MESSAGES)
-#: Fields of a body that a prefill leg does not have: they make no difference to the KV cache of its prompt,
-#: or could end it in a way in which its blocks are not kept.
+#: Fields of a body left out of a prefill leg. They make no difference to the KV cache of its prompt, or they
+#: could end the leg without keeping its blocks.
 _NOT_PREFILLED: Final = (
     "stream", "stream_options", "min_tokens", "stop", "stop_token_ids", "logprobs", "top_logprobs",
     "max_completion_tokens",
@@ -146,7 +145,7 @@ class Split(Attempt):
         #: True if both legs are sent at the same time.
         self._concurrent = self._link.connector is Connector.MOONCAKE
         self._prefill, self._decode = lease, lease.decode
-        #: Attempt of the decode leg, which takes the place of this one once that has begun.
+        #: Attempt of the decode leg. It takes the place of this one once the leg has begun.
         self._leg = Plain(driver, exchange, lease.decode, DecodeLeg(self))
         self.state = TransferState.ASKING if self._concurrent else TransferState.PREFILL
         self._body = exchange.outgoing.body
@@ -164,7 +163,7 @@ class Split(Attempt):
     # --- the prefill leg ---
 
     def begin(self) -> None:
-        """Send the prefill leg, once the bootstrap server has told the engine where its connector has one."""
+        """Send the prefill leg. If the connector has a bootstrap server, wait for the engine id from it."""
         exchange, driver, lease = self.exchange, self.driver, self._prefill
         now = exchange.record.dispatched_at = lease.dispatched_at
         exchange.enter(states.PREFILL_DISPATCHED, now)
@@ -379,7 +378,7 @@ class Split(Attempt):
         return self._leg.head()
 
     def sweep(self, now: float, table: ProxyTable) -> None:
-        """End legs that are too late."""
+        """End legs that exceed their time."""
         if now > self._until:
             self._late()
         elif self.exchange.phase is not Phase.PREFILLING:
@@ -424,7 +423,7 @@ class Split(Attempt):
 
 
 class KvTransfers(Splits):
-    """KV transfers of one process, whose scheduler is in it too, and the calls that release kept blocks."""
+    """KV transfers of one process and its scheduler, and the calls to release kept blocks."""
 
     __slots__ = ("_carry_out", "_driver", "_releases", "_scheduler", "_told", "_totals")
 
@@ -498,7 +497,7 @@ class KvTransfers(Splits):
         self._carry_out(self._scheduler.on_hold_released(hold, self._driver.now()))
 
     def release(self, hold: Hold, model: str, params: bytes) -> None:
-        """Free a prompt at its prefill instance: a decode instance is sent a request that it refuses."""
+        """Free a prompt at its prefill instance: send a request to a decode instance, made to be refused."""
         body = msgspec.json.encode(
             {
                 "model": model,
@@ -520,7 +519,7 @@ class KvTransfers(Splits):
         self._release_by(able, hold, body)
 
     def _release_by(self, able: list[Instance], hold: Hold, body: bytes) -> None:
-        """Ask one instance after the other; where none can, the prompt is kept until its lease ends."""
+        """Ask one instance after the other. If none can, the prompt is kept until its lease ends."""
         if not able or hold.ended:
             return
         asked, *others = able

@@ -1,7 +1,7 @@
 """Pairs of instances for one request: one prefills the prompt, the other fetches its KV cache and decodes.
 
-The score of a pair has the terms of a whole request (`hetlb.balancer.core.policies.hetlb`), of which the
-prefill's count at the source and the decode's at the target, and the time of the transfer before
+The score of a pair has the terms of a whole request (`hetlb.balancer.core.policies.hetlb`). The prefill's
+terms count at the source, the decode's at the target; the time of the transfer comes between them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hetlb.options.split.transfers import TransferTimes
 _WORTH_SHARE: Final = 0.9
 #: Share of its time that a decode instance is taken to spend on prompts, at most.
 _MOST_PREFILL_SHARE: Final = 0.95
-#: Share of the lease on held KV blocks in which an answer that is no stream is to end.
+#: Share of the lease on held KV blocks in which an unstreamed answer is to end.
 _LEASE_SHARE: Final = 0.4
 
 
@@ -101,13 +101,13 @@ class _Pairs:
         #: Weight of a second until the first token: as such, and as part of the whole answer.
         self._first = evaluation.weights[0] + evaluation.weights[1]
         self.whole_score = math.inf
-        #: True if pairs were left out whose transfers fail.
+        #: True if pairs with failing transfers were left out.
         self.restrained = False
 
     def best_whole(self) -> Sight | None:
-        """Return the best rating with room among instances that take whole requests.
+        """Return the best rating with room among instances for whole requests.
 
-        `whole_score` is its score with the prompts that are to be prefilled there beside the answer.
+        `whole_score` is its score, with the prompts still to be prefilled there beside the answer.
         """
         evaluation, prompt = self._evaluation, self._ctx.request.prompt_tokens
         among: list[int] | None = None
@@ -164,7 +164,7 @@ class _Pairs:
     def _usable(
         self, sources: list[tuple[float, int]], targets: list[tuple[float, int]]
     ) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
-        """Return the sources and targets that are in any pair whose transfers do not fail."""
+        """Return the sources and targets with at least one pair of working transfers."""
         able = [(s, t) for s in sources for t in targets if s[1] != t[1] and self._reaches(s[1], t[1])]
         usable = list({s for s, _ in able}), list({t for _, t in able})
         self.restrained = len(usable[0]) < len(sources) or len(usable[1]) < len(targets)
@@ -189,7 +189,7 @@ class _Pairs:
     def _suits(self, i: int, j: int) -> bool:
         """Return True if the source, idle, prefills faster than the target and decodes no faster, or by role.
 
-        Where one is better at both, a transfer would only lighten the load of the moment.
+        If one is better at both, a transfer would only lighten the load of the moment.
         """
         ratings, evaluation = self._evaluation.ratings, self._evaluation
         source, target = evaluation.instances[i], evaluation.instances[j]
@@ -219,10 +219,10 @@ class _Pairs:
         return _Pair(i, j, score, start_s, self._in_time(j, whole_s))
 
     def _in_time(self, j: int, whole_s: float) -> bool:
-        """Return True if an answer comes well before the lease on the KV blocks ends, where that matters.
+        """Return True if an answer ends well before the lease on the KV blocks, or if that does not matter.
 
-        The first token of an answer that is sent as a whole is not seen, so nothing else shows that the
-        blocks were fetched in time.
+        The first token of an unstreamed answer is not seen, so nothing else shows that the blocks were
+        fetched in time.
         """
         link = self._evaluation.instances[j].spec.kv_transfer
         assert link is not None, f"{self._evaluation.instances[j].name} takes part in no KV transfer"
@@ -244,7 +244,7 @@ class _Pairs:
         return min(share, _MOST_PREFILL_SHARE) * cost.prefill_s if cost.prefill_s > each.with_s else 0.0
 
     def candidates(self, pair: _Pair | None) -> list[Candidate]:
-        """Return candidates for people; instances whose role gets no whole request are not eligible."""
+        """Return candidates for people. An instance is not eligible if its role excludes whole requests."""
         ctx, instances = self._ctx, self._evaluation.instances
         candidates = self._evaluation()
         for candidate, each in zip(candidates, self._evaluation.ratings, strict=True):

@@ -1,4 +1,4 @@
-"""Answers of prefill instances and bootstrap servers: the fields that are read.
+"""Fields read from the answers of prefill instances and bootstrap servers.
 
 This module stays interpreted: msgspec looks at annotations, and compiled classes keep none.
 """

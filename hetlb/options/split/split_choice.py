@@ -14,19 +14,19 @@ from hetlb.balancer.core.policies.sight import SchedulingContext, Sight, foresee
 from hetlb.balancer.core.types import Candidate, Role, pair_name
 from hetlb.options.split.transfers import TransferTimes
 
-#: Prompt tokens beyond its prefix cache that an instance with the role `decode` computes itself, where the
-#: cache holds half of the prompt. Short prompts alone would make it do both as soon as prefill is busy.
+#: Prompt tokens beyond its prefix cache that a `decode` instance computes itself if the cache holds half of
+#: the prompt. Short prompts alone would make it do both as soon as prefill is busy.
 OWN_PREFILL_TOKENS: Final = 256
-#: Steps until the first token of a request whose KV cache has come: half of the running one, and its own.
+#: Steps until the first token of a request after its KV cache came: half of the running one, and its own.
 JOINING_STEPS: Final = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class SplitChoice:
-    """Instances of the prefill and of the decode of a request that may be split, by index.
+    """Instances for the prefill and for the decode of a request that may be split, by index.
 
-    They are the same where one instance gets all of it, and -1 where the request is not to be split. Works
-    are in seconds, `forecast` is of the prefill leg, `decode_first_s` and `decode_end_s` from the
+    Both indexes are equal if one instance gets the whole request, and -1 if the request is not to be split.
+    Works are in seconds. `forecast` is the prefill leg's. `decode_first_s` and `decode_end_s` count from the
     dispatch of the decode leg to its first token and its end, without transfer. `candidates` are all
     instances, and pairs behind them.
     """
@@ -55,7 +55,7 @@ def join_s(instance: Instance, prompt_tokens: float) -> float:
     """Return seconds until the first token of a sequence whose prompt was prefilled elsewhere."""
     load = instance.load
     context = instance.prompt_tokens * load.context_share
-    # Decode legs whose first token is to come count one token each: no prompts.
+    # Decode legs before their first token count one token each: no prompts.
     if instance.pending_prompt_tokens <= instance.sequences:
         return JOINING_STEPS * (load.next_step_s + load.next_token_s * (context + prompt_tokens))
     pending = instance.pending_prompt_tokens / instance.engines

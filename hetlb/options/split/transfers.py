@@ -15,7 +15,7 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import KvLink
 from hetlb.options.split.fetch_checks import FetchChecks
 
-#: Age of evidence, in seconds, at which it counts 1/e.
+#: Weight of the first estimate against evidence, in seconds of transfers.
 MEMORY_S: Final = 60.0
 #: Seconds of transfers as first estimated that stand against the first evidence.
 PRIOR_S: Final = 0.02
@@ -27,7 +27,7 @@ _SPAN: Final = 1 << 28
 
 
 def _pair(source: int, target: int) -> int:
-    """Return the pair of the incarnation that has the KV cache and the one that fetches it."""
+    """Return the key of a pair: the incarnation with the KV cache, and the fetching one."""
     return source * _SPAN + target
 
 
@@ -59,7 +59,7 @@ class TransferTimes:
     """Transfer times between the instances of a fleet."""
 
     def __init__(self) -> None:
-        #: None for a pair that has had its first transfer and no other.
+        #: None for a pair after just its first transfer.
         self._pairs: dict[int, _Evidence | None] = {}
         self._all: _Evidence | None = None
         self.checks = FetchChecks()

@@ -1,7 +1,7 @@
-"""Traces for OpenTelemetry: a span per request, made when the request is over, and the id that engines get.
+"""Traces for OpenTelemetry: a span per request, made at the request's end, and the id that engines get.
 
 A client's `traceparent` is continued and its sampling obeyed. Spans hold times, counts and names, no prompt
-and no answer. A collector that is slow or gone costs spans, never a request.
+and no answer. A slow or missing collector costs spans, never a request.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _RANDOM = 0x02
 #: Seconds that the last spans may take when the proxy stops.
 _CLOSE_S = 3.0
 _MAX_TEXT_CHARACTERS = 256
-#: `gen_ai.operation.name` of the endpoints that have one.
+#: `gen_ai.operation.name` by endpoint.
 _OPERATIONS = {
     Kind.CHAT: "chat",
     Kind.RESPONSES: "chat",
@@ -48,7 +48,7 @@ _NO_CONTEXT = Context()
 _NO_ERROR = frozenset({"none", "client", "limit"})
 
 
-#: The flag of a trace whose spans are kept.
+#: The flag of a trace with kept spans.
 SAMPLED: Final = 1
 _CONTINUED = re.compile(rb"(?<=\n)traceparent:[^\n]*\n")
 #: State that another vendor's trace left behind means nothing in this one.
@@ -56,7 +56,7 @@ _BEGUN = re.compile(rb"(?<=\n)(?:traceparent|tracestate):[^\n]*\n")
 
 
 class Trace:
-    """The ids of one request: its parent's, its own, and the one whose children an engine makes."""
+    """Ids of one request: its parent's, its own, and the one used as parent by the engine's spans."""
 
     __slots__ = ("engine_id", "flags", "parent_id", "span_id", "trace_id")
 
@@ -132,7 +132,7 @@ class Tracing:
         return Trace(draw(128) or 1, None, span_id, engine_id, _RANDOM | (SAMPLED if kept else 0))
 
     def finished(self, record: RequestRecord, now_s: float) -> None:
-        """Make the spans of a request that has ended. `now_s` is the time on its clock."""
+        """Make the spans of an ended request. `now_s` is the time on its clock."""
         ids = record.trace
         if not isinstance(ids, Trace) or not ids.sampled or record.ended_at is None or record.outcome is None:
             return
@@ -149,7 +149,7 @@ class Tracing:
         # An id in a path would give every request a name of its own.
         route = record.path
 
-        # The id of the trace is asked for only where there is no parent.
+        # The generator of ids is asked for a trace id only without a parent.
         self._ids.trace_id, self._ids.span_id = ids.trace_id, ids.span_id
         span = self._tracer.start_span(
             f"{method} {route}",

@@ -76,7 +76,7 @@ class TunnelHandshake(Handshake):
     __slots__ = ("_driver", "_head")
 
     def __init__(self, driver: Driver, head: RequestHead, body: bytes, *, open_to_all: bool) -> None:
-        """Raise `GateError` where the request is none for a tunnel; `open_to_all`: see `check_upgrade`."""
+        """Raise `GateError` if the request does not fit a tunnel; `open_to_all`: see `check_upgrade`."""
         check_upgrade(head, body, open_to_all=open_to_all)
         self._driver = driver
         self._head = head
@@ -136,7 +136,7 @@ class Agreement(Handling):
         return lines, b""
 
     def head(self, attempt: Plain, answer: EngineAnswer) -> None:
-        """Begin the tunnel where the engine agrees; else it answers like any other."""
+        """Begin the tunnel if the engine agrees; else it answers like any other."""
         head, exchange = answer.head, attempt.exchange
         if head.status != SWITCHED:
             super().head(attempt, answer)
