@@ -1,1 +1,1 @@
-"""Options of `serve` and `pick`: a folder each, imported where a fleet uses it."""
+"""Options of `serve` and `pick`: a folder each, imported only if a fleet uses it."""

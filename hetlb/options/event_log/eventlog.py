@@ -203,7 +203,7 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-#: Fields of dataclasses whose types JSON lacks: their classes. A list has one of them each.
+#: Fields of dataclasses with types unknown to JSON, and their classes. In a list each item has the class.
 _FIELDS: Final[dict[type[Any], dict[str, type[Any]]]] = {
     SchedulerSetup: {
         "specs": InstanceSpec,
@@ -322,7 +322,7 @@ class Replayed(PickleByFields):
         return self.recorded == [encode_command(command) for command in self.commands]
 
 
-#: Facts whose line has just the arguments of a method of `Scheduler`: its name, and its other arguments.
+#: Facts that call one method of `Scheduler` with the arguments of their line: its name, its other arguments.
 _METHODS: Final[dict[str, tuple[str, dict[str, type[Any]]]]] = {
     "arrival": ("on_arrival", {"request": Request}),
     "first_token": ("on_first_token", {"lease": Lease}),
@@ -355,7 +355,7 @@ class Replay:
         self._leases: dict[LeaseId, Lease] = {}
 
     def __iter__(self) -> Iterator[Replayed]:
-        """Yield the entries. Raises `ValueError` naming the line where the log cannot be followed."""
+        """Yield the entries. Raises `ValueError` naming the line at which replay fails."""
         for number, line in enumerate(self._lines, start=2):
             try:
                 raw = _object(line)

@@ -21,7 +21,7 @@ logger = logging.getLogger("hetlb.proxy")
 
 
 class EventLog(LogWriter):
-    """A file that is written from its beginning. Raises `InputError` where it cannot be."""
+    """A file written from its beginning. Raises `InputError` if it cannot be written."""
 
     def __init__(self, path: Path) -> None:
         try:

@@ -1,6 +1,6 @@
-"""Instances in files and folders of files, which are watched for changes.
+"""Instances in files and folders of files, watched for changes.
 
-A file with a mistake changes nothing; one that is gone from a folder takes its instances along.
+A file with a mistake changes nothing; the removal of a file from a folder removes its instances.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def read_instances(path: Path) -> list[Found]:
 
 
 def sources_of(fleet: Fleet, table: DiscoveryTable) -> list[FileSource]:
-    """Return the source of `discovery.files`, none where it names the fleet file alone."""
+    """Return the source of `discovery.files`, none if it names only the fleet file."""
     paths = [fleet.base / each for each in table.files]
     others = [each for each in paths if fleet.path is None or each.resolve() != fleet.path.resolve()]
     return [FileSource(others, table.poll_s)] if others else []

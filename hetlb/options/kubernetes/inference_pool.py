@@ -1,7 +1,7 @@
 """An InferencePool of the Gateway API Inference Extension (v1): its pods are the instances.
 
 The pool names the pods by labels and their ports; each port of a pod is a server. Another selector begins the
-watch of pods anew. Priorities come from the pool's InferenceObjectives, where the cluster has that kind.
+watch of pods anew. Priorities come from the pool's InferenceObjectives, if the cluster has that kind.
 """
 
 from __future__ import annotations

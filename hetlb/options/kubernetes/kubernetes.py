@@ -302,7 +302,7 @@ class _Objects:
         self._bytes = 0
 
     def put(self, item: Item) -> None:
-        """Keep an object, in place of one of its name. Raises `SourceFailedError` if the total is too large."""
+        """Keep an object, in place of one of its name. Raises `SourceFailedError` if all are too large."""
         name = item.metadata.name
         self.drop(name)
         self.items[name] = item

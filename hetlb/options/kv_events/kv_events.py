@@ -108,7 +108,7 @@ class _Maps(msgspec.Struct, array_like=True):
 _decode_arrays: Final = msgspec.msgpack.Decoder(_Arrays).decode
 _decode_maps: Final = msgspec.msgpack.Decoder(_Maps).decode
 _decode_extras: Final = msgspec.msgpack.Decoder(tuple[tuple[Any, ...] | None, ...] | None).decode
-#: Bytes of extra keys that are looked at: they are of any type, and take fifty times as much memory.
+#: Maximum bytes of decoded extra keys: they are of any type, and take fifty times as much memory.
 _MAX_EXTRA_BYTES: Final = 64 << 10
 
 

@@ -1,7 +1,7 @@
 """ZeroMQ's wire protocol (ZMTP 3.0, https://rfc.zeromq.org/spec/23) for a client of a publisher or a router.
 
 libzmq bounds no frames of a message and reads in a thread of its own: a peer that sends without end takes all
-memory. Here a message is bounded as a whole, and a peer that is not read is held back by TCP.
+memory. Here a message is bounded as a whole, and TCP slows down a peer if its data is not read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_MESSAGE_BYTES: Final = 1 << 20
 MAX_FRAMES: Final = 8
 #: Bytes that may wait to be read.
 _BUFFER_BYTES: Final = 64 << 10
-#: Seconds in which a connection must be there, its handshake done.
+#: Seconds to connect, with the handshake.
 _CONNECT_S: Final = 5.0
 #: Seconds of silence after which the kernel asks whether the peer's machine is there, and between questions;
 #: questions without an answer until the connection is lost.

@@ -1,7 +1,7 @@
 """Control channel between the supervisor and a child: rare, small messages, some with a descriptor.
 
-A message is one packet of a Unix socket: a pickled tuple, its first item its kind. Large data (the
-state of the fleet) goes as a memory file, of which the packet carries the descriptor.
+A message is one packet of a Unix socket: a pickled tuple, its first item its kind. Large data (the state of
+the fleet) goes as a memory file; the packet carries its descriptor.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ChildControl:
         return self._socket.fileno()
 
     def send(self, *packet: Any, fds: tuple[int, ...] = ()) -> bool:
-        """Send a packet; False where the other end is gone or reads nothing."""
+        """Send a packet. Return False if the other end is gone or reads nothing."""
         try:
             socket.send_fds(self._socket, [pickle.dumps(packet, pickle.HIGHEST_PROTOCOL)], fds)
         except OSError:

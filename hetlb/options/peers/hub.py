@@ -1,7 +1,7 @@
-"""Messages of peers over a hub on this machine: the first of them at a Unix socket is the hub.
+"""Messages of peers on this machine: the first peer to bind the Unix socket relays them to the others.
 
-Both ends look at whose process the other one is: a hub or a member of another user is not believed, nor is a
-socket in a folder where others may put files.
+Both ends check the user of the other process. A hub or a member of another user is not trusted, nor is a
+socket in a folder open to files of others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 
 class HubError(OSError):
-    """A hub that is not believed, or a place for one that others could take."""
+    """An untrusted hub, or an unsafe folder for one."""
 
 
 def user_of(end: Any) -> int:
@@ -147,7 +147,7 @@ class HubTransport(_Frames):
         raise ConnectionError("the hub is gone")
 
     async def _connect(self) -> None:
-        """Connect to the hub. Raises `OSError`, `HubError` for one that is not believed."""
+        """Connect to the hub. Raises `OSError`, or `HubError` if it is not trusted."""
         check_place(self.path)
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

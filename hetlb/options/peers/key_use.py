@@ -8,7 +8,7 @@ from typing import Final
 from hetlb.balancer.clients.key_limits import Limiter, Ticket
 from hetlb.options.peers.lease_wire import PeerChange, WireAdmitted, WireUsed
 
-#: Requests in flight of one peer that are counted, at most.
+#: Maximum counted requests in flight of one peer.
 _MOST_TICKETS: Final = 1 << 16
 
 
@@ -47,7 +47,7 @@ class KeyUse:
         return unsent
 
     def live(self) -> list[PeerChange]:
-        """Return the requests that are in flight, for a peer that comes."""
+        """Return the requests in flight, for a new peer."""
         return [WireAdmitted(number, each.limiter.name, 0, False) for number, each in self._own.items()]
 
     # --- of peers ---

@@ -1,7 +1,7 @@
 """Journal of leases (`balancer/core/journal.py`) in its encoding: MessagePack arrays, typed and bounded.
 
-Fields may be appended within a version: a reader ignores fields that it does not know. Times are ages in
-seconds: two processes need no common clock.
+Fields may be appended within a version: a reader ignores unknown fields. Times are ages in seconds: two
+processes need no common clock.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class WireBooked(msgspec.Struct, array_like=True, tag=0, gc=False, frozen=True):
     first_s: _Amount = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse a lease whose request is like no own one. Raises `ValueError`, in decoding `DecodeError`."""
+        """Refuse a lease that no peer could have made. Raises `ValueError`, in decoding `DecodeError`."""
         finite = math.isfinite(self.predicted_output) and math.isfinite(self.age_s)
         if self.request.samples > max(1, self.request.sequences) or not finite:
             raise ValueError("a lease of more samples than sequences, or of no finite length")

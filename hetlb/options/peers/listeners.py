@@ -47,7 +47,7 @@ def _bound(host: str, port: int, count: int) -> Iterator[socket.socket]:
     places = dict.fromkeys((family, kind, number, str(at[0])) for family, kind, number, _, at in infos)
     for family, kind, protocol, address in places:
         with socket.socket(family, kind, protocol) as alone:
-            # With SO_REUSEPORT the bind succeeds even where another process listens on the port.
+            # With SO_REUSEPORT the bind succeeds even if another process listens on the port.
             alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 alone.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(address != "::"))

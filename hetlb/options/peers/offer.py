@@ -1,14 +1,14 @@
-"""Offer of a process to one that takes its place (`hetlb serve --replace`): its listeners and its view.
+"""Offer of a process to its successor (`hetlb serve --replace`): its listeners and its view.
 
 The old process offers an abstract Unix socket named by its listener's address. The new one (`takeover.py`)
-asks there for the listening sockets (SCM_RIGHTS) and for the folder of a hub, at which both are peers of one
-view (`sharing.py`): so the new one learns what the old one has at the engines, and each books what
-the other still sends. Each side speaks only with a process of its own user, as the kernel says.
+asks there for the listening sockets (SCM_RIGHTS) and for the folder of a hub. Over the hub both are peers of
+one view (`sharing.py`): the new one learns what the old one has at the engines, and each books what the other
+still sends. Each side speaks only with a process of its own user, checked by the kernel.
 
 new: hello | old: hello, number of main listeners, folder, descriptors | new: accepting
 
-The new process says `accepting` when it has accepted for `PROVEN_S`; until then both accept, and if it dies
-the old one goes on as if it had not been asked.
+The new process says `accepting` when it has accepted for `PROVEN_S`. Until then both accept. If the new one
+dies, the old one continues as before.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Offer:
             return await loop.sock_recv(end, len(ACCEPTING)) == ACCEPTING
 
     async def _view(self) -> Path | None:
-        """Return the folder of the view that a successor joins, None where the fleet file names another."""
+        """Return the folder of the view for a successor, None if the fleet file names another view."""
         service = self._service
         if service.fleet.file.shared is not None:
             return None

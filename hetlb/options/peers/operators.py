@@ -1,7 +1,8 @@
-"""Changes of operators among peers: one made at a process is made at all, and one that comes learns them.
+"""Changes of operators among peers: a change at one process is made at all, and a new peer learns them.
 
-Of two changes of one thing (the policy, the state of an instance, its registration) the newer one holds
-everywhere: each has a stamp that is larger than every stamp that its process has seen.
+Example: two operators change the policy at two processes. The newer change holds everywhere, by its stamp: a
+process gives each change a stamp larger than every stamp it has seen. The same holds for the state of an
+instance and its registration.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from hetlb.tasks import ended
 
 logger = logging.getLogger("hetlb.shared")
 
-#: Changes that are kept for a process that comes, and changes of peers that wait to be made, at most.
+#: Maximum changes kept for a new peer, and maximum changes of peers waiting to be made.
 _MOST_CHANGES: Final = 4096
 _MOST_WAITING: Final = 256
 #: Seconds that peers may take to make a change, and to read the fleet file again.
@@ -69,17 +70,17 @@ class OperatorChanges:
         self._knows = knows
         self._peers = peers
         self._tell = tell
-        #: By subject, with the time at which it was made here.
+        #: By subject, with the local time of the change.
         self._held: dict[str, tuple[WireOperated, float]] = {}
-        #: Changes of peers that are to be made, with the peer, and the task that makes them.
+        #: Changes of peers to be made, with the peer, and the task that makes them.
         self._inbox: list[tuple[str, WireOperated]] = []
         self._maker: asyncio.Task[None] | None = None
-        #: States of instances that are not there yet.
+        #: States of unknown instances, kept until they come.
         self._early: dict[str, tuple[str, WireOperated]] = {}
         self._unsent: list[PeerChange] = []
         self._stamp = 0.0
         self._number = 0
-        #: Peers that have yet to make the change of a number, and what some of them answered.
+        #: Peers that have yet to make a numbered change, and the errors of some of them.
         self._awaited: dict[int, set[str]] = {}
         self._errors: dict[int, list[str]] = {}
         self._came = asyncio.Event()
@@ -119,7 +120,7 @@ class OperatorChanges:
             self._held.pop("policy", None)
 
     def instances_changed(self) -> None:
-        """Make the changes of instances that have come meanwhile."""
+        """Make the changes of instances that came meanwhile."""
         for name in [each for each in self._early if self._knows(each)]:
             self._take_in(*self._early.pop(name))
 

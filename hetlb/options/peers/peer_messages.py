@@ -1,4 +1,4 @@
-"""Messages of peers: one process tells the others its changes, all that it has, a question, or its end."""
+"""Messages of peers: a process sends its changes, its whole state, a question, or its end."""
 
 from __future__ import annotations
 

@@ -4,11 +4,11 @@ A scheduler's journal (`balancer/core/journal.py`) goes to its peers, and a peer
 scheduler as well: it counts in the ledger, its end teaches lengths, speeds and health, and places waiting
 requests.
 
-Within the delay of that news all schedulers would choose the same instance: as many requests as peers book
-meanwhile are unseen at a decision. So their number is drawn, from none to all alike, and the decision is made
-as if this number of requests like it had just been placed. And each scheduler prefers a share of the
-instances as its own, of every kind as many as the others, where the best of the share is hardly worse than
-the best of all: the more so, the more requests are unseen.
+News is late, so all schedulers would choose the same instance: a decision does not see the requests that
+peers book meanwhile. So their number is drawn uniformly, from none to all, and the decision is made as if
+this number of similar requests had just been placed. And each scheduler prefers its own share of the
+instances, an equal number of every kind, if the best of the share is hardly worse than the best of all. It
+does so the more, the more requests are unseen.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RATE_S: Final = 1.0
 _MOST_UNSEEN_REQUESTS: Final = 8.0
 #: Largest share of the score that an instance of the own share may be worse than the best.
 _MOST_WORSE_SHARE: Final = 0.15
-#: Most instances of a fleet that is dealt out: more cost more than a decision.
+#: Largest fleet divided into shares, in instances: beyond, the division costs more than a decision.
 _MOST_DEALT_INSTANCES: Final = 128
 
 
@@ -62,7 +62,7 @@ class SharedView:
 
     @property
     def peers(self) -> list[str]:
-        """Names of the peers whose leases are known."""
+        """Return the names of the peers with known leases."""
         return list(self._remote.of)
 
     @property
@@ -114,7 +114,7 @@ class SharedView:
         return commands
 
     def on_arrival(self, request: Request, now: float) -> list[Command]:
-        """Place a request that came to this scheduler, or have peers hear that it waits."""
+        """Place a new request of this scheduler, or announce to peers that it waits."""
         commands = self._place(request, now)
         if len(self._scheduler.queue):
             self.journal.on_change()
@@ -144,7 +144,7 @@ class SharedView:
         return commands
 
     def _share(self) -> tuple[str, ...]:
-        """Return the instances that are this scheduler's own share: all deal them out alike, kind by kind."""
+        """Return this scheduler's share of the instances. All schedulers divide them alike, by kind."""
         names, instances = sorted([self._name, *self._remote.of]), self._scheduler.instances
         of = (*names, *[str(each.incarnation) for each in instances])
         if of != self._share_of:
@@ -181,6 +181,6 @@ class SharedView:
 
 
 def _kind(instance: Instance) -> tuple[float, str]:
-    """Return the order in which instances of a kind are beside each other."""
+    """Return the sort key that puts instances of one kind next to each other."""
     latency = instance.spec.latency
     return 0.0 if latency is None else latency.step_s(1.0, 1.0), instance.name

@@ -1,9 +1,9 @@
 """Sharing of several schedulers of one fleet, over a hub or Redis: live leases, and waiting requests.
 
-Each process hears of every change and of its own, whose way there and back is the age that the others' news
-have. It says something at least four times in `silent_s`; a peer that was silent for `silent_s` is dead. It
-tells all it has when it comes, when it is asked to, and when it was cut off. Without a connection each goes
-on with its own view and the engines' own figures.
+Each process also receives its own messages; their round trip is the assumed age of the others' news. It sends
+at least four messages in `silent_s`; a peer silent for `silent_s` is dead. It sends its whole state when it
+joins, on request, and after a loss of the connection. Without a connection each continues with its own view
+and the engines' own figures.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hetlb.tasks import ended
 logger = logging.getLogger("hetlb.shared")
 
 _RETRY_S: Final = 0.25
-#: Seconds in which several changes are one message: each wakes the hub and every peer.
+#: Seconds to collect changes for one message: each message wakes the hub and every peer.
 _POST_S: Final = 0.001
 #: Longest wait for the last messages to be published, in seconds; beyond `silent_s` peers need none of them.
 _LAST_WORDS_S: Final = 1.0
@@ -73,14 +73,14 @@ class Sharing:
         self.name = name
         self.view = SharedView(scheduler, int(name, 16), name)
         self.view.journal.on_change = self._tell_soon
-        #: Changes of operators, and the use of clients' keys, where they are shared.
+        #: Changes of operators, and the use of clients' keys, if they are shared.
         self.operators: OperatorChanges | None = None
         self.key_use: KeyUse | None = None
         self._transport = transport
         self._own = peer_messages.own_start(name)
         self._heard_at: dict[str, float] = {}
         self._next: dict[str, int] = {}
-        #: Peers whose whole state is here.
+        #: Peers with their whole state received.
         self._whole: set[str] = set()
         #: Messages so far.
         self.sent = self.received = self.rejected = 0
@@ -132,7 +132,7 @@ class Sharing:
             self.operators.instances_changed()
 
     def start(self) -> None:
-        """Begin; a server that is not there yet is waited for, and nothing else waits for it."""
+        """Begin. A missing server is retried in the background; nothing else waits for it."""
         self._tasks = [self._loop.create_task(each) for each in (self._listen(), self._beat())]
 
     async def linked(self, most_s: float) -> None:
@@ -214,7 +214,7 @@ class Sharing:
         self._send_state()
 
     async def _beat(self) -> None:
-        """Send a heartbeat, and find peers that have been silent for `silent_s`, when it is over."""
+        """Send heartbeats, and drop each peer once it was silent for `silent_s`."""
         silent_s = self._table.silent_s
         beat_at = self._loop.time()
         while True:
@@ -289,7 +289,7 @@ class Sharing:
 
     def _echo(self, head: peer_messages.PeerHead, now: float) -> None:
         """Take an own message that came back: its way is as long as the others' news take."""
-        if head.kind == peer_messages.LEAVE:  # of an earlier connection, whose end came late
+        if head.kind == peer_messages.LEAVE:  # of an earlier connection with a late end
             self._introduce()
             return
         self._echoed_at = now

@@ -1,10 +1,9 @@
 """The parent of the workers: it starts, watches and replaces them.
 
 It runs no event loop and has one thread, so that its children are forked from it within milliseconds, with
-all modules loaded. It holds the listening sockets, the workers' counts and the last good fleet file for the
-processes that come next. A worker that dies is replaced at once, one that dies again within `STEADY_S` a
-little later each time; one that does not answer for `HANG_S`, not counting the time for which it waited for
-a CPU, is killed and replaced.
+all modules loaded. It holds the listening sockets, the workers' counts and the last good fleet file for later
+processes. A dead worker is replaced at once; if it dies again within `STEADY_S`, each time a little later. A
+worker without an answer for `HANG_S` is killed and replaced; time spent waiting for a CPU does not count.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from hetlb.systemd import NO_LISTENERS, Listeners
 
 logger = logging.getLogger("hetlb.workers")
 
-#: Seconds in which a process must begin.
+#: Least seconds of service for an immediate replacement; after less, replacements come later and later.
 _START_S: Final = 60.0
 #: Seconds of service after which a dead process is replaced at once; others later and later.
 STEADY_S: Final = 10.0
@@ -75,7 +74,7 @@ class _Child:
         self.started_at = self.heard_at = self.asked_at = 0.0
         #: `cpu_wait_s` of its process when it became silent, None while it is not.
         self.waited_s: float | None = None
-        #: Time at which its successor is due, None while it lives.
+        #: Time of the next start of its successor, None while it lives.
         self.due: float | None = 0.0
 
     def heard(self, now: float) -> None:
@@ -94,7 +93,7 @@ class Supervisor:
         listeners: Listeners = NO_LISTENERS,
         takeover: Predecessor | None = None,
     ) -> None:
-        """Bind listeners; `listeners` listen already. Raises `HetlbError` where one cannot be bound."""
+        """Bind listeners not yet in `listeners`. Raises `HetlbError` if a bind fails."""
         self._fleet = fleet
         self._options = options
         self._listeners = bind_listeners(fleet, number, listeners if takeover is None else takeover.listeners)

@@ -19,19 +19,19 @@ from hetlb.systemd import Listeners
 if TYPE_CHECKING:
     from hetlb.balancer.fleet.service import FleetService
 
-#: Further tries for a name that is missing: between two processes it is free for a moment.
+#: Further tries for a missing name: between two processes it is free for a moment.
 _NAME_TRIES: Final = 3
-#: Seconds for which a new process accepts before the old one leaves.
+#: Seconds that a new process accepts before the old one leaves.
 PROVEN_S: Final = 1.0
 
 
 class Takeover:
-    """The listeners of the process that is replaced, and its view until it has gone."""
+    """The listeners of the replaced process, and its view until it has gone."""
 
     def __init__(self, end: socket.socket, listeners: Listeners, folder: Path | None = None) -> None:
         self.end = end
         self.listeners = listeners
-        #: Folder of the view of the process that is replaced, None where a fleet file names it.
+        #: Folder of the replaced process's view, None if a fleet file names it.
         self.folder = folder
         self._service: FleetService | None = None
 
@@ -92,7 +92,7 @@ class Takeover:
         return cls(end, listeners, Path(os.fsdecode(folder)) if folder else None)
 
     def join(self, service: FleetService) -> None:
-        """Let a service that serves alone be a peer of the old process, until that is gone."""
+        """Make a service without peers a peer of the old process, until that is gone."""
         folder = self.folder
         if folder is None or service.sharing is not None:
             return

@@ -26,7 +26,7 @@ class Tally:
         self._memory = mmap.mmap(self._fd, 2 * _HALF_BYTES)
 
     def write(self, report: bytes) -> None:
-        """Put a report in place of the last one; one that is too long is left out."""
+        """Replace the last report. Ignore a report above the maximum size."""
         if len(report) > _HALF_BYTES - _HEAD.size:
             return
         number, half = self._newest()

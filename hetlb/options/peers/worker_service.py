@@ -1,7 +1,7 @@
-"""One of several workers: a plain `serve` whose peers are its siblings, and whose pages sum over all of them.
+"""One of several workers: a plain `serve` with its siblings as peers, and with pages that sum over all.
 
-Each of them answers at the admin address: its own scheduler knows the leases of all, counts come from their
-tallies, and decisions are asked for at the socket that each has in the folder of their view.
+Each of them answers at the admin address. Its own scheduler knows the leases of all, and counts come from
+their tallies. For decisions it asks each sibling at its socket in the folder of their view.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from hetlb.systemd import Listeners
 
 #: Seconds between two reports of a worker's counts.
 REPORT_S: Final = 0.5
-#: Seconds for which the sum over all workers holds: a page asks for it several times.
+#: Seconds until the sum over all workers is computed again: a page asks for it several times.
 _FRESH_S: Final = 0.05
 #: Seconds that siblings may take to tell their decisions.
 _ANSWER_S: Final = 1.0
@@ -183,7 +183,7 @@ class Worker(Service):
         self._on_stop_signal(False)
 
     def _keep_own(self) -> None:
-        """Close what is kept for siblings: clients must not wait where no process accepts."""
+        """Close the sockets kept for siblings: clients must not wait if no process accepts."""
         own, listeners = self._kept
         listeners.only(own, listeners.admin)
 
@@ -203,7 +203,7 @@ class Worker(Service):
         self._control.send("reloaded")
 
     def _spread(self, fleet: Fleet) -> None:
-        """Give the parent the fleet for the workers that it starts from now on."""
+        """Give the parent the fleet for future workers."""
         content = pickle.dumps(ChildState(fleet, self._own_name), pickle.HIGHEST_PROTOCOL)
         self._control.send_large("state", content=content)
 
@@ -223,7 +223,7 @@ class Worker(Service):
         self._report()
 
     def _report(self) -> Report:
-        """Put the counts of this worker where they outlive it; return them."""
+        """Write the counts of this worker to memory that outlives it, and return them."""
         report = self._own_report()
         encoded = pickle.dumps(report, pickle.HIGHEST_PROTOCOL)
         self._place.tallies[self._place.number].write(encoded)
@@ -297,7 +297,7 @@ class Worker(Service):
         return [each for each in found if each is not None]
 
     async def _ask(self, place: Path, path: str) -> Any:
-        """Return the JSON document of a sibling, None where it gives none."""
+        """Return the JSON document of a sibling, None if it gives none."""
         from aiohttp import ClientError, ClientSession, ClientTimeout, UnixConnector
 
         token, headers = self.access.admin_token, {}

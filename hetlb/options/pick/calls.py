@@ -25,9 +25,9 @@ _BODY: Final = 0x0A
 
 
 class ProcessCall:
-    """One call, that is one HTTP request. What its stream says is written in order.
+    """One call: an HTTP request. What its stream says is written in order.
 
-    A gateway that does not read is not read from.
+    If a gateway does not read, its messages are not read either.
     """
 
     def __init__(self, state: PickerState, context: Any) -> None:

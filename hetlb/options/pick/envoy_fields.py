@@ -16,7 +16,7 @@ _SUBSET_SPACE: Final = "envoy.lb.subset_hint"
 _MAX_HEADERS: Final = 200
 #: Addresses of a subset, at most: each is looked up.
 _MAX_SUBSET_ADDRESSES: Final = 4096
-#: Envoy's `response.code_details` of answers that are its own, by how they begin.
+#: Envoy's own answers by the beginning of their `response.code_details`.
 _LOCAL_REPLIES: Final = (
     ("upstream_reset_before_response_started{remote_connection_failure", ends.NOT_ACCEPTED),
     ("upstream_reset_before_response_started{connection_timeout", ends.NOT_ACCEPTED),
@@ -34,7 +34,7 @@ class MalformedMessage(ValueError):
 
 
 def _checked(headers: Any) -> list[tuple[str, bytes]]:
-    """Return the names and values of a header map. Raises `GateError` (431) where it is too large."""
+    """Return the names and values of a header map. Raises `GateError` (431) if it is too large."""
     if len(headers) > _MAX_HEADERS:
         raise GateError(431, f"The request has more than {_MAX_HEADERS} headers.")
     found = [(str(each.key), bytes(each.raw_value or each.value)) for each in headers]
@@ -86,7 +86,7 @@ def response_head(headers: Any) -> ResponseHead:
 
 
 def served_by(message: Any) -> str:
-    """Return the address of the instance that Envoy reached, "" where it does not say."""
+    """Return the address of the instance that Envoy reached, "" if it does not say."""
     spaces = message.metadata_context.filter_metadata
     if LB_SPACE not in spaces:
         return ""
@@ -110,7 +110,7 @@ def subset(message: Any) -> tuple[str, ...] | None:
 
 
 def code_details(message: Any) -> str:
-    """Envoy's `response.code_details` attribute, "" where it is not sent."""
+    """Return Envoy's `response.code_details` attribute, "" if it is not sent."""
     for struct in message.attributes.values():
         if "response.code_details" in struct.fields:
             return str(struct.fields["response.code_details"].string_value)
@@ -118,7 +118,7 @@ def code_details(message: Any) -> str:
 
 
 def local_reply(details: str, head: ResponseHead) -> ends.End | None:
-    """End of the lease of an answer that is Envoy's own, None for an engine's answer."""
+    """Return the end of the lease for Envoy's own answer, None for an engine's answer."""
     if head.status < 500:
         return None
     if details:
@@ -126,7 +126,7 @@ def local_reply(details: str, head: ResponseHead) -> ends.End | None:
             if details.startswith(beginning):
                 return end
         return None
-    # Without the attribute: servers date their answers, and Envoy says how long one took that it asked.
+    # Without the attribute: servers date their answers, and Envoy adds the time of an answer from upstream.
     if head.fields.keys() & {b"date", b"server", b"x-envoy-upstream-service-time"}:
         return None
     return ends.DROPPED if head.fields.get(b"content-type") == b"text/plain" else None

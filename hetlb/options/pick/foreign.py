@@ -13,19 +13,19 @@ from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command, EngineSample, Lease, Outcome, Request
 
-#: Excess of an engine's figure over the ledger that is taken for noise, as they are not of the same moment:
+#: Excess of an engine's figure over the ledger taken for noise, as the two are of different moments:
 #: requests, and a share of the own ones.
 _SLACK_REQUESTS: Final = 1
 _SLACK_SHARE: Final = 0.05
-#: Tokens of a prompt where the engine does not say how full its cache is.
+#: Tokens of a prompt if the engine does not say how full its cache is.
 _USUAL_PROMPT_TOKENS: Final = 512
-#: The work of a request that is not known is the paper's, at its own constant.
-#: Most leases of others that are booked one by one.
+#: Maximum foreign leases booked one by one. The work of an unknown request is the paper's, at its own
+#: constant.
 _MOST_FOREIGN_LEASES: Final = 4096
 
 
 class ForeignLoad:
-    """Leases of requests that are not this picker's, by instance."""
+    """Leases of other requests than this picker's, by instance."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

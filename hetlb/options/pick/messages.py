@@ -15,7 +15,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 PROCESS_SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 
-#: Modes in which Envoy sends a body (`BodySendMode`).
+#: Modes of Envoy for sending a body (`BodySendMode`).
 NONE: Final = 0
 STREAMED: Final = 1
 BUFFERED: Final = 2
@@ -48,7 +48,7 @@ HealthCheckResponse: Final = _TYPES["HealthCheckResponse"]
 
 
 def _present(name: str) -> bytes:
-    """Return a response that has the named part, empty: go on."""
+    """Return a response with the named part, empty: the message to continue."""
     response = ProcessingResponse()
     getattr(response, name).SetInParent()
     return bytes(response.SerializeToString())

@@ -26,12 +26,12 @@ from hetlb.tasks import ended
 
 #: Seconds between two resolutions of the names of instances.
 _RESOLVE_S: Final = 5.0
-#: Names that are looked up at once: a dead name server holds up a start by 5 s for every 32 names.
+#: Concurrent look-ups of names: a dead name server holds up a start by 5 s for every 32 names.
 _LOOKUPS: Final = 32
 
 
 class PickService(Service):
-    """An endpoint picker. Raises `ConfigError` where it cannot be one."""
+    """An endpoint picker. Raises `ConfigError` if the fleet file does not fit one."""
 
     driver: PickDriver
     server: PickServer
@@ -77,7 +77,7 @@ class PickService(Service):
         await super().close()
 
     def _coming(self, spec: InstanceSpec) -> None:
-        """Know the address of an instance before it gets a request, where no name must be resolved."""
+        """Know the address of an instance before its first request, unless its name must be resolved."""
         if (address := _literal(spec.url)) is not None:
             self.server.state.set_address(spec.name, address)
 
@@ -94,7 +94,7 @@ class PickService(Service):
             await self._resolve()
 
     async def _resolve(self) -> None:
-        """Find the `ip:port` of every instance; one whose name does not resolve now keeps its last one."""
+        """Resolve the `ip:port` of every instance; after a failed look-up an instance keeps its last one."""
         state, found, lookups = self.server.state, {}, asyncio.Semaphore(_LOOKUPS)
         urls = {each.name: each.spec.url for each in self.scheduler.instances}
         named = {url for url in urls.values() if _literal(url) is None}
@@ -125,9 +125,10 @@ def _literal(url: str) -> str | None:
 
 
 async def _look_up(url: str, lookups: asyncio.Semaphore) -> str | None:
-    """Return the `ip:port` of a URL with a name in it, its IPv4 address where it has both; None without any.
+    """Return the `ip:port` of a URL with a name in it, IPv4 first; None if nothing is found.
 
-    An address where no engine can be is none: gateways would send requests, with the engine's key, there.
+    Addresses that no engine can have do not count: gateways would send requests, with the engine's key,
+    there.
     """
     _, host, port = origin(url)
     try:

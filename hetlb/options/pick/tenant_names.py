@@ -10,7 +10,7 @@ FAIRNESS: Final = "x-gateway-inference-fairness-id"
 MAX_NAMES: Final = 256
 #: Seconds without a request after which a name makes room for another.
 _IDLE_S: Final = 60.0
-#: Tenant of the requests whose name found no room.
+#: Tenant of requests with names that found no room.
 OTHERS: Final = b"others"
 
 
