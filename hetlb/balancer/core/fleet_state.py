@@ -113,10 +113,14 @@ class FleetState:
             del self._outlive[next(iter(self._outlive))]
 
     def _promises(self, now: float) -> list[str]:
-        """Return the names that need no instance to be known."""
+        """Return the names that need no instance to be known.
+
+        A name whose instance lists other models is none of them: the client is told the valid names.
+        """
         for name in [name for name, until in self._outlive.items() if until <= now]:
             del self._outlive[name]
-        return [*self.promised, *self._outlive]
+        other = {each.spec.model for each in self.instances.values() if each.served}
+        return [name for name in (*self.promised, *self._outlive) if name not in other]
 
     def remove(self, instance: Instance, now: float) -> None:
         """Note that an instance has left; its leases go on."""

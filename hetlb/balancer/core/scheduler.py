@@ -429,9 +429,9 @@ class Scheduler(Failover):
         elif instance.served == change.models:
             return []
         else:
-            gone = tuple([name for name in instance.models if name not in change.models])
+            if not change.models:
+                fleet.outlives(instance.models, now)
             instance.learn_models(change.models, change.adapters)
-            fleet.outlives(gone, now)
         fleet.reindex(now)
         return self.backlog.flush(now)
 

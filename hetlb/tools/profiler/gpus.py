@@ -103,11 +103,14 @@ GPUS: Final = {
 }
 #: Names of drivers, clouds and tables, letters and digits alone, by the name here.
 _ALIASES: Final = {"rtxpro6000": "RTX-PRO-6000", "rtxpro6000server": "RTX-PRO-6000"}
-_NOISE: Final = re.compile(r"nvidia|amd|instinct|geforce|tesla|sxm\d?|hbm\d?e?|oam|\d+gi?b")
+_NOISE: Final = re.compile(r"nvidia|amd|instinct|geforce|tesla|sxm\d?|hbm\d?e?|oam|\d{1,4}gi?b")
+#: Characters of the longest name that is looked up.
+_MOST_CHARACTERS: Final = 80
 
 
 def _key(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", _NOISE.sub("", name.lower().replace("40gb", "fortygb")))
+    text = name[:_MOST_CHARACTERS].lower().replace("40gb", "fortygb")
+    return "".join(each for each in _NOISE.sub("", text) if each.isascii() and each.isalnum())
 
 
 _BY_KEY: Final = {_key(name): name for name in GPUS} | _ALIASES
