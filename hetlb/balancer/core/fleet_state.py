@@ -253,6 +253,10 @@ class FleetState:
         if counts:
             instance.breaker.odd_at = now
             self.kinds.avoid(lease.request, instance.name, now)
+        else:  # this traffic is answered alike elsewhere: it may go there again
+            for each in self._peers(instance):
+                if self.clients.counted(traffic, each.incarnation, 1.0) <= 0.5:
+                    self.kinds.not_avoided(lease.request, each.name)
         self.judge(instance, now)
         return counts
 
