@@ -21,7 +21,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from proxy.memory import Proxy
 from proxy.services import Engine, Running, document, serving
-from proxy.upstreams import DONE, LAST, SSE_HEAD, TOKEN, USAGE, Upstream, Visit, chunk, plain
+from proxy.upstreams import DONE, LAST, LAST_TOKEN, SSE_HEAD, TOKEN, USAGE, Upstream, Visit, chunk, plain
 
 from hetlb.balancer.admin import prometheus
 from hetlb.balancer.admin.prometheus import MetricsPage
@@ -33,7 +33,7 @@ from hetlb.balancer.telemetry.histograms import FINE_MS, GapHistogram, Histogram
 from hetlb.balancer.telemetry.recent import Recent
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
-STREAM = SSE_HEAD + chunk(TOKEN) + chunk(TOKEN) + chunk(USAGE) + chunk(DONE) + LAST
+STREAM = SSE_HEAD + chunk(TOKEN) + chunk(LAST_TOKEN) + chunk(USAGE) + chunk(DONE) + LAST
 
 
 VIEW = SimpleNamespace(peer_leases=17, delay_s=0.004)
@@ -374,7 +374,8 @@ def source(count: int, totals: Totals | None = None, **more: Any) -> FleetServic
         FleetService,
         SimpleNamespace(
             scheduler=scheduler, totals=totals or Totals(), watch=watch, lost_lines=7,
-            now=lambda: 12.5, workers=(), recent=Recent(), reload_refused="", **{"sharing": None, **more},
+            now=lambda: 12.5, workers=(), recent=Recent(), reload_refused="", waiting_elsewhere=({}, 0),
+            **{"sharing": None, **more},
         ),
     )  # fmt: skip
 

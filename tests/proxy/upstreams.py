@@ -12,11 +12,16 @@ from helpers import HANG_S
 
 Script: TypeAlias = Callable[["Visit"], Awaitable[None]]
 
-PLAIN_BODY = b'{"id":"cmpl-1","choices":[{"text":"hi"}],"usage":{"prompt_tokens":3,"completion_tokens":2}}'
+PLAIN_BODY = (
+    b'{"id":"cmpl-1","choices":[{"text":"hi","finish_reason":"length"}],'
+    b'"usage":{"prompt_tokens":3,"completion_tokens":2}}'
+)
 SSE_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 )
 TOKEN = b'data: {"choices":[{"index":0,"text":"tok"}]}\n\n'
+#: The last token of an answer; one that never has a finish reason is odd.
+LAST_TOKEN = b'data: {"choices":[{"index":0,"text":"tok","finish_reason":"length"}]}\n\n'
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":3,"total_tokens":5,"completion_tokens":2}}\n\n'
 DONE = b"data: [DONE]\n\n"
 
