@@ -47,9 +47,11 @@ def test_a_free_instance_gets_what_suits_it_not_the_head(
 ) -> None:
     lengths = {0: READ, 1: WRITE, 2: READ, 3: WRITE}
     scheduler = scheduler_of(lengths, worth)
-    leases = {each.instance: each for each in arrive(scheduler, lengths)}
+    leases = {each.instance: each for each in arrive(scheduler, {n: lengths[n] for n in (0, 1, 2)})}
+    # Its prompt is short, but it comes so late that the long one is due before it.
+    assert scheduler.on_arrival(request(3, prompt=WRITE[0], max_tokens=None), 9.0) == []
     assert set(leases) == {"reader", "writer"}
-    placed = dispatched(scheduler.on_lease_ended(leases["writer"], Outcome.OK, 5.0))
+    placed = dispatched(scheduler.on_lease_ended(leases["writer"], Outcome.OK, 10.0))
     assert (placed.request.id, placed.instance) == (next_one, "writer")
     check_scheduler(scheduler)
 
@@ -65,9 +67,12 @@ def test_an_instance_takes_what_waits_when_nothing_suits_it() -> None:
 def test_a_request_that_many_overtook_goes_anywhere() -> None:
     lengths = {0: READ, 1: WRITE, 2: READ, **dict.fromkeys(range(3, 400), WRITE)}
     scheduler = scheduler_of(lengths, WORTH)
-    lease = {each.instance: each for each in arrive(scheduler, lengths)}["writer"]
+    first = {number: lengths[number] for number in (0, 1, 2)}
+    lease = {each.instance: each for each in arrive(scheduler, first)}["writer"]
     order = []
     for step in range(300):  # the reader never ends what it has
+        asked = request(3 + step, prompt=WRITE[0], max_tokens=None)
+        assert scheduler.on_arrival(asked, 0.5 + step) == []
         lease = dispatched(scheduler.on_lease_ended(lease, Outcome.OK, 1.0 + step))
         order.append(lease.request.id)
     assert order[0] == 3
