@@ -27,6 +27,7 @@ from proxy.upstreams import DONE, LAST, SSE_HEAD, USAGE, chunk, plain
 Mode: TypeAlias = Callable[["Visit"], Awaitable[None]]
 
 METRICS = b"vllm:num_requests_running %d\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc %g\n"
+WHOLE_ANSWER = b'{"choices":[{"text":"one two"}]}'
 ERROR_EVENT = b'data: {"error":{"message":"the engine died","type":"InternalServerError","code":500}}\n\n'
 #: Bytes after a chunk that no parser accepts.
 BAD_CHUNK = b"zz\r\ndata: x\r\n"
@@ -600,8 +601,8 @@ _raw(
     "short-length",
     b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n" + b"{" * 9,
 )
-_raw("long-length", plain(b'{"choices":[]}') + b"surplus", then="stay")
-_raw("second-response", plain(b'{"choices":[]}') + plain(b"smuggled"), then="stay")
+_raw("long-length", plain(WHOLE_ANSWER) + b"surplus", then="stay")
+_raw("second-response", plain(WHOLE_ANSWER) + plain(b"smuggled"), then="stay")
 
 
 @mode("error-first")
