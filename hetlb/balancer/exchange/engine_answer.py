@@ -149,6 +149,8 @@ class EngineAnswer:
         stream = self.stream
         may_be_short = request.sequences > 1 or (request.max_tokens or 8) <= 2
         if stream is not None:
+            if stream.unread:
+                return GOOD
             return form_of_stream(
                 stream.sample,
                 stream.last,

@@ -84,7 +84,7 @@ class SseWatcher:
     __slots__ = (
         "_after_cr", "_begun", "_each", "_ending", "_first", "_hold", "_long", "_max_held", "_odd",
         "_passing", "_tail", "cached_tokens", "completion_tokens", "done", "events", "failed",
-        "finish", "prompt_tokens", "refused", "sample", "understood",
+        "finish", "prompt_tokens", "refused", "sample", "understood", "unread",
     )  # fmt: skip
 
     def __init__(self, hold_usage: bool) -> None:
@@ -109,6 +109,8 @@ class SseWatcher:
         self.refused = False
         #: True if an event had a JSON object or was the end: the stream is one that its kind should be.
         self.understood = False
+        #: True if an event was too long to be read: what it says is not known.
+        self.unread = False
         #: The finish reason that came last, and the beginning of the stream.
         self.finish = self.sample = b""
         self.completion_tokens: int | None = None
@@ -248,7 +250,7 @@ class SseWatcher:
             # Too long to be any event we must read: keep enough to see its end. (One more than an event
             # may have, since the first line feed of its end may be there already.)
             if not self._long:
-                self._long = True
+                self._long = self.unread = True
                 self.events += tail.startswith(b"data:")
             del tail[:-1]
         self._passing = len(tail)
@@ -262,6 +264,7 @@ class SseWatcher:
                 self._long = False  # counted when it grew too long
                 self._passed_in_parts()
             elif len(event) > self._max_held:
+                self.unread = True
                 self.events += event.startswith(b"data:")
                 self._passed_in_parts()
             elif not passed:
