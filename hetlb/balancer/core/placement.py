@@ -239,6 +239,7 @@ class Placement:
                     return None
                 ctx.restraints = left.restraints
                 found = self.policy.choose(ctx, left.instances)
+                ctx.demand.answer_s = ctx.answer_s  # here: scoring changes nothing
                 if found is None:
                     return None
                 check_choice(found.index, found.work_s, len(left.instances))

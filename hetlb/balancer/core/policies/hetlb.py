@@ -51,7 +51,7 @@ class Evaluation:
     """The instances for one request, as they were at the time; `candidates` is for people."""
 
     __slots__ = (
-        "_ctx", "_fastest", "_set_loss", "_sights", "answer_s", "fleet", "instances", "weights",
+        "_ctx", "_fastest", "_set_loss", "_sights", "fleet", "instances", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -100,7 +100,7 @@ class Evaluation:
         self._fastest = fastest = sights[fleet.order[0]]
         fastest.foresee(ctx)
         ctx.goes_on = ctx.demand.goes_on(ctx.now)
-        self.answer_s = fastest.own_s
+        ctx.answer_s = fastest.own_s
         if hold and not ctx.goes_on:
             for each in sights:
                 each.done_s = fastest.long_s + todo / each.faster if each.faster > 0.0 else math.inf
@@ -253,7 +253,6 @@ class Hetlb(Policy):
     def choose(self, ctx: SchedulingContext, instances: Sequence[Instance]) -> Choice | None:
         ctx.shares = ctx.held is not None
         evaluation = self.evaluate(ctx, instances, True)
-        ctx.demand.answer_s = evaluation.answer_s
         found = evaluation.best()
         if found is None:
             return None

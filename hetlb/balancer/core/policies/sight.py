@@ -43,7 +43,7 @@ class SchedulingContext:
     """
 
     __slots__ = (
-        "adapter_load_s", "booked", "burst", "demand", "goes_on", "half_output", "held",
+        "adapter_load_s", "answer_s", "booked", "burst", "demand", "goes_on", "half_output", "held",
         "least_output", "long_output", "mean_output", "mean_prefill", "most_cached", "now",
         "predicted_output", "prompt", "prompts", "request", "restraints", "shares", "unread", "waited_s",
         "waiting",
@@ -83,6 +83,8 @@ class SchedulingContext:
         self.least_output = 0.0
         #: Requests that came at once, or that wait if these are more.
         self.burst = float(demand.burst)
+        #: Seconds of its answer at best, where a policy has found it: the newest answer's before.
+        self.answer_s = demand.answer_s
         #: False once no more requests are expected.
         self.goes_on = True
         self.prompt = prompt = float(request.prompt_tokens)
