@@ -7,9 +7,11 @@ import contextlib
 
 from helpers import turns_until
 from proxy.test_proxying import Client, Start, post
-from proxy.upstreams import STREAM, Upstream, Visit
+from proxy.upstreams import DONE, LAST, LAST_TOKEN, SSE_HEAD, TOKEN, USAGE, Upstream, Visit, chunk
 
 REQUESTS = 8
+#: An answer of two tokens that ends as it should: an odd one would send its client's next requests elsewhere.
+ANSWER = SSE_HEAD + chunk(TOKEN) + chunk(LAST_TOKEN) + chunk(USAGE) + chunk(DONE) + LAST
 #: A prompt of two seconds by the profile.
 ASK = b'{"model":"m","prompt":"%b","stream":true}' % (b"word " * 16_000)
 
@@ -22,7 +24,7 @@ async def test_requests_without_a_token_go_to_a_server_that_turns_out_faster(
 
     async def quick(visit: Visit) -> None:
         await begin.wait()
-        visit.send(STREAM)
+        visit.send(ANSWER)
 
     async def slow(visit: Visit) -> None:
         nonlocal taken_back
@@ -32,7 +34,7 @@ async def test_requests_without_a_token_go_to_a_server_that_turns_out_faster(
         ended.cancel()
         if not left.done():
             left.cancel()
-            visit.send(STREAM)
+            visit.send(ANSWER)
         visit.writer.close()
 
     async with Upstream(quick) as first, Upstream(slow) as second, contextlib.AsyncExitStack() as stack:
