@@ -17,7 +17,7 @@ COLOURS = (
 #: Suffixes of pictures that matplotlib writes.
 _PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".eps", ".ps", ".tif", ".tiff")
 _STYLES = ("-", "--", ":", "-.")
-#: Latencies whose distributions are drawn, and their axes' names.
+#: Latencies with a drawn distribution, and their axes' names.
 LATENCIES = {"ttft": "time to first token, s", "tpot": "time per output token, s", "e2el": "end to end, s"}
 
 

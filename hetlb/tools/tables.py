@@ -33,7 +33,7 @@ class Console(rich.console.Console):
 def table(
     title: str | None, columns: Sequence[str], rows: Iterable[Sequence[RenderableType]], **look: Any
 ) -> Table:
-    """Create a table; columns whose name begins with `>` are right-aligned. `look`: options of `Table`."""
+    """Create a table; columns named `>...` are right-aligned. `look`: options of `Table`."""
     found = Table(title=title, title_justify="left", **look)
     for column in columns:
         found.add_column(

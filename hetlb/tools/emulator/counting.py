@@ -13,7 +13,7 @@ from hetlb.tools.openai.requests import bad, message_text
 VOCABULARY_TOKENS = 262_144
 BYTES_PER_TOKEN = 4
 #: Token ids from here on are of answers: the one that stands for the last has this id, the one before it one
-#: more, and so on; of an answer that has no end of its own each has this id.
+#: more, and so on; in an answer without an end of its own each has this id.
 FIRST_ANSWER_ID = 196_608
 #: Tokens that a chat template adds to a message.
 TOKENS_PER_MESSAGE = 4

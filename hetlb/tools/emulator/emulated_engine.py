@@ -18,14 +18,14 @@ from hetlb.tools.sim.engine_model import EngineModel
 #: Seconds that an idle connection stays open, as in uvicorn.
 KEEP_ALIVE_S = 5.0
 
-#: Longest sequence of a server whose KV cache sets no limit.
+#: Longest sequence if the KV cache of a server sets no limit.
 _MAX_MODEL_TOKENS: Final = 1 << 20
 #: Bytes of a header field, as vLLM's server takes them.
 _MAX_FIELD_BYTES: Final = 64 << 10
 
 
 class EmulatedEngine(EngineGroup):
-    """One server. Raises `ProfileError` or `ConfigError` where profile and arguments give no engine.
+    """One server. Raises `ProfileError` or `ConfigError` if profile and arguments give no engine.
 
     `served_model_names` defaults to the profile's model, `max_model_len` to the profile's, then to the
     KV cache. `time_scale` multiplies every duration of the engine (not the connections' `keep_alive_s`).
@@ -103,7 +103,7 @@ class EmulatedEngine(EngineGroup):
         return len(self._listener.connections)
 
     async def start(self) -> None:
-        """Accept requests. Raises `OSError` where the address cannot be bound."""
+        """Accept requests. Raises `OSError` if the address cannot be bound."""
         await self._listener.open(self._api.app(), self.host, self.port)
         self.port = self._listener.address[1]
 

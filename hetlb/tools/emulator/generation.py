@@ -40,7 +40,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
-#: Words of an answer and the line end before them, of a text that is read from its end.
+#: Words of an answer and the line end before them, of a text read from its end.
 _ANSWER = re.compile(r"((?:[0-9]{1,9}+t )++)\n?")
 
 
@@ -59,8 +59,8 @@ def split_answer(text: str) -> tuple[str, int]:
 class Prompt(msgspec.Struct, frozen=True, gc=False):
     """One prompt: its tokens, its text ("" for token ids), and a seed that stands for it.
 
-    `pieces` name its whole KV blocks, where the server caches prefixes. `said` of its tokens are the first of
-    an answer that goes on, which ends by itself after `left` more, if that is known.
+    `pieces` name its whole KV blocks, if the server caches prefixes. `said` of its tokens are the first of
+    a continued answer. It ends by itself after `left` more, if known.
     """
 
     tokens: int
@@ -74,7 +74,7 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
 class Generation(msgspec.Struct, kw_only=True):
     """One checked request: answers to each of `prompts`; an embedding `generates` none.
 
-    `tool` is the call that the model answers with, `reasoning` the share of an answer that is reasoning. The
+    `tool` is the call in the model's answer, `reasoning` the reasoning share of the answer. The
     model would stop by itself after `stops_after` tokens or, if it `draws`, after a length that the prompt
     decides, but not before `min_tokens` of `fields`; else never. `length` puts this together with the room
     left.

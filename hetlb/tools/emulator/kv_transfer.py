@@ -1,7 +1,7 @@
 """KV transfer between emulated servers, as vLLM's connectors show it to a router.
 
 `nixl`: an answer to `do_remote_decode` holds the parameters of the fetch, and the blocks stay for `lease_s`.
-`nixl-push`: the engine that has the blocks writes them, to the request of the same id. `mooncake`: the fetch
+`nixl-push`: the engine with the blocks writes them to the request of the same id. `mooncake`: the fetch
 may come first and waits for the prompt; `/query` is the bootstrap server.
 A fetch after the lease gives wrong text with status 200, as with vLLM (` x0 x1 ...`).
 """
@@ -32,7 +32,7 @@ CONNECT_S = 5.0
 class KvSettings:
     """Connector of a server. `policy` is vLLM's `kv_load_failure_policy`.
 
-    `layers`: number of layers whose KV cache an engine of it holds. Engines of different numbers (a stage of
+    `layers`: number of layers in the KV cache of its engine. Engines of different numbers (a stage of
     a pipeline, the whole model) refuse each other at the handshake.
     """
 
@@ -44,7 +44,7 @@ class KvSettings:
 
 
 class _Held(NamedTuple):
-    """A prompt that is kept for another server, until the timer ends its lease."""
+    """A prompt kept for another server, until the timer ends its lease."""
 
     choice: ReplyChoice
     timer: asyncio.TimerHandle
@@ -81,7 +81,7 @@ class KvExchange:
         self.answering = asyncio.Event()
         self.answering.set()
         self._held: dict[str, _Held] = {}
-        #: Keys whose lease has ended, and fetches that came before their prompt was prefilled.
+        #: Keys with an expired lease, and fetches that came before the prefill of their prompt.
         self._gone: set[str] = set()
         self._early: dict[str, list[asyncio.Future[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -151,7 +151,7 @@ class KvExchange:
             runner.release_held(held.choice)
 
     def routes(self) -> list[web.RouteDef]:
-        """Return the paths at which other servers ask; `/query` is the bootstrap server's."""
+        """Return the paths for other servers; `/query` is the bootstrap server's."""
 
         async def pull(request: web.Request) -> web.Response:
             asked = await request.json()
@@ -192,7 +192,7 @@ class KvExchange:
     # --- fetches ---
 
     def fetch(self, choice: EmulatedSequence) -> None:
-        """Note that the engine has blocks for a prompt whose KV cache is elsewhere."""
+        """Note that the engine has blocks for a prompt with its KV cache on another server."""
         assert isinstance(choice, ReplyChoice)
         self._start(self._fetch(choice))
 
@@ -223,7 +223,7 @@ class KvExchange:
         if reply.kv_source is not None:
             pushed = self.settings.connector == "nixl-push"
             if pushed and reply.kv_source.get("remote_request_id") != reply.id:
-                return  # the engine that has the blocks finds no request for them
+                return  # the engine with the blocks finds no request for them
             try:
                 state = (await self._ask("pull", reply.kv_source)).get("state", "unknown")
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
@@ -256,7 +256,7 @@ class KvExchange:
             await self._ask("done", source)
 
     async def _ask(self, what: str, source: dict[str, Any]) -> dict[str, Any]:
-        """Ask the server that has the blocks one question. Raises where it does not answer."""
+        """Ask the server with the blocks one question. Raises if it does not answer."""
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_S)
             self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))

@@ -1,6 +1,6 @@
 """Real time: runs an engine model on the event loop's clock and hands out tokens at iteration ends.
 
-An iteration begins exactly where the one before ended, however late the loop comes: lateness does not add up.
+An iteration begins at the exact end of the one before, even if the loop is late: lateness does not add up.
 A request takes part in the first iteration that begins after it arrived.
 """
 
@@ -28,14 +28,14 @@ class EmulatedSequence(EngineSequence):
     def __init__(self, prompt_tokens: int, output_tokens: int, finish_reason: str = "stop") -> None:
         super().__init__(prompt_tokens, output_tokens)
         self.finish_reason = finish_reason
-        #: The engine that has it, set where a server has several.
+        #: Its engine, set if a server has several.
         self.runner: RealTimeEngine | None = None
 
     def token(self) -> None:
-        """Note that it got a token that is not its last."""
+        """Note a token other than the last one."""
 
     def finish(self) -> None:
-        """Note that it got its last token, or, without output, its prompt has been read."""
+        """Note the last token; without output, the end of the prefill."""
 
 
 class RealTimeEngine:
@@ -47,18 +47,18 @@ class RealTimeEngine:
         self.tokens_per_step = tokens_per_step
         #: Unix time, seconds.
         self.began_at = time.time()
-        #: Prompt tokens whose prefill has ended, each prompt once.
+        #: Prompt tokens with a finished prefill, each prompt once.
         self.prompt_tokens = 0
-        #: Called with the tokens of an iteration that had some: prompts count where they end.
+        #: Called with the tokens of an iteration if it had any. A prompt counts at the end of its prefill.
         self.on_iteration: Callable[[float], object] = lambda tokens: None
-        #: Sequences that have ended, by vLLM's finished_reason.
+        #: Sequences that ended, by vLLM's finished_reason.
         self.finished = {"stop": 0, "length": 0, "abort": 0}
         self._time_scale = time_scale
         #: Later than the beginning of the iteration in flight.
         self._arrivals: deque[tuple[float, Many[EmulatedSequence]]] = deque()
         self._pending = 0  # sequences in `_arrivals` that were not aborted
         self._handle: asyncio.Handle | None = None  # None: idle
-        #: Called with a sequence whose KV cache is to be fetched.
+        #: Called with a sequence that needs a KV transfer.
         self.on_fetch: Callable[[EmulatedSequence], None] | None = None
         self._boundary = 0.0  # when the iteration in flight ends, on the monotonic clock
 
@@ -198,7 +198,7 @@ class EngineGroup:
 
     @property
     def finished(self) -> dict[str, int]:
-        """Sequences that have ended, by vLLM's finished_reason: stop, length, abort."""
+        """Sequences that ended, by vLLM's finished_reason: stop, length, abort."""
         each = [runner.finished for runner in self.runners]
         return {reason: sum(finished[reason] for finished in each) for reason in each[0]}
 

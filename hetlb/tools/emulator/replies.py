@@ -36,7 +36,7 @@ class Reply:
     PREFIX = ""
 
     def __init__(self, generation: Generation, max_model_len: int, request_id: str) -> None:
-        #: Sends an event, or several, of a stream whose head is out.
+        #: Sends one or more events of a stream after its head.
         self.send: Callable[[bytes], object] = lambda event: None
         #: Status and body of the answer; of a stream the body is empty, and all of it has been sent.
         self.ended: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
@@ -44,7 +44,7 @@ class Reply:
         self.id = f"{self.PREFIX}{request_id}"
         self.created = int(time.time())
         self.output_tokens = 0
-        #: Prefix of a token's number: `x` where the KV cache of another prompt was fetched.
+        #: Prefix of a token's number: `x` if the KV cache of another prompt was fetched.
         self.word = "t"
         #: KV transfer: the answer's parameters for the kept blocks, and the source of fetched ones.
         self.on_finished: Callable[[Reply], dict[str, Any] | None] | None = None
@@ -90,7 +90,7 @@ class Reply:
         return text if self.word == "t" else text.replace(" t", f" {self.word}")
 
     def fail(self, message: str) -> None:
-        """Answer that the engine has failed: a status, or the event of a stream whose head is out."""
+        """Answer that the engine has failed: a status, or after the head of a stream an event."""
         error = ApiError(500, message)
         if self.generation.fields.stream:
             self.send(b"data: %b\n\n" % error.body())

@@ -14,7 +14,7 @@ import msgspec
 from hetlb.tools.emulator.counting import BYTES_PER_TOKEN
 from hetlb.tools.openai.requests import ChatRequest, bad
 
-#: Share of an answer's tokens that are reasoning, by `reasoning_effort`.
+#: Share of reasoning in an answer's tokens, by `reasoning_effort`.
 _EFFORTS = {"none": 0.0, "minimal": 0.0, "low": 0.25, "medium": 0.5, "high": 0.75}
 _THINKING_SHARE = 0.5
 #: Tokens of reasoning before a tool call.

@@ -1,6 +1,6 @@
 """Requests of a batch, at most a given number at once, each until it has a result: nothing is lost.
 
-A server that is full (429, 503) says when to come again. One that cannot be reached for `timeout_s`, from the
+A full server (429, 503) says when to come again. One out of reach for `timeout_s`, from the
 start too, gives no result for so long, or lets several requests in a row run into it, ends the run: the lines
 are not at fault.
 """
@@ -24,18 +24,18 @@ from hetlb.tools.loadtest.bodies import CLASS_HEADER
 from hetlb.tools.loadtest.generator import LoadProgress, client_session
 from hetlb.tools.openai.answer_events import AnswerError, read_answer
 
-#: Requests at once where none are stated, with a background class and without. Simulated jobs of 512 and 192
+#: Requests at once if none are stated, with a background class and without. Simulated jobs of 512 and 192
 #: tokens on eight idle A800: 74 a second with 256 at once, 143 with 1,024.
 BACKGROUND_LANES, LANES = 1024, 32
-#: Lanes that begin each second. All at once they take a fleet that is idle for a moment, and what comes next
+#: Lanes that begin each second. All at once they take a briefly idle fleet, and what comes next
 #: waits for their ends. Simulated p99 TTFT of interactive requests: 19 s; 0.6 s so; 0.12 s without a batch.
 _LANES_PER_S = 16.0
-#: Tries of a request whose connection breaks or whose server fails, before that is its result.
+#: Tries of a request before a broken connection or a server failure is its result.
 _TRIES = 3
 #: Timeouts without an answer between them, after which the server is at fault.
 _SILENT_TIMEOUTS = 3
 _LEAST_WAIT_S, _LONGEST_WAIT_S, _LONGEST_RETRY_AFTER_S = 0.25, 30.0, 600.0
-#: Answers of a gateway to `/v1/models` whose server starts, or is full.
+#: Answers of a gateway to `/v1/models` while its server starts or is full.
 _NOT_YET = (429, 502, 503, 504)
 
 
@@ -107,7 +107,7 @@ class BatchRun:
             self.progress.failed += not good
 
     async def _answered(self, session: aiohttp.ClientSession, job: BatchJob) -> bool:
-        """Send a request until it has a result; True if that is an answer."""
+        """Send a request until it has a result; True if it is an answer."""
         name = self._classes.get(job.model or "")
         headers = {CLASS_HEADER: name} if name else {}
         waits = tries = 0

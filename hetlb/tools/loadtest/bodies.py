@@ -1,6 +1,6 @@
 """Request bodies of a load test: prompts as token ids or text, with the prefixes that its rows share.
 
-Seed and salt decide every byte. Prompts begin alike exactly where their rows say so (a session, a
+Seed and salt decide every byte. Two prompts share a beginning if, and only if, their rows do (a session, a
 block of `hash_ids`, the same text of a file); another salt shares nothing with any run before.
 """
 
@@ -35,7 +35,7 @@ _WORDS = [
     for vowel in "aeiou"
     for last in "bcdfghklmnprst"
 ][: len(TOKEN_IDS)]
-#: Tokens of the digest with which a block begins; the rest is a slice of text that all blocks share.
+#: Tokens of the digest at the beginning of a block; the rest is a slice of text that all blocks share.
 _NAME_TOKENS = 4
 _POOL_STARTS = 1 << 14
 
@@ -45,10 +45,10 @@ class RequestBodies:
     """Bodies of a plan for `/v1/completions`, `/v1/chat/completions` or, of embeddings, `/v1/embeddings`.
 
     Prompts have their exact length in token ids or, as `text`, in words of `BYTES_PER_TOKEN` bytes, but for
-    rows that have a text of their own. With `ignore_eos` every answer has the planned length; without it that
-    is the most it may have. Given `eos_max_tokens`, an emulated engine alone is told where the model stops,
-    behind this one `max_tokens`. A tenant is the `user` of its requests, an adapter their model. The headers
-    name the conversation and the tenant of a request that has one.
+    rows with a text of their own. With `ignore_eos` every answer has the planned length; without it that
+    is the most. With `eos_max_tokens` every `max_tokens` has this value, and `vllm_xargs` gives an emulated
+    engine the planned length. A tenant is the `user` of its requests, an adapter their model. Headers name
+    the conversation and the tenant of a request, if known.
     """
 
     model: str

@@ -1,6 +1,6 @@
 """The runs of one command: every rate, every policy, every round; then the search for the highest rate.
 
-All policies of a round meet the same plan, on a fleet that is idle and up. They are compared by differences
+All policies of a round meet the same plan, on an idle, running fleet. They are compared by differences
 within a round; the interval of the mean is Student's t over the rounds (W. S. Gosset, "The probable error of
 a mean", 1908). Every round starts with another policy, so that none is always first.
 """
@@ -24,7 +24,7 @@ from hetlb.tools.workload.arrivals import Ramp, Rate
 from hetlb.tools.workload.records import CONFIDENCE_LEVEL, student_margin
 
 Policy = TypeVar("Policy", bound="str | None")
-#: Figures that are compared: all that the contract names.
+#: Figures compared: all that the contract names.
 FIGURES = (
     "total_token_throughput",
     "output_throughput",
@@ -49,7 +49,7 @@ class Campaign:
     `policies` (none: whatever is in force) are compared over `rounds`; `attainment` asks for the highest rate
     at which this share of the requests meets the limits of `spec`, starting from `rates`. `run` fills
     `measured`, and `comparison` and `search` as in the JSON document. Cancelled, it leaves in `measured` what
-    has ended, also of the run that it was in.
+    has ended, also of the run it was in.
     """
 
     spec: LoadSpec
@@ -186,7 +186,7 @@ def comparisons(runs: Sequence[Mapping[str, Any]], policies: Sequence[str]) -> l
 def paired(values: Sequence[float], baseline: Sequence[float]) -> dict[str, float | None]:
     """Return the means of both, the mean of their paired differences, and its confidence interval.
 
-    `relative` is the difference as a share of the baseline, null where that is 0.
+    `relative` is the difference as a share of the baseline, null if that is 0.
     """
     differences = [value - base for value, base in zip(values, baseline, strict=True)]
     base, difference = fmean(baseline), fmean(differences)

@@ -1,6 +1,6 @@
 """`python -m hetlb.tools.loadtest.child PARENT ARGUMENT...`: hetlb, killed by Linux when its parent is gone.
 
-The new process asks for it itself: code that runs between fork and exec may deadlock where threads run.
+The new process asks for it itself: code that runs between fork and exec may deadlock if threads run.
 """
 
 from __future__ import annotations

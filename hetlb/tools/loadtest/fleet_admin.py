@@ -86,7 +86,7 @@ class FleetAdmin:
                 _note_kv(found, _instances(await self._fleet()))
 
     async def _new_reports(self) -> list[dict[str, Any]]:
-        """Return the instances whose engines were read after this was called."""
+        """Return the instances with engine reports newer than this call."""
         since_s = time.monotonic()
         while True:
             asked_s = time.monotonic()
@@ -121,7 +121,7 @@ class FleetAdmin:
 async def fleet_admin(url: str) -> AsyncIterator[FleetAdmin]:
     """Yield the admin listener at `url`; the policy found there is in force again when the block ends.
 
-    Where that asks for a token, it is taken from the variable `HETLB_ADMIN_TOKEN`.
+    If the listener asks for a token, it is taken from the variable `HETLB_ADMIN_TOKEN`.
     """
     token = os.environ.get("HETLB_ADMIN_TOKEN")
     headers = {"authorization": f"Bearer {token}"} if token else {}

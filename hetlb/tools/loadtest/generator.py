@@ -88,8 +88,8 @@ async def run_load(
 ) -> LoadResult:
     """Send the plan to the server at `url` and wait for every answer.
 
-    `max_concurrency` caps the requests in flight. A request that is due waits for its turn and is late by
-    that much; of a plan that is due all at once, the loop is closed: a request is due when its turn comes.
+    `max_concurrency` caps the requests in flight. A due request waits for its turn and is late by
+    that much; with a plan due all at once, the loop is closed: a request is due when its turn comes.
     With `in_turn` a turn of a session is due no sooner than the answer to the turn before it has ended.
     A request that takes longer than `timeout_s` has failed. Cancelled, it raises `LoadInterruptedError`.
     """
@@ -133,7 +133,7 @@ async def _on_reused(
 
 @dataclass(slots=True)
 class _Run:
-    """One run, which fills `result`. Of a plan that is due all at once, `turns` close the loop."""
+    """One run, which fills `result`. With a plan due all at once, `turns` close the loop."""
 
     result: LoadResult
     bodies: RequestBodies
@@ -160,7 +160,7 @@ class _Run:
             try:
                 async with asyncio.TaskGroup() as group:
                     for planned, record in zip(plan, self.result.records, strict=True):
-                        # Also where it is late already: the answers have a claim to the loop as well.
+                        # Also if it is late already: the answers have a claim to the loop as well.
                         await asyncio.sleep(max(0.0, planned.scheduled_s - self._now()))
                         if turns is not None:
                             await turns.acquire()

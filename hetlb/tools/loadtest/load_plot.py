@@ -18,7 +18,7 @@ _WIDTH_IN, _LATENCY_IN, _BAR_IN = 11.0, 3.4, 0.28
 
 
 def write_load_plot(path: Path, measured: Sequence[LoadResult]) -> None:
-    """Draw the runs. Raises `InputError` where the picture cannot be written."""
+    """Draw the runs. Raises `InputError` if the picture cannot be written."""
     groups: dict[str, list[LoadResult]] = {}
     for each in measured:
         groups.setdefault(_label(each.run), []).append(each)

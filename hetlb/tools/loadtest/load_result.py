@@ -1,6 +1,6 @@
 """Result of a load test: its figures, the details of every request, and the verdict on the client.
 
-A run is VALID, or SUSPECT with reasons: a client that is slow, or answers other than requested,
+A run is VALID, or SUSPECT with reasons: a slow client, or answers other than requested,
 are named instead of being reported as the server's latency.
 """
 
@@ -26,11 +26,11 @@ from hetlb.tools.workload.records import (
 VALID, SUSPECT = "VALID", "SUSPECT"
 #: The latencies that a goodput may set a limit to.
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
-#: Largest measurement error that is of no concern in any case; above it, it must be small beside the measured
+#: Largest measurement error always accepted; above it, it must be small beside the measured
 #: value.
 ERROR_ALLOWED_MS = 5.0
 ERROR_ALLOWED_SHARE_OF_TTFT = 0.01
-#: A load that is due all at once waits in queues, whose order decides when an answer comes, not when its
+#: A load due all at once waits in queues. Their order decides when an answer comes, not when its
 #: request was sent: lateness only has to be short beside the whole.
 ERROR_ALLOWED_SHARE_OF_DURATION = 0.1
 RATE_ERROR_ALLOWED = 0.02
@@ -60,7 +60,7 @@ class LoadResult:
     run: dict[str, Any] = field(default_factory=dict)
 
     def keep_ended(self) -> None:
-        """Leave out the requests that have not ended: the run was stopped."""
+        """Leave out unfinished requests: the run was stopped."""
         self.interrupted = len(self.plan)
         ended = [(p, r) for p, r in zip(self.plan, self.records, strict=True) if r.end_s is not None]
         self.plan, self.records = [planned for planned, _ in ended], [record for _, record in ended]
@@ -135,7 +135,7 @@ class LoadResult:
     def details(self) -> dict[str, Any]:
         """Return the details of every request, in plan order; names and units (seconds) as in vLLM.
 
-        Times count from the start of the run. `session_ids` and `turns` are there where some requests have
+        Times count from the start of the run. `session_ids` and `turns` are there if some requests have
         them, null for requests without.
         """
         records = self.records
@@ -158,7 +158,7 @@ class LoadResult:
 
 
 def _tokens_per_event(done: Iterable[RequestResult]) -> float | None:
-    """Return output tokens per event with text; None where no answer came as events."""
+    """Return output tokens per event with text; None if no answer came as events."""
     streamed = [each for each in done if each.itl_s is not None and each.first_token_s is not None]
     events = sum(len(each.itl_s or ()) + each.sequences for each in streamed)
     return sum(each.output_tokens for each in streamed) / events if events else None
@@ -221,6 +221,6 @@ def verdict_of(runs: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _rate(times_s: Sequence[float]) -> float | None:
-    """Return requests per second, None where they are all at once."""
+    """Return requests per second, None if they are all at once."""
     span = max(times_s, default=0.0) - min(times_s, default=0.0)
     return (len(times_s) - 1) / span if span > 0 else None

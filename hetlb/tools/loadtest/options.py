@@ -98,7 +98,7 @@ def read_ramp(
 
 
 def _number(text: str) -> float:
-    """Return a number, NaN where it is none."""
+    """Return a number, NaN if it is none."""
     try:
         return float(text)
     except ValueError:

@@ -1,7 +1,7 @@
 """Answers of an OpenAI-compatible server, read into a record: bytes and the time they came in.
 
 A token has come when text has: events with only a role, empty text or usage never stop the TTFT
-clock; reasoning and tool calls are text. Token counts are the server's own where it sends `usage`, else
+clock; reasoning and tool calls are text. Token counts are the server's own if it sends `usage`, else
 events with text are counted. Time is stamped by the caller before anything here is parsed.
 """
 
@@ -29,7 +29,7 @@ class StreamReader:
         record.itl_s = array("d")
 
     def feed(self, data: bytes, now_s: float) -> int:
-        """Take bytes read at `now_s`; return the number of events with text that they completed.
+        """Take bytes read at `now_s`; return the number of events with text they completed.
 
         Raises `AnswerError` on an error event or on what is not JSON.
         """
@@ -52,7 +52,7 @@ class StreamReader:
         self.tokens += 1
 
     def close(self, now_s: float) -> None:
-        """End the body at `now_s`. Raises `AnswerError` where the stream has not ended."""
+        """End the body at `now_s`. Raises `AnswerError` if the stream has not ended."""
         record = self._record
         _count(record, self._usage, self.tokens)
         if not self._events.begun:

@@ -157,7 +157,7 @@ async def _warm_up(spec: LoadSpec, label: str) -> None:
 
 
 async def first_model(url: str, headers: Mapping[str, str]) -> str:
-    """Return the first of `/v1/models`. Raises `HetlbError` where no server answers with one."""
+    """Return the first of `/v1/models`. Raises `HetlbError` if no server answers with one."""
     try:
         async with aiohttp.ClientSession(timeout=_MODELS_TIMEOUT, headers=headers) as session:
             async with session.get(f"{url}/v1/models") as reply:
@@ -182,7 +182,7 @@ def plan_sha256(plan: Sequence[PlannedRequest]) -> str:
 
 
 def _rate_document(rate: Rate | Ramp) -> float | str:
-    """Return the rate as `vllm bench serve` writes it: a number, or a word where JSON has none."""
+    """Return the rate as `vllm bench serve` writes it: a number, or a word if JSON has none."""
     if isinstance(rate, Ramp):
         return "ramp"
     return "inf" if rate == math.inf else rate

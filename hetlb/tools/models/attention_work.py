@@ -40,7 +40,7 @@ class AttentionWork:
 
 
 def causal_pairs(tokens: float, most_tokens: int = 0) -> float:
-    """Return the pairs of a prompt whose queries see at most `most_tokens` keys; 0: all before them."""
+    """Return the query-key pairs of a prompt. A query sees at most `most_tokens` keys; 0: all before it."""
     if not most_tokens or tokens <= most_tokens:
         return tokens * (tokens + 1.0) / 2.0
     return most_tokens * (most_tokens + 1.0) / 2.0 + (tokens - most_tokens) * most_tokens

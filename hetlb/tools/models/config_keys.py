@@ -107,7 +107,7 @@ _OFF: Final = (None, False, 0, "", "none", "None")
 
 @cache
 def inert_keys() -> frozenset[str]:
-    """Return keys whose names look like sizes and that decide neither weights nor cache."""
+    """Return keys with names like sizes that decide neither weights nor cache."""
     return frozenset(
         resources.files("hetlb.tools.models").joinpath("inert_keys.txt").read_text(encoding="utf-8").split()
     )

@@ -14,18 +14,18 @@ from typing import Final
 
 from hetlb.tools.models.layer import Heads
 
-#: Multiple to which vLLM pads a vocabulary (`DEFAULT_VOCAB_PADDING_SIZE`).
+#: vLLM pads a vocabulary to a multiple of this (`DEFAULT_VOCAB_PADDING_SIZE`).
 _VOCAB_PADDING_TOKENS: Final = 64
-#: Most GPUs of one tensor-parallel group that are listed.
+#: Largest listed tensor-parallel group, in GPUs.
 MOST_DEGREE: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a model that are split over GPUs, each once: (key, size) pairs.
+    """Sizes of a model split over GPUs, each once: (key, size) pairs.
 
     `experts`: sizes that expert parallelism leaves whole. `block` is (rows, columns) of a block of quantised
-    weights, 1 where they have none; `loose`: fused queries, keys and values may end within a block.
+    weights, 1 if they have none; `loose`: fused queries, keys and values may end within a block.
     """
 
     layers: int
@@ -44,7 +44,7 @@ def refusal(
     pipeline_parallel_size: int = 1,
     expert_parallel: bool = False,
 ) -> str:
-    """Return why vLLM does not start with these degrees; empty where it does."""
+    """Return why vLLM does not start with these degrees; empty if it does."""
     t = tensor_parallel_size
     if pipeline_parallel_size > shape.layers:
         return f"{shape.layers} layers are fewer than {pipeline_parallel_size} pipeline stages"

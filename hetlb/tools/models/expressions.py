@@ -68,7 +68,7 @@ def _check(nodes: Iterable[Any], depth: int) -> None:
 
 
 def _reached(nodes: Iterable[Any], name: str, places: set[int]) -> set[int]:
-    """Return the places that are reached behind these nodes from some places."""
+    """Return the places reached behind these nodes from some places."""
     for code, value in nodes:
         if not places:
             break

@@ -398,7 +398,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "falcon_h1": Family(layers=special.falcon_h1_layers),
 }
 
-#: Architectures that are not named after their `model_type`, with the one whose layers they have.
+#: Architectures not named after their `model_type`, with the `model_type` of equal layers.
 _NAMED: Final[Mapping[str, str]] = {
     "BloomModel": "bloom",
     "ChatGLMModel": "chatglm",
@@ -423,9 +423,9 @@ _SQUASHED: Final = {key.replace("_", "").removesuffix("text"): key for key in FA
 
 
 def model_type_of(architecture: str) -> str | None:
-    """Return the `model_type` whose layers an architecture has, None of an unknown one.
+    """Return the `model_type` of an architecture's layers, None if it is unknown.
 
-    Where files name another `model_type`, this decides.
+    If files name another `model_type`, this decides.
     """
     if architecture in _NAMED:
         return _NAMED[architecture]

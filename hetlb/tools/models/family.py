@@ -9,7 +9,7 @@ from typing import TypeAlias
 from hetlb.tools.models.config_keys import ConfigKeys
 from hetlb.tools.models.layer import FeedForward, Layer, Mixer, Scope, Weights
 
-#: A trait that is fixed, or the key that states it.
+#: A fixed trait, or the config key that states it.
 Trait: TypeAlias = bool | str
 Kinds: TypeAlias = Callable[["Family", ConfigKeys], Sequence[Scope]]
 MixerOf: TypeAlias = Callable[["Family", ConfigKeys, int, Scope], Mixer]
@@ -28,7 +28,7 @@ class Family:
     kinds: Kinds = only_full
     mixer: MixerOf | None = None
     feed: FeedForwardOf | None = None
-    #: Whole layers at once, for architectures whose layers are of other parts.
+    #: Whole layers at once, for architectures with layers of other parts.
     layers: Callable[[Family, ConfigKeys], Sequence[Layer]] | None = None
     #: Parameters beside layers, embeddings and output.
     beside: Callable[[ConfigKeys], tuple[Weights, ...]] | None = None

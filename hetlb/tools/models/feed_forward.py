@@ -67,7 +67,7 @@ def _sparse_by_rules(keys: ConfigKeys, layer: int) -> bool:
 
 
 def feed_forward(family: Family, keys: ConfigKeys, layer: int) -> FeedForward:
-    """Return the feed-forward part of a layer: dense, or experts where its model has them."""
+    """Return the feed-forward part of a layer: dense, or experts if its model has them."""
     if family.sparse and experts_of(keys) and is_sparse(keys, layer):
         keys.note("dense_intermediate_size")  # of other layers
         return mixture(family, keys, layer)

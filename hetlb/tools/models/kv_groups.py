@@ -1,8 +1,8 @@
 """Bytes of KV cache that vLLM sets aside beyond what the layers keep: it gives out blocks of one size.
 
 A block serves a group of layers of one kind, and all groups have as many: as many as the rarest kind has, or
-the commonest where it has less than 1.5 times as many. The last group of a kind has layers that are none. A
-layer's part of a block, its page, is of one size too: smaller ones are padded where a multiple of their
+the commonest if it has less than 1.5 times as many. Empty layers fill the last group of a kind. A
+layer's part of a block, its page, is of one size too: smaller ones are padded if a multiple of their
 tokens does not fill it, and a state fills a page of its own. So in `get_kv_cache_groups` of vLLM 0.32
 (`v1/core/kv_cache_utils.py`), and `_align_hybrid_block_size` of its `platforms/interface.py` for states.
 """
@@ -20,7 +20,7 @@ from hetlb.tools.models.layer import Mixer, Scope
 #: Tokens of a block, as a kernel takes them; of latent attention beside states.
 _BLOCK_TOKENS: Final = 16
 _LATENT_BLOCK_TOKENS: Final = 128
-#: Factor on the rarest kind's layers up to which the commonest kind decides on the size of groups.
+#: The commonest kind decides on the size of groups up to this multiple of the rarest kind's layers.
 _ALIKE_FACTOR: Final = 1.5
 
 
@@ -81,7 +81,7 @@ def parts_of(mixer: Mixer, value_bytes: float) -> list[LayerCache]:
 
 
 def _page(parts: Iterable[LayerCache]) -> Callable[[LayerCache], float]:
-    """Return the bytes that a part takes where all pages are of one size."""
+    """Return the bytes that a part takes if all pages are of one size."""
     attention = [part for part in parts if part.scope is not Scope.STATE]
     states = [part.size for part in parts if part.scope is Scope.STATE]
     tokens = float(_BLOCK_TOKENS)

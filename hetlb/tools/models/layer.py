@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class Scope(StrEnum):
-    """The way in which a layer sees the tokens before."""
+    """The earlier tokens a layer attends to."""
 
     FULL = "full"
     WINDOW = "window"
@@ -27,7 +27,7 @@ class Scope(StrEnum):
 class Weights:
     """Parameters of one module, named as in checkpoints. `matrix`: quantisation may cover it.
 
-    `experts`: routed experts that the parameters are of; 0 where every token passes all of them.
+    `experts`: routed experts that the parameters are of; 0 if every token passes all of them.
     """
 
     name: str

@@ -47,7 +47,7 @@ def listed(keys: ConfigKeys) -> list[Scope] | None:
 
 
 def with_states(kinds: Kinds) -> Kinds:
-    """Return a rule for models whose linear layers are Mamba's: transformers calls both linear attention."""
+    """Return a rule for models with Mamba as linear layers: transformers calls both linear attention."""
 
     def found(family: Family, keys: ConfigKeys) -> Sequence[Scope]:
         return [Scope.STATE if kind is Scope.LINEAR else kind for kind in kinds(family, keys)]
@@ -56,7 +56,7 @@ def with_states(kinds: Kinds) -> Kinds:
 
 
 def window_everywhere(_: Family, keys: ConfigKeys) -> Sequence[Scope]:
-    """Return windows for all layers where there is a `sliding_window`, as vLLM does without a list.
+    """Return windows for all layers if there is a `sliding_window`, as vLLM does without a list.
 
     A window of all positions is none.
     """
@@ -94,7 +94,7 @@ def every(full_at: int, key: str = "") -> Kinds:
 
 
 def qwen_windows(_: Family, keys: ConfigKeys) -> Sequence[Scope]:
-    """Return windows from layer `max_window_layers` on, where `use_sliding_window` is set."""
+    """Return windows from layer `max_window_layers` on, if `use_sliding_window` is set."""
     found, count = listed(keys), keys.whole("num_hidden_layers")
     window, first = keys.value("sliding_window"), keys.value("max_window_layers", 28)
     if not keys.flag("use_sliding_window"):

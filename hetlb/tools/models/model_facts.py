@@ -30,7 +30,7 @@ from hetlb.tools.models.quantization import PLAIN_BITS, Quantization, read_quant
 _WRONG_VALUES: Final = (
     IndexError, TypeError, AttributeError, KeyError, ValueError, ZeroDivisionError, OverflowError,
 )  # fmt: skip
-#: Layers of a model whose number is not stated.
+#: Number of layers if a model does not state it.
 _USUAL_LAYERS: Final = 32
 #: Sizes that a file of one table always states.
 _MAIN_KEYS: Final = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
@@ -41,7 +41,7 @@ class ModelFacts:
     """Everything that hetlb understands of a model. Sizes in bytes; `kv_windows`: (tokens, bytes per token).
 
     Of a mixture, each token takes `chosen` of `experts` in every sparse layer; `expert_bytes` are of all of
-    them, `expert_parameters` too. `embedding_parameters`: an input table that is looked up, never read whole.
+    them, `expert_parameters` too. `embedding_parameters`: an input table looked up, never read whole.
     `kv_heads`: (KV heads, 0 of a latent; their share of the bytes of a token). `set_aside`: the cache that an
     engine gives a sequence, None if it is as large as the need. `format_share` of the passed parameters are
     multiplied in `weight_format`, the others in bf16.
@@ -88,7 +88,7 @@ class ModelFacts:
 
     @property
     def kv_need(self) -> KvNeed | None:
-        """Return the allocation of a sequence, in tokens of a KV cache; None where it equals its tokens."""
+        """Return the allocation of a sequence, in tokens of a KV cache; None if it equals its tokens."""
         given = self.allocated
         return kv_need(given.per_token, given.windows, given.state)
 
@@ -191,7 +191,7 @@ def stated_facts(
     hidden_size: int = 0,
     attention_heads: int = 0,
 ) -> ModelFacts:
-    """Return the facts of a dense model whose layers all attend in full; 0 is not known."""
+    """Return the facts of a dense model with full attention in all layers; 0 means unknown."""
     count = round(parameters)
     depth = layers or _USUAL_LAYERS
     # Parameters of a dense transformer are 12 * layers * hidden^2; its heads are as wide as the hidden state.
@@ -211,7 +211,7 @@ def stated_facts(
 
 
 def read_facts(raw: Mapping[str, Any], name: str) -> ModelFacts:
-    """Return the facts of a `config.json`. Raises `ConfigError` naming a key that is not understood."""
+    """Return the facts of a `config.json`. Raises `ConfigError` naming an unknown key."""
     config, architecture = _language_model(raw)
     model_type, family = _family(raw, config, architecture)
     keys = ConfigKeys(config, _defaults(model_type, inner=config is not raw))

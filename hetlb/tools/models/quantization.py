@@ -17,7 +17,7 @@ from typing import Any, Final
 from hetlb.errors import ConfigError
 from hetlb.tools.models.expressions import Expression
 
-#: Bits of a value of a module that is not quantised, whatever type the file names: vLLM casts float32.
+#: Bits of a value of an unquantised module, whatever type the file names: vLLM casts float32.
 PLAIN_BITS: Final = 16.0
 #: Bits a value with the scale of its group: 8 per 32 (MX), 8 per 16 (NVIDIA).
 _MXFP4_BITS, _NVFP4_BITS, _MXFP8_BITS = 4.25, 4.5, 8.25
@@ -63,7 +63,7 @@ def read_quantization(config: Mapping[str, Any] | None, expert_type: str | None 
         raise ConfigError(f"expert_dtype: expected fp4 or fp8, got {expert_type!r}")
 
     def bits_of(name: str, experts: bool) -> float:
-        # Embeddings stay; so does the output, unless a method says that it takes that, too.
+        # Embeddings stay; so does the output, unless a method covers it.
         if name.startswith("embed"):
             return PLAIN_BITS
         if name == "lm_head" and not config.get("lm_head"):
@@ -93,7 +93,7 @@ def _method(config: Mapping[str, Any]) -> str:
 
 
 class Patterns:
-    """Modules that are left as they are: by name, name of a part that holds them, glob, `re:` expression."""
+    """Modules left as they are: by name, name of a part that holds them, glob, `re:` expression."""
 
     _KEYS: Final = (
         "ignore",

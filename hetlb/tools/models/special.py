@@ -1,4 +1,4 @@
-"""Architectures whose layers have parts of their own: Falcon, Gemma 3n and 4, Llama 4, Nemotron, others."""
+"""Architectures with layer parts of their own: Falcon, Gemma 3n and 4, Llama 4, Nemotron, others."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def multi_query_mixer(family: Family, keys: ConfigKeys, layer: int, kind: Scope)
 
 
 def inner_attention(family: Family, keys: ConfigKeys, layer: int, kind: Scope) -> Mixer:
-    """Return attention whose KV heads are in `attn_config` (MPT, DBRX)."""
+    """Return attention with its KV heads in `attn_config` (MPT, DBRX)."""
     heads, size = keys.whole("num_attention_heads"), head_size(keys)
     inner = keys.inner("attn_config")
     kv = inner.whole("kv_n_heads", heads) if inner is not None and inner.stated("kv_n_heads") else heads
@@ -377,7 +377,7 @@ def granite_feed(family: Family, keys: ConfigKeys, layer: int) -> FeedForward:
 
 
 def lfm_feed(family: Family, keys: ConfigKeys, layer: int) -> FeedForward:
-    """Return LFM2's feed-forward part, whose stated size is before the factor 2/3 of gated parts."""
+    """Return LFM2's feed-forward part. Its stated size is before the factor 2/3 of gated parts."""
     if experts_of(keys) and is_sparse(keys, layer):
         return mixture(family, keys, layer)
     size = keys.whole("intermediate_size")

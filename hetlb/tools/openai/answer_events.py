@@ -76,7 +76,7 @@ def read_answer(payload: bytes) -> AnswerEvent:
     return event
 
 
-#: Maximum bytes of an event that is not whole.
+#: Maximum bytes of an incomplete event.
 MAX_EVENT_BYTES: Final = 16 << 20
 
 

@@ -23,7 +23,7 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 
 def event(body: dict[str, Any], name: str = "") -> bytes:
-    """Return one server-sent event, named where a name is given."""
+    """Return one server-sent event, named if a name is given."""
     data = b"data: %b\n\n" % _encode(body)
     return b"event: %b\n%b" % (name.encode(), data) if name else data
 

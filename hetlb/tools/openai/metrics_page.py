@@ -1,4 +1,4 @@
-"""Prometheus' text of families that are made when they are asked for."""
+"""Prometheus' text of metric families made at each request."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Bodies of OpenAI's requests with vLLM's further fields: types, ranges, and the one error of all of them.
 
-Numbers in strings are read as vLLM reads them (`"5"` is 5). Fields that are not named here are ignored: a
+Numbers in strings are read as vLLM reads them (`"5"` is 5). Fields not named here are ignored: a
 server that cannot ignore one says so itself.
 """
 
@@ -30,7 +30,7 @@ _AT: Final = re.compile(r"`\$\.(\w+)")
 
 
 class ApiError(Exception):
-    """A request that is answered with an error."""
+    """A request answered with an error."""
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -100,7 +100,7 @@ class SampledRequest(msgspec.Struct, kw_only=True):
 
     @property
     def include_usage(self) -> bool:
-        """True if a stream ends with its usage. Raises `ApiError` where nothing is streamed."""
+        """True if a stream ends with its usage. Raises `ApiError` if nothing is streamed."""
         if self.stream_options is None:
             return False
         if not self.stream:

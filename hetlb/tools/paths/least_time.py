@@ -1,4 +1,4 @@
-"""hetlb's own choice of paths: the least predicted time of a request and of the requests that it delays.
+"""hetlb's own choice of paths: the least predicted time of a request and of the requests it delays.
 
 A decision depends on the ledgers and on what was dispatched before; nothing is random. Dynamic
 programming over the layers: the stages form a graph without cycles, ordered by their last layer, and the
@@ -7,7 +7,7 @@ cheapest way to each follows from the cheapest ways to the stages before it.
 The cost of a path (s) has two parts.
 
 - The first pass, as a timetable: when every stage and link is done with the prompts it was given before, by
-  prediction, so that a prompt goes where no other one stands.
+  prediction, so that a prompt avoids stages busy with other prompts.
 - The decode passes, times the output predicted: what one more request adds to the time that all requests
   spend on a stage or link, F(n + 1) - F(n) with F(n) = n T(n). T(n) is the time of a pass with n requests in
   flight: the batch, and prompts in between as in an M/G/1 queue. So a request pays for the delay of others
@@ -54,7 +54,7 @@ class _Stage:
     def __init__(self, spec: StageSpec, ledger: StageLedger) -> None:
         self.spec = spec
         self.ledger = ledger
-        #: Predicted time at which all prompts sent here are computed.
+        #: Predicted end of all prompts sent here.
         self.free_at = 0.0
         #: A pass of one token alone, then with a few others.
         self.batch_s = spec.layers * (2.0 * spec.decode(1.0) + spec.decode(_SMALL_BATCH))
@@ -79,7 +79,7 @@ class _Link:
             more = receiver.decode(_LARGE_BATCH) - receiver.decode(_SMALL_BATCH)
             self.batch_s = receiver.layers * max(0.0, more) / (_LARGE_BATCH - _SMALL_BATCH)
         self.free_at = 0.0
-        #: Requests in flight whose path takes it.
+        #: Requests in flight with it on their path.
         self.requests = 0
 
     def total_s(self, requests: float, prompts_per_s: float, prompt_tokens: float) -> float:

@@ -32,7 +32,7 @@ class PathLease:
     replays: int = 0
     first_token_at: float | None = None
     output_tokens: int = 0
-    #: Tokens that it is expected to hold in the end.
+    #: Tokens it is expected to hold in the end.
     kv_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,13 +61,13 @@ class StageLedger:
 
     @property
     def in_flight(self) -> int:
-        """Requests whose path crosses this stage."""
+        """Number of requests with a path through this stage."""
         return len(self.leases)
 
     def takes(self, lease: PathLease, high_water: float) -> bool:
         """Return True if it is up and a lease on all its layers stays within this share of its KV cache.
 
-        An idle stage takes any request whose first pass and one token fit, whatever is predicted.
+        An idle stage takes any request if its first pass and one token fit, whatever is predicted.
         """
         spec = self.spec
         if not self.up:
@@ -97,7 +97,7 @@ class StageLedger:
 
 
 def kv_by_layer(ledgers: Iterable[StageLedger], layers: int) -> list[tuple[float, float]]:
-    """Return KV tokens of each layer, booked and in all, summed over the stages that are up and hold it."""
+    """Return KV tokens of each layer, booked and in all, summed over the running stages with this layer."""
     booked, total = [0.0] * layers, [0.0] * layers
     for ledger in ledgers:
         spec = ledger.spec

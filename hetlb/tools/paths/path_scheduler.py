@@ -2,7 +2,7 @@
 
 Every dispatch is one lease with a path that computes each layer once; what it booked on every stage is
 given back exactly once, however it ends. A request is at any moment waiting, leased or gone. No path crosses
-a stage that is lost. The simulator drives this object from a heap of events, the coordinator of `hetlb stage`
+a lost stage. The simulator drives this object from a heap of events, the coordinator of `hetlb stage`
 workers from real messages.
 """
 
@@ -99,12 +99,12 @@ class PathScheduler:
 
     @property
     def in_flight(self) -> int:
-        """Leases that have not ended."""
+        """Number of open leases."""
         return len(self._leased)
 
     @property
     def passable(self) -> bool:
-        """True if the stages that are up hold all layers."""
+        """True if the running stages hold all layers."""
         return self._covers(lambda stage: self.ledgers[stage.name].up)
 
     @property
@@ -160,7 +160,7 @@ class PathScheduler:
         return self._flush(now)
 
     def on_preempted(self, lease: PathLease, now: float) -> list[PathCommand]:
-        """Queue a request first whose KV blocks a stage took for an older one."""
+        """Queue a preempted request first: a stage gave its KV blocks to an older one."""
         return self._requeue(_Waiting(lease.request, self._release(lease, now), lease.replays), now)
 
     def _requeue(self, entry: _Waiting, now: float) -> list[PathCommand]:
@@ -177,7 +177,7 @@ class PathScheduler:
         return lease.context_tokens - lease.request.prompt_tokens + lease.output_tokens
 
     def on_cancelled(self, request_id: RequestId, now: float) -> list[PathCommand]:
-        """Forget a waiting request whose client left. (With a lease, the driver ends the lease instead.)"""
+        """Forget a waiting request of a disconnected client. (The driver ends a leased one.)"""
         self._queue = deque(entry for entry in self._queue if entry.request.id != request_id)
         return self._flush(now)
 
@@ -187,7 +187,7 @@ class PathScheduler:
         return [*self._drop_misfits(), *self._flush(now)]
 
     def on_network(self, network: StageNetwork, now: float) -> list[PathCommand]:
-        """Take changed stages, none of which has a lease; the ledgers of the others stay."""
+        """Take changed stages, all without a lease. The ledgers of the others stay."""
         ledgers = {stage.name: StageLedger(stage) for stage in network.stages}
         for name, ledger in self.ledgers.items():
             kept = name in ledgers and ledgers[name].spec == ledger.spec

@@ -1,7 +1,7 @@
 """Choosing the stages that a request passes: one policy per name.
 
-A path computes every layer once and in order, over links that exist, on stages that are up and have
-room in their KV cache; None where there is no such path now. `choose` changes nothing; a policy learns
+A path computes every layer once and in order, over existing links, on running stages with
+room in their KV cache; None if there is no such path now. `choose` changes nothing; a policy learns
 from the events reported afterwards.
 """
 
@@ -36,7 +36,7 @@ class PathPolicy:
         self._high_water = high_water
         self._rng = rng
         self._specs = {stage.name: stage for stage in network.stages}
-        #: By sender: stages that may follow, in file order, then `SINK` where tokens come out.
+        #: By sender: stages that may follow, in file order, then `SINK` if the stage leads out.
         self._next: dict[str, list[str]] = {SOURCE: [stage.name for stage in network.successors(None)]}
         for stage in network.stages:
             after = [other.name for other in network.successors(stage)]
@@ -48,7 +48,7 @@ class PathPolicy:
         """Set up the policy's own state."""
 
     def _prune(self) -> None:
-        """Leave out stages from which no token comes out."""
+        """Leave out stages without a way to the sink."""
         while dead := [name for name, after in self._next.items() if not after and name != SOURCE]:
             for name in dead:
                 del self._next[name]
@@ -136,7 +136,7 @@ class FixedPipelines(PathPolicy):
         return None
 
     def choose(self, lease: PathLease) -> tuple[Hop, ...] | None:
-        """Return the next pipeline in turn that has room on all stages."""
+        """Return the next pipeline in turn with room on all stages."""
         count = len(self._pipelines)
         for step in range(count):
             names = self._pipelines[(self._turn + step) % count]

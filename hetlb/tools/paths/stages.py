@@ -113,7 +113,7 @@ class StageNetwork:
     """All stages of one model with the links between them.
 
     With `partial_inference` a stage may be entered behind its first layer. `flows` (tokens/s by link) is the
-    maximum flow that weighted round robin follows; empty where no plan was made.
+    maximum flow that weighted round robin follows; empty if no plan was made.
     """
 
     layers: int
@@ -135,7 +135,7 @@ class StageNetwork:
         )
 
     def enters(self, stage: StageSpec, at: int) -> bool:
-        """Return True if a path that has computed the layers below `at` may go on with this stage."""
+        """Return True if a path that computed the layers below `at` may go on with this stage."""
         return stage.first == at or (self.partial_inference and stage.first < at < stage.end)
 
     def leads_out(self, stage: StageSpec) -> bool:

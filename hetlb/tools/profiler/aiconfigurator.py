@@ -37,7 +37,7 @@ _MEMORY_SHARE = 0.9
 _PASS_TOKENS = 8192
 #: Bytes/s below which an all-reduce shows a machine's wiring more than its GPUs.
 _SLOW_ALL_REDUCE_BYTES_S = 8e9
-#: SMs of GPUs on which vLLM decodes with kernels that split all contexts over equally many blocks.
+#: SMs of the GPUs for which vLLM has decode kernels that split all contexts over equally many blocks.
 _SMS_SPLIT_KV = {"b200_sxm": 148, "b300_sxm": 148, "gb200": 152, "gb300": 152}
 
 
@@ -76,8 +76,8 @@ def query(
 ) -> Measurements:
     """Ask for the grid, of one data-parallel rank while all are alike busy.
 
-    Limits of a batch that are not given are vLLM's on this GPU; `engine.kv_cache_tokens` is None where the
-    model does not fit. Raises `ProfileError` where there is no answer.
+    Limits of a batch not given are vLLM's on this GPU; `engine.kv_cache_tokens` is None if the
+    model does not fit. Raises `ProfileError` if there is no answer.
     """
     from aiconfigurator_core.sdk import (  # type: ignore[import-not-found, unused-ignore]
         engine,
@@ -185,7 +185,7 @@ def _split_blocks(system: str, facts: ModelFacts, config: dict[str, Any], tp: in
     """Return the SMs per KV head of a GPU.
 
     None for other kernels, for latent attention, which has no such heads, and for one head a GPU: there steps
-    do not wait for the longest context (33 % too long at TP 8, where TP 2 and 4 fit).
+    do not wait for the longest context (33 % too long at TP 8; TP 2 and 4 fit).
     """
     heads = int(config["n_kv"]) // tp
     if system not in _SMS_SPLIT_KV or heads < 2 or not {"latent", "compressed"}.isdisjoint(facts.kinds):
@@ -194,7 +194,7 @@ def _split_blocks(system: str, facts: ModelFacts, config: dict[str, Any], tp: in
 
 
 def _points(handle: Any) -> list[Point]:
-    """Return the default grid, and the corners beyond it for which the tables have data."""
+    """Return the default grid, and the corners beyond it covered by the tables."""
 
     def decode(batch: int, length: int) -> Point:
         seconds = handle.predict_decode_latency(batch, length, osl=2) / 1e3
@@ -220,7 +220,7 @@ def _long_prefill(handle: Any, length: int) -> Point:
 
 
 def _all_reduce_bytes_s(handle: Any, hidden: int, tp: int) -> float | None:
-    """Return the bus bandwidth of the all-reduce of 4,096 tokens' embedding; None where there is none."""
+    """Return the bus bandwidth of the all-reduce of 4,096 tokens' embedding; None if there is none."""
     tokens = 4096
     context, _ = handle.run_static_per_op(batch_size=1, isl=tokens, osl=2, mode="static")
     ms = next((each[1] for each in context if each[0] == "context_embedding_ar"), 0.0)
@@ -230,7 +230,7 @@ def _all_reduce_bytes_s(handle: Any, hidden: int, tp: int) -> float | None:
 def _kv_cache(
     memory: Any, model: str, system: str, layout: Layout, batched: int, seqs: int
 ) -> dict[str, Any]:
-    """Return the KV cache of a rank by the library; empty where the model does not fit."""
+    """Return the KV cache of a rank by the library; empty if the model does not fit."""
     try:
         found: dict[str, Any] = memory.estimate_kv_cache(
             model,
@@ -250,7 +250,7 @@ def _kv_cache(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the library, which logs every table that it takes from a neighbouring version."""
+    """Silence the library, which logs every table it takes from a neighbouring version."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

@@ -146,7 +146,7 @@ class EngineClient:
         await self._session.close()
 
     async def facts(self, model: str | None) -> ServerFacts:
-        """Return the facts of the server. Raises `InputError` where it is no server of `model`."""
+        """Return the facts of the server. Raises `InputError` if it is no server of `model`."""
         status, body = await self._page("/v1/models")
         if status in (401, 403):
             raise InputError(

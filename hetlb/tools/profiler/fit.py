@@ -45,9 +45,9 @@ _LAUNCH_GAIN = 0.75
 #: Relative error at a point of a live sweep above which a form gives way to the grid's.
 _LEAST_POINT_ERROR = 0.03
 
-#: Least points of a phase that is fitted.
+#: Fewest points to fit a phase.
 _LEAST_POINTS = 8
-#: Most groups of points that are left out in turn: with fewer points each is its own group.
+#: Most groups of points left out in turn: with fewer points each is its own group.
 _MAX_FOLDS = 12
 
 
@@ -64,7 +64,7 @@ class StepKind(StrEnum):
 
 
 class PrefillForm(StrEnum):
-    """Forms of prefill: k1..k4, the p-norm form, that with the measured grid, and with launch times, too."""
+    """Forms of prefill: k1..k4; the p-norm form; p-norm with the measured grid, also with launch times."""
 
     PAPER = "paper"
     PNORM = "pnorm"
@@ -85,7 +85,7 @@ class Point:
 
     A live engine splits what exceeds its token budget: `passes` is how many forward passes a prefill took.
     `prefill_tokens` are the prompt tokens of a mixed step. `uncertainty` is the standard error as a share, 0
-    where it is not known.
+    if it is not known.
     """
 
     phase: StepKind
@@ -97,14 +97,14 @@ class Point:
     uncertainty: float = 0.0
 
 
-#: Deviations from the median from which samples do not count.
+#: Samples further from the median, in deviations, do not count.
 _FAR_DEVIATIONS = 3.0
 
 
 def middle(seconds: Sequence[float], clock_s: float = 0.0) -> tuple[float, float]:
     """Return the mean of samples near their median, and its standard error as a share of it.
 
-    `clock_s`: deviation that the clock alone gives a sample. A median would choose one of two values where a
+    `clock_s`: deviation that the clock alone gives a sample. A median would choose one of two values if a
     clock counts in milliseconds, and three samples that agree by chance would pass for sure ones. Of a single
     one the error is not known: 0.
     """
@@ -122,8 +122,8 @@ def middle(seconds: Sequence[float], clock_s: float = 0.0) -> tuple[float, float
 class FitResult:
     """A fitted latency model, the form taken of prefill and of decode, and warnings for a reader.
 
-    `reports` have the held-out errors of each phase (and, as `PHASE_paper`, of the paper's form where
-    another was taken) under the names of `FitReport`. `tile` is None where no point shows it and none was
+    `reports` have the held-out errors of each phase (and, as `PHASE_paper`, of the paper's form if
+    another was taken) under the names of `FitReport`. `tile` is None if no point shows it and none was
     stated.
     """
 
@@ -161,10 +161,10 @@ def fit(
 ) -> FitResult:
     """Fit all phases. `form` fixes the prefill form, None chooses by held-out error.
 
-    `launched` states that the points hold the time in which a host launches kernels; tables' points do not.
+    `launched`: the points include the host's kernel launches, unlike points of tables.
 
-    The tile is that which the points show, or the usual one. Mixed points are fitted where there are at least
-    `LEAST_MIXED_POINTS`. Raises `ProfileError` where a phase has too few or unusable points.
+    The tile comes from the points, else it is the usual one. Mixed points are fitted if there are at least
+    `LEAST_MIXED_POINTS`. Raises `ProfileError` if a phase has too few or unusable points.
     """
     merged = merge_repeats(points)
     by_phase = {phase: [p for p in merged if p.phase is phase] for phase in StepKind}
@@ -202,7 +202,7 @@ def fit(
 
 
 _AnyForm = PrefillForm | DecodeForm
-#: Sizes up to which k1..k8 are fitted: planes through larger ones are wrong where most requests are.
+#: Largest sizes in the fit of k1..k8. A plane through larger ones is wrong for most requests.
 _USUAL_BATCH, _USUAL_LENGTH = 128, 8192
 
 
@@ -288,7 +288,7 @@ def errors_on(fitted: Fitted, points: Sequence[Point]) -> _Array:
 
 
 def _corners(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
-    """Return the corners of the grid, and the other points (all, where there are no others)."""
+    """Return the corners of the grid, and the other points (all, if there are no others)."""
     batches, lengths = [p.batch for p in points], [p.length for p in points]
     ends = {min(batches), max(batches)}, {min(lengths), max(lengths)}
     corners = [p for p in points if p.batch in ends[0] and p.length in ends[1]]
@@ -332,7 +332,7 @@ def _report(form: str, points: Sequence[Point], errors: _Array) -> PhaseReport:
 
 
 def fit_form(points: Sequence[Point], form: _AnyForm, tile: int = 1) -> Fitted:
-    """Fit prefill or decode in one form. Raises `ProfileError` where the points do not allow it."""
+    """Fit prefill or decode in one form. Raises `ProfileError` if the points do not allow it."""
     if form is DecodeForm.TABLE:
         return fit_table(points)
     if form in (PrefillForm.PAPER, DecodeForm.PAPER):
@@ -435,13 +435,13 @@ def fit_pnorm(points: Sequence[Point], tile: int = 1) -> PnormPrefill:
     return PnormPrefill(floor * floor_0, rate * rate_0, bend * bend_0, p, None, tile)
 
 
-#: Sizes of tiles that are tried, and by how much the error must fall for one to be believed.
+#: Sizes of tiles tried, and by how much the error must fall for one to be believed.
 _TILES = (16, 32, 64, 128, 256)
 _TILE_GAIN = 0.9
 
 
 def shown_tile(points: Sequence[Point]) -> int | None:
-    """Return the tile that the points show; None where all their token counts are multiples of 128, or few.
+    """Return the tile that the points show; None if all their token counts are multiples of 128, or few.
 
     1: time is proportional to tokens.
     """
@@ -507,7 +507,7 @@ def _one_pass(point: Point) -> Point:
 
 
 def _computing_grid(launched: LaunchedPrefill, points: Sequence[Point]) -> PnormPrefill:
-    """Return the form of computing corrected where launching does not hide it."""
+    """Return the computing form, corrected by the points not hidden by kernel launches."""
     computing = []
     for p in points:
         tokens, prompts = p.batch * p.length / p.passes, max(1.0, p.batch / p.passes)
@@ -541,8 +541,8 @@ def _least_rises(base: PnormPrefill, batches: Sequence[int], lengths: Sequence[i
     for i, j in np.ndindex(steps_l.shape):
         slope = base.elasticity(batches[max(0, i - 1)], lengths[j])[1]
         steps_l[i, j] = slope * (log_l[j + 1] - log_l[j])
-    # Beyond the grid's lower edges the correction is constant along one axis and varies along the other,
-    # where the base is flatter still: there the slope at batch 1 and one token counts.
+    # Beyond the grid's lower edges the correction is constant along one axis and varies along the other.
+    # The base is even flatter there: use its slope at batch 1 and one token.
     steps_b[:, 0] = [base.elasticity(b, 1)[0] * (log_b[i + 1] - log_b[i]) for i, b in enumerate(batches[:-1])]
     steps_l[0, :] = [base.elasticity(1, n)[1] * (log_l[j + 1] - log_l[j]) for j, n in enumerate(lengths[:-1])]
     return steps_b, steps_l
@@ -571,11 +571,11 @@ def fit_table(points: Sequence[Point]) -> DecodeTable:
 
 # --- mixed steps ----------------------------------------------------------------------------------------
 
-#: Least mixed points that are fitted.
+#: Fewest mixed points to fit.
 LEAST_MIXED_POINTS = 2
 #: Factor on the attention of decodes beside a prompt: 1.3 to 3.4 were measured.
 MIXED_FACTOR = 2.0
-#: Start of the search for the constants that are assumed 0, in tokens of a decode step's attention; of a
+#: Start of the search for the constants assumed 0, in tokens of a decode step's attention; of a
 #: sequence at least, in seconds: a host's time for it does not shrink with the GPU's.
 _SEQUENCE_TOKENS, _PAIR_TOKENS, _SEQUENCE_S = 24.0, 0.036, 1e-6
 
@@ -593,7 +593,7 @@ def mixed_s(latency: LatencyModel, point: Point) -> float:
 
 
 def fit_mixed(latency: LatencyModel, points: Sequence[Point]) -> MixedTerm:
-    """Return the mixed term, weighted by 1/seconds, near the assumed one where the points do not decide."""
+    """Return the mixed term, weighted by 1/seconds, near the assumed one if the points do not decide."""
     assumed = assumed_mixed(latency)
     token_s = assumed.token_s / MIXED_FACTOR
     sequence_s = max(_SEQUENCE_TOKENS * token_s, _SEQUENCE_S)

@@ -17,7 +17,7 @@ DECODE_ROOM_TOKENS = 128
 _MIN_BATCHES = 2
 _MOST_LENGTHS = 6
 _SHORTEST_TOKENS = 16
-#: Tokens of a pass where the engine has not told: vLLM's least default.
+#: Tokens of a pass if the engine has not told: vLLM's least default.
 _USUAL_BUDGET_TOKENS = 2048
 
 
@@ -149,10 +149,10 @@ def longest(phase: StepKind, batch: int, capacity: Capacity) -> int:
 
 
 def token_budget(observed: Iterable[tuple[int, int, int]]) -> int | None:
-    """Return `max_num_batched_tokens` from prefills of (batch, length, iterations in which a prompt ended).
+    """Return `max_num_batched_tokens` from prefills of (batch, length, iterations with the end of a prompt).
 
     A pass takes the next tokens of the prompts in order, up to the budget; an iteration counts if a prompt
-    ends in it. The power of two that explains all of them; None where none or several do.
+    ends in it. The power of two that explains all of them; None if none or several do.
     """
     observed = list(observed)
     candidates = [1 << power for power in range(8, 18)]

@@ -1,7 +1,7 @@
-"""Prefill of a server whose host launches kernels for longer than the GPU computes, in CUDA graphs or not.
+"""Prefill when the host launches kernels for longer than the GPU computes, in CUDA graphs or not.
 
 The p-norm form has one floor. A pass beyond the graphs of a mixture of experts has another one, two to three
-times as high: 40 ms for any pass of 560 to 4,000 tokens were measured where 16 ms are the floor below.
+times as high. Measured: 40 ms for any pass of 560 to 4,000 tokens, with a floor of 16 ms below.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hetlb.errors import ProfileError
 
 _Array = NDArray[np.float64]
 
-#: Tokens up to which vLLM may capture CUDA graphs: twice its sequences, 512 at most.
+#: Possible limits of vLLM's CUDA graphs, in tokens: twice its sequences, 512 at most.
 _GRAPH_TOKENS = (64, 128, 256, 512)
 #: Least passes on each side of that limit.
 _LEAST_PASSES = 2
 _TILES = (1, 64, 128, 256)
 #: Share of the error without a tile below which a tile is believed.
 _TILE_GAIN = 0.9
-#: Least rise of the launch time beyond the graphs, as a share of the shortest pass, that is fitted.
+#: Smallest fitted rise of the launch time beyond the graphs, as a share of the shortest pass.
 _LEAST_RISE = 0.1
 #: Starts of launching beyond the graphs, over the shortest pass.
 _STARTS = (0.3, 3.0)
@@ -33,7 +33,7 @@ _STARTS = (0.3, 3.0)
 
 @dataclass(frozen=True, slots=True)
 class LaunchedPrefill:
-    """A form of computing, and the seconds in which its kernels are launched."""
+    """A form of computing, and the seconds to launch its kernels."""
 
     form: PnormPrefill
     launch: LaunchTime
@@ -43,7 +43,7 @@ class LaunchedPrefill:
         return self.launch.pass_s(self.form.pass_s(tokens, prompts, attended), tokens)
 
     def computing_s(self, seconds: float, tokens: float) -> float | None:
-        """Return the seconds that a pass of `seconds` computes, None where launching hides them."""
+        """Return the seconds that a pass of `seconds` computes, None if launching hides them."""
         rest = seconds**LAUNCH_EXPONENT - self.launch.pass_s(0.0, tokens) ** LAUNCH_EXPONENT
         if rest <= (_LEAST_COMPUTING_SHARE * seconds) ** LAUNCH_EXPONENT:
             return None
@@ -59,7 +59,7 @@ def fit_launched(
 ) -> LaunchedPrefill:
     """Fit launching and computing to passes of both sides of a limit. `tile` None: what they show.
 
-    Raises `ProfileError` where no limit has passes on both sides.
+    Raises `ProfileError` if no limit has passes on both sides.
     """
     tokens = batch * length / passes
     # Of limits with the same passes on each side the lowest counts.

@@ -1,4 +1,4 @@
-"""Host time of an idle server, measured for a profile whose points hold none."""
+"""Host time of an idle server, measured for a profile without host time in its points."""
 
 from __future__ import annotations
 

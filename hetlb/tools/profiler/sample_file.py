@@ -29,7 +29,7 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One measurement. `iterations`: in which a prompt ended, of a prefill, None where not counted.
+    """One measurement. `iterations` of a prefill: iterations with the end of a prompt, None if not counted.
 
     Without `seconds` the point was given up, for the `reason`.
     """
@@ -44,7 +44,7 @@ class SampleFile:
     """The samples of one sweep, read from the file and added."""
 
     def __init__(self, path: Path, identity: Identity) -> None:
-        """Open or make the file. Raises `ProfileError` where it is another sweep's."""
+        """Open or make the file. Raises `ProfileError` if it is another sweep's."""
         self.path = path
         self.samples: list[Sample] = []
         try:

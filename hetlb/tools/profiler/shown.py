@@ -16,9 +16,9 @@ from hetlb.tools.profiler.fit import StepKind
 from hetlb.tools.profiler.gpus import GPUS
 from hetlb.tools.tables import Console, table
 
-#: Prompt tokens of the mixed steps that are shown and compared.
+#: Prompt tokens of the mixed steps shown and compared.
 _MIXED_PROMPT_TOKENS = 512
-#: Kind of step, batch and length at which times are shown and compared.
+#: Kind of step, batch and length of the times shown and compared.
 _SIZES = (
     *((StepKind.PREFILL, batch, length) for batch in (1, 4, 16) for length in (128, 1024, 4096)),
     *((StepKind.DECODE, batch, length) for batch in (1, 16, 128) for length in (256, 1024, 4096)),
@@ -85,7 +85,7 @@ def _origin(profile: Profile) -> str:
 
 
 def listing(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return a row for each profile of files and folders. Raises `InputError` where there is none."""
+    """Return a row for each profile of files and folders. Raises `InputError` if there is none."""
     files = [file for path in paths for file in (sorted(path.glob("*.yaml")) if path.is_dir() else [path])]
     if not files:
         raise InputError(f"list: expected profiles in {', '.join(map(str, paths))}, got none")
@@ -154,7 +154,7 @@ def gpu_table() -> Table:
 
 
 def differences(a: Profile, b: Profile) -> list[str]:
-    """Return the respects in which two profiles are of different things, where both state them."""
+    """Return the differing facts of two profiles (GPU, model, ...), if both state them."""
     facts = [
         ("models", a.model and a.model.name, b.model and b.model.name),
         ("GPUs", a.hardware and a.hardware.gpu, b.hardware and b.hardware.gpu),

@@ -46,17 +46,17 @@ from hetlb.tools.profiler.gpus import Gpu
 MEMORY_SHARE = 0.9
 #: Bytes of one value that GPUs send each other.
 ACTIVATION_BYTES = 2
-#: Tokens of a tile where no point shows it: the usual size of GPU kernels of matrix products.
+#: Tokens of a tile if no point shows it: the usual size of GPU kernels of matrix products.
 ASSUMED_TILE_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """Points, their source, and the engine, hardware and model where the source knows them.
+    """Points, their source, and the engine, hardware and model if the source knows them.
 
-    `host` is None where the points hold no host time. `tile` is taken where they show none. `lone` are prompt
+    `host` is None if the points hold no host time. `tile` applies if the points show none. `lone` are prompt
     tokens and seconds of single requests. `split_blocks`: sequences that fill the GPU with one block per KV
-    head, where contexts are split (`SplitKv`). `where` leads errors; `name` is the profile's where nothing
+    head, if contexts are split (`SplitKv`). `where` begins error messages. `name` is the profile's if nothing
     else names it.
     """
 
@@ -223,7 +223,7 @@ class Roofline:
         return 2.0 * passed * slower * per_flop / (self.flops_efficiency * self.tensor_parallel_size)
 
     def _exchange_s(self, tokens: int) -> float:
-        """Return the seconds of two all-reduces a layer; 0 where the link is unknown."""
+        """Return the seconds of two all-reduces a layer; 0 if the link is unknown."""
         model, degree = self.model, self.tensor_parallel_size
         if degree == 1 or self.all_reduce_bytes_s is None:
             return 0.0
@@ -260,7 +260,7 @@ _RESERVED_BYTES = 2 << 30
 
 
 def data_sheet(gpu: Gpu, facts: ModelFacts, degree: int) -> Measurements:
-    """Return the estimate for `degree` GPUs of the table, with the cache that they hold.
+    """Return the estimate for `degree` GPUs of the table, with the cache they hold.
 
     `engine.kv_cache_tokens` is None if the model does not fit.
     """
@@ -302,7 +302,7 @@ def profile_of(
 ) -> tuple[Profile, FitResult]:
     """Fit the points, complete the fit by assumptions. Raises `ProfileError`.
 
-    `stated_host` is the host time where the points hold none.
+    `stated_host` is the host time if the points hold none.
     """
     asynchronous = found.engine.schedules_asynchronously(found.gpu)
     host = found.host
@@ -355,18 +355,18 @@ def make_profile(name: str, found: Measurements, result: FitResult) -> Profile:
 
 
 def corrected(profile: Profile, latency: LatencyModel, source: ProfileSource) -> Profile:
-    """Return a profile with other constants; points and errors, which are of the old ones, are left out."""
+    """Return a profile with other constants; it drops points and errors of the old ones."""
     return msgspec.structs.replace(
         with_latency(profile, latency), version=2, source=source, fit=None, grid=None
     )
 
 
-#: Seconds in which a layer's kernels are launched: of attention, which CUDA graphs of a pass that prefills
+#: Seconds to launch a layer's kernels: of attention, which CUDA graphs of a pass with prefill
 #: leave out, by kind; of dense work and of experts, beyond the graphs. Fitted on Qwen3-32B, Qwen3.6-35B-A3B
 #: at TP 2 on B300 (vLLM 0.20.1): three figures for four constants, so linear attention and experts may trade.
 _ATTENTION_LAUNCH_S, _STATE_LAUNCH_S = 0.1e-3, 0.45e-3
 _DENSE_LAUNCH_S, _EXPERTS_LAUNCH_S = 0.15e-3, 0.475e-3
-#: Tokens up to which vLLM captures CUDA graphs by default.
+#: Largest batch, in tokens, for which vLLM captures CUDA graphs by default.
 _GRAPH_TOKENS = 512
 
 
@@ -391,7 +391,7 @@ _RANGES = {True: "0 to 1.5 ms an iteration were found", False: "1 to 8 ms an ite
 
 
 def assumed_host(asynchronous: bool | None) -> HostTime:
-    """Return the host time where no point shows it; unknown scheduling is asynchronous, as vLLM's."""
+    """Return the host time if no point shows it; unknown scheduling is asynchronous, as vLLM's."""
     iteration_s, sequence_s = _ASSUMED_HOST[asynchronous is not False]
     return HostTime(iteration_s=iteration_s, sequence_s=sequence_s, request_s=_ASSUMED_REQUEST_S)
 
@@ -406,7 +406,7 @@ def complete(
 ) -> tuple[FitResult, tuple[str, ...]]:
     """Return the fit with assumptions for figures that its points do not show; one phrase for each.
 
-    A phrase says what is taken, in which range it was found elsewhere, and what would measure it.
+    A phrase names the assumed value, its range on other machines, and a measurement that would replace it.
     `split_blocks` belong to a kernel that splits contexts (`SplitKv`).
     """
     latency, assumed = result.latency, []
@@ -451,5 +451,5 @@ def complete(
     return replace(result, latency=latency), tuple(assumed)
 
 
-#: Length from which points say what long contexts cost.
+#: Points of at least this length show the cost of long contexts.
 _LONG_TOKENS = 16384

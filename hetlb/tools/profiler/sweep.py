@@ -23,9 +23,9 @@ from hetlb.tools.profiler.fit import Point, StepKind, merge_repeats, middle
 from hetlb.tools.profiler.grid import DECODE_ROOM_TOKENS, Size, token_budget
 from hetlb.tools.profiler.sample_file import Sample, SampleFile
 
-#: Repeats of a point, and their factor at most where its samples differ.
+#: Repeats of a point, and their factor at most if its samples differ.
 REPEATS, _MORE_REPEATS = 3, 15
-#: Deviation of the time between two events whose server's timers count milliseconds, as uvloop's do.
+#: Deviation of the time between two events if the server's timers count milliseconds, as uvloop's do.
 _CLOCK_S = 4e-4
 #: Standard error, as a share, above which another sample of a point is taken.
 _SURE_ERROR = 0.01
@@ -41,7 +41,7 @@ _READ_S, _READ_S_PER_TOKEN = 0.015, 2.5e-6
 #: Its lead, twice as long at every try: an engine reads in one iteration what has come when that begins.
 _LEAD_S = 0.004
 _PLUG_TOKENS = (64, 2048)
-#: A longer one where an iteration takes it whole, and tries until one outlasts the reading of a request.
+#: A longer one if an iteration takes it whole, and tries until one outlasts the reading of a request.
 _LONGEST_PLUG_TOKENS, _PLUG_TRIES = 8192, 8
 _POLL_S, _SETTLE_TIMEOUT_S = 0.02, 10.0
 #: vLLM takes at most 1,024 prompts a request; an engine that runs them all has no limit that matters here.
@@ -72,7 +72,7 @@ class SweepResult:
 
 
 async def settled(client: EngineClient, facts: ServerFacts) -> bool:
-    """Wait until the engine has nothing to do; False where it still has after some seconds."""
+    """Wait until the engine has nothing to do; False if it still has after some seconds."""
     if not facts.counts:
         return True
     deadline = time.monotonic() + _SETTLE_TIMEOUT_S
@@ -86,7 +86,7 @@ async def settled(client: EngineClient, facts: ServerFacts) -> bool:
 
 
 async def learn_max_num_seqs(client: EngineClient, facts: ServerFacts, rng: random.Random) -> int | None:
-    """Return sequences that run while others wait although the KV cache has room; None where none ever do."""
+    """Return sequences that run while others wait although the KV cache has room; None if none ever do."""
     capacity = facts.capacity
     if not facts.counts or capacity.kv_cache_tokens is None:
         return None
@@ -136,7 +136,7 @@ class Sweep:
         decodes = [size for size in self.sizes if size.phase is not StepKind.PREFILL]
         most = max((size.batch for size in decodes), default=0)
         longest = max((size.length for size in decodes), default=0)
-        # Decode points share their prompts, each a beginning of the same: where the engine keeps
+        # Decode points share their prompts, each a beginning of the same: if the engine keeps
         # prefixes, a prompt is prefilled once and not once per point.
         self._decode_prompts = distinct_prompts(self.rng, most, longest)
 
@@ -356,7 +356,7 @@ class Sweep:
         return seconds, tokens
 
     async def _fill(self, size: Size, length: int) -> tuple[list[list[int]], int]:
-        """Return the prompts of the decodes of a point, kept where prefixes are; and the tokens it took."""
+        """Return the decode prompts of a point, and the tokens used. A prefix cache keeps the prompts."""
         prompts = [prompt[:length] for prompt in self._decode_prompts[: size.batch]]
         tokens = size.batch * length
         if self.facts.prefix_cache and size.batch > 1:
@@ -434,7 +434,7 @@ class Sweep:
 
 
 def _order(size: Size) -> tuple[int, int, int, int]:
-    """Prefills from the cheapest; decodes from the longest, whose prompts begin with the shorter ones."""
+    """Return a sort key: prefills from the cheapest; decodes from the longest, which contains the others."""
     if size.phase is StepKind.PREFILL:
         return (0, size.tokens, size.batch, 0)
     return (1 if size.phase is StepKind.DECODE else 2, -size.length, size.batch, size.prefill_tokens)
@@ -455,7 +455,7 @@ def _together(times: Sequence[TokenTimes]) -> float | None:
 
 
 def _gap_at(times: Sequence[TokenTimes], at_s: float) -> float | None:
-    """Return the seconds of the step that ended at `at_s` by all streams; None where one was not running."""
+    """Return the seconds of the step that ended at `at_s` by all streams; None if one was not running."""
     gaps = []
     for one in times:
         stamps = [at for at, _ in one.stamps]

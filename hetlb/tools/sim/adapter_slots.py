@@ -1,6 +1,6 @@
 """LoRA adapters in the slots of one simulated engine, as vLLM keeps them.
 
-A batch holds sequences of at most `max_loras` adapters. One that is in no slot is loaded before the batch
+A batch holds sequences of at most `max_loras` adapters. One without a slot is loaded before the batch
 runs, in place of the adapter that was in a batch longest ago.
 """
 
@@ -23,7 +23,7 @@ class LoadedAdapters:
         #: Adapters loaded so far.
         self.loads = 0
         self._running: dict[str, int] = {}
-        #: The adapters in slots, each with the last batch that it was in.
+        #: The adapters in slots, each with the last batch it was in.
         self._last_step: dict[str, int] = {}
 
     @property
@@ -37,7 +37,7 @@ class LoadedAdapters:
             self.used = True
 
     def first_admitted(self, waiting: Iterable[EngineSequence]) -> EngineSequence | None:
-        """Return the first of the waiting whose adapter the batch can hold."""
+        """Return the first waiting sequence with an adapter that the batch can hold."""
         for sequence in waiting:
             name = sequence.adapter
             if not name or name in self._running or len(self._running) < self.slots:

@@ -1,6 +1,6 @@
 """A log of a real server against the engine model: replay, errors with sign, and their causes.
 
-The requests of the log are sent to the engine model at the times at which the server got them. The error of
+The engine model gets the requests of the log at the server's arrival times. The error of
 the whole answer is then split: the times of prefill passes, mixed steps and decode steps and the host's time
 of an iteration and of a request are corrected one after the other, each to fit the log best, and each
 share is how much its correction moves the mean. What is left once all are corrected is scheduling,
@@ -32,7 +32,7 @@ from hetlb.tools.workload.measured_logs import Log, LoggedRequest
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 
-#: The kinds of time that are corrected, in this order: the field of `Corrections`, and words for a verdict.
+#: The kinds of time corrected, in this order: the field of `Corrections`, and words for a verdict.
 PARTS = {
     "prefill": ("prefill", "prefill passes"),
     "mixed": ("mixed", "mixed steps"),
@@ -44,20 +44,20 @@ PARTS = {
 REST = "scheduling"
 #: Largest mean error that counts as right.
 RIGHT_ERROR = 0.03
-#: Loads at the arrival of a request: the larger of KV cache and slots in use, 1 where requests wait.
+#: Loads at the arrival of a request: the larger of KV cache and slots in use, 1 if requests wait.
 LOADS = (("below 50 % load", 0.0, 0.5), ("at 50 to 80 % load", 0.5, 0.8), ("above 80 % load", 0.8, math.inf))
 _LEAST_LOAD_REQUESTS = 10
-#: Most requests to which corrections are fitted.
+#: Most requests that a fit of corrections uses.
 _MOST_FITTED = 1500
 #: Expected distance of factors from 1, in logarithms, and of seconds of the host from the profile's, per
 #: iteration and per request; and by how much a correction of that size must bring the log nearer.
 _SPREADS = (0.3, 0.3, 0.3, 0.002, 0.005)
 _LEAST_GAIN = 0.003
-#: Groups whose means are fitted: by arrival, and by the length of prompts and of answers.
+#: Number of groups in a fit of means: by arrival, and by the length of prompts and of answers.
 _IN_ORDER, _ALIKE = 12, 4
 #: Steps of the search are shares of its variables, so these are kept off 0.
 _SHIFT = 5.0
-#: Residual from which the distance grows in proportion instead of with the square.
+#: Residual above which the distance grows linearly instead of with the square.
 _CORNER = 0.1
 
 
@@ -157,7 +157,7 @@ class MetricError:
     requests: int
 
 
-#: Metrics of a log, and the field of a request that each is of.
+#: Metrics of a log, and their fields of a request.
 _METRICS = {"queue": "queue_s", "ttft": "ttft_s", "tpot": "tpot_s", "e2e": "e2e_s"}
 
 
@@ -227,10 +227,10 @@ class Corrections:
 def fit_corrections(
     requests: Sequence[LoggedRequest], engine: EngineSpec, chosen: Sequence[bool] | None = None
 ) -> Corrections:
-    """Return the corrections with which the replay is nearest to the log; near none where it is undecided.
+    """Return the corrections that bring the replay nearest to the log; near zero if the log does not decide.
 
     All requests are replayed; `chosen` ones are compared. The search starts from the part that explains most
-    alone: parts that are nearly alike, such as decode steps and the host, are mistaken for each other else.
+    alone. Otherwise it confuses similar parts, such as decode steps and the host.
     """
     part = requests[:_MOST_FITTED]
     groups = _groups(part, None if chosen is None else np.array(chosen[: len(part)]))
@@ -318,7 +318,7 @@ def _groups(requests: Sequence[LoggedRequest], chosen: _Array | None) -> list[_A
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The loads at which a correction was tested, and up to which it holds.
+    """The tested loads of a correction, and the highest load it is valid for.
 
     `before` and `after` are the errors of the mean that is furthest off, of the busier half of the requests,
     as the profile has them and corrected by the quieter half. `sequences` run at once, for 95 % of the time
@@ -334,15 +334,15 @@ class Reach:
 
     @property
     def harms(self) -> bool:
-        """True if the correction makes a load worse that it was not fitted to."""
+        """True if the correction clearly increases the error at another load."""
         return abs(self.after) > max(abs(self.before), RIGHT_ERROR) + _MOST_HARM
 
 
-#: Largest loss of a correction at another load, and largest difference of forms where it holds.
+#: Largest loss of a correction at another load, and largest difference between forms if it is valid.
 _MOST_HARM, _MOST_DIFFERENCE = 0.01, 0.03
-#: Loads that are tried, as multiples of the log's rate.
+#: Loads tried, as multiples of the log's rate.
 _RATE_FACTORS = (1.0, 1.25, 1.5, 1.75, 2.0)
-#: Prompt tokens of a mixed step at which all forms of it take the same time.
+#: Prompt tokens of the mixed step for which all forms give the same time.
 _FORM_TOKENS = 512.0
 
 
@@ -350,7 +350,7 @@ def reach(requests: Sequence[LoggedRequest], engine: EngineSpec, found: Correcti
     """Test a correction at another load, and find that up to which it holds.
 
     The quieter half of a log is corrected alone, and must not make the busier half worse. A log at one load
-    shows how long mixed steps take there, not what that grows with: where corrected models in which it grows
+    shows how long mixed steps take there, not what that grows with: if corrected models in which it grows
     with decodes alone, or with pairs of decodes and prompt tokens, give other times, none is known.
     """
     part = requests[:_MOST_FITTED]
@@ -419,7 +419,7 @@ class Comparison:
 
     @property
     def requests(self) -> int:
-        """Requests that were compared."""
+        """Number of compared requests."""
         return len(self.measured)
 
     @property
@@ -443,7 +443,7 @@ class Comparison:
 
 
 def compare(log: Log, engines: dict[str, EngineSpec]) -> Comparison:
-    """Hold a log against the engines that served it, by name ("" where the log names none)."""
+    """Hold a log against the engines that served it, by name ("" if the log names none)."""
     measured: list[LoggedRequest] = []
     simulated: list[LoggedRequest] = []
     loads: list[float] = []
@@ -489,14 +489,14 @@ def compare(log: Log, engines: dict[str, EngineSpec]) -> Comparison:
 
 
 def _worst(found: dict[str, MetricError]) -> tuple[str, float]:
-    """Return the metric that users see whose mean is furthest off, and by how much."""
+    """Return the user-visible metric with the largest error of its mean, and that error."""
     names = [name for name in ("ttft", "tpot", "e2e") if name in found]
     name = max(names, key=lambda each: abs(found[each].error))
     return name, found[name].error
 
 
 def varies_enough(run: ReplayedRun) -> str:
-    """Return the reason for which a log cannot tell the parts of a model from each other; empty where it can.
+    """Return why a log cannot separate the parts of a model; empty if it can.
 
     Prefill, mixed and decode times are told apart by steps of different batches: their middle nine tenths, by
     time, must span a factor of 2.

@@ -34,12 +34,12 @@ class Alone:
 
     @property
     def requests_per_s(self) -> float:
-        """Requests/s, 0 where nothing fitted."""
+        """Requests/s, 0 if nothing fitted."""
         return self.requests / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Prompt and output tokens/s, 0 where nothing fitted."""
+        """Prompt and output tokens/s, 0 if nothing fitted."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -67,7 +67,7 @@ def run_alone(spec: EngineSpec, plan: Sequence[PlannedRequest], rule: IterationR
 
 @dataclass(frozen=True, slots=True)
 class FullPart:
-    """Part of a run in which something waits: sequences `first` to `last` were admitted, in `seconds`."""
+    """Part of a run while something waits: sequences `first` to `last` were admitted, in `seconds`."""
 
     first: int
     last: int
@@ -80,7 +80,7 @@ def full_part(
     """Run sequences, all submitted at once, from when `batch` have ended to when nothing waits any more.
 
     The first `batch` are met on their way, at any point of their answers: else all of them would end, and
-    be replaced, in step. Where nothing waits by then it is the whole run.
+    be replaced, in step. If nothing waits by then it is the whole run.
     """
     for number, sequence in enumerate(sequences):
         if number < batch and sequence.output_tokens:

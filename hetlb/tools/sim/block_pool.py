@@ -20,7 +20,7 @@ def blocks_for(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 
-#: Parts of a block where windows or states need other amounts than whole blocks.
+#: Parts of a block if windows or states need other amounts than whole blocks.
 _BLOCK_PARTS: Final = 64
 
 

@@ -32,7 +32,7 @@ class DecodeBatch:
         self._size = pool.block_size
         self._finish: dict[int, dict[EngineSequence, None]] = {}  # step -> sequences that finish at its end
         self._finish_steps: list[int] = []  # heap over the keys; entries of emptied buckets go stale
-        #: Step -> sequences whose window is full from it on, and a heap over the keys, as above.
+        #: Step -> sequences with a full window from it on, and a heap over the keys, as above.
         self._filling: dict[int, dict[EngineSequence, None]] = {}
         self._filling_steps: list[int] = []
         #: Blocks that the sequences need in a step, by its remainder of the block size, and in all of these.
@@ -48,7 +48,7 @@ class DecodeBatch:
         return max([self.step - sequence.offset for sequence in self.sequences], default=0)
 
     def add(self, sequence: EngineSequence, cached: int) -> None:
-        """Add a sequence that has `cached` tokens in the cache."""
+        """Add a sequence with `cached` tokens in the cache."""
         sequence.offset = offset = self.step - cached
         self.sequences[sequence] = None
         self.tokens += cached
@@ -77,7 +77,7 @@ class DecodeBatch:
         return self._forget(sequence)
 
     def take_finished(self) -> list[EngineSequence]:
-        """Remove the sequences that have all their tokens with the step just ended."""
+        """Remove the sequences that got their last token in the step just ended."""
         finished = self._finish.pop(self.step, None)
         if finished is None:
             return []
@@ -140,7 +140,7 @@ class DecodeBatch:
         return blocks + sum(self.demand[start:]) + sum(self.demand[: end - size])
 
     def steps_to_finish(self) -> int:
-        """Return the steps from the one begun, which counts, to the next at whose end a sequence finishes."""
+        """Return the number of steps, with the one begun, until a sequence finishes."""
         steps = self._finish_steps
         while steps[0] not in self._finish:
             heapq.heappop(steps)
@@ -159,7 +159,7 @@ class DecodeBatch:
         return affordable
 
     def check_integrity(self) -> None:
-        """Count everything again; assertion where a sum disagrees."""
+        """Count everything again; assertion if a sum disagrees."""
         demand = [0] * self._size
         for sequence in self.sequences:
             demand[sequence.offset % self._size] += self._per_block(self.cached(sequence))

@@ -76,7 +76,7 @@ class EngineLimits(PickleByFields):
 
     @property
     def in_flight_tokens(self) -> int:
-        """Most tokens that are scheduled and not computed."""
+        """Most tokens scheduled and not computed."""
         return self.max_num_batched_tokens * (2 if self.async_scheduling else 1)
 
     def told_kv_tokens(self, max_model_len: int) -> int:
@@ -90,7 +90,7 @@ class EngineLimits(PickleByFields):
     def from_capacity(cls, capacity: Capacity) -> EngineLimits:
         """Make the limits that a profile or an engine states, vLLM's defaults for what they leave out.
 
-        Raises `ValueError` naming the key where the KV capacity is missing or figures contradict.
+        Raises `ValueError` naming the key if the KV capacity is missing or figures contradict.
         """
         if capacity.kv_cache_tokens is None:
             raise ValueError(

@@ -35,15 +35,15 @@ _FINISHED: Final = SequenceState.FINISHED
 class DelayedView:
     """Delayed view of an engine that schedules asynchronously (`EngineLimits.async_scheduling`).
 
-    vLLM fixes the next batch when the running one starts. Seen from the boundary at which that batch begins,
-    sequences that arrived while the previous batch ran are not seen, and slots and blocks of sequences that
-    finished with it are still taken: both are held back for one iteration.
+    vLLM fixes the next batch when the running one starts. At the boundary before that batch,
+    sequences that arrived while the previous batch ran are not seen. Slots and blocks of sequences that
+    finished with it are still taken. Both are delayed by one iteration.
     """
 
     __slots__ = ("arriving", "leaving")
 
     def __init__(self) -> None:
-        #: Sequences that came while iterations were in flight, with the step in which they came.
+        #: Sequences that arrived while iterations were in flight, with the step of their arrival.
         self.arriving: dict[EngineSequence, int] = {}
         #: Finished sequences, with their tokens in the cache.
         self.leaving: list[tuple[EngineSequence, int]] = []
@@ -80,8 +80,8 @@ class EngineModel:
     """One engine: `submit` and `abort` sequences, `begin_*` and `end_iteration` in turn.
 
     A driver that steps: `begin_iteration`, wait that long, `end_iteration`, again until None. A driver in
-    virtual time uses `begin_run` instead and, where something happens inside the stretch that the
-    engine must see, `cut`s it to the boundary at which the engine would see it.
+    virtual time uses `begin_run` instead. If the engine must see an event inside the stretch, the driver
+    `cut`s the stretch to the next iteration boundary at which vLLM would see the event.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class EngineModel:
 
     @property
     def waiting(self) -> int:
-        """Sequences not admitted, preempted ones and ones whose KV cache is being fetched included."""
+        """Number of sequences not admitted. Includes preempted ones and pending KV transfers."""
         fetches = self.fetches
         return len(self._waiting) + len(self._delayed.arriving) + len(fetches.running) + len(fetches.ready)
 
@@ -166,7 +166,7 @@ class EngineModel:
         return waits or self.running >= self.limits.max_num_seqs
 
     def generated(self, sequence: EngineSequence) -> int:
-        """Return the output tokens that `sequence` has got from iterations that ended."""
+        """Return the output tokens of `sequence` from ended iterations."""
         if sequence.state is _DECODE:
             return self.decodes.cached(sequence) - sequence.prompt_tokens + (self.in_flight is None)
         return sequence.generated
@@ -176,7 +176,7 @@ class EngineModel:
     def submit(self, sequence: EngineSequence, elapsed_s: float = 0.0) -> None:
         """Put a new sequence at the end of the queue. The caller has refused what `limits` never fit.
 
-        `elapsed_s`: of the iterations in flight; asynchronous scheduling must know in which one it came.
+        `elapsed_s`: seconds since the iterations in flight began. Asynchronous scheduling needs it.
         """
         assert sequence.state is SequenceState.NEW, f"expected a new sequence, got {sequence!r}"
         assert self.limits.fits(sequence.prompt_tokens, sequence.output_tokens), (
@@ -192,7 +192,7 @@ class EngineModel:
             self._waiting[sequence] = None
 
     def abort(self, sequence: EngineSequence) -> None:
-        """Drop a sequence, submitted or not, and free its blocks at once; one that has ended stays ended.
+        """Drop a sequence, submitted or not, and free its blocks at once; one that ended stays ended.
 
         An iteration in flight keeps its duration. A longer stretch must have been `cut` and ended.
         """
@@ -223,7 +223,7 @@ class EngineModel:
         sequence.state = SequenceState.ABORTED
 
     def complete_fetch(self, sequence: EngineSequence, *, loaded: bool = True) -> None:
-        """Let a sequence be admitted whose transfer has ended.
+        """Make a sequence ready for admission after its KV transfer ended.
 
         Not `loaded`: it failed, the whole prompt is computed (`kv_load_failure_policy: recompute`).
         A longer stretch in flight must be `cut` for it to be seen, as for an arrival.
@@ -248,7 +248,7 @@ class EngineModel:
         return None if stretch is None else stretch.first_s
 
     def begin_run(self) -> IterationRun | None:
-        """Begin one iteration or, where only decodes run, as many as are alike; None if nothing is to do.
+        """Begin one iteration or, if only decodes run, as many as are alike; None if nothing is to do.
 
         Alike: no sequence finishes before the last one ends, none can be admitted, and every block needed is
         free. The result is the same as that many calls of `begin_iteration` and `end_iteration`.
@@ -264,14 +264,14 @@ class EngineModel:
         steps = 1 + decodes.affordable_steps(decodes.alike(steps - 1), self.kv.pool.free_blocks)
         first_s, increment_s = stretch.first_s, stretch.increment_s
         if first_s <= 0 or first_s + (steps - 1) * increment_s <= 0:
-            return stretch  # constants that predict no time: step, where each is clamped
+            return stretch  # constants that predict no time: step one by one, each is clamped
         self.in_flight = IterationRun(steps, first_s, increment_s, stretch.decodes)
         return self.in_flight
 
     def cut(self, elapsed_s: float, *, for_arrival: bool = False) -> IterationRun:
         """Shorten the stretch in flight: it ends with the iteration that runs `elapsed_s` after its start.
 
-        `for_arrival`: and with the one that is fixed already, after which a sequence that came then is seen.
+        `for_arrival`: include the iteration already fixed. The engine sees the arrival after it.
         """
         stretch = self.in_flight
         assert stretch is not None, "expected iterations in flight to cut"
@@ -439,7 +439,7 @@ class EngineModel:
         self._requeue(victim)
 
     def _requeue(self, sequence: EngineSequence) -> None:
-        """Put a sequence that has lost its blocks at the front of the queue."""
+        """Put a sequence without blocks at the front of the queue."""
         sequence.state = _WAITING
         sequence.computed = 0
         self._waiting[sequence] = None
@@ -475,7 +475,7 @@ class EngineModel:
             self._complete(partial)
 
     def _admit_ready(self, batch: Prefills) -> None:
-        """Admit sequences whose KV cache was transferred."""
+        """Admit sequences with a transferred KV cache."""
         ready = self.fetches.ready
         while ready and batch.budget > 0 and batch.slots > 0:
             head = next(iter(ready))
@@ -534,7 +534,7 @@ class EngineModel:
         self.kv.publish(sequence)
 
     def check_integrity(self) -> None:
-        """Count everything again, sequence by sequence; assertion where a sum disagrees."""
+        """Count everything again, sequence by sequence; assertion if a sum disagrees."""
         fetches, decoding = self.fetches, self.decodes.sequences
         prefills = [*self._completing, *([self._partial] if self._partial is not None else [])]
         transfers = [*fetches.running, *fetches.ready]

@@ -74,7 +74,7 @@ class EngineSequence:
         self.preemptions = 0
         #: Tokens found in the prefix cache when it was first admitted, None without such a cache or before.
         self.cached_tokens: int | None = None
-        #: Prompt tokens whose KV cache is still to be fetched; 0 once that is done or given up.
+        #: Prompt tokens with a pending KV transfer; 0 after it ended or was given up.
         self.remote_tokens = remote_tokens
         #: Tokens to transfer: `remote_tokens` without the tokens in the engine's own prefix cache.
         self.fetch_tokens = 0
@@ -84,7 +84,7 @@ class EngineSequence:
         self.computed = 0  # tokens in the cache, while in PREFILL
         self.generated = 0  # output tokens, while not in DECODE
         self.offset = 0  # step counter minus tokens in the cache, while in DECODE
-        #: Spans of the prompt, and the answer as the last one; its first spans that are cached, and how
+        #: Spans of the prompt, and the answer as the last one; its first spans cached, and how
         #: many blocks it has in them.
         self.spans: tuple[TokenSpan, ...] = ()
         self.nodes: list[CachedSpan] = []

@@ -38,8 +38,8 @@ class EngineSpec(PickleByFields):
 
     `changes` are pairs of a time (s) and a factor on the duration of iterations begun from then on.
     `prefix_cache`: whether it keeps the blocks of prompts for later ones that begin alike. `max_model_len` is
-    the most tokens of one sequence, where that is less than its KV cache holds. `adapter_load_s`: seconds to
-    load a LoRA adapter that is in none of its slots.
+    the most tokens of one sequence, if that is less than its KV cache holds. `adapter_load_s`: seconds to
+    load a LoRA adapter that none of its slots holds.
     """
 
     latency: LatencyModel
@@ -50,7 +50,7 @@ class EngineSpec(PickleByFields):
     adapter_load_s: float = 0.0
 
     def model(self, rule: IterationRule) -> EngineModel:
-        """Return an engine that has done nothing yet."""
+        """Return a new, empty engine."""
         return EngineModel(
             self.latency,
             self.limits,
@@ -75,7 +75,7 @@ class FleetEngine:
         self.name = name
         self.spec = spec
         self.model = spec.model(rule)
-        #: Time at which the iterations in flight began, in seconds.
+        #: Start of the iterations in flight, in seconds.
         self.started_s = 0.0
         self._events = events
         self._version = 0  # of the end that was announced last: earlier ones are void
@@ -120,7 +120,7 @@ class FleetEngine:
         self._events.push(self.started_s + stretch.duration_s, END, (self, self._version))
 
     def end(self, version: int) -> IterationEnd | None:
-        """End the iterations in flight; None where they were cut since the event of this version."""
+        """End the iterations in flight; None if they were cut since the event of this version."""
         return self.model.end_iteration() if version == self._version else None
 
     def slow_down(self, latency: LatencyModel) -> None:

@@ -1,6 +1,6 @@
 """Results of a simulated fleet: records, counts, and its KV use and queues over time.
 
-A series has a bounded number of evenly spaced moments however long the run is (where they become too many,
+A series has a bounded number of evenly spaced moments however long the run is (if they become too many,
 every second one is dropped and the interval doubles), so that the same run gives the same series.
 """
 
@@ -14,7 +14,7 @@ from hetlb.balancer.core.objective import ServiceClass
 from hetlb.balancer.core.types import Outcome
 from hetlb.tools.workload.records import Counted, Gaps, RequestResult, summarize
 
-#: Most moments of a series: it holds at least half of it (fewer only where a run is very short).
+#: Most moments of a series: it holds at least half of it (fewer only if a run is very short).
 _MOST_MOMENTS = 800
 
 
@@ -59,7 +59,7 @@ class FleetResult:
     outcomes: list[Outcome]
     gaps: Gaps
     counted: Counted
-    #: Requests whose KV cache was to be transferred; transfers that were too late and computed again.
+    #: Requests with a KV transfer; prompts computed again after a late transfer.
     transfers: int = 0
     expired: int = 0
     classes: Mapping[str, ServiceClass] | None = None

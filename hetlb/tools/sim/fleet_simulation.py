@@ -3,7 +3,7 @@
 The scheduler is the very object the proxy drives; a run depends on nothing but its arguments
 (same seed, same result); every planned request ends in exactly one record.
 
-A request that the scheduler splits runs twice: on the prefill engine for one token, whose blocks are then
+A request that the scheduler splits runs twice: on the prefill engine for one token, with its blocks then
 held, and on the decode engine, which fetches them over `KvLinks`.
 """
 
@@ -194,7 +194,7 @@ class FleetSimulation:
     def make_request(self, planned: PlannedRequest) -> Request:
         """Make the request that the scheduler sees of a planned one: never the length of its answers.
 
-        What its prompts begin with is named as the proxy does: nothing where there are several.
+        What its prompts begin with is named as the proxy does: nothing if there are several.
         """
         keyed = planned.generates and planned.row.sequences == 1 and planned.content is not UNSHARED
         return Request(
@@ -214,7 +214,7 @@ class FleetSimulation:
         )
 
     def _taught(self, history: Sequence[PlannedRequest]) -> Predictor:
-        """Make a predictor that has seen the answers to these requests."""
+        """Make a predictor from the answers to these requests."""
         setup, rng = self._setup, random.Random(self._setup.seed)
         predictor = make_predictor(setup.predictor, rng=rng, lengths=setup.lengths, oracle=self._oracle)
         for planned in history:
@@ -240,7 +240,7 @@ class FleetSimulation:
 
     def _scraped(self) -> Sequence[Scheduler]:
         """Return the schedulers that read engines' metrics."""
-        # A scheduler that has nothing left to do is gone.
+        # Forget replaced schedulers without work.
         self._replaced = [each for each in self._replaced if each.in_flight or len(each.queue)]
         return (self.scheduler, *self._replaced)
 
@@ -336,7 +336,7 @@ class FleetSimulation:
         self._carry_out(scheduler, scheduler.on_prefilled(lease, now))
 
     def _fetch(self, engine: FleetEngine, run: EngineRun) -> None:
-        """Begin the KV transfer to a decode engine that has blocks for it, if the KV cache is still held."""
+        """Begin the KV transfer to a decode engine with blocks for it, if the KV cache is still held."""
         held = run.flight.held
         self._transfers += 1
         if held is not None:
@@ -382,7 +382,7 @@ class FleetSimulation:
         self._carry_out(scheduler, scheduler.wait_again(now))
 
     def _completed(self, flight: Flight) -> None:
-        """End a request whose last sequence has ended."""
+        """End a request after its last sequence."""
         if not flight.planned.generates or not flight.planned.row.streamed:
             self._answered(flight)
         flight.leased[1].output_tokens = flight.record.output_tokens

@@ -83,5 +83,5 @@ def leg_sequences(flight: Flight, leg: Role) -> list[EngineRun]:
 
 
 def sequences_of(planned: PlannedRequest) -> Sequence[EngineSequence]:
-    """Return the engine's sequences of a request that is not split."""
+    """Return the engine's sequences of an unsplit request."""
     return leg_sequences(Flight(planned), Role.BOTH)

@@ -54,7 +54,7 @@ class IterationRun:
         return steps
 
     def steps_completed(self, elapsed_s: float) -> int:
-        """Return the number of steps that have ended by `elapsed_s`."""
+        """Return the number of steps that ended by `elapsed_s`."""
         steps = self.steps_until(elapsed_s)
         return steps if self.elapsed_s(steps) <= elapsed_s else steps - 1
 
@@ -81,7 +81,7 @@ class Prefills:
         self.loads = 0
 
     def add(self, part: int, computed: int) -> None:
-        """Add `part` tokens of a prompt that has `computed` tokens in the cache."""
+        """Add `part` tokens of a prompt with `computed` tokens in the cache."""
         self.budget -= part
         self.tokens += part
         self.prompts += 1

@@ -9,7 +9,7 @@ left. A prompt can be found as soon as its last part is scheduled, an answer onc
 Contents are not text but names: a prompt is a sequence of pieces `(key, tokens)`; prompts are alike until
 their keys differ; a key has always the same number of tokens. A piece is a node of a tree; the blocks that
 end in it are evicted from its end. Two sequences that compute the same blocks at the same time (a turn sent
-before the answer to the last one has ended) each keep their own. One thing differs from vLLM: where a prompt
+before the answer to the last one has ended) each keep their own. One thing differs from vLLM: if a prompt
 ends with a kept block, which is computed again for its last token, only the newer copy is kept.
 """
 
@@ -26,7 +26,7 @@ from hetlb.tools.sim.engine_sequence import EngineSequence, SequenceState
 class KvBlocks:
     """Blocks of one engine. The pool counts an unused cached block as free.
 
-    A preempted sequence finds its own blocks again unless they were evicted; where they are `shared`, a
+    A preempted sequence finds its own blocks again unless they were evicted; if they are `shared`, a
     sequence finds blocks of all sequences that begin alike, too.
     """
 
@@ -115,7 +115,7 @@ class KvBlocks:
         self.pool.extend(0, tokens)
 
     def publish(self, sequence: EngineSequence) -> None:
-        """Let others find a prompt whose last part is scheduled."""
+        """Let others find a prompt after its last part is scheduled."""
         if self.shared:
             self._file(sequence, sequence.prompt_tokens)
 
@@ -227,7 +227,7 @@ class KvBlocks:
             node = parent
 
     def check_integrity(self, tokens: dict[EngineSequence, int]) -> None:
-        """Count everything again by sequences and their tokens; assertion where a sum disagrees."""
+        """Count everything again by sequences and their tokens; assertion if a sum disagrees."""
         used: dict[CachedSpan, int] = {}
         for sequence in tokens:
             for node in sequence.nodes:
@@ -283,12 +283,12 @@ class KvFetches:
         self._begun.append(sequence)
 
     def take_begun(self) -> list[EngineSequence]:
-        """Return the sequences whose transfer (of `fetch_tokens` tokens) began since the last call."""
+        """Return the sequences with a transfer (of `fetch_tokens` tokens) begun since the last call."""
         begun, self._begun = self._begun, []
         return begun
 
     def drop(self, sequence: EngineSequence) -> None:
-        """Forget a sequence whose transfer runs or is complete."""
+        """Forget a sequence during or after its transfer."""
         self.running.pop(sequence, None)
         self.ready.pop(sequence, None)
         if sequence in self._begun:

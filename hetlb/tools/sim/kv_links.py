@@ -1,6 +1,6 @@
 """KV transfers over shared links in virtual time.
 
-A link carries one transfer after the other, in the order in which they began, each at its whole
+A link carries one transfer after the other, in the order they began, each at its whole
 rate; what is sent over several links at once (stages on several machines) has arrived when the last part has.
 """
 

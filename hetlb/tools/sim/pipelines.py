@@ -9,7 +9,7 @@ The model, after Helix's simulator (Mei et al., ASPLOS 2025):
   within its `BatchLimits`. A batch takes, for each layer, the prompt time of its prompt tokens plus the
   decode time of its decoding requests (twice a single one's), and once the copying of the activations
   that came in.
-- A stage that can be entered behind its first layer goes through its segments in turn; requests that
+- A stage with entries behind its first layer goes through its segments in turn; requests that
   enter at a segment join the batch there.
 - Requests are messages of their own, or (`frames`) a batch's requests to one receiver are one message.
 - A message passes the sender's NIC, the link and the receiver's NIC, each first in, first out and passing
@@ -38,14 +38,14 @@ from hetlb.tools.sim.event_queue import EventQueue
 if TYPE_CHECKING:
     Floats: TypeAlias = array[float]
 
-#: Bytes/s at which a worker joins the activations of a batch and copies them to its device (Helix: 4 and 5
+#: Bytes/s of a worker that joins the activations of a batch and copies them to its device (Helix: 4 and 5
 #: GB/s).
 COPY_BYTES_PER_S: Final = 1.0 / (1.0 / 4e9 + 1.0 / 5e9)
-#: Seconds between an event and the query of an offline load that it calls for.
+#: Seconds between an event and the query of an offline load it calls for.
 FEED_DELAY_S: Final = 0.1
 #: Events between looks at whether a run is to stop.
 _LOOK_EVENTS: Final = 2048
-#: Requests between looks at how full a cluster is that begins full, and the seed of where its answers are.
+#: Requests between checks of the fill of a cluster that begins full; seed of its answers' positions.
 _FILL_LOOK_REQUESTS: Final = 8
 _FILL_SEED: Final = 1
 
@@ -70,7 +70,7 @@ class _Link:
     nic_out: _Nic
     nic_in: _Nic
     free_at: float = 0.0
-    #: Times at which the coordinator's last frame was sent and arrives.
+    #: Send time and arrival time of the coordinator's last frame.
     frame_sent_at: float = -1.0
     frame_arrives_at: float = 0.0
 
@@ -85,7 +85,7 @@ class _Flight:
     output_tokens: int
     tokens: int
     pass_at: float
-    #: Layers that it computes at each node.
+    #: Layers it computes at each node.
     layers: list[int]
     cached: int = 0
     position: int = 0
@@ -102,7 +102,7 @@ class _Node:
 
     def __init__(self, spec: StageSpec, entries: Sequence[int]) -> None:
         self.spec = spec
-        #: Layers of each segment, and where a layer begins one.
+        #: Layers of each segment, and the segment of each first layer.
         bounds = [*entries, spec.end]
         self.segments = [end - first for first, end in pairwise(bounds)]
         self.entry = {first: i for i, first in enumerate(entries)}
@@ -129,7 +129,7 @@ class _Node:
         return self.prompt_s[prompt_tokens] + (2.0 * time_s if decodes == 1 else time_s)
 
     def collect(self, now: float) -> None:
-        """Move arrived requests to the segments that they enter."""
+        """Move arrived requests to the segments they enter."""
         inbox, waiting = self.inbox, self.waiting
         tokens = 0
         if len(waiting) == 1:
@@ -167,7 +167,7 @@ class _Node:
         return prompt_tokens, decodes
 
     def next_segment(self) -> bool:
-        """Turn to the next segment that has something to do, the present one last; False if none has."""
+        """Turn to the next segment with something to do, the present one last; False if none has."""
         count = len(self.segments)
         for step in range(1, count + 1):
             segment = (self.segment + step) % count
@@ -213,7 +213,7 @@ class PipelineResult:
     most_in_flight: int = 0
     prompts: PassTimes = field(default_factory=PassTimes)
     decodes: PassTimes = field(default_factory=PassTimes)
-    #: By stage: share of the window in which it ran a batch, most token-layers held over what it has.
+    #: By stage: busy share of the window; peak token-layers held, as a share of its capacity.
     busy: dict[str, float] = field(default_factory=dict)
     kv_peak: dict[str, float] = field(default_factory=dict)
 
@@ -271,7 +271,7 @@ class PipelineSimulation:
     ) -> None:
         """`lengths` gives prompt and output tokens of each request; `watch` is told every lease.
 
-        A run ends where `stop` says so, and its result is of the window until then. With `frames` all that
+        If `stop` returns true, the run ends. Its result covers the window until then. With `frames` all that
         a batch has for one receiver travels together, as `hetlb stage` sends it; else every request is a
         message of its own (Helix).
         """
@@ -290,7 +290,7 @@ class PipelineSimulation:
         self._links: dict[Edge, _Link] = {}
         self._events = EventQueue()
         self._delivered = 0
-        #: Time of arrival and output tokens of the requests that have not ended.
+        #: Time of arrival and output tokens of open requests.
         self._open: dict[int, tuple[float, int]] = {}
         self._requests = 0
         self._load: OfflineLoad | None = None
@@ -321,7 +321,7 @@ class PipelineSimulation:
         return self._go_on()
 
     def _fill(self, load: OfflineLoad) -> None:
-        """Begin answers whose prompts are read, each at a random place: a long one is met more often."""
+        """Begin answers behind their prompts, each at a random position. Long answers are more likely."""
         rng = random.Random(_FILL_SEED)
         scheduler, longest = self._scheduler, 1
         while not scheduler.waiting and (lengths := next(self._lengths, None)) is not None:
@@ -574,7 +574,7 @@ class PipelineSimulation:
 
 
 def _entries(network: StageNetwork, stage: StageSpec) -> list[int]:
-    """Return the layers at which requests may enter a stage: its first, and ends of others inside it."""
+    """Return the entry layers of a stage: its first layer, and ends of other stages inside it."""
     if not network.partial_inference:
         return [stage.first]
     inner = {other.end for other in network.stages if stage.first < other.end < stage.end}

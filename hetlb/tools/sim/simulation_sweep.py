@@ -1,6 +1,6 @@
 """Many simulations of one fleet: every policy at every rate for every seed, on as many processes as asked.
 
-The results depend on the study alone, not on the number of processes nor on which is ready
+The results depend on the study alone, not on the number of processes or which is ready
 first. Yardsticks (`bound`, `split`) are made once for all runs that share them. However a sweep ends, also
 by Ctrl-C or because its own process is killed, none of its processes is left.
 """
@@ -130,7 +130,7 @@ def run_sweep(
 
 
 def _order(rate: float | str) -> float | str:
-    """Return a rate whose plan has the requests in the same order."""
+    """Return a rate with the same order of requests in its plan."""
     return TRACE if rate == TRACE else _INFINITE
 
 
@@ -216,7 +216,7 @@ def _run(study: Study, cell: StudyCell) -> tuple[dict[str, Any], Watched | None]
 
 
 class _Workers:
-    """Performs tasks in `jobs` processes, or here if that is one."""
+    """Runs tasks in `jobs` processes; 1: in this process."""
 
     def __init__(self, study: Study, jobs: int, on_done: Callable[[int], None]) -> None:
         self._study = study

@@ -1,12 +1,12 @@
-"""A vLLM engine with pipeline parallelism, stage by stage: throughput of one whose requests all wait.
+"""A vLLM engine with pipeline parallelism, stage by stage: its throughput while requests wait.
 
 Nothing is composed here: every batch takes its own time on every stage, stages work on different batches at
-the same time, and as many batches are in flight as there are stages. Where one of them holds a prompt and the
+the same time, and as many batches are in flight as there are stages. If one of them holds a prompt and the
 others only decode, these wait for it: the bubbles that no composed profile shows.
 
 The rules of scheduling are vLLM's (`tests/sim/plain_engine.py` states them for one stage). A sequence is in
 one batch in flight at a time, so it decodes in the batch that its prompt ended in, once a turn; parts of one
-prompt may be in several. Where blocks are missing, the latest admitted of the batch is preempted. The
+prompt may be in several. If blocks are missing, the latest admitted of the batch is preempted. The
 scheduler works on one batch at a time, `host_s` each.
 """
 
@@ -82,7 +82,7 @@ class StagedEngine:
             idle = 0 if lane.busy else idle + 1
 
     def _begin(self, lane: _Lane, now: float) -> bool:
-        """Schedule a batch and send it through the stages; False where there is nothing to do."""
+        """Schedule a batch and send it through the stages; False if there is nothing to do."""
         self._make_room(lane.decodes)
         prefills = self._prefills(lane)
         decodes = lane.decodes.advance(1)
@@ -109,7 +109,7 @@ class StagedEngine:
         return True
 
     def _make_room(self, decodes: DecodeBatch) -> None:
-        """Take blocks for the tokens of this turn; the latest admitted lose theirs where some lack."""
+        """Take blocks for the tokens of this turn; the latest admitted lose theirs if some lack."""
         while (need := decodes.blocks_needed(1)) > self._pool.free_blocks:
             victim = next(reversed(decodes.sequences))
             tokens = decodes.remove(victim)

@@ -33,7 +33,7 @@ def make_study(
     queue_limit: int | None = None,
     prefix_cache: bool = False,
 ) -> Study:
-    """Build the study. Raises `InputError` where the fleet lacks figures for a simulation."""
+    """Build the study. Raises `InputError` if the fleet lacks figures for a simulation."""
     models = list(dict.fromkeys(spec.model for spec in fleet.instances))
     if not models:
         raise ConfigError(f"{fleet.path}: models: expected at least one instance to simulate, got none")
@@ -83,7 +83,7 @@ def watch(cells: Sequence[StudyCell]) -> list[StudyCell]:
     """Return the cells, with `watched` set on cells that a picture shows in detail.
 
     They are the first seed's at the highest rate: latencies of requests that came all at once say little
-    beyond the throughput, so `inf` is watched only where there is no other.
+    beyond the throughput, so `inf` is watched only if there is no other.
     """
     rates = list(dict.fromkeys(cell.rate for cell in cells))
     finite = [rate for rate in rates if isinstance(rate, float) and math.isfinite(rate)]

@@ -1,6 +1,6 @@
 """The picture of simulated runs: throughput, latency distributions, and the fleet over time.
 
-Nothing is smoothed. Throughput is shown for every run (medians where there are several seeds) beside
+Nothing is smoothed. Throughput is shown for every run (medians if there are several seeds) beside
 the sum of what the instances reach while full; below it the runs that were watched, all at one rate: the
 share of requests that waited at most so long, and of every instance the KV blocks in use and its queue.
 """

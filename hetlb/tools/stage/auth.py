@@ -21,7 +21,7 @@ from hetlb.files import content
 
 NONCE_BYTES: Final = 32
 LEAST_KEY_BYTES: Final = 16
-#: Maximum number of challenges of a stage that are open at once; the oldest is void.
+#: Maximum number of open challenges of a stage; beyond it the oldest is void.
 _MAX_CHALLENGES: Final = 1024
 
 _SESSION: Final = "x-hetlb-session"
@@ -65,7 +65,7 @@ def hello(session: int, nonce: bytes) -> dict[str, str]:
 
 
 def challenge(headers: Headers) -> tuple[bytes, bytes] | None:
-    """Return the stage's nonce and proof; None where the answer is no challenge."""
+    """Return the stage's nonce and proof; None if the answer is no challenge."""
     nonce, proof = _bytes(headers, _STAGE_NONCE), _bytes(headers, _PROOF)
     return (nonce, proof) if nonce and proof else None
 
@@ -105,7 +105,7 @@ class Challenges:
         return proof(nonce, stage_proof(self._key, client_nonce, nonce))
 
     def session(self, headers: Headers) -> int | None:
-        """Return the session of a second request, None where it has no proof yet. Raises `NotProven`."""
+        """Return the session of a second request, None if it has no proof yet. Raises `NotProven`."""
         if "origin" in headers:
             raise NotProven("expected no web page")
         if _PROOF not in headers:

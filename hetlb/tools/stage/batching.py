@@ -2,7 +2,7 @@
 
 Passes of a lease run in order, at most one of them per batch; a batch holds at most
 `max_num_batched_tokens` tokens and `max_num_seqs` passes (longer passes are cut: chunked prefill). First
-come, first served. Where KV blocks are missing, the youngest lease gives its blocks up if it is younger than
+come, first served. If KV blocks are missing, the youngest lease gives its blocks up if it is younger than
 the one that needs them, so the oldest always proceeds.
 """
 
@@ -117,7 +117,7 @@ class Batcher:
     def form(self, accepts: Callable[[StageLease], bool]) -> list[Work]:
         """Return the next batch; leases may be lost for it.
 
-        `accepts` is true for a lease whose output can be sent on now. Call `done` when the batch has run.
+        `accepts` is true for a lease if its output can be sent on now. Call `done` when the batch has run.
         """
         assert not self._running
         batch: dict[int, Work] = {}

@@ -1,7 +1,7 @@
 """A coordinator as a process: the OpenAI server in front of the stages that a file names.
 
 To a proxy it is an engine like any other, at its URL. The file is read again when it changes or at SIGHUP:
-the workers that it names from then on are used at once.
+the workers it names from then on are used at once.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Coordination:
             await self.reload()
 
     async def reload(self) -> None:
-        """Read the file again; one that is wrong changes nothing, which is logged."""
+        """Read the file again. A wrong one is logged and changes nothing."""
         async with self._reading:
             before = self.coordinator.group
             try:

@@ -2,7 +2,7 @@
 
 A sequence gets its tokens in order and one end: finished by its receiver, failed, or cancelled. A
 path that breaks is replayed elsewhere from the tokens so far. Every stage of a path is told when its lease
-ended. A worker that is not there is tried again until it is; one that comes back is used at once.
+ended. An unreachable worker is tried again until it answers. A recovered one is used at once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from hetlb.tools.stage.stages_file import StageGroup
 
 log = logging.getLogger("hetlb.stage")
 
-#: Seconds that requests wait while the stages that are up do not hold all layers.
+#: Seconds that requests wait while the running stages do not hold all layers.
 NO_PATH_S: Final = 10.0
 _TOKEN_BYTES: Final = 4
 _ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -141,7 +141,7 @@ class Coordinator:
             self._add_worker(name, url)
 
     async def wait_passable(self, timeout_s: float) -> bool:
-        """Wait until the stages that are up hold all layers; False where they do not in time."""
+        """Wait until the running stages hold all layers; False if they do not in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not self.scheduler.passable:
@@ -178,7 +178,7 @@ class Coordinator:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the stages that are up hold in the layer with the least room."""
+        """Token capacity of the running stages in the layer with the least room."""
         layers = kv_by_layer(self.scheduler.ledgers.values(), self.config.layers)
         return int(min(total for _, total in layers))
 
@@ -330,7 +330,7 @@ class Coordinator:
                 self._broken(lease, lost.reason)
 
     def _broken(self, lease: PathLease, reason: str) -> None:
-        """Let the scheduler replay or give up a request whose path broke."""
+        """Let the scheduler replay or give up a request after its path broke."""
         log.warning("%r broke: %s", lease, reason)
         self.replays += 1
         sequence = self._leased[self._lease_key(lease)]

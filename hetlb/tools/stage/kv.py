@@ -60,7 +60,7 @@ class StageBlocks:
         return self.blocks - len(self._free)
 
     def reserve(self, table: BlockTable, tokens: int) -> bool:
-        """Extend a table to hold `tokens` tokens; False, and nothing taken, where blocks are missing."""
+        """Extend a table to hold `tokens` tokens; False, and nothing taken, if blocks are missing."""
         layers, columns = table.blocks.shape
         more = -(-tokens // self.block_size) - columns
         if more <= 0:

@@ -165,7 +165,7 @@ class OpenAIServer:
                 self.coordinator.cancel(sequence)
 
     async def _pieces(self, queue: _Queue, count: int) -> AsyncIterator[tuple[int, Piece]]:
-        """Pieces of all sequences until the last one ended. Raises `ApiError` where one failed."""
+        """Pieces of all sequences until the last one ended. Raises `ApiError` if one failed."""
         while count:
             index, piece = await queue.get()
             if isinstance(piece, ApiError):
@@ -207,7 +207,7 @@ class _Call:
         self._chat = isinstance(questions.fields, ChatRequest)
         self.envelope = Envelope(uuid.uuid4().hex, model, chat=self._chat)
         self.prompt_tokens = questions.prompt_tokens
-        #: Length of the text so far by sequence, for `text_offset`; sequences that have begun.
+        #: Length of the text so far by sequence, for `text_offset`; begun sequences.
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
 
@@ -268,7 +268,7 @@ class _Call:
 
 
 def _metrics_page(coordinator: Coordinator, prompt_tokens: int, generated_tokens: int) -> bytes:
-    """Metrics with vLLM's names where they mean the same, else `hetlb_stage_*`."""
+    """Metrics with vLLM's names if they mean the same, else `hetlb_stage_*`."""
     scheduler, model = coordinator.scheduler, {"model_name": coordinator.group.model}
     usage = min(1.0, scheduler.kv_usage()) if scheduler.passable else 0.0
     lost = coordinator.preemptions

@@ -1,6 +1,6 @@
 """Requests as a coordinator takes them: prompts as tokens, ends of an answer, choice of tokens.
 
-A field that is not supported and would change the answer is refused with a sentence, never ignored.
+An unsupported field that would change the answer is refused with a sentence, never ignored.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _MOST_SEQUENCES: Final = 128
 _MOST_LOGPROBS: Final = 20
 _MOST_STOPS: Final = 128
 _MOST_STOP_CHARACTERS: Final = 4096
-#: Largest bias, to which larger ones are cut, as in vLLM and OpenAI's description.
+#: Largest bias. Larger ones are cut to it, as in vLLM and OpenAI's description.
 _MOST_BIAS: Final = 100.0
-#: Least characters of a text that is tokenized in a thread.
+#: Least characters of a text tokenized in a thread.
 _LONG_TEXT_CHARACTERS: Final = 20_000
 
 #: Fields that would change the answer and are not supported, with the values that ask for nothing.
@@ -186,7 +186,7 @@ class QuestionReader:
         )
 
     def _check_allowed(self, fields: Fields, banned: frozenset[int]) -> None:
-        """Raise `ApiError` unless a token may come that is not banned."""
+        """Raise `ApiError` if every allowed token is banned."""
         allowed = fields.allowed_token_ids
         if allowed is not None:
             check_tokens(allowed, self._vocabulary, "allowed_token_ids")
@@ -228,7 +228,7 @@ def _stop_strings(fields: SampledRequest) -> tuple[str, ...]:
 
 
 def _flattened(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose parts of text are one text. Raises `ApiError` for other parts."""
+    """Return a message with its text parts joined. Raises `ApiError` for other parts."""
     content = message.get("content")
     if not isinstance(content, list):
         return message

@@ -48,7 +48,7 @@ class Runner(Protocol):
 
 
 def run_apart(runner: Runner, works: Sequence[Work]) -> list[Result]:
-    """Run a batch; where it fails, its halves, down to the requests that fail alone. Raises `DeviceFault`.
+    """Run a batch; if it fails, its halves, down to the requests that fail alone. Raises `DeviceFault`.
 
     Running a part of a batch again changes nothing: it writes the same KV, and no token has left yet.
     """
@@ -74,7 +74,7 @@ def _check_device(runner: Runner, failed: StageLease) -> None:
 
 
 class PacedRunner:
-    """A runner whose batches take at least the time of another kind of machine: rehearses a cluster."""
+    """A runner as slow as another kind of machine, or slower: rehearses a cluster."""
 
     def __init__(self, runner: Runner, prompt: Curve, decode: Curve) -> None:
         """`prompt` and `decode`: seconds of one layer by tokens and by requests."""

@@ -2,7 +2,7 @@
 
 Log probabilities come from the raw logits. Then: allowed tokens, bias, ban of stop tokens (`min_tokens`),
 penalties, temperature, min_p, top_k, top_p. A choice depends on logits, parameters and position alone (one
-Philox stream per seed and position): a request that is replayed elsewhere goes on as it would have. The
+Philox stream per seed and position): a request replayed elsewhere goes on as it would have. The
 arithmetic stays finite: logits that are not, and parameters that leave no token, are `CannotSample`.
 """
 
@@ -26,7 +26,7 @@ class CannotSample(Exception):
 def choose(
     logits: Logits, sampling: Sampling, output: Sequence[int], position: int
 ) -> tuple[int, list[tuple[int, float]] | None]:
-    """Return the token, and (token, log probability) of it and the most likely ones where they are asked for.
+    """Return the token, and (token, log probability) of it and the most likely ones if they are asked for.
 
     `logits` has shape (vocabulary,) and is not changed; `output` holds the tokens of the answer so far,
     without the tokens behind `sampling.history`; `position` is the last token's. Raises

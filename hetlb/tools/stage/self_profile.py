@@ -16,7 +16,7 @@ from hetlb.tools.stage.stage_messages import RouteHop, Sampling
 #: Cached tokens of a request in a measured decode.
 CONTEXT_TOKENS: Final = 128
 _REPEATS: Final = 3
-#: Seconds of a batch from which no larger one is measured.
+#: A batch of at least this duration, in seconds, is the largest one measured.
 _LONGEST_S: Final = 2.0
 
 Points = list[tuple[float, float]]

@@ -24,7 +24,7 @@ from hetlb.errors import NOT_JSON
 VERSION: Final = 2
 #: Path of the WebSocket.
 PATH: Final = "/v1/stage"
-#: Largest frame that is read, and payload bytes up to which passes share a frame.
+#: Largest frame read, and largest payload, in bytes, of passes that share a frame.
 MAX_FRAME_BYTES: Final = 64 << 20
 SPLIT_BYTES: Final = 16 << 20
 #: Passes, tokens or leases of one message.
@@ -58,9 +58,9 @@ def pack(tokens: Iterable[int]) -> bytes:
 class Sampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Choice of the next token, as vLLM's parameters of the same names.
 
-    `stop` holds token ids that are banned for the first `min_tokens` tokens, `allowed` the only ones that
+    `stop` holds token ids banned for the first `min_tokens` tokens, `allowed` the only ones that
     may come (empty: all). `bias_values` are float32, one for each of `bias_tokens`. `history` holds the
-    prompt where penalties need it; `prompt_tokens` its length, wherever the pass begins.
+    prompt if penalties need it; `prompt_tokens` its length, wherever the pass begins.
     """
 
     prompt_tokens: _Count
@@ -104,7 +104,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
 
 
 class RouteHop(msgspec.Struct, frozen=True, array_like=True):
-    """One stage of a route: its address and the layers [first, end) that it computes."""
+    """One stage of a route: its address and the layers [first, end) it computes."""
 
     url: Annotated[str, Meta(max_length=300)]
     first: _Layer
@@ -160,7 +160,7 @@ class Tokens(msgspec.Struct, tag="tokens", array_like=True):
 
 
 class Cause(StrEnum):
-    """Reason for which a stage gives a lease up, and with it what becomes of the request.
+    """Reason of a stage to give a lease up; it decides what becomes of the request.
 
     `KV`: there was no block left, it is replayed. `PATH`: this path cannot go on, it is replayed over another
     one. `REQUEST`: it alone cannot be computed, or its batch hung: it is answered with an error.
@@ -224,7 +224,7 @@ def decode(frame: bytes) -> tuple[Message, memoryview]:
 
 
 def frames(parts: Sequence[tuple[Pass, bytes]]) -> Iterator[bytes]:
-    """Yield passes with their rows as few frames; rows that are too many for one frame are several passes."""
+    """Yield passes with their rows as few frames; too many rows for one frame become several passes."""
     passes: list[Pass] = []
     rows: list[bytes | memoryview] = []
     size = 0

@@ -30,7 +30,7 @@ class StagesFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     `folder` has its config.json, tokenizer and chat template. All workers are linked to each other and to
     the coordinator with `bytes_per_s` and `latency_s`; `links` is a CSV file that states others. `flows` is
-    a plan (`hetlb place --json`) whose flows `scheduler: iwrr` follows. `high_water` is the share of a KV
+    a plan (`hetlb place --json`); `scheduler: iwrr` follows its flows. `high_water` is the share of a KV
     cache that expected use may reach. `reconnect_s` is the pause between attempts to reach a worker.
     """
 

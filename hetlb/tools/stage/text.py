@@ -140,7 +140,7 @@ class Ending:
     keeps_stop: bool = False
 
     def stopped(self, text: str) -> str | None:
-        """Return the stop string that is complete first, the longest of several; None without one."""
+        """Return the first complete stop string, the longest of several; None without one."""
         found = [(at + len(each), -len(each), each) for each in self.stop if (at := text.find(each)) >= 0]
         return min(found)[2] if found else None
 

@@ -121,7 +121,7 @@ class TorchRunner:
         self.row_bytes = config.hidden * self.itemsize
 
     def allocate(self, blocks: int) -> None:
-        """Make the KV cache. Raises `ConfigError` where memory is missing."""
+        """Make the KV cache. Raises `ConfigError` if memory is missing."""
         shape = (blocks * self._block_size, self._config.kv_heads, self._config.head_dim)
         try:
             self._keys = torch.zeros(shape, dtype=self._dtype, device=self._device)
@@ -130,7 +130,7 @@ class TorchRunner:
             raise ConfigError(f"--kv-cache-memory-bytes: expected less, no memory for {shape}") from error
 
     def free_bytes(self, share: float) -> int:
-        """Memory of the GPU that is left for the KV cache when `share` of all of it is used."""
+        """Memory of the GPU left for the KV cache when `share` of all of it is used."""
         free, total = torch.cuda.mem_get_info(self._device)
         return max(0, int(free - (1.0 - share) * total))
 

@@ -2,7 +2,7 @@
 
 Only peers with the key are listened to. What a lease holds is freed when its coordinator closes it, when
 the coordinator's connection ends, and when the stage itself gives it up, which it tells the coordinator.
-Neither the input that waits nor the output that has not left grows without bound.
+Waiting input and unsent output are bounded.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from hetlb.tools.stage.stage_messages import (
 
 log = logging.getLogger("hetlb.stage")
 
-#: Maximum number of connections that have proved nothing yet, seconds of each, and limits of a request's
+#: Maximum number of connections that proved nothing yet, seconds of each, and limits of a request's
 #: head.
 MOST_STRANGERS: Final = 64
 STRANGER_S: Final = 5.0
@@ -59,7 +59,7 @@ _HEAD_LIMITS: Final[dict[str, Any]] = {"max_line_size": 1024, "max_field_size": 
 MOST_WAITING_BYTES: Final = 256 << 20
 #: Bytes for one next stage that may wait to leave before leases that go there pause.
 MOST_PENDING_BYTES: Final = 64 << 20
-#: Maximum number of closed leases that are remembered: what is under way for them is void.
+#: Maximum number of closed leases remembered: what is under way for them is void.
 _MAX_VOID_LEASES: Final = 1 << 16
 #: Longest time of a batch before it hangs: seconds, plus this factor on the stage's own measured time.
 _LEAST_DEADLINE_S: Final = 30.0
@@ -222,7 +222,7 @@ class StageWorker:
                 self._close(lease)
 
     def _take(self, message: Passes, rows: memoryview) -> None:
-        """Queue the passes of leases that are still wanted. Raises `StageProtocolError`."""
+        """Queue the passes of open leases. Raises `StageProtocolError`."""
         at = 0
         for each in message.passes:
             size = each.count * (4 if each.hop == 0 else self._runner.row_bytes)
@@ -369,7 +369,7 @@ class StageWorker:
 
 
 def _metrics_page(welcome: Welcome, pool: StageBlocks, batcher: Batcher, counters: StageCounters) -> bytes:
-    """Metrics with vLLM's names where they mean the same, else `hetlb_stage_*`."""
+    """Metrics with vLLM's names if they mean the same, else `hetlb_stage_*`."""
     gauges: list[tuple[str, str, float]] = [
         ("vllm:num_requests_running", "Requests that hold KV or wait here.", len(batcher.leases)),
         ("vllm:num_requests_waiting", "Passes that wait for a batch.", batcher.waiting),
@@ -408,7 +408,7 @@ def _last(response: web.Response) -> web.Response:
 async def serve(
     worker: StageWorker, host: str, port: int, stop: asyncio.Event, ready: Callable[[int], None]
 ) -> bool:
-    """Run a worker until `stop`; False where it gave up by itself. `ready` is given the port.
+    """Run a worker until `stop`; False if it gave up by itself. `ready` is given the port.
 
     Raises `OSError` if it cannot listen.
     """

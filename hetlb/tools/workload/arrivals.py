@@ -67,7 +67,7 @@ class Waves:
     off_s: float
 
     def due_s(self, busy_s: float) -> float:
-        """Return the seconds from the start at which the waves have been on for `busy_s` seconds in all."""
+        """Return the time, in seconds from the start, when the waves have been on for `busy_s` seconds."""
         return busy_s + self.off_s * math.floor(busy_s / self.on_s)
 
 
@@ -117,7 +117,7 @@ def make_plan(
 ) -> list[PlannedRequest]:
     """Return the first `num_prompts` rows (all by default, cycled if there are fewer) with their due times.
 
-    A cycled trace goes on where it ended; sessions and blocks of a later cycle are others: what a trace asks
+    A cycled trace repeats after its end; sessions and blocks of a later cycle are others: what a trace asks
     once shall not be in a cache already. With `hash_block_tokens` (what one of the `hash_ids` stands for)
     prompts have their contents, else they share nothing. Raises `ValueError` for "trace" on rows without
     arrival times.

@@ -67,7 +67,7 @@ def is_chats(file: RecordFile) -> bool:
 def chat_rows(file: RecordFile, answer_tokens: int | None) -> tuple[list[Row], list[str]]:
     """Return the first question and the length of its answer of each conversation, and the rows left out.
 
-    `answer_tokens` replaces the length. Rows that are no conversation are counted, as are rows beyond the
+    `answer_tokens` replaces the length. Rows other than conversations are counted, as are rows beyond the
     limits of `vllm bench serve`.
     """
     rows, odd, beyond = [], file.odd, 0
@@ -213,9 +213,9 @@ def _token_ids(body: dict[str, Any]) -> int:
 
 
 def prompt_rows(file: RecordFile, answer_tokens: int | None) -> tuple[list[Row], list[str]]:
-    """Return the prompts of a file, with times where their unit shows (AIPerf's are in ms).
+    """Return the prompts of a file, with times if their unit shows (AIPerf's are in ms).
 
-    Raises `TraceError` where the length of an answer is unknown.
+    Raises `TraceError` if the length of an answer is unknown.
     """
     prompt = file.name("prompt", "textinput", "text") or ""
     length = file.name("outputtokens", "outputlength", "outputlen", "maxtokens")

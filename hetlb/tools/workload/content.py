@@ -2,7 +2,7 @@
 
 Names come from the columns of a trace: `hash_ids` name what a prompt begins with, and the turns of a session
 continue one another (a prompt is the whole conversation so far: the last turn's prompt, its answer, and what
-is new). Equal names are equal text; a name has always the same length. A trace that is cycled shares nothing
+is new). Equal names are equal text; a name has always the same length. A cycled trace shares nothing
 with its first pass.
 """
 
@@ -29,7 +29,7 @@ _BLOCK_TOKENS = (HASH_BLOCK_TOKENS, *(1 << power for power in range(16)))
 class PromptContent:
     """The content of one request: the spans that its prompts begin with, and the name of its answer.
 
-    What the spans leave of a prompt is its own. `answer` is None where no later prompt contains the answer;
+    What the spans leave of a prompt is its own. `answer` is None if no later prompt contains the answer;
     `session` is the name of the conversation, "" for none.
     """
 
@@ -67,7 +67,7 @@ UNSHARED = PromptContent()
 def block_tokens(rows: Iterable[Row]) -> int:
     """Return the tokens that one of the `hash_ids` stands for.
 
-    They are 512 where each then begins inside its prompt, else the power of two with which they name the
+    They are 512 if each then begins inside its prompt, else the power of two for which they name the
     prompts whole, else the largest that fits.
     """
     named = [
@@ -84,7 +84,7 @@ def block_tokens(rows: Iterable[Row]) -> int:
 def contents_of(rows: Sequence[Row], hash_block_tokens: int = HASH_BLOCK_TOKENS) -> list[PromptContent]:
     """Return the content of every row, in file order.
 
-    A turn that is no longer than all before it begins a conversation of its own, as does one that begins
+    A turn no longer than all before it begins a conversation of its own, as does one that begins
     with other `hash_ids`.
     """
     before: dict[str, tuple[tuple[Span, ...], tuple[Span, ...], int]] = {}

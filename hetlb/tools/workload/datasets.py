@@ -14,7 +14,7 @@ from hetlb.tools.workload.record_file import open_records
 from hetlb.tools.workload.rows import Row
 from hetlb.tools.workload.trace_formats import rows_in
 
-#: Endings of files whose form shows in their keys; others hold a prompt a line.
+#: Suffixes of files with keyed records; others hold a prompt a line.
 _KEYED = (".jsonl", ".json", ".csv", ".gz", ".ndjson")
 
 
@@ -46,7 +46,7 @@ def sharegpt_rows(path: Path, output_tokens: int | None, rng: random.Random) -> 
 def custom_rows(path: Path, output_tokens: int) -> list[Row]:
     """Return the prompts of a file, one a line, or the requests of a file in a known form.
 
-    `output_tokens` is the length of answers where the file has none. Raises `TraceError`.
+    `output_tokens` is the length of answers if the file has none. Raises `TraceError`.
     """
     if path.suffix in _KEYED:
         return rows_in(open_records(path), output_tokens)

@@ -1,7 +1,7 @@
 """Results of load tests and logs of real servers: each request's lengths, arrival and times.
 
 Read are per-request results of vLLM, SGLang, AIPerf, GuideLLM and inference-perf, hetlb's event log, and
-records whose keys name what they are. A file that holds too little is one `TraceError` line that names what
+records with self-explaining keys. A file with too little is one `TraceError` line naming what
 is missing.
 """
 
@@ -40,9 +40,9 @@ _BENCH = "vllm bench serve --save-result --save-detailed"
 
 @dataclass(frozen=True, slots=True)
 class LoggedRequest:
-    """One request that ended well. Times in seconds; `queue_s` is None where the log does not say.
+    """One request that ended well. Times in seconds; `queue_s` is None if the log does not say.
 
-    `arrival_s` is when the server got it; `content` is known where the log is a trace.
+    `arrival_s` is when the server got it; `content` is known if the log is a trace.
     """
 
     arrival_s: float
@@ -115,7 +115,7 @@ _Reader: TypeAlias = Callable[[RecordFile], Log]
 
 
 def kind_of_log(file: RecordFile) -> tuple[str, _Reader] | None:
-    """Return the kind of a file of measured requests, in words, and its reader; None where it is none."""
+    """Return the kind of a file of measured requests, in words, and its reader; None if it is none."""
     if file.records and file.records[0].values.get("kind") == "setup":
         return "hetlb's event log", _read_events
     if file.has("metadata", "metrics") and file.shape != "CSV":
@@ -140,7 +140,7 @@ def kind_of_log(file: RecordFile) -> tuple[str, _Reader] | None:
 NAMED_RECORDS = "records whose keys name what they are"
 _VLLM, _SGLANG = "the results of vllm bench serve", "the results of SGLang's bench_serving"
 _BENCH = "vllm bench serve --save-result --save-detailed"
-#: Forms that are read, for a refusal.
+#: Supported forms, for a refusal.
 LOG_TITLES = (
     f"{_BENCH} (also hetlb bench --save-detailed)",
     "SGLang's bench_serving --output-details",
@@ -181,7 +181,7 @@ def summary_of(file: RecordFile) -> str | None:
 
 
 def _why_no_log(file: RecordFile) -> str:
-    """Return the kind of a file that is no log, and the kinds that are read."""
+    """Return the kind of a file other than a log, and the supported kinds."""
     known = f"read are: {'; '.join(LOG_TITLES)}"
     if (summary := summary_of(file)) is not None:
         return summary
@@ -251,9 +251,9 @@ def _bench_times_s(record: Record, index: int, each: Mapping[str, Any]) -> tuple
 
 
 def _starts_s(path: Path, document: Mapping[str, Any], durations_s: Sequence[float]) -> list[float]:
-    """Return when each request of a run without `start_times` was sent. Raises `TraceError` if that is open.
+    """Return the send times of a run without `start_times`. Raises `TraceError` if they stay unknown.
 
-    All at once they went out together; with a limit, each when one before it had ended.
+    At an infinite rate all are sent at once; with a concurrency limit, each at the end of an earlier one.
     """
     rate, most = document.get("request_rate"), document.get("max_concurrency")
     if rate not in ("inf", math.inf):
@@ -272,7 +272,7 @@ def _starts_s(path: Path, document: Mapping[str, Any], durations_s: Sequence[flo
 
 
 def _table(record: Record, key: str, value: object) -> Mapping[str, Any]:
-    """Return an object within a record, an empty one where it is missing. Raises `TraceError`."""
+    """Return an object within a record, an empty one if it is missing. Raises `TraceError`."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -281,7 +281,7 @@ def _table(record: Record, key: str, value: object) -> Mapping[str, Any]:
 
 
 def _listed(record: Record, key: str, value: object) -> list[Any]:
-    """Return a list within a record, an empty one where it is missing. Raises `TraceError`."""
+    """Return a list within a record, an empty one if it is missing. Raises `TraceError`."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -381,7 +381,7 @@ def _read_guidellm(file: RecordFile) -> Log:
 
 
 def _read_genai_perf(file: RecordFile) -> Log:
-    """Read GenAI-Perf's export: times in ns, and texts, whose tokens are estimated where no usage came."""
+    """Read GenAI-Perf's export: times in ns, and texts. Tokens are estimated if no usage came."""
     requests, failed = [], 0
     document = file.records[0]
     for number, raw in enumerate(_listed(document, "experiments", document.values.get("experiments"))):
@@ -452,7 +452,7 @@ def _answered(answer: Mapping[str, Any]) -> Iterable[str]:
 
 
 def _first(record: Record, values: Mapping[str, Any], *names: str) -> Any:
-    """Return the first value that is there; for times of the end also None."""
+    """Return the first value present; for end times also None."""
     found = next((values[name] for name in names if values.get(name) is not None), None)
     if found is None and "end" not in names[0]:
         raise TraceError(f"{record.where}: expected {names[0]}, but it is missing")

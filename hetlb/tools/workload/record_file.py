@@ -62,12 +62,12 @@ class Record:
     values: Mapping[str, Any]
 
     def get(self, key: str | None) -> Any:
-        """Return a value, None where it is missing, null or an empty cell."""
+        """Return a value, None if it is missing, null or an empty cell."""
         value = None if key is None else self.values.get(key)
         return None if isinstance(value, str) and not value.strip() else value
 
     def text(self, key: str | None) -> str:
-        """Return a value as text, "" where it is missing."""
+        """Return a value as text, "" if it is missing."""
         value = self.get(key)
         return "" if value is None else str(value)
 
@@ -89,7 +89,7 @@ class Record:
         raise TraceError(f"{self.where}: {key}: expected {words}{bounds}, got {value!r:.40}")
 
     def tokens(self, key: str, value: object, least: int = 0) -> int:
-        """Return a number of tokens, also one that is written `374.0`."""
+        """Return a number of tokens; `374.0` is one, too."""
         found = self.number(key, value, "tokens", least, MOST_TOKENS)
         if not found.is_integer():
             raise self.error(key, "a whole number of tokens", value)
@@ -130,11 +130,11 @@ class RecordFile:
     shape: str
     records: list[Record]
     names: dict[str, str] = field(default_factory=dict)
-    #: Entries of a list or lines that are no objects.
+    #: Number of list entries or lines other than objects.
     odd: int = 0
 
     def name(self, *aliases: str) -> str | None:
-        """Return the first key of the file among aliases, which are squashed; None where it has none."""
+        """Return the first key of the file among aliases, which are squashed; None if it has none."""
         return next((self.names[alias] for alias in aliases if alias in self.names), None)
 
     def has(self, *keys: str) -> bool:
@@ -154,7 +154,7 @@ def unit_of(file: RecordFile, key: str, usual_s: float | None) -> float:
     """Return the unit of the times under a key, in seconds; of dates 1.
 
     It stands in the name of the key, or the least time counts from 1970 in one unit alone (2001 to 2286), or
-    it is the usual one of the format. Raises `TraceError` where all that leaves it open.
+    it is the usual one of the format. Raises `TraceError` if the unit stays open.
     """
     last = _WORDS.findall(key)[-1:]
     if last and last[0].lower() in UNITS_S:
@@ -179,7 +179,7 @@ def unit_of(file: RecordFile, key: str, usual_s: float | None) -> float:
 
 
 def open_records(path: Path) -> RecordFile:
-    """Read a file. Raises `TraceError`; text that is none of these forms has no records."""
+    """Read a file. Raises `TraceError`; text of another form has no records."""
     text = unpacked_text(path)
     head = text.lstrip()[:1]
     columns: list[str] = []
@@ -204,7 +204,7 @@ def _with_names(
 
 
 def unwrapped(file: RecordFile) -> RecordFile | None:
-    """Return the records within the records of a file of no known form, None where there are none.
+    """Return the records within the records of a file of no known form, None if there are none.
 
     They are the one list of objects of a document, or the values of objects beside the others
     (`{"usage": {"prompt_tokens": 7}}`).

@@ -12,7 +12,7 @@ count, and never in goodput.
 - ITL: every gap between two tokens of one request; measured over HTTP, between two events that carry text
   (a server that puts several tokens into one event shows fewer, longer gaps: its TPOT is the true figure).
 - duration: first due time to the end of the last request, whatever became of it.
-- steady: the same rates in the window in which requests keep coming (`steady_figures`), without the drain.
+- steady: the same rates while requests keep coming (`steady_figures`), without the drain.
 - Percentiles interpolate linearly between the closest ranks, as NumPy's default does (Hyndman and Fan,
   "Sample quantiles in statistical packages", 1996, type 7). Standard deviations are of the population,
   again as NumPy. The figures of nothing are 0.
@@ -42,7 +42,7 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 PERCENTILES = (90, 99)
 #: Confidence level of intervals of a mean.
 CONFIDENCE_LEVEL = 0.95
-#: Share of the steady window that is left out at its beginning: the system fills.
+#: Share of the steady window left out at its beginning: the system fills.
 STEADY_FROM_SHARE = 0.2
 
 
@@ -52,7 +52,7 @@ class RequestResult:
 
     `last_token_s` is when its last text came; of an answer that came whole, when it was complete (it has
     no `first_token_s` then). `end_s` is when nothing more could come. `error` is "" or a few words that
-    name the kind of failure. `itl_s` holds the gaps between its tokens, where each request is measured
+    name the kind of failure. `itl_s` holds the gaps between its tokens, if each request is measured
     by itself.
     """
 
@@ -74,7 +74,7 @@ class RequestResult:
 
     @property
     def ttft_s(self) -> float | None:
-        """Due time to first token, None where no first token was seen."""
+        """Due time to first token, None if no first token was seen."""
         return None if self.first_token_s is None else self.first_token_s - self.scheduled_s
 
     @property
@@ -97,7 +97,7 @@ class RequestResult:
 
     @property
     def lateness_s(self) -> float | None:
-        """Delay of its sending after it was due, None where it never was sent."""
+        """Delay of its sending after it was due, None if it never was sent."""
         return None if self.sent_s is None else self.sent_s - self.scheduled_s
 
 
@@ -190,7 +190,7 @@ def summarize(
 ) -> dict[str, Any]:
     """Return the figures of one run; with `classes`, of each class of its requests, too.
 
-    `gaps` are the times between tokens where they were counted for the whole run; without it they are the
+    `gaps` are the times between tokens if they were counted for the whole run; without it they are the
     records' own. `instances` names the instances to report, by default all in the records;
     `counted` goes into their entries.
     `goodput_slo_s` maps "ttft", "tpot", "e2el" to limits in seconds; without it all completed ones count.
@@ -260,10 +260,10 @@ def _class_figures(
 def steady_figures(records: Sequence[RequestResult], start_s: float, end_s: float) -> dict[str, Any]:
     """Return the rates while requests keep coming, and how long the run went on after that (`drain_s`).
 
-    The window ends with the last due time; where all are due at once, with the last first token, since until
+    The window ends with the last due time; if all are due at once, with the last first token, since until
     then something waits. It begins after `STEADY_FROM_SHARE` of that time. Prompt tokens count at the first
     token, output tokens evenly from the first to the last one, a request when it ends. `from_s` and `to_s`
-    count from the first due time; `offered_token_throughput` is None where all are due at once.
+    count from the first due time; `offered_token_throughput` is None if all are due at once.
     """
     done = [record for record in records if record.ok and record.last_token_s is not None]
     last_due_s = max((record.scheduled_s for record in records), default=start_s)
@@ -303,7 +303,7 @@ def tokens_within(record: RequestResult, from_s: float, to_s: float) -> float:
 def _instance_figures(
     done: Iterable[RequestResult], start: float, names: Iterable[str] | None, counted: Counted
 ) -> list[dict[str, Any]]:
-    """Return one entry per instance; preemptions and KV peak are null where not counted."""
+    """Return one entry per instance; preemptions and KV peak are null if not counted."""
     by_name: dict[str, list[RequestResult]] = {}
     for record in done:
         by_name.setdefault(record.instance, []).append(record)

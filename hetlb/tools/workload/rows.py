@@ -34,8 +34,8 @@ class Row:
     `sequences` prompts, `output_tokens` the length of each of the `n` answers to each. `session` names the
     conversation and `turn` its place there: a prompt holds the conversation so far. `hash_ids` name what the
     prompt begins with, in order: `NAME` is one block of tokens (of a size that the reader knows),
-    `NAME=TOKENS` a span of a stated length. `adapter` is the LoRA adapter that it asks for, `service` the
-    name of its class, `text` the prompt where the source has one. `streamed`: a simulated answer shows its
+    `NAME=TOKENS` a span of a stated length. `adapter` is the LoRA adapter it asks for, `service` the
+    name of its class, `text` the prompt if the source has one. `streamed`: a simulated answer shows its
     first token when it comes, not with its end.
     """
 

@@ -1,6 +1,6 @@
 """Public traces, read into rows: the meaning and the unit of each key of a record.
 
-A trace is known by its keys (`TRACES`). Keys without a unit have the one of the trace that they are known
+A trace is known by its keys (`TRACES`). Keys without a unit have the one of the trace they are known
 from; of an unknown file only keys that name their unit are read (`named_columns`).
 """
 
@@ -47,7 +47,7 @@ OUTPUT = (
 )
 _HASH_IDS = ("hashids", "blockhashes", "blockids")
 _SESSION = ("sessionid", "conversationid")
-#: Keys of the time at which a request came; a unit may follow.
+#: Keys of the arrival time; a unit may follow.
 ARRIVALS = (
     *("arrival", "arrivaltime", "arrivaltimestamp", "arrivedat", "timestamp", "ts", "time", "starttime"),
     *("start", "requeststart", "requeststarttime", "requesttime", "scheduledtime", "senttime", "startedat"),
@@ -59,7 +59,7 @@ _CLOCKS = ("unix", "epoch", "utc")
 
 @dataclass(frozen=True, slots=True)
 class TraceKeys:
-    """Keys of a trace. `arrival` with its usual unit in seconds, None where it must show (`unit_of`).
+    """Keys of a trace. `arrival` with its usual unit in seconds, None if it must show (`unit_of`).
 
     `block_tokens` is how many tokens one of its `hash_ids` names, None for as many as the reader takes.
     With `failed_without_output` a request without output tokens is one that failed.
@@ -106,7 +106,7 @@ _MOST_BLOCKS = 1_000_000
 
 
 def known_trace(file: RecordFile) -> tuple[str, TraceKeys] | None:
-    """Return the public trace that has a file's keys, None without one."""
+    """Return the public trace with a file's keys, None without one."""
     for title, keys in TRACES.items():
         needed = [keys.input, keys.output, *([keys.session] if keys.session else [])]
         if file.has(*needed, *([keys.arrival] if keys.arrival else [])):
@@ -123,7 +123,7 @@ def known_trace(file: RecordFile) -> tuple[str, TraceKeys] | None:
 
 
 def named_columns(file: RecordFile) -> TraceKeys | None:
-    """Return the keys of a file with self-explaining names, None where they are not."""
+    """Return the keys of a file with self-explaining names, None if they are not."""
     found, given = file.name(*INPUT), file.name(*OUTPUT)
     if found is None or given is None:
         return None

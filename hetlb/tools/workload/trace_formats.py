@@ -24,9 +24,9 @@ from hetlb.tools.workload.record_file import RecordFile, open_records, say, unwr
 from hetlb.tools.workload.rows import REQUIRED_COLUMNS, Row, is_own, own_rows
 from hetlb.tools.workload.trace_columns import TRACES, known_trace, named_columns, rows_of
 
-#: Objects within objects that are looked into.
+#: Largest depth of nested objects read.
 _MOST_WRAPPED: Final = 3
-#: Forms that are read, for a refusal.
+#: Supported forms, for a refusal.
 _TITLES = (
     f"hetlb's CSV ({','.join(REQUIRED_COLUMNS)})",
     *TRACES,
@@ -42,14 +42,14 @@ _TITLES = (
 def read_trace(path: Path, answer_tokens: int | None = None) -> list[Row]:
     """Return every request of a file, in its order. Raises `TraceError`; a file without any is an error.
 
-    `answer_tokens` is the length of answers where the file has none. What a file of another program was taken
+    `answer_tokens` is the length of answers if the file has none. What a file of another program was taken
     for goes to stderr.
     """
     return rows_in(open_records(path), answer_tokens)
 
 
 def rows_in(file: RecordFile, answer_tokens: int | None = None, chat_tokens: int | None = None) -> list[Row]:
-    """Return the requests of a file that is open; see `read_trace`.
+    """Return the requests of an open file; see `read_trace`.
 
     `chat_tokens` replaces the length of the answers of conversations.
     """
