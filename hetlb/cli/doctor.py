@@ -50,7 +50,7 @@ _FULL_KV_SHARE: Final = 0.8
 #: Factor between steps by the profiles of one model beyond which one is wrong: GPUs' bandwidths differ by 25.
 _OTHER_STEP_FACTOR: Final = 40
 _DEFAULT_FILE: Final = Path("fleet.yaml")
-#: Next steps where a server does not answer, by words of the error; the last one for all else.
+#: Next steps if a server does not answer, by words of the error; the last one for all else.
 _NEXT_STEPS: Final = (
     ("expired", "renew its certificate"),
     ("not yet valid", NOT_YET_ADVICE),
@@ -71,7 +71,7 @@ _HEALTH_STEPS: Final = {
     403: _GATED,
     503: "wait until it has loaded its model, or look at its log",
 }
-#: Seconds in which a source of instances has reported all that it knows.
+#: Seconds for a source of instances to report all it knows.
 _SOURCE_S: Final = 5.0
 #: Domain of placeholder hosts in generated plans.
 _PLACEHOLDER: Final = ".invalid"
@@ -86,7 +86,7 @@ class Seen:
     #: Listener of this very fleet at its address, "" if it is none.
     own: str = ""
     profile: Profile | None = None
-    #: Addresses of its name, where a connection may go to each of several.
+    #: Addresses of its name, if a connection may go to each of several.
     several: Sequence[str] = ()
 
 
@@ -313,7 +313,7 @@ def _of_all(servers: Sequence[Seen]) -> Iterator[Check]:
 
 
 def _steps(title: str, pool: Sequence[Seen]) -> Iterator[Check]:
-    """Yield a check of a model's profiles by their steps of one sequence, where these differ too much."""
+    """Yield a check of a model's profiles by their steps of one sequence, if these differ too much."""
     steps = {seen.spec.name: one_step_s(seen.spec) for seen in pool if seen.profile is not None}
     fast, slow = (find(steps, key=steps.__getitem__, default="") for find in (min, max))
     if steps and steps[slow] > _OTHER_STEP_FACTOR * steps[fast]:

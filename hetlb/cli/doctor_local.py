@@ -32,7 +32,7 @@ _LEAST_TARGETS_S: Final = {"ttft_s": 0.005, "tpot_s": 0.001, "e2e_s": 0.005}
 _MOST_TIMES_DEFAULT: Final = 200
 #: Least length of an admin token that other machines may try.
 _LEAST_TOKEN_BYTES: Final = 16
-#: Next step where a certificate is not valid yet.
+#: Next step if a certificate is not valid yet.
 NOT_YET_ADVICE: Final = "wait until it is valid, or correct the clock of this machine"
 ANY_HOSTS: Final = ("0.0.0.0", "::", "")
 
@@ -48,7 +48,7 @@ class Check:
 
 
 def checked(name: str, ok: bool, found: str, advice: str) -> Check:
-    """Return a check, with the advice where it failed."""
+    """Return a check, with the advice if it failed."""
     return Check(name, ok, found, "" if ok else advice)
 
 
@@ -84,7 +84,7 @@ def of_this_machine(fleet: Fleet, access: Access) -> Iterator[Check]:
 
 
 def of_targets(fleet: Fleet) -> Iterator[Check]:
-    """Yield a check of each model whose targets were meant in seconds."""
+    """Yield a check of each model with targets meant in seconds."""
     for model, classes in fleet.service_classes.items():
         wrong = [
             f"{name}: {target.removesuffix('s')}ms {1e3 * getattr(each, target):g}"
@@ -98,7 +98,7 @@ def of_targets(fleet: Fleet) -> Iterator[Check]:
 
 
 def of_times(fleet: Fleet) -> Iterator[Check]:
-    """Yield a check of times that were meant in another unit than seconds, where there are some."""
+    """Yield a check of times meant in another unit than seconds, if there are some."""
     wrong = [
         f"{table}.{field.name} {value:g} (default {field.default:g})"
         for table in ("queue", "health", "scrape", "proxy")
@@ -123,9 +123,9 @@ def is_own_address(fleet: Fleet, url: str) -> str:
 
 
 def running_instances(fleet: Fleet) -> dict[str, str] | None:
-    """Return the instances of a hetlb that runs at the admin address of the file, with their health.
+    """Return the instances of a running hetlb, found at the file's admin address, with their health.
 
-    None where none answers. Raises `InputError` where one asks for a token.
+    None if none answers. Raises `InputError` if one asks for a token.
     """
     table = fleet.file.admin
     host = "127.0.0.1" if table.host in ANY_HOSTS else table.host
@@ -145,7 +145,7 @@ def running_instances(fleet: Fleet) -> dict[str, str] | None:
 
 
 def closed_ports(fleet: Fleet) -> Iterator[tuple[str, str]]:
-    """Yield the listeners that cannot listen, and why: "" where another process holds the port."""
+    """Yield the listeners that cannot listen, and why: "" if another process holds the port."""
     for name, table in (("listen", fleet.file.listen), ("admin", fleet.file.admin)):
         family = socket.AF_INET6 if ":" in table.host else socket.AF_INET
         with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as tried:

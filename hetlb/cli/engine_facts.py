@@ -61,9 +61,9 @@ class EngineFacts:
     is_ollama: bool = False
     #: Mean seconds between two tokens of an answer, by its own count since it started.
     token_s: float | None = None
-    #: Address at which it answers by the other scheme (http, https), "" if it does not.
+    #: Its address with the other scheme (http, https), "" if it does not answer there.
     other_url: str = ""
-    #: Address that it redirects to.
+    #: Target of its redirect.
     moved: str = ""
     #: Name of another program that answers there.
     foreign: str = ""
@@ -79,7 +79,7 @@ class EngineFacts:
 
     @property
     def reads_nothing(self) -> bool:
-        """Return whether its metrics are of a known engine and have none of the names that are read."""
+        """Return whether its metrics are of a known engine and lack all names in use."""
         sample = self.sample
         if self.table is None or sample is None:
             return False
@@ -98,7 +98,7 @@ class EngineFacts:
 
     @property
     def names(self) -> list[str]:
-        """Names of the models that it serves."""
+        """Return the names of its models."""
         return [entry["id"] for entry in self.entries]
 
     @property
@@ -198,7 +198,7 @@ async def _other_url(session: aiohttp.ClientSession, url: str) -> str:
 
 
 def _mean_token_s(page: str) -> float | None:
-    """Return the mean seconds between two tokens by a page of metrics, None where too few were counted."""
+    """Return the mean seconds between two tokens by a page of metrics, None if too few were counted."""
     sums = {"sum": 0.0, "count": 0.0}
     for kind, value in _TOKEN_TIMES.findall(page):
         with contextlib.suppress(ValueError):
@@ -222,7 +222,7 @@ _PROGRAMS = (
 
 
 async def _foreign(page: Callable[[str], Awaitable[_Page]], facts: EngineFacts) -> str:
-    """Return the name of a program that is no engine, by its pages or its `Server` header; "" if unknown."""
+    """Return the name of a foreign program, by its pages or its `Server` header; "" if unknown."""
     answers = bool(facts.entries) or facts.models_status in (401, 403)
     for name, path, mark in _GATEWAYS if answers else _PROGRAMS:
         found = await page(path)

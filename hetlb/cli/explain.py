@@ -211,9 +211,9 @@ def _decision(decision: dict[str, Any], clock_s: float) -> Group:
 
 
 def _candidates(title: str, candidates: list[dict[str, Any]], chosen: str | None) -> Group:
-    """Return the table of the weighted terms of the score, the forecast, and why each was chosen or not.
+    """Return the table of candidates: weighted terms of the score, the forecast, why each was chosen or not.
 
-    Terms that are 0 everywhere are omitted; for policies without terms the paper's are shown.
+    Terms of 0 everywhere are omitted; for policies without terms the paper's are shown.
     """
     terms = [each.get("terms") or {} for each in candidates]
     weights: dict[str, float] = next((each["weights"] for each in candidates if each.get("weights")), {})
@@ -275,7 +275,7 @@ def _figure(value: float | None) -> str:
 
 
 def _why(candidate: dict[str, Any], chosen: dict[str, Any] | None) -> str:
-    """Return the reason for which a candidate was chosen or not, short: it is a column of the table."""
+    """Return a short reason for choosing a candidate or not, for a column of the table."""
     if candidate is chosen:
         return "chosen"
     if chosen is None or not candidate["eligible"] or candidate["score"] is None or chosen["score"] is None:

@@ -1,4 +1,4 @@
-"""Flags with validated values, and the one way in which a command prints its result."""
+"""Flags with validated values, and the output of a command's result."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def add_load(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def event_log(path: Path) -> Iterator[TextIO]:
-    """Lines of an event log. Raises `TraceError` where it cannot be read or followed."""
+    """Yield the lines of an event log. Raises `TraceError` if it cannot be read or followed."""
     try:
         with io.TextIOWrapper(reader(path), encoding="utf-8") as lines:
             yield lines
@@ -88,7 +88,7 @@ def secret(flag: str, variable: str) -> str:
 
 
 def number(text: str) -> float:
-    """Return a number, NaN where the text is none: no comparison with it is true."""
+    """Return a number, NaN if the text is none: no comparison with NaN is true."""
     try:
         return float(text)
     except ValueError:
@@ -112,7 +112,7 @@ def whole(least: float, most: float = math.inf, what: str = "a whole number") ->
 
 
 def real(words: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """Return the flag type: number for which `fits` is true; `words` describe it in errors."""
+    """Return a flag type that accepts numbers for which `fits` is true; `words` describe them in errors."""
 
     def read(text: str) -> float:
         value = number(text)

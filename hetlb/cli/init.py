@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def why_unknown(facts: EngineFacts) -> str:
-    """Return the reason for which a server is left out of the file."""
+    """Return the reason for leaving a server out of the file."""
     if facts.trouble:
         return facts.trouble
     if facts.models_status in (401, 403):

@@ -109,7 +109,7 @@ COMMANDS = {
         "print the completion script for bash, zsh, fish or tcsh", "hetlb completion bash > hetlb.bash"
     ),
 }
-#: Commands whose examples `hetlb --help` shows.
+#: Commands with examples in `hetlb --help`.
 _FIRST = ("demo", "init", "doctor", "serve", "status")
 #: Commands that print the finished part when they are interrupted.
 _REPORTING = ("bench", "batch")
@@ -120,7 +120,7 @@ _ASKING = ("status", "top", "explain", "drain", "ready", "maint", "policy")
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are an `InputError`."""
+    """An argparse parser that raises its errors as `InputError`."""
 
     def error(self, message: str) -> NoReturn:
         if wrong := re.search(r"invalid choice: '([^']*+)' \(choose from (.*+)", message):
@@ -145,7 +145,7 @@ def actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of all commands, or with the flags of `only` one.
 
-    A command whose extra is not installed gets no flags; its help says how to install them.
+    A command without its extra gets no flags; its help says how to install the extra.
     """
     parser = _Parser(
         prog="hetlb",

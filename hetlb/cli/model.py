@@ -11,7 +11,7 @@ from hetlb.tools.models.kv_groups import KvBytes
 from hetlb.tools.models.model_facts import ModelFacts
 from hetlb.tools.models.model_file import load_facts
 
-#: Tokens of the sequences whose cache is shown.
+#: Lengths of sequences, in tokens, for the shown sizes of the cache.
 _SHOWN_TOKENS = (1_000, 10_000, 100_000)
 
 

@@ -12,7 +12,7 @@ from hetlb.balancer.core.types import InstanceSpec
 from hetlb.cli.engine_facts import EngineFacts
 from hetlb.errors import visible
 
-#: Factor between the KV tokens of a profile and its server from which the GPU or the degree is another.
+#: Least factor between the KV tokens of a profile and its server that means another GPU or degree.
 _OTHER_KV_FACTOR: Final = 2
 #: Seconds of the shortest and the longest decode step of one sequence that an engine may have.
 _STEPS_S: Final = (2e-4, 2.0)
@@ -23,7 +23,7 @@ _TOKEN_FACTORS: Final = (0.65, 10.0)
 
 
 def all_is_well(fleet: Fleet) -> int:
-    """Return the exit status of `--check` where nothing is wrong; doubts of profiles are printed."""
+    """Return the exit status of `--check` if nothing is wrong; doubts of profiles are printed."""
     doubts = profile_doubts(fleet)
     for line in doubts:
         print(visible(f"warning: {fleet.where}{line}"), file=sys.stderr)
@@ -85,7 +85,7 @@ def doubt_beside(profile: Profile, spec: InstanceSpec, facts: EngineFacts) -> st
 
 
 def other_model(profile: Profile, names: list[str]) -> str:
-    """Return the profile's model where it is none of these (owners aside), else "".
+    """Return the profile's model if it is none of these (owners aside), else "".
 
     One name may begin the other (`-instruct`), unless a quantisation follows.
     """
@@ -106,7 +106,7 @@ def short_name(model: str) -> str:
 
 
 def other_gpu(profile: Profile, stated: str | None) -> str:
-    """Return the profile's GPU where an instance states another one, else ""."""
+    """Return the profile's GPU if an instance states another one, else ""."""
     gpu = profile.hardware.gpu if profile.hardware is not None else None
     own, other = _chip(gpu), _chip(stated)
     return "" if not own or not other or own.endswith(other) or other.endswith(own) else gpu or ""

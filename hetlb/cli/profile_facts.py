@@ -33,7 +33,7 @@ class FactsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """Facts with the model of their `config.json`; `path` is None where no file was given."""
+    """Facts with the model of their `config.json`; `path` is None if no file was given."""
 
     path: Path | None = None
     file: FactsFile = FactsFile()
@@ -89,7 +89,7 @@ def read_facts_file(path: Path | None) -> Facts:
 
 
 def _over(known: _Table | None, stated: _Table | None) -> _Table | None:
-    """Return a table in which stated values stand before known ones; either may be missing."""
+    """Return a table with stated values in place of known ones; either may be missing."""
     if known is None or stated is None:
         return stated if known is None else known
     values = {field.name: getattr(stated, field.name) for field in msgspec.structs.fields(stated)}

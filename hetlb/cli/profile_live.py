@@ -157,7 +157,7 @@ def _engine(facts: ServerFacts, degree: int | None, batched: int | None, tokens:
 
 
 def _assumed(tokens: float | None) -> tuple[str, ...]:
-    """Return what is assumed of the tokens of a decode step, where they were counted."""
+    """Return the assumption on the tokens of a decode step, if they were counted."""
     if tokens is None:
         return ()
     made = f"engine.tokens_per_step: {tokens:.2f}, as with the made prompts of the sweep"

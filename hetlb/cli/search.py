@@ -25,7 +25,7 @@ from hetlb.tools.plan.tp_search import degrees, search
 from hetlb.tools.plan.trace_throughput import Throughputs, sample_rows
 from hetlb.tools.tables import bar
 
-#: The most rows of a trace that are estimated on.
+#: The most rows of a trace used for estimates.
 MAX_ROWS = 2000
 
 

@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_alone(fleet: Fleet) -> None:
-    """Raise `InputError` where the file wants several processes for a feature of one."""
+    """Raise `InputError` if the file wants several processes for a feature of one."""
     where, shared, workers = fleet.where, fleet.file.shared, fleet.file.proxy.workers
     hands_over = any(spec.kv_transfer is not None for spec in fleet.instances)
     if hands_over and workers > 1:
@@ -117,7 +117,7 @@ def prepare_process() -> None:
 
 
 def _warn_of_descriptors(fleet: Fleet) -> None:
-    """Log where the configured clients need more descriptors than allowed: one each, and one to an engine."""
+    """Log if the configured clients need more descriptors than allowed: one each, and one to an engine."""
     limit = fleet.file.proxy.max_connections
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit is not None and hard != resource.RLIM_INFINITY and 2 * limit > hard:

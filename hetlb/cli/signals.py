@@ -78,7 +78,7 @@ def run_listener(main: Coroutine[Any, Any, _T], host: str, port: int) -> _T:
 
 
 def stop_event() -> asyncio.Event:
-    """Return the event that is set on SIGINT or SIGTERM."""
+    """Return an event, set on SIGINT or SIGTERM."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)

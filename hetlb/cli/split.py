@@ -25,11 +25,11 @@ from hetlb.tools.plan.highs import Interrupt, SolveLimits
 from hetlb.tools.plan.plan_progress import plan_progress
 from hetlb.tools.plan.workloads import trace_rows
 
-#: Most GPUs of a cluster that is searched exhaustively.
+#: Largest cluster searched exhaustively, in GPUs.
 _MOST_EXHAUSTIVE_GPUS = 8
 #: Seconds for everything if none are given: per GPU, and at most; SEARCH_S at least.
 _GPU_S, _MOST_S = 0.75, 240.0
-#: Share of the time limit for the search, where plans are simulated after it.
+#: Share of the time limit for the search, if plans are simulated after it.
 _SEARCH_SHARE = 0.7
 
 

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from hetlb.tools.stage.torch_runner import TorchRunner
     from hetlb.tools.stage.worker import StageWorker
 
-#: KV cache on CPU where nothing is said.
+#: KV cache on CPU by default.
 _CPU_KV_BYTES = 1 << 30
 #: Share of a GPU's memory for weights and KV cache there.
 _GPU_SHARE = 0.9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `hetlb stage`, with vLLM's names where vLLM has them."""
+    """Add the flags of `hetlb stage`, under vLLM's names if vLLM has them."""
     add = declare(parser)
     add("--coordinate", "be the OpenAI server in front of the workers of this file", "FILE", Path)
     add("--check", "with --coordinate: validate the file and exit", action="store_true")

@@ -31,7 +31,7 @@ STALE_S = 5.0
 _CURVES_LINES = 16
 #: Columns of the widest curve: series have about as many values.
 _WIDEST_CURVE = 100
-#: Columns from which three lines hold the state with its advice.
+#: Least columns for the state and its advice to fit in three lines.
 _WIDE = 80
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _HEALTH_STYLES = {"up": "green", "suspect": "yellow", "ejected": "bold red"}
@@ -123,13 +123,13 @@ class FleetScreen:
     def __init__(self, url: str) -> None:
         self._url = url
         self.snapshot: dict[str, Any] | None = None
-        #: Reason for which updates stopped, "" while they arrive.
+        #: Reason for missing updates, "" while they arrive.
         self.trouble = ""
 
     def render(self, width: int, height: int | None) -> Group:
         """Return the frame for a terminal of this size; `height` None shows everything.
 
-        Instances that are not up or not ready come first, the others in file order.
+        Instances not up or not ready come first, the others in file order.
         """
         state = self._state()
         if self.snapshot is None:
@@ -164,7 +164,7 @@ class FleetScreen:
 
 
 def _text(words: str = "", style: str = "") -> Text:
-    """Return a line that is cut at the right edge: for words, never for figures."""
+    """Return a line, cut at the right edge: for words, never for figures."""
     return Text(words, style, no_wrap=True, overflow="ellipsis")
 
 
@@ -199,7 +199,7 @@ def _status(snapshot: dict[str, Any], width: int, most: int) -> list[Text]:
 
 
 def _wrapped(words: str, width: int, most: int, indent: int = 0) -> list[str]:
-    """Return words on at most `most` lines; "…" stands for words that have no room."""
+    """Return words on at most `most` lines; "…" replaces words without room."""
     return textwrap.wrap(words, width, max_lines=most, placeholder=" …", initial_indent=" " * indent)
 
 
@@ -238,9 +238,9 @@ def _summary(snapshot: dict[str, Any], width: int) -> list[Text]:
 
 
 class _Column(NamedTuple):
-    """A column of the table of instances: its heading, its width, the place in which it is left out.
+    """A column of the table of instances: its heading, its width, its place in the order of removal.
 
-    Columns of place 0 are always there; where the terminal is narrow, the highest place goes first.
+    Columns of place 0 are always there; on a narrow terminal the highest place goes first.
     """
 
     title: str
@@ -317,7 +317,7 @@ def _troubles(rows: Sequence[dict[str, Any]], width: int) -> list[Text]:
 
 
 def _decisions(snapshot: dict[str, Any], width: int) -> list[Text]:
-    """Return the last decisions, a line each, under a heading; the policy where it fits."""
+    """Return the last decisions, a line each, under a heading; the policy if it fits."""
     last = snapshot["decisions"]["last"]
     if not last:
         return []

@@ -1,4 +1,4 @@
-"""CLUSTER.yaml of `search` and `split`: a model and the machines that are to serve it."""
+"""CLUSTER.yaml of `search` and `split`: a model and the machines to serve it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def load_cluster(path: Path) -> Cluster:
 
 
 def _check_profiles(path: Path, model: Model, machines: Sequence[Machine]) -> None:
-    """Raise `ConfigError` for a profile whose weights and cache are more than its GPUs have."""
+    """Raise `ConfigError` for a profile with more weights and cache than the memory of its GPUs."""
     for m, machine in enumerate(machines):
         for degree, profile in machine.profiles.items():
             check_memory(

@@ -109,7 +109,7 @@ def servers_of(found: LayoutsFound, data_parallel: bool) -> list[VllmServer]:
 
 
 def _profile(found: LayoutsFound, machine: Machine, part: Part) -> ProfileOf:
-    """Return the file of a profile; one that is composed, or lacks the cache's size, is yet to be written."""
+    """Return the file of a profile; a composed one, or one without a cache size, is yet to be written."""
     profile = found.instances[machine.kind][part].profile
     assert profile is not None
     degree = part.tensor_parallel_size

@@ -1,10 +1,10 @@
 """Ways to run one instance: stated ones, or all that offers, memory and profiles allow.
 
 Enumerated (Jiang et al., ICML 2025, section 4.3 and appendix D): tensor parallelism inside a machine, powers
-of two; pipelines of such stages, of one kind of GPU or of two, inside a machine where they fit and else
-across machines; layers in proportion to a stage's memory or, where stages differ, its speed. An instance
-that vLLM refuses, or that cannot hold its weights and the longest request, goes. Each has the latency
-profile of the whole instance.
+of two; pipelines of such stages, of one kind of GPU or of two, inside a machine if they fit and else across
+machines; layers in proportion to a stage's memory or, if stages differ, its speed. An instance is removed if
+vLLM refuses it, or if it cannot hold its weights and the longest request. Each has the latency profile of the
+whole instance.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hetlb.tools.profiler.fit import Point, fit
 from hetlb.tools.profiler.sources import ACTIVATION_BYTES, Measurements, make_profile
 from hetlb.tools.sim.staged_engine import EngineStage
 
-#: Bytes/s inside a rented machine where the file does not say.
+#: Bytes/s inside a rented machine if the file does not say.
 _USUAL_INSIDE_BYTES_PER_S = 60e9
 
 
@@ -104,7 +104,7 @@ def _stated(market: Market) -> list[Configuration]:
 def _with_capacity(
     market: Market, model: Model, stages: tuple[ConfigurationStage, ...], profile: Profile
 ) -> Profile:
-    """Return the profile with the KV capacity that stated memory allows, where it states none itself."""
+    """Return the profile with the KV capacity allowed by stated memory, if it states none itself."""
     known = model.weight_bytes and model.kv_bytes_per_token
     memory = all(market.offers[stage.gpu].memory_bytes for stage in stages)
     if profile.engine.kv_cache_tokens is not None or not known or not memory:
@@ -143,7 +143,7 @@ def _enumerated(market: Market, model: Model, longest_tokens: int) -> Iterator[C
     }
     for kinds in _stage_kinds(market, model):
         if model.shape is not None:
-            # Profiles of a market state their experts; estimated ones keep them whole where they must.
+            # Profiles of a market state their experts; estimated ones keep them whole if they must.
             whole = any(_experts_whole(profiles[kind]) for kind in kinds)
             if refusal(model.shape, kinds[0][1], len(kinds), whole):
                 continue
@@ -283,7 +283,7 @@ def compose(
     *,
     across: bool,
 ) -> tuple[Profile, tuple[EngineStage, ...]]:
-    """Return the profile of a stage whose GPU, with the whole model, has this one; of several the stages."""
+    """Compose a profile and its stages from `profiles`: each runs the whole model on the GPU of its stage."""
     links = market.file.links
     parts = []
     for stage, following, profile in zip(stages, [*stages[1:], None], profiles, strict=True):

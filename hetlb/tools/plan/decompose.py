@@ -32,7 +32,7 @@ from hetlb.tools.plan.rent_program import (
 )
 from hetlb.tools.plan.rent_program import solve as solve_directly
 
-#: Least number of models that are decomposed: below, one program is faster.
+#: Least number of models to decompose: below, one program is faster.
 FEWEST_MODELS = 3
 #: Relative gap of the small programs, at first and at the finest: bounds, not incumbents, prove.
 _COARSEST_GAP = 0.1
@@ -43,7 +43,7 @@ _PRICING_S, _MASTER_S = 5.0, 4.0
 _RATE_TOLERANCE = 1e-5
 #: Share of the best prices that a step towards the master's keeps.
 _KEPT_SHARE = 0.8
-#: Points between plan and bound at which the next rounds look while they change neither.
+#: Shares between plan and bound for the rates of the next rounds, while neither changes.
 _LOOK_SHARES = (0.65, 0.4, 0.2)
 #: Small programs are solved side by side, in threads: the solver works without the interpreter's lock.
 _THREADS = min(4, os.cpu_count() or 1)
@@ -148,7 +148,7 @@ class Decomposition:
             self._prices = _KEPT_SHARE * self._centre + (1.0 - _KEPT_SHARE) * duals / duals.sum()
 
     def _choose(self, rate: float) -> None:
-        """Take one whole column a model that reaches `rate`, where they fit and serve more than before."""
+        """Choose one whole column a model that reaches `rate`, if they fit and serve more than before."""
         limits = self._limits.within(_MASTER_S, 1e-3)
         solution, _, picked = self._master(rate, limits, integer=True)
         if solution is None or -solution.objective > 1.0 + 1e-9:

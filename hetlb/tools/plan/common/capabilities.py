@@ -1,8 +1,8 @@
 """Capabilities of engines: forms of `vllm serve` that work, that do not, and that were never tried.
 
-A form with a connector works if KV caches were transferred, not if its server starts. A plan emits nothing
-that is refused; what was never run is marked. The first fact that fits decides.
-Facts are of vLLM 0.32 and hold for what is not known to be another version.
+A form with a connector works if KV caches were transferred, not if its server starts. A plan emits no refused
+form, and marks forms that were never run. The first matching fact decides. Facts are of vLLM 0.32, and hold
+unless an engine is known to be another version.
 """
 
 from __future__ import annotations

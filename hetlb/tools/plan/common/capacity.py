@@ -23,7 +23,7 @@ def usable_bytes(gpus: int, memory_bytes: float, utilization: float, reserved_by
 def kv_bytes(stages: Iterable[tuple[Fraction, Fraction]], weight_bytes: Fraction) -> Fraction:
     """Return the bytes of KV cache of all layers, by usable bytes and share of the layers of each stage.
 
-    Below 0 where the weights do not fit.
+    Below 0 if the weights do not fit.
     """
     return min((usable - weight_bytes * share) / share for usable, share in stages if share)
 

@@ -1,9 +1,9 @@
-"""Latency of an instance whose layers are divided over stages (pipeline parallelism), as one engine.
+"""Latency of an instance with its layers divided over stages (pipeline parallelism), as one engine.
 
 A pipeline of S stages keeps S batches in flight, each a part of the instance's work. A batch comes round in
-the time that its stages and links take together, or S times the slowest stage where that is longer; the S of
-them are one larger iteration. With equal stages and free links an iteration over some work takes what the
-profile says of an S-th of that work: the same GPUs as replicas, of one KV cache.
+the time of its stages and links together, or in S times the slowest stage if that is longer. The S batches
+are one larger iteration. With equal stages and free links an iteration takes as long as the profile says for
+an S-th of its work: the same GPUs as replicas, of one KV cache.
 
 Coefficients are composed one by one, so that an iteration of unequal stages is never shorter than on the
 slowest one, and every field of `LatencyModel` is composed or refused (`_FIELDS`).
@@ -100,7 +100,7 @@ def estimated(
 
 
 def needs_expert_parallel(model: Model, degree: int) -> bool:
-    """Return True where vLLM takes a degree only if the experts stay whole."""
+    """Return True if vLLM takes a degree only with whole experts."""
     if model.shape is None or not refusal(model.shape, degree):
         return False
     return not refusal(model.shape, degree, expert_parallel=True)
@@ -120,7 +120,7 @@ class _Round:
         return max(self.stages * max(parts), math.fsum(parts) + link_s)
 
     def part(self, values: Sequence[float], link_s: float = 0.0) -> float:
-        """Return a coefficient of work that is divided over the batches."""
+        """Return a coefficient of work divided over the batches."""
         return self.of(values, link_s) / self.stages
 
 
@@ -191,7 +191,7 @@ def _decode(turn: _Round, tables: Sequence[DecodeTable | None]) -> DecodeTable |
 
 
 def _mixed(turn: _Round, latencies: Sequence[LatencyModel]) -> MixedTerm | None:
-    """Return the cost of decodes beside prompts; None where no stage knows it."""
+    """Return the cost of decodes beside prompts; None if no stage knows it."""
     if all(each.mixed is None for each in latencies):
         return None
     known = [mixed_term(each) for each in latencies]
@@ -209,7 +209,7 @@ def _mixed(turn: _Round, latencies: Sequence[LatencyModel]) -> MixedTerm | None:
 
 
 def _split_kv(turn: _Round, terms: Sequence[SplitKv | None]) -> SplitKv | None:
-    """Return the least blocks of a stage, for each of the batches; None where none is split."""
+    """Return the least blocks of a stage, for each of the batches; None if a stage has no split."""
     known = [term for term in terms if term is not None]
     if len(known) < len(terms):
         return None
@@ -217,7 +217,7 @@ def _split_kv(turn: _Round, terms: Sequence[SplitKv | None]) -> SplitKv | None:
 
 
 def _launch(turn: _Round, terms: Sequence[LaunchTime | None]) -> LaunchTime | None:
-    """Return the launches of all batches, each an S-th of the tokens; None where a stage's are unknown."""
+    """Return the launches of all batches, each an S-th of the tokens; None if a stage's are unknown."""
     known = [term for term in terms if term is not None]
     if len(known) < len(terms):
         return None

@@ -21,7 +21,7 @@ from hetlb.tools.workload.rows import Row
 
 @dataclass(frozen=True, slots=True)
 class SimulatedServer:
-    """An engine with its role, and its KV transfers where it takes part in any."""
+    """An engine with its role, and its KV transfers if it takes part in any."""
 
     name: str
     engine: EngineSpec

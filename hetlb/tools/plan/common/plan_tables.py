@@ -22,9 +22,9 @@ from hetlb.tools.models.model_file import load_facts
 from hetlb.tools.plan.common.capacity import usable_bytes
 from hetlb.tools.plan.common.quantities import Quantity, read_bytes, read_memory, read_parameters, read_rate
 
-#: Bytes/s between GPUs of one machine and between machines where the file does not say: PCIe 4 x16, 5 Gbit/s.
+#: Bytes/s between GPUs of one machine and between machines if the file does not say: PCIe 4 x16, 5 Gbit/s.
 INSIDE_BYTES_PER_S, BETWEEN_BYTES_PER_S = 25e9, 0.625e9
-#: Largest error of a stated size that is not named: the size may be of another model.
+#: Largest error of a stated size without a note: beyond, the size may be of another model.
 _MOST_OFF_SHARE = 0.1
 
 
@@ -46,11 +46,11 @@ class PlanModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A model with the facts for planning; sizes in bytes, 0 where none was stated.
+    """A model with the facts for planning; sizes in bytes, 0 if not stated.
 
-    `kv_bytes_per_token` are of all layers that keep tokens, windows too: the unit of a cache's tokens, as in
-    vLLM. `facts` are of its `config.json`, with what was stated in their place; None without one: degrees are
-    not checked then. `notes` name stated sizes that are far from `config.json`.
+    `kv_bytes_per_token` is the sum over all layers with a cache, windows too: the unit of a cache's tokens,
+    as in vLLM. `facts` are of its `config.json`, with stated values in their place. They are None without
+    one; then degrees are not checked. `notes` name stated sizes far from `config.json`.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_model(table: PlanModelTable, path: Path, where: str, needed: Sequence[str] = ()) -> Model:
-    """Resolve the model of a table at `where`; `needed` keys must be known. Raises `ConfigError`."""
+    """Resolve the model of the table at key `where`; `needed` keys must be known. Raises `ConfigError`."""
     parameters, kv_bytes = 0.0, 0
     if table.parameters is not None:
         parameters = read_parameters(table.parameters, f"{path}: {where}.parameters")
@@ -168,7 +168,7 @@ def _with_facts(model: Model, table: PlanModelTable, found: ModelFacts, where: s
 
 
 class RooflineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Peak figures of one GPU, and the shares of them that are reached: an estimate, never measured."""
+    """Peak figures of one GPU, and the reached shares of them: an estimate, never measured."""
 
     flops: Positive
     bandwidth_bytes_per_s: Positive
@@ -246,7 +246,7 @@ class Machine:
 
 
 def read_machines(path: Path, tables: Sequence[MachineTable]) -> tuple[Machine, ...]:
-    """Resolve machines with every profile that they name. Raises `ConfigError` or `ProfileError`."""
+    """Resolve machines with their profiles. Raises `ConfigError` or `ProfileError`."""
     if not tables:
         raise ConfigError(f"{path}: machines: expected at least one machine, got none")
     loaded: dict[str, Profile] = {}

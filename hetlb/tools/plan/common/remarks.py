@@ -9,7 +9,7 @@ from hetlb.balancer.config.profile_file import Profile, profiles_of
 from hetlb.errors import ConfigError
 from hetlb.tools.plan.common.plan_tables import Machine, Model
 
-#: Largest relative difference of a token's cache at which a profile is of the plan's own model.
+#: Largest relative difference of a token's cache for a profile of the plan's own model.
 _MOST_OFF_SHARE = 0.02
 
 
@@ -34,7 +34,7 @@ def other_model(model: Model, profile: Profile) -> bool:
 
 
 def remarks(model: Model, found: Iterable[Profile]) -> list[str]:
-    """Return a line for each stated size that is far off, and for each profile of another model."""
+    """Return a line for each stated size with a large error, and for each profile of another model."""
     others: dict[tuple[str, int | None], list[str]] = {}
     profiles = {each.name: each for each in found}
     for profile in profiles.values():

@@ -32,16 +32,16 @@ FIRST_PORT, _FIRST_SIDE_CHANNEL = 8000, 5600
 #: Seconds that a prefill server keeps the KV cache of a request for its decode server (vLLM's default).
 KV_LEASE_S = 30
 _KV_ROLE = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
-#: Domain of hosts that have to be filled in (RFC 2606: it never resolves).
+#: Domain of placeholder hosts (RFC 2606: it never resolves).
 PLACEHOLDER = ".invalid"
-#: The file of a profile, or its maker, whose profile is written under its name.
+#: The file of a profile, or a function that makes the profile to write under its name.
 ProfileOf: TypeAlias = Path | Callable[[], Profile]
 #: Words for the heading of a fleet file.
 FILL_IN = "Fill in the hosts (NAME.invalid): `hetlb serve --check` names missing ones."
 
 
 def simulated_limits(profile: Profile) -> tuple[int, int]:
-    """Return `max_num_batched_tokens` and `max_num_seqs` with which the engine of a profile is simulated."""
+    """Return `max_num_batched_tokens` and `max_num_seqs` for the simulated engine of a profile."""
     tokens = profile.engine.kv_cache_tokens or DEFAULT_KV_CACHE_TOKENS
     limits = EngineLimits.from_capacity(replace(profile.usual_capacity, kv_cache_tokens=tokens))
     return limits.max_num_batched_tokens, limits.max_num_seqs
@@ -56,9 +56,9 @@ def host_of(machine: str) -> str:
 class VllmServer:
     """One server: its model, degrees, the GPUs of each machine in the order of the stages, and its flags.
 
-    `layers` are of its pipeline stages, where they are known. `engine` is the profile that was simulated:
-    its limits are flags. A `max_model_len` of `auto` is the longest that its KV cache holds: a plan for
-    lengths is no limit on what clients send.
+    `layers` are of its pipeline stages, if known. `engine` is the simulated profile: its limits are flags. A
+    `max_model_len` of `auto` is the longest request that its KV cache holds: a plan for lengths does not
+    limit what clients send.
     """
 
     name: str
@@ -74,7 +74,7 @@ class VllmServer:
     profile: ProfileOf | None = None
 
     def _limits(self) -> dict[str, int | None]:
-        """Return the flags of the limits with which the engine was simulated, and of its experts."""
+        """Return the flags of the simulated engine's limits, and of its experts."""
         if self.engine is None:
             return {}
         batched, seqs = simulated_limits(self.engine)
@@ -138,7 +138,7 @@ def _kv_transfer(connector: str, role: Role) -> str:
 
 
 def numbered(servers: Iterable[VllmServer]) -> list[VllmServer]:
-    """Return the servers with ports that are free on their first machines."""
+    """Return the servers with distinct ports on their first machines."""
     ports: dict[str, Iterator[int]] = {}
     return [
         replace(server, port=next(ports.setdefault(server.gpus[0][0], count(FIRST_PORT))))
@@ -149,7 +149,7 @@ def numbered(servers: Iterable[VllmServer]) -> list[VllmServer]:
 def write_servers(
     path: Path, heading: str, servers: Sequence[VllmServer], policy: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a fleet file, and beside it the profiles that are no file yet. Raises `InputError`."""
+    """Write a fleet file, and beside it the profiles not yet in a file. Raises `InputError`."""
     models: dict[str, dict[str, Any]] = {}
     profiles = dict.fromkeys(server.profile for server in servers)  # instances alike share one
     files = {each: _reference(path, each) for each in profiles if each is not None}
@@ -174,7 +174,7 @@ def write_fleet(
 
 
 def _reference(path: Path, profile: ProfileOf) -> str:
-    """Return the path of a profile relative to the fleet file at `path`; writes one that is no file yet."""
+    """Return the path of a profile relative to the fleet file at `path`. Write it if it has no file yet."""
     if not isinstance(profile, Path):
         folder = path.parent / f"{path.stem}-profiles"
         try:

@@ -1,12 +1,12 @@
 """Capacity of a group of GPUs in a role: the cost models, and the search for its parallelism.
 
 `ProfileCost`: the latency profile of every stage (or one estimated from a roofline), composed to one of a
-pipeline, and the rates of `rates`; what the simulator takes, so planned and simulated figures are comparable.
+pipeline, and the rates of `rates`. The simulator takes the same, so planned and simulated figures are
+comparable.
 
-`PaperCost`: appendix A of HexGen-2 (ICLR 2025), with the true size of a layer and of its KV cache where the
-paper has 12 H^2 weights a layer and one KV head per query head (true for OPT, not for models with
-grouped-query attention: Llama-2-70B has an eighth of that KV cache). bench/PLANNING.md lists every
-difference.
+`PaperCost`: appendix A of HexGen-2 (ICLR 2025), with the true size of a layer and of its KV cache. The paper
+has 12 H^2 weights a layer and one KV head per query head. That is true for OPT, not for models with
+grouped-query attention: Llama-2-70B has an eighth of that KV cache. bench/PLANNING.md lists every difference.
 
 Every tensor-parallel degree that divides the group's GPUs in each of its machines is tried, with several
 divisions of the layers over the stages. Groups that look alike are computed once.
@@ -59,7 +59,7 @@ from hetlb.tools.sim.study import engine_of
 _BLEND_SHARES = (1.0, 0.5, 0.0)
 #: Latency of a transfer inside a machine; `links.latency_s` holds between machines.
 _INSIDE_LATENCY_S = 5e-6
-#: Batches at which an estimated step of a mixture is stated.
+#: Batches with a stated step in the estimate of a mixture.
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 #: Corner between reading weights and computing tokens in an estimated profile: near the larger of both.
 _CORNER = 8.0
@@ -79,15 +79,15 @@ def capacity_of(cluster: SplitCluster, stages: Sequence[GroupStage]) -> int:
 
 
 class GroupTable:
-    """The best group of every composition and role, computed when it is asked for.
+    """The best group of every composition and role, computed on demand.
 
-    `promised` is before the bubbles of pipelines, whose simulation takes nearly all the time.
+    `promised` is before the bubbles of pipelines: their simulation takes nearly all the time.
     """
 
     def __init__(self, cluster: SplitCluster, cost: CostModel) -> None:
         self.cluster = cluster
         self._cost = cost
-        #: The first of the compositions that are alike, which groups are found for: by likeness, by each.
+        #: The first of each set of similar compositions, used to find groups: by likeness, by composition.
         self._first: dict[object, Composition] = {}
         self._like: dict[Composition, Composition] = {}
         self._ranked: dict[tuple[Composition, Role], list[ServerGroup]] = {}
@@ -139,7 +139,7 @@ class GroupTable:
         return self._ranked[key]
 
     def _find(self, composition: Composition, role: Role) -> ServerGroup | None:
-        """Return the best group of the first composition that is alike."""
+        """Return the best group of the first similar composition."""
         key = self._alike(composition), role
         if key not in self._best:
             best, most = None, 0.0
@@ -188,7 +188,7 @@ class GroupTable:
 
 
 class ProfileCost:
-    """Rates by latency profiles; profiles that are missing are estimated from the GPUs' peak figures."""
+    """Rates by latency profiles; missing profiles are estimated from the GPUs' peak figures."""
 
     def __init__(self, cluster: SplitCluster) -> None:
         self._cluster = cluster
@@ -229,7 +229,7 @@ class ProfileCost:
         return self._layer_s[key]
 
     def most(self, stages: Sequence[GroupStage], role: Role, kv_cache_tokens: int) -> float:
-        """Return requests/s by the composed latency model, without bubbles; 0 where no request fits."""
+        """Return requests/s by the composed latency model, without bubbles; 0 if no request fits."""
         if kv_cache_tokens < _FEWEST_TOKENS:
             return 0.0
         spec = engine_of(self._composed(stages, kv_cache_tokens))
@@ -243,7 +243,7 @@ class ProfileCost:
         return most * self._bubbles(stages, engine_of(self._composed(stages, kv_cache_tokens)))
 
     def _bubbles(self, stages: Sequence[GroupStage], spec: EngineSpec) -> float:
-        """Return the prompts and answers in one pipeline; groups of one role have batches that are alike."""
+        """Return the prompts and answers in one pipeline; groups of one role have similar batches."""
         key = tuple((self._cluster.kinds[s.machine], s.gpus, s.layers) for s in stages), spec.limits
         if key not in self._shares:
             rows = self._cluster.workload.rows
@@ -318,11 +318,11 @@ def estimated_profile(
 
 
 class PaperCost:
-    """Appendix A of HexGen-2, for clusters whose machines all have a roofline (peak figures).
+    """Appendix A of HexGen-2, for clusters with a roofline (peak figures) for every machine.
 
     A group computes one batch at a time: stages are not pipelined, as in the paper. Prefill capacity is one
-    request over its latency, decode capacity the largest batch over its latency; a group that does both takes
-    the sum of both times per request (the paper has no such group).
+    request over its latency, decode capacity the largest batch over its latency. A group for both phases
+    takes the sum of both times per request (the paper has no such group).
     """
 
     def __init__(self, cluster: SplitCluster) -> None:

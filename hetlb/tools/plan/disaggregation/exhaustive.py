@@ -1,8 +1,8 @@
-"""Every partition of a small cluster into groups with roles: the best plan there is under a cost model.
+"""Every partition of a small cluster into groups with roles: the best possible plan under a cost model.
 
-No plan has more requests/s. Partial plans are given up where a bound shows that nothing better
-follows: with weights w and 1 - w on both phases, a plan serves at most w * prefill + (1 - w) * decode + both,
-and the rest of every machine adds at most its best value per GPU.
+No plan has more requests/s. Partial plans are given up if a bound shows that nothing better follows: with
+weights w and 1 - w on both phases, a plan serves at most w * prefill + (1 - w) * decode + both, and the rest
+of every machine adds at most its best value per GPU.
 """
 
 from __future__ import annotations

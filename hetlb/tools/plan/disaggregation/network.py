@@ -78,7 +78,7 @@ class Network:
     def solve(self, groups: Sequence[ServerGroup]) -> SplitPlan:
         """Return the plan with the most requests/s of these groups.
 
-        Groups for both phases whose servers cannot take part in transfers are left out of a plan that splits.
+        A plan that splits leaves out groups for both phases if their servers cannot take part in transfers.
         """
         plan = self._solve(groups)
         able = [group for group in groups if group.role is not Role.BOTH or not refused(group.form())]

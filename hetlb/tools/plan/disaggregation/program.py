@@ -2,12 +2,12 @@
 
 With `complete` templates, no plan serves more than `bound` requests/s.
 
-Machines that are alike are a class (in a small cluster every machine is one), and a template is a group of
-GPUs, a number of each class of machines, in a role. The program chooses how many of each template, and how
-much KV flows from class to class: what prefill templates of a class emit and decode templates take in, within
-the links between the classes. Which machine a group is on is left to `place`, first fit by size.
+Similar machines are a class (in a small cluster every machine is one). A template is a group of GPUs, a
+number of each class of machines, in a role. The program chooses how many of each template, and how much KV
+flows from class to class. Prefill templates of a class emit KV and decode templates take it in, within the
+links between the classes. `place` assigns groups to machines, first fit by size.
 
-A template has what its group promises, until a solution uses it: then its pipeline is simulated and the
+A template has its group's promised rate until a solution uses it: then its pipeline is simulated and the
 program solved again, first without integers. So few templates are simulated, and every bound holds.
 """
 
@@ -28,13 +28,13 @@ from hetlb.tools.plan.disaggregation.network import LINK_SHARE
 from hetlb.tools.plan.disaggregation.split_cluster import Composition, Role, ServerGroup, SplitCluster
 from hetlb.tools.plan.highs import INFINITY, LinearProgram, OnProgress, SolveLimits
 
-#: Most machines of a cluster in which each machine is a class of its own.
+#: Largest cluster with a class for each machine, in machines.
 _FEW_MACHINES = 8
-#: Most GPUs for which every composition is a template.
+#: Most templates solved in time; of more, groups across machines that gain nothing go.
 _FEW_GPUS = 8
 #: Most templates that the program takes in time; of more, groups across machines that gain nothing go.
 _MANY_TEMPLATES = 2000
-#: The most choices of templates that are placed.
+#: The most choices of templates to place.
 _MOST_CHOICES = 8
 #: Least use of a template in a solution: below, it is rounding.
 _LEAST_TEMPLATE_USE = 1e-6
@@ -177,7 +177,7 @@ class Templates:
         return tuple((self.templates[at], count) for at, count in counts.items() if count > 0)
 
     def _simulate(self, used: Sequence[int]) -> bool:
-        """Give templates the served rates of their groups; return False where all had them."""
+        """Give templates the served rates of their groups; return False if all had them."""
         promised = [at for at in used if not self.templates[at].exact]
         for at in promised:
             shape, role = self.templates[at].shape, self.templates[at].group.role
@@ -244,7 +244,7 @@ class Templates:
         return shares
 
     def _link(self, c: int, d: int) -> float:
-        """Return the requests/s whose KV cache all links between machines of two classes carry."""
+        """Return the requests/s whose KV caches fit all links between machines of two classes."""
         if c == d:
             return INFINITY
         rates = self.cluster.links.bytes_per_s
@@ -274,7 +274,7 @@ class Templates:
 
 
 def _classes(cluster: SplitCluster) -> list[list[int]]:
-    """Return the machines that are alike: same GPUs, as many, same site and links."""
+    """Return the classes of similar machines: same GPUs, as many, same site and links."""
     if len(cluster.machines) <= _FEW_MACHINES:
         return [[m] for m in range(len(cluster.machines))]
     classes: dict[tuple[object, ...], list[int]] = {}

@@ -20,7 +20,7 @@ from hetlb.tools.sim.engine_limits import EngineLimits
 def rate(
     role: Role, latency: LatencyModel, limits: EngineLimits, workload: RequestLengths, slo: Slo
 ) -> float:
-    """Return the requests/s of an engine in this role; 0 where no load meets the SLO."""
+    """Return the requests/s of an engine in this role; 0 if no load meets the SLO."""
     if role is Role.PREFILL:
         return prefill_rate(latency, limits, workload, slo)
     if role is Role.DECODE:
@@ -71,7 +71,7 @@ def both_rate(latency: LatencyModel, limits: EngineLimits, workload: RequestLeng
 
 
 def _request_s(latency: LatencyModel, limits: EngineLimits, workload: RequestLengths, batch: float) -> float:
-    """Return the seconds of the engine per request where `batch` sequences decode all the time."""
+    """Return the seconds of the engine per request if `batch` sequences decode all the time."""
     prompt, output, budget = workload.prompt_tokens, workload.output_tokens, limits.max_num_batched_tokens
     # What prompts need beside the decodes may be more than fits: then fewer decode.
     batch = min(batch, budget / (1.0 + prompt / output))
@@ -128,7 +128,7 @@ def _full_batch(limits: EngineLimits, workload: RequestLengths) -> float:
 
 
 def _largest_batch(most: float, limit_s: float, seconds: Callable[[float], float]) -> float:
-    """Return the largest batch whose token takes at most `limit_s`; 0 where not even one does."""
+    """Return the largest batch with at most `limit_s` per token; 0 if even one sequence takes longer."""
     if most < 1.0:
         return 0.0
     if seconds(most) <= limit_s:
@@ -143,7 +143,7 @@ def _largest_batch(most: float, limit_s: float, seconds: Callable[[float], float
 
 
 def _load_within(limit_s: float, service_s: float) -> float:
-    """Return the highest load rho at which s + rho * s / (2 * (1 - rho)) stays within the limit, 0..1."""
+    """Return the highest load rho, 0..1, such that s + rho * s / (2 * (1 - rho)) stays within the limit."""
     if limit_s == math.inf:
         return 1.0
     if limit_s <= service_s:

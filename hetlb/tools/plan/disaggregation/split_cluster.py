@@ -147,7 +147,7 @@ class ServerGroup:
 
     @property
     def is_exact(self) -> bool:
-        """True if its pipeline has no bubbles: one stage, or batches that are alike."""
+        """Return True if its pipeline has no bubbles: one stage, or similar batches."""
         return len(self.stages) == 1 or self.role is not Role.BOTH
 
     def form(self, connector: str | None = NIXL) -> Form:

@@ -81,7 +81,7 @@ def print_plan(document: dict[str, Any]) -> None:
 
 
 def _headline(document: dict[str, Any]) -> str:
-    """Return the throughput and the gain over not splitting, both simulated where there was a simulation."""
+    """Return the throughput and the gain over not splitting, both simulated if there was a simulation."""
     simulated, gain = document["simulated"], gain_of(document)
     if simulated is None:
         text = f"{document['throughput_req_s']:.4g} requests/s planned, not simulated"
@@ -92,7 +92,7 @@ def _headline(document: dict[str, Any]) -> str:
 
 
 def gain_of(document: dict[str, Any]) -> float | None:
-    """Return the gain over the best plan without splitting: simulated where both were, else planned."""
+    """Return the gain over the best plan without splitting: simulated if both were, else planned."""
     colocated = document["colocated"]
     if not document["split"] or colocated is None:
         return None

@@ -1,6 +1,6 @@
-"""Search for plans: programs over kinds of groups, whose choices are placed on machines and joined by flows.
+"""Search for plans: programs over kinds of groups; their choices are placed on machines and joined by flows.
 
-Every plan keeps all limits; Ctrl-C or the end of the time leave the best so far. What a program chose on the
+Every plan keeps all limits; Ctrl-C or the end of the time leave the best so far. Choices of a program on the
 way to its best are plans too, for a judge. Moves of GPUs between the groups found (HexGen-2, section 3.4)
 gain nothing: bench/PLANNING.md.
 """
@@ -17,17 +17,17 @@ from hetlb.tools.plan.disaggregation.program import Choice, Templates
 from hetlb.tools.plan.disaggregation.split_cluster import Role, SplitPlan
 from hetlb.tools.plan.highs import OnProgress, SolveLimits
 
-#: Shares of the time left, most of it not needed, for the templates and for the program without
-#: splitting, whose simulations the other one has, too; and the least seconds of either.
+#: Shares of the time left, most of it not needed, for the templates and for the program without splitting;
+#: the other program uses its simulations, too. And the least seconds of either.
 _TEMPLATES_SHARE, _COLOCATED_SHARE, _LEAST_S = 0.3, 0.6, 0.3
 
 
 @dataclass
 class SplitsFound:
-    """The best plans, the best first, and the best one whose groups all do both.
+    """The best plans, the best first, and the best one of groups that all do both.
 
-    `bound`: no plan serves more; `template_bound`: none of the groups that the program chose from. Infinite
-    where none is known.
+    `bound`: no plan serves more. `template_bound`: no plan of the program's own groups serves more. Infinite
+    if unknown.
     """
 
     plans: list[SplitPlan] = field(default_factory=list)

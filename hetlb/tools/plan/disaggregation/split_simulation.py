@@ -31,12 +31,12 @@ from hetlb.tools.workload.records import RequestResult
 LOAD_SHARE = 1.05
 #: Weight of a plan that splits in simulation: it has more that can fail, so it must serve a good deal more.
 _SPLIT_WEIGHT = 0.95
-#: Least share of the best throughput of plans that are as good: the simplest of them is chosen.
+#: Least share of the best throughput for a plan to be as good: the simplest of them is chosen.
 _AS_GOOD_SHARE = 0.98
 #: Length of the run, in stays of a request in the slowest group; bounds of its requests.
 _RUN_STAYS = 6.0
 _LEAST_REQUESTS, _MOST_REQUESTS = 2000, 8000
-#: Share of the arrivals' time from which completions count, until the last arrival.
+#: Share of the arrivals' time before completions count, until the last arrival.
 _FROM_SHARE = 0.45
 
 
@@ -148,7 +148,7 @@ def choose(
     cost = ProfileCost(cluster)
     judged = judge(cluster, candidates(found.plans, count), cost, limits, seed=limits.seed)
     if colocated is not None and not limits.over:
-        # At the load of the best split plan: load that it does not serve, it cannot.
+        # At the load of the best split plan, its limit is what it serves.
         rate = LOAD_SHARE * max(best.throughput, colocated.throughput)
         by_policy = {
             policy: simulate_plan(cluster, colocated, cost, policy=policy, rate=rate, seed=limits.seed)
@@ -202,7 +202,7 @@ def candidates(plans: Sequence[SplitPlan], count: int) -> list[SplitPlan]:
 
 
 def why_nothing(cluster: SplitCluster) -> str:
-    """Return one line with the missing memory where no group holds the model."""
+    """Return one line with the missing memory if no group holds the model."""
     room = sum(machine.gpus * max(0.0, machine.usable_bytes) for machine in cluster.machines)
     need = cluster.model.weight_bytes + cluster.model.known.allocated.of(cluster.workload.longest_tokens)
     words = (
@@ -214,7 +214,7 @@ def why_nothing(cluster: SplitCluster) -> str:
 
 
 def different(plans: Sequence[SplitPlan], count: int) -> list[SplitPlan]:
-    """Return the first plans that differ in more than in which of several alike machines a group is on."""
+    """Return the first `count` different plans; groups swapped between similar machines do not count."""
     found: dict[object, SplitPlan] = {}
     for plan in plans:
         shape = tuple(
@@ -229,7 +229,7 @@ def different(plans: Sequence[SplitPlan], count: int) -> list[SplitPlan]:
 
 
 def _wanted(cluster: SplitCluster, plan: SplitPlan) -> float:
-    """Return requests of a run that is long enough for every group to be full for most of it."""
+    """Return the requests of a run long enough for every group to be full for most of it."""
     context = cluster.workload.context_tokens
     stay_s = max(
         min(256.0, group.kv_cache_tokens / cluster.model.needed(context)) / group.capacity
