@@ -1,4 +1,4 @@
-"""Causes of a state that is not well: one table behind status, dashboard, `top`, alerts and `/metrics`.
+"""Causes of any state but `well`: one table behind status, dashboard, `top`, alerts and `/metrics`.
 
 Each has a severity, a sentence and advice. The state of a model is the worst severity among its causes. A
 wait's severity follows from the oldest request alone: it never gets milder while that wait grows.
@@ -16,9 +16,9 @@ from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import AdminState, Health
 from hetlb.balancer.telemetry.recent import InstanceShare
 
-#: Factor on a profile's time from which an instance is slow.
+#: Least ratio of measured to profiled time of a slow instance.
 SLOW_FACTOR: Final = 1.5
-#: The same by its engine's own count of tokens in the last seconds, which is less sure.
+#: The same by its engine's own count of tokens in the last seconds, a less certain measure.
 PACE_FACTOR: Final = 2.5
 #: Share of answers that fail by an engine's doing, and their least number.
 FAILING_SHARE: Final = 0.05
@@ -27,18 +27,18 @@ FAILING_S: Final = 10.0
 #: Share of requests that end as their client's mistakes, and the least number of requests.
 CLIENTS_OWN_SHARE: Final = 0.5
 LEAST_ENDED: Final = 10
-#: Seconds of waiting from which a request is trouble.
+#: Wait of the oldest request, in seconds, that degrades a model.
 LONG_WAIT_S: Final = 5.0
 #: Age of an instance's report, in seconds, beyond which it is stale.
 STALE_S: Final = 5.0
-#: Seconds for which requests of a class are recent.
+#: Greatest age of a class's recent requests, in seconds.
 RECENT_S: Final = 60.0
 #: Share of the waiting requests that makes one tenant of several a cause, and their least number.
 HOG_SHARE: Final = 0.6
 LEAST_WAITING: Final = 8
 
 
-#: Share of requests that get no answer from which on that is trouble, and their least number.
+#: Least share and number of unanswered requests that degrade a model.
 REFUSED_SHARE: Final = 0.01
 LEAST_REFUSED: Final = 2
 #: Outcomes of requests that no server got.
@@ -47,15 +47,15 @@ UNPLACED: Final = {
     "expired_queue": "they wait too long",
     "no_instance": "no server takes them",
 }
-#: Ejections that are flapping, and seconds after the last one for which they are.
+#: Least ejections of a flapping instance; it flaps for these seconds after the last one.
 LEAST_FLAPS: Final = 2
 FLAPPED_S: Final = 10.0
-#: Requests of others at an instance that are a cause, and their least share.
+#: Least number and share of requests at an instance that did not come through hetlb, to be a cause.
 LEAST_FOREIGN: Final = 4
 FOREIGN_SHARE: Final = 0.25
 #: Statuses of a server that does not accept hetlb's key.
 KEY_STATUSES: Final = (401, 403, 407)
-#: Seconds for which wrong answers are recent.
+#: Greatest age of recent wrong answers, in seconds.
 WRONG_S: Final = 60.0
 
 
@@ -98,7 +98,7 @@ ORDER: Final = tuple(State)
 
 @dataclass(frozen=True, slots=True)
 class StateCause:
-    """One cause: its name, the instance (or tenant) that it is about ("": none), sentence, advice."""
+    """One cause: its name, the instance (or tenant) concerned ("": none), sentence, advice."""
 
     cause: str
     instance: str
@@ -107,7 +107,7 @@ class StateCause:
 
     @property
     def severity(self) -> State:
-        """Return the state that it makes."""
+        """Return the state of a model with this cause alone."""
         return SEVERITIES[self.cause]
 
     def document(self) -> dict[str, str]:
@@ -186,7 +186,7 @@ def of_instance(each: Instance, share: InstanceShare | None, pace: float, now: f
 
 
 def of_transfers(pairs: Sequence[tuple[str, str]], among: Sequence[Instance]) -> list[StateCause]:
-    """Return a cause for each pair of instances whose KV transfers fail; a pair is source and target."""
+    """Return a cause for each pair (source, target) of instances with failing KV transfers."""
     names = {each.name for each in among}
     advice = (
         "The log of {} says why its fetches fail; both need the same layers (no pipelines) and cache type."
@@ -231,9 +231,9 @@ def of_clients(refused: int, ended: int) -> StateCause | None:
 
 
 def of_tenants(waiting: Mapping[str, int], served: Set[str]) -> StateCause | None:
-    """Return the cause of one tenant that has most of what waits, None if none has.
+    """Return the cause of one tenant with most of the waiting requests, None if none has.
 
-    `waiting` is by tenant; requests of `served` run: a tenant that goes before a hog has none waiting.
+    `waiting` counts requests by tenant. Tenants in `served` have running requests, and may have none waiting.
     """
     total = sum(waiting.values())
     name, count = max(waiting.items(), key=lambda each: each[1], default=("", 0))
@@ -244,7 +244,7 @@ def of_tenants(waiting: Mapping[str, int], served: Set[str]) -> StateCause | Non
 
 
 def of_targets(demand: Demand, now: float) -> list[StateCause]:
-    """Return a cause for each class whose recent requests all missed their targets."""
+    """Return a cause for each class if all its recent requests missed their targets."""
     return [
         StateCause(
             "hopeless_target",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def mistakes_of(fleet: Fleet) -> Iterator[str]:
-    """Yield the mistakes of a fleet whose instances are known, without a file name."""
+    """Yield the mistakes of a fleet with known instances, without a file name."""
     file = fleet.file
     yield from _own_mistakes(file)
     yield from _class_mistakes(file)
@@ -53,13 +53,13 @@ def _own_mistakes(file: FleetFile) -> Iterator[str]:
 
 
 def _pattern_mistake(name: str, key: str) -> Iterator[str]:
-    """Yield the mistake of a model's name that is a pattern, as other balancers know them."""
+    """Yield a mistake if a model's name is a pattern, as other balancers allow."""
     if "*" in name:
         yield f"{key}: expected the name of a model, got the pattern {short(name)}: name each"
 
 
 def _class_mistakes(file: FleetFile) -> Iterator[str]:
-    """Yield a line for each name that is unfit for a header, and each class that contradicts itself."""
+    """Yield a line for each name unfit for a header, and each class with contradictory keys."""
     for m, model in enumerate(file.models):
         key = f"models[{m}].classes"
         for name, table in model.classes.items():
@@ -75,7 +75,7 @@ def _class_mistakes(file: FleetFile) -> Iterator[str]:
 
 
 def _profile_mistakes(fleet: Fleet) -> Iterator[str]:
-    """Yield a line for each selector that is none, and each file that is missing."""
+    """Yield a line for each malformed selector, and each missing file."""
     if not fleet.file.profiles:
         return
     from hetlb.balancer.config.profile_selectors import parse_selector
@@ -101,7 +101,7 @@ def _plan_mistakes(fleet: Fleet) -> Iterator[str]:
 
 
 def _name_mistakes(file: FleetFile) -> Iterator[str]:
-    """Yield a line for each alias that is another name too, and each fallback that is no other model."""
+    """Yield a line for each alias equal to another name, and each fallback to no other model."""
     names = [model.name for model in file.models]
     seen = set(names)
     for m, model in enumerate(file.models):
@@ -119,7 +119,7 @@ def _name_mistakes(file: FleetFile) -> Iterator[str]:
 
 
 def _access_mistakes(file: FleetFile) -> Iterator[str]:
-    """Yield the mistakes in who may ask, and with which key."""
+    """Yield the mistakes in the keys and proxies of clients."""
     if file.proxy.passthrough_authorization and file.proxy.api_keys_file is not None:
         yield (
             "proxy.passthrough_authorization: expected false where proxy.api_keys_file is set, "
@@ -133,7 +133,7 @@ def _access_mistakes(file: FleetFile) -> Iterator[str]:
 
 
 def _kv_mistakes(file: FleetFile) -> Iterator[str]:
-    """Yield a line for each role with which the instances of a model cannot serve requests."""
+    """Yield a line for each role that keeps the instances of a model from serving requests."""
     for m, model in enumerate(file.models):
         yield from _role_mistakes(model, f"models[{m}]")
 
@@ -149,7 +149,7 @@ def _role_mistakes(model: ModelTable, key: str) -> Iterator[str]:
 
 
 def _publisher_mistakes(file: FleetFile) -> Iterator[str]:
-    """Yield a line for each address that is none."""
+    """Yield a line for each malformed address of KV events."""
     for m, model in enumerate(file.models):
         for i, instance in enumerate(model.instances):
             key, publisher = f"models[{m}].instances[{i}].kv_events", instance.publisher
@@ -178,7 +178,7 @@ def _resume_mistakes(file: FleetFile) -> Iterator[str]:
 
 
 def _tracing_mistakes(file: FleetFile) -> Iterator[str]:
-    """Yield a line where the collector's address is none."""
+    """Yield a line if the collector's address is malformed."""
     if file.tracing is None:
         return
     try:
@@ -188,7 +188,7 @@ def _tracing_mistakes(file: FleetFile) -> Iterator[str]:
 
 
 def check_extras(fleet: Fleet) -> None:
-    """Raise `ConfigError` naming a key whose packages are not installed: serving needs them."""
+    """Raise `ConfigError` naming a key if its packages are not installed. Serving needs them."""
     file, where = fleet.file, fleet.where
     if file.tracing is not None:
         check_extra(f"{where}tracing", "opentelemetry.exporter.otlp.proto.http", "otel")

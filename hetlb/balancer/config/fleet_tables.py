@@ -29,9 +29,9 @@ class Listen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Admin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The admin listener. Elsewhere than on loopback it needs a token; with `tls` it speaks TLS alone.
+    """The admin listener. On an address other than loopback it needs a token. With `tls` it speaks TLS alone.
 
-    `registration_networks` are the networks (CIDR) in which instances may be registered.
+    Instances may be registered in `registration_networks` (CIDR) alone.
     """
 
     host: str = "127.0.0.1"
@@ -62,11 +62,10 @@ class PlannedTypeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 class PolicyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The policy and its parameters.
 
-    `theta` and `combine` form the paper's workload; `predictor` guesses output lengths, from `trace`
-    where it needs a data set; `seed` makes random draws repeatable.
-    `worth` of instances, in requests per second, and `types` of requests are of a plan (written by
-    `hetlb rent`). `adapter_load_s` is the time to load a LoRA
-    adapter that is in none of an engine's slots; `weights` are the weights of the terms of `hetlb`.
+    `theta` and `combine` form the paper's workload. `predictor` guesses output lengths; some predictors read
+    the data set `trace`. `seed` makes random draws repeatable. `hetlb rent` writes a plan's `worth` of
+    instances, in requests per second, and its `types` of requests. `adapter_load_s` is the time to load a
+    LoRA adapter into an engine's slot. `weights` are the weights of the terms of `hetlb`.
     """
 
     name: str = "hetlb"
@@ -123,24 +122,23 @@ OWN_HEADERS = frozenset(
 )  # fmt: skip
 OriginText: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(\*|https?://[A-Za-z0-9._:\[\]-]{1,253})$")]
 HeaderName: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9-]{1,64}$")]
-#: Way in which an answer goes on elsewhere: by token ids, or not (False).
+#: Continuation of a lost answer at another instance: by token ids, or not (False).
 Resume: TypeAlias = bool | Literal["ids"]
 
 
 class ProxyTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Limits, timeouts and keys of the data plane. Sizes in bytes.
 
-    `session_header` names a conversation, `tenant_header` whose share of a full fleet a request is of;
-    `api_keys_file` lists the clients' keys; `passthrough_authorization` lets a client's own key through to
-    the engines. `heartbeat_s` is how often a stream that waits gets a comment, 0 for never. `resume`: an
-    answer whose engine is lost goes on at another where its token ids are known ("ids"), or not (False);
-    also a key of models and classes. `max_held_bytes` bounds all bodies together that are
-    being read.
-    `max_connections` of clients None is half of the process's file descriptors: the other half is for
-    engines. `workers` processes share the port. `forward_headers` names headers of clients that reach the
-    engines besides the usual ones. `trusted_proxies` are the networks (CIDR) of proxies whose
-    `X-Forwarded-For` tells the client's address for the log. `cors_origins` are the origins
-    (`https://chat.example`, or `*`) whose pages may read answers in a browser.
+    `session_header` names a conversation, `tenant_header` the tenant that shares a full fleet with others.
+    `api_keys_file` lists the clients' keys; `passthrough_authorization` forwards a client's own key to the
+    engines. `heartbeat_s` is the time between comments in a waiting stream, 0 for none. With `resume: ids`
+    an answer continues at another instance after its engine is lost, if its token ids are known; False:
+    never. Models and classes have this key too. `max_held_bytes` bounds the sum of all bodies being read.
+    `max_connections` bounds the clients' connections. None is half of the process's file descriptors; the
+    other half is for engines. `workers` processes share the port. `forward_headers` names more headers of
+    clients to forward to the engines. From `trusted_proxies` (networks, CIDR) `X-Forwarded-For` gives the
+    client's address for the log. Pages of `cors_origins` (`https://chat.example`, or `*`) may read answers
+    in a browser.
     """
 
     extra_paths: tuple[str, ...] = ()
@@ -189,12 +187,11 @@ class KvEventsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One server. `name` defaults to the address in `url`.
 
-    `api_key_file` or `api_key_env` say where its key stands; `ca_file` holds the authorities that may have
-    signed its certificate, the system's where it is missing. `kv_events` is where it publishes KV events.
-    `role` says which phases of a request it takes, `kv_bootstrap` where its Mooncake bootstrap server is.
-    `labels` choose its profile under `profiles:` where it names none; `gpu` is short for that label.
-    `max_num_seqs` is the flag of that name of its `vllm serve`, of each data-parallel engine: it beats what
-    the profile says.
+    `api_key_file` or `api_key_env` holds its key. `ca_file` holds the authorities for its certificate, by
+    default the system's. `kv_events` is the address for its KV events, `kv_bootstrap` the address of its
+    Mooncake bootstrap server. `role` says which phases of a request it takes. Without a profile of its own,
+    `labels` choose one under `profiles:`; `gpu` is short for that label. `max_num_seqs` is the flag of the
+    same name of its `vllm serve`, per data-parallel engine. It overrides the profile's.
     """
 
     name: str | None = None
@@ -225,11 +222,11 @@ _Target: TypeAlias = Annotated[float, msgspec.Meta(ge=LEAST_TARGET_MS, le=MOST_T
 
 
 class ClassTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Objective of one class of requests: targets in milliseconds that a share `attainment` is to meet.
+    """Objective of one class of requests: targets in milliseconds for a share `attainment` of them.
 
-    `background` requests take only what the other classes leave over. A second until the first token weighs
-    `first_token_weight` of the rest, where no target is stated. With `refuse_hopeless` a request that can no
-    longer meet its targets gets 503.
+    `background` requests take only what the other classes leave over. Without a target, a second until the
+    first token weighs `first_token_weight` as much as a later one. With `refuse_hopeless` a request gets 503
+    once it can no longer meet its targets.
     """
 
     ttft_ms: _Target | None = None
@@ -323,9 +320,9 @@ class ClusterTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class KubernetesTable(ClusterTable, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Pods by label, the EndpointSlices of a service, or an InferencePool, watched at the API server.
 
-    `pool` names the InferencePool, whose pods and ports are its own. `port` is a number or the name of a
-    container's port. `model_label` names the label that holds the model. Without `namespace`, `api_server`,
-    `token_file` and `ca_file` the values of hetlb's own pod are used.
+    `pool` names the InferencePool; it states its pods and ports itself. `port` is a number or the name of a
+    container's port. `model_label` names the label with the model. `namespace`, `api_server`, `token_file`
+    and `ca_file` default to the values of the pod of hetlb.
     """
 
     resource: Literal["pods", "endpointslices", "inferencepools"] = "pods"
@@ -366,8 +363,8 @@ class DiscoveryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 class TracingTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Collector of spans: its address (OTLP over HTTP).
 
-    `service_name` is the key to find them; `sample_ratio` is the share that is kept of the requests of
-    clients that do not say whether theirs is.
+    `service_name` is the key to find them. `sample_ratio` is the share of requests to keep, of clients that
+    do not decide themselves.
     """
 
     otlp_endpoint: str
@@ -378,12 +375,12 @@ class TracingTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 class PickTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The endpoint picker of `hetlb pick`: where gateways reach it (gRPC), and what it tells them.
 
-    With `tls` it speaks TLS; with `client_ca_file` only to gateways whose certificate these authorities have
-    signed. On an address of other machines it needs both, or `any_gateway`: every peer is one.
-    `fallbacks` are named behind the chosen instance, for the gateway's own retries. `buffer_bytes`:
-    Envoy's `per_connection_buffer_limit_bytes`, the largest body that it keeps where it streams the request.
-    `objectives` are priorities by the names in `x-gateway-inference-objective`: the higher goes first, below
-    0 does not wait.
+    With `tls` it speaks TLS. With `client_ca_file` these authorities must have signed a gateway's
+    certificate. On an address reachable from other machines it needs both, or `any_gateway`, which admits
+    every peer. `fallbacks` is the number of instances named behind the chosen one, for the gateway's own
+    retries. `buffer_bytes` is Envoy's `per_connection_buffer_limit_bytes`, the largest body it keeps of a
+    streamed request. `objectives` are priorities by the names in `x-gateway-inference-objective`. The higher
+    goes first; one below 0 does not wait.
     """
 
     host: str = "127.0.0.1"
@@ -409,7 +406,7 @@ class SharedTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A fleet file as written. With `watch` it is read again whenever it or a file that it names changes."""
+    """A fleet file as written. With `watch` it is read again when it, or a file named in it, changes."""
 
     version: Literal[1]
     models: tuple[ModelTable, ...]

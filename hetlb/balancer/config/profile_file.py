@@ -51,10 +51,10 @@ class KvWindow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def kv_need(per_token: float, windows: Sequence[tuple[int, float]], state: float) -> KvNeed | None:
-    """Return the form by bytes: of each token, of each of a window's last tokens, and at once.
+    """Return the need in bytes: per token, per token within a window, and per sequence.
 
-    None where all layers keep all tokens, or nothing is known. Several windows become one, which is exact for
-    sequences that fill the longest.
+    None if all layers keep all tokens, or nothing is known. Several windows become one. This is exact for
+    sequences at least as long as the longest window.
     """
     windowed = math.fsum([size for _, size in windows])
     unit = per_token or windowed or state
@@ -80,7 +80,7 @@ class ModelInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def kv_need(self) -> KvNeed | None:
-        """Return the need of a sequence in tokens of a KV cache; None where its tokens are the need."""
+        """Return the need of a sequence in tokens of a KV cache; None if it is the number of its tokens."""
         windows = [(each.tokens, each.bytes_per_token) for each in self.kv_windows or ()]
         return kv_need(self.kv_bytes_per_token or 0.0, windows, self.state_bytes or 0.0)
 
@@ -145,7 +145,7 @@ class PrefillGridTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class BetterPrefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """(floor_s^p + (token_s*B*I)^p)^(1/p) + attention_s*B*I^2, times the grid's factor where there is one.
+    """(floor_s^p + (token_s*B*I)^p)^(1/p) + attention_s*B*I^2, times the grid's factor, if any.
 
     Dense work (B*I) is done in whole tiles of `tile` tokens.
     """
@@ -197,7 +197,7 @@ class SplitKvAttention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class LaunchOfKernels(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Seconds in which the host launches the kernels of a pass that prefills, where no point shows them.
+    """Seconds that the host needs to launch the kernels of a prefill pass, if no point shows them.
 
     `graph_s` up to `graph_tokens` tokens, in CUDA graphs; `eager_s` beyond (0 graph_tokens: --enforce-eager).
     """
@@ -216,7 +216,7 @@ class HostTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class PhaseReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Held-out relative errors of one phase in one form; `worst` is where the largest one is.
+    """Held-out relative errors of one phase in one form; `worst` is the point of the largest one.
 
     `uncertainty` is the largest standard error of its points, by their samples.
     """
@@ -231,10 +231,10 @@ class PhaseReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class FitReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Relative errors of the fit, on points held out of it where hetlb made it.
+    """Relative errors of the fit. For a fit made by hetlb they are on held-out points.
 
-    The four figures are over both phases; `prefill` and `decode` are each phase in the form that is used,
-    `prefill_paper` and `decode_paper` are k1..k8 where that form is a better one.
+    The four figures are over both phases. `prefill` and `decode` are each phase in the form in use. If that
+    is a better form, `prefill_paper` and `decode_paper` are the errors of k1..k8.
     """
 
     mean_error: NonNegative
@@ -256,7 +256,7 @@ UNCERTAINTY_LIMIT = 0.05
 
 
 def fit_warnings(phase: str, error: PhaseReport) -> list[str]:
-    """Return a line for each held-out error of a phase that is above its limit."""
+    """Return a line for each held-out error of a phase above its limit."""
     lines = []
     if error.mean_error > MEAN_ERROR_LIMIT:
         over = f"{error.mean_error:.1%} (over {MEAN_ERROR_LIMIT:.0%})"
@@ -299,10 +299,10 @@ class ProfileSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class RawGrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The points that were fitted: rows of batch, length, seconds; of mixed steps prefill_tokens first.
+    """The fitted points: rows of batch, length, seconds; rows of mixed steps begin with prefill_tokens.
 
-    `prefill_passes`, one number per row of `prefill`, is how many forward passes each took where the
-    engine split them (missing: one each).
+    `prefill_passes` has one number per row of `prefill`: its forward passes, if the engine split it (missing:
+    one each).
     """
 
     prefill: tuple[tuple[PositiveInt, PositiveInt, Positive], ...] = ()
@@ -421,7 +421,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def kv_bytes_per_token(self) -> int | None:
-        """Bytes of KV cache that each token of a sequence takes, None where not stated."""
+        """Bytes of KV cache per token of a sequence, None if not stated."""
         return None if self.model is None else self.model.kv_bytes_per_token
 
     def differences(self, entries: Sequence[Mapping[str, Any]], version: str | None) -> Iterator[str]:
@@ -436,7 +436,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def capacity(self) -> Capacity:
-        """Limits of the engine; None where not stated."""
+        """Limits of the engine; None if not stated."""
         e = self.engine
         return Capacity(
             kv_cache_tokens=e.kv_cache_tokens,
@@ -453,7 +453,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def usual_capacity(self) -> Capacity:
-        """Return the limits; where the batch's are not stated, vLLM's for this GPU."""
+        """Return the limits; the batch's are by default vLLM's for this GPU."""
         stated, hardware = self.capacity, self.hardware
         if self.engine.name.lower() != "vllm" or hardware is None:
             return stated
@@ -495,7 +495,7 @@ def with_latency(profile: Profile, latency: LatencyModel) -> Profile:
     return msgspec.structs.replace(profile, **found, host=host if host != HostTime() else None)
 
 
-#: Points at which times must be positive; corners suffice as both formulas are bilinear.
+#: Times must be positive at these points; corners suffice as both formulas are bilinear.
 _CORNERS = ((1, 1), (256, 1), (1, 32768), (256, 32768))
 
 

@@ -1,7 +1,7 @@
 """Reader of a metrics page in the text forms of Prometheus and OpenMetrics: series by name, line by line.
 
-A page may be of any size and come in any pieces. It is read in linear time, and what is kept is bounded.
-Most lines have names that are not read: the first bytes of one are enough to pass over the others like it.
+A page may be of any size and come in any pieces. Time is linear in its size and memory is bounded. Most
+lines have unused names; the first bytes of one are enough to skip the others like it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import re
 from collections.abc import Callable
 from typing import Final
 
-#: Lines of one name that are kept: an engine has one for each of its ranks, priorities and models.
+#: Maximum kept lines of one name; an engine has one for each of its ranks, priorities and models.
 MOST_SERIES: Final = 4096
-#: Maximum bytes of a line that is read, of a name, and of all labels that are kept of a page.
+#: Maximum bytes of a line, of a name, and of all kept labels of a page.
 MAX_LINE_BYTES: Final = 64 << 10
 _MAX_NAME_BYTES: Final = 128
 MAX_LABEL_BYTES: Final = 512 << 10
-#: First bytes of a line that are enough to pass over it, and the number of them that are remembered.
+#: Number of first bytes that identify a line to skip, and number of such lines remembered.
 START_BYTES: Final = 32
 _MOST_STARTS: Final = 4096
 #: Possessive repeats alone: none of them gives back what it took, so a text is read once.
@@ -38,7 +38,7 @@ _LABEL: Final = re.compile(
 )
 
 Series = dict[str, dict[str, float]]
-#: First bytes of lines that are passed over, of all pages whose names have this prefix alone.
+#: First bytes of skipped lines, by the one prefix of all names on the page.
 _passed_over: Final[dict[str, set[bytes]]] = {"": set()}
 
 
@@ -59,9 +59,9 @@ def _plain(value: str) -> str:
 class SeriesReader:
     """Values by name and labels (as text) of the lines so far.
 
-    `known` returns the prefix and the name for the name of a line, "" for what is not read. `passed` returns
-    the prefix where no line with such first bytes is read, None where one may be. Prefixes are in `seen`. A
-    repeated series replaces itself; of several spellings of a name the first is read.
+    `known` returns the prefix and the name for the name of a line, "" for an unused one. `passed` returns
+    the prefix if every line with such first bytes can be skipped, else None. Prefixes are in `seen`. A
+    repeated series replaces the earlier one; of several spellings of a name the first is read.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class SeriesReader:
                 starts = self._starts
 
     def _line(self, line: bytes) -> None:
-        """Read a line whose start is not yet one to be passed over."""
+        """Read a line, or remember its start as one to skip."""
         start = line[:START_BYTES]
         passed = self._passed(start)
         if passed is not None:

@@ -17,15 +17,15 @@ from hetlb.balancer.http.transfer_fields import TransferWatch, harmless
 
 #: RFC 5842, 7.2.
 LOOP_STATUS: Final = 508
-#: Statuses of an engine that has no room now, if it says when to come again.
+#: Statuses of a busy engine, if it sends a `Retry-After`.
 _BUSY_STATUSES: Final = (429, 503)
 _EVENTS: Final = b"text/event-stream"
-#: Content types of answers with fields that are looked at.
+#: Content types of answers in JSON, which may have fields about KV transfers.
 _WITH_FIELDS: Final = (b"application/json", b"text/event-stream")
 
 
 class EngineAnswer:
-    """Answer of one lease. `length` is its body's where it is known, `stream` None of a plain answer.
+    """Answer of one lease. `length` is its body's, None if unknown; `stream` is None for a plain answer.
 
     `whole_only`: nothing goes out before all of it is there. `tail`: the last bytes of a plain body.
     """
@@ -58,27 +58,27 @@ class EngineAnswer:
 
     @property
     def refuses(self) -> bool:
-        """True if the engine has refused or failed the request, of which nothing came."""
+        """True if the status says that the engine refused or failed the request."""
         return self.head.status >= 400
 
     @property
     def is_busy(self) -> bool:
-        """True if the engine reports that it has no room now."""
+        """True if the engine reports that it is busy."""
         return self.head.status in _BUSY_STATUSES
 
     @property
     def busy_s(self) -> float | None:
-        """Seconds until a retry, None unless the engine reports that it has no room now."""
+        """Seconds until a retry, None unless the engine reports that it is busy."""
         return retry_after_s(self.head.fields) if self.is_busy else None
 
     @property
     def lost(self) -> bytes | None:
-        """The event of a stream in which the engine reported its failure, None if it did not."""
+        """The event of a stream that reports the engine's failure, None without one."""
         return None if self.stream is None else self.stream.lost
 
     @property
     def lost_by(self) -> End:
-        """The end of a stream that is lost."""
+        """The end of a lost stream."""
         return ends.ERROR_EVENT if self.stream is None else self.stream.lost_by
 
     @property
@@ -89,7 +89,7 @@ class EngineAnswer:
 
     def read_as(self, stream: StreamedAnswer) -> None:
         """Read it as a stream."""
-        self.length = None  # bytes that are taken out make it shorter
+        self.length = None  # removed bytes make it shorter
         self.stream = stream
 
     def read(self, payload: bytes, now: float) -> bytes:
@@ -168,7 +168,7 @@ class EngineAnswer:
 
     @property
     def model(self) -> str:
-        """The model that it names, "" for none."""
+        """The model named in it, "" for none."""
         sample = self.tail if self.stream is None else self.stream.sample
         return model_of(sample) if len(sample) < TAIL_BYTES else ""
 

@@ -26,9 +26,9 @@ SWEEP_S: Final = 0.5
 #: Lateness of a timer, in seconds, that shows that this process stood still; and seconds between its calls.
 STALL_S: Final = 0.25
 BEAT_S: Final = 0.1
-#: Seconds after part of an answer in which a probe does not fail its instance.
+#: An instance that sent part of an answer within these seconds fails no probe.
 EMITS_S: Final = 2.0
-#: Least rate at which requests are taken to end, per second.
+#: Least assumed rate of ended requests, per second.
 _LEAST_RPS: Final = 0.1
 #: Longest `Retry-After` in seconds, and the largest share added at random: not all come back together.
 _LONGEST_RETRY_AFTER_S: Final = 40.0
@@ -36,7 +36,7 @@ _SPREAD_SHARE: Final = 0.5
 
 
 class DrainRate:
-    """Rate at which requests ended lately, and the `Retry-After` of clients that are turned away."""
+    """Recent rate of ended requests, and the `Retry-After` of rejected clients."""
 
     __slots__ = ("_rate", "_rng")
 
@@ -77,7 +77,7 @@ class SchedulerSide(ABC):
     @property
     @abstractmethod
     def block_tokens(self) -> int:
-        """Tokens of a block of engines that publish blocks, 0 where none does or it is not known here."""
+        """Tokens of a block of engines that publish blocks, 0 if none does or the size is unknown here."""
 
     @property
     @abstractmethod
@@ -100,7 +100,7 @@ class SchedulerSide(ABC):
 
     @abstractmethod
     def submit(self, record: RequestRecord) -> None:
-        """Take in a whole request. Raises `Refusal` where it may not pass."""
+        """Take in a whole request. Raises `Refusal` if it is not admitted."""
 
     @abstractmethod
     def first_token(self, lease: Lease, now: float) -> None:
@@ -112,7 +112,7 @@ class SchedulerSide(ABC):
     ) -> None:
         """End a lease; with `retry` the scheduler decides about its request.
 
-        `generated`: tokens of its answer that are part of the prompt now, None where it begins again.
+        `generated`: tokens of its answer that are part of the prompt now, None if it begins again.
         """
 
     @abstractmethod
@@ -142,7 +142,7 @@ class SchedulerSide(ABC):
         """
 
     def hung_s(self, lease: Lease, now: float) -> float | None:
-        """Return the seconds for which the counters of an engine have stood still, 0.0 if they are not known.
+        """Return the seconds since the counters of an engine last moved, 0.0 if they are unknown.
 
         None while they move, as far as this process knows.
         """
@@ -150,15 +150,15 @@ class SchedulerSide(ABC):
 
     @abstractmethod
     def cancelled(self, request_id: RequestId, now: float) -> None:
-        """Forget a waiting request whose client left."""
+        """Forget a waiting request. Its client left."""
 
     @abstractmethod
     def abandon(self, request_id: RequestId, now: float) -> None:
-        """End all bookings of a request that its exchange does not know any more."""
+        """End all bookings of a request after its exchange is gone."""
 
     @abstractmethod
     def came_back(self, instance: str) -> None:
-        """Send nothing to an instance any more, whose request came back to this proxy."""
+        """Stop sending to an instance: its request came back to this proxy."""
 
     def learn_prompt(self, model: str, text_bytes: int, tokens: int) -> None:
         """Tell other processes of the `tokens` that an engine counted in prompts of text alone."""
@@ -223,17 +223,17 @@ class Carrier(ABC):
 
     @abstractmethod
     def reject(self, command: Reject, retry_after_s: float | None) -> None:
-        """Turn a request down; `retry_after_s` is None where another try is of no use."""
+        """Reject a request; `retry_after_s` is None if another try is useless."""
 
     def pass_on(self, request_id: RequestId) -> None:
         """Pass a busy engine's answer on to the client, unless something holds it."""
 
     def may_turn_away(self, lease: Lease) -> bool:
-        """Return True if a lease of which nothing came can be taken from its engine."""
+        """Return True if a lease without any answer bytes can be taken from its engine."""
         return False
 
     def takes_back(self) -> bool:
-        """Return True if requests can be taken from engines that work: they wait again, or go elsewhere."""
+        """Return True if requests can be taken from live engines, to wait again or to go to another."""
         return False
 
     def turned_away(self, lease: Lease, outcome: Outcome) -> None:
@@ -245,7 +245,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def tokens_at(self) -> dict[str, float]:
-        """Return the time of the newest part of a stream by instance, where it has streams."""
+        """Return the time of the newest part of a stream, by instance with streams."""
 
     def emits(self, name: str) -> bool:
         """Return True if part of an answer came from an instance lately."""

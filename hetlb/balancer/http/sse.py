@@ -1,9 +1,8 @@
 """Reader of a stream of server-sent events as it passes: its first token, its tokens, its usage, its end.
 
-A stream is read as WHATWG has it (HTML, 9.2.6), its JSON by its meaning: the spelling of vLLM is a short
-cut. Any split of the same bytes gives the same facts and output. The client gets lines that end in LF
-and no byte order mark. Of an event that is not whole at most `MAX_HELD_BYTES` wait for its end; what is not
-understood passes unread.
+A stream is parsed as in WHATWG HTML, 9.2.6, its JSON by its meaning. The spelling of vLLM has a fast path.
+Any split of the same bytes gives the same facts and output. The client gets lines ended by LF and no byte
+order mark. At most `MAX_HELD_BYTES` of an unfinished event are held. Unknown content passes unread.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _NESTED: Final = (b"[", b"{")
 _NAMES: Final = ("id", "object", "created", "model", "choices", "usage")
 _FIELD_BEGINS: Final = re.compile(rb"(?:\A|[\r\n])[^:\r\n]")
 _FINISH_REASON: Final = b'"finish_reason"'
-#: Events of which the beginning of a stream is kept.
+#: Number of events kept as a sample of a stream's beginning.
 _SAMPLED_EVENTS: Final = 4
 _FINISHED = re.compile(rb'"finish_reason"\s*:\s*"([a-z_]{0,32})')
 
@@ -55,7 +54,7 @@ _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def data_of(event: bytes) -> bytes:
-    """Return the data of an event whose lines end in LF, b"" where the standard dispatches none."""
+    """Return the data of an event, b"" if the standard dispatches none. Its lines end in LF."""
     if event[:6] == b"data: " and event.find(b"\n") < 0:
         return event[6:]
     values: list[bytes] = []
@@ -74,11 +73,11 @@ def _with_data(event: bytes, data: bytes) -> bytes:
 
 
 class SseWatcher:
-    """Facts about one stream. `feed` returns what may be passed on.
+    """Facts about one stream. `feed` returns the bytes to pass on.
 
-    `hold_usage`: usage is taken out, since hetlb asked for it and the client did not. What else the event of
-    usage says, as vLLM's `system_fingerprint`, goes out with the event that ends a choice, as where no usage
-    is asked for; so that one waits for the next event.
+    `hold_usage`: remove usage from the stream, since hetlb asked for it and the client did not. Other fields
+    of the usage event, as vLLM's `system_fingerprint`, move to the event that ends a choice: vLLM sends them
+    there without usage. So that event waits for the next one.
     """
 
     __slots__ = (
@@ -89,16 +88,16 @@ class SseWatcher:
 
     def __init__(self, hold_usage: bool) -> None:
         self._hold = hold_usage
-        #: True if every event is looked at; the longest event that is held until it is whole.
+        #: True if every event is read, without the fast path; then the maximum bytes of a held event.
         self._each = False
         self._max_held = MAX_HELD_BYTES
         self._begun = False
         self._first = b""  # possible beginning of a byte order mark
         self._after_cr = False  # the last byte was CR: a line feed behind it ends no line of its own
         self._tail = bytearray()  # the unfinished event at the end of the input
-        self._passing = 0  # how much of the tail was passed on already
-        self._long = False  # the tail is what was kept of an event too long to be read
-        self._odd = False  # bytes came that are neither an event that is read nor a comment
+        self._passing = 0  # bytes of the tail passed on already
+        self._long = False  # the tail is the kept end of an event too long to be read
+        self._odd = False  # bytes came that are neither a readable event nor a comment
         #: Event that ends a choice and waits for the next one, b"" for none.
         self._ending = b""
         #: Events that carry content: about one per token.
@@ -161,7 +160,7 @@ class SseWatcher:
                 return data
             return self._events(data.split(_END)[:-1])
         if tail:
-            # An event may end at a line end that lies across two reads: nothing before that is new.
+            # The end of an event may be split between two reads. Earlier bytes were searched already.
             start = len(tail) - 1
             tail += data
             if tail.find(_END, start) < 0:
@@ -174,10 +173,10 @@ class SseWatcher:
         return out + self._keep() if rest else out
 
     def _usual(self, data: bytes) -> int:
-        """Return the number of whole events, 0 if they take a closer look.
+        """Return the number of whole events, 0 if one of them must be parsed.
 
-        In vLLM's spelling none of these is usage, an error, the end, or spelt otherwise. A line feed inside
-        text is escaped, so `data: ` begins a line only where an event has data.
+        Counted events are spelt as vLLM spells them; none is usage, an error or the end. A line feed inside
+        text is escaped, so `data: ` at the beginning of a line is always an event's data.
         """
         if (
             data.find(b'"usage"') >= 0 or data.find(b"[DONE]") >= 0 or data.find(b"error") >= 0
@@ -196,7 +195,7 @@ class SseWatcher:
 
     @property
     def whole(self) -> bool:
-        """True if it ended as streams of tokens do, or is none that is understood."""
+        """True if it ended as streams of tokens do, or is a stream of an unknown kind."""
         return self.done or self.failed or ((self.events > 0 or self._odd) and not self.understood)
 
     @property
@@ -206,7 +205,7 @@ class SseWatcher:
 
     @property
     def part_is_out(self) -> bool:
-        """True if a part of an event that is not whole was passed on."""
+        """True if a part of an unfinished event was passed on."""
         return self._passing > 0
 
     def flush(self) -> bytes:
@@ -221,7 +220,7 @@ class SseWatcher:
         return (out[: -len(_END)] if out.endswith(_END) else out) + self.release()
 
     def release(self) -> bytes:
-        """Return the event that waits for the next one, b"" where none does."""
+        """Return the event that waits for the next one, b"" for none."""
         ending, self._ending = self._ending, b""
         return ending and ending + _END
 
@@ -244,7 +243,7 @@ class SseWatcher:
         if len(tail) <= self._max_held and not self._passing:
             return comments
         self._odd = True
-        # Too long to wait for the end of a choice, which belongs before it.
+        # Too long to wait. The held end of a choice belongs before it.
         out = comments + self.release() + bytes(tail[self._passing :])
         if len(tail) > self._max_held + 1:
             # Too long to be any event we must read: keep enough to see its end. (One more than an event
@@ -316,7 +315,7 @@ class SseWatcher:
         """Note that an event was too long to be read."""
 
     def _read(self, event: bytes, data: bytes) -> bytes:
-        """Take the facts out of one event with this data; return it without usage that is held."""
+        """Take the facts out of one event with this data. Return the event without held usage."""
         if self.events <= _SAMPLED_EVENTS:
             self._take_sample(data)
         if data.find(_FINISH_REASON) >= 0 and (found := _FINISHED.search(data)) is not None:
@@ -375,9 +374,9 @@ class SseWatcher:
             self.cached_tokens = int(cached[1])
 
     def _without_usage(self, event: bytes, data: bytes, only_usage: bool) -> bytes:
-        """Return an event without its usage, b"" where nothing is left of it to pass on.
+        """Return an event without its usage, b"" if nothing is left of it to pass on.
 
-        Names that are no UTF-8 cannot be written again: such an event passes as it came.
+        Names outside UTF-8 cannot be written again. Such an event passes unchanged.
         """
         try:
             fields = _object.decode(data)
@@ -402,7 +401,7 @@ class SseWatcher:
 
 
 def _comments_end(lines: bytes | bytearray) -> int:
-    """Return the end of the whole comments and empty lines with which lines begin."""
+    """Return the end of the whole comments and empty lines at the beginning of `lines`."""
     end = 0
     while lines.startswith((b":", b"\n"), end):
         line_end = lines.find(b"\n", end)
@@ -428,7 +427,7 @@ def _finishes(data: bytes) -> bool:
 
 
 def _inner(raw: bytes) -> Holder:
-    """Return the fields of an object of an event (a response, a message), none where it is no object."""
+    """Return the fields of an object of an event (a response, a message), none if it is no object."""
     try:
         return _holder_decoder.decode(raw) if raw.startswith(b"{") else _NO_HOLDER
     except NOT_JSON:
@@ -466,7 +465,7 @@ def _first(*values: int | None) -> int | None:
     return next((value for value in values if value is not None), None)
 
 
-#: Bytes of the end of a plain body that are kept: `usage` stands near it.
+#: Bytes kept of the end of a plain body, with `usage` among them.
 TAIL_BYTES: Final = 16 << 10
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?([0-9]{1,10})[,}\s]')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*"?([0-9]{1,10})[",.}\s]')
@@ -504,7 +503,7 @@ def usage_in_tail(tail: bytes) -> tuple[int | None, int | None, int | None]:
 def is_answer(tail: bytes, counted: bool) -> bool:
     """Return True if a plain body that ends in `tail` answers a request for tokens, in the form of any API.
 
-    `counted`: its usage is known. Of a longer body than `tail` holds only its end is looked at.
+    `counted`: its usage is known. If the body is longer than `tail`, its last byte alone decides.
     """
     if tail[:1] == b"{" and tail[-1:] == b"}" and tail.find(b'"choices":[{') >= 0:
         # As vLLM and OpenAI write it; in text the quotes would be escaped.

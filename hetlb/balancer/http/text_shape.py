@@ -28,10 +28,10 @@ _MAX_EVENT_BYTES: Final = 4095
 class TextShape:
     """Shape of the events of text of one stream: all but their text and token ids.
 
-    `beginning` ends with the first choice; `ending` says that it goes on, and ends with the event, its chunk
-    included, or where token ids begin; behind them comes `after_ids`, b"" where there are none. Where an
-    event says first that it goes on, `quoted`, what lies between both is the text alone. `instead` is what
-    takes the place of `ending`, the ids and `after_ids`, b"" where they go on.
+    Example: `data: {..."choices":[{` + text + `"finish_reason":null,"token_ids":[` + ids + `]}]}` is
+    `beginning`, text, `ending`, ids, `after_ids`. Without ids `ending` reaches to the end of the event and
+    of its chunk, and `after_ids` is b"". `quoted`: the finish reason precedes the text, so the middle is the
+    text alone. `instead` replaces `ending`, ids and `after_ids` for the client, b"" if they pass unchanged.
     """
 
     __slots__ = ("after_ids", "beginning", "ending", "in_lf", "instead", "quoted")
@@ -49,9 +49,9 @@ class TextShape:
 
 
 def text_shape(data: bytes, *, hide_ids: bool = False) -> TextShape | None:
-    """Return the shape of the last event in `data`, as it came; None if it is none of text that goes on.
+    """Return the shape of the last event in `data`, as it came; None if it is no text or ends a choice.
 
-    `hide_ids`: its token ids are taken out of what passes; None if it has none. Behind it lines end in LF.
+    `hide_ids`: take its token ids out for the client; None if it has none. Lines end in LF for the client.
     """
     before, line, end = _last_event(data)
     found = _CHOICES.search(line, 0, _MAX_BEGINNING_BYTES)
@@ -67,7 +67,7 @@ def text_shape(data: bytes, *, hide_ids: bool = False) -> TextShape | None:
     ends_at = goes_on[-1].start()
     text = _TEXT.search(line, goes_on[-1].end())
     if text is not None:
-        # It says first that it goes on: then comes the text.
+        # The finish reason comes first, then the text.
         string = _STRING.match(line, text.end())
         assert string is not None
         quoted, begun, ends_at = True, text.end(), string.end()
@@ -83,7 +83,7 @@ def text_shape(data: bytes, *, hide_ids: bool = False) -> TextShape | None:
         elif end == b"\n\n":
             written = b""
         else:
-            return None  # what stands in their place cannot have them
+            return None  # `instead` is constant and cannot hold them
     elif hide_ids:
         return None
     elif end == b"\n\n":
@@ -92,9 +92,9 @@ def text_shape(data: bytes, *, hide_ids: bool = False) -> TextShape | None:
 
 
 def _last_event(data: bytes) -> tuple[bytes, bytes, bytes]:
-    """Return the lines before the data of the last of whole events, the line of its data, and what ends it.
+    """Return the lines before the data of the last of whole events, the line of its data, and its line ends.
 
-    b"" where it has more lines of data than the last one.
+    Each is b"" if the event has more than one line of data.
     """
     line_end = len(data.rstrip(b"\r\n"))
     end = data[line_end:]
@@ -109,7 +109,7 @@ def _last_event(data: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def _ids_begin(chunks: bytes, begun: i64, end: i64) -> i64:
-    """Return where the list of token ids begins that ends at `end`: digits, commas and spaces."""
+    """Return the start of the list of token ids (digits, commas and spaces) that ends at `end`."""
     while end > begun:
         byte: i64 = chunks[end - 1]
         if byte != 44 and byte != 32 and (byte < 48 or byte > 57):
@@ -120,10 +120,10 @@ def _ids_begin(chunks: bytes, begun: i64, end: i64) -> i64:
 
 # Compiled, three slices cost as much as a call of `bytes.find` with a start.
 def pass_events(chunks: bytes, shape: TextShape) -> tuple[int, bytes]:
-    """Return (number of events, what goes on of them) of `chunks`, if each is whole and one event of text.
+    """Return (number of events, bytes to pass on) of `chunks`, if each is whole and one event of text.
 
-    Each begins as the others of its stream did, so it is no error, no usage alone, nor the end; and ends as
-    they did. (0, b"") means that it takes a closer look.
+    Each has the stream's usual beginning and ending, so it is no error, no usage alone, nor the end. (0, b"")
+    means that the chunks must be parsed.
     """
     beginning, ending, after_ids, instead = shape.beginning, shape.ending, shape.after_ids, shape.instead
     quoted, in_lf = shape.quoted, shape.in_lf
