@@ -38,7 +38,4 @@ async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
                 assert await serving.end() == 0
     finally:
         for serving in running:
-            if serving.process.returncode is None:
-                serving.process.kill()
-                await serving.process.wait()
-            await serving.session.close()
+            await serving.kill()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import re
 import signal
 from collections.abc import Callable
@@ -72,6 +74,21 @@ class Serving:
         await self.session.close()
         assert not [line for line in self.errors if "Traceback" in line], "\n".join(self.errors)
         return status
+
+    async def kill(self) -> None:
+        """End what a failed test left, and read its pipes to their end: the loop closes with none open."""
+        if self.process.returncode is None:
+            workers = self.workers
+            self.process.kill()
+            for pid in workers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        await asyncio.wait_for(self.process.wait(), HANG_S)
+        if self._reader is not None:
+            await asyncio.wait_for(self._reader, HANG_S)
+        assert self.process.stdout is not None
+        await asyncio.wait_for(self.process.stdout.read(), HANG_S)
+        await self.session.close()
 
     @property
     def workers(self) -> list[int]:
