@@ -1,18 +1,18 @@
 """Circuit breaker of one instance: lost answers and silence trip it, trials close it again.
 
 A lost answer is a server error, a 429 or 503 of an idle server, a wrong answer, an error event, a broken
-stream, a closed connection, or a client that left after a long wait without a byte. A refusal of a kind of
-request (4xx) is not one (`refused_kinds.py`), nor is a request that two instances lose. The share of lost
-answers, weighed by client (`client_answers.py`), counts against the best other instance of the model: losses
-that hit all alike are the clients' doing. `excess` is the difference that is certain,
+stream, a closed connection, or a client that left after a long wait without a byte. Not counted are refusals
+of a kind of request (4xx, see `refused_kinds.py`) and requests that two instances lose. The share of lost
+answers, weighted by client (`client_answers.py`), is compared with the best other instance of the model:
+clients cause losses that hit all instances alike. `excess` is the certain part of the difference,
 
     excess = max(0, (lower(own) - best) / (1 - best)),
 
 with the lower end of Wilson's score interval (JASA 22, 1927) for the own share. An instance in doubt or
-stalled gets one request at a time, a trial, with a pause of a second or more after each that is lost, until
-some in a row end well: twice as many with each doubt in a minute. One that asked to come later gets none
-until then. If all of a model are restrained, none is. With any
-excess it gets the same trials, beside what the score sends there: old evidence does not keep it without work.
+stalled gets one request at a time, a trial. A lost trial is followed by a pause of a second or more. Some
+trials in a row must end well, and twice as many after each further doubt within a minute. An instance with a
+stated `retry-after` gets no trial before that time. If all instances of a model are restrained, none is. With
+any excess the instance also gets trials beside its requests by score: old evidence does not leave it idle.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from hetlb.balancer.core.client_answers import ClientAnswers
 
 #: Age of evidence, in seconds, at which it counts 1/e.
 MEMORY_S: Final = 20.0
-#: Excess from which an instance is in doubt, and the least number of lost answers for it: one is no fault.
+#: Least excess of an instance in doubt, and the least number of lost answers for it: one is no fault.
 DOUBT_EXCESS: Final = 0.3
 _LEAST_LOST_ANSWERS: Final = 1.5
-#: The same of more lost answers, which are no accident.
+#: The same with more lost answers: these are no accident.
 _SURE_EXCESS: Final = 0.02
 _SURE_LOST_ANSWERS: Final = 2.5
 #: Number of answers remembered, so that a few new ones outweigh them.
 _MOST_ANSWERS: Final = 16.0
-#: Answers in a row that end well after which lost ones before them are forgotten, doubled with each doubt
-#: within `_RELAPSE_S` of the one before, and the most.
+#: Good answers in a row before earlier losses are forgotten; doubled with each doubt within `_RELAPSE_S` of
+#: the one before, and the largest value.
 FORGIVING_ANSWERS: Final = 3
 MOST_FORGIVING_ANSWERS: Final = 24
 _RELAPSE_S: Final = 60.0
-#: Requests in a row that were lost here and elsewhere from which on they count: not each can be at fault.
+#: Requests lost in a row, here and elsewhere, before they count: not every request can be at fault.
 _MOST_LOST_AS_ELSEWHERE: Final = 5
 #: Standard deviations below a share at which its interval begins: 90 % one-sided.
 _LOWER_DEVIATIONS: Final = 1.28
-#: Lost answers, and all answers, that are assumed of another instance before any ended there.
+#: Lost answers, and all answers, assumed of another instance before any ended there.
 _PRIOR_LOST_ANSWERS: Final = 0.2
 _PRIOR_ANSWERS: Final = 2.0
 #: Seconds of a pause after a trial, doubled with each trial that fails, and the longest.
 PAUSE_S: Final = 1.0
 MOST_PAUSE_S: Final = 3.0
-#: Multiple of the expected time, and seconds, without a token after which an instance is stalled.
+#: Multiple of the expected time, and seconds, without a token: then the instance is stalled.
 STALL_FACTOR: Final = 5.0
 LEAST_SILENCE_S: Final = 2.0
 #: The same while no answer has shown its speed.
 UNKNOWN_SILENCE_S: Final = 10.0
-#: Seconds, and `STALL_FACTOR` steps, without a token after which a stream stands still: that is no slow step.
+#: Seconds, and `STALL_FACTOR` steps, without a token: the stream has stopped, this is no slow step.
 STANDS_S: Final = 0.5
-#: Age in seconds beyond which counters of a scrape do not tell whether an engine works.
+#: Seconds for which scraped counters show whether an engine works.
 COUNTERS_STALE_S: Final = 5.0
 #: Seconds that a client waits before its next try (OpenAI's SDK).
 _NEXT_TRY_S: Final = 0.5
@@ -66,7 +66,7 @@ _MOST_EXCESS: Final = 0.95
 
 @mypyc_attr(acyclic=True)
 class CircuitBreaker:
-    """Evidence about the answers of one instance, and the trials that it gets while they are bad."""
+    """Evidence about the answers of one instance, and its trials while they are bad."""
 
     __slots__ = (
         "_aged_at", "_doubted_at", "_generated", "_in_a_row", "_losses", "_lost_as_elsewhere", "_pause_s",
@@ -85,29 +85,29 @@ class CircuitBreaker:
         self._in_a_row = 0
         #: Requests lost here and elsewhere since it answered one.
         self._lost_as_elsewhere = 0
-        #: Time of its newest answer that is none or odd, while others answer well.
+        #: Time of its newest odd or missing answer while others answer well.
         self.odd_at = -math.inf
-        #: Answers in a row that end its doubt, and the time at which the last doubt began or ended.
+        #: Good answers in a row that end its doubt; time of the last begin or end of a doubt.
         self.forgiving, self._doubted_at = FORGIVING_ANSWERS, -math.inf
         self._aged_at = now
         self.excess = 0.0
         self.doubted = False
         self.reason = ""
-        #: End of the time after which it asked to come again.
+        #: Time before which it asked for no requests (`retry-after`).
         self.asked_until = -math.inf
         #: Time of its last token, as far as it is known.
         self.token_at = now
         #: Time of the first missing sign of work, None while it works; and the same once it is certain.
         self.silent_since: float | None = None
         self.stalled_since: float | None = None
-        #: Seconds that its next token is late.
+        #: Lateness of its next token in seconds.
         self.overdue_s = 0.0
-        #: Its counter of tokens, when it was read, before which reading it last moved, and whether it stands
-        #: still since its last token.
+        #: Its counter of tokens; time of the last scrape; time of the scrape before its last change; True if
+        #: the counter has not changed since its last token.
         self._generated: int | None = None
         self.read_at = self.moved_at = -math.inf
         self.still = False
-        #: Lease id of the trial that is under way, 0 for none.
+        #: Lease id of the current trial, 0 for none.
         self.trial = 0
         self.next_trial_at = -math.inf
         self._pause_s = PAUSE_S
@@ -120,7 +120,7 @@ class CircuitBreaker:
         return self.excess > 0.0 or self.overdue_s > 0.0
 
     def ended_well(self, now: float) -> bool:
-        """Count an answer that ended well. True if that speaks against a doubt."""
+        """Count an answer that ended well. Return True if it is evidence against a doubt."""
         self.well += 1.0
         self.token_at, self._lost_as_elsewhere = now, 0
         if not self._losses:
@@ -135,7 +135,7 @@ class CircuitBreaker:
         return self.excess > 0.0
 
     def ended_badly(self, lease_id: int, seconds: float, client: str, session: str, now: float) -> None:
-        """Count a lost answer of a client, which took `seconds`."""
+        """Count a client's answer, lost after `seconds`."""
         losses = self._losses
         count = math.fsum(losses.values())
         self.lost_s += (seconds - self.lost_s) / (count + 1.0)
@@ -155,14 +155,14 @@ class CircuitBreaker:
             self._losses.pop((client, session), None)
 
     def lost_as_elsewhere(self) -> bool:
-        """Note that it and another one lost a request. True if it has answered none for several of these."""
+        """Note that two instances lost a request. Return True after several of these without an answer."""
         self._lost_as_elsewhere += 1
         return self._lost_as_elsewhere >= _MOST_LOST_AS_ELSEWHERE
 
     def weigh(self, answers: ClientAnswers, incarnation: int) -> None:
-        """Take over how many of its lost answers count, by the answers of their clients elsewhere.
+        """Set the number of lost answers that count, by the answers of their clients elsewhere.
 
-        They count by sessions and by clients, and the less counts: many sessions may be one client's.
+        The lesser of two figures counts, by session and by client: one client may have many sessions.
         """
         if not self._losses:
             self.lost = 0.0
@@ -195,17 +195,17 @@ class CircuitBreaker:
         self.lost = self.lost * keep if losses else 0.0
 
     def ended(self, lease_id: int) -> None:
-        """Note that a trial is over, or its answer has begun: another one may follow after the pause."""
+        """Note that a trial is over, or its answer has begun: the next may follow after the pause."""
         if self.trial == lease_id:
             self.trial = 0
 
     def asked(self, seconds: float, now: float) -> None:
-        """Take over that the engine, idle, asked to come after `seconds`: it gets nothing until then."""
+        """Send an idle engine nothing for `seconds`, as it asked."""
         self.asked_until = max(self.asked_until, now + min(seconds, MOST_PAUSE_S))
         self.next_trial_at = max(self.next_trial_at, self.asked_until)
 
     def forget(self) -> None:
-        """Note that another process took its place."""
+        """Forget the evidence: another process took the instance's place."""
         self.lost = self.excess = self.overdue_s = 0.0
         self._losses.clear()
         self.doubted = False
@@ -214,9 +214,9 @@ class CircuitBreaker:
         self.trial = 0
 
     def judge(self, others: Iterable[CircuitBreaker], now: float) -> bool:
-        """Compare its share of lost answers with the others. True if a doubt or an excess began or ended.
+        """Compare its share of lost answers with the others'. Return True if a doubt or an excess changed.
 
-        All of them have been weighed.
+        Call `weigh` for all of them first.
         """
         before = self.doubted, self.excess > 0.0
         self.excess = 0.0
@@ -244,7 +244,7 @@ class CircuitBreaker:
         return before != (self.doubted, self.excess > 0.0)
 
     def age(self, now: float) -> None:
-        """Let what was seen count less as time passes."""
+        """Reduce the weight of old evidence."""
         since = now - self._aged_at
         if since > 0.0:
             keep = math.exp(-since / MEMORY_S)
@@ -254,7 +254,7 @@ class CircuitBreaker:
     # --- whether it works ---
 
     def read(self, generated: int | None, now: float) -> None:
-        """Take over the engine's own count of generated tokens, None where it tells none."""
+        """Store the engine's own count of generated tokens, None if it reports none."""
         known, self._generated = self._generated, generated
         if generated is None:
             return
@@ -270,7 +270,7 @@ class CircuitBreaker:
         return self._generated is not None and now - self.read_at <= COUNTERS_STALE_S
 
     def works(self, now: float) -> bool:
-        """Return True if its own counters moved lately, and did not stand still since its last token."""
+        """Return True if its own counters moved recently, also since its last token."""
         return self.moved_at >= now - COUNTERS_STALE_S and not self.still
 
     def watch(
@@ -316,7 +316,7 @@ class CircuitBreaker:
         return True
 
     def token(self, now: float) -> bool:
-        """Note that a token came. Return True if that ends a stall."""
+        """Note a token. Return True if it ends a stall."""
         self.token_at = now
         return self.stalled_since is not None and self._goes_on(now)
 
@@ -345,14 +345,14 @@ class CircuitBreaker:
         return not self.trial and now >= self.next_trial_at
 
     def dispatched(self, lease_id: int, now: float) -> None:
-        """Note that it got a request: if it is restrained or has an excess, a trial."""
+        """Note a dispatch. With a restraint or an excess it is a trial."""
         if self.wary(now):
             self.trial = lease_id
             self.next_trial_at = now + self._pause_s
             self._pause_s = min(MOST_PAUSE_S, 2.0 * self._pause_s)
 
     def why(self, now: float) -> str:
-        """Return the reason of the restraint for people, "" without one."""
+        """Return the reason of the restraint, for people; "" without one."""
         if self.stalled_since is not None:
             silent = now - (self.silent_since or self.stalled_since)
             return f"stalled: no token for {silent:.3g} s"
@@ -363,10 +363,10 @@ class CircuitBreaker:
         return ""
 
     def later_s(self, end_s: float) -> float:
-        """Return the expected delay of an answer that ends well beyond the forecast `end_s`, in seconds.
+        """Return the expected delay of a good answer beyond the forecast `end_s`, in seconds.
 
-        A try that is lost costs its time and the next try; `excess / (1 - excess)` are expected. A token that
-        is overdue is expected to take as long again.
+        A lost try costs its time and the next try; `excess / (1 - excess)` of them are expected. An overdue
+        token is expected to take as long again.
         """
         tries = self.excess / (1.0 - self.excess)
         return self.overdue_s + tries * (self.lost_s + _NEXT_TRY_S + end_s)

@@ -1,11 +1,11 @@
-"""The bounded queue of requests that no instance has been chosen for yet.
+"""Bounded queue of the requests without an instance yet.
 
-Each tenant has a next request: of its lowest level (band, then priority; of one priority background requests
-come last, before them requests that cannot meet their target any more), the one that is due first. A priority
-is the client's own word, so it orders nothing across tenants. Of the next requests under one `QueueKey` the
-lowest band goes first, background last; then the one whose tenant had the least service for its weight,
-running requests counted (`FairShares`). Requests that only large instances can take are kept apart by `fit`,
-so that they do not hold up the others.
+Each tenant has a next request: within its lowest level, the first one due. Levels go by band, then by
+priority. Within a priority, requests that missed their target come late and background requests last. A
+priority is the client's own word, so it orders nothing across tenants. Between the tenants' next requests
+under one `QueueKey`, the lowest band goes first, background last. Then goes the tenant with the least service
+for its weight, running requests counted (`FairShares`). Requests for large instances alone have a `fit` of
+their own, so that they do not hold up the others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _IN_TIME: Final = 0
 _HOPELESS: Final = 1
 _BACKGROUND: Final = 2
 _RANKS: Final = 3
-#: Requests that have left and whose places in the order are kept beside as many as wait.
+#: Requests that have left and keep a place in the order, beyond as many as wait.
 _MOST_LEFT: Final = 64
 
 
@@ -38,7 +38,7 @@ class QueueLimits(PickleByFields):
 
     A request waits at most `timeout_s`, and at most `no_instance_timeout_s` while no instance of its
     model is routable. `max_requests` None means no bound (simulation). A tenant may hold `tenant_share` of
-    `max_requests` and `max_bytes`; `tenant_weights` are shares of what runs, 1 for a tenant without one.
+    `max_requests` and `max_bytes`. `tenant_weights` are relative shares of the running work, by default 1.
     """
 
     max_requests: int | None = 16_384
@@ -58,9 +58,9 @@ class QueueKey(NamedTuple):
 
 
 class Queued:
-    """One waiting request, when it arrived, and its size by the output predicted (see `core.demand`).
+    """One waiting request, its arrival, and its size by the predicted output (see `core.demand`).
 
-    `due`: latest time of its dispatch to meet its target. `number`: its place among queued requests.
+    `due`: latest dispatch that meets its target. `number`: its place in the order of arrival.
     """
 
     __slots__ = ("arrived_at", "due", "flow", "number", "request", "size")
@@ -105,7 +105,7 @@ class QueueFlow:
         self.name = name
         #: Ordered: the head of a plain dict that is consumed from the front costs its past length.
         self.entries: OrderedDict[RequestId, Queued] = OrderedDict()
-        #: The same by the time at which they are due; with some that have left.
+        #: The same by due time, with some that have left.
         self._order: list[tuple[float, int, RequestId]] = []
 
     def enter(self, entry: Queued) -> None:
@@ -119,7 +119,7 @@ class QueueFlow:
 
     @property
     def first(self) -> Queued:
-        """The one that is due first."""
+        """The first one due."""
         while True:
             due, number, request_id = self._order[0]
             entry = self.entries.get(request_id)
@@ -129,7 +129,7 @@ class QueueFlow:
 
     @property
     def background(self) -> bool:
-        """True if the requests are in the background."""
+        """True for background requests."""
         return self.name.level % _RANKS == _BACKGROUND
 
     @property
@@ -145,9 +145,9 @@ def _level(request: Request) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WaitingElsewhere(PickleByFields):
-    """Requests that wait at other schedulers of the fleet: the bounds of the queue are for all together.
+    """Requests that wait at other schedulers of the fleet. The bounds of the queue hold for the sum.
 
-    `oldest_at`: arrival of the one that waits longest, by model.
+    `oldest_at`: arrival of the oldest one, by model.
     """
 
     requests: int = 0
@@ -161,18 +161,18 @@ class Queue:
     def __init__(self, limits: QueueLimits) -> None:
         self.limits = limits
         self._lines: dict[QueueKey, dict[FlowName, QueueFlow]] = defaultdict(dict)
-        #: Keys of unrestricted lines by model: making one costs more than to find it.
+        #: Keys of unrestricted lines by model: a look-up is cheaper than a new key.
         self._keys: dict[str, QueueKey] = {}
-        #: The waiting requests, to be read only: each event asks whether it is empty.
+        #: The waiting requests, read-only for others: each event asks whether it is empty.
         self.held: dict[RequestId, Queued] = {}
         self._sizes: dict[str, int] = {}
         self.bytes = 0
         #: Requests that wait at other schedulers of the fleet.
         self.elsewhere = WaitingElsewhere()
         self._pushed = 0
-        #: Tenants and tokens of the leases that have not ended; set by their ledger.
+        #: Tenants and tokens of the live leases; set by their ledger.
         self.running: Callable[[], Iterable[tuple[str | None, int]]] = tuple
-        #: Shares of the tenants, None before the first request of one, where none is bounded.
+        #: Shares of the tenants, None before they are needed.
         self.tenants: FairShares | None = None
         #: True once the option has been asked for them: without its folder all tenants are alike.
         self._asked_shares = False
@@ -185,7 +185,7 @@ class Queue:
         return request_id in self.held
 
     def __iter__(self) -> Iterator[Queued]:
-        """Yield the waiting requests; a snapshot: callers may remove meanwhile."""
+        """Yield the waiting requests from a snapshot: callers may remove some meanwhile."""
         return iter(list(self.held.values()))
 
     @property
@@ -199,7 +199,7 @@ class Queue:
 
     @property
     def keys(self) -> list[QueueKey]:
-        """The lines in which something waits, retries' lines first."""
+        """The lines with waiting requests, retries first."""
         lines = self._lines
         return sorted(lines, key=lambda key: not key.retry) if len(lines) > 1 else list(lines)
 
@@ -208,7 +208,7 @@ class Queue:
         return list(self._lines.get(key, {}).values())
 
     def heads(self, key: QueueKey) -> list[Queued]:
-        """Return the next of a line for each `fit`, in the background and not: by level and turn."""
+        """Return the next request of a line for each `fit` and kind, background apart, by turn and level."""
         line = self._lines.get(key)
         if line is None:
             return []
@@ -235,7 +235,7 @@ class Queue:
         return list(best.values())
 
     def ahead(self, request: Request) -> bool:
-        """Return True if requests wait in the line of one that has just come, and not only behind it."""
+        """Return True if a waiting request of the same line goes before a new one."""
         line = self._lines.get(self._key(request, False))
         if line is None:
             return False
@@ -249,7 +249,7 @@ class Queue:
         return False
 
     def demote(self, entry: Queued) -> None:
-        """Serve a request after requests of its priority that can still meet their targets."""
+        """Serve a request after those of its priority that can still meet their targets."""
         flow = entry.flow
         assert flow.in_time, f"{entry.request.id} is demoted twice"
         self._withdraw(entry)
@@ -260,11 +260,11 @@ class Queue:
         return Counter(entry.request.model for entry in self)
 
     def oldest_at(self) -> float | None:
-        """Return the arrival of the request that waits longest, None if none waits."""
+        """Return the arrival of the oldest waiting request, None if none waits."""
         return min((flow.first.arrived_at for flow in self.flows), default=None)
 
     def oldest_by_model(self) -> dict[str, float]:
-        """Return the arrival of the request that waits longest, by model."""
+        """Return the arrival of the oldest waiting request, by model."""
         found: dict[str, float] = {}
         for flow in self.flows if self.held else ():
             model, arrived_at = flow.key.model, flow.first.arrived_at
@@ -272,16 +272,16 @@ class Queue:
         return found
 
     def is_older_elsewhere(self, model: str) -> bool:
-        """Return True if a request for a model waits longer at another scheduler than any one here."""
+        """Return True if the oldest request for a model waits at another scheduler."""
         there = self.elsewhere.oldest_at.get(model)
         return there is not None and there < self.oldest_by_model().get(model, there)
 
     def waiting(self, model: str) -> int:
-        """Return the sizes of all that wait for a model, added up."""
+        """Return the sum of the sizes of a model's waiting requests."""
         return self._sizes.get(model, 0)
 
     def waiting_sizes(self) -> dict[str, int]:
-        """Return the sizes of all waiting requests, added up by model."""
+        """Return the sum of the sizes of the waiting requests, by model."""
         return {model: size for model, size in self._sizes.items() if size}
 
     # --- bounds ---
@@ -295,14 +295,14 @@ class Queue:
         return may_wait and self.within(requests, held_bytes, request)
 
     def within(self, requests: int, held_bytes: int, request: Request) -> bool:
-        """Return True if one more request beside these stays within the bounds."""
+        """Return True if the bounds allow one request more than these."""
         limits = self.limits
         if limits.max_requests is not None and requests >= limits.max_requests:
             return False
         return limits.max_bytes is None or held_bytes + request.body_bytes <= limits.max_bytes
 
     def crowding_out(self, request: Request) -> Sequence[RequestId]:
-        """Return the requests that leave a full queue so that this one has room; none if unfair."""
+        """Return the requests to drop from a full queue for this one; none if that is unfair."""
         tenants = self._shared(request.tenant)
         return () if tenants is None else tenants.crowding_out(request)
 
@@ -318,7 +318,7 @@ class Queue:
         due: float = math.inf,
         kind: int = 0,
     ) -> None:
-        """Append a request that there is room for."""
+        """Append a request. The caller has checked `has_room`."""
         assert request.id not in self.held, f"request {request.id} is queued already"
         tenants = self._shared(request.tenant)
         key = self._key(request, retry)
@@ -334,7 +334,7 @@ class Queue:
             tenants.waits(request)
 
     def _flow(self, key: QueueKey, name: FlowName) -> QueueFlow:
-        """Return a flow that something is about to enter."""
+        """Return a flow, made if missing."""
         line = self._lines[key]
         flow = line.get(name)
         if flow is None:
@@ -372,12 +372,12 @@ class Queue:
         return entry
 
     def resize(self, entry: Queued, size: int) -> None:
-        """Take over a new size of a waiting request."""
+        """Set a new size of a waiting request."""
         self._sizes[entry.request.model] += size - entry.size
         entry.size = size
 
     def refit(self, fit_of: Callable[[Request], int]) -> None:
-        """Sort the waiting requests anew after the instances have changed. Their order stays."""
+        """Sort the waiting requests again after a change of the instances. Their order stays."""
         entries = list(self.held.values())
         if all(entry.flow.name.fit == fit_of(entry.request) for entry in entries):
             return
@@ -398,7 +398,7 @@ class Queue:
         return key
 
     def _shared(self, tenant: str | None) -> FairShares | None:
-        """Return the shares of tenants, from the first request of one on."""
+        """Return the shares of tenants, made at a tenant's first request."""
         if not self._asked_shares and (tenant is not None or self.limits.tenant_share < 1.0):
             self._asked_shares = True
             from hetlb.balancer.core.fair_shares import FairShares

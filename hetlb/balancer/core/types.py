@@ -1,6 +1,6 @@
 """Types of the scheduler: input (requests, facts), output (commands), and leases.
 
-Facts and commands are frozen; into a `Lease` the driver counts tokens.
+Facts and commands are frozen; in a `Lease` the driver counts tokens.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class Health(StrEnum):
 
 
 class Outcome(StrEnum):
-    """End of a request, or of one lease of it. Every accepted request has exactly one; `CAUSES` says whose.
+    """End of a request, or of one of its leases. Every accepted request has exactly one.
 
-    `UPSTREAM_REFUSED` is an engine's whole answer of 4xx, `UPSTREAM_ERROR` one of 5xx, `UPSTREAM_BUSY` one of
-    429 or 503 that says when to come again. `MISPLACED` ends a lease alone: its request is placed anew.
+    `UPSTREAM_REFUSED` is a complete 4xx response of an engine, `UPSTREAM_ERROR` one of 5xx, `UPSTREAM_BUSY`
+    one of 429 or 503 with a `retry-after`. `MISPLACED` ends a lease alone: its request is placed again.
+    `CAUSES` has the cause of each.
     """
 
     OK = "ok"
@@ -95,9 +96,9 @@ CAUSES: Final[dict[str, str]] = {
 class Capacity(PickleByFields):
     """Limits of one instance, by the names of vLLM. `None` means not known yet.
 
-    `kv_cache_tokens` is the sum over its data-parallel `engines`, `kv_tokens_per_request` the most that a
-    single request can use of it (one engine's share); all other limits are of one engine. `kv_need`: of a
-    sequence of its model, None where that is its tokens.
+    `kv_cache_tokens` is the sum over its data-parallel `engines`, `kv_tokens_per_request` the largest part
+    for a single request (one engine's share); all other limits are per engine. `kv_need` is the need of a
+    sequence of its model, None if it equals the number of tokens.
     """
 
     kv_cache_tokens: int | None = None
@@ -127,7 +128,7 @@ class Role(StrEnum):
 
 
 class Connector(StrEnum):
-    """KV connectors of vLLM, which hand the KV blocks of a prompt from one instance to another."""
+    """KV connectors of vLLM: they transfer the KV blocks of a prompt from one instance to another."""
 
     NIXL = "nixl"
     MOONCAKE = "mooncake"
@@ -135,11 +136,11 @@ class Connector(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KvLink(PickleByFields):
-    """Link over which instances of one model transfer KV blocks.
+    """Link for KV transfers between instances of one model.
 
-    A prefill instance keeps blocks that were not fetched for `lease_s`. The other figures give the first
-    estimate of a transfer's time, which each pair's own times correct. `bootstrap` is the URL of the
-    instance's Mooncake bootstrap server.
+    A prefill instance keeps unfetched blocks for `lease_s`. The other figures give the first estimate of a
+    transfer's time; measured times of each pair correct it. `bootstrap` is the URL of the instance's Mooncake
+    bootstrap server.
     """
 
     connector: Connector
@@ -152,10 +153,10 @@ class KvLink(PickleByFields):
 
 @dataclass(frozen=True, slots=True)
 class InstanceSpec(PickleByFields):
-    """One vLLM server as configured; `slots_stated`: a person said `max_num_seqs` of its capacity.
+    """One vLLM server as configured. `slots_stated`: its file states `max_num_seqs`.
 
-    `latency` is None without a profile; `model` is "" where only the engine knows what it serves.
-    `host_assumed_in` is the profile's file where its host time is assumed, "" where it is measured.
+    `latency` is None without a profile; `model` is "" if only the engine knows its model.
+    `host_assumed_in` is the file of a profile with an assumed host time, "" if it was measured.
     """
 
     name: str
@@ -176,22 +177,21 @@ class InstanceSpec(PickleByFields):
 class Request(PickleByFields):
     """One request as the scheduler sees it; its fields are final (a frozen dataclass is not compiled).
 
-    `prompt_tokens` is the mean length of its prompts, `longest_prompt_tokens` the same unless stated;
-    `sequences` are prompts times `n`, of which `samples` have the same prompt; `max_tokens` is the client's
-    cap on each output. `generates` is False for embeddings, scores and the like. A request without sequences
-    is answered by the engine's server alone (a WebSocket, `/tokenize`): it takes no slot. `prompt_exact`: the
-    length was counted, not estimated from bytes.
-    `subset` names the instances that a gateway allows (None: all).
-    `path` is the endpoint's; `client` the address of the client; `features` are fields of the body that not
-    every request has, read only while they matter (None before). `kept_from` names instances that refuse such
-    a request: it waits in a line of its own.
-    `prefix_keys` name the beginning of each of its prompts, shortest first, each with its tokens: None for
-    all that a conversation has had so far. `priority` is vLLM's: the lower value goes first, within its
-    tenant; `band` is the operator's, before that. `blocks` are
-    digests of a prompt of known token ids, for engines that publish KV events. `splittable`: prefill and
-    decode may run on different instances. Of the instances `preferred` the best one is chosen where it is
-    worse than the best of all by `preferred_within` at most (a share of the score). `generated` tokens of
-    `prompt_tokens` are output of earlier leases. `service` is its class with the targets it has narrowed.
+    Example: 2 prompts with `n` = 3 are 6 `sequences`, and 3 `samples` share each prompt.
+    `prompt_tokens` is the mean length of its prompts, `longest_prompt_tokens` the same unless stated.
+    `max_tokens` is the client's cap on each output. `generates` is False for embeddings, scores and the like.
+    A request without sequences (a WebSocket, `/tokenize`) takes no slot. `prompt_exact`: the length was
+    counted, not estimated from bytes. `subset` names the instances that a gateway allows (None: all).
+    `path` is the endpoint's; `client` the address of the client. `features` are fields of the body that not
+    every request has; they are read only while they matter (None before). `kept_from` names instances that
+    refuse such a request: it waits in a line of its own.
+    `prefix_keys` name the beginnings of its prompts, shortest first, each with its length in tokens; None
+    stands for the whole conversation so far. `band` is the operator's priority and comes first; `priority` is
+    vLLM's (lower goes first), within a tenant. `blocks` are digests of a prompt with known token ids, for
+    engines with KV events. `splittable`: prefill and decode may run on different instances. The best of the
+    `preferred` instances is chosen if its score is at most `preferred_within` (a share) above the best of
+    all. `generated` tokens of `prompt_tokens` are output of earlier leases. `service` is its class, with
+    targets narrowed by the request.
     """
 
     id: Final[RequestId]
@@ -278,7 +278,7 @@ class Request(PickleByFields):
         self.kept_from = kept_from
 
     def goes_on(self, generated: int) -> Request:
-        """Return the request for the rest of an answer: `generated` tokens are part of the prompt now."""
+        """Return the request for the rest of an answer, with `generated` tokens in its prompt."""
         more = generated - self.generated
         return replace(
             self,
@@ -291,7 +291,7 @@ class Request(PickleByFields):
 
     @property
     def restriction(self) -> str | None:
-        """Name of the instances that the request is restricted to, None for any that serves its model."""
+        """Names of the allowed and of the refusing instances, as a key; None without a restriction."""
         subset, kept_from = self.subset, self.kept_from
         if subset is None and not kept_from:
             return None
@@ -302,7 +302,7 @@ class Request(PickleByFields):
 class Hold:
     """KV blocks of a prompt that a prefill instance keeps for another one, until `expires_at` at most.
 
-    `id` is the prefill lease's. `sent_tokens` of its `tokens` are to be transferred to `target`;
+    `id` is the prefill lease's. `sent_tokens` of its `tokens` are to be transferred to `target`.
     `expected_s` is the time from the dispatch of the decode leg to its first token without the transfer.
     `ended`: fetched, released or expired.
     """
@@ -319,12 +319,12 @@ class Hold:
 
 @mypyc_attr(acyclic=True)
 class Lease:
-    """One dispatch of one request to one incarnation of one instance, and what it took from the ledger.
+    """One dispatch of one request to one incarnation of one instance, and its bookings in the ledger.
 
     Tokens of all sequences: `promised_tokens` (prompts and predicted answers), `prompt_tokens`,
-    `unread_tokens` (of prompts, that the engine must still compute), `kv_tokens` and of them
-    `kv_prompt_tokens` (of the KV cache, for itself), `shared` (used together with others). All are fixed at
-    dispatch, but for the unread ones, and given back once. The driver sets `output_tokens` (all sequences
+    `unread_tokens` (prompt tokens still to compute), `kv_tokens` (in the KV cache, for itself),
+    `kv_prompt_tokens` (the prompts' part of them), `shared` (used together with others). All but the unread
+    ones are fixed at the dispatch and given back once. The driver sets `output_tokens` (all sequences
     together) and `reported_cached_tokens` (of one prompt, None if the engine did not say) before it reports
     the end."""
 
@@ -369,40 +369,40 @@ class Lease:
         self.predicted_output = predicted_output
         self.dispatched_at = dispatched_at
         self.shared = shared
-        #: Seconds that its request had waited at the dispatch.
+        #: Seconds its request had waited at the dispatch.
         self.waited_s = 0.0
         self.first_token_at: float | None = None
         #: Steps of its instance when its answer began, None before.
         self.begun_steps: float | None = None
-        #: Forecast at the dispatch, seconds: until the first token, per further token, until the end (of a
-        #: decode leg without the transfer).
+        #: Forecast at the dispatch, seconds: until the first token, per further token, until the end. For a
+        #: decode leg without the transfer.
         self.forecast_first_s = self.forecast_step_s = self.forecast_end_s = 0.0
         #: Work of the instance when the lease began and when its first token came.
         self.mark: Mark | None = None
         self.first_mark: Mark | None = None
-        #: Of an answer that showed the speed of its instance: seconds that its profile expects of its
-        #: steps, seconds that they took (0: it showed none), and whether prompts were prefilled beside them.
+        #: For an answer that shows the speed of its instance: expected and measured seconds of its steps (0:
+        #: it shows none). `mixed`: many steps also prefilled prompts.
         self.expected_s = self.seen_s = 0.0
         self.mixed = False
-        #: Sequences that the instance had when it began, its own included.
+        #: Sequences of the instance at the dispatch, its own included.
         self.ahead = 0
         self.output_tokens = 0
         self.reported_cached_tokens: int | None = None
         self.ended = False
-        #: True if its end counts for nothing more: its refusal was counted when it came.
+        #: True if its end is no more evidence: its refusal or loss was counted already.
         self.judged = False
-        #: True if its answer is odd: it counts as lost if others answer the same traffic otherwise.
+        #: True for an odd answer. It counts as lost if other instances answer the same traffic otherwise.
         self.odd = False
-        #: True if its request is of this process.
+        #: True if its request belongs to this process.
         self.own = True
         self.outcome: Outcome | None = None
         self.ended_at: float | None = None
-        #: Of a prefill leg: the lease of its decode leg, which begins when this one has ended.
+        #: For a prefill leg: the lease of its decode leg. It begins at the end of this one.
         self.decode: Lease | None = None
-        #: The forecast of the first token by the profile as it is, 0 of a decode leg; `beside` others?
+        #: Predicted TTFT in seconds, uncorrected, 0 for a decode leg. `beside`: other sequences were running.
         self.expected_first_s = 0.0
         self.beside = False
-        #: Of a decode leg: `incoming` until it is dispatched, then `hold` is what it fetches.
+        #: For a decode leg: `incoming` until its dispatch; afterwards it fetches the blocks of `hold`.
         self.incoming = False
         self.hold: Hold | None = None
 
@@ -415,7 +415,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class InstanceAdded(PickleByFields):
-    """A server joined the fleet, or came back as a new incarnation; `more` came with it."""
+    """A server joined the fleet, or came back as a new incarnation, together with `more`."""
 
     spec: InstanceSpec
     more: tuple[InstanceSpec, ...] = ()
@@ -423,7 +423,7 @@ class InstanceAdded(PickleByFields):
 
 @dataclass(frozen=True, slots=True)
 class InstanceRemoved(PickleByFields):
-    """A server left the fleet, and `more` with it: no new work; their leases end when their requests do."""
+    """A server and `more` left the fleet. They get no new work; their leases end with their requests."""
 
     name: str
     more: tuple[str, ...] = ()
@@ -431,7 +431,7 @@ class InstanceRemoved(PickleByFields):
 
 @dataclass(frozen=True, slots=True)
 class InstanceUpdated(PickleByFields):
-    """A server has another profile, capacity or weight; it is the same server with the same leases."""
+    """A server has another profile, capacity or weight. Its leases stay."""
 
     spec: InstanceSpec
 
@@ -443,7 +443,7 @@ class InstanceUpdated(PickleByFields):
 
 @dataclass(frozen=True, slots=True)
 class AdminStateSet(PickleByFields):
-    """An operator set the administrative state. `deadline_s`: seconds until the instance is gone."""
+    """An operator set the administrative state. The instance leaves in `deadline_s` seconds."""
 
     name: str
     state: AdminState
@@ -452,7 +452,7 @@ class AdminStateSet(PickleByFields):
 
 @dataclass(frozen=True, slots=True)
 class CapacityLearned(PickleByFields):
-    """The engine reported its capacity; figures it does not know stay as they were."""
+    """The engine reported its capacity. Figures missing from the report keep their values."""
 
     name: str
     capacity: Capacity
@@ -469,7 +469,7 @@ class ModelsLearned(PickleByFields):
 
 @dataclass(frozen=True, slots=True)
 class ModelsPromised(PickleByFields):
-    """Names that clients may ask for while no instance serves them: of the fleet file and its sources.
+    """Model names of the fleet file and its sources. They are known even while no instance serves them.
 
     They replace the names promised before. `name` is no instance's.
     """
@@ -509,11 +509,11 @@ InstanceChange: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class EngineSample(PickleByFields):
-    """One scrape of a server, summed over its data-parallel engines. None where absent or absurd.
+    """One scrape of a server, summed over its data-parallel engines. Absent or absurd figures are None.
 
     `kv_usage` is a fraction 0..1, the mean of the engines weighted by their capacity; `kv_usage_max` is the
-    fullest engine's. `preemptions` count since the engine started. `missing` and `invalid`
-    name the metrics that were not there or absurd.
+    fullest engine's. `preemptions` count since the engine started. `missing` and `invalid` name the absent
+    and the absurd metrics.
     """
 
     running: int | None = None
@@ -530,12 +530,12 @@ class EngineSample(PickleByFields):
     adapters: tuple[str, ...] | None = None
     #: Start of the server's process, Unix time in seconds.
     began: float | None = None
-    #: Kind of the engine by its metrics, the name of its table; "" where none is known.
+    #: Kind of the engine by its metrics, the name of its table; "" if unknown.
     engine: str = ""
     #: Prompt tokens fetched from other engines, and computed, since the engine started.
     fetched_tokens: int | None = None
     computed_tokens: int | None = None
-    #: Tokens that it has computed since it started: prompts that were read, and answers; answers alone.
+    #: Tokens computed since it started: of prompts and answers; of answers alone.
     generated: int | None = None
     answered: int | None = None
 
@@ -544,7 +544,7 @@ class EngineSample(PickleByFields):
 
 
 class RejectReason(StrEnum):
-    """Reason for which the scheduler turned a request down."""
+    """Reason of a rejection by the scheduler."""
 
     UNKNOWN_MODEL = "unknown_model"
     TOO_LONG = "too_long"
@@ -560,9 +560,9 @@ class RejectReason(StrEnum):
 class Candidate(PickleByFields):
     """One instance as a policy saw it for one request: every term of the score, lowest score wins.
 
-    `workload` is what the request would add to the instance (seconds), `processing_s` its share of the
-    ideal batch, `kv_utilization` the promised fraction of the KV cache before this request; None where not
-    used. `terms` are a policy's own, by name, in seconds; the score is their sum, each times its weight.
+    `workload` is the seconds that the request would add to the instance, `processing_s` its share of the
+    ideal batch, `kv_utilization` the promised fraction of the KV cache before this request. Unused ones are
+    None. `terms` are a policy's own, by name, in seconds; the score is their weighted sum.
     """
 
     instance: str
@@ -578,31 +578,31 @@ class Candidate(PickleByFields):
     forecast: dict[str, float] | None = None
 
     def document(self) -> dict[str, object]:
-        """Return the JSON of it, unrounded; a score that is never chosen is null."""
+        """Return the fields for JSON, unrounded; an infinite score is null."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         return {**found, "score": self.score if math.isfinite(self.score) else None}
 
 
-#: Reason of the dispatch of a decode leg, which was decided together with its prefill leg.
+#: Reason of the dispatch of a decode leg. Its place was decided together with its prefill leg's.
 HAND_OVER: Final = "hand-over"
 
 
 def pair_name(prefill: str, decode: str) -> str:
-    """Return the name of a pair of instances, for people."""
+    """Return a display name of a pair of instances."""
     return f"{prefill} > {decode}"
 
 
 @mypyc_attr(acyclic=True)
 @dataclass(slots=True, init=False)
 class Dispatch:
-    """Send the request to the lease's instance now. Made like a `Request`."""
+    """Send the request to the lease's instance now."""
 
     request_id: RequestId
     lease: Lease
     reason: str
     #: Makes the candidates from the state at the time: most decisions are never looked at.
     considered: Callable[[], Sequence[Candidate]] = field(compare=False, repr=False)
-    #: `x-request-id` of the request, "" where the driver does not know it.
+    #: `x-request-id` of the request, "" if unknown to the driver.
     label: str = field(compare=False, repr=False, default="")
 
     def __init__(
@@ -636,7 +636,7 @@ class Reject(PickleByFields):
 
 @dataclass(frozen=True, slots=True)
 class PassOn(PickleByFields):
-    """Give the client the refusal of an engine: no other instance takes the request."""
+    """Send the client an engine's refusal: no other instance takes the request."""
 
     request_id: RequestId
     lease: Lease
