@@ -17,18 +17,18 @@ from hetlb.balancer.core.types import LeaseId
 #: First tokens that teach the time to load an adapter: the newest kept, and the fewest needed.
 _SAMPLES: Final = 31
 _LEAST_SAMPLES: Final = 5
-#: Least time to load that is learnt, in seconds: 0 would mean that no load is expected, so none observed.
+#: Least learnt time of a load, in seconds: with 0 no load would be expected, so none observed.
 _LEAST_S: Final = 1e-3
 
 
 @mypyc_attr(acyclic=True)
 class AdapterSlots:
-    """The adapters that one engine lists, and the adapters that it is believed to have in its slots."""
+    """The adapters listed by one engine, and the adapters believed to be in its slots."""
 
     def __init__(self, names: frozenset[str], slots: int) -> None:
         self.names = names
         self.slots = slots
-        #: Requests by adapter, where there are some; adapters in slots, the one used last at the end.
+        #: Requests by adapter, if any; adapters in slots, the one used last at the end.
         self._running: dict[str, int] = {}
         self._used: dict[str, None] = {}
 
@@ -38,7 +38,7 @@ class AdapterSlots:
         return tuple(self._used)
 
     def begin(self, name: str) -> None:
-        """Note that a request goes to the engine; nothing where it is for no adapter."""
+        """Note a dispatch to the engine. Without an adapter nothing changes."""
         if name in self.names:
             self._running[name] = self._running.get(name, 0) + 1
             self._use(name)
@@ -66,7 +66,7 @@ class AdapterSlots:
         return True if name in self.names and len(self._running) < self.slots else None
 
     def cost_s(self, name: str, load_s: float, wait_s: float) -> float:
-        """Return the seconds that a request costs beyond one whose adapter is in a slot.
+        """Return the extra seconds of a request over one with its adapter in a slot.
 
         `load_s` also for the adapter that leaves; `wait_s` if all slots have requests.
         """

@@ -200,7 +200,7 @@ class CircuitBreaker:
             self.trial = 0
 
     def asked(self, seconds: float, now: float) -> None:
-        """Send an idle engine nothing for `seconds`, as it asked."""
+        """Send an idle engine nothing for `seconds`, as it asked; at most `MOST_PAUSE_S`."""
         self.asked_until = max(self.asked_until, now + min(seconds, MOST_PAUSE_S))
         self.next_trial_at = max(self.next_trial_at, self.asked_until)
 

@@ -1,4 +1,4 @@
-"""Failover: the next try of a request whose instance failed, fell silent, refused it or leaves."""
+"""Failover: the next try of a request after its instance failed, fell silent, refused it or was to leave."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from hetlb.balancer.core.ready import ReadyInstances
 from hetlb.balancer.core.retry_budget import MOST_MOVES, Attempts
 from hetlb.balancer.core.types import Command, Health, Lease, Outcome, Request
 
-#: Multiple of the forecast, and seconds, after which a client that leaves without a byte was not heard.
+#: Multiple of the forecast, and seconds, of a client's wait without a byte. A later leave is a lost answer.
 _UNHEARD_FACTOR: Final = 3.0
 _UNHEARD_S: Final = 2.0
 
 
 class Failover:
-    """Fleet, placement and queue of a scheduler, and the failover of a lease that cannot go on."""
+    """Fleet, placement and queue of a scheduler, and the failover of its leases."""
 
     def __init__(self, placement: Placement, now: float) -> None:
         self.placement = placement
         self.fleet, self.queue = placement.fleet, placement.queue
         self.ledger, self._retries = placement.ledger, placement.retries
         self.backlog = Backlog(placement, now)
-        #: Model of an instance of which the first prompts have shown another speed than its profile.
+        #: Model of an instance if its first prompts showed another speed than its profile.
         self.misplaced_model: str | None = None
         self._taken_back: list[Lease] = []
 
     @property
     def in_flight(self) -> int:
-        """Leases that have not ended, removed instances' included."""
+        """Number of live leases, removed instances' included."""
         return len(self.ledger.leased)
 
     @property
     def _slots_taken(self) -> int:
-        """Leases that take slots: a share of them may be retries."""
+        """Number of leases with a slot: a share of them may be retries."""
         return len(self.ledger.leased) - self.ledger.slotless
 
     def drop(self, lease: Lease, now: float, outcome: Outcome = Outcome.CLIENT_GONE) -> Instance:
-        """Give back a lease's bookings; readers of the journal are told the outcome."""
+        """Give back a lease's bookings and report the outcome to the journals. Return its instance."""
         self._retries.leases.discard(lease.id)
         if self.placement.adapter_load is not None:
             self.placement.adapter_load.expected.pop(lease.id, None)
@@ -59,9 +59,9 @@ class Failover:
         *,
         again: bool,
     ) -> list[Command]:
-        """Count the end of a lease in the health and the breaker of its instance; return commands.
+        """Count the end of a lease in the health and the breaker of its instance. Return commands.
 
-        `known` are earlier attempts. `again`: its request is tried elsewhere, which shows what is at fault.
+        `known` are earlier attempts. `again`: its request is tried elsewhere, to show if it is at fault.
         """
         health, fleet, says = instance.health, self.fleet, verdict(outcome)
         changed = False
@@ -74,7 +74,7 @@ class Failover:
             fleet.kinds.ended(lease.request, instance.name, lease.id)
         if says is Verdict.LOST or _left_unheard(lease, outcome, now):
             if outcome is Outcome.UPSTREAM_ERROR and lease.first_token_at is not None:
-                instance.breaker.odd_at = now  # a 200 that is no answer
+                instance.breaker.odd_at = now  # a 200 without an answer
             if known is not None and known.failures:
                 self.lost_twice(instance, lease, known, now)
             else:
@@ -84,9 +84,9 @@ class Failover:
         return fleet.health_changed(instance, now) if changed else []
 
     def lost_twice(self, instance: Instance, lease: Lease, known: Attempts, now: float) -> None:
-        """Note that two instances lost a request, which may be at fault itself.
+        """Note that two instances lost a request. It may be at fault itself.
 
-        It counts only against an instance that answered nothing else for a while.
+        It counts only against an instance without other answers for a while.
         """
         for each, before, status, _ in known.failures:
             if not is_refusal(status) and not each.breaker.lost_as_elsewhere():
@@ -97,7 +97,7 @@ class Failover:
         lease.judged = True
 
     def answered_elsewhere(self, request: Request) -> None:
-        """Keep which instances refused a request before: another one answers it."""
+        """Count earlier refusals of a request after another instance answered it."""
         known = self._retries.attempts.get(request.id)
         if known is None:
             return
@@ -107,7 +107,7 @@ class Failover:
         known.failures.clear()
 
     def _others_left(self, lease: Lease, ready: ReadyInstances, now: float) -> bool:
-        """Return True if another instance may get a request, had it room."""
+        """Return True if another instance may get a request once it has room."""
         known = self._retries.attempts.get(lease.request.id)
         tried = {lease.instance} if known is None else {lease.instance, *known.tried}
         able = self.placement.able(lease.request, ready, now).instances
@@ -116,9 +116,9 @@ class Failover:
     def _elsewhere(
         self, lease: Lease, rest: Request, ready: ReadyInstances, now: float, *, with_room: bool
     ) -> Decision | None:
-        """Choose another instance for the rest of a lease, which goes on where there is none.
+        """Return another instance for the rest of a lease, None if there is none: then the lease stays.
 
-        `with_room`: none that is restrained or has reached its limit.
+        `with_room` excludes restrained instances and those at their limit.
         """
         retries, placement = self._retries, self.placement
         known, tried = rest.id in retries.attempts, retries.attempts[rest.id].tried
@@ -136,7 +136,7 @@ class Failover:
         return found
 
     def _move(self, lease: Lease, ready: ReadyInstances, now: float, *, ran: bool) -> list[Command]:
-        """Send elsewhere a request without a byte of an answer; no commands where no other one is better."""
+        """Move a request without a byte of an answer. Return no commands if no other instance takes it."""
         request, retries = lease.request, self._retries
         found = self._elsewhere(lease, request, ready, now, with_room=True)
         if found is None:
@@ -153,7 +153,7 @@ class Failover:
         return [placed, *self.backlog.flush(now)]
 
     def stranded(self, now: float) -> list[Lease]:
-        """Return leases without a byte of an answer, of instances that are ejected or have stalled."""
+        """Return leases without a byte of an answer on ejected or stalled instances."""
         found: list[Lease] = []
         for instance in self.fleet.instances.values():
             ejected = instance.health.state is Health.EJECTED
@@ -166,7 +166,7 @@ class Failover:
         return found
 
     def misplaced(self) -> list[Lease]:
-        """Return once the leases placed by a wrong profile that have no token yet, the newest first."""
+        """Return, once, the leases placed by a wrong profile and still without a token, newest first."""
         model, self.misplaced_model = self.misplaced_model, None
         if model is None:
             return []
@@ -180,7 +180,7 @@ class Failover:
         return sorted(found, key=lambda lease: (-lease.dispatched_at, -lease.id))
 
     def on_misplaced(self, lease: Lease, now: float) -> list[Command]:
-        """Place a lease of `misplaced` anew; without commands it stays, or ends until `wait_again`."""
+        """Place a lease of `misplaced` again. Without commands it stays, or ends until `wait_again`."""
         request = lease.request
         ready = self.fleet.ready.get(request.model)
         if ready is None or request.id in self._retries.attempts:
@@ -195,7 +195,7 @@ class Failover:
         return [self.placement.book(found)]
 
     def wait_again(self, now: float) -> list[Command]:
-        """Queue the requests that `on_misplaced` took back, in the order of their arrival."""
+        """Queue the requests taken back by `on_misplaced`, in the order of their arrival."""
         commands: list[Command] = []
         while self._taken_back:
             lease = self._taken_back.pop()
@@ -203,7 +203,7 @@ class Failover:
         return commands + self.backlog.flush(now)
 
     def on_stranded(self, lease: Lease, now: float) -> list[Command]:
-        """Send a lease of `stranded` elsewhere, within the budget of retries; no commands: it stays."""
+        """Move a lease of `stranded`, within the budget of retries. Without commands it stays."""
         retries, ready = self._retries, self.fleet.ready.get(lease.request.model)
         known = retries.attempts.get(lease.request.id)
         if ready is None or (known is not None and known.runs >= MOST_MOVES):
@@ -217,7 +217,7 @@ class Failover:
         return commands
 
     def _retry(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
-        """Retry or reject a request that an engine did not answer."""
+        """Retry or reject a request without an answer."""
         request, predicted, retries = lease.request, lease.predicted_output, self._retries
         attempts, sent = retries.attempts[request.id], outcome is Outcome.NO_RESPONSE
         attempts.tried.append(lease.instance)
@@ -232,7 +232,7 @@ class Failover:
                 if sent:
                     retries.leases.add(placed.lease.id)
                 return [placed]
-            # An instance can take it, but not now: none has room, or too many are being tried again.
+            # An instance can take it later: none has room, or there are too many retries.
             if unsent:
                 retries.forget(request.id)
             if self.queue.has_room(request) or request.id in placement.failed:
@@ -243,7 +243,7 @@ class Failover:
         return [self.backlog.give_up(request, unsent=unsent)]
 
     def _go_on(self, lease: Lease, rest: Request, now: float) -> list[Command]:
-        """Place the rest of an answer whose engine was lost; it counts as a request that may run twice."""
+        """Place the rest of an answer after its engine was lost. It takes from the budget of retries."""
         retries, placement, request_id = self._retries, self.placement, rest.id
         retries.forget(request_id)
         predicted = _predicted_rest(lease, rest)
@@ -258,10 +258,10 @@ class Failover:
         return self.backlog.push(rest, now, predicted, again=True)
 
     def on_moving(self, lease: Lease, generated: int, now: float) -> list[Command]:
-        """Ask for a place elsewhere for a lease whose engine lives, since its instance leaves.
+        """Move a lease away from a working instance that will leave.
 
-        The commands hold the dispatch of its rest, behind `generated` tokens, and the lease is over; or none,
-        and it goes on where it is.
+        The commands hold the dispatch of its rest, behind `generated` tokens, and the lease is over. Without
+        commands it stays.
         """
         ready = self.fleet.ready.get(lease.request.model)
         if ready is None or lease.decode is not None:
@@ -282,7 +282,7 @@ def _predicted_rest(lease: Lease, rest: Request) -> float:
 
 
 def _may_move(lease: Lease) -> bool:
-    """Return True if nothing came of a lease, which may be sent elsewhere."""
+    """Return True if a lease may be moved: nothing of its answer came yet."""
     request = lease.request
     whole = not lease.incoming and lease.decode is None and lease.hold is None
     return (
@@ -305,5 +305,5 @@ def _left_unheard(lease: Lease, outcome: Outcome, now: float) -> bool:
 
 
 def is_refusal(status: int) -> bool:
-    """Return True if a status says that the engine does not serve such a request, and not that it failed."""
+    """Return True if a status means "such requests are not served", not a failure."""
     return (400 <= status < 500 and status != 429) or status == 501

@@ -1,11 +1,11 @@
 """Bounded queue of the requests without an instance yet.
 
 Each tenant has a next request: within its lowest level, the first one due. Levels go by band, then by
-priority. Within a priority, requests that missed their target come late and background requests last. A
-priority is the client's own word, so it orders nothing across tenants. Between the tenants' next requests
-under one `QueueKey`, the lowest band goes first, background last. Then goes the tenant with the least service
-for its weight, running requests counted (`FairShares`). Requests for large instances alone have a `fit` of
-their own, so that they do not hold up the others.
+priority. Within a priority, requests certain to miss their target come after the others, background requests
+last. A priority is the client's own word, so it orders nothing across tenants. Between the tenants' next
+requests under one `QueueKey`, the lowest band goes first, background last. Then goes the tenant with the
+least service for its weight, running requests counted (`FairShares`). Requests for large instances alone have
+a `fit` of their own, so that they do not hold up the others.
 """
 
 from __future__ import annotations

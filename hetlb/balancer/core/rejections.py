@@ -19,18 +19,18 @@ def later(request_id: RequestId, reason: RejectReason, text: str) -> Reject:
 
 
 def queue_full(request_id: RequestId) -> Reject:
-    """Refuse a request without room in the queue, or whose room others need."""
+    """Reject a request without room in the queue, or to make room for others."""
     return later(request_id, RejectReason.QUEUE_FULL, "Too many requests are waiting for an instance.")
 
 
 def expired(request_id: RequestId, waited_s: float) -> Reject:
-    """Refuse a request that has waited for the longest time allowed."""
+    """Reject a request after the longest allowed wait."""
     text = f"The request waited {waited_s:.0f} s for an instance and none became free."
     return later(request_id, RejectReason.QUEUE_EXPIRED, text)
 
 
 def unknown_model(request: Request, instances: Iterable[Instance], models: Iterable[str]) -> Reject:
-    """Refuse a request whose model none of `instances`, the fleet, is known to serve; `models` exist."""
+    """Reject a request for a model that no instance of the fleet is known to serve; `models` exist."""
     fleet = list(instances)
     if not fleet:
         return later(request.id, RejectReason.NO_INSTANCE, "No instance is there yet.")
@@ -43,7 +43,7 @@ def unknown_model(request: Request, instances: Iterable[Instance], models: Itera
 
 
 def too_long(request: Request, longest: float) -> Reject:
-    """Refuse a prompt that is longer than any of the model's instances can take: `longest` tokens."""
+    """Reject a prompt longer than `longest` tokens, the limit of the model's largest instance."""
     text = f"This model's maximum context length is {longest:.0f} tokens. "
     text += (
         f"However, your prompt has {request.longest_prompt_tokens} input tokens. Please reduce its length."
@@ -52,7 +52,7 @@ def too_long(request: Request, longest: float) -> Reject:
 
 
 def no_instance(request: Request) -> Reject:
-    """Refuse a request that has waited as long as allowed for an instance of its model."""
+    """Reject a request after the longest allowed wait for an instance of its model."""
     text = f"No instance of the model `{request.model}` is up."
     return later(request.id, RejectReason.NO_INSTANCE, text)
 

@@ -1,4 +1,4 @@
-"""Retry budget: how many requests may run twice at a time, and where each was before."""
+"""Retry budget: the number of requests that may run twice at a time, and the earlier instances of each."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mypy_extensions import mypyc_attr
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import Lease, LeaseId, RequestId
 
-#: Largest share of the requests in flight that are retries of requests which an engine dropped.
+#: Largest share of retries, after a drop by an engine, among the requests in flight.
 RETRY_SHARE: Final = 0.2
-#: Number of retries that are always allowed at a time.
+#: Number of retries always allowed at a time.
 RETRY_REQUESTS: Final = 3
 #: Most times that a request which was refused or is stranded is sent elsewhere.
 MOST_MOVES: Final = 2
@@ -20,7 +20,7 @@ MOST_MOVES: Final = 2
 
 @mypyc_attr(acyclic=True)
 class Attempts:
-    """Earlier destinations of a request that is being retried, and how often it may have been run."""
+    """Earlier destinations of a retried request, and how often it may have run."""
 
     def __init__(self) -> None:
         self.tried: list[str] = []
@@ -36,7 +36,7 @@ class Attempts:
 
 @mypyc_attr(acyclic=True)
 class Retries:
-    """Attempts of the requests that are retried, and the leases that count in the budget of retries."""
+    """Attempts of the retried requests, and the leases that count in the budget."""
 
     def __init__(self) -> None:
         #: By request, noted from the first question on.

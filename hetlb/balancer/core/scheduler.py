@@ -1,9 +1,8 @@
 """Scheduler: facts and the current time go in, commands come out.
 
-One dispatch, one lease, tied to the incarnation of its instance; what a lease booked is given back exactly
-once, however it ends. A request is at any moment waiting, leased or gone; nothing is dispatched to an
-instance that is drained, ejected or removed; what restrains one for a while throttles none where all are
-alike.
+One dispatch is one lease, tied to the incarnation of its instance. A lease's bookings are given back exactly
+once, however it ends. At any moment a request is waiting, leased or gone. Drained, ejected and removed
+instances get no dispatch. Temporary restraints count for nothing if all instances of a model have one.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Scheduler(Failover):
     ) -> None:
         """`oracle` has true lengths; `splitting` decides about requests of two legs.
 
-        Raises `ValueError` where the predictor's data are missing.
+        Raises `ValueError` if the predictor's data are missing.
         """
         self._rng = random.Random(setup.seed)
         self._params = setup.params
@@ -103,14 +102,14 @@ class Scheduler(Failover):
         return list(self.fleet.instances.values())
 
     def contain(self, on_failed: Callable[[Request, Exception], None]) -> None:
-        """Reject a request at which the policy raises an error, and call `on_failed` with both.
+        """Reject a request if the policy raises an error for it, and call `on_failed` with both.
 
-        Without this the error is raised, as a simulation needs it.
+        Without this call the error is raised, as a simulation needs it.
         """
         self.placement.on_failed = on_failed
 
     def abandon(self, request_id: RequestId, now: float) -> list[Command]:
-        """End all bookings of a request, waiting or leased: its driver has lost track of it."""
+        """End all bookings of a request, waiting or leased, after its driver lost track of it."""
         commands: list[Command] = []
         for lease in [each for each in self.ledger.leases() if each.request.id == request_id]:
             if not lease.ended:
@@ -119,17 +118,17 @@ class Scheduler(Failover):
         return commands + self.on_cancelled(request_id, now)
 
     def subscribe(self, journal: Journal) -> None:
-        """Tell a journal of every change from now on."""
+        """Report every later change to a journal."""
         self.ledger.journals += (journal,)
 
     def unsubscribe(self, journal: Journal) -> None:
-        """Tell a journal nothing more."""
+        """Stop reporting to a journal."""
         self.ledger.journals = tuple([each for each in self.ledger.journals if each is not journal])
 
     # --- facts about requests ---
 
     def on_arrival(self, request: Request, now: float) -> list[Command]:
-        """Take in a request. No command for it means that it is queued."""
+        """Take in a request. Without a command for it, it is queued."""
         fleet, placement = self.fleet, self.placement
         ready = fleet.ready.get(request.model)
         if ready is None:
@@ -153,19 +152,19 @@ class Scheduler(Failover):
         return self.backlog.push(request, now, predicted) if found is None else [placement.book(found)]
 
     def on_prefilled(self, lease: Lease, now: float) -> list[Command]:
-        """Dispatch the decode leg of a prefill leg that ended well, or the request anew if that is gone."""
+        """Dispatch the decode leg of a completed prefill leg, or the whole request if that leg is gone."""
         return self._splits.prefilled(lease, now)
 
     def on_unsplit(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
         """Give the whole request to one instance: a hand-over failed before anything reached the client.
 
-        `lease` is either leg's; `outcome` is its end's, where `OK` is a prefill leg's whose blocks will not
-        be fetched. The commands are a retry's.
+        `lease` is either leg's; `outcome` is its end. `OK` is for a prefill leg with blocks that will not be
+        fetched. The commands are a retry's.
         """
         return self._splits.unsplit(lease, outcome, now)
 
     def on_hold_released(self, hold: Hold, now: float) -> list[Command]:
-        """Note that a prefill instance was told to drop a prompt."""
+        """Note that a prefill instance was asked to drop a prompt."""
         return self._splits.released(hold, now)
 
     def on_first_token(self, lease: Lease, now: float) -> list[Command]:
@@ -194,7 +193,7 @@ class Scheduler(Failover):
         if lease.request.sequences and instance.speed.stood_at < lease.dispatched_at:
             self.placement.policy.answered(instance, now - lease.dispatched_at, now)
         retries = self._retries
-        if retries.leases:  # another instance answers: this one costs nothing more than any other
+        if retries.leases:  # another instance answers: the retry is an ordinary lease now
             retries.leases.discard(lease.id)
             self.answered_elsewhere(lease.request)
         if instance.health.on_answering():
@@ -212,11 +211,10 @@ class Scheduler(Failover):
     ) -> list[Command]:
         """End a lease: give back its work, tokens and slot.
 
-        `lease.output_tokens` holds what the engine produced. After `CONNECT_FAILED` (nothing was sent) and
-        `NO_RESPONSE` (sent, dropped without a byte), with `retry`, the commands hold what becomes of the
-        request: another dispatch, or a reject; or none if it waits in the queue again. With any other
-        outcome the request is finished, unless its answer goes on elsewhere: then `generated` tokens of it
-        are part of the prompt.
+        `lease.output_tokens` holds the engine's output. After `CONNECT_FAILED` (nothing was sent) and
+        `NO_RESPONSE` (sent, dropped without a byte), with `retry`, the commands hold another dispatch or a
+        reject; without either the request waits in the queue again. Any other outcome finishes the request,
+        unless its answer continues elsewhere: then `generated` tokens of it are part of the prompt.
         """
         request, retries = lease.request, self._retries
         instance = self.drop(lease, now, outcome)
@@ -278,11 +276,11 @@ class Scheduler(Failover):
     ) -> list[Command]:
         """Note that an engine refused or failed a request by `status` before a byte of an answer.
 
-        `features` are the request's. It is tried elsewhere, within the budget of retries: then the commands
+        `features` are the request's. Within the budget of retries it is tried elsewhere, and the commands
         hold the new dispatch. A refusal (4xx) is tried at up to two others, anything else at one. If another
-        one answers, that counts: a refusal against that kind of request, anything else in the breaker. If
-        the other one fails, too, the request is at fault. 429 or 503 of an engine that is busy with others is
-        a limit of it. Otherwise, and without `may_move`, the commands hold a `PassOn`, and the lease goes on.
+        instance answers, the first answer counts: a refusal against that kind of request, anything else in
+        the breaker. If the other one fails, too, the request is at fault. 429 or 503 of an engine busy with
+        others is its limit. Otherwise, and without `may_move`, the commands hold a `PassOn`; the lease lives.
         """
         request, retries, fleet = lease.request, self._retries, self.fleet
         if retry_after_s is not None and retry_after_s <= 0.0:
@@ -324,24 +322,24 @@ class Scheduler(Failover):
             lease.judged = True  # no other one was asked
         return [PassOn(request.id, lease)]
 
-    # --- instances that say nothing ---
+    # --- silent instances ---
 
     def on_sweep(
         self, tokens_at: Mapping[str, float], now: float, *, by_counters: bool = False
     ) -> list[Command]:
-        """Note that time passed, half a second; `tokens_at` has the time of each instance's newest token.
+        """Look for stalls, each half second; `tokens_at` has the time of each instance's newest token.
 
-        `by_counters`: answers may not be seen; silence counts only where an engine's counters stand still.
+        `by_counters`: answers may be invisible, so silence counts only if an engine's counters do not move.
         """
         if self.fleet.watch(tokens_at, now, by_counters):
             return self.backlog.flush(now)
         return []
 
     def restore(self, live: Booked, now: float, *, own: bool = True, arrived: bool = False) -> Lease | None:
-        """Book a lease that another scheduler granted; None where its instance is gone.
+        """Book a lease granted by another scheduler. Return None if its instance is gone.
 
-        It teaches nothing about speed: the load beside its first part is unknown. `own`: its request is of
-        this process. `arrived`: it has just come to a scheduler of the same fleet, and is demand here too.
+        It is no evidence of speed: the load during its first part is unknown. `own`: its request belongs to
+        this process. `arrived`: it has just come to a scheduler of the same fleet, and counts as demand here.
         """
         request = live.request
         assert request.id not in self.queue, f"request {request.id} waits and is restored"
@@ -365,11 +363,11 @@ class Scheduler(Failover):
         return lease
 
     def assume(self, request: Request, now: float) -> Lease | None:
-        """Book a request as if it had come, None where no instance would get it now: it waits nowhere."""
+        """Book a request as if it had come. Return None if it would have to wait: it is not queued."""
         ready = self.fleet.ready.get(request.model)
         predicted = self.predictor.predict(request) if request.generates else 0.0
         ledger = self.ledger
-        journals, ledger.journals = ledger.journals, ()  # to be told to no other
+        journals, ledger.journals = ledger.journals, ()  # not reported
         placed = None if ready is None else self.placement.place(request, ready, now, predicted)
         ledger.journals = journals
         if placed is None:
@@ -381,13 +379,13 @@ class Scheduler(Failover):
     def on_waiting_elsewhere(
         self, sizes: Mapping[str, int], now: float, there: WaitingElsewhere | None = None
     ) -> list[Command]:
-        """Take the sizes of requests that wait at other schedulers of the same fleet, by model."""
+        """Store the sizes of the requests waiting at other schedulers of the same fleet, by model."""
         self.placement.elsewhere = dict(sizes)
         self.queue.elsewhere = there or WaitingElsewhere()
         return []
 
     def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
-        """Forget a waiting request whose client left."""
+        """Forget a waiting request after its client left."""
         self.backlog.forget(request_id)
         return []
 
@@ -454,7 +452,7 @@ class Scheduler(Failover):
         return self.backlog.flush(now) if woken or instance.finished_sequences > finished else []
 
     def on_kv_events(self, name: str, batch: KvEventBatch, now: float) -> list[Command]:
-        """Take in an engine's report of blocks that entered and left its prefix cache."""
+        """Take in an engine's report of blocks added to and evicted from its prefix cache."""
         instance = self.fleet.instances.get(name)
         if instance is not None:
             self.fleet.take_events(instance, batch)
@@ -468,13 +466,13 @@ class Scheduler(Failover):
     # --- time ---
 
     def next_deadline(self) -> float | None:
-        """Return the time at which `on_tick` is due, None while nothing waits for time to pass."""
+        """Return the time of the next `on_tick`, None while nothing waits for time to pass."""
         splits = self.placement.splits
         waits = len(self.queue) or (splits is not None and splits.held)
         return self.backlog.ticked_at + TICK_S if waits else None
 
     def on_tick(self, now: float) -> list[Command]:
-        """Note that time passed: release holds, place waiting requests, expire late ones."""
+        """Release expired holds, place waiting requests, reject expired ones."""
         self.backlog.ticked_at = now
         if self.placement.splits is not None:
             self._splits.let_go_expired(now)

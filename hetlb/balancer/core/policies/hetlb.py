@@ -1,15 +1,15 @@
-"""`hetlb`, the default policy: late binding to the instance where a request costs all requests least time.
+"""`hetlb`, the default policy: late binding to the instance with the least cost in time for all requests.
 
-1. Filter: an instance has room if it has a free slot and its KV cache, as expected in use, holds the request;
-   where classes have targets, if it also leaves room for tighter ones.
+1. Filter: an instance has room if it has a free slot and its KV cache, as expected in use, holds the request.
+   If classes have targets, it must also leave room for tighter ones.
 2. Score: the sum of `TERMS`, each in seconds times its weight: the time of the request there, the
-   delay of requests that run there (the externality), the cost of missed targets, and once no more requests
-   come the delay of all work.
-3. Hold: a slower instance is passed over where the score of a faster one that is full is better, the wait
-   until the faster ones are done with all that waits included: a slow-server threshold (Lin, Kumar, Optimal
-   control of a queueing system with two heterogeneous servers, 1984). So is one that would read again what a
-   full one holds, where the wait for the next slot there costs less.
-4. Pick: the least score among instances with room, of equals the one with the fewest requests.
+   delay of requests running there (the externality), the cost of missed targets, and, once no more requests
+   come, the delay of all work.
+3. Hold: a slower instance is passed over if a faster, full one has the better score, its wait until the
+   queue is done included: a slow-server threshold (Lin, Kumar, Optimal control of a queueing system with two
+   heterogeneous servers, 1984). So is an instance without the prompt's cached prefix, if the wait for the
+   next slot of a full instance with that prefix costs less.
+4. Pick: the least score among instances with room; of equals the one with the fewest requests.
 
 Scoring reads and changes nothing.
 """
@@ -39,10 +39,10 @@ from hetlb.balancer.core.policies.sight import (
 )
 from hetlb.balancer.core.types import Candidate
 
-#: Least share of the faster instances' speed that is left for waiting requests, whatever keeps coming
+#: Least share of the faster instances' speed left for waiting requests, at any arrival rate
 #: (`front.py`: with 1, nothing taken off, mean TTFT of a 70B fleet at 95 % is 10 s in place of 3.6).
 _LEAST_LEFT_SHARE: Final = 1.0 / 3.0
-#: Score of an idle instance of assumed speed up to which it is tried, in scores of the best one.
+#: Largest score of an idle instance with assumed speed to be tried, in scores of the best one.
 _GUESS_FACTOR: Final = 2.0
 
 
@@ -69,7 +69,7 @@ class Evaluation:
             from hetlb.balancer.core.policies.room_for_targets import keep_free, set_loss
 
             self._set_loss = set_loss
-        # The rest is rated for people alone, later: but not where the terms may change until then.
+        # The rest is rated later, for people alone, unless the terms may change until then.
         at_once = targets or service.background or ctx.adapter_load_s > 0.0
         needed: list[Sight] = []
         holder: Sight | None = None
@@ -92,7 +92,7 @@ class Evaluation:
             needed.append(holder)
         ctx.most_cached = most_cached
         ctx.unread = unread / float(len(sights))
-        #: Size of all that waits, with the request.
+        #: Size of all waiting requests and this one.
         todo = ctx.waiting + size_of(ctx.request, ctx.predicted_output)
         if ctx.waiting:
             size = ctx.demand.mix.size
@@ -119,7 +119,7 @@ class Evaluation:
 
     def _rate(self, each: Sight) -> None:
         """Foresee and rate an instance."""
-        if each is not self._fastest:  # it is foreseen
+        if each is not self._fastest:  # has its forecast
             each.foresee(self._ctx)
         if self._set_loss is not None:
             self._set_loss(self._ctx, each)
@@ -128,7 +128,8 @@ class Evaluation:
     def _rate_best(self, needed: Sequence[Sight]) -> None:
         """Rate the instances that may have the lowest score for one sequence.
 
-        Not below its score are its prompt's tokens at their least, and the longer steps of what runs there.
+        The lower bound of a score: the least time of the prompt's tokens, plus the longer steps of the
+        running requests.
         """
         ctx, output, least = self._ctx, self._ctx.predicted_output, math.inf
         both, own, others = self.weights[0] + self.weights[1], self.weights[1], self.weights[2]
@@ -163,10 +164,10 @@ class Evaluation:
         return found
 
     def _hold(self, todo: float) -> None:
-        """Pass slower instances over where waiting for a faster one that is full costs all requests less.
+        """Pass slower instances over if the wait for a faster, full one costs all requests less.
 
-        What waits is done at the speed of the faster ones, less what keeps coming: until the queue is empty
-        each request to come waits for this one, too (the busy period of a fluid queue).
+        The queue drains at the faster instances' speed minus the arrival rate. Every request that arrives
+        before it is empty waits for this one (the busy period of a fluid queue).
         """
         ctx, weight, full, coming = self._ctx, self.weights[0] + self.weights[1], math.inf, 0.0
         if ctx.goes_on:
@@ -185,7 +186,7 @@ class Evaluation:
                 full = each.score
 
     def _keep_together(self, there: Sight) -> None:
-        """Pass instances over that would read again what a full one holds, where waiting for that costs less.
+        """Pass instances with less of the prompt cached over if the wait for a full one with more costs less.
 
         Until its next slot is free, requests with room now wait, too: half of the gap in the mean.
         """
@@ -207,14 +208,14 @@ class Evaluation:
 
 
 def _first_of_equals(each: Sight, found: Sight) -> bool:
-    """Return True if an instance has the score of the best one so far and was given fewer requests."""
+    """Return True if an instance has the best score so far and got fewer requests than the best one."""
     return each.score == found.score and each.instance.booked < found.instance.booked
 
 
 def _unknown(evaluation: Evaluation, found: Sight) -> Sight:
-    """Return an idle instance whose speed is only assumed, if it is not much worse than the one found.
+    """Return an idle instance of assumed speed if it is not much worse than the one found, else that one.
 
-    A guess is not knowledge: it gets the request, and shows its speed.
+    Its answer will show its speed.
     """
     chosen = found
     for each in evaluation.ratings:
@@ -266,7 +267,7 @@ class Hetlb(Policy):
                 found = other
         work_s, forecast = found.instance.paper_work(ctx.request, ctx.predicted_output)[2], found
         if ctx.held is not None and ctx.held.paid_tokens(found.instance.tree.cache_id) > 0.0:
-            ctx.shares = False  # it waits for all of its prompt
+            ctx.shares = False  # the request waits for all of its prompt
             forecast = foreseen(ctx, found.instance)
         return Choice(found.index, work_s, evaluation, forecast)
 

@@ -1,9 +1,9 @@
 """Worth: which instances suit a request, from the price of each one's time in a plan of `hetlb rent`.
 
-The program of a plan prices the time of every instance (the dual of "no more than all of its time"): the
-requests per second of the planned mix that it adds. A request that takes b seconds of an instance of worth p
-takes p b requests from the fleet. It suits the instances where p b is least: an opportunity cost. While
-requests wait, each instance gets requests that suit it; only where none does, it gets another one.
+The program of a plan prices the time of every instance (the dual of "no more than all of its time"), in
+requests per second of the planned mix. A request taking b seconds of an instance of worth p costs the fleet
+p b requests, an opportunity cost. It suits the instances with the least p b. While requests wait, each
+instance gets requests that suit it, and another one only if none does.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hetlb.balancer.core.policies.base import PlannedType
 from hetlb.balancer.core.queue import Queued
 from hetlb.balancer.core.ready import Choices
 
-#: Largest excess cost, as a share of the least, at which an instance suits a request.
+#: Largest excess cost of a suitable instance, as a share of the least cost.
 _SUITING_SHARE: Final = 0.05
-#: Least worth of an instance, over the largest: one that adds nothing to a plan is no free one.
+#: Least worth of an instance, over the largest: an instance without use in a plan is not free.
 _LEAST_WORTH: Final = 1e-3
 #: Growth of that share, for each time that as many younger requests went before it as run.
 _PATIENCE_SHARE: Final = 0.1
-#: Largest difference of the logarithms of lengths that are alike.
+#: Largest difference of the logarithms of two similar lengths.
 ALIKE_LOG_LENGTHS: Final = 0.1
 _NONE: Final[frozenset[str]] = frozenset()
 #: Reason against an instance.
@@ -43,10 +43,10 @@ def busy_s(
     output: float,
     need: KvNeed | None = None,
 ) -> float:
-    """Return the seconds that a request takes of an engine that is full of requests like it.
+    """Return the engine seconds of a request on an engine full of requests like it.
 
-    In each iteration x prompts begin and as many answers end, `output` iterations after they began: as many
-    as memory, slots and the tokens of an iteration allow. Where x is below 1, some have no prompt.
+    In each iteration x prompts begin and x answers end, each after `output` iterations. Memory, slots and the
+    token budget limit x. If x is below 1, some iterations have no prompt.
     """
     prompt, output = max(1.0, prompt), max(1.0, output)
     context = prompt + output / 2.0
@@ -86,7 +86,7 @@ class Worth:
     def kind(self, model: str, prompt: float, predicted: float) -> int:
         """Return the kind of a request, not 0: a planned type, or lengths within a factor of the root of 2.
 
-        Where no planned answer behind prompts as long is as long as predicted, it is a mean of their types.
+        If no type with such prompts has answers of the predicted length, the kind is the mean of these types.
         """
         near = [each for each in self._types.get(model, ()) if _alike(each.input_tokens, prompt)]
         if not near:
@@ -104,7 +104,7 @@ class Worth:
         return known
 
     def without(self, choices: Choices, kept: frozenset[str]) -> Choices:
-        """Return the choices without instances that are kept for requests that suit them."""
+        """Return the choices without instances kept for better suited requests."""
         if choices is not self._everyone:
             self._everyone = choices
             self._others.clear()
@@ -120,7 +120,7 @@ class Worth:
     def suiting(self, kind: int, lag: float, instances: Sequence[Instance]) -> frozenset[str]:
         """Return the names of the instances that suit a request; none if the worth of none is known.
 
-        Requests that came later have gone before it: `lag` of them for each that runs.
+        `lag` is the number of younger requests placed before it, per running request.
         """
         most = 1.0 + _SUITING_SHARE + _PATIENCE_SHARE * lag
         return frozenset([name for name, cost in self._costs(kind, instances).items() if cost <= most])
@@ -158,21 +158,21 @@ class Suits:
             each.number: worth.suiting(each.flow.name.kind, (newest - each.number) / running, able)
             for each in heads
         }
-        #: By level: instances that suit the waiting requests of this level or a more urgent one.
+        #: By level: instances for the waiting requests of this level or a more urgent one.
         self._wanted: dict[int, frozenset[str]] = {}
         wanted = _NONE
         for each in heads:
             wanted |= self._suits[each.number]
             self._wanted[each.flow.name.level] = wanted
-        #: Instances that suit a request that could not be placed.
+        #: Instances kept for requests without a place.
         self._passed = _NONE
 
     def kept_from(self, entry: Queued) -> frozenset[str]:
-        """Return the instances that suit others which are as urgent as `entry`, or wait before it."""
+        """Return the instances kept for other requests, as urgent as `entry` or before it."""
         return (self._wanted[entry.flow.name.level] - self._suits[entry.number]) | self._passed
 
     def passed(self, entry: Queued) -> None:
-        """Note that an entry found no place: its instances are kept for it."""
+        """Keep its instances for an entry without a place."""
         if not entry.flow.background:
             self._passed |= self._suits[entry.number]
 
@@ -190,5 +190,5 @@ def _busy_s(instance: Instance, prompt: float, output: float) -> float:
     engines = instance.engines
     cache, slots = instance.kv_cache_tokens // engines, instance.max_num_seqs // engines
     budget, need = instance.token_budget, instance.kv_need
-    # As profiled: the time of an instance that is twice as fast as planned is worth twice as much.
+    # As profiled: the time of an instance twice as fast as planned is worth twice as much.
     return busy_s(instance.nominal, cache, slots, budget, prompt, output, need) / engines
