@@ -118,7 +118,7 @@ class Failover:
     ) -> Decision | None:
         """Return another instance for the rest of a lease, None if there is none: then the lease stays.
 
-        `with_room` excludes restrained instances and those at their limit.
+        `with_room` excludes restrained instances and instances at their limit.
         """
         retries, placement = self._retries, self.placement
         known, tried = rest.id in retries.attempts, retries.attempts[rest.id].tried

@@ -249,7 +249,7 @@ class Queue:
         return False
 
     def demote(self, entry: Queued) -> None:
-        """Serve a request after those of its priority that can still meet their targets."""
+        """Serve a request after the requests of its priority with a target still in reach."""
         flow = entry.flow
         assert flow.in_time, f"{entry.request.id} is demoted twice"
         self._withdraw(entry)

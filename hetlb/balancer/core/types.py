@@ -185,7 +185,7 @@ class Request(PickleByFields):
     `path` is the endpoint's; `client` the address of the client. `features` are fields of the body that not
     every request has; they are read only while they matter (None before). `kept_from` names instances that
     refuse such a request: it waits in a line of its own.
-    `prefix_keys` name the beginnings of its prompts, shortest first, each with its length in tokens; None
+    `prefix_keys` name the prefixes of its prompts, shortest first, each with its length in tokens; None
     stands for the whole conversation so far. `band` is the operator's priority and comes first; `priority` is
     vLLM's (lower goes first), within a tenant. `blocks` are digests of a prompt with known token ids, for
     engines with KV events. `splittable`: prefill and decode may run on different instances. The best of the
