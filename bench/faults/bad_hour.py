@@ -242,7 +242,9 @@ class Proxy:
 
     async def status(self) -> Fields:
         """Return `GET /v1/status` of the admin listener."""
-        return json.loads((await _send(self.admin, b"GET /v1/status HTTP/1.1\r\nhost: localhost\r\n\r\n"))[1])
+        found = await _send(self.admin, b"GET /v1/status HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        status: Fields = json.loads(found[1])
+        return status
 
     async def ask(self, fields: Fields, lines: bytes = b"", timeout_s: float = 30.0) -> tuple[bool, str, int]:
         """Return whether a chat was answered well, the instance, and the status."""

@@ -494,7 +494,7 @@ def division(bench: Bench) -> dict[str, Any]:
 
 def parts(bench: Bench) -> dict[str, Any]:
     """Return drawn markets of models of today, planned whole and without each of their offers, and served."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     models = bench.hw.parent / "models" / "today"
     for seed in range(bench.markets):
         document = made_up.market_of_today(seed, models)

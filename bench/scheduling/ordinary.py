@@ -312,8 +312,10 @@ class Bench:
             for record, each in zip(result.records, plan, strict=True)
             if each.scheduled_s >= case.after_s
         ]
-        first = sorted((r.first_token_s - r.scheduled_s) * 1e3 for r in counted)
-        end = sorted((r.last_token_s - r.scheduled_s) * 1e3 for r in counted)
+        first = sorted(
+            (r.first_token_s - r.scheduled_s) * 1e3 for r in counted if r.first_token_s is not None
+        )
+        end = sorted((r.last_token_s - r.scheduled_s) * 1e3 for r in counted if r.last_token_s is not None)
         served = {spec.name: 0 for spec in specs}
         for record in result.records:
             served[record.instance] += 1
