@@ -70,8 +70,10 @@ class Visit:
         return b'"stream":true' in self.body.replace(b" ", b"")
 
     def token(self) -> bytes:
-        """The next event of the stream."""
-        event = json.dumps({"choices": [{"index": 0, "text": f"{self.id}/{self.tokens} "}]})
+        """The next event of the stream; the last one has a finish reason."""
+        reason = "length" if self.tokens + 1 == self.engine.length else None
+        choice = {"index": 0, "text": f"{self.id}/{self.tokens} ", "finish_reason": reason}
+        event = json.dumps({"choices": [choice]})
         self.tokens += 1
         return b"data: " + event.encode() + b"\n\n"
 
