@@ -26,6 +26,7 @@ _HELP = ("--help",)
 #: Arguments of each bench's short run; `OUT` is a file that is thrown away.
 RUNS: dict[str, tuple[str, ...]] = {
     "batch_gaps.py": ("--smoke",),
+    "check_signatures.py": _HELP,
     "claims.py": ("--out", "OUT"),
     "compile_modules.py": _HELP,
     "cpu_server.py": _HELP,
@@ -43,6 +44,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     "workers_balance.py": ("--workers", "2", "--rounds", "1", "--num-prompts", "20", "--out", "OUT"),
     "workers_cost.py": ("--rounds", "1"),
     "engines/mixed.py": _HELP,
+    "faults/bad_hour.py": _HELP,
     "faults/accounts.py": ("full",),
     "faults/compared.py": ("--only", "hetlb"),
     "faults/floods.py": ("--rounds", "1", "--seconds", "0.5", "--only", "admin"),
