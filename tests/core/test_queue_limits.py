@@ -167,10 +167,10 @@ def test_lines_are_by_model_instance_and_whether_it_is_tried_again() -> None:
     queue.push(asked(1), 0.0, size=1)
     queue.push(asked(2, subset=("a",)), 0.0, size=2)
     queue.push(asked(3, model="other"), 0.0, size=4)
-    assert queue.keys == [LINE, ("m", "a-", False), ("other", None, False)]
+    assert queue.keys == [LINE, ("m", "a/", False), ("other", None, False)]
     queue.push(asked(4), 0.0, size=8, retry=True)
     assert queue.keys[0] == ("m", None, True)
-    assert set(queue.keys[1:]) == {LINE, ("m", "a-", False), ("other", None, False)}
+    assert set(queue.keys[1:]) == {LINE, ("m", "a/", False), ("other", None, False)}
     assert (queue.waiting("m"), queue.waiting("other"), queue.waiting("none")) == (11, 4, 0)
     assert [entry.request.id for entry in waiting(queue, QueueKey("m", None, True))] == [4]
     assert queue.heads(QueueKey("none", None, False)) == []
@@ -182,6 +182,12 @@ def test_lines_are_by_model_instance_and_whether_it_is_tried_again() -> None:
     assert queue.keys == [("other", None, False)]
     assert queue.remove(1) is None
     assert (1 in queue, 3 in queue, len(queue)) == (False, True, 1)
+
+
+def test_other_restrictions_are_other_lines_however_instances_are_named() -> None:
+    first, second = asked(1, subset=("a",)), asked(2, subset=("a-b",))
+    first.kept_from, second.kept_from = ("b-c",), ("c",)
+    assert first.restriction != second.restriction
 
 
 def test_an_entry_holds_what_was_said_of_it() -> None:

@@ -291,11 +291,14 @@ class Request(PickleByFields):
 
     @property
     def restriction(self) -> str | None:
-        """Names of the allowed and of the refusing instances, as a key; None without a restriction."""
+        """Names of the allowed and of the refusing instances, as a key; None without a restriction.
+
+        `/` and `,` are in no name of an instance, `-` is in many.
+        """
         subset, kept_from = self.subset, self.kept_from
         if subset is None and not kept_from:
             return None
-        return f"{'' if subset is None else ','.join(subset)}-{','.join(kept_from)}"
+        return f"{'' if subset is None else ','.join(subset)}/{','.join(kept_from)}"
 
 
 @dataclass(slots=True, eq=False)
