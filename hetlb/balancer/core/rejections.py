@@ -9,6 +9,8 @@ from typing import Final
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import Reject, RejectReason, Request, RequestId
 
+#: Message about a request that an engine dropped without a byte of an answer.
+DROPPED: Final = "The instance closed the connection without answering."
 #: Largest number of names in an answer.
 _LISTED_NAMES: Final = 20
 
@@ -62,8 +64,7 @@ def not_answered(request_id: RequestId, *, unsent: bool) -> Reject:
     if unsent:
         text = "No instance of this model accepts connections."
         return later(request_id, RejectReason.CONNECT_FAILED, text)
-    text = "The instance closed the connection without answering."
-    return Reject(request_id, RejectReason.NO_RESPONSE, text)
+    return Reject(request_id, RejectReason.NO_RESPONSE, DROPPED)
 
 
 def policy_failed(request_id: RequestId) -> Reject:

@@ -17,7 +17,7 @@ from hetlb.balancer.clients.client_response import STARTED
 from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Reject, RequestId
+from hetlb.balancer.core.types import Dispatch, Lease, Outcome, Reject, RejectReason, RequestId
 from hetlb.balancer.engines.engine_pools import EnginePools
 from hetlb.balancer.engines.upstream import Upstream
 from hetlb.balancer.exchange.ends import End
@@ -258,7 +258,10 @@ class Driver(Host):
     def reject(self, command: Reject, retry_after_s: float | None) -> None:
         exchange, answer = self.exchanges[command.request_id], error_responses.REJECTIONS[command.reason]
         try:
-            exchange.refuse(answer, command.detail, retry_after_s)
+            detail = command.detail
+            if command.reason is RejectReason.NO_RESPONSE and exchange.dropped:
+                detail = exchange.dropped
+            exchange.refuse(answer, detail, retry_after_s)
         except Exception as error:
             self.guard.ended(exchange, error)
 

@@ -112,8 +112,8 @@ class Exchange:
         self.phase = _QUEUED
         #: Since when this phase lasts, or when last something came.
         self.since = now
-        #: True if an engine dropped it and may have run it.
-        self.dropped = False
+        #: How the last engine that may have run it dropped it, "" if none did.
+        self.dropped = ""
         #: True if it was sent to this engine on a second connection, as the first one had been closed.
         self.reconnected = False
 

@@ -13,6 +13,7 @@ from typing import Final
 from hetlb.balancer.clients.client_response import HEARTBEATS, NOTHING, STARTED
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.circuit_breaker import LEAST_SILENCE_S
+from hetlb.balancer.core.rejections import DROPPED
 from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import Lease, Outcome, RejectReason
 from hetlb.balancer.engines.engine_pools import EnginePool
@@ -362,8 +363,8 @@ class Plain(Attempt):
         else:
             self.handling.lost(self, end, otherwise)
 
-    def try_again(self, end: End) -> None:
-        """Let the scheduler decide about the request: nothing of an answer came."""
+    def try_again(self, end: End, why: str = DROPPED) -> None:
+        """Let the scheduler decide about the request: nothing of an answer came. `why` is for the client."""
         exchange = self.exchange
         dropped = end.outcome is Outcome.NO_RESPONSE
         if dropped and exchange.dropped:
@@ -373,7 +374,8 @@ class Plain(Attempt):
             return
         if dropped and self.handling.reruns:
             exchange.record.resumed += 1  # it waits for as long as nothing accepts it
-        exchange.dropped = exchange.dropped or dropped
+        if dropped:
+            exchange.dropped = why
         exchange.back_to_queue(states.RETRIED)
         self.driver.try_again(exchange.record, self.lease, end)
 
@@ -537,11 +539,18 @@ def _fail(attempt: Plain, end: End, detail: str, begun: bool) -> None:
         exchange.refuse(error_responses.LOCAL_FAULT, "The proxy is out of resources.", 1.0, end=end)
     elif not begun and end is not ends.UNREAD:
         # vLLM sends the head of a stream before it has prefilled the prompt: no answer has begun.
-        attempt.try_again(ends.JUNK if end is ends.JUNK else ends.DROPPED)
+        if end is ends.JUNK:
+            attempt.try_again(end, _no_answer(detail))
+        else:
+            attempt.try_again(ends.DROPPED)
     else:
-        text = f"The instance gave no valid answer: {detail.removesuffix('.')}."
         end = end if end is ends.UNREAD else ends.JUNK
-        exchange.refuse(error_responses.BAD_UPSTREAM, text, end=end)
+        exchange.refuse(error_responses.BAD_UPSTREAM, _no_answer(detail), end=end)
+
+
+def _no_answer(detail: str) -> str:
+    """Return the message about an answer that cannot be read."""
+    return f"The instance gave no valid answer: {detail.removesuffix('.')}."
 
 
 def _end_silent(exchange: Exchange) -> None:

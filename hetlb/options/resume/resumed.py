@@ -12,6 +12,7 @@ from typing import Final
 
 from hetlb.balancer.clients.client_response import NOTHING, STARTED
 from hetlb.balancer.config.fleet_tables import ProxyTable
+from hetlb.balancer.core.rejections import DROPPED
 from hetlb.balancer.core.types import Lease, Outcome
 from hetlb.balancer.engines.upstream import EngineConnection, SideCall
 from hetlb.balancer.exchange import ends
@@ -243,7 +244,7 @@ class Resumed(Handling):
         """Give the lease back and wait for another one."""
         exchange = attempt.exchange
         self._wait_for_rest(attempt, draft)
-        exchange.dropped = not self._rest.generated
+        exchange.dropped = "" if self._rest.generated else DROPPED
         end = ends.HELD_UP if attempt.response.held_up else end
         attempt.driver.try_again(exchange.record, attempt.lease, end)
 

@@ -21,6 +21,7 @@ import msgspec
 
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.instance import Instance
+from hetlb.balancer.core.rejections import DROPPED
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import Command, Connector, Hold, KvLink, Lease, Outcome, Role
@@ -358,7 +359,7 @@ class Split(Attempt):
             self._splits.ended("decode_failed")
             self._leg.try_again(end)
         else:
-            self.exchange.dropped = True
+            self.exchange.dropped = DROPPED
             self._unsplit(ends.DROPPED, "decode_failed")
 
     # --- the end ---
