@@ -112,7 +112,7 @@ class Exchange:
         self.phase = _QUEUED
         #: Since when this phase lasts, or when last something came.
         self.since = now
-        #: How the last engine that may have run it dropped it, "" if none did.
+        #: Reason for which the last engine that may have run it dropped its answer, "" without one.
         self.dropped = ""
         #: True if it was sent to this engine on a second connection, as the first one had been closed.
         self.reconnected = False
