@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
     with interrupt.catching(), plan_progress("planning") as progress:
 
         def show(best: float, bound: float) -> None:
-            progress.at(f"planning: best {best:.5g} requests/s, bound {bound:.5g}")
+            most = f", bound {bound:.5g}" if math.isfinite(bound) else ""
+            progress.at(f"planning: best {best:.5g} requests/s{most}")
             if math.isfinite(best):
                 progress.plan(f"best plan so far: {best:.4g} requests/s")
 

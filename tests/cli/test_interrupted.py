@@ -98,7 +98,7 @@ def test_while_a_server_does_not_answer(tmp_path: Path, command: str) -> None:
     ],
     ids=["place", "split"],
 )
-@pytest.mark.parametrize("look", [20, 40])
+@pytest.mark.parametrize("look", [1, 20, 40])
 def test_a_planner_prints_its_best_plan(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], look: int
 ) -> None:

@@ -309,12 +309,17 @@ def test_plans_use_something_and_are_the_same_each_time(roles: tuple[Role, ...])
     assert once.plans == again.plans
 
 
-def test_an_interrupt_ends_the_search_with_what_it_has() -> None:
+def test_an_interrupt_ends_the_search_with_a_plan_though_no_program_is_solved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hetlb.tools.plan.highs._LEAST_SOLVE_S", 0.0)
     of = cluster([machine("h", "H100", 8), machine("a", "A100", 8)])
     interrupt = Interrupt()
     interrupt.requested = True
     found = search(GroupTable(of, ProfileCost(of)), SolveLimits(interrupt=interrupt))
+    assert found.plans
     assert all(plan.throughput > 0 for plan in found.plans)
+    assert found.colocated == found.plans[0]
 
 
 @pytest.mark.parametrize("looks", [100.0, 400.0])

@@ -33,6 +33,8 @@ OnSolution = Callable[[NDArray[np.float64]], None]
 _PROGRESS_INTERVAL_S = 0.2
 #: Wall time that a solve with a limit in CPU time may take, as a multiple of it.
 _WALL_PER_CPU = 20.0
+#: Wall time of a solve that begins after the end of the time.
+_LEAST_SOLVE_S = 0.01
 #: Flows over 24 machines need about a hundred.
 _MOST_QUADRATIC_ITERATIONS = 1000
 
@@ -221,7 +223,7 @@ class LinearProgram:
         # The solver's clock goes on from solve to solve. It is the wall's: of limits in CPU time `look` keeps
         # account, and a busy machine may take longer.
         left = limits.left_s * (_WALL_PER_CPU if limits.clock is time.process_time else 1.0)
-        until = highs.getRunTime() + max(0.01, left) if left < INFINITY else INFINITY
+        until = highs.getRunTime() + max(_LEAST_SOLVE_S, left) if left < INFINITY else INFINITY
         highs.setOptionValue("time_limit", until)
         if start is not None:
             warm = highspy.HighsSolution()

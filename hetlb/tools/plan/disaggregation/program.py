@@ -80,7 +80,7 @@ class Templates:
         self.complete = cluster.gpus <= _FEW_GPUS and all(len(own) == 1 for own in self.members)
         self.templates: list[Template] = []
         for shape in self._shapes():
-            if limits.over:
+            if limits.over and self.templates:
                 self.complete = False
                 break
             composition = self._example(shape)
@@ -172,6 +172,20 @@ class Templates:
                 integer = integer or limits.over or not self._simulate(used)
         return Solved(tuple(dict.fromkeys(choices)), bound) if choices else None
 
+    def simplest(self) -> Choice:
+        """Return groups for both phases, the most requests/s per GPU first. No solver is needed."""
+        groups = [each for each in self.templates if each.exact and each.group.role is Role.BOTH]
+        left = [len(own) * self.cluster.machines[own[0]].gpus for own in self.members]
+        choice = []
+        for template in sorted(groups, key=lambda t: -t.group.capacity / sum(n for _, n in t.shape)):
+            need = _need(template.shape)
+            count = min(left[c] // n for c, n in need.items())
+            if count:
+                choice.append((template, count))
+                for c, n in need.items():
+                    left[c] -= count * n
+        return tuple(choice)
+
     def _choice(self, numbers: dict[int, int], values: NDArray[np.float64]) -> Choice:
         counts = {at: round(values[number]) for at, number in numbers.items()}
         return tuple((self.templates[at], count) for at, count in counts.items() if count > 0)
@@ -199,9 +213,7 @@ class Templates:
         for at in own:
             template = self.templates[at]
             role, capacity = template.group.role, template.group.capacity
-            need: dict[int, int] = {}
-            for c, n in template.shape:
-                need[c] = need.get(c, 0) + n
+            need = _need(template.shape)
             most = min(totals[c] // n for c, n in need.items())
             number = program.column(capacity if role is Role.BOTH else 0.0, 0.0, most, integer=integer)
             numbers[at] = number
@@ -271,6 +283,14 @@ class Templates:
                     left[m] -= n
                 found.append((tuple(sorted(chosen)), template.group.role))
         return found
+
+
+def _need(shape: Shape) -> dict[int, int]:
+    """Return the GPUs of each class that a template takes."""
+    need: dict[int, int] = {}
+    for c, n in shape:
+        need[c] = need.get(c, 0) + n
+    return need
 
 
 def _classes(cluster: SplitCluster) -> list[list[int]]:

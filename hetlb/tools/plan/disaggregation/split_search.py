@@ -51,10 +51,17 @@ def search(
         placed = (table.group(composition, role) for composition, role in templates.place(choice))
         return network.solve([group for group in placed if group is not None and group.capacity > 0.0])
 
+    # A solver may find nothing in a time that is over: this plan needs none.
+    whole = [templates.simplest()]
+    if on_progress is not None and whole[0]:
+        on_progress(plan(whole[0]).throughput, math.inf)
     both = templates.solve(_part(limits, _COLOCATED_SHARE), (Role.BOTH,))
     if both is not None:
-        found.colocated = max(map(plan, both.choices), key=lambda each: each.throughput)
-    choices = {} if both is None or Role.BOTH not in roles else dict.fromkeys(both.choices)
+        whole += both.choices
+    best = max(map(plan, whole), key=lambda each: each.throughput)
+    if best.throughput > 0.0:
+        found.colocated = best
+    choices = dict.fromkeys(whole) if Role.BOTH in roles else {}
     solved = templates.solve(limits, roles, on_progress)
     if solved is not None:
         choices |= dict.fromkeys(solved.choices)
