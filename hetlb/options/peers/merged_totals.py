@@ -17,9 +17,9 @@ from hetlb.balancer.telemetry.recent import KEPT_POINTS, Recent, add_counts
 
 
 def add_totals(whole: Totals, part: Totals) -> None:
-    """Add another process's counters, without its recently ended requests."""
+    """Add another process's counters, without its recently ended requests and its reloads."""
     _add(whole, part, ("decisions", "retries"))
-    for counts in ("requests", "classes", "reloads", "kv_transfers", "resumptions"):
+    for counts in ("requests", "classes", "kv_transfers", "resumptions"):
         add_counts(getattr(whole, counts), getattr(part, counts))
     for name in ("arrival", "end", "lag"):
         _add_histogram(getattr(whole, name), getattr(part, name))
@@ -35,6 +35,11 @@ def add_totals(whole: Totals, part: Totals) -> None:
         add_counts(own.model_expected_s, instance.model_expected_s)
         add_counts(own.model_seen_s, instance.model_seen_s)
         _add(own, instance, INSTANCE_COUNTS)
+
+
+def merge_reloads(whole: Totals, part: Totals) -> None:
+    """Merge a sibling's reloads: each worker reads the one fleet file, so one reload counts once."""
+    whole.reloads = {result: max(count, part.reloads[result]) for result, count in whole.reloads.items()}
 
 
 def add_recent(whole: Recent, part: Recent) -> None:

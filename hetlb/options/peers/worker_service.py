@@ -28,12 +28,12 @@ from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.balancer.fleet.service import Service, tune_gc
 from hetlb.balancer.option_record import Options, Predecessor
 from hetlb.balancer.telemetry.counters import Totals
-from hetlb.balancer.telemetry.recent import Recent
+from hetlb.balancer.telemetry.recent import Recent, add_counts
 from hetlb.errors import InputError
 from hetlb.options.peers import share, share_over
 from hetlb.options.peers.control import ChildControl, ChildState, Packet
 from hetlb.options.peers.hub import HubTransport
-from hetlb.options.peers.merged_totals import add_recent, add_totals
+from hetlb.options.peers.merged_totals import add_recent, add_totals, merge_reloads
 from hetlb.options.peers.offer import Offer
 from hetlb.options.peers.tally import Tally
 from hetlb.options.peers.view_folder import hub_in
@@ -236,8 +236,10 @@ class Worker(Service):
         own_recent = own.recent
         if self._before is not None:
             add_totals(totals, self._before.totals)
+            add_counts(totals.reloads, self._before.totals.reloads)
             add_recent(recent, self._before.recent)
         add_totals(totals, own)
+        add_counts(totals.reloads, own.reloads)
         add_recent(recent, own_recent)
         before = 0 if self._before is None else self._before.lost_lines
         lost, totals.recent = before + super().lost_lines, Recent()
@@ -274,6 +276,7 @@ class Worker(Service):
         whole, whole.recent = own.totals, own.recent
         for other in self._others:
             add_totals(whole, other.totals)
+            merge_reloads(whole, other.totals)
             add_recent(own.recent, other.recent)
         own.recent.take_samples(self.driver.counted.recent)
         return whole
