@@ -30,7 +30,8 @@ def _lines(facts: ModelFacts) -> list[str]:
     document = facts.json()
     sparse = facts.active_parameters < facts.parameters
     active = f", {facts.active_parameters:,} of them active" if sparse else ""
-    given = [] if facts.allocated == facts.needed else ["  vLLM gives  " + _cache(facts.allocated)]
+    rows = f" (--kv-cache-dtype auto: {facts.kv_cache_dtype})" if facts.kv_cache_dtype else ""
+    given = [] if facts.allocated == facts.needed else ["  vLLM gives  " + _cache(facts.allocated) + rows]
     degrees = ", ".join(map(str, document["tensor_parallel_sizes"]))
     return [
         facts.name,

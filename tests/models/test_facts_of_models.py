@@ -19,6 +19,7 @@ from hetlb.tools.models.config_keys import ALIASES, class_defaults
 from hetlb.tools.models.degrees import refusal
 from hetlb.tools.models.families import FAMILIES, model_type_of
 from hetlb.tools.models.model_facts import ModelFacts, read_facts
+from hetlb.tools.plan.common.plan_tables import PlanModelTable, read_model
 
 DATA = Path(__file__).parent / "data"
 CACHES: Mapping[str, Any] = json.loads((DATA / "caches.json").read_text())
@@ -271,3 +272,23 @@ def test_the_size_of_a_mixer_is_stated_beside_its_expansion() -> None:
     found = facts(falcon)
     assert found.parameters == 7_272_665_088  # tiiuae/falcon-mamba-7b
     assert found.state_bytes == 64 * 8192 * (16 + 3) * 2
+
+
+def test_sparse_attention_is_counted_in_the_rows_that_vllm_keeps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    index = {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
+    config = {**CACHES["deepseek-ai--DeepSeek-R1"]["config"], **index, "model_type": "deepseek_v32"}
+    config["architectures"] = ["DeepseekV32ForCausalLM"]
+    found = facts(config)
+    assert found.kv_bytes_per_token == 61 * 2 * (512 + 64 + 128)
+    assert found.allocated.per_token == 61 * (656 + 132)
+    v4 = facts(CACHES["deepseek-ai--DeepSeek-V4-Flash"]["config"])
+    assert v4.allocated.per_token == 21 * (584 + 132) / 4 + 20 * 584 / 128
+    assert v4.allocated.windows == ((128, 43 * 584.0),)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["model", str(tmp_path / "config.json")]) == 0
+    assert "48,068 bytes a token (--kv-cache-dtype auto: fp8_ds_mla)" in capsys.readouterr().out
+    # A stated size of the cache is the engine's: its rows are in force no more.
+    stated = PlanModelTable(name="m", config="config.json", kv_bytes_per_value=2.0)
+    assert read_model(stated, tmp_path / "c.yaml", "model").kv_bytes_per_token == 85_888

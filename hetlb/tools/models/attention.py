@@ -9,6 +9,11 @@ from hetlb.tools.models.layer import Heads, Mixer, Scope, Weights, linear, plain
 
 #: Sizes of DeepSeek-V2 and later, for classes without a default.
 _NOPE_SIZE, _ROPE_SIZE, _VALUE_SIZE = 128, 64, 128
+#: Bytes of a token in vLLM's `fp8_ds_mla`, by the sizes that its kernels take: a latent of DeepSeek-V3.2
+#: with its rotary key in bf16 and four scales; of DeepSeek-V4. An index key is fp8 and has a scale.
+_PACKED_LATENT = {(512, 64): 656.0}
+_PACKED_COMPRESSED = {512: 584.0}
+_INDEX_SCALE_BYTES = 4
 
 
 def window_of(keys: ConfigKeys, kind: Scope) -> int:
@@ -119,6 +124,7 @@ def latent(family: Family, keys: ConfigKeys, layer: int, kind: Scope) -> Mixer:
         heads=Heads(heads, 0, nope + rope, value),
         chosen_tokens=keys.count("index_topk"),
         index_flops=2.0 * keys.count("index_n_heads") * index_size,
+        packed_grows=_packed_latent(keys.count("index_topk"), rank, rope, index_size),
     )
 
 
@@ -180,21 +186,37 @@ def compressed(family: Family, keys: ConfigKeys, layer: int, kind: Scope) -> Mix
         + linear("self_attn.o_b_proj", groups * out_rank, hidden)
         + plain("self_attn.norms", rank + size + heads)
     )
-    grows = 0.0
+    grows, packed, row = 0.0, 0.0, _PACKED_COMPRESSED.get(size, 0.0)
     index_heads, index_size = keys.whole("index_n_heads"), keys.whole("index_head_dim")
     keys.note("index_topk")
     if ratio:
         # A ratio of 4 has overlapping blocks (two values each) and an index over them.
         overlap = 2 if ratio == 4 else 1
         weights += _compressor("self_attn.compressor", hidden, size, overlap, ratio)
-        grows = size / ratio
+        grows, packed = size / ratio, row / ratio
         if overlap == 2:
             weights += linear("self_attn.indexer.wq_b", rank, index_heads * index_size)
             weights += linear("self_attn.indexer.weights_proj", hidden, index_heads)
             weights += _compressor("self_attn.indexer.compressor", hidden, index_size, overlap, ratio)
             grows += index_size / ratio
+            packed += (index_size + _INDEX_SCALE_BYTES) / ratio if row else 0.0
     window = keys.whole("sliding_window")
-    return Mixer(kind, weights, grows, window, float(size), heads=Heads(heads, 0, size, size))
+    return Mixer(
+        kind,
+        weights,
+        grows,
+        window,
+        float(size),
+        heads=Heads(heads, 0, size, size),
+        packed_grows=packed,
+        packed_window=row,
+    )
+
+
+def _packed_latent(chosen: int, rank: int, rope: int, index_size: int) -> float:
+    """Return the bytes of a token in vLLM's rows of sparse attention; 0 if it has none of these sizes."""
+    row = _PACKED_LATENT.get((rank, rope), 0.0) if chosen else 0.0
+    return row + index_size + _INDEX_SCALE_BYTES if row and index_size else row
 
 
 def _compressor(name: str, hidden: int, size: int, overlap: int, ratio: int) -> tuple[Weights, ...]:

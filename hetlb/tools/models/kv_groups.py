@@ -72,9 +72,10 @@ def parts_of(mixer: Mixer, value_bytes: float) -> list[LayerCache]:
     kind, found = mixer.kind, []
     if mixer.grows:
         known = kind if kind in (Scope.LATENT, Scope.COMPRESSED) else Scope.FULL
-        found.append(LayerCache(known, 0, mixer.grows * value_bytes))
+        found.append(LayerCache(known, 0, mixer.packed_grows or mixer.grows * value_bytes))
     if mixer.window:
-        found.append(LayerCache(kind, mixer.window_tokens, mixer.window * value_bytes))
+        size = mixer.packed_window or mixer.window * value_bytes
+        found.append(LayerCache(kind, mixer.window_tokens, size))
     if mixer.state_bytes:
         found.append(LayerCache(Scope.STATE, 0, float(mixer.state_bytes)))
     return found

@@ -53,6 +53,7 @@ class Mixer:
     `grows`: values kept for every token; `window`: values per token for the last `window_tokens`.
     `whole`: further (key, size) pairs that tensor parallelism must divide. Sparse attention sees
     `chosen_tokens` at most (0: all), chosen by an index of `index_flops` for each pair of tokens.
+    `packed_grows`, `packed_window`: bytes of vLLM's own rows (fp8_ds_mla) in place of values; 0: none.
     """
 
     kind: Scope
@@ -65,6 +66,8 @@ class Mixer:
     whole: tuple[tuple[str, int], ...] = ()
     chosen_tokens: int = 0
     index_flops: float = 0.0
+    packed_grows: float = 0.0
+    packed_window: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ from hetlb.tools.models.quantization import PLAIN_BITS, Quantization, read_quant
 _WRONG_VALUES: Final = (
     IndexError, TypeError, AttributeError, KeyError, ValueError, ZeroDivisionError, OverflowError,
 )  # fmt: skip
+#: vLLM's cache of sparse attention by default (`--kv-cache-dtype auto` or `fp8`).
+_PACKED: Final = "fp8_ds_mla"
 #: Number of layers if a model does not state it.
 _USUAL_LAYERS: Final = 32
 #: Sizes that a file of one table always states.
@@ -44,7 +46,7 @@ class ModelFacts:
     them, `expert_parameters` too. `embedding_parameters`: an input table looked up, never read whole.
     `kv_heads`: (KV heads, 0 of a latent; their share of the bytes of a token). `set_aside`: the cache that an
     engine gives a sequence, None if it is as large as the need. `format_share` of the passed parameters are
-    multiplied in `weight_format`, the others in bf16.
+    multiplied in `weight_format`, the others in bf16. `kv_cache_dtype`: vLLM's own rows that it sets aside.
     """
 
     name: str
@@ -70,6 +72,7 @@ class ModelFacts:
     attention: tuple[AttentionWork, ...] = ()
     weight_format: str = "bf16"
     format_share: float = 0.0
+    kv_cache_dtype: str = ""
 
     @property
     def needed(self) -> KvBytes:
@@ -171,6 +174,8 @@ class ModelFacts:
                     for tokens, size in self.allocated.windows
                 ],
                 "state_bytes": _number(self.allocated.state),
+                "engine": "vllm",
+                "kv_cache_dtype": self.kv_cache_dtype or None,
             },
             "layers": dict(self.kinds),
             "tensor_parallel_sizes": None if self.shape is None else accepted(self.shape),
@@ -376,6 +381,7 @@ def _facts(
         attention=attention_work(layer.mixer for layer in layers),
         weight_format=quantization.computed_in,
         format_share=min(1.0, in_format / max(1.0, parameters - idle - looked_up)),
+        kv_cache_dtype=_PACKED if any(layer.mixer.packed_grows for layer in layers) else "",
     )
 
 

@@ -134,6 +134,8 @@ def _with_facts(model: Model, table: PlanModelTable, found: ModelFacts, where: s
             raise ConfigError(f"{where}.{key}: expected {own} as its config.json has, got {stated}")
     scale = 1.0 if table.kv_bytes_per_value is None else table.kv_bytes_per_value / found.kv_bytes_per_value
     needed, given = found.needed.times(scale), found.allocated.times(scale)
+    if found.kv_cache_dtype and (table.kv_bytes_per_value or model.kv_bytes_per_token):
+        given = needed  # stated sizes are in force, not vLLM's default rows
     if model.kv_bytes_per_token:
         more = given.per_token / needed.per_token if needed.per_token else 1.0
         needed = replace(needed, per_token=model.kv_bytes_per_token)
