@@ -396,6 +396,10 @@ def test_data_sets_are_known_by_their_keys(tmp_path: Path, text: str, rows: list
         ('{"time_to_first_token": {"avg": 1}, "input_config": {}}', "a summary of AIPerf or GenAI-Perf"),
         ("Type,Name,Request Count,Failure Count\nPOST,/v1,10,0\n", "a summary of Locust"),
         ('{"attack": "", "seq": 1, "latency": 5, "bytes_out": 0, "bytes_in": 2}\n', "results of Vegeta"),
+        (
+            '{"experiments": [{"requests": [{}]}], "version": ""}',
+            "texts of GenAI-Perf: take the profile_export",
+        ),
         ('{"metric": "http_reqs", "type": "Point", "data": {"value": 1}}\n', "results of k6"),
         ("timeStamp,elapsed,label,responseCode\n1700000000000,200,chat,200\n", "results of JMeter"),
         ("response-time,DNS+dialup,status-code,offset\n0.01,0.0,200,0.0\n", "results of hey"),
@@ -460,28 +464,14 @@ def newer_guidellm() -> object:
     return {"benchmarks": [{"requests": {"successful": requests, "errored": [{}]}}]}
 
 
-def genai_perf() -> object:
-    """Ten requests by the usage of their last event, ten by texts: four bytes a token, and one an event."""
-    role, done = {"choices": [{"delta": {"role": "assistant"}}]}, {"response": "data: [DONE]\n\n"}
-    requests: list[object] = [{"timestamp": 1, "response_timestamps": [2], "response_outputs": [done]}]
-    for number, (start, prompt, answer, first, whole) in enumerate(MEASURED):
-        asked: dict[str, object] = {"messages": [{"role": "user", "content": "four" * prompt}]}
-        events: list[dict[str, object]] = [role, *[{"choices": [{"delta": {"content": "x"}}]}] * answer]
-        ends_s = [first / 2, *(first + (whole - first) * i / (answer - 1) for i in range(answer))]
-        if number % 2:
-            asked, usage = {"prompt": "?"}, {"prompt_tokens": prompt, "completion_tokens": answer}
-            events = [*events[:3], {"choices": [], "usage": usage}]
-            ends_s = [first / 2, first, whole, whole]
-        requests.append(
-            {
-                "timestamp": round(1e9 * (1.7e9 + start)),
-                "request_inputs": {"payload": json.dumps(asked)},
-                # The end comes later than the last text.
-                "response_timestamps": [round(1e9 * (1.7e9 + start + each)) for each in [*ends_s, whole + 1]],
-                "response_outputs": [*({"response": f"data: {json.dumps(e)}\n\n"} for e in events), done],
-            }
-        )
-    return {"experiments": [{"experiment": {}, "requests": requests}], "version": "1"}
+def nested() -> str:
+    """Columns of a table nested twice, some with their unit beside the value."""
+    lines = [
+        {"timing": {"sent": {"start_time": at(start)}, "ttft": {"value": 1e3 * first, "unit": "ms"}}}
+        | {"usage": {"input": prompt, "output": answer}, "e2e": {"value": whole, "unit": "s"}, "error": None}
+        for start, prompt, answer, first, whole in MEASURED
+    ]
+    return "\n".join(map(json.dumps, [*lines, lines[0] | {"error": {"code": 500}}]))
 
 
 def spend_log() -> str:
@@ -572,8 +562,8 @@ LOGS: dict[str, tuple[str, str, Callable[[], str]]] = {
     "inference-perf": ("inference-perf", "inference-perf", lambda: json.dumps(inference_perf(False))),
     "inference-perf, nested": ("inference-perf", "inference-perf", lambda: json.dumps(inference_perf(True))),
     "GuideLLM, newer": ("GuideLLM", "guidellm", lambda: json.dumps(newer_guidellm())),
-    "GenAI-Perf": ("GenAI-Perf", "genai-perf", lambda: json.dumps(genai_perf())),
     "moments in a document": ("keys name what they are", "records", spend_log),
+    "nested columns": ("keys name what they are", "records", nested),
     "a JSON list": ("keys name what they are", "records", as_list),
     "columns": ("keys name what they are", "records", named_columns),
 }

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from hetlb.errors import TraceError
-from hetlb.tools.workload.record_file import Record, RecordFile, squashed, unit_of
+from hetlb.tools.workload.record_file import Record, RecordFile, squashed
 from hetlb.tools.workload.rows import Row
-from hetlb.tools.workload.trace_columns import ARRIVALS, arrival_keys
+from hetlb.tools.workload.trace_columns import COLUMNS, Columns, Format
 
 BYTES_PER_TOKEN = 4
 #: Bounds of conversations, as in `vllm bench serve`: others are too short to measure, or too long for common
@@ -126,34 +126,29 @@ def _text(content: object) -> str | None:
     return "\n".join(text for text in texts if isinstance(text, str)) or None
 
 
-#: Keys of a question, of what stands with it, and of its answer, in data sets of pairs.
-_QUESTION = ("instruction", "question", "query", "problem", "user", "article", "prompt")
-_CONTEXT = ("context", "input")
-_ANSWER = (
-    *("output", "response", "answer", "completion", "canonicalsolution", "solution", "assistant"),
-    *("highlights", "chosen"),
-)
 PAIRS = "pairs (instruction, question or prompt, and output, response, answer or completion)"
+#: Times of prompts without a unit are AIPerf's, in ms.
+_TEXTS = Format(PAIRS, "question answer", 1e-3)
 
 
 def is_pairs(file: RecordFile) -> bool:
     """Return True for a file of questions with their answers."""
-    return file.name(*_QUESTION) is not None and file.name(*_ANSWER) is not None
+    return _TEXTS.fits(file)
 
 
 def pair_rows(file: RecordFile) -> tuple[list[Row], list[str]]:
     """Return the questions of a file with the length of their answers."""
-    rows, odd = [], file.odd
+    columns, rows, odd = Columns(file, _TEXTS), [], file.odd
     for record in file.records:
-        asked = [
-            _text(record.values.get(key)) for key in (file.name(*_QUESTION), file.name(*_CONTEXT)) if key
-        ]
-        text = encodable("\n".join(each for each in asked if each and each.strip()))
-        answer = _text(record.values.get(file.name(*_ANSWER) or ""))
+        asked, beside, answer = (
+            encodable(_text(columns.cell(record, role)[1]) or "")
+            for role in ("question", "context", "answer")
+        )
+        text = "\n".join(each for each in (asked, beside) if each.strip())
         if not text or not answer:
             odd += 1
             continue
-        rows.append(Row(None, estimate_tokens(text), estimate_tokens(encodable(answer)), text))
+        rows.append(Row(None, estimate_tokens(text), estimate_tokens(answer), text))
     return rows, [f"{odd:,} without question or answer"] if odd else []
 
 
@@ -213,27 +208,24 @@ def _token_ids(body: dict[str, Any]) -> int:
 
 
 def prompt_rows(file: RecordFile, answer_tokens: int | None) -> tuple[list[Row], list[str]]:
-    """Return the prompts of a file, with times if their unit shows (AIPerf's are in ms).
+    """Return the prompts of a file, with times if their unit shows.
 
     Raises `TraceError` if the length of an answer is unknown.
     """
+    columns, rows = Columns(file, _TEXTS), []
     prompt = file.name("prompt", "textinput", "text") or ""
-    length = file.name("outputtokens", "outputlength", "outputlen", "maxtokens")
-    rows: list[Row] = []
-    left_out = [f"{file.odd:,} that are no objects"] if file.odd else []
     aiperf = squashed(prompt) == "textinput"
-    keys = [each for each in arrival_keys(file) if each not in ARRIVALS or (aiperf and each == "timestamp")]
-    arrival = file.names[keys[0]] if keys else None
-    unit_s = 1.0 if arrival is None else unit_of(file, arrival, 1e-3)
     for record in file.records:
         text = record.values.get(prompt)
         if not isinstance(text, str) or not text:
             raise record.error(prompt, "a text", text)
-        stated = record.get(length)
-        if stated is None and answer_tokens is None:
+        output = answer_tokens
+        if columns.cell(record, "most")[0]:
+            output = columns.tokens(record, "most", 1)
+        elif answer_tokens is None:
             raise TraceError(f"{record.where}: output_tokens: expected the length of the answer, got none")
-        output = answer_tokens if stated is None else record.tokens(str(length), stated, 1)
-        at = record.get(arrival)
-        arrival_s = None if at is None else record.moment(arrival or "", at, unit_s)
+        arrival = squashed(columns.cell(record, "arrival")[0])
+        timed = arrival not in COLUMNS["arrival"] or (aiperf and arrival == "timestamp")
+        arrival_s = columns.moment(record, "arrival") if timed else None
         rows.append(Row(arrival_s, estimate_tokens(encodable(text)), output or 1, encodable(text)))
-    return rows, left_out
+    return rows, [f"{file.odd:,} that are no objects"] if file.odd else []

@@ -14,7 +14,7 @@ import math
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,8 +42,8 @@ _EPOCH_FROM_S, _EPOCH_TO_S = 1e9, 1e10
 _EPOCH_UNITS_S = (1.0, 1e-3, 1e-6, 1e-9)
 #: Words of a key: `arrival_time_ns`, `arrivalTimeNs`, `Time (ms)`.
 _WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
-#: Counts of tokens in an object of usage (Langfuse).
-_USAGE = ("input", "output", "prompt", "completion")
+#: Largest depth of objects whose keys are read.
+_MOST_DEPTH = 6
 #: Largest number of columns of a CSV file.
 _MOST_COLUMNS = 4096
 _CSV_MARKS = re.compile(r"[,;\t]")
@@ -74,6 +74,14 @@ class Record:
     def error(self, key: str, expected: str, value: object) -> TraceError:
         """Create the error of one value."""
         return TraceError(f"{self.where}: {key}: expected {expected}, got {value!r:.60}")
+
+    def typed(self, key: str, value: object, kind: type) -> Any:
+        """Return a list or an object, an empty one if it is missing. Raises `TraceError`."""
+        if value is None:
+            return kind()
+        if not isinstance(value, kind):
+            raise self.error(key, "a list" if kind is list else "an object", value)
+        return value
 
     def number(self, key: str, value: object, words: str, least: float, most: float) -> float:
         """Return a number within bounds. NaN is in none, and a whole number may have any number of digits."""
@@ -187,13 +195,15 @@ def open_records(path: Path) -> RecordFile:
     if head == "{":
         shape, records, odd = _of_lines(path, text)
     elif head == "[":
-        shape, records, odd = _of_list(path, text)
+        values = decode_json(str(path), text)
+        shape, records = _of_list(path, values)
+        odd = len(values) - len(records)
     else:
         shape, columns, records = _of_csv(path, text)
-    return _with_names(path, text, shape, records, odd, columns)
+    return _with_records(path, text, shape, records, odd, columns)
 
 
-def _with_names(
+def _with_records(
     path: Path, text: str, shape: str, records: list[Record], odd: int = 0, columns: Iterable[str] = ()
 ) -> RecordFile:
     """Return a file of these records, with `columns` or the keys of all of them."""
@@ -203,11 +213,34 @@ def _with_names(
     return RecordFile(path, text, shape, records, names, odd)
 
 
+def replaced(file: RecordFile, records: list[Record]) -> RecordFile:
+    """Return a file with other records."""
+    return _with_records(file.path, file.text, file.shape, records)
+
+
+def records_at(file: RecordFile, outer: str, inner: str) -> RecordFile:
+    """Return the records of `outer[].inner[]` in a document. Raises `TraceError`.
+
+    In a table of lists (`{"successful": [{}], "errored": [{}]}`) a list's name is a key of its records.
+    """
+    found = []
+    for document in file.records:
+        for index, each in enumerate(document.typed(outer, document.values.get(outer), list)):
+            where = f"{outer}[{index}].{inner}"
+            lists = document.typed(f"{outer}[{index}]", each, dict).get(inner)
+            named = lists.items() if isinstance(lists, dict) else [("", lists)]
+            for name, values in named:
+                at = f"{where}.{name}" if name else where
+                for number, value in enumerate(document.typed(at, values, list)):
+                    own = document.typed(f"{at}[{number}]", value, dict)
+                    found.append(Record(f"{file.path}: {at}[{number}]", {name: True, **own} if name else own))
+    return replaced(file, found)
+
+
 def unwrapped(file: RecordFile) -> RecordFile | None:
     """Return the records within the records of a file of no known form, None if there are none.
 
-    They are the one list of objects of a document, or the values of objects beside the others
-    (`{"usage": {"prompt_tokens": 7}}`).
+    They are the one list of objects of a document, and flat.
     """
     records = file.records
     if len(records) == 1:
@@ -217,27 +250,43 @@ def unwrapped(file: RecordFile) -> RecordFile | None:
             if isinstance(value, list) and value and isinstance(value[0], dict)
         ]
         if len(lists) == 1:
-            records = [
-                Record(f"{file.path}: entry {number}", value)
-                for number, value in enumerate(lists[0], start=1)
-                if isinstance(value, dict)
-            ]
-    flat = [Record(each.where, _flat(each.values)) for each in records]
-    if [each.values for each in flat] == [each.values for each in file.records]:
-        return None
-    return _with_names(file.path, file.text, file.shape, flat)
+            inner = _of_list(file.path, lists[0])[1]
+            return flat(replaced(file, inner))
+    found = flat(file)
+    return None if found is file else found
 
 
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values with the keys of objects among them, behind them; counts of a usage with their unit."""
-    found = {key: value for key, value in values.items() if not isinstance(value, dict)}
-    for name, inner in values.items():
-        if not isinstance(inner, dict):
-            continue
-        for key, value in inner.items():
-            counts = "usage" in squashed(name) and key in _USAGE and not isinstance(value, str)
-            found.setdefault(f"{key}_tokens" if counts else key, value)
-    return found
+def flat(file: RecordFile) -> RecordFile:
+    """Return a file with dotted keys in place of objects: `{"usage": {"input": 7}}` has `usage.input`.
+
+    Such a key is also known by its end (`input`), unless a shorter key has that name. A value with its unit
+    is one key: `{"latency": {"value": 5, "unit": "ms"}}` has `latency_ms`.
+    """
+    if not any(isinstance(value, dict) for each in file.records for value in each.values.values()):
+        return file
+    paths: dict[tuple[str, ...], None] = {}
+    records = []
+    for each in file.records:
+        values = dict(_leaves(each.values, ()))
+        paths.update(dict.fromkeys(path for path, value in values.items() if value is not None))
+        records.append(Record(each.where, {".".join(path): value for path, value in values.items()}))
+    names: dict[str, str] = {}
+    for path in sorted(paths, key=len):
+        for start in range(len(path)):
+            names.setdefault(squashed("".join(path[start:])), ".".join(path))
+    return RecordFile(file.path, file.text, file.shape, records, names, file.odd)
+
+
+def _leaves(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value.keys() == {"value", "unit"}:
+            unit = value["unit"]
+            yield (*path, key if unit == "tokens" else f"{key}_{unit}"), value["value"]
+        elif isinstance(value, dict) and value and len(path) < _MOST_DEPTH:
+            yield (*path, key), True
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
 
 
 def unpacked_text(path: Path) -> str:
@@ -285,14 +334,11 @@ def _of_lines(path: Path, text: str) -> tuple[str, list[Record], int]:
     return "JSON lines", records, odd
 
 
-def _of_list(path: Path, text: str) -> tuple[str, list[Record], int]:
-    values = decode_json(str(path), text)
-    records = [
-        Record(f"{path}: entry {number}", value)
-        for number, value in enumerate(values, start=1)
-        if isinstance(value, dict)
+def _of_list(path: Path, values: Iterable[Any]) -> tuple[str, list[Record]]:
+    numbered = enumerate(values, start=1)
+    return "a JSON list", [
+        Record(f"{path}: entry {number}", value) for number, value in numbered if isinstance(value, dict)
     ]
-    return "a JSON list", records, len(values) - len(records)
 
 
 def _of_csv(path: Path, text: str) -> tuple[str, list[str], list[Record]]:

@@ -1,9 +1,17 @@
-"""Requests of a file in any known form: one recogniser, by the keys that its records have."""
+"""Requests of a file in any known form: one recogniser, by the keys that its records have.
+
+Most forms are columns (`trace_columns.py`). More than columns are texts (`chats.py`), the lists of one run
+(`vllm bench serve`) and hetlb's event log.
+"""
 
 from __future__ import annotations
 
+import heapq
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from hetlb.errors import TraceError
 from hetlb.tools.workload.chats import (
@@ -19,17 +27,43 @@ from hetlb.tools.workload.chats import (
     pair_rows,
     prompt_rows,
 )
-from hetlb.tools.workload.measured_logs import NAMED_RECORDS, kind_of_log, summary_of
-from hetlb.tools.workload.record_file import RecordFile, open_records, say, unwrapped
+from hetlb.tools.workload.record_file import (
+    Record,
+    RecordFile,
+    flat,
+    open_records,
+    records_at,
+    replaced,
+    say,
+    unwrapped,
+)
 from hetlb.tools.workload.rows import REQUIRED_COLUMNS, Row, is_own, own_rows
-from hetlb.tools.workload.trace_columns import TRACES, known_trace, named_columns, rows_of
+from hetlb.tools.workload.trace_columns import (
+    FORMATS,
+    NAMED,
+    Columns,
+    Format,
+    Reading,
+    Times,
+    read_requests,
+    times_of,
+)
 
 #: Largest depth of nested objects read.
 _MOST_WRAPPED: Final = 3
+BENCH: Final = "vllm bench serve --save-result --save-detailed"
+_OWN = Format("hetlb's CSV", "", 1.0, "csv")
+_EVENTS = Format("hetlb's event log", "", 1.0, "events")
 #: Supported forms, for a refusal.
+LOG_TITLES = (
+    f"{BENCH} (also hetlb bench --save-detailed)",
+    "SGLang's bench_serving --output-details",
+    *(each.title for each in (*FORMATS, _EVENTS) if each.kind),
+    "CSV or JSON with arrival_s, input_tokens, output_tokens, ttft_s, e2e_s (or _ms, _ns)",
+)
 _TITLES = (
     f"hetlb's CSV ({','.join(REQUIRED_COLUMNS)})",
-    *TRACES,
+    *dict.fromkeys(each.title for each in FORMATS if not each.kind),
     "records whose keys name what they are (arrival_s, _ms or _ns, prompt_tokens, completion_tokens)",
     CHATS,
     PAIRS,
@@ -37,6 +71,29 @@ _TITLES = (
     PROMPTS,
     "results of a load test with the times of each request",
 )
+#: Keys of documents that hold figures of whole runs, with the file to take instead.
+_SUMMARIES: Final = {
+    "experiments version": "texts of GenAI-Perf: take the profile_export.jsonl of AIPerf",
+    "meanttftms": f"a summary of vllm bench: take the document of {BENCH}",
+    "timetofirsttoken inputconfig": "a summary of AIPerf or GenAI-Perf: take its profile_export",
+    "requestcount failurecount": "a summary of Locust, which counts no tokens",
+    "usercount totalrequestcount": "a summary of Locust, which counts no tokens",
+    "bytesout bytesin latency": "results of Vegeta, which counts no tokens",
+    "elapsed responsecode": "results of JMeter, which counts no tokens",
+    "responsetime statuscode": "results of hey, which counts no tokens",
+    "responsetimehistogram": "a summary of oha, which counts no tokens",
+    "metric data type": "results of k6, which counts no tokens",
+    "inputlen outputlen overallthroughput": "batches of SGLang's bench_one_batch: take bench_serving's",
+    "customid response error": "the results of a batch: take its requests",
+}
+
+
+def summary_of(file: RecordFile) -> str | None:
+    """Return the file to take instead of one without the tokens of each request, None of another file."""
+    for keys, advice in _SUMMARIES.items():
+        if file.has(*keys.split()):
+            return f"expected each request with its tokens, got {advice}"
+    return None
 
 
 def read_trace(path: Path, answer_tokens: int | None = None) -> list[Row]:
@@ -55,53 +112,220 @@ def rows_in(file: RecordFile, answer_tokens: int | None = None, chat_tokens: int
     """
     if is_own(file):
         return own_rows(file)
-    found, inner = _recognised(file, answer_tokens, chat_tokens), file
-    for _ in range(_MOST_WRAPPED if summary_of(file) is None else 0):
-        if found is not None or (within := unwrapped(inner)) is None:
-            break
-        found, inner = _recognised(within, answer_tokens, chat_tokens), within
+    found = recognised(file, answer_tokens, chat_tokens)
     if found is None:
         raise TraceError(
             f"{file.path}: {summary_of(file) or f'expected requests, got {file.described}'}; "
             f"read are: {'; '.join(_TITLES)}"
         )
-    title, rows, left_out = found
+    title, rows = found.title, found.reading.rows
     if not rows:
         raise TraceError(f"{file.path}: {title}: expected at least one request, got none of use")
     times = [row.arrival_s for row in rows if row.arrival_s is not None]
     timed = len(times) == len(rows)
     span = f" over {max(times) - min(times):,.1f} s" if timed else ", not all with times" if times else ""
-    notes = "".join(f"; left out: {each}" for each in left_out)
+    notes = "".join(f"; left out: {each}" for each in found.reading.left_out)
     say(file.path, f"read as {title}: {len(rows):,} request{'s'[: len(rows) > 1]}{span}{notes}")
     return rows
 
 
-def _recognised(
-    file: RecordFile, answer_tokens: int | None, chat_tokens: int | None
-) -> tuple[str, list[Row], list[str]] | None:
-    """Return the kind of a file, its rows, the rows left out; None of an unknown one. Raises `TraceError`."""
-    if (trace := known_trace(file)) is not None:
-        title, keys = trace
-        return title, *rows_of(file, keys)
-    if is_chats(file):
-        return CHATS, *chat_rows(file, chat_tokens)
-    if is_batch(file):
-        return BATCH, *batch_rows(file, answer_tokens)
-    named = named_columns(file)
-    timed = named is not None and named.arrival is not None
-    if (log := kind_of_log(file)) is not None and (timed or log[0] != NAMED_RECORDS):
-        title, reader = log
-        measured = reader(file)
-        rows = [
-            Row(each.arrival_s, max(1, each.input_tokens), each.output_tokens) for each in measured.requests
-        ]
-        left_out = [f"{measured.failed:,} that failed"] if measured.failed else []
-        left_out += [f"{measured.warm_ups:,} of the warm-up"] if measured.warm_ups else []
-        return title, rows, left_out
-    if named is not None and summary_of(file) is None:
-        return NAMED_RECORDS, *rows_of(file, named)
-    if is_pairs(file):
-        return PAIRS, *pair_rows(file)
-    if file.name("prompt", "textinput", "text") is not None:
-        return PROMPTS, *prompt_rows(file, answer_tokens)
+@dataclass(frozen=True, slots=True)
+class Recognised:
+    """A file's kind in words, and its requests."""
+
+    title: str
+    reading: Reading
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """How a file is read: with this length of answers, of conversations; of a `log` each needs its times."""
+
+    answer_tokens: int | None
+    chat_tokens: int | None
+    log: bool
+
+
+def recognised(
+    file: RecordFile, answer_tokens: int | None = None, chat_tokens: int | None = None, *, log: bool = False
+) -> Recognised | None:
+    """Return a file's kind and requests, None of an unknown one. Raises `TraceError`.
+
+    Of a `log` each request must have its times; texts are none.
+    """
+    asked, inner, summary = _Asked(answer_tokens, chat_tokens, log), file, summary_of(file) is not None
+    for _ in range(1 if summary else _MOST_WRAPPED + 1):
+        for find in _FORMS:
+            if (find is not _named or not summary) and (found := find(inner, asked)) is not None:
+                return found
+        if (within := unwrapped(inner)) is None:
+            break
+        inner = within
     return None
+
+
+def _format(file: RecordFile, asked: _Asked) -> Recognised | None:
+    """Return a file of a format of columns."""
+    form = next((each for each in FORMATS if each.fits(file)), None)
+    if form is None:
+        return None
+    inner = records_at(file, *form.inside) if form.inside is not None else file
+    return Recognised(form.title, read_requests(inner, form, bool(form.kind)))
+
+
+def _texts(file: RecordFile, asked: _Asked) -> Recognised | None:
+    """Return a file of conversations, or a batch."""
+    if asked.log or not (is_chats(file) or is_batch(file)):
+        return None
+    chats = is_chats(file)
+    rows, left_out = chat_rows(file, asked.chat_tokens) if chats else batch_rows(file, asked.answer_tokens)
+    return Recognised(CHATS if chats else BATCH, Reading(rows=rows, others=left_out))
+
+
+def _special(file: RecordFile, asked: _Asked) -> Recognised | None:
+    """Return a file of a form that is more than columns."""
+    first = file.records[0].values if file.records else {}
+    if first.get("kind") == "setup":
+        return Recognised("hetlb's event log", _events(file))
+    # Not by the squashed key: `ttft_s` of a request is no list of all.
+    if file.shape != "CSV" and first.keys() & {"runs", "ttfts"}:
+        sglang = str(first.get("backend", "")).startswith("sglang")
+        title = "the results of SGLang's bench_serving" if sglang else "the results of vllm bench serve"
+        form = Format(title, "", 1.0, "sglang" if sglang else "bench")
+        return Recognised(title, read_requests(_transposed(file), form, measured=True))
+    return _own(file) if is_own(file) else None
+
+
+def _own(file: RecordFile) -> Recognised:
+    """Return hetlb's own columns, with the times of each request if they are there."""
+    rows, columns = own_rows(file), Columns(file, _OWN)
+    if not (columns.has("ttft") and columns.has("e2e")):
+        return Recognised(_OWN.title, Reading(rows=rows))
+    times = [
+        times_of(columns, _OWN, record, row.arrival_s) for record, row in zip(file.records, rows, strict=True)
+    ]
+    good = [index for index, each in enumerate(times) if each.ttft_s and rows[index].output_tokens]
+    found = Reading("csv", [rows[index] for index in good], [times[index] for index in good])
+    found.failed = len(rows) - len(good)
+    return Recognised("hetlb's CSV of measured requests", found)
+
+
+def _named(file: RecordFile, asked: _Asked) -> Recognised | None:
+    """Return a file whose keys name what they are."""
+    if not NAMED.fits(file):
+        return None
+    columns = Columns(flat(file), NAMED)
+    timed = columns.has("arrival") and columns.has("e2e", "end")
+    measured = columns.has("ttft", "first") and (asked.log or timed)
+    return Recognised(NAMED.title, read_requests(file, NAMED, measured))
+
+
+def _pairs(file: RecordFile, asked: _Asked) -> Recognised | None:
+    """Return a file of prompts, with their answers or without."""
+    pairs = is_pairs(file)
+    if asked.log or not (pairs or file.name("prompt", "textinput", "text")):
+        return None
+    rows, left_out = pair_rows(file) if pairs else prompt_rows(file, asked.answer_tokens)
+    return Recognised(PAIRS if pairs else PROMPTS, Reading(rows=rows, others=left_out))
+
+
+#: The more special ones first.
+_FORMS: Final[tuple[Callable[[RecordFile, _Asked], Recognised | None], ...]] = (
+    *(_format, _texts, _special, _named, _pairs),
+)
+
+# --- the lists of one run ---------------------------------------------------------------------------------
+
+
+def _transposed(file: RecordFile) -> RecordFile:
+    """Return a record for each request of a run whose figures stand in lists. Raises `TraceError`."""
+    path, document = file.path, file.records[0].values
+    if len(file.records) > 1:
+        raise TraceError(f"{path}: expected one run, got {len(file.records)} (a line each): keep one of them")
+    if isinstance(runs := document.get("runs"), list) and runs:
+        if len(runs) > 1:
+            raise TraceError(f"{path}: runs: expected one run, got {len(runs)} (one rate and seed a log)")
+        document = runs[0]
+    names = ["input_lens", "output_lens", "ttfts", "itls"]
+    missing = [name for name in names if not isinstance(document, dict) or not document.get(name)]
+    if missing:
+        raise TraceError(f"{path}: expected {', '.join(names)} ({BENCH}), missing {', '.join(missing)}")
+    names += [name for name in ("start_times", "errors") if document.get(name)]
+    columns = [document[name] for name in names]
+    lengths = [len(column) if isinstance(column, list) else None for column in columns]
+    if None in lengths or len(set(lengths)) != 1:
+        raise TraceError(f"{path}: {', '.join(names)}: expected lists of one length, got {lengths}")
+    values: list[dict[str, Any]] = [
+        dict(zip(names, each, strict=True)) for each in zip(*columns, strict=True)
+    ]
+    for each in values:  # of a failed one there may be no first token
+        each["ttfts"], each["itls"] = each["ttfts"] or 0.0, each["itls"] or []
+    records = [Record(f"{path}: entry {number}", each) for number, each in enumerate(values, start=1)]
+    if "start_times" not in names:
+        form = Format("", "", 1.0)
+        columns_of = Columns(replaced(file, records), form)
+        whole_s = [times_of(columns_of, form, each, 0.0).e2e_s for each in records]
+        for each, start_s in zip(values, _starts_s(path, document, whole_s), strict=True):
+            each["start_times"] = start_s
+    return replaced(file, records)
+
+
+def _starts_s(path: Path, document: Mapping[str, Any], durations_s: list[float]) -> Iterator[float]:
+    """Yield the send times of a run without `start_times`. Raises `TraceError` if they stay unknown.
+
+    At an infinite rate all are sent at once; with a concurrency limit, each at the end of an earlier one.
+    """
+    rate, most = document.get("request_rate"), document.get("max_concurrency")
+    if rate not in ("inf", math.inf):
+        raise TraceError(
+            f"{path}: start_times: expected the time of each request, which a run at request_rate "
+            f"{rate!r:.20} does not tell: measure at --request-rate inf, or by hetlb bench --save-detailed"
+        )
+    ends = [0.0] * (most if isinstance(most, int) and 1 <= most < len(durations_s) else len(durations_s))
+    for duration_s in durations_s:
+        start_s = heapq.heappop(ends)
+        yield start_s
+        heapq.heappush(ends, start_s + duration_s)
+
+
+# --- hetlb's event log ------------------------------------------------------------------------------------
+
+
+def _events(file: RecordFile) -> Reading:
+    from hetlb.options.event_log.eventlog import decode_setup
+
+    try:
+        setup = decode_setup(file.text.partition("\n")[0])
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as caught:
+        raise TraceError(f"{file.path}: line 1: expected the set-up of an event log: {caught}") from caught
+    arrivals: dict[int, dict[str, Any]] = {}
+    placed: dict[int, tuple[int, str, float]] = {}
+    first: dict[int, float] = {}
+    found = Reading("events", setup=setup)
+    for record in file.records[1:]:
+        fact = record.values
+        try:
+            now, kind = record.moment("t", fact["t"], 1.0), fact["kind"]
+            if kind == "arrival":
+                arrivals[fact["request"]["id"]] = fact["request"]
+            elif kind == "first_token":
+                first.setdefault(fact["lease"], now)
+            elif kind == "lease_ended" and fact["lease"] in placed:
+                request_id, instance, began = placed[fact["lease"]]
+                request = arrivals[request_id]
+                output = fact["output_tokens"] // max(1, request.get("sequences", 1))
+                ttft_s = first.get(fact["lease"], began) - began
+                if fact.get("outcome") != "ok" or not output or not ttft_s:
+                    found.failed += 1
+                else:
+                    ttft_s = record.seconds("first_token", ttft_s)
+                    e2e_s = record.seconds("lease_ended", now - began, 1.0, ttft_s)
+                    prompt = max(1, record.tokens("prompt_tokens", request["prompt_tokens"]))
+                    found.rows.append(Row(began, prompt, record.tokens("output_tokens", output)))
+                    found.times.append(Times(ttft_s, e2e_s, None, instance))
+            for command in fact["out"]:
+                if command[0] == "dispatch":
+                    placed[command[2]] = (command[1], command[3], now)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as caught:
+            raise TraceError(f"{record.where}: expected a fact of hetlb's event log: {caught!r}") from caught
+    return found
