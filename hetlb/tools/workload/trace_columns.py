@@ -159,7 +159,7 @@ FORMATS = (
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """What was measured of a request, in seconds; `queue_s` is None if the file does not say."""
+    """Measured times of a request, in seconds; `queue_s` is None if the file does not say."""
 
     ttft_s: float
     e2e_s: float
@@ -168,7 +168,7 @@ class Times:
 
 
 @dataclass(slots=True)
-class Reading:
+class Requests:
     """The requests of a file in its order, and of a measured one the times of each."""
 
     kind: str = ""
@@ -183,7 +183,7 @@ class Reading:
 
     @property
     def left_out(self) -> list[str]:
-        """What was left out, in words."""
+        """Return the requests that were left out, in words."""
         found = [f"{self.failed:,} that failed"] if self.failed else []
         return found + ([f"{self.warm_ups:,} of the warm-up"] if self.warm_ups else []) + self.others
 
@@ -240,13 +240,13 @@ class Columns:
         return self._units_s[key]
 
 
-def read_requests(file: RecordFile, form: Format, measured: bool) -> Reading:
+def read_requests(file: RecordFile, form: Format, measured: bool) -> Requests:
     """Return the requests of a file of a format, with their times if they were `measured`.
 
     Raises `TraceError`.
     """
     columns = Columns(flat(file), form)
-    found = Reading(form.kind if measured else "")
+    found = Requests(form.kind if measured else "")
     missing = [role for role in ("input", "output") if not columns.has(role)]
     if measured:
         missing += [] if columns.has("arrival") else ["arrival_s"]

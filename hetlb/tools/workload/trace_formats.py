@@ -43,7 +43,7 @@ from hetlb.tools.workload.trace_columns import (
     NAMED,
     Columns,
     Format,
-    Reading,
+    Requests,
     Times,
     read_requests,
     times_of,
@@ -134,12 +134,12 @@ class Recognised:
     """A file's kind in words, and its requests."""
 
     title: str
-    reading: Reading
+    reading: Requests
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """How a file is read: with this length of answers, of conversations; of a `log` each needs its times."""
+    """Lengths of answers and of conversations, and whether each request needs its times (`log`)."""
 
     answer_tokens: int | None
     chat_tokens: int | None
@@ -179,7 +179,7 @@ def _texts(file: RecordFile, asked: _Asked) -> Recognised | None:
         return None
     chats = is_chats(file)
     rows, left_out = chat_rows(file, asked.chat_tokens) if chats else batch_rows(file, asked.answer_tokens)
-    return Recognised(CHATS if chats else BATCH, Reading(rows=rows, others=left_out))
+    return Recognised(CHATS if chats else BATCH, Requests(rows=rows, others=left_out))
 
 
 def _special(file: RecordFile, asked: _Asked) -> Recognised | None:
@@ -200,12 +200,12 @@ def _own(file: RecordFile) -> Recognised:
     """Return hetlb's own columns, with the times of each request if they are there."""
     rows, columns = own_rows(file), Columns(file, _OWN)
     if not (columns.has("ttft") and columns.has("e2e")):
-        return Recognised(_OWN.title, Reading(rows=rows))
+        return Recognised(_OWN.title, Requests(rows=rows))
     times = [
         times_of(columns, _OWN, record, row.arrival_s) for record, row in zip(file.records, rows, strict=True)
     ]
     good = [index for index, each in enumerate(times) if each.ttft_s and rows[index].output_tokens]
-    found = Reading("csv", [rows[index] for index in good], [times[index] for index in good])
+    found = Requests("csv", [rows[index] for index in good], [times[index] for index in good])
     found.failed = len(rows) - len(good)
     return Recognised("hetlb's CSV of measured requests", found)
 
@@ -226,7 +226,7 @@ def _pairs(file: RecordFile, asked: _Asked) -> Recognised | None:
     if asked.log or not (pairs or file.name("prompt", "textinput", "text")):
         return None
     rows, left_out = pair_rows(file) if pairs else prompt_rows(file, asked.answer_tokens)
-    return Recognised(PAIRS if pairs else PROMPTS, Reading(rows=rows, others=left_out))
+    return Recognised(PAIRS if pairs else PROMPTS, Requests(rows=rows, others=left_out))
 
 
 #: The more special ones first.
@@ -291,7 +291,7 @@ def _starts_s(path: Path, document: Mapping[str, Any], durations_s: list[float])
 # --- hetlb's event log ------------------------------------------------------------------------------------
 
 
-def _events(file: RecordFile) -> Reading:
+def _events(file: RecordFile) -> Requests:
     from hetlb.options.event_log.eventlog import decode_setup
 
     try:
@@ -301,7 +301,7 @@ def _events(file: RecordFile) -> Reading:
     arrivals: dict[int, dict[str, Any]] = {}
     placed: dict[int, tuple[int, str, float]] = {}
     first: dict[int, float] = {}
-    found = Reading("events", setup=setup)
+    found = Requests("events", setup=setup)
     for record in file.records[1:]:
         fact = record.values
         try:
