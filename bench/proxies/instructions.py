@@ -84,8 +84,9 @@ async def engine(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
                 kind, answer = b"text/plain", METRICS
             elif body and b'"stream":true' not in body:
                 usage = b'"usage":{"prompt_tokens":3,"total_tokens":9,"completion_tokens":6}'
-                text = b'"choices":[{"index":0,"message":{"role":"assistant","content":"x"}}]'
-                kind, answer = b"application/json", b'{"id":"a",%b,%b}' % (text, usage)
+                text = b'"message":{"role":"assistant","content":"Paris is the capital of France."}'
+                text = b'"choices":[{"index":0,%b,"logprobs":null,"finish_reason":"stop"}]' % text
+                kind, answer = b"application/json", b'{"id":"a","model":"m",%b,%b}' % (text, usage)
             elif body:
                 asked, ids = json.loads(body), b'"return_token_ids":true' in body
                 streams[ids] += 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from proxy.test_proxying import Start, ask, post
 from proxy.upstreams import Upstream, plain
 
-from hetlb.balancer.http.answer_form import GOOD, ODD, WRONG, form_of_body, form_of_stream, model_of
+from hetlb.balancer.http.answer_form import GOOD, ODD, WRONG, form_of_body, form_of_stream, is_usual, model_of
 
 
 def event(text: str | None, finish: str | None = None, **delta: Any) -> bytes:
@@ -79,10 +79,37 @@ def test_an_answer_that_was_asked_to_be_short_is_not_odd() -> None:
     assert form_of_stream(ROLE + event("x"), b"", 3, None, b"stop", True) == GOOD
 
 
+@given(
+    st.text(max_size=12) | st.sampled_from('! \\"x\n\x00').map(lambda each: each * 20),
+    st.sampled_from(["stop", "length", "error", "abort", "tool_calls", None]),
+    st.integers(0, 9),
+    st.sampled_from(["m", "other"]),
+    st.booleans(),
+)
+def test_an_answer_that_is_usual_at_one_look_is_good_at_a_second(
+    text: str, finish: str | None, tokens: int, model: str, compact: bool
+) -> None:
+    body = whole(text, finish)
+    if compact:
+        body = json.dumps(json.loads(body), separators=(",", ":"), ensure_ascii=False).encode()
+    if is_usual(body, tokens, model):
+        assert form_of_body(body, tokens, False) == GOOD
+        assert model_of(body) == model
+
+
+def test_most_answers_are_usual() -> None:
+    body = json.dumps(json.loads(whole("a few words")), separators=(",", ":")).encode()
+    assert is_usual(body, 9, "m")
+    assert not is_usual(body, 9, "other")
+    assert not is_usual(body, 1, "m")
+    assert not is_usual(body, None, "m")
+
+
 @given(st.binary(max_size=200), st.binary(max_size=60), st.integers(0, 99))
 def test_any_bytes_have_a_form(sample: bytes, last: bytes, events: int) -> None:
     assert form_of_stream(sample, last, events, None, b"stop", False) in (GOOD, ODD, WRONG)
     assert form_of_body(sample, None, False) in (GOOD, ODD, WRONG)
+    assert not is_usual(sample, 9, "m")
     assert isinstance(model_of(sample), str)
 
 

@@ -6,6 +6,7 @@ together with many others, an output token takes a step of its own).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -197,11 +198,13 @@ class Mix:
 class Demand:
     """Demand for one model: the mean request, and whether and how fast requests keep arriving."""
 
-    __slots__ = ("_bursts", "answer_s", "arrivals", "burst", "mix", "protected", "rate")
+    __slots__ = ("_bursts", "_silent_at", "answer_s", "arrivals", "burst", "mix", "protected", "rate")
 
     def __init__(self) -> None:
         #: Times at which the newest bursts began, without a long silence between them, in seconds.
         self._bursts: list[float] = []
+        #: Time at which the silence since has ended the stream.
+        self._silent_at = -math.inf
         #: Seconds of the newest answer at best.
         self.answer_s = 0.0
         #: Requests that came so far, and how many per second lately.
@@ -233,26 +236,22 @@ class Demand:
         if bursts and now - bursts[-1] <= _BURST_SHARE * self.answer_s:
             self.burst += 1
         else:
-            if self._silent(now):
+            if now > self._silent_at:
                 bursts.clear()
             self.burst = 1
             bursts.append(now)
-            if len(bursts) > _KEPT_GAPS:
+            gaps, longest_s = len(bursts) - 1, _LONGEST_GAP_S
+            if gaps >= _KEPT_GAPS:
                 del bursts[0]
+                gaps -= 1
+            if gaps:
+                longest_s = _SILENT_GAPS * (now - bursts[0]) / gaps
+            self._silent_at = now + longest_s
         self.rate = self.rate.plus(1.0, now)
-
-    def _silent(self, now: float) -> bool:
-        """Return True if the silence up to now has ended the stream."""
-        bursts, longest_s = self._bursts, _LONGEST_GAP_S
-        if not bursts:
-            return True
-        if len(bursts) > 1:
-            longest_s = _SILENT_GAPS * (bursts[-1] - bursts[0]) / (len(bursts) - 1)
-        return now - bursts[-1] > longest_s
 
     def goes_on(self, now: float) -> bool:
         """Return True if requests keep coming.
 
         Requests that came at once are no stream: they wait, and are counted there.
         """
-        return len(self._bursts) > _STREAM_GAPS and not self._silent(now)
+        return len(self._bursts) > _STREAM_GAPS and now <= self._silent_at

@@ -45,9 +45,7 @@ class Failover:
         self._retries.leases.discard(lease.id)
         if self.placement.adapter_load is not None:
             self.placement.adapter_load.expected.pop(lease.id, None)
-        instance = self.ledger.drop(lease, now, outcome)
-        instance.breaker.ended(lease.id)
-        return instance
+        return self.ledger.drop(lease, now, outcome)
 
     def ended_badly(
         self,

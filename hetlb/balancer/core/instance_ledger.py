@@ -376,10 +376,13 @@ class InstanceLedger(InstanceLimits):
                 running -= lease.request.sequences
                 unread -= lease.request.sequences if lease.request.streamed else 0
                 prompts -= lease.prompt_tokens
-        decoding = max(0, min(running - unread, self.max_num_seqs))
+        decoding = running - unread
+        if decoding > self.max_num_seqs:
+            decoding = self.max_num_seqs
         tokens = 0.0
-        if decoding:
-            grown = self.grown_tokens / max(self._begun_sequences, decoding)
+        if decoding > 0:
+            begun = self._begun_sequences
+            grown = (begun * self._steps - self._begun_steps) / (begun if begun > decoding else decoding)
             tokens = decoding * (prompts / running + grown)
             load = self.load
             step_s = load.step_s + load.token_s * tokens / load.engines
@@ -387,11 +390,12 @@ class InstanceLedger(InstanceLimits):
                 pending, room = self.pending_prompt_tokens / load.engines, load.budget - load.batch
                 step_s += load.prompt_token_s * (pending if pending < room else max(0.0, room))
             self._occupancy = None
-            self._steps_per_s = 1.0 / max(step_s, LEAST_STEP_S)
-            steps = max(0.0, now - self.speed.last) * self._steps_per_s
+            self._steps_per_s = 1.0 / (step_s if step_s > LEAST_STEP_S else LEAST_STEP_S)
+            since_s = now - self.speed.last
+            steps = since_s * self._steps_per_s if since_s > 0.0 else 0.0
             self._steps += steps
             tokens += decoding * steps / 2.0
-        self.speed.elapsed(decoding, tokens, now)
+        self.speed.elapsed(decoding if decoding > 0 else 0, tokens, now)
         reading = self._reading
         while reading and _read_by(reading[0]) <= now:
             lease = reading.popleft()

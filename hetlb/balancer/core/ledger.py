@@ -74,9 +74,10 @@ class Ledger:
         """Return the lease that the instance is to book."""
         cache, sequences, prompt = instance.kv_cache_tokens, request.sequences, request.prompt_tokens
         # One request never books more than its instance has: it would wait inside the engine.
-        prompt_tokens = min(sequences * prompt, cache)
-        answers = sequences * nearest(predicted)
-        promised = min(sequences * prompt + answers, cache)
+        prompt_tokens, answers = sequences * prompt, sequences * nearest(predicted)
+        promised = prompt_tokens + answers
+        if promised > cache:
+            prompt_tokens, promised = min(prompt_tokens, cache), cache
         shared: Shared | None = None
         exact = None if instance.blocks is None else instance.blocks.exact(request, instance.engines)
         if (sequences == 1 and not request.prefix_keys and exact is None) or not instance.caches_prefixes:
@@ -94,7 +95,9 @@ class Ledger:
                 shared, held = Shared(None, 0, 0, exact), exact
             own = min(prompts * (prompt - common), cache)
             unread = max(prompts, prompts * (prompt - max(common, held)) + max(0, common - held))
-        kv_prompt_tokens, kv_tokens = own, max(own, min(own + answers, cache))
+        kv_prompt_tokens, kv_tokens = own, own + answers
+        if kv_tokens > cache:
+            kv_tokens = max(own, cache)
         need = instance.kv_need
         if need is not None:
             kv_prompt_tokens, kv_tokens = [

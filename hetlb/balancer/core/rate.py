@@ -24,9 +24,8 @@ class RecentRate:
         self._at = at
         self._per_s = per_s
         self._since = since
-        #: Share of the weights of a long time that lies since the first event.
-        seconds = at - since
-        self._known = 1.0 - math.exp(-(seconds if seconds > _LEAST_S else _LEAST_S) / MEMORY_S)
+        #: Share of the weights of a long time that lies since the first event, 0 before it is asked for.
+        self._known = 0.0
 
     def plus(self, count: float, now: float) -> RecentRate:
         """Return the rate with a count of now."""
@@ -39,5 +38,8 @@ class RecentRate:
     def per_s(self, now: float) -> float:
         """Return the rate now."""
         since_s = now - self._at
+        if not self._known:
+            seconds = self._at - self._since
+            self._known = 1.0 - math.exp(-(seconds if seconds > _LEAST_S else _LEAST_S) / MEMORY_S)
         known = self._per_s / self._known
         return known * math.exp(-since_s / MEMORY_S) if since_s > 0.0 else known

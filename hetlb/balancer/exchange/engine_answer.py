@@ -9,7 +9,7 @@ from hetlb.balancer.exchange import ends
 from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.streamed_answer import StreamedAnswer
 from hetlb.balancer.http import error_responses
-from hetlb.balancer.http.answer_form import GOOD, ODD, form_of_body, form_of_stream, model_of
+from hetlb.balancer.http.answer_form import GOOD, ODD, form_of_body, form_of_stream, is_usual, model_of
 from hetlb.balancer.http.http1 import ResponseHead
 from hetlb.balancer.http.retry_after import retry_after_s
 from hetlb.balancer.http.sse import TAIL_BYTES, is_answer, usage_in_tail
@@ -30,7 +30,7 @@ class EngineAnswer:
     `whole_only`: nothing goes out before all of it is there. `tail`: the last bytes of a plain body.
     """
 
-    __slots__ = ("_counted", "_transfers", "head", "length", "stream", "tail", "whole_only")
+    __slots__ = ("_tokens", "_transfers", "head", "length", "stream", "tail", "whole_only")
 
     def __init__(self, head: ResponseHead, length: int | None) -> None:
         self.head = head
@@ -38,7 +38,8 @@ class EngineAnswer:
         self.stream: StreamedAnswer | None = None
         self.whole_only = False
         self.tail = b""
-        self._counted = False
+        #: Output tokens of a whole answer by its usage.
+        self._tokens: int | None = None
         #: Empties fields about KV transfers, None before the first part.
         self._transfers: TransferWatch | None = None
 
@@ -53,6 +54,8 @@ class EngineAnswer:
     @property
     def _is_legible(self) -> bool:
         """True if its body is not compressed."""
+        if self.head.fields.get(b"content-encoding") is None:
+            return True
         codings = {value.lower() for name, value in self.head.headers if name == b"content-encoding"}
         return codings <= {b"", b"identity"}
 
@@ -124,7 +127,7 @@ class EngineAnswer:
         stream = self.stream
         if stream is None:
             counts = usage_in_tail(self.tail)
-            self._counted = counts[0] is not None
+            self._tokens = counts[0]
             return counts
         return stream.usage()
 
@@ -135,7 +138,7 @@ class EngineAnswer:
             return ends.REFUSED_IN_STREAM if stream.refused else ends.ERROR_EVENT
         if status < 400:
             if not generates or (
-                is_answer(self.tail, self._counted) if stream is None else stream.says_tokens
+                is_answer(self.tail, self._tokens is not None) if stream is None else stream.says_tokens
             ):
                 return ends.ANSWERED
             return ends.NO_ANSWER if self._is_legible else ends.ANSWERED
@@ -143,6 +146,12 @@ class EngineAnswer:
             return ends.BUSY
         # A loop behind another proxy is no failure of that one.
         return ends.REFUSED if status < 500 or status == LOOP_STATUS else ends.SERVER_ERROR
+
+    def is_usual(self, request: Request) -> bool:
+        """Return True if it is good at one look; else `form` and `model` say what it is."""
+        if self.stream is not None or request.streamed or request.sequences > 1:
+            return False
+        return is_usual(self.tail, self._tokens, request.model)
 
     def form(self, request: Request) -> int:
         """Return the form of a whole answer to a chat or a completion; `usage` was read before."""
@@ -163,8 +172,7 @@ class EngineAnswer:
             return GOOD
         if request.streamed and not self.head.fields.get(b"content-type", b"").lower().startswith(_EVENTS):
             return ODD
-        tokens = usage_in_tail(self.tail)[0] if self._counted else None
-        return form_of_body(self.tail, tokens, may_be_short)
+        return form_of_body(self.tail, self._tokens, may_be_short)
 
     @property
     def model(self) -> str:

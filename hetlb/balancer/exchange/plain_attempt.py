@@ -320,7 +320,7 @@ class Plain(Attempt):
         take_usage(self, answer)
         end = answer.end(record.kind in SSE_KINDS)
         if end is ends.ANSWERED and record.path in PATHS and not record.resumed_tokens:
-            end = _judged(self, answer)
+            end = ends.ANSWERED if answer.is_usual(record.request) else _judged(self, answer)
         exchange.finish(end)
 
     def token_at(self, heard_at: float) -> float:

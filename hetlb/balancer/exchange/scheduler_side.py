@@ -30,6 +30,8 @@ BEAT_S: Final = 0.1
 EMITS_S: Final = 2.0
 #: Least assumed rate of ended requests, per second.
 _LEAST_RPS: Final = 0.1
+#: Seconds in which requests end together: they are counted at once.
+_TOGETHER_S: Final = 0.1
 #: Longest `Retry-After` in seconds, and the largest share added at random: not all come back together.
 _LONGEST_RETRY_AFTER_S: Final = 40.0
 _SPREAD_SHARE: Final = 0.5
@@ -38,17 +40,27 @@ _SPREAD_SHARE: Final = 0.5
 class DrainRate:
     """Recent rate of ended requests, and the `Retry-After` of rejected clients."""
 
-    __slots__ = ("_rate", "_rng")
+    __slots__ = ("_at", "_count", "_rate", "_rng")
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._rate = RecentRate()
+        #: Requests that ended at about the same time, and that time.
+        self._count, self._at = 0.0, -math.inf
 
     def ended(self, now: float) -> None:
-        self._rate = self._rate.plus(1.0, now)
+        if now - self._at > _TOGETHER_S:
+            self._take()
+            self._at = now
+        self._count += 1.0
+
+    def _take(self) -> None:
+        if self._count:
+            self._rate, self._count = self._rate.plus(self._count, self._at), 0.0
 
     def retry_after_s(self, waiting: int, now: float) -> float:
         """Return seconds until another try makes sense, with `waiting` requests in the queue."""
+        self._take()
         return self.spread(waiting / max(_LEAST_RPS, self._rate.per_s(now)))
 
     def spread(self, wait_s: float) -> float:

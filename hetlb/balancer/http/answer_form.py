@@ -36,6 +36,11 @@ _FINISH: Final = re.compile(rb'"finish_reason"\s*+:\s*+"([a-z_]{1,32}+)"')
 _TEXT: Final = re.compile(rb'"(?:content|text|reasoning|reasoning_content)"\s*+:\s*+"([^"]{0,64}+)')
 _NO_CHOICE: Final = re.compile(rb'"choices"\s*+:\s*+(?:\[\s*+\]|null)')
 _CHOICE: Final = re.compile(rb'"choices"\s*+:\s*+\[\s*+\{')
+#: Begin of a text as engines write it: of a chat, of a completion.
+_CONTENT: Final = b'"content":"'
+_COMPLETED: Final = b'"text":"'
+_QUOTE: Final = 0x22
+_ESCAPE: Final = 0x5C
 _NO_TEXT: Final = (
     b'"tool_calls":[{',
     b'"tool_calls": [{',
@@ -56,6 +61,27 @@ class _Answer(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Answer)
 
 
+def is_usual(body: bytes, tokens: int | None, model: str) -> bool:
+    """Return True if a whole answer is good at one look, as most are. False says nothing.
+
+    Its text begins with two different characters, of which the first is no blank. `tokens` are by its usage,
+    so there is more behind the text.
+    """
+    if tokens is None or tokens <= _SHORT_TOKENS:
+        return False
+    at = body.find(_CONTENT) + len(_CONTENT)
+    if at < len(_CONTENT):
+        at = body.find(_COMPLETED) + len(_COMPLETED)
+        if at < len(_COMPLETED):
+            return False
+    first, second = body[at], body[at + 1]
+    if first in (second, _QUOTE, _ESCAPE) or first <= 0x20 or second == _QUOTE:
+        return False
+    if body.find(b'"finish_reason":"stop"') < 0 and body.find(b'"finish_reason":"length"') < 0:
+        return False
+    return body.find(b'"model":"' + model.encode() + b'"') >= 0
+
+
 def form_of_stream(
     sample: bytes, last: bytes, events: int, tokens: int | None, finish: bytes, may_be_short: bool
 ) -> int:
@@ -66,19 +92,18 @@ def form_of_stream(
         return WRONG
     texts = _TEXT.findall(sample) + _TEXT.findall(last)
     said = b"".join(texts)
-    other = any(sample.find(each) >= 0 for each in _NO_TEXT)
     if not finish:
-        return ODD if other or said.strip() else WRONG
-    if other:
-        return GOOD
+        return ODD if said.strip() or _says_more(sample) else WRONG
     kinds = set(filter(None, texts))
     if events > _MANY and len(texts) > 2 and len(kinds) == 1 and len(said) <= len(texts) * _SAME_CHARACTERS:
-        return ODD
-    if finish != b"stop" or may_be_short:
+        odd = True
+    elif finish != b"stop" or may_be_short:
         return GOOD
-    count = len([each for each in texts if each]) if tokens is None else tokens
-    short = count <= _SHORT_TOKENS and len(said) <= _SHORT_CHARACTERS
-    return ODD if short or not said.strip() else GOOD
+    else:
+        count = len([each for each in texts if each]) if tokens is None else tokens
+        short = count <= _SHORT_TOKENS and len(said) <= _SHORT_CHARACTERS
+        odd = short or not said.strip()
+    return ODD if odd and not _says_more(sample) else GOOD
 
 
 def form_of_body(body: bytes, tokens: int | None, may_be_short: bool) -> int:
@@ -95,12 +120,17 @@ def form_of_body(body: bytes, tokens: int | None, may_be_short: bool) -> int:
         return WRONG
     text = _TEXT.search(body)
     begin = b"" if text is None else text[1]
-    if body.find(b"\\u0000\\u0000") >= 0 or (len(begin) >= _MANY and begin == begin[:1] * len(begin)):
+    if begin[:12] == b"\\u0000\\u0000" or (len(begin) >= _MANY and begin == begin[:1] * len(begin)):
         return ODD
-    if finish != b"stop" or may_be_short or any(body.find(each) >= 0 for each in _NO_TEXT):
+    if finish != b"stop" or may_be_short:
         return GOOD
     few = tokens is not None and tokens <= _SHORT_TOKENS and len(begin) <= _SHORT_CHARACTERS
-    return ODD if few or not begin.strip() else GOOD
+    return ODD if (few or not begin.strip()) and not _says_more(body) else GOOD
+
+
+def _says_more(answer: bytes) -> bool:
+    """Return True if an answer has other content than text."""
+    return any(answer.find(each) >= 0 for each in _NO_TEXT)
 
 
 def model_of(sample: bytes) -> str:

@@ -196,9 +196,8 @@ class Totals:
         key = (outcome._value_, phase, label, STATUS_CLASSES[status // 100 if status < 600 else 5])
         self.requests[key] = self.requests.get(key, 0) + 1
 
-    def believed(self, lease: Lease) -> None:
+    def believed(self, lease: Lease, instance: InstanceTotals) -> None:
         """Count the scheduler's expectations of an ended lease: cached prompt tokens, decode time."""
-        instance = self.instances[lease.instance]
         if lease.shared is not None:
             prompts = lease.request.sequences // max(1, lease.request.samples)
             instance.expected_cached_prompt_tokens += prompts * lease.shared.held_tokens
@@ -210,8 +209,10 @@ class Totals:
         outcome, ended_at = record.outcome, record.ended_at
         assert outcome is not None
         assert ended_at is not None
-        request, lease, ttft_s = record.request, record.lease, record.ttft_s
-        self.recent.finished(record)
+        request, lease = record.request, record.lease
+        ttft_s, e2e_s, queue_s = record.ttft_s, record.e2e_s, record.queue_s
+        prompt_tokens, cached_tokens = record.prompt_tokens_total, record.cached_tokens or 0
+        self.recent.finished(outcome, lease, ended_at, ttft_s, e2e_s, prompt_tokens)
         if not served:  # a client may have made up the name of its model
             name = OTHER_MODELS if request.model else ""
             self.count(outcome, record.ended_in._value_, name, record.status)
@@ -221,19 +222,19 @@ class Totals:
         if request.service.name and outcome is not Outcome.CLIENT_GONE:
             key = (request.model, request.service.name, outcome is _OK and _met(record))
             self.classes[key] = self.classes.get(key, 0) + 1
-        model.queue.observe(record.queue_s)
+        model.queue.observe(queue_s)
         account = self.account(request.tenant, request.model)
         account.requests += 1
-        account.queue_s += record.queue_s
+        account.queue_s += queue_s
         if lease is None:
             return
-        account.prompt_tokens += record.prompt_tokens_total
-        account.cached_prompt_tokens += record.cached_tokens or 0
+        account.prompt_tokens += prompt_tokens
+        account.cached_prompt_tokens += cached_tokens
         account.output_tokens += record.output_tokens
         instance = self.instances[lease.instance]
         instance.ended(outcome, lease.output_tokens)
-        instance.prompt_tokens += record.prompt_tokens_total
-        instance.cached_prompt_tokens += record.cached_tokens or 0
+        instance.prompt_tokens += prompt_tokens
+        instance.cached_prompt_tokens += cached_tokens
         if record.streamed and ttft_s is not None:
             model.ttft.observe(ttft_s)
             if (
@@ -244,13 +245,13 @@ class Totals:
             ):
                 seen_s = record.first_byte_at - lease.dispatched_at
                 instance.took("mixed" if lease.beside else "prefill", lease.expected_first_s, seen_s)
-        self.believed(lease)
+        self.believed(lease, instance)
         if record.status == _SWITCHED:
             model.session.observe(ended_at - lease.dispatched_at)
             return
         if outcome is not _OK:
             return
-        model.e2e.observe(record.e2e_s)
+        model.e2e.observe(e2e_s)
         if request.generates and lease.output_tokens and not record.resumed:
             served_s = ended_at - lease.dispatched_at
             model.output_ratio.observe(lease.predicted_output * request.sequences / lease.output_tokens)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 from operator import add, mul
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ class Histogram:
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = list(bounds)
-        #: By the first bound that is not below the value; the last one for values above all.
+        #: Values at or below each bound; the last one is of all.
         self._counts = [0] * (len(self._bounds) + 1)
         self._total = 0.0
         #: Values that are not counted yet.
@@ -33,17 +34,18 @@ class Histogram:
 
     def observe_all(self, values: Sequence[float]) -> None:
         self._values += values
-        self._count()
+        if len(self._values) >= _BATCH_VALUES:
+            self._count()
 
     def _count(self) -> None:
         """Count the values that wait."""
-        values, bounds, counts, at = sorted(self._values), self._bounds, self._counts, 0
-        for value in values:
-            while at < len(bounds) and bounds[at] < value:
-                at += 1
-            counts[at] = counts[at] + 1
-        self._total += sum(values)
-        self._values.clear()
+        values = self._values
+        if values:
+            values.sort()
+            below = [*map(bisect_right, repeat(values), self._bounds), len(values)]
+            self._counts = list(map(add, self._counts, below))
+            self._total += sum(values)
+            values.clear()
 
     def add(self, other: Histogram) -> None:
         """Count the values of another histogram of the same bounds too."""
@@ -54,7 +56,7 @@ class Histogram:
     def figures(self) -> tuple[Sequence[float], list[int], float]:
         """Return the bounds, counts up to each (and, last, of all), and the sum."""
         self._count()
-        return self._bounds, list(accumulate(self._counts)), self._total
+        return self._bounds, self._counts.copy(), self._total
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _histogram, (self._bounds, self._counts, self._total, self._values)
