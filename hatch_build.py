@@ -38,7 +38,8 @@ COMPILED = (
         f"balancer/exchange/{name}.py"
         for name in (
             "attempt", "driver", "ends", "engine_answer", "engine_request", "exchange",
-            "exchange_states", "plain_attempt", "scheduler_driver", "scheduler_side", "streamed_answer",
+            "exchange_states", "kept_answers", "plain_attempt", "scheduler_driver", "scheduler_side",
+            "streamed_answer",
         )
     ),
     *(

@@ -291,22 +291,6 @@ async def test_large_bodies_pass(start: Start) -> None:
     assert answer.body == b"y" * 8_000_000
 
 
-async def test_answers_are_not_kept_and_that_is_said(start: Start) -> None:
-    async with Upstream() as engine:
-        proxy = await start(engine.url)
-        body = b'{"model":"m","input":"y","previous_response_id":"resp_1"}'
-        asked = (
-            (400, post(body, path="/v1/responses")),
-            (404, b"GET /v1/responses/resp_1 HTTP/1.1\r\nHost: p\r\n\r\n"),
-            (404, post(b"", path="/v1/responses/resp_1/cancel")),
-        )
-        for status, data in asked:
-            answer = await ask(proxy, data)
-            assert answer.status == status
-            assert "send the whole conversation in `input`" in answer.error["message"]
-        assert not engine.visits
-
-
 # --- turned away ---
 
 

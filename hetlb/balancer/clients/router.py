@@ -26,10 +26,10 @@ from hetlb.balancer.exchange.engine_request import EngineRequest
 from hetlb.balancer.exchange.exchange import Exchange
 from hetlb.balancer.exchange.plain_attempt import PlainMaker
 from hetlb.balancer.http import error_responses
-from hetlb.balancer.http.endpoints import ENDPOINTS, KEPT_PATHS, NOT_KEPT, REALTIME_PATH, Kind
+from hetlb.balancer.http.endpoints import ENDPOINTS, KEPT_PATHS, REALTIME_PATH, Kind
 from hetlb.balancer.http.error_responses import Answer, Refusal
 from hetlb.balancer.http.http1 import GateError, RequestHead
-from hetlb.balancer.http.openai_body import Call, read_json
+from hetlb.balancer.http.openai_body import MOST_PRIORITY, Call, read_json
 from hetlb.balancer.http.request_features import features_of
 from hetlb.balancer.telemetry.request_record import RequestRecord
 
@@ -53,6 +53,15 @@ _OWN_PATHS = _OPEN_PATHS | {"/version", "/v1/models"}
 _AUDIO: Final = Kind.AUDIO
 _PLAIN: Final = Kind.PLAIN
 _REALTIME: Final = Kind.REALTIME
+_RESPONSES: Final = Kind.RESPONSES
+#: Kinds of which vLLM reads the header with a priority, and the priority in it.
+_WITH_PRIORITY: Final = (Kind.CHAT, Kind.COMPLETION, Kind.RESPONSES)
+_PRIORITY: Final = re.compile(rb"[+-]?[0-9]{1,19}")
+#: Paths of OpenAI's batch interface, and words about it.
+_BATCH_PATHS: Final = ("/v1/batches", "/v1/files")
+_NO_BATCHES: Final = (
+    "Batches are not taken here: `hetlb batch IN.jsonl OUT.jsonl --url URL` runs a batch file."
+)
 _MULTIPART: Final = b"multipart/"
 _FORM: Final = b"application/x-www-form-urlencoded"
 _READS: tuple[bytes, ...] = (b"GET", b"HEAD")
@@ -119,7 +128,7 @@ class Router:
 
     def knows(self, path: str) -> bool:
         """Return True if a path is known that takes a body."""
-        return path in ENDPOINTS or path in self._extra_paths
+        return path in ENDPOINTS or path in self._extra_paths or path.startswith(KEPT_PATHS)
 
     def handle(
         self, client: ClientSide, head: RequestHead, body: bytes, tenant: Tenant | None
@@ -141,7 +150,7 @@ class Router:
             if path == REALTIME_PATH:
                 return self._session(client, head, body, tenant)
             if path.startswith(KEPT_PATHS):
-                raise GateError(404, NOT_KEPT)
+                return self._kept(client, head, body, tenant)
             return self._own(head, tenant)
         if head.method != b"POST" and kind is not _PLAIN:
             raise _method_not_allowed((b"POST",))
@@ -158,7 +167,32 @@ class Router:
             model = self._resolve(self.names, call, tenant)
             if call.renamed:
                 call.body = self.names.rename(call, model)
+        if kind is _RESPONSES:
+            return self._response(client, head, call, tenant)
         return self._exchange(client, head, kind, call, tenant)
+
+    def _response(self, client: ClientSide, head: RequestHead, call: Call, tenant: Tenant | None) -> Exchange:
+        """Return the exchange of a response that its engine may keep. Raises `GateError`."""
+        from hetlb.balancer.exchange.kept_answers import UNKNOWN, NotingMaker, kept_place
+
+        if call.previous is not None:
+            place = kept_place(self._driver, call.previous, None if tenant is None else tenant.name)
+            if place is None:
+                raise GateError(400, f"previous_response_id: {UNKNOWN}")
+            call.subset = (place.instance,)
+        exchange = self._exchange(client, head, _RESPONSES, call, tenant)
+        exchange.maker = NotingMaker(self._driver)
+        return exchange
+
+    def _kept(self, client: ClientSide, head: RequestHead, body: bytes, tenant: Tenant | None) -> Exchange:
+        """Return the exchange with the instance that keeps a response. Raises `GateError`."""
+        from hetlb.balancer.exchange.kept_answers import place_asked_for
+
+        place = place_asked_for(self._driver, head, None if tenant is None else tenant.name)
+        call = Call(body)
+        call.model, call.subset = place.model, (place.instance,)
+        call.renamed = True  # its key might use the model when it asked
+        return self._exchange(client, head, _PLAIN, call, tenant)
 
     @staticmethod
     def _read_form(head: RequestHead, body: bytes) -> Call:
@@ -272,11 +306,12 @@ class Router:
             prompt_exact=exact,
             prefix_keys=prefix_keys,
             blocks=blocks,
-            priority=call.priority,
+            priority=call.priority if head.priority is None else _priority(head, kind, call),
             tenant=owner if self._tenant_header is None else self._claimed(head, owner),
             splittable=splits is not None and splits.may_split(kind, head.path, call.body),
             streamed=call.stream,
             service=service,
+            subset=call.subset,
             path=head.path,
             client=address,
             features=features_of(call.body) if driver.scheduling.refused_kinds else None,
@@ -328,7 +363,7 @@ class Router:
         elif path.startswith("/v1/models/"):
             body = msgspec.json.encode(self._model(unquote(path[len("/v1/models/") :]), tenant))
         else:
-            raise GateError(404, "Not Found")
+            raise GateError(404, _NO_BATCHES if path.startswith(_BATCH_PATHS) else "Not Found")
         if head.method not in methods:
             raise _method_not_allowed(methods)
         return error_responses.response(
@@ -365,6 +400,16 @@ class Router:
 def _method_not_allowed(allowed: tuple[bytes, ...]) -> Refusal:
     answer = error_responses.bad_request(405, "method_not_allowed")
     return Refusal(answer, "Method Not Allowed", lines=b"allow: " + b", ".join(allowed) + b"\r\n")
+
+
+def _priority(head: RequestHead, kind: Kind, call: Call) -> int:
+    """Return the priority in a header, which goes before the body's, as vLLM has it. Raises `GateError`."""
+    stated = head.priority
+    if stated is None or kind not in _WITH_PRIORITY:
+        return call.priority
+    if _PRIORITY.fullmatch(stated) is None:
+        raise GateError(400, "X-Vllm-Priority: expected a whole number.")
+    return min(max(int(stated), -MOST_PRIORITY), MOST_PRIORITY)
 
 
 def label_of(head: RequestHead) -> str | None:

@@ -24,6 +24,7 @@ from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.exchange import Exchange, Host, Maker
 from hetlb.balancer.exchange.exchange_states import TURNED_AWAY, Phase
 from hetlb.balancer.exchange.guard import Guard
+from hetlb.balancer.exchange.kept_places import KeptPlaces
 from hetlb.balancer.exchange.scheduler_side import SchedulerSide
 from hetlb.balancer.http import error_responses
 from hetlb.balancer.http.endpoints import Kind
@@ -92,6 +93,8 @@ class Driver(Host):
         #: Requests that ended and were not counted yet.
         self._ended: list[RequestRecord] = []
         self.exchanges: dict[RequestId, Exchange] = {}
+        #: Instances that keep answers for later requests.
+        self.kept = KeptPlaces()
         self.forward_rules = ForwardRules(table.forward_headers)
         self.access = access
         #: True if answers may go on at another instance.

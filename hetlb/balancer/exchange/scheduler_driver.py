@@ -162,6 +162,10 @@ class SchedulerDriver(SchedulerSide):
     def available(self, model: str) -> bool:
         return self.scheduler.fleet.available(model)
 
+    def takes(self, instance: str) -> bool | None:
+        known = self.scheduler.fleet.instances.get(instance)
+        return None if known is None else not known.why_not
+
     def targets(self) -> list[Target]:
         return [
             Target(each.name, each.incarnation, each.spec.url, each.leaves_at)

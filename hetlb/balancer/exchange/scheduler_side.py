@@ -100,6 +100,10 @@ class SchedulerSide(ABC):
     def available(self, model: str) -> bool:
         """Return True if some instance of a model takes requests, as far as this process knows."""
 
+    def takes(self, instance: str) -> bool | None:
+        """Return True if an instance takes requests, False if it does not now, None if there is none."""
+        return None
+
     @abstractmethod
     def targets(self) -> Collection[Target]:
         """Return the engines that may get requests."""

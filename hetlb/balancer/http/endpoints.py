@@ -63,7 +63,5 @@ ENDPOINTS: dict[str, Kind] = {
 }
 #: The one path where a connection may become a WebSocket.
 REALTIME_PATH = "/v1/realtime"
-#: Beginning of the paths of answers that an engine keeps, which are not found among several.
+#: Beginning of the paths of answers that an engine keeps.
 KEPT_PATHS = "/v1/responses/"
-#: Words about them.
-NOT_KEPT = "Answers are not kept here: send the whole conversation in `input`."

@@ -23,7 +23,7 @@ _FORWARDED = frozenset(
     {
         b"accept", b"accept-language", b"content-type", b"user-agent", b"traceparent", b"tracestate",
         b"anthropic-version", b"anthropic-beta", b"openai-beta", b"openai-organization", b"openai-project",
-        b"x-session-id", b"x-stainless-read-timeout", b"x-stainless-retry-count",
+        b"x-session-id", b"x-vllm-priority", b"x-stainless-read-timeout", b"x-stainless-retry-count",
         b"x-envoy-expected-rq-timeout-ms", b"x-hetlb-class", b"x-hetlb-slo-ttft-ms",
         b"x-hetlb-slo-tpot-ms", b"x-hetlb-slo-e2e-ms",
     }

@@ -37,7 +37,7 @@ _TEXT_LINE = re.compile(
     rb"|[\t -~\xa0-\xfe])*+"
 )
 #: Headers that may come once: two readers could take different ones.
-_ONCE = frozenset({b"content-type", b"authorization", b"x-api-key", b"api-key"})
+_ONCE = frozenset({b"content-type", b"authorization", b"x-api-key", b"api-key", b"x-vllm-priority"})
 _CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 _NUMBER = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})?")
 _METHODS = frozenset({b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"OPTIONS", b"PATCH"})
@@ -65,7 +65,7 @@ class RequestHead:
 
     __slots__ = (
         "chunked", "content_type", "expects", "fields", "forward_rules", "forwarded", "headers", "http11",
-        "keep_alive", "method", "path", "query",
+        "keep_alive", "method", "path", "priority", "query",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -75,6 +75,8 @@ class RequestHead:
         self.headers: Headers = []
         self.fields: dict[bytes, bytes] = {}
         self.content_type = b""
+        #: Value of `X-Vllm-Priority`, None without one.
+        self.priority: bytes | None = None
         self.http11 = True
         self.keep_alive = True
         self.chunked = False
@@ -226,6 +228,7 @@ def _take_fields(head: RequestHead) -> int | None:
         raise GateError(400, "A Host header is expected.")
     head.fields = dict(reversed(head.headers))
     head.content_type = head.fields.get(b"content-type", b"").lower()
+    head.priority = head.fields.get(b"x-vllm-priority")
     options = {option.strip() for option in connection.split(b",")} if connection else set()
     head.keep_alive = b"close" not in options if head.http11 else b"keep-alive" in options
     return length

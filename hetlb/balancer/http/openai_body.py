@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 from mypy_extensions import mypyc_attr
 
-from hetlb.balancer.http.endpoints import NOT_KEPT, Kind
+from hetlb.balancer.http.endpoints import Kind
 from hetlb.balancer.http.http1 import GateError
 from hetlb.balancer.http.openai_fields import NumberFields, RequestFields
 from hetlb.balancer.http.transfer_fields import may_hold_fields, without_transfer_fields
@@ -48,7 +48,7 @@ _REMOTE: Final = re.compile(
 _decoder = msgspec.json.Decoder(RequestFields)
 _BOM: Final = b"\xef\xbb\xbf"
 #: Largest size of a priority: beyond, it counts as this.
-_MOST_PRIORITY: Final = 1 << 31
+MOST_PRIORITY: Final = 1 << 31
 #: Types of a field that vLLM reads in other forms too, as msgspec names them.
 _ANY_FORM: Final = "bool | int | float | str | null"
 _NO_OUTPUT: Final = Kind.NO_OUTPUT
@@ -70,8 +70,8 @@ class Call:
 
     __slots__ = (
         "asked", "body", "cache_salt", "hold_usage", "ids", "ids_nested", "longest_tokens",
-        "max_tokens", "media", "model", "model_at", "n", "priority", "prompt_tokens_total", "prompts",
-        "renamed", "stream", "text", "text_bytes", "tools",
+        "max_tokens", "media", "model", "model_at", "n", "previous", "priority",
+        "prompt_tokens_total", "prompts", "renamed", "stream", "subset", "text", "text_bytes", "tools",
     )  # fmt: skip
 
     def __init__(self, body: bytes = b"") -> None:
@@ -91,6 +91,9 @@ class Call:
         self.ids: bytes = b""
         self.ids_nested = False
         self.cache_salt: str | None = None
+        #: Id of the response that a request goes on from, and the instances that may have the request.
+        self.previous: str | None = None
+        self.subset: tuple[str, ...] | None = None
         #: True if it asked for an alias, or for a model that another stands in for: for `asked`.
         self.renamed = False
         #: Place of the model in the body of a form, 0 of JSON.
@@ -124,7 +127,7 @@ def read_json(kind: Kind, body: bytes) -> Call:
             call.max_tokens = cap or 1
             break
     call.n = max(counts[3] or 1, counts[4] or 1)
-    call.priority = min(max(counts[5] or 0, -_MOST_PRIORITY), _MOST_PRIORITY)
+    call.priority = min(max(counts[5] or 0, -MOST_PRIORITY), MOST_PRIORITY)
     call.cache_salt = decoded.cache_salt
     own = decoded.kv_transfer_params or decoded.ec_transfer_params
     if own or ((decoded.vllm_xargs or decoded.sampling_params) and may_hold_fields(body)):
@@ -144,8 +147,7 @@ def read_json(kind: Kind, body: bytes) -> Call:
             raise GateError(400, "request_id: expected none here, the instance names its answers.")
         _read_prompt(call, decoded.input)
         call.prompts = 1
-        if decoded.previous_response_id is not None:
-            raise GateError(400, f"previous_response_id: {NOT_KEPT}")
+        call.previous = decoded.previous_response_id
     else:
         _read_text(call, bytes(decoded.messages))
         call.tools = bytes(decoded.tools)

@@ -6,6 +6,7 @@ import secrets
 from typing import TYPE_CHECKING
 
 from hetlb.balancer.config.fleet_tables import SharedTable
+from hetlb.balancer.exchange.driver import Driver
 from hetlb.options.peers.peer_transport import PeerTransport
 from hetlb.options.peers.shared_table import shared_url
 from hetlb.options.peers.sharing import Sharing, transport_of
@@ -29,5 +30,7 @@ def share_over(service: FleetService, table: SharedTable, transport: PeerTranspo
     sharing.share_changes(service.make, knows)
     service.sharing, scheduling.view = sharing, sharing.view
     scheduling.tell_of_keys(sharing.share_keys(scheduling.limiter))
+    if isinstance(service.driver, Driver):
+        sharing.share_kept(service.driver.kept)
     service.roster.on_edited = sharing.instances_changed
     return sharing

@@ -16,6 +16,7 @@ import msgspec
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.core.types import Lease, Outcome, Request
+from hetlb.balancer.exchange.kept_places import MOST_ID_CHARACTERS
 from hetlb.balancer.fleet.operator_changes import OperatorChange
 
 #: Changes in one message, and their bytes, at most; decoded they take some thirty times as much.
@@ -178,6 +179,15 @@ class WireUsed(msgspec.Struct, array_like=True, tag=7, gc=False, frozen=True):
     last: bool
 
 
+class WireKept(msgspec.Struct, array_like=True, tag=8, gc=False, frozen=True):
+    """An instance keeps a response for later requests of the key `owner`."""
+
+    id: Annotated[str, msgspec.Meta(max_length=MOST_ID_CHARACTERS)]
+    instance: _Name
+    model: _Name
+    owner: _Name | None
+
+
 class WireDone(msgspec.Struct, array_like=True, tag=5, frozen=True):
     """A change of an operator is in force here, or it failed."""
 
@@ -189,7 +199,7 @@ class WireDone(msgspec.Struct, array_like=True, tag=5, frozen=True):
 #: Changes of leases and of the queue.
 WireChange: TypeAlias = WireBooked | WireBegun | WireEnded | WireWaiting
 #: All that peers tell each other.
-PeerChange: TypeAlias = WireChange | WireOperated | WireDone | WireAdmitted | WireUsed
+PeerChange: TypeAlias = WireChange | WireOperated | WireDone | WireAdmitted | WireUsed | WireKept
 
 
 def booked(lease: Lease, now: float) -> Booked:

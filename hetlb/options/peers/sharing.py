@@ -23,13 +23,14 @@ from hetlb.balancer.config.fleet import Fleet
 from hetlb.balancer.config.fleet_tables import SharedTable
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Command
+from hetlb.balancer.exchange.kept_places import KeptPlaces, Place
 from hetlb.balancer.fleet.operator_changes import OperatorChange
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.balancer.telemetry.rarely import Rarely
 from hetlb.options.peers import peer_messages
 from hetlb.options.peers.hub import HubTransport
 from hetlb.options.peers.key_use import KeyUse
-from hetlb.options.peers.lease_wire import PeerChange, WireChange, parts
+from hetlb.options.peers.lease_wire import PeerChange, WireChange, WireKept, parts
 from hetlb.options.peers.operators import OperatorChanges
 from hetlb.options.peers.peer_transport import PeerTransport
 from hetlb.options.peers.shared_table import HUB
@@ -76,6 +77,8 @@ class Sharing:
         #: Changes of operators, and the use of clients' keys, if they are shared.
         self.operators: OperatorChanges | None = None
         self.key_use: KeyUse | None = None
+        #: Instances that keep answers, of all processes.
+        self.kept: KeptPlaces | None = None
         self._transport = transport
         self._own = peer_messages.own_start(name)
         self._heard_at: dict[str, float] = {}
@@ -115,6 +118,10 @@ class Sharing:
         """Exchange the use of clients' keys too; return the journal to be told of it."""
         self.key_use = KeyUse(limiter, self._tell_soon)
         return self.key_use
+
+    def share_kept(self, kept: KeptPlaces) -> None:
+        """Exchange which instances keep answers too."""
+        self.kept, kept.tell = kept, self._tell_soon
 
     async def spread(self, change: OperatorChange) -> list[str]:
         """Send an operator's change to all peers, and wait for them; return what went wrong there."""
@@ -179,6 +186,8 @@ class Sharing:
             changes += self.operators.take()
         if self.key_use is not None:
             changes += self.key_use.take()
+        if self.kept is not None:
+            changes += [WireKept(name, *place) for name, place in self.kept.take()]
         return changes
 
     def _tell(self) -> None:
@@ -206,6 +215,8 @@ class Sharing:
             held += self.operators.live(now)
         if self.key_use is not None:
             held += self.key_use.live()
+        if self.kept is not None:
+            held += [WireKept(name, *place) for name, place in self.kept.by_id.items()]
         self._send(peer_messages.STATE, held)
 
     def _answer_all(self) -> None:
@@ -320,6 +331,10 @@ class Sharing:
                 self.operators.receive(peer, changes, now)
             if self.key_use is not None:
                 self.key_use.receive(peer, changes, now)
+            if self.kept is not None:
+                for each in changes:
+                    if isinstance(each, WireKept):
+                        self.kept.adopt(each.id, Place(each.instance, each.model, each.owner))
         if kind == peer_messages.LEAVE:
             self._forget(peer, now)
             return

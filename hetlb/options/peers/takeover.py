@@ -104,6 +104,8 @@ class Takeover:
                 service.sharing = service.scheduling.view = service.view_folder = None
                 service.scheduler.unsubscribe(sharing.view.journal)
                 service.scheduling.tell_of_keys(None)
+                if sharing.kept is not None:
+                    sharing.kept.tell = None
                 service.do(sharing.close())
                 remove_folder(folder)
 

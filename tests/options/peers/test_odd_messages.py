@@ -72,6 +72,7 @@ ODD: dict[str, Any] = {
     "an outcome of nothing": message([[2, 1, "unheard of", 0, None]]),
     "sizes of text": message([[3, {"m": "x"}]]),
     "a name without end": message([[3, {"m" * 5000: 1}]]),
+    "an id of a response without end": message([[8, "x" * 300, "a", "m", None]]),
     "too many changes": message([[1, 1]] * (PART_CHANGES + 1)),
     "too many bytes": message([lease(facts={"prefix_keys": [["x" * 1000, None]] * 4000})]),
 }

@@ -104,6 +104,20 @@ async def test_figures_counters_and_decisions_are_of_all_processes(serve: Serve)
         assert len(await lines(proxy, total)) == total
 
 
+async def test_each_worker_knows_where_a_response_is_kept(serve: Serve) -> None:
+    kept = plain(b'{"id":"resp_a","object":"response","output":[],"status":"completed"}')
+    async with Engine(kept) as one, Engine(kept) as two:
+        proxy = await serve(document(one, two), workers=2)
+        first = await proxy.ask("/v1/responses", model="m", input="y")
+        found: dict[str, str] = {}
+        async with asyncio.timeout(HANG_S):
+            while len(found) < 2:
+                reply = await proxy.ask("/v1/responses/resp_a", "GET")
+                if reply.status == 200:
+                    found[worker_of(reply)] = reply.headers["x-hetlb-instance"]
+        assert set(found.values()) == {first.headers["x-hetlb-instance"]}
+
+
 async def lines(proxy: Serving, count: int) -> list[str]:
     """Return the lines of the request log, once there are `count`; each is whole."""
     async with asyncio.timeout(HANG_S), proxy._news:
