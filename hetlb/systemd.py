@@ -6,9 +6,11 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
+
+from hetlb.errors import HetlbError
 
 _FIRST_FD: Final = 3
 #: The name of the admin listener's socket (`FileDescriptorName=admin`); all others are for clients.
@@ -22,12 +24,38 @@ class Listeners:
     main: tuple[socket.socket, ...] = ()
     admin: tuple[socket.socket, ...] = ()
 
+    def at(self, places: Sequence[tuple[str, int]]) -> list[list[socket.socket]]:
+        """Return the clients' sockets of each of these hosts and ports. Raises `HetlbError`.
+
+        If there is one place, all sockets are its own, wherever they are bound.
+        """
+        if len(places) == 1:
+            return [list(self.main)]
+        found: list[list[socket.socket]] = [[] for _ in places]
+        names = [_names(*each) for each in places] if self.main else []
+        for each in self.main:
+            host, port = each.getsockname()[:2]
+            of = [number for number, there in enumerate(names) if (host, port) in there]
+            if not of:
+                raise HetlbError(f"listen: expected the address of a socket that is open, {host}:{port}")
+            found[of[0]].append(each)
+        return found
+
     def only(self, main: Iterable[socket.socket] = (), admin: Iterable[socket.socket] = ()) -> Listeners:
         """Close all but these of them."""
         kept = Listeners(tuple(main), tuple(admin))
         for each in {*self.main, *self.admin}.difference(kept.main, kept.admin):
             each.close()
         return kept
+
+
+def _names(host: str, port: int) -> set[tuple[str, int]]:
+    """Return the addresses that a host and a port stand for."""
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError:
+        return {(host, port)}
+    return {(str(at[0]), port) for *_, at in infos}
 
 
 NO_LISTENERS: Final = Listeners()

@@ -19,6 +19,7 @@ import msgspec
 from hetlb.addresses import is_loopback
 from hetlb.balancer.clients.access import Access
 from hetlb.balancer.config.fleet import Fleet
+from hetlb.balancer.config.fleet_tables import Admin, Listen
 from hetlb.cli.adminclient import AdminClient
 from hetlb.errors import InputError, reason_of
 from hetlb.files import readable_name
@@ -54,15 +55,19 @@ def checked(name: str, ok: bool, found: str, advice: str) -> Check:
 
 def of_this_machine(fleet: Fleet, access: Access) -> Iterator[Check]:
     """Yield checks of what the listeners need of this machine."""
-    listen, admin = fleet.file.listen, fleet.file.admin
-    apart = not listen.port or (listen.host, listen.port) != (admin.host, admin.port)
+    addresses, admin = fleet.file.addresses, fleet.file.admin
+    apart = not admin.port or all((each.host, each.port) != (admin.host, admin.port) for each in addresses)
     ports = (
-        f"clients at {listen.port}, admin at {admin.port}"
+        f"clients at {', '.join([str(each.port) for each in addresses])}, admin at {admin.port}"
         if apart
-        else f"both at {listen.host}:{listen.port}"
+        else f"both at {admin.host}:{admin.port}"
     )
     yield checked("ports", apart, ports, "give admin.port another number")
-    for name, table, context in (("listen", listen.tls, access.tls), ("admin", admin.tls, access.admin_tls)):
+    named = [
+        (key, each.tls, context)
+        for key, each, context in zip(fleet.file.address_keys, addresses, access.tls, strict=True)
+    ]
+    for name, table, context in (*named, ("admin", admin.tls, access.admin_tls)):
         if table is not None and context is not None:
             trouble = certificate_trouble(context, fleet.base / table.cert)
             advice = NOT_YET_ADVICE if "not yet" in trouble else "renew it"
@@ -111,10 +116,15 @@ def of_times(fleet: Fleet) -> Iterator[Check]:
         yield checked("times", False, ", ".join(wrong), "they are in seconds: correct them")
 
 
+def _listeners(fleet: Fleet) -> list[tuple[str, Listen | Admin]]:
+    """Return the listeners of a fleet file by name."""
+    return [*(("listen", each) for each in fleet.file.addresses), ("admin", fleet.file.admin)]
+
+
 def is_own_address(fleet: Fleet, url: str) -> str:
     """Return the listener that a URL leads back to, "listen" or "admin"; "" for none."""
     _, host, port = origin(url)
-    for name, table in (("listen", fleet.file.listen), ("admin", fleet.file.admin)):
+    for name, table in _listeners(fleet):
         here = is_loopback(host) or host in (table.host, socket.gethostname(), socket.getfqdn())
         listens_here = table.host in ANY_HOSTS or is_loopback(table.host) or host == table.host
         if table.port == port and here and listens_here:
@@ -146,7 +156,7 @@ def running_instances(fleet: Fleet) -> dict[str, str] | None:
 
 def closed_ports(fleet: Fleet) -> Iterator[tuple[str, str]]:
     """Yield the listeners that cannot listen, and why: "" if another process holds the port."""
-    for name, table in (("listen", fleet.file.listen), ("admin", fleet.file.admin)):
+    for name, table in _listeners(fleet):
         family = socket.AF_INET6 if ":" in table.host else socket.AF_INET
         with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -36,9 +36,8 @@ def declare(parser: argparse._ActionsContainer) -> Callable[..., None]:
 
 def changed(table: Any, **values: Any) -> Any:
     """Copy of a table with values from flags; None leaves a field unchanged."""
-    return msgspec.structs.replace(
-        table, **{key: value for key, value in values.items() if value is not None}
-    )
+    stated = {key: value for key, value in values.items() if value is not None}
+    return msgspec.structs.replace(table, **stated) if stated else table
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

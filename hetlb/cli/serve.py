@@ -18,7 +18,7 @@ import uvloop
 
 from hetlb import systemd
 from hetlb.balancer.config.fleet import Fleet, check_policy, fleet_from_urls, load_fleet
-from hetlb.balancer.config.fleet_tables import MOST_WORKERS
+from hetlb.balancer.config.fleet_tables import MOST_WORKERS, Listen
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.fleet.service import Service, announce, require_urls, tune_gc
 from hetlb.cli.flags import PORT, changed, declare, whole
@@ -62,15 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     fleet = fleet_of(args)
     require_urls(fleet)
-    listen, admin = fleet.file.listen, fleet.file.admin
-    if (
-        listen.port
-        and listen.port == admin.port
-        and (listen.host == admin.host or _EVERY & {listen.host, admin.host})
-    ):
-        raise InputError(
-            f"{fleet.where}admin.port: expected another than listen.port, got {admin.port} for both"
-        )
+    admin = fleet.file.admin
+    for listen in fleet.file.addresses:
+        alike = listen.host == admin.host or _EVERY & {listen.host, admin.host}
+        if listen.port and listen.port == admin.port and alike:
+            raise InputError(
+                f"{fleet.where}admin.port: expected another than listen.port, got {admin.port} for both"
+            )
     _check_alone(fleet)
     _warn_of_descriptors(fleet)
     if args.check:
@@ -133,7 +131,8 @@ async def _ask(fleet: Fleet, event_log: Path | None) -> Takeover | None:
     """Ask the process that serves the fleet's address for its listeners."""
     from hetlb.options.peers.takeover import Takeover
 
-    takeover = await Takeover.ask((fleet.file.listen.host, fleet.file.listen.port))
+    first = fleet.file.addresses[0]
+    takeover = await Takeover.ask((first.host, first.port))
     if takeover is not None and event_log is not None:
         try:
             os.rename(event_log, f"{event_log}.before")  # the old process still writes to it
@@ -180,8 +179,11 @@ def fleet_of(args: argparse.Namespace) -> Fleet:
     if (args.config is None) == (not args.instance):
         raise InputError("expected either --config FLEET.yaml or --instance URL (repeatable)")
     fleet = load_fleet(args.config) if args.config is not None else fleet_from_urls(args.instance)
+    listen = fleet.file.listen
+    if not isinstance(listen, Listen) and (args.host is not None or args.port is not None):
+        raise InputError(f"--host, --port: expected one address under listen in the file, got {len(listen)}")
     fleet = fleet.with_tables(
-        listen=changed(fleet.file.listen, host=args.host, port=args.port),
+        listen=changed(listen, host=args.host, port=args.port),
         admin=changed(fleet.file.admin, port=args.admin_port),
         policy=changed(fleet.file.policy, name=args.policy),
         proxy=changed(fleet.file.proxy, workers=args.workers),

@@ -56,7 +56,7 @@ class Access:
     model_keys: Mapping[str, bytes] = field(repr=False)
     admin_token: bytes | None = field(repr=False)
     keys: ClientKeys | None = field(repr=False)
-    tls: ssl.SSLContext | None
+    tls: list[ssl.SSLContext | None]
     admin_tls: ssl.SSLContext | None
     networks: tuple[Network, ...]
     passthrough: bool
@@ -113,13 +113,17 @@ def load_access(fleet: Fleet) -> Access:
             passthrough=proxy.passthrough_authorization,
             tls=_engine_tls(spec.url, authorities, named, contexts),
         )
-    listen = fleet.file.listen.tls
+    addresses = fleet.file.addresses
+    shown = [
+        None if each.tls is None else _listener_tls(each.tls, f"{where}{key}.tls", base)
+        for each, key in zip(addresses, fleet.file.address_keys, strict=True)
+    ]
     return Access(
         engines=engines,
         model_keys=model_keys,
         admin_token=token,
         keys=keys,
-        tls=None if listen is None else _listener_tls(listen, f"{where}listen.tls", base),
+        tls=shown,
         admin_tls=None if admin.tls is None else _listener_tls(admin.tls, f"{where}admin.tls", base),
         networks=networks,
         passthrough=proxy.passthrough_authorization,

@@ -51,8 +51,8 @@ class ProxyServer:
         self.leaving = False
         #: Connections with more to read than one turn takes wait here for another.
         self.turns = turns(driver.loop)
-        #: The certificate shown to clients that connect from now on; set before `start`, or None for no TLS.
-        self.tls: ssl.SSLContext | None = None
+        #: For each address the certificate shown to clients that connect from now on, None without TLS.
+        self.certificates: list[ssl.SSLContext | None] = [None]
         #: uvloop gives a list of sockets where asyncio gives a tuple: compiled, neither type is asserted.
         self._servers: list[Any] = []
         driver.on_swept = self.sweep
@@ -102,31 +102,35 @@ class ProxyServer:
         self.table = table
         self.router.configure(table)
         self.router.keys = access.keys
-        if access.tls is not None:
-            self.tls = access.tls
+        before = dict(enumerate(self.certificates))
+        self.certificates = [new or before.get(number) for number, new in enumerate(access.tls)]
 
-    async def start(self, host: str, port: int, sockets: Sequence[socket.socket] = ()) -> tuple[str, int]:
-        """Accept connections; returns the address in use. Raises `OSError` if it cannot be bound.
+    async def start(
+        self, host: str, port: int, sockets: Sequence[socket.socket] = (), number: int = 0
+    ) -> tuple[str, int]:
+        """Accept connections at one more address; return the address in use. Raises `OSError` if it is taken.
 
-        `sockets` are bound already; then the connections come from these.
+        `sockets` are bound already; then the connections come from these. `number` counts the addresses.
         """
         loop = self.driver.loop
         tls: dict[str, Any] = {}
-        if self.tls is not None:
+        shown = self.certificates[number]
+        if shown is not None:
             from hetlb.balancer.clients.certificates import show_newest
 
-            show_newest(self.tls, lambda: self.tls)
+            show_newest(shown, lambda: self.certificates[number])
             tls = {
-                "ssl": self.tls,
+                "ssl": shown,
                 "ssl_handshake_timeout": self.table.head_timeout_s,
                 "ssl_shutdown_timeout": LINGER_S,
             }
         wheres: list[dict[str, Any]] = [{"sock": each} for each in sockets] or [listening_place(host, port)]
+        first = len(self._servers)
         for where in wheres:
             self._servers.append(
                 await loop.create_server(lambda: ClientConnection(self), backlog=2048, **where, **tls)
             )
-        name = self._servers[0].sockets[0].getsockname()
+        name = self._servers[first].sockets[0].getsockname()
         return name[0], name[1]
 
     def leave(self) -> None:

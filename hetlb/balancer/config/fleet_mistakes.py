@@ -40,6 +40,8 @@ def _own_mistakes(file: FleetFile) -> Iterator[str]:
                 f"proxy.forward_headers[{h}]: expected one that neither frames, addresses nor authorises a "
                 f"message, got {short(header)}"
             )
+    if not file.addresses:
+        yield "listen: expected at least one address, got none"
     if not file.models and file.discovery is None:
         yield "models: expected at least one model, got none"
     names = [model.name for model in file.models]

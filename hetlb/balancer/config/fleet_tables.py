@@ -21,7 +21,10 @@ class TlsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Listen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Address of the main listener; with `tls` it speaks TLS there and nothing else."""
+    """Address of the main listener, or a list of addresses; with `tls` one speaks TLS and nothing else.
+
+    The host `::` takes IPv4 too.
+    """
 
     host: str = "127.0.0.1"
     port: Port = 8080
@@ -410,7 +413,7 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     version: Literal[1]
     models: tuple[ModelTable, ...]
-    listen: Listen = Listen()
+    listen: Listen | tuple[Listen, ...] = Listen()
     admin: Admin = Admin()
     policy: PolicyTable = PolicyTable()
     queue: QueueTable = QueueTable()
@@ -423,3 +426,15 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     profiles: dict[str, str] = {}
     discovery: DiscoveryTable | None = None
     watch: bool = True
+
+    @property
+    def addresses(self) -> tuple[Listen, ...]:
+        """The addresses of the main listener."""
+        stated = self.listen
+        return (stated,) if isinstance(stated, Listen) else stated
+
+    @property
+    def address_keys(self) -> list[str]:
+        """The keys of these addresses."""
+        count = len(self.addresses)
+        return ["listen"] if count == 1 else [f"listen[{number}]" for number in range(count)]

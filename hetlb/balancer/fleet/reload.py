@@ -18,9 +18,14 @@ def read_again(running: Fleet) -> Fleet:
     if running.path is None:
         raise ConfigError("there is no file to reload: hetlb was started with --instance")
     read = load_fleet(running.path)
-    listen, admin, replace = running.file.listen, running.file.admin, msgspec.structs.replace
+    before, after, admin = running.file.addresses, read.file.addresses, running.file.admin
+    replace = msgspec.structs.replace
+    if len(before) == len(after):
+        before = tuple(
+            replace(old, tls=new.tls if old.tls else None) for old, new in zip(before, after, strict=True)
+        )
     return read.with_tables(
-        listen=replace(listen, tls=read.file.listen.tls if listen.tls else None),
+        listen=before,
         admin=replace(
             read.file.admin, host=admin.host, port=admin.port, tls=read.file.admin.tls if admin.tls else None
         ),
@@ -32,12 +37,14 @@ _FIXED: Final[dict[str, Callable[[FleetFile], object]]] = {
     **{
         key: attrgetter(key)
         for key in (
-            "listen.host", "listen.port", "admin.host", "admin.port", "queue", "health", "scrape",
+            "admin.host", "admin.port", "queue", "health", "scrape",
             "proxy.workers", "proxy.request_log", "tracing", "discovery", "watch", "pick", "shared",
             "proxy.request_log_format",
         )
     },
-    "listen.tls": lambda file: file.listen.tls is None,
+    "listen.host": lambda file: [each.host for each in file.addresses],
+    "listen.port": lambda file: [each.port for each in file.addresses],
+    "listen.tls": lambda file: [each.tls is None for each in file.addresses],
     "admin.tls": lambda file: file.admin.tls is None,
     "policy": lambda file: msgspec.structs.replace(file.policy, name=""),
     "models[].tokenizer": lambda file: {each.name: each.tokenizer for each in file.models if each.tokenizer},

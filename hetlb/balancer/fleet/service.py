@@ -158,7 +158,12 @@ class FleetService(ABC):
         #: Waits for a process that takes this one's place; what this one took over from another.
         self.offer: Successor | None = None
         self._takeover: Predecessor | None = None
-        self.address = ("", 0)
+        self.addresses: list[tuple[str, int]] = []
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The first address of clients."""
+        return self.addresses[0] if self.addresses else ("", 0)
 
     @abstractmethod
     def _drive(self) -> SchedulerDriver:
@@ -333,7 +338,7 @@ class FleetService(ABC):
         self._configure(fleet, access)
         if access.admin_tls is not None:
             self.admin.tls = access.admin_tls
-        if access.tls is not None or access.admin_tls is not None:
+        if any(access.tls) or access.admin_tls is not None:
             tell(logger, Event.CERTIFICATE, "certificates were read again")
         # A flag or an operator may have chosen another policy: only an edit of the file overrides that.
         if fleet.written.policy.name != running.written.policy.name:
@@ -443,9 +448,14 @@ class Service(FleetService):
             if not await self.sharing.caught_up(most_s, least):
                 text = "--replace: the running process ended, or fell silent, before it handed over"
                 raise HetlbError(text)
-        listen = self.fleet.file.listen
-        with named("listen", listen.host, listen.port):
-            self.address = await self.server.start(listen.host, listen.port, listeners.main)
+        file = self.fleet.file
+        addresses, keys = file.addresses, file.address_keys
+        given = listeners.at([(each.host, each.port) for each in addresses])
+        for number, (listen, sockets) in enumerate(zip(addresses, given, strict=True)):
+            with named(keys[number], listen.host, listen.port):
+                self.addresses.append(
+                    await self.server.start(listen.host, listen.port, sockets, number=number)
+                )
         await self._open_admin(listeners.admin)
         if takeover is not None:
             await takeover.accepting()
@@ -458,7 +468,7 @@ class Service(FleetService):
 
     @property
     def ready_line(self) -> str:
-        return ready_line(self.address, self.server.tls, self.admin.address, self.admin.tls)
+        return ready_line(self.addresses, self.server.certificates, self.admin.address, self.admin.tls)
 
     # --- running ---
 
@@ -570,10 +580,14 @@ def require_urls(fleet: Fleet) -> Access:
 
 
 def ready_line(
-    address: tuple[str, int], tls: object | None, admin_address: tuple[str, int], admin_tls: object | None
+    addresses: Sequence[tuple[str, int]],
+    tls: Sequence[object | None],
+    admin_address: tuple[str, int],
+    admin_tls: object | None,
 ) -> str:
     """Return the line of a proxy that accepts requests; the certificates are None without TLS."""
-    return f"hetlb ready on {_url(address, tls)} (admin {_url(admin_address, admin_tls)})"
+    urls = ", ".join([_url(*each) for each in zip(addresses, tls, strict=True)])
+    return f"hetlb ready on {urls} (admin {_url(admin_address, admin_tls)})"
 
 
 def announce(line: str, style: str) -> None:

@@ -16,17 +16,21 @@ from hetlb.systemd import Listeners
 
 def bind_listeners(fleet: Fleet, workers: int, given: Listeners) -> Listeners:
     """Bind what is not `given` (by systemd or a replaced process). Raises `HetlbError`."""
-    listen, admin = fleet.file.listen, fleet.file.admin
-    main_sockets, admin_sockets = given.main, given.admin
-    if not main_sockets:
-        with named("listen", listen.host, listen.port):
-            main_sockets = tuple(_bound(listen.host, listen.port, workers))
+    addresses, keys, admin = fleet.file.addresses, fleet.file.address_keys, fleet.file.admin
+    admin_sockets = given.admin
+    main_sockets: list[socket.socket] = []
+    there = given.at([(each.host, each.port) for each in addresses])
+    for number, (listen, sockets) in enumerate(zip(addresses, there, strict=True)):
+        if not sockets:
+            with named(keys[number], listen.host, listen.port):
+                sockets = list(_bound(listen.host, listen.port, workers))
+        main_sockets += sockets
     if not admin_sockets:
         with named("admin", admin.host, admin.port):
             admin_sockets = tuple(_bound(admin.host, admin.port, 1))
             for each in admin_sockets:
                 each.listen(128)
-    return Listeners(main_sockets, admin_sockets)
+    return Listeners(tuple(main_sockets), admin_sockets)
 
 
 def share_of(worker: int, workers: int, sockets: Sequence[socket.socket]) -> list[socket.socket]:

@@ -136,10 +136,10 @@ class Supervisor:
         try:
             self._until(lambda: all(child.began for child in self._children), _START_S, fail=True)
             table = self._fleet.file
-            main, admin = [
-                each[0].getsockname()[:2] for each in (self._listeners.main, self._listeners.admin)
-            ]
-            line = ready_line(main, table.listen.tls, admin, table.admin.tls)
+            places = [(each.host, each.port) for each in table.addresses]
+            main = [each[0].getsockname()[:2] for each in self._listeners.at(places)]
+            admin = self._listeners.admin[0].getsockname()[:2]
+            line = ready_line(main, [each.tls for each in table.addresses], admin, table.admin.tls)
             self._send(self._children[0], "serving")
             self._owns_folder = True
             announce(line, table.proxy.request_log_format)

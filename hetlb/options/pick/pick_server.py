@@ -121,6 +121,11 @@ class PickServer:
         return self.state.streams
 
     @property
+    def certificates(self) -> list[object | None]:
+        """The certificates shown to gateways, None without TLS."""
+        return [self.tls]
+
+    @property
     def stopping(self) -> bool:
         """True if no further request is taken."""
         return self.state.stopping
@@ -133,7 +138,9 @@ class PickServer:
     def leave(self) -> None:
         """Do nothing: no other process takes over."""
 
-    async def start(self, host: str, port: int, sockets: Sequence[socket.socket] = ()) -> tuple[str, int]:
+    async def start(
+        self, host: str, port: int, sockets: Sequence[socket.socket] = (), number: int = 0
+    ) -> tuple[str, int]:
         """Accept gateways; returns the address in use. Raises `OSError` if it cannot be bound."""
         assert not sockets, "expected an address: grpcio takes no listening sockets"
         largest = self.state.table.buffer_bytes + MAX_BESIDE_BODY_BYTES
