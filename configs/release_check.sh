@@ -31,8 +31,10 @@ for wheel in "$dist/hetlb-$version"-*.whl; do
   hetlb demo --num-prompts 100 > demo.txt
   tail -n 3 demo.txt
   demo=$("$room/env/bin/python" -c 'import hetlb.tools.demo as d; print(d.__path__[0])')
+  running=()
   for name in fast slow; do
     hetlb engine --profile "$demo/$name.yaml" --served-model-name m --port 0 > "$name.log" 2>&1 &
+    running+=($!)
   done
   urls=()
   for name in fast slow; do
@@ -42,6 +44,7 @@ for wheel in "$dist/hetlb-$version"-*.whl; do
   hetlb init "${urls[@]}" | sed 's/port: 8080/port: 0/; s/port: 8081/port: 0/' > fleet.yaml
   hetlb serve --config fleet.yaml --check
   hetlb serve --config fleet.yaml > serve.log 2>&1 &
+  running+=($!)
   until grep -q 'hetlb ready on' serve.log; do sleep 0.1; done
   proxy=$(sed -n 's/.*hetlb ready on \([^ ]*\) .*/\1/p' serve.log)
   admin=$(sed -n 's/.*(admin \([^)]*\)).*/\1/p' serve.log)
@@ -49,7 +52,7 @@ for wheel in "$dist/hetlb-$version"-*.whl; do
   hetlb bench --url "$proxy" --trace "$demo/trace.csv" --request-rate 20 --num-prompts 40 --json > bench.json
   grep -q '"completed": 40' bench.json
   hetlb status --admin "$admin"
-  jobs -p | xargs kill
+  kill "${running[@]}"
   wait
 done
 echo "release $version: every wheel installs, demonstrates, serves, measures and checks itself"

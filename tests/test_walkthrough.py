@@ -546,6 +546,17 @@ def test_every_fleet_file_shown_is_one(tmp_path: Path) -> None:
         assert wrong == [], text
 
 
+def test_each_section_of_the_fleet_file_is_shown_in_a_guide() -> None:
+    """Each stands in a block that a reader can copy, and so do the names of models."""
+    every = [block for page in DOCS.glob("*.md") for block in blocks(page)]
+    shown = "\n".join(block.text for block in every if block.kind in ("yaml", "sh"))
+    keys = {key.path.partition(".")[0].partition("[")[0] for key in reference().keys_of(FleetFile)}
+    assert len(keys) > 10
+    assert {key for key in keys if not re.search(rf"^(?:printf ')?{key}:", shown, re.MULTILINE)} == set()
+    names = {"aliases", "fallback", "canary", "classes"}
+    assert {key for key in names if not re.search(rf"\b{key}:", shown)} == set()
+
+
 def test_every_key_named_exists() -> None:
     known = [key.path for key in reference().keys_of(FleetFile)]
     pattern = r"`((?:listen|admin|policy|queue|health|scrape|proxy|pick|models\[\])\.[a-z_.\[\]]+)[`:]"

@@ -227,7 +227,12 @@ class AdminApi:
     def status(self) -> dict[str, Any]:
         control = self.control
         scheduler, now = control.scheduler, control.now()
-        return status(scheduler, self.pools(), control.recent, now, control.reload_refused)
+        canaries = {
+            model.name: f"{table.instance or table.name} gets {100 * table.share:g} %"
+            for model in control.fleet.file.models
+            if (table := model.canary) is not None
+        }
+        return status(scheduler, self.pools(), control.recent, now, control.reload_refused, canaries)
 
     def pools(self) -> dict[str, list[Instance]]:
         return pools(self.control.scheduler)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 from hetlb.balancer.admin.beliefs import BeliefSource, slots_source, speed_source
@@ -49,7 +49,8 @@ class ModelStatus:
 
     Rates are in requests/s, None while the speed is a guess.
     `load` is arrivals over capacity; before an arrival rate or a capacity is known, the share taken of the
-    scarcest thing. `sentence` says load, limit and headroom, `advice` the trouble and the remedy.
+    scarcest thing. `sentence` says load, limit and headroom, `advice` the trouble and the remedy. `canary`
+    names the new version and its share.
     """
 
     model: str
@@ -63,6 +64,7 @@ class ModelStatus:
     instances: int
     able: int
     causes: tuple[StateCause, ...] = ()
+    canary: str = ""
 
     def document(self) -> dict[str, Any]:
         found = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -88,6 +90,8 @@ class ModelStatus:
             parts.append(f"limited by {self.limited_by}")
         if self.headroom_req_s is not None:
             parts.append(f"room for {_rate(self.headroom_req_s)} more" if self.headroom_req_s else "no room")
+        if self.canary:
+            parts.append(f"canary {self.canary}")
         return ", ".join(parts)
 
 
@@ -110,14 +114,17 @@ def status(
     recent: Recent,
     now: float,
     reload_refused: str = "",
+    canaries: Mapping[str, str] = {},
 ) -> dict[str, Any]:
     """Return the body of `GET /v1/status`: the fleet as the worst of its models has it, and each model.
 
-    `reload_refused` is why the file was not taken over when it was read last, "" if it was.
+    `reload_refused` is why the file was not taken over when it was read last, "" if it was. `canaries` say
+    who gets which share, by model.
     """
     shares = recent.shares(WINDOW_S, now)
     found = [
-        _of_model(scheduler, model, instances, shares, recent, now) for model, instances in pools.items()
+        replace(_of_model(scheduler, model, instances, shares, recent, now), canary=canaries.get(model, ""))
+        for model, instances in pools.items()
     ]
     none = ModelStatus("", State.DOWN, 0.0, 0.0, None, "", None, "The fleet has no server: add one.", 0, 0)
     worst_of = max(found, key=lambda each: (ORDER.index(each.state), each.load), default=none)

@@ -79,7 +79,7 @@ class Front:
         self.server.configure(fleet.file.proxy, access)
         router = self.server.router
         router.names = router.classes = None
-        if any(each.aliases or each.fallback is not None for each in fleet.written.models):
+        if any(each.aliases or each.fallback or each.canary for each in fleet.written.models):
             from hetlb.balancer.clients.model_names import ModelNames
 
             router.names = ModelNames.of(fleet.written)

@@ -1,35 +1,73 @@
-"""Names that clients may use besides the engines' own: aliases, and models that stand in for others."""
+"""Names of models for clients besides the engines' own: aliases, canaries and fallbacks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from hashlib import blake2b
+from typing import Any, Final
 
 import msgspec
 
-from hetlb.balancer.config.fleet_tables import FleetFile
+from hetlb.balancer.config.fleet_tables import CanaryTable, FleetFile
+from hetlb.balancer.core.types import CanarySide
 from hetlb.balancer.http.openai_body import Call
 from hetlb.balancer.http.transfer_fields import fields_of
+
+#: Step between the shares of requests without a session: any few of them in a row are spread evenly.
+_GOLDEN: Final = (5**0.5 - 1) / 2
+
+
+class Canary:
+    """Canary of one model, and which requests are its share: a session stays on its side.
+
+    A session's side follows from its name alone, so that it is the same at each replica and after a restart.
+    A larger share keeps the sessions of a smaller one.
+    """
+
+    def __init__(self, table: CanaryTable) -> None:
+        self._share = table.share
+        #: Model that serves the share, "" for an instance of the same model.
+        self.name = table.name or ""
+        instance = table.instance or ""
+        self._sides = CanarySide(instance, False), CanarySide(instance, True)
+        self._last = 0.0
+
+    def takes(self, session: str | None) -> bool:
+        """Return whether a request is of the canary's share."""
+        if session is not None:
+            digest = blake2b(session.encode(), digest_size=6, person=b"canary").digest()
+            return int.from_bytes(digest) / (1 << 48) < self._share
+        self._last = (self._last + _GOLDEN) % 1.0
+        return self._last < self._share
+
+    def side(self, session: str | None) -> CanarySide | None:
+        """Return the side of a request, None if the canary is another model."""
+        return None if self.name else self._sides[self.takes(session)]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
-    """`aliases` by alias, `fallbacks` by the model that they stand in for."""
+    """`aliases` by alias, `fallbacks` by the model that they stand in for, `canaries` by their model."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     fallbacks: Mapping[str, str] = field(default_factory=dict)
+    canaries: Mapping[str, Canary] = field(default_factory=dict)
 
     @classmethod
     def of(cls, file: FleetFile) -> ModelNames:
         return cls(
             {alias: model.name for model in file.models for alias in model.aliases},
             {model.name: model.fallback for model in file.models if model.fallback is not None},
+            {model.name: Canary(model.canary) for model in file.models if model.canary is not None},
         )
 
-    def served(self, asked: str, available: Callable[[str], bool]) -> str:
-        """Return the model that serves a request for `asked`: or of its fallback."""
+    def served(self, asked: str, available: Callable[[str], bool], session: str | None) -> str:
+        """Return the model that serves a request for `asked`: its canary's, or the fallback's."""
         model = self.aliases.get(asked, asked)
+        canary = self.canaries.get(model)
+        if canary is not None and canary.name and canary.takes(session) and available(canary.name):
+            return canary.name
         tried: set[str] = set()
         while (
             not available(model) and model not in tried and (other := self.fallbacks.get(model)) is not None

@@ -16,7 +16,7 @@ import msgspec
 
 import hetlb
 from hetlb.balancer.clients.client_response import ClientSide
-from hetlb.balancer.clients.prompt_keys import keys_of
+from hetlb.balancer.clients.prompt_keys import keys_of, session_key
 from hetlb.balancer.config.fleet_tables import ProxyTable, Resume
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.core.prefix_index import PrefixKey
@@ -164,7 +164,7 @@ class Router:
         else:
             call = read_json(kind, body)
         if self.names is not None and call.model is not None:
-            model = self._resolve(self.names, call, tenant)
+            model = self._resolve(self.names, head, call, tenant)
             if call.renamed:
                 call.body = self.names.rename(call, model)
         if kind is _RESPONSES:
@@ -211,7 +211,7 @@ class Router:
         call = Call()
         call.model = handshake.model
         if self.names is not None and call.model is not None:
-            self._resolve(self.names, call, tenant)
+            self._resolve(self.names, head, call, tenant)
         if call.model is None and tenant is not None and tenant.models is not None:
             raise GateError(403, "This API key is for some models: name one in the query, `?model=`.")
         exchange = self._exchange(client, head, _REALTIME, call, tenant)
@@ -220,10 +220,12 @@ class Router:
             exchange.outgoing.head = handshake.with_model(call.model)
         return exchange
 
-    def _resolve(self, names: ModelNames, call: Call, tenant: Tenant | None) -> str:
+    def _resolve(self, names: ModelNames, head: RequestHead, call: Call, tenant: Tenant | None) -> str:
         """Set the model that serves a request in place of the one it asks for. Raises `GateError` (403)."""
         asked = call.asked = call.model or ""
-        model = call.model = names.served(asked, self._driver.scheduling.available)
+        owner = None if tenant is None else tenant.name
+        session = self._session_of(head, owner) if names.canaries else None
+        model = call.model = names.served(asked, self._driver.scheduling.available, session)
         call.renamed = model != asked
         # The right to an alias implies the right to its model and to the fallbacks of this.
         if call.renamed and tenant is not None and not tenant.may_use(asked) and not tenant.may_use(model):
@@ -293,6 +295,8 @@ class Router:
         if generates:
             prefix_keys, blocks = keys_of(head, call, model, owner, self._session_header, driver.scheduling)
         splits = driver.splits if sequences == 1 else None
+        canary = None if self.names is None else self.names.canaries.get(model)
+        side = None if canary is None else canary.side(self._session_of(head, owner))
         return Request(
             id=driver.next_id(),
             model=model,
@@ -315,7 +319,13 @@ class Router:
             path=head.path,
             client=address,
             features=features_of(call.body) if driver.scheduling.refused_kinds else None,
+            side=side,
         )
+
+    def _session_of(self, head: RequestHead, owner: str | None) -> str | None:
+        """Return the name of a request's session, which is its owner's alone; None without one."""
+        found = session_key(head.fields.get(self._session_header), owner, "")
+        return None if found is None else found[0]
 
     def _claimed(self, head: RequestHead, owner: str | None) -> str | None:
         """Return the tenant that a header names (one of a key's owner, if there are keys)."""

@@ -25,6 +25,10 @@ def mistakes_of(fleet: Fleet) -> Iterator[str]:
     yield from _profile_mistakes(fleet)
     yield from _plan_mistakes(fleet)
     yield from _name_mistakes(file)
+    if any(each.canary is not None for each in file.models):
+        from hetlb.balancer.config.canaries import canary_mistakes
+
+        yield from canary_mistakes(fleet)
     yield from _access_mistakes(file)
     yield from _kv_mistakes(file)
     yield from _publisher_mistakes(file)

@@ -274,18 +274,28 @@ class KvTransferTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     latency_s: NonNegative | None = None
 
 
+class CanaryTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Share of a model's requests for a new version: an `instance` of it, or another model's `name`."""
+
+    share: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    instance: str | None = None
+    name: str | None = None
+
+
 class ModelTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One pool: the instances that serve one model; its key is for instances without one of their own.
 
     `kv_transfer` lets one instance prefill a prompt and another decode the answer.
     `aliases` are further names for clients. `fallback` is the model that answers while no instance of this
-    one takes requests. `classes` are its requests' by name, the default first.
+    one takes requests. `canary` gets a share of its requests. `classes` are its requests' by name, the
+    default first.
     """
 
     name: str
     instances: tuple[InstanceTable, ...] = ()
     aliases: tuple[str, ...] = ()
     fallback: str | None = None
+    canary: CanaryTable | None = None
     tokenizer: str | None = None
     api_key_file: str | None = None
     api_key_env: str | None = None

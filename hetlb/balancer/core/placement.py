@@ -297,6 +297,7 @@ class Placement:
         if (
             request.longest_prompt_tokens + (request.max_tokens or 1) <= ready.longest_tokens
             and request.subset is None
+            and request.side is None
             and not request.generated
             and (not known or request.id not in known)
         ):
@@ -305,7 +306,7 @@ class Placement:
             ready = self.fleet.ready[request.model] = ReadyInstances(ready.instances, now)
         attempts = known.get(request.id)
         tried = None if attempts is None else attempts.tried
-        return ready.choices(request, tried, now, holds_back=self.policy.holds_back)
+        return ready.choices(request, tried, now, holds_back=self.policy.holds_back, side=request.side)
 
     def context(
         self, request: Request, predicted: float, waiting: int, now: float, long: float = -1.0

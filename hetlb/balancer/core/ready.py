@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.instance import Instance
-from hetlb.balancer.core.types import Candidate, Health, Request, Role
+from hetlb.balancer.core.types import CanarySide, Candidate, Health, Request, Role
 
 
 def tokens_of(request: Request) -> int:
@@ -96,19 +96,23 @@ class ReadyInstances:
         now: float,
         *,
         holds_back: bool,
+        side: CanarySide | None = None,
     ) -> Choices:
         """Return the choices of a request now.
 
         `tried`: where the request was before; it is no trial then. `holds_back`: the policy heeds
-        restraints itself; otherwise only instances without one are left, if there are some.
+        restraints itself; otherwise only instances without one are left, if there are some. `side` counts
+        only while its instances can serve the request, and a canary is not restrained.
         """
         tokens = tokens_of(request)
         by_ids = request.generated > 0 and any(not each.why_not and each.gives_ids for each in self.instances)
-        anywhere = tried is None and request.subset is None and not by_ids
+        anywhere = tried is None and request.subset is None and not by_ids and side is None
         if anywhere and all(tokens <= _longest(instance) for instance in self.able):
             found = Choices(self.able, self.everyone.excluded)
         else:
-            found = self._fitting(tokens, request.subset, tried, by_ids)
+            found = self._fitting(tokens, request.subset, tried, by_ids, side)
+            if side is not None and not any(tokens <= _longest(each) for each in found.instances):
+                found, side = self._fitting(tokens, request.subset, tried, by_ids), None
         chosen = found.instances
         if not self.throttled or not any(instance.throttle.active(now) for instance in chosen):
             return found
@@ -116,6 +120,8 @@ class ReadyInstances:
         found.restraints = restraints = [
             each.throttle.restraint(each.sequences, each.max_num_seqs, now, doubt=doubt) for each in chosen
         ]
+        if side is not None and side.inside and "" not in restraints:
+            return self.choices(request, tried, now, holds_back=holds_back)
         if tried is not None or not request.sequences:
             restrained = {each.name: each.breaker.why(now) for each in chosen if each.breaker.restrained(now)}
             if restrained and len(restrained) < len(chosen):
@@ -131,7 +137,12 @@ class ReadyInstances:
         return found.without({each.name: why for each, why in zip(chosen, restraints, strict=True) if why})
 
     def _fitting(
-        self, tokens: int, subset: Sequence[str] | None, tried: Sequence[str] | None, by_ids: bool
+        self,
+        tokens: int,
+        subset: Sequence[str] | None,
+        tried: Sequence[str] | None,
+        by_ids: bool,
+        side: CanarySide | None = None,
     ) -> Choices:
         """Return the instances that may have a request of `tokens` and are large enough.
 
@@ -144,6 +155,8 @@ class ReadyInstances:
         for instance in self.instances:
             if subset is not None and instance.name not in subset:
                 reason = "not in the subset of the gateway"
+            elif side is not None and (instance.name == side.instance) is not side.inside:
+                reason = "not the canary" if side.inside else "the canary, which gets its share alone"
             else:
                 reason = instance.why_not
                 if not reason and tried is not None and instance.name in tried:

@@ -172,6 +172,17 @@ class InstanceSpec(PickleByFields):
     host_assumed_in: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class CanarySide(PickleByFields):
+    """Side of a request if one instance of its model is a canary: that `instance` alone, or the others.
+
+    The other side serves it only while nothing of its own is left.
+    """
+
+    instance: str
+    inside: bool
+
+
 @mypyc_attr(acyclic=True)
 @dataclass(slots=True, init=False)
 class Request(PickleByFields):
@@ -184,7 +195,7 @@ class Request(PickleByFields):
     counted, not estimated from bytes. `subset` names the instances that a gateway allows (None: all).
     `path` is the endpoint's; `client` the address of the client. `features` are fields of the body that not
     every request has; they are read only while they matter (None before). `kept_from` names instances that
-    refuse such a request: it waits in a line of its own.
+    refuse such a request: it waits in a line of its own. `side` is None for a model without a canary.
     `prefix_keys` name the prefixes of its prompts, shortest first, each with its length in tokens; None
     stands for the whole conversation so far. `band` is the operator's priority and comes first; `priority` is
     vLLM's (lower goes first), within a tenant. `blocks` are digests of a prompt with known token ids, for
@@ -220,6 +231,7 @@ class Request(PickleByFields):
     client: Final[str]
     features: tuple[str, ...] | None
     kept_from: tuple[str, ...]
+    side: Final[CanarySide | None]
 
     def __init__(
         self,
@@ -249,6 +261,7 @@ class Request(PickleByFields):
         client: str = "",
         features: tuple[str, ...] | None = None,
         kept_from: tuple[str, ...] = (),
+        side: CanarySide | None = None,
     ) -> None:
         self.id = id
         self.model = model
@@ -276,6 +289,7 @@ class Request(PickleByFields):
         self.client = client
         self.features = features
         self.kept_from = kept_from
+        self.side = side
 
     def goes_on(self, generated: int) -> Request:
         """Return the request for the rest of an answer, with `generated` tokens in its prompt."""
@@ -291,14 +305,15 @@ class Request(PickleByFields):
 
     @property
     def restriction(self) -> str | None:
-        """Names of the allowed and of the refusing instances, as a key; None without a restriction.
+        """Names of the allowed and of the refusing instances, and the canary's side; None for none of them.
 
         `/` and `,` are in no name of an instance, `-` is in many.
         """
-        subset, kept_from = self.subset, self.kept_from
-        if subset is None and not kept_from:
+        subset, kept_from, side = self.subset, self.kept_from, self.side
+        if subset is None and not kept_from and side is None:
             return None
-        return f"{'' if subset is None else ','.join(subset)}/{','.join(kept_from)}"
+        aside = "" if side is None else f"/{side.instance},{side.inside}"
+        return f"{'' if subset is None else ','.join(subset)}/{','.join(kept_from)}{aside}"
 
 
 @dataclass(slots=True, eq=False)
