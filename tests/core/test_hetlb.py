@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from typing import Any, cast
 
 import pytest
@@ -10,13 +11,14 @@ from helpers import FAST, MODEL, dispatched, make_scheduler, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetlb.balancer.core.instance_limits import DEFAULT_KV_CACHE_TOKENS
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.length_samples import OraclePredictor
 from hetlb.balancer.core.objective import UNSTATED, ServiceClass
 from hetlb.balancer.core.policies.hetlb import Hetlb
 from hetlb.balancer.core.policies.score_terms import TERMS
 from hetlb.balancer.core.predictor import PRIOR_OUTPUT_TOKENS, OnlinePredictor
-from hetlb.balancer.core.types import Capacity, Dispatch, InstanceSpec, Lease, Outcome
+from hetlb.balancer.core.types import Capacity, Dispatch, EngineSample, InstanceSpec, Lease, Outcome
 from hetlb.tools.explained import explained
 from hetlb.tools.sim.integrity import check_scheduler
 
@@ -51,7 +53,7 @@ def test_an_instance_that_is_surely_worse_is_not_foreseen_until_people_look() ->
     ctx = scheduler.placement.context(request(1, prompt=1000), 50.0, 0, 0.0)
     policy = cast("Hetlb", scheduler.placement.policy)
     evaluation = policy.evaluate(ctx, scheduler.instances, True)
-    assert [each.rated for each in evaluation._sights] == [True, False]
+    assert [each.rated for each in evaluation.sights] == [True, False]
     assert all(each.rated for each in evaluation.ratings)
 
 
@@ -364,6 +366,40 @@ def test_a_burst_without_profiles_goes_mostly_to_the_fast_instance() -> None:
             heapq.heappush(due, (now + first_s[each.instance], each.id, each))
     assert len(found) == 160
     assert found.count("slow") < 0.2 * len(found)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations((1.0, 2.0, 3.0, 8.0))))
+def test_a_lone_user_finds_the_fastest_of_four_without_profiles_at_once(order: tuple[float, ...]) -> None:
+    """One request a minute, so that little is known of each. Short and long answers take turns."""
+    slower = {f"e{i}": each for i, each in enumerate(order)}
+    fleet = [InstanceSpec(name, MODEL, capacity=capacity(256)) for name in slower]
+    scheduler = make_scheduler(fleet, "hetlb")
+    got = []
+    for i in range(30):
+        now, tokens = 60.0 * i, (8, 300)[i % 2]
+        lease = dispatched(scheduler.on_arrival(request(i, prompt=500, streamed=True, max_tokens=400), now))
+        got.append(lease.instance)
+        engine = FAST.scaled(slower[lease.instance])
+        first_s = engine.first_token_s(500.0, 0.0, 0.0, 0.0, 0.0, 2048.0)
+        scheduler.on_first_token(lease, now + first_s)
+        lease.output_tokens = tokens
+        scheduler.on_lease_ended(lease, Outcome.OK, now + first_s + engine.answer_s(500.0, tokens - 1.0))
+    fastest = min(slower, key=lambda name: slower[name])
+    assert fastest in got[:4]
+    assert set(got[4:]) == {fastest}
+
+
+def test_an_engine_that_tells_nothing_is_not_full_by_an_assumed_cache() -> None:
+    """An engine with a page, and no size there, is."""
+    sent = []
+    for told in (False, True):
+        scheduler = make_scheduler([InstanceSpec("a", MODEL, latency=FAST)], "hetlb")
+        if told:
+            scheduler.on_scrape("a", EngineSample(running=0, waiting=0), 0.0)
+        commands = [scheduler.on_arrival(request(i, prompt=2000), 0.0) for i in range(200)]
+        sent.append(sum(len(placed(each)) for each in commands))
+    assert sent[0] == 200
+    assert sent[1] < DEFAULT_KV_CACHE_TOKENS / 2000
 
 
 @pytest.mark.parametrize(

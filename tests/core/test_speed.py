@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from helpers import FAST, dispatched, make_scheduler, request, spec
@@ -21,6 +22,7 @@ from hetlb.balancer.core.speed import (
     PRIOR_S,
     TRUSTED_FACTOR,
     SpeedTracker,
+    averaged,
 )
 from hetlb.balancer.core.types import (
     AdminState,
@@ -343,3 +345,18 @@ def test_an_answer_runs_at_least_itself() -> None:
     since = tracker.mark()
     tracker.answered(MODEL, since, 4.0, 100.0, 4.0, 2048)
     assert tracker.last_expected_s == pytest.approx(100.0 * MODEL.step_s(1.0, 0.0))
+
+
+factors = st.floats(1.0 / 64.0, 64.0)
+
+
+@given(st.lists(st.tuples(factors, st.floats(0.01, 1.0)), min_size=1, max_size=30))
+def test_a_faster_one_stays_at_least_as_fast_in_means_of_near_factors(
+    shown: list[tuple[float, float]],
+) -> None:
+    found = sorted(zip(shown, averaged(shown), strict=True))
+    for (factor, _), mean in found:
+        assert factor / TRUSTED_FACTOR <= mean * 1.000001
+        assert mean <= factor * TRUSTED_FACTOR * 1.000001
+    for (_, one), (_, other) in pairwise(found):
+        assert one <= other * 1.000001

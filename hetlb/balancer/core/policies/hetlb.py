@@ -9,7 +9,7 @@
    queue is done included: a slow-server threshold (Lin, Kumar, Optimal control of a queueing system with two
    heterogeneous servers, 1984). So is an instance without the prompt's cached prefix, if the wait for the
    next slot of a full instance with that prefix costs less.
-4. Pick: the least score among instances with room; of equals the one with the fewest requests.
+4. Pick: the least score among instances with room; of equals the one that showed more speed.
 
 Scoring reads and changes nothing.
 """
@@ -42,7 +42,8 @@ from hetlb.balancer.core.types import Candidate
 #: Least share of the faster instances' speed left for waiting requests, at any arrival rate
 #: (`front.py`: with 1, nothing taken off, mean TTFT of a 70B fleet at 95 % is 10 s in place of 3.6).
 _LEAST_LEFT_SHARE: Final = 1.0 / 3.0
-#: Largest score of an idle instance with assumed speed to be tried, in scores of the best one.
+#: Largest score of an idle instance with assumed speed to be tried, in scores of the best one, if it were as
+#: fast as the fastest one.
 _GUESS_FACTOR: Final = 2.0
 
 
@@ -51,7 +52,7 @@ class Evaluation:
     """The instances for one request, as they were at the time; `candidates` is for people."""
 
     __slots__ = (
-        "_ctx", "_fastest", "_set_loss", "_sights", "fleet", "instances", "weights",
+        "_ctx", "_fastest", "_set_loss", "fleet", "instances", "sights", "weights",
     )  # fmt: skip
 
     def __init__(
@@ -61,7 +62,7 @@ class Evaluation:
         self._ctx = ctx
         self.fleet = fleet = ctx.demand.mix.fleet(instances)
         self.instances = members = fleet.members
-        self._sights = sights = [Sight(ctx, members[i], fleet.costs[i], i) for i in range(len(members))]
+        self.sights = sights = [Sight(ctx, members[i], fleet.costs[i], i) for i in range(len(members))]
         service, restraints = ctx.request.service, ctx.restraints
         targets = bool(ctx.demand.protected) or service.stated
         self._set_loss: Callable[[SchedulingContext, Sight], None] | None = None
@@ -107,7 +108,7 @@ class Evaluation:
         self.weights = weights_of(ctx, stated)
         if at_once or full or ctx.request.sequences > 1 or ctx.request.preferred:
             for each in needed:
-                self._rate(each)
+                self.rate(each)
         else:
             self._rate_best(needed)
         if targets:
@@ -117,8 +118,10 @@ class Evaluation:
             if holder is not None and holder.state >= KEPT_FREE:
                 self._keep_together(holder)
 
-    def _rate(self, each: Sight) -> None:
-        """Foresee and rate an instance."""
+    def rate(self, each: Sight) -> None:
+        """Foresee and rate an instance, unless it is rated."""
+        if each.rated:
+            return
         if each is not self._fastest:  # has its forecast
             each.foresee(self._ctx)
         if self._set_loss is not None:
@@ -148,15 +151,14 @@ class Evaluation:
     @property
     def ratings(self) -> list[Sight]:
         """Every instance with its forecast, terms and score."""
-        for each in self._sights:
-            if not each.rated:
-                self._rate(each)
-        return self._sights
+        for each in self.sights:
+            self.rate(each)
+        return self.sights
 
     def best(self, among: Sequence[int] | None = None) -> Sight | None:
         """Return the instance with room and the lowest score, the first of several; None if none has room."""
         found: Sight | None = None
-        for each in self._sights:
+        for each in self.sights:
             if each.state != ROOM or not each.rated or (among is not None and each.index not in among):
                 continue
             if found is None or each.score < found.score or _first_of_equals(each, found):
@@ -173,7 +175,7 @@ class Evaluation:
         if ctx.goes_on:
             coming = ctx.demand.rate.per_s(ctx.now) * ctx.demand.mix.size
         for i in self.fleet.order:
-            each = self._sights[i]
+            each = self.sights[i]
             if each.state == ROOM:
                 if full == math.inf:
                     continue
@@ -192,13 +194,13 @@ class Evaluation:
         """
         ctx, mix, room = self._ctx, self._ctx.demand.mix, 1.0
         size, need = max(1.0, mix.size), max(1.0, mix.booked + mix.output / 2.0)
-        for each in self._sights:
+        for each in self.sights:
             if each.state == ROOM:
                 left = 1.0 + (each.load.kv_cache_tokens - each.used_tokens) / need
                 room += min(left, each.load.all_slots - each.seen.running)
         delay_s = size / there.cost.speed * min(room, 1.0 + ctx.waiting / size) / 2.0
         limit = there.score + (self.weights[0] + self.weights[1]) * delay_s
-        for each in self._sights:
+        for each in self.sights:
             if each.state == ROOM and each.cached < there.cached and limit < each.score:
                 each.limit, each.state = limit, HELD
 
@@ -208,21 +210,38 @@ class Evaluation:
 
 
 def _first_of_equals(each: Sight, found: Sight) -> bool:
-    """Return True if an instance has the best score so far and got fewer requests than the best one."""
-    return each.score == found.score and each.instance.booked < found.instance.booked
+    """Return True if an instance has the best score so far, and showed more speed than the best one.
+
+    Speeds that were shown without a profile are averaged if they are near. Of equal ones the instance with
+    the fewest requests is first.
+    """
+    if each.score != found.score:
+        return False
+    one, other = each.instance, found.instance
+    if one.speed.seen and other.speed.seen and one.speed.shown != other.speed.shown:
+        return one.speed.shown < other.speed.shown
+    return one.booked < other.booked
 
 
 def _unknown(evaluation: Evaluation, found: Sight) -> Sight:
-    """Return an idle instance of assumed speed if it is not much worse than the one found, else that one.
+    """Return an idle instance of assumed speed if it may be about as good as the one found, else that one.
 
-    Its answer will show its speed.
+    It may be as fast as the fastest one that is known. Its answer will show its speed.
     """
-    chosen = found
-    for each in evaluation.ratings:
+    fastest, guessed = math.inf, []
+    for each in evaluation.sights:
         instance = each.instance
-        if instance.profiled or instance.speed.seen or instance.in_flight or each.state != ROOM:
+        if instance.profiled:
             continue
-        if each.score <= _GUESS_FACTOR * found.score and (
+        if instance.speed.seen:
+            fastest = instance.speed.shown if instance.speed.shown < fastest else fastest
+        elif not instance.in_flight and each.state == ROOM:
+            guessed.append(each)
+    chosen = found
+    for each in guessed:
+        instance, most = each.instance, _GUESS_FACTOR * found.score
+        evaluation.rate(each)
+        if each.score * min(1.0, fastest / instance.speed.factor) <= most and (
             chosen is found or instance.booked < chosen.instance.booked
         ):
             chosen = each

@@ -180,7 +180,11 @@ class Sight:
         used = self.used_tokens + grows * _SPREAD_SHARE * ctx.long_output * math.sqrt(sequences)
         if ctx.least_output > 0.0:
             used = max(used, sequences * (ctx.demand.mix.booked + grows * ctx.least_output))
-        return NO_MEMORY if used > load.kv_cache_tokens else ROOM
+        if used <= load.kv_cache_tokens:
+            return ROOM
+        # An assumed size fills no engine that tells nothing: late first tokens show its limit.
+        told = seen.sample_at > -math.inf or instance.capacity.kv_cache_tokens is not None
+        return NO_MEMORY if told else ROOM
 
     def foresee(self, ctx: SchedulingContext) -> None:
         """Forecast the request there."""
