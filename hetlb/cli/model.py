@@ -16,7 +16,9 @@ _SHOWN_TOKENS = (1_000, 10_000, 100_000)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG.json", type=Path, help="config.json of a model")
+    parser.add_argument(
+        "config", metavar="CONFIG.json", type=Path, help="a model's config.json, or its folder"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

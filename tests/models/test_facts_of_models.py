@@ -19,6 +19,7 @@ from hetlb.tools.models.config_keys import ALIASES, class_defaults
 from hetlb.tools.models.degrees import refusal
 from hetlb.tools.models.families import FAMILIES, model_type_of
 from hetlb.tools.models.model_facts import ModelFacts, read_facts
+from hetlb.tools.models.model_file import load_facts
 from hetlb.tools.plan.common.plan_tables import PlanModelTable, read_model
 
 DATA = Path(__file__).parent / "data"
@@ -142,10 +143,16 @@ def test_weights_in_8_bits_are_no_cache_in_8_bits() -> None:
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"architectures": ["FooForCausalLM"]}, "architectures"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
+        ({"architectures": ["CLIPModel"], "model_type": "clip"}, "architectures"),
+        ({"architectures": ["FooForCausalLM"], "model_type": "foo", "kv_sharing": 2}, "kv_sharing"),
+        (
+            {"architectures": ["FooForCausalLM"], "model_type": "foo", "sliding_window": 4096},
+            "sliding_window",
+        ),
         ({"architectures": None, "model_type": "foo"}, "model_type"),
         ({"kv_sharing_interval": 2}, "kv_sharing_interval"),
-        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"num_local_experts": 8}, "num_experts_per_tok"),
         ({"attention_chunk_size": 8192}, "attention_chunk_size"),
         ({"layer_types": ["full_attention"] * 31 + ["mystery_attention"]}, "layer_types"),
         ({"layer_types": ["full_attention"] * 31}, "layer_types"),
@@ -170,6 +177,110 @@ def test_what_is_not_understood_is_refused_by_name(
     assert err.count("\n") == 1
     assert str(path) in err
     assert key in err
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("meta-llama--Meta-Llama-3.1-8B", "deepseek-ai--DeepSeek-R1", "Qwen--Qwen3.5-35B-A3B", "gemma3-27b"),
+        *("EXAONE-4.0-32B", "Qwen--Qwen3-30B-A3B-FP8", "stepfun-ai--Step-3.7-Flash"),
+    ],
+)
+def test_a_model_of_tomorrow_is_read_by_its_keys(name: str) -> None:
+    config = json.loads(json.dumps(CACHES[name]["config"]))
+    table = config.get("text_config", config)
+    config["architectures"] = ["TomorrowForConditionalGeneration"]
+    table["architectures"], table["model_type"] = ["TomorrowForCausalLM"], "tomorrow"
+    found, known = facts(config), facts(CACHES[name]["config"])
+    assert (found.needed, found.kinds) == (known.needed, known.kinds)
+    assert found.weight_bytes == pytest.approx(known.weight_bytes, rel=0.06)
+
+
+def safetensors(tensors: Mapping[str, tuple[str, list[int], int]]) -> bytes:
+    """The header of a file with these tensors of a type, a shape and bytes; their values are a hole."""
+    header, at = {}, 0
+    for name, (kind, shape, size) in tensors.items():
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def folder_of(
+    tmp_path: Path, config: Mapping[str, Any], *files: Mapping[str, Any], index: bool = True
+) -> Path:
+    names = [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+    for name, tensors in zip(names, files, strict=True):
+        data = safetensors(tensors)
+        with (tmp_path / name).open("wb") as file:
+            file.write(data)
+            file.truncate(len(data) + sum(size for _, _, size in tensors.values()))
+    weights = {key: name for name, tensors in zip(names, files, strict=True) for key in tensors}
+    total = sum(size for tensors in files for _, _, size in tensors.values())
+    document = {"metadata": {"total_size": total}, "weight_map": weights}
+    if index:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(document))
+    else:
+        (tmp_path / names[0]).rename(tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_weights_are_what_the_checkpoint_has(tmp_path: Path) -> None:
+    """Of any quantisation, without the draft layers behind the last; experts apart."""
+    layer = {"layers.0.mlp.experts.w1": ("U8", [10, 10], 100), "layers.0.mlp.gate": ("BF16", [8, 2], 32)}
+    draft = {"model.layers.48.mlp.experts.w1": ("U8", [10, 10], 100), "mtp.fc": ("BF16", [4], 8)}
+    config = {**MOE, "quantization_config": {"quant_method": "of tomorrow"}}
+    found = load_facts(folder_of(tmp_path, config, layer, {**draft, "lm_head.weight": ("F32", [5], 20)}))
+    assert (found.weight_bytes, found.expert_bytes) == (152, 100)
+    assert found.parameters == facts(MOE).parameters  # packed values are not counted
+    assert found.needed == facts(MOE).needed
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(ConfigError, match="quant_method"):  # the sum has the draft layers in it
+        load_facts(tmp_path)
+
+
+def test_parameters_are_counted_of_plain_weights_alone(tmp_path: Path) -> None:
+    layer = {"layers.0.mlp.experts.w1": ("F32", [16, 10], 640), "layers.0.mlp.gate": ("F32", [10, 4], 160)}
+    found = load_facts(folder_of(tmp_path, MOE, layer, index=False) / "config.json")
+    assert (found.parameters, found.weight_bytes, found.expert_bytes) == (200, 400, 320)  # held in 16 bits
+    assert found.active_parameters == 200 - 160 + 160 * 8 // 128
+
+
+def test_an_index_without_its_files_has_the_sum(tmp_path: Path) -> None:
+    folder_of(tmp_path, LLAMA, {"lm_head.weight": ("BF16", [7], 14), "model.norm.weight": ("BF16", [3], 6)})
+    (tmp_path / "model-00001-of-00001.safetensors").unlink()
+    assert load_facts(tmp_path).weight_bytes == 20
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b"", "expected a header"),
+        (b"\xff" * 8, "expected a header"),
+        (b"\x02" + b"\0" * 7 + b"[]", "expected an object"),
+        (b"\x04" + b"\0" * 7 + b"[[[[", "expected JSON"),
+        (safetensors({"a": ("BF16", [-1], 2)}), "expected shape and data_offsets"),
+        (safetensors({"a": ("BF16", [1 << 40] * 2, 2)}), "expected shape and data_offsets"),
+        (safetensors({"a": ("BF16", [1] * 99, 2)}), "expected shape and data_offsets"),
+        (safetensors({"a": ("BF16", [1], 1 << 60)}), "expected shape and data_offsets"),
+    ],
+)
+def test_a_checkpoint_of_a_stranger_is_one_line(tmp_path: Path, header: bytes, message: str) -> None:
+    folder_of(tmp_path, LLAMA, {"a": ("BF16", [1], 2)}, index=False)
+    (tmp_path / "model.safetensors").write_bytes(header)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_facts(tmp_path)
+    assert str(tmp_path / "model.safetensors") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_index_names_files_beside_it_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    for weights, message in (({"a": "../../etc/passwd"}, "names of files beside it"), ([1], "an object")):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+        with pytest.raises(ConfigError, match=message):
+            load_facts(tmp_path)
 
 
 def test_keys_that_decide_nothing_are_taken() -> None:

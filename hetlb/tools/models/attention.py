@@ -61,7 +61,7 @@ def attention_of(
             f"got {heads.keys}"
         )
     hidden = keys.whole("hidden_size")
-    bias, out_bias = family.has(family.qkv_bias, keys), family.has(family.out_bias, keys)
+    bias, out_bias = family.bias(0, keys), family.bias(1, keys)
     queries = heads.queries * heads.key_size
     out = heads.queries * heads.value_size
     gate = {"value": out, "head": heads.queries}.get(family.out_gate, 0)
@@ -98,7 +98,7 @@ def latent(family: Family, keys: ConfigKeys, layer: int, kind: Scope) -> Mixer:
     rank, rope = keys.whole("kv_lora_rank"), keys.whole("qk_rope_head_dim", _ROPE_SIZE)
     nope, value = keys.whole("qk_nope_head_dim", _NOPE_SIZE), keys.whole("v_head_dim", _VALUE_SIZE)
     keys.note("num_key_value_heads", "head_dim", "qk_head_dim")
-    bias = family.has(family.qkv_bias, keys)
+    bias = family.bias(0, keys)
     query_rank = keys.value("q_lora_rank")
     queries = heads * (nope + rope)
     if query_rank is None:

@@ -1,7 +1,7 @@
 """Architectures that hetlb understands, by the names in `architectures` and `model_type`.
 
-Other families are refused. Sources: the model code of vLLM 0.32 and transformers 5.19
-(Apache-2.0); counts are held against transformers by `tests/vllm/test_model_facts.py`.
+A model of an unknown name is read by its keys (`family_by_keys`). Sources: the model code of vLLM 0.32 and
+transformers 5.19 (Apache-2.0); counts are held against transformers by `tests/vllm/test_model_facts.py`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from hetlb.tools.models import special
-from hetlb.tools.models.attention import compressed, latent
+from hetlb.tools.models.attention import compressed
 from hetlb.tools.models.family import Family
 from hetlb.tools.models.layer_kinds import (
     all_full_numbers,
@@ -35,368 +35,285 @@ from hetlb.tools.models.layer_kinds import (
     with_states,
 )
 
-_LLAMA: Final = Family(kinds=window_everywhere)
-_MISTRAL: Final = Family(kinds=window_everywhere, qkv_bias=False, out_bias=False, mlp_bias=False)
-_QWEN2: Final = Family(kinds=qwen_windows, qkv_bias=True, out_bias=False, mlp_bias=False)
-_QWEN3: Final = Family(kinds=qwen_windows, qk_norm="head", mlp_bias=False)
-_QWEN3_MOE: Final = Family(kinds=qwen_windows, qk_norm="head", mlp_bias=False, sparse=True)
-_HYBRID: Final = Family(
-    kinds=linear_every,
-    mixer=special.hybrid_mixer,
-    qk_norm="head",
-    out_gate="value",
-    sparse=True,
-    shared_gate=True,
-)
-_GEMMA: Final = Family(tied=True)
-_DEEPSEEK: Final = Family(kinds=all_latent, mixer=latent, sparse=True, router_bias=True)
-#: GPT-2 and its kin: LayerNorm, biases everywhere, two matrices in a feed-forward part.
-_NORMED: Final = Family(
-    norm_bias=True, gated=False, qkv_bias=True, out_bias=True, mlp_bias=True, feed=special.four_times
-)
-_GRANITE_MOE: Final = Family(kinds=full_or_listed, sparse=True, feed=special.granite_feed)
-_LFM2: Final = Family(
-    kinds=with_states(lfm_layers),
-    mixer=special.lfm_mixer,
-    feed=special.lfm_feed,
-    qkv_bias=False,
-    out_bias=False,
-    qk_norm="head",
-    sparse=True,
-    router_bias="use_expert_bias",
-    tied=True,
-)
-_GLM4_MOE: Final = Family(
-    sparse=True, qk_norm="use_qk_norm", router_bias=True, out_bias=False, kinds=full_or_listed
-)
-_STEP: Final = Family(
-    kinds=full_or_listed,
-    mixer=special.step_mixer,
-    qk_norm="head",
-    sparse=True,
-    router_bias=True,
-    qkv_bias=False,
-    out_bias=False,
-)
-_MINIMAX_M3: Final = Family(
-    mixer=special.minimax_m3_mixer,
-    qk_norm="use_qk_norm",
-    sparse=True,
-    router_bias=True,
-    qkv_bias=False,
-    out_bias=False,
-    feed_name="block_sparse_moe",
-)
-_MIMO: Final = Family(
-    kinds=mimo_pattern, mixer=special.mimo_mixer, sparse=True, router_bias=True, out_bias=False
-)
-
-#: MiniMax-01, Text-01 and M1: one architecture under three names.
-_MINIMAX: Final = Family(
-    kinds=numbered_types,
-    mixer=special.minimax_mixer,
-    sparse=True,
-    qkv_bias=False,
-    out_bias=False,
-    feed_name="block_sparse_moe",
+#: Names of model types, by `model_type`, and what their keys do not say.
+_ROWS: Final = (
+    ("llama granite granite_swa solar", Family(kinds=window_everywhere)),
+    (
+        "mistral ministral ministral3 phi3 phi4mm phi4_multimodal",
+        Family(kinds=window_everywhere, biases=False),
+    ),
+    (
+        "mistral4 glm4_moe_lite glm_moe_dsa deepseek_v3 deepseek_v32 kimi_k2 axk1",
+        Family(kinds=all_latent, router_bias=True),
+    ),
+    ("mixtral", Family(kinds=window_everywhere, biases=False, feed_name="block_sparse_moe")),
+    ("qwen", Family(feed=special.half_feed, biases=(True, False, "mlp_bias"))),
+    (
+        "qwen2 qwen2_vl qwen2_5_vl qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text",
+        Family(kinds=qwen_windows, biases=(True, False, False)),
+    ),
+    ("qwen2_moe", Family(kinds=qwen_windows, biases=("qkv_bias", False, "mlp_bias"), shared_gate=True)),
+    (
+        "qwen3 qwen3_vl_text qwen3_moe qwen3_vl_moe_text qwen3_omni_moe_text",
+        Family(kinds=qwen_windows, biases=("attention_bias", "attention_bias", False), qk_norm="head"),
+    ),
+    (
+        "qwen3_next qwen3_5_text qwen3_5_moe_text",
+        Family(kinds=linear_every, qk_norm="head", out_gate="value", shared_gate=True),
+    ),
+    ("mimo", Family(kinds=qwen_windows, biases=("attention_bias", False, False))),
+    (
+        "mimo_v2_flash mimo_v2",
+        Family(
+            kinds=mimo_pattern,
+            mixer=special.mimo_mixer,
+            biases=("attention_bias", False, "mlp_bias"),
+            router_bias=True,
+        ),
+    ),
+    ("gemma helium minicpm deepseek", Family()),
+    ("gemma2", Family(kinds=every(2), norms=4)),
+    ("vaultgemma", Family(kinds=every(2), norms=2)),
+    ("gemma3_text", Family(kinds=every(6, "sliding_window_pattern"), qk_norm="head", norms=4)),
+    (
+        "gemma3n_text",
+        Family(
+            kinds=every(5),
+            mixer=special.gemma3n_mixer,
+            feed=special.gemma3n_feed,
+            beside=special.gemma3n_beside,
+            qk_norm="head",
+            norms=6,
+        ),
+    ),
+    (
+        "gemma4_text",
+        Family(
+            kinds=every(6),
+            mixer=special.gemma4_mixer,
+            feed=special.gemma4_feed,
+            beside=special.gemma4_beside,
+            qk_norm="head",
+            norms=4,
+        ),
+    ),
+    ("phi", Family(gated=False, biases=True, norms=1, norm_bias=True, head_bias=True)),
+    (
+        "phimoe",
+        Family(
+            kinds=window_everywhere, norm_bias=True, head_bias="lm_head_bias", feed_name="block_sparse_moe"
+        ),
+    ),
+    (
+        "gpt_oss",
+        Family(kinds=every(2), mixer=special.gpt_oss_mixer, feed=special.gpt_oss_feed, router_bias=True),
+    ),
+    ("granitemoe", Family(kinds=full_or_listed, biases=("attention_bias", "attention_bias", False))),
+    ("granitemoeshared", Family(kinds=full_or_listed, feed=special.granite_feed)),
+    ("granitemoehybrid", Family(kinds=with_states(full_or_listed), feed=special.granite_feed)),
+    ("bamba", Family(kinds=with_states(attention_indices))),
+    ("cohere", Family(qk_norm="use_qk_norm", norms=1)),
+    ("cohere2", Family(kinds=every(4, "sliding_window_pattern"), norms=1)),
+    ("olmo", Family(norms=0)),
+    ("olmo2 olmoe flex_olmo", Family(qk_norm="all")),
+    ("olmo3", Family(kinds=every(4), qk_norm="all")),
+    ("stablelm", Family(biases=("use_qkv_bias", False, "mlp_bias"), qk_norm="", norm_bias=True)),
+    ("starcoder2", Family(kinds=window_everywhere, gated=False, biases="use_bias", norm_bias=True)),
+    ("glm", Family(biases=("attention_bias", False, "mlp_bias"))),
+    ("glm4", Family(biases=("attention_bias", False, "mlp_bias"), norms=4)),
+    ("glm4v_text", Family(biases=(True, False, "mlp_bias"), norms=4)),
+    (
+        "glm4_moe glm4v_moe_text",
+        Family(
+            kinds=full_or_listed,
+            biases=("attention_bias", False, "mlp_bias"),
+            qk_norm="use_qk_norm",
+            router_bias=True,
+        ),
+    ),
+    ("smollm3", Family(kinds=qwen_windows)),
+    ("seed_oss", Family(biases=("attention_bias", "attention_out_bias", "mlp_bias"))),
+    ("exaone baichuan telechat2", Family(biases=False)),
+    (
+        "exaone4 exaone4_5_text",
+        Family(kinds=every(4, "sliding_window_pattern"), biases=False, qk_norm="head"),
+    ),
+    (
+        "exaone_moe",
+        Family(kinds=every(4, "sliding_window_pattern"), biases=False, qk_norm="head", router_bias=True),
+    ),
+    ("apertus", Family(gated=False, qk_norm="head")),
+    ("arcee", Family(gated=False)),
+    ("nemotron jais2", Family(gated=False, norm_bias=True)),
+    ("nemotron-nas", Family(layers=special.decilm_layers)),
+    ("cwm", Family(kinds=every(4))),
+    ("nanochat", Family(gated=False, norms=0)),
+    ("orion", Family(norm_bias=True)),
+    ("internlm internlm2", Family(biases=("bias", "bias", "mlp_bias"))),
+    ("internlm3", Family(biases=("qkv_bias", "bias", "bias"))),
+    ("hunyuan_v1_dense hunyuan_v1_moe", Family(qk_norm="head")),
+    ("ernie4_5", Family(biases="use_bias")),
+    ("ernie4_5_moe", Family(biases="use_bias", router_bias=True)),
+    ("gpt2", Family(beside=special.positions_beside, gated=False, biases=True, norm_bias=True)),
+    (
+        "gpt_bigcode",
+        Family(
+            mixer=special.multi_query_mixer,
+            beside=special.positions_beside,
+            gated=False,
+            biases=True,
+            norm_bias=True,
+        ),
+    ),
+    (
+        "gptj codegen",
+        Family(gated=False, biases=(False, False, True), norms=1, norm_bias=True, head_bias=True),
+    ),
+    ("gpt_neox", Family(gated=False, biases=("attention_bias", "attention_bias", True), norm_bias=True)),
+    ("bloom", Family(beside=special.bloom_beside, gated=False, biases=True, norm_bias=True)),
+    (
+        "mpt",
+        Family(mixer=special.inner_attention, beside=special.positions_beside, gated=False, biases=False),
+    ),
+    ("opt", Family(beside=special.opt_beside, gated=False, biases=True, norm_bias=True)),
+    ("falcon", Family(mixer=special.falcon_mixer, gated=False, biases="bias", norm_bias=True)),
+    (
+        "chatglm",
+        Family(mixer=special.chatglm_mixer, biases=("add_qkv_bias", "add_bias_linear", "add_bias_linear")),
+    ),
+    ("dbrx", Family(mixer=special.inner_attention, feed=special.dbrx_experts, biases=False)),
+    ("llama4_text", Family(kinds=chunks, feed=special.llama4_feed)),
+    ("deepseek_v2", Family(kinds=all_latent)),
+    (
+        "deepseek_v4",
+        Family(
+            kinds=compressed_layers,
+            mixer=compressed,
+            feed=special.deepseek_v4_feed,
+            beside=special.deepseek_v4_beside,
+            router_bias=True,
+        ),
+    ),
+    (
+        "kimi_linear",
+        Family(
+            kinds=kimi_layers,
+            feed=special.kimi_feed,
+            biases=(False, "attention_bias", "mlp_bias"),
+            router_bias=True,
+            feed_name="block_sparse_moe",
+        ),
+    ),
+    (
+        "minimax minimax_m1 minimax_text_01",
+        Family(kinds=numbered_types, biases=False, feed_name="block_sparse_moe"),
+    ),
+    (
+        "minimax_m2",
+        Family(
+            kinds=all_full_numbers,
+            biases=False,
+            qk_norm="layer",
+            router_bias=True,
+            feed_name="block_sparse_moe",
+        ),
+    ),
+    (
+        "minimax_m3",
+        Family(
+            mixer=special.minimax_m3_mixer,
+            biases=False,
+            qk_norm="use_qk_norm",
+            router_bias=True,
+            feed_name="block_sparse_moe",
+        ),
+    ),
+    (
+        "nemotron_h",
+        Family(
+            kinds=with_states(nemotron_pattern),
+            layers=special.nemotron_layers,
+            gated=False,
+            router_bias=True,
+            feed_name="mixer",
+        ),
+    ),
+    ("jamba", Family(kinds=with_states(attention_period), biases=False, feed_name="feed_forward")),
+    (
+        "lfm2 lfm2_moe",
+        Family(
+            kinds=with_states(lfm_layers),
+            feed=special.lfm_feed,
+            biases=False,
+            qk_norm="head",
+            router_bias="use_expert_bias",
+        ),
+    ),
+    (
+        "step3p5 step3p7",
+        Family(
+            kinds=full_or_listed, mixer=special.step_mixer, biases=False, qk_norm="head", router_bias=True
+        ),
+    ),
+    ("dots1", Family(kinds=qwen_windows, qk_norm="head", router_bias=True)),
+    ("bailing_moe", Family(biases=("use_qkv_bias", "use_bias", "mlp_bias"), qk_norm="use_qk_norm")),
+    (
+        "bailing_moe_v2",
+        Family(
+            biases=("use_qkv_bias", "use_bias", "mlp_bias"),
+            qk_norm="use_qk_norm",
+            router_bias="moe_router_enable_expert_bias",
+        ),
+    ),
+    (
+        "afmoe",
+        Family(
+            kinds=every(4, "global_attn_every_n_layers"),
+            qk_norm="head",
+            norms=4,
+            out_gate="value",
+            router_bias=True,
+        ),
+    ),
+    ("longcat_flash", Family(kinds=all_latent, layers=special.longcat_layers, router_bias=True)),
+    ("hy_v3", Family(qk_norm="head", router_bias=True)),
+    ("solar_open", Family(router_bias=True)),
+    ("mamba falcon_mamba mamba2", Family(kinds=all_state, feed=special.no_feed_forward, norms=1)),
+    ("falcon_h1", Family(layers=special.falcon_h1_layers)),
 )
 #: By `model_type`, which has the defaults of the configuration class.
-FAMILIES: Final[Mapping[str, Family]] = {
-    "llama": _LLAMA,
-    "mistral": _MISTRAL,
-    "ministral": _MISTRAL,
-    "ministral3": _MISTRAL,
-    "mistral4": _DEEPSEEK,
-    "mixtral": Family(
-        kinds=window_everywhere,
-        qkv_bias=False,
-        out_bias=False,
-        sparse=True,
-        feed_name="block_sparse_moe",
-    ),
-    "qwen": Family(feed=special.half_feed, qkv_bias=True, out_bias=False),
-    "qwen2": _QWEN2,
-    "qwen2_vl": _QWEN2,
-    "qwen2_5_vl": _QWEN2,
-    "qwen2_vl_text": _QWEN2,
-    "qwen2_5_vl_text": _QWEN2,
-    "qwen2_5_omni_text": _QWEN2,
-    "qwen2_moe": Family(
-        kinds=qwen_windows, qkv_bias="qkv_bias", out_bias=False, sparse=True, shared_gate=True
-    ),
-    "qwen3": _QWEN3,
-    "qwen3_vl_text": _QWEN3,
-    "qwen3_moe": _QWEN3_MOE,
-    "qwen3_vl_moe_text": _QWEN3_MOE,
-    "qwen3_omni_moe_text": _QWEN3_MOE,
-    "qwen3_next": _HYBRID,
-    "qwen3_5_text": _HYBRID,
-    "qwen3_5_moe_text": _HYBRID,
-    "mimo": Family(kinds=qwen_windows, qkv_bias="attention_bias", out_bias=False, mlp_bias=False),
-    "mimo_v2_flash": _MIMO,
-    "mimo_v2": _MIMO,
-    "gemma": _GEMMA,
-    "gemma2": Family(kinds=every(2), norms=4, tied=True),
-    "vaultgemma": Family(kinds=every(2), norms=2, tied=True),
-    "gemma3_text": Family(kinds=every(6, "sliding_window_pattern"), norms=4, qk_norm="head", tied=True),
-    "gemma3n_text": Family(
-        kinds=every(5),
-        mixer=special.gemma3n_mixer,
-        feed=special.gemma3n_feed,
-        beside=special.gemma3n_beside,
-        norms=6,
-        qk_norm="head",
-        tied=True,
-    ),
-    "gemma4_text": Family(
-        kinds=every(6),
-        mixer=special.gemma4_mixer,
-        feed=special.gemma4_feed,
-        beside=special.gemma4_beside,
-        norms=4,
-        qk_norm="head",
-        tied=True,
-        sparse=True,
-    ),
-    "phi": Family(
-        gated=False, qkv_bias=True, out_bias=True, mlp_bias=True, norms=1, norm_bias=True, head_bias=True
-    ),
-    "phi3": Family(kinds=window_everywhere, qkv_bias=False, out_bias=False, mlp_bias=False),
-    "phi4mm": Family(kinds=window_everywhere, qkv_bias=False, out_bias=False, mlp_bias=False),
-    "phi4_multimodal": Family(kinds=window_everywhere, qkv_bias=False, out_bias=False, mlp_bias=False),
-    "phimoe": Family(
-        kinds=window_everywhere,
-        sparse=True,
-        norm_bias=True,
-        head_bias="lm_head_bias",
-        feed_name="block_sparse_moe",
-    ),
-    "gpt_oss": Family(
-        kinds=every(2),
-        mixer=special.gpt_oss_mixer,
-        feed=special.gpt_oss_feed,
-        sparse=True,
-        router_bias=True,
-    ),
-    "granite": _LLAMA,
-    "granite_swa": Family(kinds=window_everywhere),
-    "granitemoe": Family(kinds=full_or_listed, sparse=True, mlp_bias=False),
-    "granitemoeshared": _GRANITE_MOE,
-    "granitemoehybrid": Family(
-        kinds=with_states(full_or_listed), mixer=special.mamba2_mixer, feed=special.granite_feed, sparse=True
-    ),
-    "bamba": Family(kinds=with_states(attention_indices), mixer=special.mamba2_mixer),
-    "cohere": Family(norms=1, qk_norm="use_qk_norm", tied=True),
-    "cohere2": Family(kinds=every(4, "sliding_window_pattern"), norms=1, tied=True),
-    "olmo": Family(norms=0),
-    "olmo2": Family(qk_norm="all"),
-    "olmo3": Family(kinds=every(4), qk_norm="all"),
-    "olmoe": Family(qk_norm="all", sparse=True),
-    "flex_olmo": Family(qk_norm="all", sparse=True),
-    "stablelm": Family(qkv_bias="use_qkv_bias", out_bias=False, norm_bias=True, qk_norm=""),
-    "starcoder2": Family(
-        kinds=window_everywhere,
-        gated=False,
-        norm_bias=True,
-        qkv_bias="use_bias",
-        out_bias="use_bias",
-        mlp_bias="use_bias",
-        tied=True,
-    ),
-    "glm": Family(out_bias=False),
-    "glm4": Family(norms=4, out_bias=False),
-    "glm4v_text": Family(norms=4, qkv_bias=True, out_bias=False),
-    "glm4_moe": _GLM4_MOE,
-    "glm4v_moe_text": _GLM4_MOE,
-    "glm4_moe_lite": _DEEPSEEK,
-    "glm_moe_dsa": _DEEPSEEK,
-    "smollm3": Family(kinds=qwen_windows),
-    "seed_oss": Family(out_bias="attention_out_bias"),
-    "exaone": Family(qkv_bias=False, out_bias=False),
-    "exaone4": Family(
-        kinds=every(4, "sliding_window_pattern"), qk_norm="head", qkv_bias=False, out_bias=False
-    ),
-    "exaone4_5_text": Family(
-        kinds=every(4, "sliding_window_pattern"), qk_norm="head", qkv_bias=False, out_bias=False
-    ),
-    "exaone_moe": Family(
-        kinds=every(4, "sliding_window_pattern"),
-        qk_norm="head",
-        qkv_bias=False,
-        out_bias=False,
-        sparse=True,
-        router_bias=True,
-    ),
-    "apertus": Family(gated=False, qk_norm="head"),
-    "arcee": Family(gated=False),
-    "nemotron": Family(gated=False, norm_bias=True),
-    "nemotron-nas": Family(layers=special.decilm_layers),
-    "helium": Family(),
-    "cwm": Family(kinds=every(4)),
-    "nanochat": Family(gated=False, norms=0),
-    "jais2": Family(gated=False, norm_bias=True),
-    "solar": _LLAMA,
-    "orion": Family(norm_bias=True),
-    "baichuan": Family(qkv_bias=False, out_bias=False, mlp_bias=False),
-    "internlm": Family(qkv_bias="bias", out_bias="bias"),
-    "internlm2": Family(qkv_bias="bias", out_bias="bias"),
-    "internlm3": Family(qkv_bias="qkv_bias", out_bias="bias", mlp_bias="bias"),
-    "minicpm": Family(),
-    "telechat2": Family(qkv_bias=False, out_bias=False),
-    "hunyuan_v1_dense": Family(qk_norm="head"),
-    "hunyuan_v1_moe": Family(qk_norm="head", sparse=True),
-    "ernie4_5": Family(qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias"),
-    "ernie4_5_moe": Family(
-        qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias", sparse=True, router_bias=True
-    ),
-    "gpt2": replace(_NORMED, beside=special.positions_beside, tied=True),
-    "gpt_bigcode": replace(
-        _NORMED, mixer=special.multi_query_mixer, beside=special.positions_beside, tied=True
-    ),
-    "gptj": Family(
-        feed=special.four_times,
-        gated=False,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=True,
-        norms=1,
-        norm_bias=True,
-        head_bias=True,
-    ),
-    "codegen": Family(
-        feed=special.four_times,
-        gated=False,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=True,
-        norms=1,
-        norm_bias=True,
-        head_bias=True,
-    ),
-    "gpt_neox": replace(_NORMED, qkv_bias="attention_bias", out_bias="attention_bias"),
-    "bloom": replace(_NORMED, beside=special.bloom_beside, tied=True),
-    "mpt": Family(
-        mixer=special.inner_attention,
-        feed=special.four_times,
-        beside=special.positions_beside,
-        gated=False,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        tied=True,
-    ),
-    "opt": replace(_NORMED, beside=special.opt_beside, tied=True),
-    "falcon": Family(
-        mixer=special.falcon_mixer,
-        feed=special.four_times,
-        gated=False,
-        qkv_bias="bias",
-        out_bias="bias",
-        mlp_bias="bias",
-        norm_bias=True,
-        tied=True,
-    ),
-    "chatglm": Family(
-        mixer=special.chatglm_mixer,
-        qkv_bias="add_qkv_bias",
-        out_bias="add_bias_linear",
-        mlp_bias="add_bias_linear",
-    ),
-    "dbrx": Family(
-        mixer=special.inner_attention,
-        feed=special.dbrx_experts,
-        sparse=True,
-        qkv_bias=False,
-        out_bias=False,
-    ),
-    "llama4_text": Family(kinds=chunks, feed=special.llama4_feed, sparse=True),
-    "deepseek": Family(sparse=True),
-    "deepseek_v2": Family(kinds=all_latent, mixer=latent, sparse=True),
-    "deepseek_v3": _DEEPSEEK,
-    "deepseek_v32": _DEEPSEEK,
-    "kimi_k2": _DEEPSEEK,
-    "axk1": _DEEPSEEK,
-    "deepseek_v4": Family(
-        kinds=compressed_layers,
-        mixer=compressed,
-        feed=special.deepseek_v4_feed,
-        beside=special.deepseek_v4_beside,
-        sparse=True,
-        router_bias=True,
-    ),
-    "kimi_linear": Family(
-        kinds=kimi_layers,
-        mixer=special.kimi_mixer,
-        feed=special.kimi_feed,
-        sparse=True,
-        router_bias=True,
-        qkv_bias=False,
-        feed_name="block_sparse_moe",
-    ),
-    "minimax": _MINIMAX,
-    "minimax_m1": _MINIMAX,
-    "minimax_text_01": _MINIMAX,
-    "minimax_m2": Family(
-        kinds=all_full_numbers,
-        qkv_bias=False,
-        out_bias=False,
-        sparse=True,
-        router_bias=True,
-        qk_norm="layer",
-        feed_name="block_sparse_moe",
-    ),
-    "minimax_m3": _MINIMAX_M3,
-    "nemotron_h": Family(
-        kinds=with_states(nemotron_pattern),
-        layers=special.nemotron_layers,
-        gated=False,
-        sparse=True,
-        router_bias=True,
-        feed_name="mixer",
-    ),
-    "jamba": Family(
-        kinds=with_states(attention_period),
-        mixer=special.mamba1_mixer,
-        sparse=True,
-        feed_name="feed_forward",
-        qkv_bias=False,
-        out_bias=False,
-    ),
-    "lfm2": _LFM2,
-    "lfm2_moe": _LFM2,
-    "step3p5": _STEP,
-    "step3p7": _STEP,
-    "dots1": Family(kinds=qwen_windows, qk_norm="head", sparse=True, router_bias=True),
-    "bailing_moe": Family(sparse=True, qkv_bias="use_qkv_bias", out_bias="use_bias", qk_norm="use_qk_norm"),
-    "bailing_moe_v2": Family(
-        sparse=True,
-        qkv_bias="use_qkv_bias",
-        out_bias="use_bias",
-        qk_norm="use_qk_norm",
-        router_bias="moe_router_enable_expert_bias",
-    ),
-    "afmoe": Family(
-        kinds=every(4, "global_attn_every_n_layers"),
-        norms=4,
-        qk_norm="head",
-        out_gate="value",
-        sparse=True,
-        router_bias=True,
-    ),
-    "longcat_flash": Family(
-        kinds=all_latent, layers=special.longcat_layers, mixer=latent, sparse=True, router_bias=True
-    ),
-    "hy_v3": Family(qk_norm="head", sparse=True, router_bias=True),
-    "solar_open": Family(sparse=True, router_bias=True),
-    "mamba": Family(
-        kinds=all_state, mixer=special.mamba1_mixer, feed=special.no_feed_forward, norms=1, tied=True
-    ),
-    "falcon_mamba": Family(
-        kinds=all_state, mixer=special.mamba1_mixer, feed=special.no_feed_forward, norms=1, tied=True
-    ),
-    "mamba2": Family(kinds=all_state, mixer=special.mamba2_mixer, feed=special.no_feed_forward, norms=1),
-    "falcon_h1": Family(layers=special.falcon_h1_layers),
-}
+FAMILIES: Final[Mapping[str, Family]] = {name: family for names, family in _ROWS for name in names.split()}
+
+#: Keys of mechanisms, the more special first, with a model type that has them: an unknown model with such a
+#: key is read alike, and refused if it has keys beside that are not understood.
+_LIKE: Final = (
+    ("linear_attn_config", "kimi_linear"),
+    ("compress_ratios", "deepseek_v4"),
+    ("kv_lora_rank", "deepseek_v3"),
+    ("hybrid_override_pattern", "nemotron_h"),
+    ("hybrid_layer_pattern", "mimo_v2"),
+    ("attn_layer_period", "jamba"),
+    ("attn_layer_indices", "bamba"),
+    ("mamba_n_heads", "bamba"),
+    ("conv_L_cache", "lfm2"),
+    ("linear_num_value_heads", "qwen3_next"),
+    ("attn_type_list", "minimax"),
+    ("attention_chunk_size", "llama4_text"),
+    ("sliding_window_pattern", "exaone4"),
+    ("use_sliding_window", "qwen3"),
+)
+#: Full attention in all layers, or the kinds of a list.
+_LISTED: Final = Family(kinds=full_or_listed)
+#: Activations of feed-forward parts of two matrices.
+_UNGATED: Final = ("relu", "relu2", "xielu", "gelu", "gelu_new")
+
+
+def family_by_keys(config: Mapping[str, Any]) -> Family:
+    """Return the family of a model that is known by its keys alone."""
+    found = next((FAMILIES[like] for key, like in _LIKE if config.get(key) is not None), _LISTED)
+    two = any(key.endswith("_act") and value in _UNGATED for key, value in config.items())
+    return replace(found, gated=not two)
+
 
 #: Architectures not named after their `model_type`, with the `model_type` of equal layers.
 _NAMED: Final[Mapping[str, str]] = {
@@ -418,6 +335,9 @@ _NAMED: Final[Mapping[str, str]] = {
     "Phi3VForCausalLM": "phi3",
 }
 _CAUSAL: Final = re.compile(r"(\w+?)(ForCausalLM|LMHeadModel)")
+#: Architectures that generate text, and tasks of others around the same layers.
+GENERATES: Final = re.compile(r"\w+(ForCausalLM|LMHeadModel|ForConditionalGeneration)")
+OTHER_TASK: Final = re.compile(r"\w*(Classification|Embedding|Reward|Retrieval|MaskedLM|Scor)\w*")
 #: Model types by their names without "_" and "text", as names of architectures have them.
 _SQUASHED: Final = {key.replace("_", "").removesuffix("text"): key for key in FAMILIES}
 
@@ -433,34 +353,5 @@ def model_type_of(architecture: str) -> str | None:
     return None if named is None else _SQUASHED.get(named[1].replace("_", "").lower())
 
 
-#: Architectures around a language model, which stands in a table of its own; its `model_type` decides.
-WRAPPERS: Final = frozenset(
-    re.findall(
-        r"\w+",
-        """
-        AriaForConditionalGeneration Exaone4_5_ForConditionalGeneration Maira2ForConditionalGeneration
-         AudioFlamingo3ForConditionalGeneration
-        AyaVisionForConditionalGeneration Cohere2VisionForConditionalGeneration DeepseekVLV2ForCausalLM
-        DeepseekOCRForCausalLM DotsOCRForCausalLM Gemma3ForConditionalGeneration
-        Gemma3nForConditionalGeneration Gemma4ForConditionalGeneration Glm4vForConditionalGeneration
-        Glm4vMoeForConditionalGeneration GlmOcrForConditionalGeneration
-        GraniteSpeechForConditionalGeneration Idefics3ForConditionalGeneration InternVLChatModel
-        InternVLForConditionalGeneration InternS1ForConditionalGeneration KimiVLForConditionalGeneration
-        KimiK25ForConditionalGeneration KimiK3ForConditionalGeneration Lfm2VlForConditionalGeneration
-        LightOnOCRForConditionalGeneration Llama4ForConditionalGeneration LlavaForConditionalGeneration
-        LlavaNextForConditionalGeneration LlavaNextVideoForConditionalGeneration
-        LlavaOnevisionForConditionalGeneration Llama_Nemotron_Nano_VL
-        MiniMaxM3SparseForConditionalGeneration Mistral3ForConditionalGeneration NemotronH_Nano_VL_V2
-        NemotronH_Nano_Omni_Reasoning_V3 PaliGemmaForConditionalGeneration Phi4MultimodalForCausalLM
-        PixtralForConditionalGeneration Qwen2AudioForConditionalGeneration
-        Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration Qwen2_5OmniModel
-        Qwen2_5OmniForConditionalGeneration Qwen3OmniMoeForConditionalGeneration
-        Qwen3ASRForConditionalGeneration Qwen3VLForConditionalGeneration
-        Qwen3VLMoeForConditionalGeneration Qwen3_5ForConditionalGeneration
-        Qwen3_5MoeForConditionalGeneration SmolVLMForConditionalGeneration
-        Step3p7ForConditionalGeneration UltravoxModel VoxtralForConditionalGeneration
-        """,
-    )
-)
 #: Tables of the language model inside such a file, outermost first.
 INNER_TABLES: Final = ("thinker_config", "text_config", "llm_config", "language_config")

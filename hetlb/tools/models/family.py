@@ -23,7 +23,7 @@ def only_full(_: Family, keys: ConfigKeys) -> Sequence[Scope]:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One architecture. `mixer`, `feed` None: grouped-query attention, dense or sparse feed-forward parts."""
+    """One architecture. `mixer`, `feed` None: by the layer's kind; dense or sparse feed-forward parts."""
 
     kinds: Kinds = only_full
     mixer: MixerOf | None = None
@@ -33,9 +33,8 @@ class Family:
     #: Parameters beside layers, embeddings and output.
     beside: Callable[[ConfigKeys], tuple[Weights, ...]] | None = None
     gated: bool = True
-    qkv_bias: Trait = "attention_bias"
-    out_bias: Trait = "attention_bias"
-    mlp_bias: Trait = "mlp_bias"
+    #: Of queries, keys and values; of the attention's output; of the feed-forward part; or of all three.
+    biases: Trait | tuple[Trait, Trait, Trait] = ("attention_bias", "attention_bias", "mlp_bias")
     #: Norms of queries and keys: none, per "head", or over "all" heads; or the key that switches "head" on.
     qk_norm: str = ""
     #: Vectors of the hidden size in a layer's norms; LayerNorm has a bias for each.
@@ -43,13 +42,14 @@ class Family:
     norm_bias: bool = False
     #: Values that a query head's gate has: "" none, "value" one per value, "head" one per head.
     out_gate: str = ""
-    #: Routed experts are understood.
-    sparse: bool = False
     router_bias: Trait = False
     shared_gate: bool = False
     head_bias: Trait = False
-    tied: bool = False
     feed_name: str = "mlp"
+
+    def bias(self, part: int, keys: ConfigKeys) -> bool:
+        """Return True if a part has biases: 0 queries, keys and values; 1 the output; 2 the feed-forward."""
+        return self.has(self.biases[part] if isinstance(self.biases, tuple) else self.biases, keys)
 
     def has(self, trait: Trait, keys: ConfigKeys) -> bool:
         """Return the value of a trait."""

@@ -9,9 +9,15 @@ from hetlb.tools.models.layer import FeedForward, Weights, linear, plain
 
 
 def dense(family: Family, keys: ConfigKeys, key: str = "intermediate_size", size: int = 0) -> FeedForward:
-    """Return a dense feed-forward part of the size under `key`, or of `size`."""
-    hidden, name = keys.whole("hidden_size"), family.feed_name
-    size, bias = size or keys.whole(key), family.has(family.mlp_bias, keys)
+    """Return a dense feed-forward part of the size under `key`, or of `size`.
+
+    Without both, one without a gate has `expansion_ratio` times the hidden size.
+    """
+    hidden, name, bias = keys.whole("hidden_size"), family.feed_name, family.bias(2, keys)
+    if not family.gated and not size and keys.value(key) is None:
+        size = int(keys.value("expansion_ratio", 4) * hidden)
+    keys.note("expansion_ratio")
+    size = size or keys.whole(key)
     weights = linear(f"{name}.up_proj", hidden, size, bias) + linear(f"{name}.down_proj", size, hidden, bias)
     if family.gated:
         weights += linear(f"{name}.gate_proj", hidden, size, bias)
@@ -68,7 +74,7 @@ def _sparse_by_rules(keys: ConfigKeys, layer: int) -> bool:
 
 def feed_forward(family: Family, keys: ConfigKeys, layer: int) -> FeedForward:
     """Return the feed-forward part of a layer: dense, or experts if its model has them."""
-    if family.sparse and experts_of(keys) and is_sparse(keys, layer):
+    if experts_of(keys) and is_sparse(keys, layer):
         keys.note("dense_intermediate_size")  # of other layers
         return mixture(family, keys, layer)
     return dense(

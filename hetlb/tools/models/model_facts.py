@@ -15,16 +15,24 @@ from typing import Any, Final
 from hetlb.balancer.config.profile_file import kv_need
 from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.errors import ConfigError
-from hetlb.tools.models.attention import grouped
 from hetlb.tools.models.attention_work import AttentionWork, attention_work
 from hetlb.tools.models.config_keys import ALIASES, ConfigKeys, class_defaults
 from hetlb.tools.models.degrees import ModelShape, accepted
-from hetlb.tools.models.families import FAMILIES, INNER_TABLES, WRAPPERS, model_type_of
+from hetlb.tools.models.families import (
+    FAMILIES,
+    GENERATES,
+    INNER_TABLES,
+    OTHER_TASK,
+    family_by_keys,
+    model_type_of,
+)
 from hetlb.tools.models.family import Family
 from hetlb.tools.models.feed_forward import feed_forward
 from hetlb.tools.models.kv_groups import KvBytes, allocated
 from hetlb.tools.models.layer import Layer, Scope, Weights, linear, plain
 from hetlb.tools.models.quantization import PLAIN_BITS, Quantization, read_quantization
+from hetlb.tools.models.special import mixer_of
+from hetlb.tools.models.weights_file import Checkpoint
 
 #: Errors of values of a wrong kind, deep in a file.
 _WRONG_VALUES: Final = (
@@ -126,6 +134,23 @@ class ModelFacts:
             expert_parameters=round(self.expert_parameters * grown),
         )
 
+    def weighed(self, found: Checkpoint) -> ModelFacts:
+        """Return these facts with the bytes of a checkpoint."""
+        expert_bytes = found.expert_bytes
+        if expert_bytes is None:
+            expert_bytes = round(self.expert_bytes * found.size_bytes / max(1, self.weight_bytes))
+        if found.parameters is None:
+            return replace(self, weight_bytes=found.size_bytes, expert_bytes=expert_bytes)
+        idle = round(found.expert_parameters * (1 - self.chosen / self.experts)) if self.experts else 0
+        return replace(
+            self,
+            weight_bytes=found.size_bytes,
+            expert_bytes=expert_bytes,
+            parameters=found.parameters,
+            active_parameters=found.parameters - idle,
+            expert_parameters=found.expert_parameters,
+        )
+
     def kv_bytes(self, tokens: float) -> float:
         """Return the bytes of cache that one sequence of `tokens` fills."""
         return self.needed.of(tokens)
@@ -215,8 +240,11 @@ def stated_facts(
     )
 
 
-def read_facts(raw: Mapping[str, Any], name: str) -> ModelFacts:
-    """Return the facts of a `config.json`. Raises `ConfigError` naming an unknown key."""
+def read_facts(raw: Mapping[str, Any], name: str, *, weighed: bool = False) -> ModelFacts:
+    """Return the facts of a `config.json`. Raises `ConfigError` naming an unknown key.
+
+    If the weights are `weighed` by the checkpoint, a quantisation may be unknown.
+    """
     config, architecture = _language_model(raw)
     model_type, family = _family(raw, config, architecture)
     keys = ConfigKeys(config, _defaults(model_type, inner=config is not raw))
@@ -229,7 +257,7 @@ def read_facts(raw: Mapping[str, Any], name: str) -> ModelFacts:
     except _WRONG_VALUES as error:
         raise ConfigError(f"model_type {model_type}: expected other values, {error}"[:200]) from error
     try:
-        quantization = read_quantization(quantization_of(raw), expert_type)
+        quantization = read_quantization(quantization_of(raw), expert_type, weighed=weighed)
     except _WRONG_VALUES as error:
         raise ConfigError(f"quantization_config: expected other values, {error}"[:200]) from error
     return _facts(name, keys, model_type, layers, rest, quantization)
@@ -254,8 +282,8 @@ def _language_model(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | No
             inner = table
     if inner is raw:
         return raw, architecture
-    if architecture is not None and architecture not in WRAPPERS:
-        raise ConfigError(f"architectures: expected a model that hetlb understands, got {architecture!r}")
+    if architecture is not None and OTHER_TASK.fullmatch(architecture):
+        raise ConfigError(f"architectures: expected a model that generates text, got {architecture!r}")
     return inner, _architecture(inner)
 
 
@@ -272,18 +300,27 @@ def _architecture(table: Mapping[str, Any]) -> str | None:
 def _family(
     raw: Mapping[str, Any], config: Mapping[str, Any], architecture: str | None
 ) -> tuple[str, Family]:
+    """Return the model type and the family: by the architecture, by the model type, else by the keys."""
     model_type = str(config.get("model_type"))
-    if architecture is not None:
-        listed = model_type_of(architecture)
-        if listed is None:
-            raise ConfigError(f"architectures: expected a model that hetlb understands, got {architecture!r}")
-        if model_type not in FAMILIES:
-            return listed, FAMILIES[listed]
-        alike = FAMILIES[listed] is FAMILIES[model_type]
-        return model_type, FAMILIES[model_type if alike else listed]
-    if model_type not in FAMILIES:
+    listed = None if architecture is None else model_type_of(architecture)
+    if listed is not None and model_type not in FAMILIES:
+        return listed, FAMILIES[listed]
+    if listed is not None and FAMILIES[listed] is not FAMILIES[model_type]:
+        return model_type, FAMILIES[listed]
+    named = architecture or _architecture(raw)
+    generates = named is not None and GENERATES.fullmatch(named) is not None
+    if (
+        listed is None
+        and named is not None
+        and not generates
+        and (architecture is not None or model_type not in FAMILIES)
+    ):
+        raise ConfigError(f"architectures: expected a model that generates text, got {named!r}")
+    if model_type in FAMILIES:
+        return model_type, FAMILIES[model_type]
+    if not generates:
         raise ConfigError(f"model_type: expected a model that hetlb understands, got {model_type!r}")
-    return model_type, FAMILIES[model_type]
+    return model_type, family_by_keys(config)
 
 
 def quantization_of(raw: Mapping[str, Any]) -> Any:
@@ -300,7 +337,7 @@ def _layers(family: Family, keys: ConfigKeys) -> Sequence[Layer]:
     if family.layers is not None:
         return family.layers(family, keys)
     norm = family.norms * keys.whole("hidden_size") * (2 if family.norm_bias else 1)
-    mixer, feed = family.mixer or grouped, family.feed or feed_forward
+    mixer, feed = family.mixer or mixer_of, family.feed or feed_forward
     return [
         Layer(mixer(family, keys, i, kind), feed(family, keys, i), plain("norms", norm))
         for i, kind in enumerate(family.kinds(family, keys))
@@ -309,7 +346,7 @@ def _layers(family: Family, keys: ConfigKeys) -> Sequence[Layer]:
 
 def _embeddings(family: Family, keys: ConfigKeys, raw: Mapping[str, Any]) -> tuple[Weights, ...]:
     vocab, hidden = keys.whole("vocab_size"), keys.whole("hidden_size")
-    tied = keys.flag("tie_word_embeddings", family.tied)
+    tied = keys.flag("tie_word_embeddings")
     if not keys.stated("tie_word_embeddings") and isinstance(raw.get("tie_word_embeddings"), bool):
         tied = raw["tie_word_embeddings"]
     norm = hidden * (2 if family.norm_bias else 1) if family.norms else 0

@@ -44,13 +44,20 @@ class Quantization:
     computed_in: str = "bf16"
 
 
-def read_quantization(config: Mapping[str, Any] | None, expert_type: str | None = None) -> Quantization:
-    """Return the scheme of a `quantization_config`. Raises `ConfigError` naming the key."""
+def read_quantization(
+    config: Mapping[str, Any] | None, expert_type: str | None = None, *, weighed: bool = False
+) -> Quantization:
+    """Return the scheme of a `quantization_config`. Raises `ConfigError` naming the key.
+
+    If the weights are `weighed`, of an unknown method the cache alone counts.
+    """
     if not config:
         return Quantization()
     if not isinstance(config, dict):
         raise ConfigError(f"quantization_config: expected a table, got {config!r}"[:200])
     method = _method(config)
+    if method not in _READERS and weighed:
+        return Quantization(cache_bits=_cache_bits(config), block=_block(config))
     if method not in _READERS:
         raise ConfigError(
             f"quantization_config.quant_method: expected one of {', '.join(sorted(_READERS))}, got {method!r}"

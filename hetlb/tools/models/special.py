@@ -15,36 +15,23 @@ from hetlb.tools.models.layer import FeedForward, Heads, Layer, Mixer, Scope, We
 from hetlb.tools.models.recurrent import delta_net, kimi_delta, lightning, mamba1, mamba2, short_conv
 
 
-def hybrid_mixer(family: Family, keys: ConfigKeys, layer: int, kind: Scope) -> Mixer:
-    """Return a gated delta net, or attention with a gate."""
-    keys.expect("attn_output_gate", (True,), True)
-    return (delta_net if kind is Scope.LINEAR else grouped)(family, keys, layer, kind)
-
-
-def kimi_mixer(family: Family, keys: ConfigKeys, layer: int, kind: Scope) -> Mixer:
-    """Return Kimi's delta attention, or latent attention."""
-    return (kimi_delta if kind is Scope.LINEAR else latent)(family, keys, layer, kind)
-
-
-def minimax_mixer(family: Family, keys: ConfigKeys, layer: int, kind: Scope) -> Mixer:
-    """Return lightning attention, or attention."""
-    return (lightning if kind is Scope.LINEAR else grouped)(family, keys, layer, kind)
-
-
-def lfm_mixer(family: Family, keys: ConfigKeys, layer: int, kind: Scope) -> Mixer:
-    """Return a short convolution, or attention."""
-    return (short_conv if kind is Scope.STATE else grouped)(family, keys, layer, kind)
-
-
-def mamba1_mixer(family: Family, keys: ConfigKeys, layer: int, kind: Scope) -> Mixer:
-    """Return a Mamba layer, or attention."""
-    return (mamba1 if kind is Scope.STATE else grouped)(family, keys, layer, kind)
-
-
-def mamba2_mixer(family: Family, keys: ConfigKeys, layer: int, kind: Scope) -> Mixer:
-    """Return a Mamba 2 layer, or attention."""
-    keys.note("mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state", "mamba_conv", "mamba_expand")
-    return (mamba2 if kind is Scope.STATE else grouped)(family, keys, layer, kind)
+def mixer_of(family: Family, keys: ConfigKeys, layer: int, kind: Scope) -> Mixer:
+    """Return the mixer of a layer by its kind, and if there are several of that kind by the model's keys."""
+    if kind is Scope.STATE:
+        keys.note(
+            "mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state", "mamba_conv", "mamba_expand"
+        )
+        if keys.value("conv_L_cache") is not None:
+            return short_conv(family, keys, layer, kind)
+        heads = keys.value("mamba_heads", keys.value("num_heads"))
+        return (mamba1 if heads is None else mamba2)(family, keys, layer, kind)
+    if kind is Scope.LINEAR:
+        keys.expect("attn_output_gate", (True,), True)
+        if keys.value("linear_num_value_heads") is not None:
+            return delta_net(family, keys, layer, kind)
+        kimi = keys.value("linear_attn_config") is not None or keys.value("linear_num_heads") is not None
+        return (kimi_delta if kimi else lightning)(family, keys, layer, kind)
+    return (latent if kind is Scope.LATENT else grouped)(family, keys, layer, kind)
 
 
 def no_feed_forward(family: Family, keys: ConfigKeys, layer: int) -> FeedForward:
@@ -64,15 +51,6 @@ def falcon_mixer(family: Family, keys: ConfigKeys, layer: int, kind: Scope) -> M
     else:
         kv = 1 if multi_query else heads
     return attention_of(family, keys, kind, Heads(heads, kv, size, size), name="self_attention")
-
-
-def four_times(family: Family, keys: ConfigKeys, layer: int) -> FeedForward:
-    """Return a feed-forward part of the stated size, or of four times the hidden size."""
-    keys.note("expansion_ratio")
-    if keys.value("intermediate_size") is None:
-        times = keys.value("expansion_ratio", 4)
-        return dense(family, keys, size=int(times * keys.whole("hidden_size")))
-    return dense(family, keys)
 
 
 def half_feed(family: Family, keys: ConfigKeys, layer: int) -> FeedForward:
