@@ -436,10 +436,12 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def capacity(self) -> Capacity:
-        """Limits of the engine; None if not stated."""
+        """Limits of the server; None if not stated."""
         e = self.engine
+        ranks = e.data_parallel_size or 1
         return Capacity(
-            kv_cache_tokens=e.kv_cache_tokens,
+            engines=e.data_parallel_size,
+            kv_cache_tokens=None if e.kv_cache_tokens is None else e.kv_cache_tokens * ranks,
             block_size=e.block_size,
             max_num_seqs=e.max_num_seqs,
             max_num_batched_tokens=e.max_num_batched_tokens,

@@ -139,7 +139,7 @@ class LayoutFleet:
     def _filling(self, servers: Sequence[SimulatedServer]) -> int:
         """Return the requests that keep all servers full for most of a run."""
         mean = sum(i + o / 2 for i, o in self.rows) / len(self.rows)
-        return _SEQUENCE_REQUESTS * sum(batch_of(server.engine, mean) for server in servers)
+        return _SEQUENCE_REQUESTS * sum(s.engine.ranks * batch_of(s.engine, mean) for s in servers)
 
     def can_be_filled(self, layouts: Mapping[str, Layout]) -> bool:
         """Return False if more requests are needed to fill these layouts than are simulated."""

@@ -199,7 +199,7 @@ def _load_of(
         if configuration in serving:
             engine = engines[configuration]
             servers += [SimulatedServer(name, engine) for name in names]
-            batch = engine.limits.batch_of(tokens)
+            batch = engine.ranks * engine.limits.batch_of(tokens)
             own = math.fsum(rate for (_, c), rate in plan.rates.items() if c == configuration)
             stay_s = max(stay_s, batch / (own / len(names)))
     count = round(min(_MOST_REQUESTS, max(_LEAST_REQUESTS, _RUN_STAYS * stay_s * plan.throughput * share)))

@@ -106,7 +106,7 @@ def saturated_rate(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage] = (
         one = replace(limits, max_num_batched_tokens=max(1, limits.max_num_batched_tokens // len(stages)))
         engine = StagedEngine(stages, one)
     part = full_part(engine, [EngineSequence(prompt, output) for prompt, output in rows], batch)
-    return (part.last - part.first) / part.seconds if part.seconds > 0 else 0.0
+    return spec.ranks * (part.last - part.first) / part.seconds if part.seconds > 0 else 0.0
 
 
 def bubbles(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage]) -> float:
@@ -144,7 +144,7 @@ def rate_within(spec: EngineSpec, mix: Mix, slo: SloLimits) -> float:
     server = SimulatedServer("one", spec)
     for _ in range(_SLO_STEPS):
         rate = (low + high) / 2
-        stay = min(rate * stay_s, float(spec.limits.max_num_seqs))
+        stay = min(rate * stay_s, float(spec.ranks * spec.limits.max_num_seqs))
         count = round(max(_LEAST_SLO_REQUESTS, min(_MOST_SLO_REQUESTS, _SLO_STAYS * stay)))
         begin, end = (round(count * part / _SLO_STAYS) for part in (_SLO_BEGIN_STAYS, _SLO_END_STAYS))
         rows = interleave(mix, count)
@@ -165,18 +165,19 @@ def estimated_rate(spec: EngineSpec, kind: RequestType, slo: SloLimits | None = 
     prompt, output = kind.input_tokens, kind.output_tokens
 
     def rate(slots: int) -> float:
+        """Return the requests/s of one of its engines."""
         sizes = limits.kv_cache_tokens, slots, limits.max_num_batched_tokens
         return 1.0 / busy_s(latency, *sizes, prompt, output, limits.need)
 
     if slo is None:
-        return rate(limits.max_num_seqs)
+        return spec.ranks * rate(limits.max_num_seqs)
     if latency.prefill_s(prompt, 1) > slo.ttft_s:
         return 0.0
     slots = limits.max_num_seqs
     # As many at once as have a token in time: a request with `slots` others takes slots / rate seconds.
     while slots >= 1 and slots / rate(slots) > slo.tpot_s * max(1.0, output - 1.0):
         slots //= 2
-    return _SLO_SHARE * rate(slots) if slots else 0.0
+    return _SLO_SHARE * spec.ranks * rate(slots) if slots else 0.0
 
 
 # --- kept on disk ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from hetlb.tools.sim.engine_model import EngineModel
@@ -45,6 +45,11 @@ class Alone:
 
 def run_alone(spec: EngineSpec, plan: Sequence[PlannedRequest], rule: IterationRule) -> Alone:
     """Return the result of all fitting requests of a plan, at once and in order, to the last answer's end."""
+    if spec.ranks > 1:
+        one = replace(spec, ranks=1)
+        parts = [run_alone(one, plan[rank :: spec.ranks], rule) for rank in range(spec.ranks)]
+        sums = sum(part.requests for part in parts), sum(part.tokens for part in parts)
+        return Alone(*sums, max(part.seconds for part in parts))
     model = spec.model(rule)
     requests = tokens = 0
     for planned in plan:
@@ -120,7 +125,7 @@ def _radical_inverse(number: int) -> float:
 
 
 def batch_of(spec: EngineSpec, tokens: float) -> int:
-    """Return how many sequences, of `tokens` tokens each on average over their life, run at once."""
+    """Return how many sequences of `tokens` tokens on average over their life one engine runs at once."""
     return max(1, int(spec.limits.batch_of(tokens)))
 
 
@@ -141,4 +146,4 @@ def full_tokens_per_s(spec: EngineSpec, plan: Sequence[PlannedRequest], rule: It
     sums = list(accumulate((each.prompt_tokens + each.output_tokens for each in sequences), initial=0))
     model = spec.model(rule)
     part = full_part(model, sequences, mean_batch(spec, plan))
-    return (sums[part.last] - sums[part.first]) / part.seconds if part.seconds > 0 else 0.0
+    return spec.ranks * (sums[part.last] - sums[part.first]) / part.seconds if part.seconds > 0 else 0.0

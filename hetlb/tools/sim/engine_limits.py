@@ -88,7 +88,7 @@ class EngineLimits(PickleByFields):
 
     @classmethod
     def from_capacity(cls, capacity: Capacity) -> EngineLimits:
-        """Make the limits that a profile or an engine states, vLLM's defaults for what they leave out.
+        """Make the limits of one engine that a profile or a server states, vLLM's defaults for the rest.
 
         Raises `ValueError` naming the key if the KV capacity is missing or figures contradict.
         """
@@ -97,7 +97,7 @@ class EngineLimits(PickleByFields):
                 "engine.kv_cache_tokens: expected the capacity in tokens, but the key is missing"
             )
         seqs, batched = capacity.max_num_seqs, capacity.max_num_batched_tokens
-        tokens, need = capacity.kv_cache_tokens, capacity.kv_need
+        tokens, need = capacity.kv_cache_tokens // (capacity.engines or 1), capacity.kv_need
         if batched is None:
             batched = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, seqs or 0)
         if seqs is None:

@@ -34,7 +34,7 @@ LOOK: Final = 11
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec(PickleByFields):
-    """One simulated engine: its speed and its capacity.
+    """The engine, or `ranks` data-parallel engines alike, of one server: the speed and capacity of each.
 
     `changes` are pairs of a time (s) and a factor on the duration of iterations begun from then on.
     `prefix_cache`: whether it keeps the blocks of prompts for later ones that begin alike. `max_model_len` is
@@ -48,6 +48,7 @@ class EngineSpec(PickleByFields):
     prefix_cache: bool = False
     max_model_len: int | None = None
     adapter_load_s: float = 0.0
+    ranks: int = 1
 
     def model(self, rule: IterationRule) -> EngineModel:
         """Return a new, empty engine."""
@@ -69,12 +70,14 @@ class EngineSpec(PickleByFields):
 class FleetEngine:
     """An engine model in virtual time: its `END` and `BEGIN` events are put into `events`."""
 
-    __slots__ = ("_begin_pending", "_events", "_version", "model", "name", "spec", "started_s")
+    __slots__ = ("_begin_pending", "_events", "_version", "model", "name", "sent", "spec", "started_s")
 
     def __init__(self, name: str, spec: EngineSpec, rule: IterationRule, events: EventQueue) -> None:
         self.name = name
         self.spec = spec
         self.model = spec.model(rule)
+        #: Sequences that were sent to it and have not ended.
+        self.sent = 0
         #: Start of the iterations in flight, in seconds.
         self.started_s = 0.0
         self._events = events

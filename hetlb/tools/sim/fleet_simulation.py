@@ -9,6 +9,7 @@ held, and on the decode engine, which fetches them over `KvLinks`.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -122,8 +123,13 @@ class FleetSimulation:
             splitting=HandOvers,
         )
         self._replaced: list[Scheduler] = []
+        #: Engines of each instance: several of a data-parallel server.
         self._engines = {
-            spec.name: FleetEngine(spec.name, engines[spec.name], rule, self._events) for spec in setup.specs
+            spec.name: [
+                FleetEngine(spec.name, engines[spec.name], rule, self._events)
+                for _ in range(engines[spec.name].ranks)
+            ]
+            for spec in setup.specs
         }
         self._series = series
         self._flights = [Flight(planned) for planned in plan]
@@ -147,9 +153,10 @@ class FleetSimulation:
             BEGIN: self._on_begin,
             LOOK: self._on_look,
         }
-        for name, engine in self._engines.items():
+        for name, ranks in self._engines.items():
             for at_s, factor in engines[name].changes:
-                self._events.push(at_s, CHANGE, (engine, engines[name].latency.scaled(factor)))
+                for engine in ranks:
+                    self._events.push(at_s, CHANGE, (engine, engines[name].latency.scaled(factor)))
         for at_s in restarts_s:
             self._events.push(at_s, RESTART, None)
 
@@ -169,17 +176,17 @@ class FleetSimulation:
         return self._result()
 
     def _result(self) -> FleetResult:
-        cached = any(engine.spec.prefix_cache for engine in self._engines.values())
+        cached = any(ranks[0].spec.prefix_cache for ranks in self._engines.values())
         counted: Counted = {}
-        for name, engine in self._engines.items():
-            model = engine.model
-            own: dict[str, int | float] = {"preemptions": model.preemptions}
-            own["kv_peak"] = model.kv.peak_blocks / model.kv.pool.total_blocks
+        for name, ranks in self._engines.items():
+            models = [engine.model for engine in ranks]
+            own: dict[str, int | float] = {"preemptions": sum([model.preemptions for model in models])}
+            own["kv_peak"] = max([model.kv.peak_blocks / model.kv.pool.total_blocks for model in models])
             if cached:
-                own["prefix_hit_tokens"] = model.kv.hit_tokens
-                own["prefilled_tokens"] = model.prefilled_tokens
+                own["prefix_hit_tokens"] = sum([model.kv.hit_tokens for model in models])
+                own["prefilled_tokens"] = sum([model.prefilled_tokens for model in models])
             if self._adapters:
-                own["adapter_loads"] = model.adapters.loads
+                own["adapter_loads"] = sum([model.adapters.loads for model in models])
             counted[name] = own
         return FleetResult(
             [flight.record for flight in self._flights],
@@ -261,14 +268,15 @@ class FleetSimulation:
         if self._stopped is not None and self._stopped():
             raise StoppedError
         schedulers = self._scraped()
-        for name, engine in self._engines.items():
-            model = engine.model
+        for name, ranks in self._engines.items():
+            models = [engine.model for engine in ranks]
+            running = [names for model in models if (names := model.adapters.running) is not None]
             sample = EngineSample(
-                model.running,
-                model.waiting,
-                engine.kv_usage(),
-                preemptions=model.preemptions,
-                adapters=model.adapters.running,
+                sum([model.running for model in models]),
+                sum([model.waiting for model in models]),
+                self._kv_usage(name),
+                preemptions=sum([model.preemptions for model in models]),
+                adapters=tuple({name: None for names in running for name in names}) if running else None,
             )
             for scheduler in schedulers:
                 self._carry_out(scheduler, scheduler.on_scrape(name, sample, self._events.now))
@@ -278,10 +286,15 @@ class FleetSimulation:
         moment = FleetMoment(
             self._events.now,
             len(self.scheduler.queue),
-            {name: engine.kv_usage() for name, engine in self._engines.items()},
-            {name: engine.model.waiting for name, engine in self._engines.items()},
+            {name: self._kv_usage(name) for name in self._engines},
+            {name: sum([e.model.waiting for e in ranks]) for name, ranks in self._engines.items()},
         )
         self._events.push(series.add(moment), LOOK, series)
+
+    def _kv_usage(self, name: str) -> float:
+        """Return the fraction of the KV blocks of an instance in use now."""
+        ranks = self._engines[name]
+        return math.fsum([engine.kv_usage() for engine in ranks]) / len(ranks)
 
     def _on_tick(self, scheduler: Scheduler) -> None:
         self._ticks.discard(scheduler)
@@ -310,6 +323,7 @@ class FleetSimulation:
                 flight.record.first_token_s = now
                 if flight.planned.row.streamed:
                     self._answered(flight)
+        engine.sent -= len(ended.finished)
         for sequence in ended.finished:
             assert isinstance(sequence, EngineRun)
             flight = sequence.flight
@@ -372,12 +386,14 @@ class FleetSimulation:
         if scheduler.misplaced_model is None:
             return
         for misplaced in scheduler.misplaced():
-            sequences = self._by_id[misplaced.request.id].sequences
+            moved = self._by_id[misplaced.request.id]
+            sequences, engine = moved.sequences, moved.engine
             if all(each.state in _WITHOUT_TOKEN for each in sequences):
                 commands = scheduler.on_misplaced(misplaced, now)
-                if misplaced.ended:
+                if misplaced.ended and engine is not None:
+                    engine.sent -= len(sequences)
                     for each in sequences:
-                        self._engines[misplaced.instance].model.abort(each)
+                        engine.model.abort(each)
                 self._carry_out(scheduler, commands)
         self._carry_out(scheduler, scheduler.wait_again(now))
 
@@ -426,7 +442,8 @@ class FleetSimulation:
         lease = command.lease
         flight = self._by_id[command.request_id]
         flight.lease, flight.record.instance = lease, lease.instance
-        engine = self._engines[lease.instance]
+        # A data-parallel server gives a request to its least loaded engine.
+        engine = min(self._engines[lease.instance], key=lambda each: each.sent)
         if not engine.spec.fits(flight.planned):
             # A real engine would cut the answer at its context length: not what the trace asks for.
             flight.record.error = "too long"
@@ -438,6 +455,8 @@ class FleetSimulation:
         else:
             leg = Role.BOTH if lease.hold is None else Role.DECODE
         flight.sequences = sequences = leg_sequences(flight, leg)
+        flight.engine = engine
+        engine.sent += len(sequences)
         if engine.spec.latency.request_s > 0:
             self._events.push(self._events.now + engine.spec.latency.request_s, SUBMIT, (engine, sequences))
         else:

@@ -16,7 +16,17 @@ from hetlb.tools.workload.records import RequestResult
 class Flight:
     """A request in flight: its scheduler, lease and running sequences."""
 
-    __slots__ = ("held", "lease", "outcome", "planned", "record", "running", "scheduler", "sequences")
+    __slots__ = (
+        "engine",
+        "held",
+        "lease",
+        "outcome",
+        "planned",
+        "record",
+        "running",
+        "scheduler",
+        "sequences",
+    )
 
     def __init__(self, planned: PlannedRequest) -> None:
         self.planned = planned
@@ -30,6 +40,7 @@ class Flight:
         self.lease: Lease | None = None
         self.outcome: Outcome | None = None
         self.running = planned.sequences
+        self.engine: FleetEngine | None = None
         #: Sequences sent to its engine.
         self.sequences: list[EngineRun] = []
         #: Its prompt on the prefill engine, until the decode engine has fetched it.

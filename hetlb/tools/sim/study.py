@@ -60,7 +60,8 @@ def make_study(
 def engine_of(profile: Profile, where: str = "", **more: Any) -> EngineSpec:
     """Return the engine of a profile; `more` are fields of its own. Raises `ProfileError` of its gaps."""
     try:
-        return EngineSpec(profile.latency, EngineLimits.from_capacity(profile.usual_capacity), **more)
+        limits, ranks = EngineLimits.from_capacity(profile.usual_capacity), profile.engine.data_parallel_size
+        return EngineSpec(profile.latency, limits, ranks=ranks or 1, **more)
     except ValueError as error:
         raise ProfileError(f"{where}{profile.name}: {error}") from error
 

@@ -56,14 +56,20 @@ def run_fleet(
     """
     specs = []
     for server in servers:
-        limits = server.engine.limits
-        sizes = limits.kv_cache_tokens, limits.block_size, limits.max_num_seqs, limits.max_num_batched_tokens
+        limits, ranks = server.engine.limits, server.engine.ranks
+        sizes = limits.block_size, limits.max_num_seqs, limits.max_num_batched_tokens
         specs.append(
             InstanceSpec(
                 name=server.name,
                 model=model,
                 latency=server.engine.latency,
-                capacity=Capacity(*sizes, kv_need=limits.need),
+                capacity=Capacity(
+                    ranks * limits.kv_cache_tokens,
+                    *sizes,
+                    engines=ranks if ranks > 1 else None,
+                    kv_tokens_per_request=limits.kv_cache_tokens if ranks > 1 else None,
+                    kv_need=limits.need,
+                ),
                 role=server.role,
                 kv_transfer=server.kv_transfer,
             )
