@@ -258,6 +258,28 @@ async def test_a_server_that_is_always_full_ends_the_run(
     assert len(results(out)) == 2
 
 
+@pytest.mark.parametrize("headers", [{}, {"Retry-After": "0"}])
+async def test_all_lanes_together_ask_a_full_server_a_few_times(
+    tmp_path: Path, headers: dict[str, str]
+) -> None:
+    """Sends until the first answer, and then all lines are answered."""
+    source, out = batch(tmp_path, 200)
+    full = asyncio.Event()
+    asyncio.get_running_loop().call_later(2.0, full.set)
+    before: list[int] = []
+
+    async def answer(call: int, body: dict[str, Any], request: web.Request) -> web.StreamResponse:
+        if full.is_set():
+            return await good(call, body, request)
+        before.append(call)
+        return web.Response(status=503, headers=headers)
+
+    async with serving(answer) as server:
+        await run(server.url, source, out, lanes=64)
+    assert len(before) <= 8
+    assert len(results(out)) == 200
+
+
 @pytest.mark.parametrize("lanes", [1, 4])
 async def test_a_request_that_is_never_answered_costs_itself_alone(tmp_path: Path, lanes: int) -> None:
     source, out = batch(tmp_path, 8)

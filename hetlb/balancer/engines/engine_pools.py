@@ -246,6 +246,7 @@ class EnginePool(Upstream):
         if body is not None and self._on_reconnect is not None:
             self._on_reconnect(body)
         if carried.still_served():
+            carried.resent = True  # the engine answered just now: a lost connection is a failure
             self.send(carried)
         else:
             carried.engine_failed(ends.MOVED, "another model is served there")

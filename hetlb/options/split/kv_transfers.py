@@ -22,6 +22,7 @@ import msgspec
 from hetlb.balancer.config.fleet_tables import ProxyTable
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.rejections import DROPPED
+from hetlb.balancer.core.resend_budget import Resends
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.state_transition import Transition
 from hetlb.balancer.core.types import Command, Connector, Hold, KvLink, Lease, Outcome, Role
@@ -426,7 +427,7 @@ class Split(Attempt):
 class KvTransfers(Splits):
     """KV transfers of one process and its scheduler, and the calls to release kept blocks."""
 
-    __slots__ = ("_carry_out", "_driver", "_releases", "_scheduler", "_told", "_totals")
+    __slots__ = ("_carry_out", "_driver", "_releases", "_resends", "_scheduler", "_told", "_totals")
 
     def __init__(
         self, driver: Driver, scheduler: Scheduler, carry_out: Callable[[list[Command]], None]
@@ -437,6 +438,8 @@ class KvTransfers(Splits):
         self._carry_out = carry_out
         #: Requests of the proxy's own to engines.
         self._releases: set[SideCall] = set()
+        #: Budget of them, by the incarnation that is asked.
+        self._resends: dict[int, Resends] = {}
         #: Pairs that were logged as failing, and how often.
         self._told: dict[tuple[str, str], int] = {}
 
@@ -521,13 +524,22 @@ class KvTransfers(Splits):
 
     def _release_by(self, able: list[Instance], hold: Hold, body: bytes) -> None:
         """Ask one instance after the other. If none can, the prompt is kept until its lease ends."""
+        now = self._driver.now()
+        budgets = self._resends
+        if len(budgets) > len(self._scheduler.instances):
+            live = {each.incarnation for each in self._scheduler.instances}
+            budgets = self._resends = {name: each for name, each in budgets.items() if name in live}
+        while able and not budgets.setdefault(able[0].incarnation, Resends()).take(now):
+            able = able[1:]
         if not able or hold.ended:
             return
         asked, *others = able
+        budget = budgets[asked.incarnation]
 
         def done(answer: ResponseHead, _: bytes) -> None:
             self._releases.discard(call)
             if answer.status == 400:
+                budget.answered()
                 self.released(hold)
 
         def failed(end: End, detail: str) -> None:

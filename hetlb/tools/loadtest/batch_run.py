@@ -1,8 +1,8 @@
 """Requests of a batch, at most a given number at once, each until it has a result: nothing is lost.
 
-A full server (429, 503) says when to come again. One out of reach for `timeout_s`, from the
-start too, gives no result for so long, or lets several requests in a row run into it, ends the run: the lines
-are not at fault.
+A full server (429, 503) says when to come again, and few lanes ask it until it answers. One that is out of
+reach for `timeout_s`, from the start too, gives no result for so long, or lets several requests in a row run
+into it, ends the run: the lines are not at fault.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import aiohttp
 from yarl import URL
 
+from hetlb.balancer.core.resend_budget import Resends
 from hetlb.balancer.http.retry_after import retry_after_s
 from hetlb.errors import HetlbError, InputError, reason_of
 from hetlb.served_models import read_model_list
@@ -62,6 +63,11 @@ class BatchRun:
         self._result_s = self._heard_s
         self._timeouts = 0  # since the last answer
         self._told = False  # that there is none
+        #: Sends while the server takes none, of all lanes together.
+        self._resends = Resends()
+        self._refused = False
+        #: The status with which it takes none, "" if it is not reached.
+        self._refusal = ""
 
     async def run(self, lanes: int | None) -> None:
         """Ask until every job has a result. Raises `HetlbError` if the server answers nothing any more."""
@@ -112,6 +118,7 @@ class BatchRun:
         headers = {CLASS_HEADER: name} if name else {}
         waits = tries = 0
         while True:
+            await self._turn()
             try:
                 async with asyncio.timeout(self._timeout_s):
                     target = URL(self._url + job.url, encoded=True)
@@ -130,6 +137,7 @@ class BatchRun:
                 if tries == _TRIES:
                     return self._journal.broken(job, "connection_error", reason_of(error))
                 waits += 1
+                self._refused, self._refusal = True, ""
                 await self._wait(waits, reason_of(error))
             else:
                 self._heard_s, self._timeouts, self._told = time.monotonic(), 0, False
@@ -137,17 +145,31 @@ class BatchRun:
                 asked_s = retry_after_s({name.lower(): value for name, value in response.raw_headers})
                 tries += not is_final(status) and status not in (429, 503)
                 if is_final(status) or tries == _TRIES:
-                    self._result_s = self._heard_s
+                    self._result_s, self._refused = self._heard_s, False
+                    self._resends.answered()
                     self._count(body)
                     label = response.headers.get("x-request-id", "").encode("ascii", "replace").decode()
                     return self._journal.answered(job, status, label, body)
                 waits += 1
                 wait_s = _wait_s(waits) if asked_s is None else min(asked_s, _LONGEST_RETRY_AFTER_S)
-                left_s = self._result_s + self._timeout_s - time.monotonic()
-                if left_s <= 0:
-                    full = f"status {status} alone, no result for {self._timeout_s:g} s (--timeout)"
-                    raise HetlbError(f"{self._url}: {full}")
-                await asyncio.sleep(min(wait_s, left_s))
+                self._refused, self._refusal = True, f"status {status} alone"
+                await asyncio.sleep(min(wait_s, self._left_s()))
+
+    async def _turn(self) -> None:
+        """Wait until the next request may be sent: a server that takes none is asked by few lanes."""
+        while self._refused and not self._resends.take(now := time.monotonic()):
+            if not self._refusal and self._late:
+                raise self._silent()
+            most_s = self._left_s() if self._refusal else _LONGEST_WAIT_S
+            await asyncio.sleep(min(self._resends.wait_s(now), most_s))
+
+    def _left_s(self) -> float:
+        """Return the seconds that a server may still take no request. Raises `HetlbError` after the last."""
+        left_s = self._result_s + self._timeout_s - time.monotonic()
+        if left_s <= 0:
+            full = f"{self._refusal}, no result for {self._timeout_s:g} s (--timeout)"
+            raise HetlbError(f"{self._url}: {full}")
+        return left_s
 
     @property
     def _late(self) -> bool:
