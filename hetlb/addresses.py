@@ -35,7 +35,7 @@ _ISATAP = frozenset({0x00005EFE, 0x02005EFE})
 
 
 def allowed_address(addresses: Iterable[str], networks: tuple[Network, ...]) -> str:
-    """Return the first address at which an instance may be registered. Raises `ConfigError`.
+    """Return the first address that an instance may be registered with. Raises `ConfigError`.
 
     With `networks` it must be in one of them. Special addresses (`is_special`) need a link-local network or
     the address itself in the list.
@@ -88,7 +88,7 @@ def listening_place(host: str, port: int) -> dict[str, Any]:
 
 
 def is_special(address: Address | str) -> bool:
-    """Return True for an address at which no server may be, in any form; False for a name."""
+    """Return True for an address that no server may have, in any form; False for a name."""
     if isinstance(address, str):
         try:
             address = ipaddress.ip_address(address)
@@ -105,7 +105,7 @@ def is_special(address: Address | str) -> bool:
 
 
 def refuse_special(address: str) -> None:
-    """Raise `OSError` for an address at which no server may be."""
+    """Raise `OSError` for an address that no server may have."""
     if is_special(address):
         raise OSError(errno.EACCES, f"expected the address of a server, got {address}")
 

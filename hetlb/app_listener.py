@@ -61,7 +61,7 @@ class AppListener:
         self._runner: web.AppRunner | None = None
         self._servers: list[asyncio.Server] = []
         self._sweeper: asyncio.TimerHandle | None = None
-        #: Connections without a request, and since when; connections whose request is being answered.
+        #: Connections without a request, and since when; connections with a request that is being answered.
         self._idle: dict[asyncio.Transport, float] = {}
         self._busy: set[asyncio.Transport] = set()
 
@@ -91,7 +91,7 @@ class AppListener:
             self._sweep()
 
     def _accepted(self) -> asyncio.BaseProtocol:
-        """Return the protocol of a new connection, for which the oldest idle ones make room."""
+        """Return the protocol of a new connection; the oldest idle ones make room for it."""
         server = None if self._runner is None else self._runner.server
         assert server is not None, "expected an open listener"
         if self.most_idle and len(server.connections) - len(self._busy) > self.most_idle:

@@ -89,7 +89,7 @@ def reason_of(error: BaseException) -> str:
     text = next(iter(str(getattr(error, "message", "") or error).splitlines()), "")
     of_socket = getattr(error, "certificate_error", None) or getattr(error, "os_error", error)
     if found := getattr(of_socket, "verify_message", None) or getattr(of_socket, "reason", None):
-        return str(found)  # errors of TLS, whose numbers are not the system's
+        return str(found)  # errors of TLS: their numbers are not the system's
     if isinstance(of_socket, OSError):
         number = of_socket.errno or 0  # negative for a name without an address
         text = os.strerror(number) if number > 0 else of_socket.strerror or str(of_socket)

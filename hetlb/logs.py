@@ -117,7 +117,7 @@ class LogWriter:
                 self._hand_over()  # before the event loop began, after it, or from another thread
 
     def flush(self) -> None:
-        """Hand what is queued to the thread. On the event loop, whose timer this ends, or after it."""
+        """Hand what is queued to the thread. On the event loop, to end its timer, or after it."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -14,7 +14,7 @@ from hetlb.files import content
 
 #: Seconds between a change and the read of a file.
 _SETTLED_S: Final = 0.05
-#: Seconds between two reads of a file whose time, size and inode stay: it may have been written in place.
+#: Seconds between two reads of a file with the same time, size and inode: it may be written in place.
 _CONTENT_S: Final = 3.0
 #: Largest file that is read for that, bytes.
 _MAX_CONTENT_BYTES: Final = 16 << 20

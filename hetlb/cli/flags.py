@@ -111,7 +111,7 @@ def whole(least: float, most: float = math.inf, what: str = "a whole number") ->
 
 
 def real(words: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """Return a flag type that accepts numbers for which `fits` is true; `words` describe them in errors."""
+    """Return a flag type that accepts numbers if `fits` is true; `words` describe them in errors."""
 
     def read(text: str) -> float:
         value = number(text)

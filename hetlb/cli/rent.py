@@ -30,7 +30,7 @@ from hetlb.tools.plan.workloads import trace_rows
 
 #: Shares of the time limit: by then configurations are measured, plans found, other plans compared.
 _RELATIVE_GAP = 1e-4
-#: Shares of the time limit at which configurations have been measured, plans found, other plans compared.
+#: Shares of the time limit until configurations are measured, plans found, other plans compared.
 _MEASURED_SHARE, _PLANNED_SHARE, _COMPARED_SHARE = 0.5, 0.75, 0.85
 
 

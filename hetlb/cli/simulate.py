@@ -32,7 +32,7 @@ from hetlb.tools.workload.arrivals import Load
 from hetlb.tools.workload.content import block_tokens
 from hetlb.tools.workload.trace_formats import read_trace
 
-#: Least requests over all runs for which starting another process pays.
+#: Least requests over all runs that pay for starting another process.
 _REQUESTS_WORTH_A_PROCESS = 4000
 
 

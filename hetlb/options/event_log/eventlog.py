@@ -355,7 +355,7 @@ class Replay:
         self._leases: dict[LeaseId, Lease] = {}
 
     def __iter__(self) -> Iterator[Replayed]:
-        """Yield the entries. Raises `ValueError` naming the line at which replay fails."""
+        """Yield the entries. Raises `ValueError` naming the line that fails."""
         for number, line in enumerate(self._lines, start=2):
             try:
                 raw = _object(line)

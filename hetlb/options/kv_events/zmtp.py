@@ -1,8 +1,8 @@
 """ZeroMQ's wire protocol (ZMTP 3.0, https://rfc.zeromq.org/spec/23) for a client of a publisher or a router.
 
-Why not pyzmq: a message of frames without end takes all memory of libzmq 4.3.5 (15 MiB grew to 537 MiB in 8 s).
-ZMQ_MAXMSGSIZE bounds one frame, ZMQ_RCVHWM counts whole messages, and libzmq reads in a thread of its own. Here
-the message is bounded, and TCP slows down a peer if its data is not read.
+Why not pyzmq: a message of frames without end takes all memory of libzmq 4.3.5 (15 MiB grew to 537 MiB in
+8 s). ZMQ_MAXMSGSIZE bounds one frame, ZMQ_RCVHWM counts whole messages, and libzmq reads in a thread of its
+own. Here the message is bounded, and TCP slows down a peer if its data is not read.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class ChunkFields(msgspec.Struct):
     prompt_token_ids: msgspec.Raw = msgspec.Raw(b"")
 
 
-#: A field whose presence alone counts, however large it is; such values count as absent.
+#: A field that counts by its presence alone, however large it is; such values count as absent.
 _UNREAD: Final = msgspec.Raw(b"")
 _NONE: Final = (b"", b"null", b"false", b"0", b'""', b"[]", b"{}")
 

@@ -285,7 +285,7 @@ class HandOvers(Splitting):
         source.keep(-hold.tokens)
 
     def let_go_expired(self, now: float) -> None:
-        """Drop holds whose instances no longer keep the prompt."""
+        """Drop holds of instances that no longer keep the prompt."""
         for hold in self.holds:
             if hold.expires_at <= now:
                 self._let_go(hold)

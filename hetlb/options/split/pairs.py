@@ -31,7 +31,7 @@ from hetlb.options.split.transfers import TransferTimes
 _WORTH_SHARE: Final = 0.9
 #: Share of its time that a decode instance is taken to spend on prompts, at most.
 _MOST_PREFILL_SHARE: Final = 0.95
-#: Share of the lease on held KV blocks in which an unstreamed answer is to end.
+#: An unstreamed answer is to end within this share of the lease on held KV blocks.
 _LEASE_SHARE: Final = 0.4
 
 

@@ -52,7 +52,7 @@ def whole_choice(index: int, choice: Choice) -> SplitChoice:
 
 
 def join_s(instance: Instance, prompt_tokens: float) -> float:
-    """Return seconds until the first token of a sequence whose prompt was prefilled elsewhere."""
+    """Return seconds until the first token of a sequence that was prefilled elsewhere."""
     load = instance.load
     context = instance.prompt_tokens * load.context_share
     # Decode legs before their first token count one token each: no prompts.

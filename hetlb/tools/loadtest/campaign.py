@@ -47,7 +47,7 @@ class Campaign:
     """The runs of `spec` at `rates`. `admin_url` is needed for `policies`.
 
     `policies` (none: whatever is in force) are compared over `rounds`; `attainment` asks for the highest rate
-    at which this share of the requests meets the limits of `spec`, starting from `rates`. `run` fills
+    with this share of the requests within the limits of `spec`, starting from `rates`. `run` fills
     `measured`, and `comparison` and `search` as in the JSON document. Cancelled, it leaves in `measured` what
     has ended, also of the run it was in.
     """

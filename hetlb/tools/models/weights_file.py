@@ -29,7 +29,7 @@ _MAX_DIMENSIONS: Final = 16
 _EXPERTS: Final = re.compile(r"\.experts\.")
 _LAYER: Final = re.compile(r"\blayers\.(\d{1,9})\.")
 _DRAFT: Final = re.compile(r"\bmtp\b")
-#: Types of weights that are not quantised, with the bytes in which engines hold them.
+#: Types of weights that are not quantised, with the bytes of a value.
 _PLAIN: Final = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 _HELD_BYTES: Final = 2
 

@@ -104,7 +104,7 @@ def _new_solver() -> Any:
 
 @cache
 def _print_banner_nowhere() -> None:
-    """Make the first object of a process, whose banner (1.16) would go to stdout, among a command's JSON."""
+    """Make the first object of a process: its banner (1.16) would go to stdout, among a command's JSON."""
     sys.stdout.flush()
     try:
         stdout = os.dup(1)

@@ -31,7 +31,7 @@ _LEAST_REQUESTS, _MOST_REQUESTS = 300, 2000
 #: the part of the completions that counts: later than filling, earlier than emptying.
 _SEQUENCE_REQUESTS, _MOST_AT_ONCE = 4, 12_000
 _FROM_SHARE, _TO_SHARE = 0.25, 0.80
-#: Least throughput of a layout over another one's whose place it takes.
+#: Least throughput of a layout that takes another one's place, over that one's.
 _LEAST_GAIN = 1.01
 #: The most layouts of a machine that are simulated, and instances of a fleet.
 MOST_SIMULATED = 12

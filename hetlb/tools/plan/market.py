@@ -91,7 +91,7 @@ class MoveCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def discount(self) -> float:
-        """Return the part of the horizon in which a started instance serves nothing."""
+        """Return the part of the horizon until a started instance serves."""
         return min(1.0, self.load_s / self.horizon_s)
 
 

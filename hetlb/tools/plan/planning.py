@@ -1,7 +1,7 @@
 """The throughput table of a market: requests/s of every configuration, at first estimated, then measured.
 
 An instance of a plan serves several types at once, and what it then serves is not what they would by turns:
-prompts fill the steps in which others decode, or make a pipeline wait. So each configuration that may be
+prompts fill steps of others' decodes, or make a pipeline wait. So each configuration that may be
 chosen is measured on the whole mix of its model, too.
 """
 

@@ -22,9 +22,9 @@ from hetlb.tools.sim.fleet_simulation import StoppedError
 from hetlb.tools.tables import Console
 from hetlb.tools.tables import table as grid
 
-#: Least rate of a fleet whose types are divided by the worth of its instances, over the same fleet without.
+#: Least rate of a fleet with types divided by the worth of its instances, over the same fleet without.
 _LEAST_DIVIDED = 0.98
-#: Shares of the planned rate at which the whole fleet is tried against its latencies, until enough are met.
+#: Shares of the planned rate: the whole fleet is tried at each against its latencies, until enough are met.
 _LOADS = (1.0, 0.95, 0.9, 0.8, 0.65, 0.5)
 
 
@@ -135,7 +135,7 @@ def simulated_document(
 ) -> dict[str, Any]:
     """Return what the whole fleet serves under `hetlb`: lengths known to the scheduler, and not known.
 
-    With latencies asked for it says which share of the requests meets them, and up to which rate enough do.
+    With latencies asked for it has the share of requests that meet them, and the highest rate with enough.
     What the limits leave no time for is null.
     """
     found: dict[str, Any] = {"simulated": None, "targets": None}

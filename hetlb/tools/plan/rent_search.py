@@ -36,7 +36,7 @@ _MOST_ROUNDS = 5
 _AGREED_SHARE = 0.005
 #: Plans within this share of each other are as good: the cheapest is taken.
 _EVEN_SHARE = 0.001
-#: The largest number of offers of which every combination is planned; of more, pairs and all but one.
+#: Most offers that are planned in every combination; of more, pairs and all but one are.
 _MOST_COMBINED = 5
 
 #: Limits of a plan that is made when no time is left.
@@ -47,7 +47,7 @@ OnBest = Callable[[RentPlan], None]
 
 @dataclass(frozen=True)
 class MeasuredPlan:
-    """A plan whose rates are what its instances were measured to serve together.
+    """A plan with the rates that its instances were measured to serve together.
 
     `kept`: measured over planned rate before the plan was brought to what was measured; with a target rate a
     plan of less than 1 misses it.

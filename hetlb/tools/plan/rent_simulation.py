@@ -34,7 +34,7 @@ _RUN_STAYS = 10
 _LEAST_REQUESTS, _MOST_REQUESTS = 2000, 24000
 #: The part of the completions that counts: later than filling, earlier than emptying.
 _FROM_SHARE, _TO_SHARE = 0.25, 0.80
-#: With arrivals: share of their time from which completions count.
+#: With arrivals: completions count after this share of their time.
 _ARRIVED_SHARE = 0.4
 #: Least share of a type that is simulated.
 _LEAST_SHARE = 0.005
@@ -75,8 +75,8 @@ def planned_types(plan: RentPlan, kinds: Sequence[RequestType]) -> tuple[Planned
 def worth_of(problem: Problem, plan: RentPlan) -> tuple[tuple[str, float], ...]:
     """Return each instance's contribution to a plan, in requests per second: the price of its time.
 
-    By the times that the policy itself computes, so that its costs and these prices go together; types whose
-    prompts are alike are one, as lengths of answers are predicted by prompts.
+    By the times that the policy itself computes, so that its costs and these prices go together; types with
+    equal prompts are one, as lengths of answers are predicted by prompts.
     """
     program = LinearProgram()
     rate = program.column(1.0)

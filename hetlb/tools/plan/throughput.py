@@ -2,7 +2,7 @@
 
 The instance is saturated: more requests wait than it can run. The rate counts admissions between the
 time when its first batch has turned over and the time when nothing waits any more, so neither filling nor
-emptying counts. With an SLO it is the highest rate of Poisson arrivals at which enough requests meet it.
+emptying counts. With an SLO it is the highest rate of Poisson arrivals with enough requests that meet it.
 Results are kept on disk by content: profile, limits, requests, and the source of the engine model itself.
 What nothing was simulated for is estimated by the seconds that a request takes of a full engine.
 """
@@ -46,7 +46,7 @@ _MIX_FACTOR, _MOST_MIXED = 3, 6000
 _SLO_STEPS = 7
 _SLO_STAYS, _SLO_BEGIN_STAYS, _SLO_END_STAYS = 5.0, 2.0, 0.5
 _LEAST_SLO_REQUESTS, _MOST_SLO_REQUESTS = 300, 2000
-#: Share of the rate at which the time of a token is at its target, where arrivals are Poisson's.
+#: With Poisson arrivals: share of the rate that brings the time of a token to its target.
 _SLO_SHARE = 0.8
 _RATIO_DIGITS = 3
 
@@ -87,7 +87,7 @@ def interleave(mix: Mix, count: int) -> list[tuple[int, int]]:
 def saturated_rate(spec: EngineSpec, mix: Mix, stages: Sequence[EngineStage] = ()) -> float:
     """Return the requests/s that one instance serves of this mix; 0 where some request does not fit it.
 
-    `stages` are the stages of a pipeline whose composed engine is `spec`: then the rate is stage by stage.
+    `stages` are the stages of a pipeline, composed as `spec`: then the rate is stage by stage.
     """
     limits = spec.limits
     if any(i + o > limits.max_sequence_tokens for _, rows in mix for i, o in rows):
@@ -133,7 +133,7 @@ def with_bubbles(profile: Profile, mix: Mix, stages: Sequence[EngineStage]) -> P
 
 
 def rate_within(spec: EngineSpec, mix: Mix, slo: SloLimits) -> float:
-    """Return the highest rate of Poisson arrivals (requests/s) at which enough requests meet the SLO."""
+    """Return the highest rate of Poisson arrivals (requests/s) with enough requests that meet the SLO."""
     low, high = 0.0, saturated_rate(spec, mix)
     if high <= 0.0:
         return 0.0

@@ -157,7 +157,7 @@ def _option(cluster: Cluster, machine: Machine, part: Part, throughput: Throughp
 
 
 def _misfit(cluster: Cluster, machine: Machine, part: Part, room: Memory) -> str:
-    """Return the reason for which an instance cannot run on a machine; empty where it can."""
+    """Return the reason why an instance cannot run on a machine; empty if it can."""
     shape, degree = cluster.model.shape, part.tensor_parallel_size
     stated = machine.profiles.get(degree)
     # Experts stay whole if the profile says so, or if vLLM takes this degree in no other way.

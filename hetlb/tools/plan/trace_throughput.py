@@ -80,7 +80,7 @@ class Throughputs:
         return self._known[key]
 
     def _while_full(self, spec: EngineSpec) -> float:
-        """Return the tokens/s of the part in which requests wait: a sample of any length gives the same."""
+        """Return the tokens/s while requests wait: a sample of any length gives the same."""
         planned = arrivals(self._rows, math.inf, random.Random(0))
         count = requests_while_full(spec, planned)
         planned = arrivals(self._rows, math.inf, random.Random(0), count)

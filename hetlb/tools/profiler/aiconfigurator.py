@@ -37,7 +37,7 @@ _MEMORY_SHARE = 0.9
 _PASS_TOKENS = 8192
 #: Bytes/s below which an all-reduce shows a machine's wiring more than its GPUs.
 _SLOW_ALL_REDUCE_BYTES_S = 8e9
-#: SMs of the GPUs for which vLLM has decode kernels that split all contexts over equally many blocks.
+#: SMs of GPUs with decode kernels of vLLM that split all contexts over equally many blocks.
 _SMS_SPLIT_KV = {"b200_sxm": 148, "b300_sxm": 148, "gb200": 152, "gb300": 152}
 
 

@@ -17,7 +17,7 @@ def write_plot(
     result: FitResult,
     max_num_batched_tokens: int | None = None,
 ) -> None:
-    """Draw to `path`, whose suffix is the format. Raises `InputError`.
+    """Draw to `path`; its suffix is the format. Raises `InputError`.
 
     `max_num_batched_tokens` is where the engine splits a prefill into several passes (None: nowhere).
     """

@@ -366,7 +366,7 @@ def corrected(profile: Profile, latency: LatencyModel, source: ProfileSource) ->
 #: at TP 2 on B300 (vLLM 0.20.1): three figures for four constants, so linear attention and experts may trade.
 _ATTENTION_LAUNCH_S, _STATE_LAUNCH_S = 0.1e-3, 0.45e-3
 _DENSE_LAUNCH_S, _EXPERTS_LAUNCH_S = 0.15e-3, 0.475e-3
-#: Largest batch, in tokens, for which vLLM captures CUDA graphs by default.
+#: Largest batch, in tokens, that vLLM captures CUDA graphs of by default.
 _GRAPH_TOKENS = 512
 
 

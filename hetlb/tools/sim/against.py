@@ -322,7 +322,7 @@ class Reach:
 
     `before` and `after` are the errors of the mean that is furthest off, of the busier half of the requests,
     as the profile has them and corrected by the quieter half. `sequences` run at once, for 95 % of the time
-    at most, at the largest `times` the log's rate at which mixed steps of other forms, corrected by the same
+    at most, up to `times` the log's rate: until there, mixed steps of other forms, corrected by the same
     log, give the same TTFT, TPOT and E2E.
     """
 
@@ -342,16 +342,16 @@ class Reach:
 _MOST_HARM, _MOST_DIFFERENCE = 0.01, 0.03
 #: Loads tried, as multiples of the log's rate.
 _RATE_FACTORS = (1.0, 1.25, 1.5, 1.75, 2.0)
-#: Prompt tokens of the mixed step for which all forms give the same time.
+#: Prompt tokens of a mixed step: all forms give it the same time.
 _FORM_TOKENS = 512.0
 
 
 def reach(requests: Sequence[LoggedRequest], engine: EngineSpec, found: Corrections) -> Reach:
-    """Test a correction at another load, and find that up to which it holds.
+    """Test a correction at another load, and find the highest load that it holds for.
 
     The quieter half of a log is corrected alone, and must not make the busier half worse. A log at one load
-    shows how long mixed steps take there, not what that grows with: if corrected models in which it grows
-    with decodes alone, or with pairs of decodes and prompt tokens, give other times, none is known.
+    shows how long mixed steps take there, not what that grows with: if corrected models that let it
+    grow with decodes alone, or with pairs of decodes and prompt tokens, give other times, none is known.
     """
     part = requests[:_MOST_FITTED]
     before = replay(part, engine)

@@ -2,8 +2,8 @@
 
 Every decoding sequence gains one token per iteration, so one step counter stands for all of them: a sequence
 keeps the difference between the counter and its tokens in the cache (`offset`), sequences are bucketed by the
-step at which they finish, and by that at which their window is full, and counted by `offset % block_size`,
-which gives the steps at which they need a block.
+step of their end and by the step that fills their window. They are counted by `offset % block_size`: it gives
+the steps that need a block.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class EngineLimits(PickleByFields):
 
     `enable_prefix_caching` (on by default): freed blocks keep their content.
     `async_scheduling`: the next batch is fixed when the running one starts.
-    `max_loras`: LoRA adapters of a batch. `need`: of sequences some of whose layers do not keep every token.
+    `max_loras`: LoRA adapters of a batch. `need`: of sequences with layers that do not keep every token.
     """
 
     kv_cache_tokens: int

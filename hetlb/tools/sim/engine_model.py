@@ -6,7 +6,7 @@ any time and count from the next beginning on. Same calls, same results. `tests/
 the rules of vLLM's scheduler in plain form; a property test holds this module equal to it.
 
 Its parts: `decode_batch` (why an iteration of decodes touches no sequence), `kv_blocks`, `adapter_slots`
-(LoRA: of the waiting, the first whose adapter the batch can hold is next; each adapter loaded for an
+(LoRA: of the waiting, the first with an adapter that the batch can hold is next; each adapter loaded for an
 iteration makes it `adapter_load_s` longer). A stretch of equal iterations is one object of four numbers
 (`begin_run`).
 """
@@ -81,7 +81,7 @@ class EngineModel:
 
     A driver that steps: `begin_iteration`, wait that long, `end_iteration`, again until None. A driver in
     virtual time uses `begin_run` instead. If the engine must see an event inside the stretch, the driver
-    `cut`s the stretch to the next iteration boundary at which vLLM would see the event.
+    `cut`s the stretch to the next iteration boundary: there vLLM would see the event.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Paged KV cache of one stage: which blocks hold which tokens of which request in which layer.
+"""Paged KV cache of one stage: the blocks of each request and layer, and their tokens.
 
 A block holds `block_size` tokens of one layer of one lease. Blocks are numbered from 0 and any may serve any
 layer: a request that uses a part of the stage's layers takes blocks for these alone. The memory itself is the

@@ -67,7 +67,7 @@ UNSHARED = PromptContent()
 def block_tokens(rows: Iterable[Row]) -> int:
     """Return the tokens that one of the `hash_ids` stands for.
 
-    They are 512 if each then begins inside its prompt, else the power of two for which they name the
+    They are 512 if each then begins inside its prompt, else the power of two that lets them name the
     prompts whole, else the largest that fits.
     """
     named = [

@@ -42,7 +42,7 @@ _EPOCH_FROM_S, _EPOCH_TO_S = 1e9, 1e10
 _EPOCH_UNITS_S = (1.0, 1e-3, 1e-6, 1e-9)
 #: Words of a key: `arrival_time_ns`, `arrivalTimeNs`, `Time (ms)`.
 _WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
-#: Largest depth of objects whose keys are read.
+#: Keys of objects are read to this depth.
 _MOST_DEPTH = 6
 #: Largest number of columns of a CSV file.
 _MOST_COLUMNS = 4096

@@ -1,7 +1,7 @@
 """Columns of requests: names, units and roles, for traces and logs in CSV, JSON lines and documents.
 
 `COLUMNS` has the names of each role, `FORMATS` what the keys of a file do not say themselves: its name, the
-unit of times whose keys have none, the size of its blocks. A new column is a name, a new format is a row.
+unit of times without one in their key, the size of its blocks. A new column is a name, a new format is a row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hetlb.tools.workload.rows import Row
 _MOST_BLOCKS = 1_000_000
 #: Ends of keys of times since 1970.
 _CLOCKS = ("unix", "epoch", "utc")
-#: Roles whose names may end with a unit of time.
+#: Roles with names that may end with a unit of time.
 _MOMENTS, _DURATIONS = ("arrival", "first", "end"), ("ttft", "e2e", "queue")
 
 #: Names of each role as squashed keys, the first one counts. Times may have their unit behind the name.
@@ -75,8 +75,8 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 class Format:
     """A kind of file: the keys or roles that it has, and what they leave open.
 
-    `unit_s` is the unit of times whose keys have none, None if a time must show it (`unit_of`). A `kind` is
-    of measured requests. `block_tokens` is how many tokens one of the `hash_ids` names, None for as many as
+    `unit_s` is the unit of times without one in their key, None if a time must show it (`unit_of`). A
+    `kind` is of measured requests. `block_tokens` is how many tokens one of the `hash_ids` names, None for as many as
     the reader takes. `names` are roles of this format alone. `inside`: the lists with its records.
     """
 

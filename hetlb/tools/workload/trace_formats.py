@@ -211,7 +211,7 @@ def _own(file: RecordFile) -> Recognised:
 
 
 def _named(file: RecordFile, asked: _Asked) -> Recognised | None:
-    """Return a file whose keys name what they are."""
+    """Return a file of keys that name what they are."""
     if not NAMED.fits(file):
         return None
     columns = Columns(flat(file), NAMED)
@@ -238,7 +238,7 @@ _FORMS: Final[tuple[Callable[[RecordFile, _Asked], Recognised | None], ...]] = (
 
 
 def _transposed(file: RecordFile) -> RecordFile:
-    """Return a record for each request of a run whose figures stand in lists. Raises `TraceError`."""
+    """Return a record for each request of a run with its figures in lists. Raises `TraceError`."""
     path, document = file.path, file.records[0].values
     if len(file.records) > 1:
         raise TraceError(f"{path}: expected one run, got {len(file.records)} (a line each): keep one of them")

@@ -256,7 +256,7 @@ class Templates:
         return shares
 
     def _link(self, c: int, d: int) -> float:
-        """Return the requests/s whose KV caches fit all links between machines of two classes."""
+        """Return the requests/s with KV caches that fit all links between machines of two classes."""
         if c == d:
             return INFINITY
         rates = self.cluster.links.bytes_per_s

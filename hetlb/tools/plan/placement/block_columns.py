@@ -1,6 +1,6 @@
 """Placements as one chain of blocks, by column generation at a given flow.
 
-A block is a number of layers and machines of one region in parallel branches, whose rates add up to the
+A block is a number of layers and machines of one region in parallel branches; their rates add up to the
 flow. A branch is one machine that holds all layers of the block, or several that share them. Machines that
 are alike (kind, layers, region) are counted, not named. At a flow the linear program
 
@@ -8,7 +8,7 @@ are alike (kind, layers, region) are counted, not named. At a flow the linear pr
 
 says how many layers its machines can cover; the flow is reached where whole blocks cover all. Blocks are made
 when their price is right: the cheapest branch of every number of layers at every rate (a knapsack over
-groups), then the cheapest branches whose rates reach the flow (a knapsack over rates). The highest flow is
+groups), then the cheapest branches with rates up to the flow (a knapsack over rates). The highest flow is
 found by bisection. Where the chain goes from one region to the next, both blocks must have enough branches
 for the slow links between them to carry the flow together.
 """
@@ -308,7 +308,7 @@ def _slowest_between(cluster: PlaceCluster) -> float:
 def _cheapest_cover(
     parts: NDArray[np.int64], cost: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.int16]]:
-    """Return the least cost of branches whose parts add up to the flow, by layers, and the branch taken last.
+    """Return the least cost of branches that add up to the flow, by layers, and the branch taken last.
 
     `parts[t]`: parts of a branch of rate t; `cost[t, layers]`: its price. The second array is by parts still
     to cover and layers.

@@ -108,7 +108,7 @@ class _Nodes:
             cluster.kind(node).holdings[int(held) - 1] for node, held in zip(used, layers, strict=True)
         ]
         kv_tokens = np.array([holding.kv_token_layers for holding in holdings]) / layers
-        #: Requests in flight at which the first node is full.
+        #: Requests in flight that fill the first node.
         self.most_in_flight = HIGH_WATER_SHARE * float((kv_tokens / self._share).min()) / owner.request_tokens
         self._tables = np.stack([owner._decode_s[node.kind] for node in used])
         self._index = np.arange(len(used))

@@ -25,7 +25,7 @@ from hetlb.tools.plan.placement.place_cluster import Interval, PlaceCluster, Pla
 _RELATIVE_EPSILON = 1e-13
 #: Least share of the total flow: smaller ones are rounding of the solver of `balanced`.
 _LEAST_SHARE = 1e-7
-#: Most links of a network whose maximum flow is balanced, and seconds of the solver.
+#: Most links: the maximum flow of a larger network is not balanced. Seconds of the solver for it.
 _MOST_LINKS = 3000
 _MOST_S = 2.0
 #: The limits of `balanced` leave room for the rounding of the maximum flow.

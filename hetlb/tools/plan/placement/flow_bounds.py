@@ -32,9 +32,9 @@ def compute_bound(cluster: PlaceCluster) -> float:
 
 
 def flow_bound(cluster: PlaceCluster, limits: SolveLimits | None = None) -> float:
-    """Return the highest flow at which the machines could still cover every layer (covers as whole machines).
+    """Return the highest flow that leaves every layer covered by machines (covers as whole machines).
 
-    Each layer needs machines whose rates add up to the flow F, and a machine with j layers gives 1/j of
+    Each layer needs machines with rates that add up to the flow F, and a machine with j layers gives 1/j of
     itself to each of them. With w_c the number of layers that the set c of machines covers, the linear
     program
 

@@ -20,7 +20,7 @@ _STAGE_PORT = 9100
 _COORDINATOR_PORT = 9200
 #: The key that all stages and their coordinator share, beside the file of the stages.
 KEY_FILE = "stage.key"
-#: Share of a plan's flow from which fixed pipelines are the better choice.
+#: Fixed pipelines are the better choice from this share of a plan's flow on.
 _VLLM_SHARE = 0.95
 _MEMORY_UTILIZATION = 0.9
 

@@ -44,7 +44,7 @@ class PlaceWorkload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 class PlaceFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A placement file as written: `nodes`, `layer_times`, `limits` and paths under `links` and `model`, or
-    `machines`, whose every GPU is a node. Paths are relative to the file.
+    `machines`: each of their GPUs is a node. Paths are relative to the file.
     """
 
     version: Literal[1] = 1

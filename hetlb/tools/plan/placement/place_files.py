@@ -36,7 +36,7 @@ _MOST_LAYERS = 10_000
 def load_cluster(files: Mapping[str, Path], *, pruned: bool = False) -> PlaceCluster:
     """Read a cluster from its `nodes`, `links`, `layer_times`, `limits` and `model`. Raises `ConfigError`.
 
-    With `pruned`, links whose `kept_after_pruning` is 0 are left out.
+    With `pruned`, links with a `kept_after_pruning` of 0 are left out.
     """
     kinds = _read_limits(files["limits"], read_layer_times(files["layer_times"]))
     nodes = _read_nodes(files["nodes"], kinds)

@@ -35,7 +35,7 @@ _GIVEN_SHARE = 0.7
 _WARM_UP_S, _FULL_WARM_UP_S = 60.0, 10.0
 #: Least share of its window of a stopped run that counts.
 _LEAST_WINDOW_SHARE = 0.3
-#: Seconds for which an online load of a run that goes on has arrivals.
+#: Seconds of arrivals of an online load, of a run that goes on.
 _MOST_WINDOW_S = 3600.0
 
 OnPhase = Callable[[str, PlacementCandidate | None], object]
@@ -75,7 +75,7 @@ class PlacementSimulator:
         return result if result.window_s >= _LEAST_WINDOW_SHARE * seconds else None
 
     def arrivals(self, seconds: float) -> list[float]:
-        """Return the times at which requests of an online load arrive."""
+        """Return the arrival times of an online load."""
         count = math.ceil(self.rate * (_WARM_UP_S + seconds))
         gaps = gaps_s(count, self.rate, 1.0, random.Random(self.seed))
         return list(itertools.accumulate(gaps, initial=0.0))

@@ -50,7 +50,7 @@ _ISLANDS_JUDGED, _ISLANDS_ALONE = 2, 4
 BASELINES = ("swarm", "separate-pipelines", "petals")
 #: Places tried for each machine that a construction leaves over.
 _PLACES = 8
-#: Most machines for which the integer program can prove the highest flow in seconds.
+#: Most machines: with more the integer program cannot prove the highest flow in seconds.
 _EXACT_NODES = 30
 #: Temperatures at the beginning and the end, as shares of the score at the beginning.
 _FLOW_HEAT = (0.06, 0.003)
@@ -62,7 +62,7 @@ _FEWEST_LISTED, _MOST_LISTED = 2, 80
 #: Seconds of the first window of a simulation; the cost of a race's rounds, in first windows.
 FIRST_WINDOW_S = 20.0
 _ROUNDS_COST = 2.5
-#: Share of a bound from which on the highest flow of blocks is looked for.
+#: Least share of a bound: the highest flow of blocks is looked for above it.
 _LEAST_SHARE = 0.3
 
 
