@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     #: Carries out commands of the scheduler.
     CarryOut: TypeAlias = Callable[[list[Command]], None]
-    #: Makes the maker of one request's attempts, whose answer may go on at another instance.
+    #: Makes the maker of one request's attempts; the answer may go on at another instance.
     Resumption: TypeAlias = Callable[[Kind, Call, EngineRequest], Maker]
 
 

@@ -32,11 +32,11 @@ from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import AdminState, Health
 from hetlb.balancer.telemetry.recent import BIN_S, InstanceShare, Recent
 
-#: Seconds in which ended requests count.
+#: Seconds that ended requests count for.
 WINDOW_S: Final = 30.0
-#: Seconds in which requests count that no server got.
+#: Seconds that requests without a server count for.
 UNPLACED_S: Final = 6.0
-#: Load from which a model is busy.
+#: Least load of a busy model.
 BUSY_LOAD: Final = 0.8
 #: Seconds over which arrivals are counted, and the least.
 ARRIVALS_S: Final = 10.0

@@ -20,7 +20,7 @@ from hetlb.balancer.http.http1 import RequestHead, ResponseHead, number
 
 #: Headers that say how long a client waits, and the seconds in their units: OpenAI's SDKs, Envoy.
 _PATIENCE: Final = {b"x-stainless-read-timeout": 1.0, b"x-envoy-expected-rq-timeout-ms": 1e-3}
-#: Seconds before a client's own timeout at which it gets an answer.
+#: A client gets an answer these seconds before its own timeout.
 _MARGIN_S: Final = 1.0
 NOTHING: Final = Response.NOTHING
 HEARTBEATS: Final = Response.HEARTBEATS
@@ -130,7 +130,7 @@ class ClientResponse:
         return self.state is HEARTBEATS or (self._comments and self._head.http11)
 
     def given_up_at(self, since: float, arrived_at: float) -> float:
-        """Return the time at which the client gives up waiting for the rest of an answer since `since`."""
+        """Return when the client gives up waiting for the rest of an answer since `since`."""
         if self.state is HEARTBEATS:
             return math.inf  # heartbeats keep it from that
         if self._patience_s is None:

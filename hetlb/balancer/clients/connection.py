@@ -39,7 +39,7 @@ _LEAST_BODY_BYTES_PER_S: Final = 1024.0
 _STEADY_BODY_BYTES_PER_S: Final = 8192.0
 #: Maximum seconds between two pieces of a body.
 _BODY_STOP_S: Final = 10.0
-#: Seconds in which a refused client may still send before its connection is dropped.
+#: Seconds that a refused client may still send before its connection is dropped.
 LINGER_S: Final = 2.0
 #: Bytes of the kernel's send buffer of a client's connection.
 _SEND_BUFFER_BYTES: Final = 64 << 10
@@ -51,7 +51,7 @@ _ANSWERING: Final = ClientState.ANSWERING
 _UPGRADED: Final = ClientState.UPGRADED
 _CLOSING: Final = ClientState.CLOSING
 _CLOSED: Final = ClientState.CLOSED
-#: States in which requests are read.
+#: States that requests are read in.
 _READS: Final = (_IDLE, _HEAD, _BODY, _READ)
 _OPEN: Final = Reading.OPEN
 _TURN: Final = Reading.TURN
@@ -81,7 +81,7 @@ class ClientConnection(PacedReader):
         self._held = 0
         self._exchange: Exchange | None = None
         self._now = server.driver.now
-        #: Time at which the body began, or its last piece came.
+        #: Time when the body began, or its last piece came.
         self._fed_at = 0.0
         self._since = 0.0
         #: Time since which the client does not read, None while it does.

@@ -17,7 +17,7 @@ from hetlb.balancer.http.error_responses import RATE_LIMITED, Refusal
 WINDOW_S: Final = 60.0
 #: Seconds within which requests count as one entry: a window holds at most 600 of them.
 _SLOT_S: Final = 0.1
-#: Seconds to which times are rounded up, so that a client that comes again then is after the window.
+#: Times are rounded up to these seconds, so that a client that comes again then is after the window.
 _CLOCK_S: Final = 0.001
 #: Tokens of an answer before any of the key has ended, and weight of a new one in the mean.
 _FIRST_ANSWER_TOKENS: Final = 256.0

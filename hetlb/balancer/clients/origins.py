@@ -19,7 +19,7 @@ _PREFLIGHT: Final = (
 
 
 class PageOrigins:
-    """Origins whose pages may read answers; `*` is each."""
+    """Origins of pages that may read answers; `*` is each."""
 
     def __init__(self, origins: Iterable[str]) -> None:
         self._origins = frozenset(each.encode("ascii") for each in origins)

@@ -1,4 +1,4 @@
-"""Prefix keys: names of the parts with which a prompt begins, to foresee the engine's prefix cache.
+"""Prefix keys: names of the first parts of a prompt, to foresee the engine's prefix cache.
 
 Keys are digests of the prompt's raw JSON or token ids, or the client's own name of its conversation.
 """

@@ -54,7 +54,7 @@ _AUDIO: Final = Kind.AUDIO
 _PLAIN: Final = Kind.PLAIN
 _REALTIME: Final = Kind.REALTIME
 _RESPONSES: Final = Kind.RESPONSES
-#: Kinds of which vLLM reads the header with a priority, and the priority in it.
+#: Kinds with a header of priority that vLLM reads, and the priority in it.
 _WITH_PRIORITY: Final = (Kind.CHAT, Kind.COMPLETION, Kind.RESPONSES)
 _PRIORITY: Final = re.compile(rb"[+-]?[0-9]{1,19}")
 #: Paths of OpenAI's batch interface, and words about it.

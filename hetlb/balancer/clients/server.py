@@ -24,7 +24,7 @@ from hetlb.turns import turns
 
 logger = logging.getLogger("hetlb.proxy")
 
-#: Seconds in which clients of WebSocket sessions close their side when the process ends.
+#: Seconds for clients of WebSocket sessions to close their side when the process ends.
 _PART_S: Final = 1.0
 
 

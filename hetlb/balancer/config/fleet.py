@@ -76,7 +76,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def base(self) -> Path:
-        """Folder to which paths in the file are relative."""
+        """Folder that paths in the file are relative to."""
         return self.path.parent if self.path else Path()
 
     @property
@@ -147,7 +147,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         return HealthParams(**msgspec.structs.asdict(self.file.health))
 
 
-#: Keys whose value is the path of a file, beside keys that end with `_file`.
+#: Keys with the path of a file, beside keys that end with `_file`.
 _FILE_KEYS = frozenset({"profile", "tokenizer", "cert", "key"})
 
 

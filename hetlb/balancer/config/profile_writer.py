@@ -55,7 +55,7 @@ def write_host(path: Path, found: LatencyModel) -> tuple[LatencyModel, str]:
 
 
 def _edited(text: str, old: Profile, new: Profile) -> str:
-    """Return the text of a profile in which the sections that differ are replaced, the others as they are."""
+    """Return the text of a profile with the sections that differ replaced, the others as they are."""
     sections, before = _written(msgspec.to_builtins(new)), _written(msgspec.to_builtins(old))
     changed = {key: value for key, value in sections.items() if value != before.get(key)}
     root = yaml.compose(text, Loader=yaml.SafeLoader)

@@ -25,11 +25,11 @@ class Backlog:
         self._placement = placement
         self.queue, self._fleet = placement.queue, placement.fleet
         self._ledger, self._retries = placement.ledger, placement.retries
-        #: Waiting requests whose predicted length is older than the newest lesson.
+        #: Waiting requests with a predicted length older than the newest lesson.
         self._stale: list[RequestId] = []
         #: Targets of what waits, None before the first request with some.
         self._targets: WaitingTargets | None = None
-        #: Time from which the next tick counts: the last one, or when the first began to wait.
+        #: The next tick counts from this time: of the last one, or when the first began to wait.
         self.ticked_at = now
 
     def push(self, request: Request, now: float, predicted: float, *, again: bool = False) -> list[Command]:

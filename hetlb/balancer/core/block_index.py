@@ -128,7 +128,7 @@ class BlockIndex:
         return removed, cleared
 
     def evicted(self, tree: Tree, tokens: float) -> None:
-        """Forget unused prefixes of a tree, of which the engine reports the eviction of `tokens` tokens."""
+        """Forget unused prefixes of a tree after the engine reported the eviction of `tokens` tokens."""
         self._owed_tokens += tokens
         while tree.unused:
             node = next(iter(tree.unused.values()))

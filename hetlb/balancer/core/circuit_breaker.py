@@ -25,7 +25,7 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.client_answers import ClientAnswers
 
-#: Age of evidence, in seconds, at which it counts 1/e.
+#: Age of evidence that counts 1/e, in seconds.
 MEMORY_S: Final = 20.0
 #: Least excess of an instance in doubt, and the least number of lost answers for it: one is no fault.
 DOUBT_EXCESS: Final = 0.3
@@ -42,7 +42,7 @@ MOST_FORGIVING_ANSWERS: Final = 24
 _RELAPSE_S: Final = 60.0
 #: Requests lost in a row, here and elsewhere, before they count: not every request can be at fault.
 _MOST_LOST_AS_ELSEWHERE: Final = 5
-#: Standard deviations below a share at which its interval begins: 90 % one-sided.
+#: Standard deviations from a share down to the begin of its interval: 90 % one-sided.
 _LOWER_DEVIATIONS: Final = 1.28
 #: Lost answers, and all answers, assumed of another instance before any ended there.
 _PRIOR_LOST_ANSWERS: Final = 0.2
@@ -57,7 +57,7 @@ LEAST_SILENCE_S: Final = 2.0
 UNKNOWN_SILENCE_S: Final = 10.0
 #: Seconds, and `STALL_FACTOR` steps, without a token: the stream has stopped, this is no slow step.
 STANDS_S: Final = 0.5
-#: Seconds for which scraped counters show whether an engine works.
+#: Seconds that scraped counters show for whether an engine works.
 COUNTERS_STALE_S: Final = 5.0
 #: Seconds that a client waits before its next try (OpenAI's SDK).
 _NEXT_TRY_S: Final = 0.5

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: Weight of a prompt token against one output token (0.075, 0.3: tokens/s at once 0.994, 0.994 x).
 PROMPT_WEIGHT: Final = 0.15
-#: Share of the time of an answer in which arrivals are one burst, which is no stream.
+#: Arrivals within this share of the time of an answer are one burst, which is no stream.
 _BURST_SHARE: Final = 1.0 / 64.0
 #: Gaps between bursts that make a stream, newest ones that tell their mean, and mean gaps of silence that
 #: end it.
@@ -42,7 +42,7 @@ def size_of(request: Request, predicted_output: float) -> float:
 MIX_REQUESTS: Final = 1000.0
 #: Relative change of the mean request after which costs are computed again.
 _CHANGE_SHARE: Final = 0.02
-#: Sequences of instances whose costs are kept.
+#: Most sequences of instances with kept costs.
 _MOST_FLEETS: Final = 128
 
 
@@ -201,9 +201,9 @@ class Demand:
     __slots__ = ("_bursts", "_silent_at", "answer_s", "arrivals", "burst", "mix", "protected", "rate")
 
     def __init__(self) -> None:
-        #: Times at which the newest bursts began, without a long silence between them, in seconds.
+        #: Time when the newest bursts began, without a long silence between them, in seconds.
         self._bursts: list[float] = []
-        #: Time at which the silence since has ended the stream.
+        #: Time when the silence since has ended the stream.
         self._silent_at = -math.inf
         #: Seconds of the newest answer at best.
         self.answer_s = 0.0

@@ -23,10 +23,10 @@ from hetlb.balancer.core.types import Command, Health, HealthChanged, InstanceSp
 if TYPE_CHECKING:
     from hetlb.balancer.core.block_index import KvEventBatch
 
-#: Seconds for which the name of a model outlives its last instance, and most such names.
+#: Seconds that the name of a model outlives its last instance, and most such names.
 _PROMISE_S: Final = 3600.0
 _MOST_PROMISES: Final = 1024
-#: Weight of a factor of which little was seen, in a mean of factors.
+#: Weight of a factor with little evidence, in a mean of factors.
 _LEAST_WEIGHT: Final = 0.01
 
 
@@ -47,7 +47,7 @@ class FleetState:
         #: Time of the last change that `_ready` does not have, None for none.
         self._changed_at: float | None = None
         self._ready: dict[str, ReadyInstances] = {}
-        #: Models of which no instance takes requests, and since when; as of the last look at `ready`.
+        #: Models without an instance that takes requests, and since when; as of the last look at `ready`.
         self.down_since: dict[str, float] = {}
         #: Names that the fleet file and its sources promise, and until when names outlive their instances.
         self.promised: tuple[str, ...] = ()
@@ -115,7 +115,7 @@ class FleetState:
     def _promises(self, now: float) -> list[str]:
         """Return the names that need no instance to be known.
 
-        A name whose instance lists other models is none of them: the client is told the valid names.
+        A name is none of them if its instance lists other models: the client is told the valid names.
         """
         for name in [name for name, until in self._outlive.items() if until <= now]:
             del self._outlive[name]
@@ -179,7 +179,7 @@ class FleetState:
         return True
 
     def end_slow_starts(self, model: str) -> bool:
-        """Let no instance of a model for which requests wait start slowly. Return True if one did."""
+        """Let no instance of a model with waiting requests start slowly. Return True if one did."""
         ready = self.ready.get(model)
         if ready is None or not ready.throttled:
             return False

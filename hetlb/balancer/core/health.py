@@ -24,7 +24,7 @@ EJECTION_S: Final = 2.5
 EJECTION_JITTER_SHARE: Final = 0.2
 FLAPPING_S: Final = 120.0
 MOST_EJECTION_S: Final = 60.0
-#: Ejections of which the times are kept.
+#: Most ejections with kept times.
 _KEPT_EJECTIONS: Final = 8
 
 

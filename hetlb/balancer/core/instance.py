@@ -20,9 +20,9 @@ from hetlb.balancer.core.types import AdminState, EngineSample, Health, Instance
 if TYPE_CHECKING:
     pass
 
-#: Seconds before an instance with a notice is gone, in which nothing runs there any more.
+#: Seconds before an instance with a notice is gone; nothing runs there any more then.
 NOTICE_MARGIN_S: Final = 1.5
-#: Share of the KV cache below whose use an engine that lets requests wait lacks slots, not memory.
+#: An engine that lets requests wait and uses less of its KV cache lacks slots, not memory.
 _ROOM_SHARE: Final = 0.8
 #: Multiple of its forecast beyond which a first token, a second later still, shows that others wait, too.
 _LATE_FACTOR: Final = 2.0
@@ -65,7 +65,7 @@ class Instance(InstanceLedger):
         self.breaker = CircuitBreaker(now)
         self.throttle = InstanceThrottle(self.breaker)
         self.admin = AdminState.READY
-        #: Time at which it is gone, None without a notice.
+        #: Time when it is gone, None without a notice.
         self.leaves_at: float | None = None
         #: Start of its process by its own clock (Unix time, s).
         self.began: float | None = None
@@ -81,7 +81,7 @@ class Instance(InstanceLedger):
         self.foreign = self._foreign_seen = 0
         #: Sequences that ran in the last sample while others waited for a slot.
         self._waiting_seen = 0
-        #: Time at which its metrics showed how many sequences it runs at once.
+        #: Time when its metrics showed how many sequences it runs at once.
         self.slots_learnt_at: float | None = None
         #: Next growth of the learnt slots.
         self.slots_step = 1
@@ -102,7 +102,7 @@ class Instance(InstanceLedger):
 
     @property
     def why_not(self) -> str:
-        """Reason for which it can take no request now, "" if it can."""
+        """Reason why it can take no request now, "" if it can."""
         if self.admin is not AdminState.READY:
             return "draining" if self.admin is AdminState.DRAIN else "in maintenance"
         if self.health.state is Health.EJECTED:

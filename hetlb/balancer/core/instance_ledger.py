@@ -14,7 +14,7 @@ from hetlb.balancer.core.types import InstanceSpec, Lease, LeaseId
 if TYPE_CHECKING:
     from hetlb.balancer.core.block_index import BlockIndex
 
-#: Sequences up to which the loads of an instance are kept.
+#: Most sequences with kept loads of an instance.
 _KEPT_LOADS: Final = 1024
 #: Sequences that an instance without a profile runs at once at first, and as many more for each first token;
 #: twice as many after each `_UNEXPLORED_S` without one. A burst that is bound before a speed is known
@@ -26,7 +26,7 @@ LEAST_STEP_S: Final = 1e-5
 
 
 def _read_by(lease: Lease) -> float:
-    """Return the time at which the prompts of a whole answer are taken to have been read."""
+    """Return when the prompts of a whole answer are taken to have been read."""
     return lease.dispatched_at + lease.forecast_first_s
 
 

@@ -14,9 +14,9 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.circuit_breaker import CircuitBreaker
 
-#: Longest time in seconds for which an engine is believed that says when to come again.
+#: Longest seconds that an engine is believed for when it says when to come again.
 BUSY_CAP_S: Final = 60.0
-#: Seconds for which a limit without a stated time holds, and after which it is forgotten then.
+#: Seconds that a limit without a stated time holds, and seconds until it is forgotten then.
 LIMIT_S: Final = 1.0
 FORGOTTEN_S: Final = 10.0
 #: Growth of a limit in a second, as a share of it.
@@ -75,7 +75,7 @@ class InstanceThrottle:
         return self._ramp_since is not None or limited or breaker.wary(now)
 
     def reason(self, max_num_seqs: int, now: float) -> str:
-        """Return the reason for which it may not take all that it can now, "" without one; for people."""
+        """Return why it may not take all that it can now, "" without a reason; for people."""
         return self._breaker.why(now) or self.restraint(max_num_seqs - 1, max_num_seqs, now, doubt=False)
 
     def restraint(self, sequences: int, max_num_seqs: int, now: float, *, doubt: bool = True) -> str:

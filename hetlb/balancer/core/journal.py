@@ -1,4 +1,4 @@
-"""Journal of leases: the one way in which schedulers of two processes share their live leases.
+"""Journal of leases: the one way to share live leases between schedulers of two processes.
 
 A scheduler tells each of its journals that a lease began, that its answer began and that it ended
 (`options/peers/lease_wire.py` has the journal of peers and its encoding). A lease of another process is

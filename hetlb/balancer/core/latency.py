@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: Factor on the attention part of decodes that share an iteration with prefill work.
 MIXED_DECODE_ATTENTION_FACTOR: Final = 1.5
-#: Number of parts of a prompt up to which each is computed; of more the mean part is taken.
+#: Most parts of a prompt that are computed each; of more the mean part is taken.
 _EXACT_PARTS: Final = 8.0
 
 

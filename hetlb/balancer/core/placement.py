@@ -140,13 +140,13 @@ class Placement:
         self.elsewhere: dict[str, int] = {}
         #: Splits requests, None where no instance has a `kv_transfer`.
         self.splits: Splitting | None = None
-        #: Times in which adapters are loaded, None before the first request for one.
+        #: Seconds to load adapters, None before the first request for one.
         self.adapter_load: AdapterLoadTime | None = None
         self._usual = Mix()
         self._usual.add(*_USUAL_REQUEST)
-        #: Called with each request at which the policy raised an error; None: the error is raised.
+        #: Called with each request that the policy raised an error for; None: the error is raised.
         self.on_failed: Callable[[Request, Exception], None] | None = None
-        #: Requests at which it did, until they are rejected.
+        #: Requests that it did so for, until they are rejected.
         self.failed: set[RequestId] = set()
 
     def use(self, policy: Policy) -> None:
@@ -186,7 +186,7 @@ class Placement:
         return min(_READ_PATIENCE * read_s, _MOST_PATIENCE_S)
 
     def kind_of(self, request: Request, predicted: float) -> int:
-        """Return the kind of a request, whose line is its own, 0 without a plan."""
+        """Return the kind of a request: it has a line of its own; 0 without a plan."""
         worth = self.policy.worth
         return 0 if worth is None else worth.kind(request.model, request.prompt_tokens, predicted)
 

@@ -190,7 +190,7 @@ class _Histogram:
 
 #: Weight, in answers, of the whole model's mean against a tenant's own.
 TENANT_WEIGHT: Final = 8.0
-#: Number of answers from which on their spread is known.
+#: Least answers with a known spread.
 _SPREAD_ANSWERS: Final = 50
 #: Tenants remembered over all models, the ones seen last.
 MOST_TENANTS: Final = 4096

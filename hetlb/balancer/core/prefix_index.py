@@ -22,9 +22,9 @@ MOST_UNUSED_NODES: Final = 262_144
 LEAST_SHARE: Final = 1.0 / 64.0
 _SHRINK_FACTOR: Final = 0.8
 _GROWTH_FACTOR: Final = 1.02
-#: Least number of expected cached tokens, used by no request, from which reports are compared.
+#: Reports are compared with at least as many expected cached tokens that no request uses.
 _LEAST_EXPECTED_TOKENS: Final = 64
-#: Share of an expectation from which it counts as met: engines round down to whole blocks.
+#: Share that meets an expectation: engines round down to whole blocks.
 _MET_SHARE: Final = 0.75
 
 #: A key and its end in tokens. None: the whole conversation, prompt and answer.
@@ -51,7 +51,7 @@ class Held:
         self._paid_upto: dict[int, float] = {}
 
     def add(self, nodes: Sequence[Node], tokens: int, most: int) -> None:
-        """Note the `nodes` at the end of a prefix whose last `tokens` tokens are one span."""
+        """Note the `nodes` at the end of a prefix with one span of `tokens` tokens as its last."""
         users = 0.0
         for node in nodes:
             users += node.users - self._usual

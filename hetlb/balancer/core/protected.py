@@ -11,9 +11,9 @@ from hetlb.balancer.core.types import Lease
 
 #: Newest requests that the means follow.
 _NEWEST_REQUESTS: Final = 64.0
-#: Part of the share of answers that may miss a target at which the control aims.
+#: The control aims at this part of the share of answers that may miss a target.
 _AIMED_SHARE: Final = 0.5
-#: Age of a miss, in seconds, at which it counts 1/e in the control: the load may have been another one.
+#: Age of a miss that counts 1/e in the control, in seconds: the load may have been another one.
 _FORGET_S: Final = 60.0
 #: Bound of `margin`'s logarithm: twenty times the expected load.
 _MOST_PRESSURE: Final = 3.0

@@ -1,4 +1,4 @@
-"""Rate of a count, in which older events weigh less."""
+"""Rate of a count. Older events weigh less."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 from mypy_extensions import mypyc_attr
 
-#: Age at which an event counts 1/e, in seconds.
+#: Age of an event that counts 1/e, in seconds.
 MEMORY_S: Final = 15.0
 #: Seconds that a rate is taken over at least, and seconds of silence after which it begins anew.
 _LEAST_S: Final = 1.0

@@ -63,7 +63,7 @@ class ReadyInstances:
         self.able = self.everyone.instances
         #: True if an instance is throttled.
         self.throttled = any(instance.throttle.active(now) for instance in self.able)
-        #: A request whose prompt and output stay within this fits everywhere.
+        #: A request fits everywhere if its prompt and output stay within this.
         self.longest_tokens = (
             -1.0 if self.throttled else min((_longest(instance) for instance in self.able), default=math.inf)
         )

@@ -31,7 +31,7 @@ _FORGOTTEN_S: Final = 300.0
 #: Statuses about a body, and about its length alone.
 _ABOUT_BODIES: Final = (400, 413, 414, 415, 422, 431, 501)
 _ABOUT_LENGTHS: Final = (413, 414, 431)
-#: Seconds for which a client whose answer was lost is answered elsewhere.
+#: Seconds that a client is answered elsewhere for after a lost answer.
 AVOID_S: Final = 2.0
 #: Refusals by all that a client may cause at once, and in a second: then its refusals go to it unasked.
 _VAIN_ASKS: Final = 5.0

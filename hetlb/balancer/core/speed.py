@@ -31,14 +31,14 @@ PRIOR_S: Final = 5.0
 FIRST_PROMPTS_S: Final = 0.1
 _CLEAR_FACTOR: Final = 1.5
 _FIRST_S: Final = 0.5
-#: Factor up to which a measured profile is left as it is, and the largest correction.
+#: Largest factor that leaves a measured profile as it is, and the largest correction.
 TRUSTED_FACTOR: Final = 1.2
 MOST_PROFILED_FACTOR: Final = 4.0
 #: Largest correction of the default model, used without a profile.
 MOST_UNPROFILED_FACTOR: Final = 64.0
 #: Seconds over which the factor is averaged to which a speed returns while no answer comes.
 _GOOD_S: Final = 60.0
-#: Relative change of the factor in force from which a new one takes its place.
+#: Least relative change of a new factor that takes the place of the one in force.
 _CHANGE_SHARE: Final = 0.05
 #: Share of the time of steps, spent on prompts beside them, above which the steps count as mixed.
 _MIXED_SHARE: Final = 0.1
@@ -104,7 +104,7 @@ class SpeedTracker:
         self.engines = 1
         #: True if some answer has shown a speed, and if the first prompts have been compared with a profile.
         self.seen = self.begun = False
-        #: Seconds in which it stood still so far, and the last time that it did.
+        #: Seconds that it stood still so far, and the last time that it did.
         self.stood_s = 0.0
         self.stood_at = -math.inf
         #: Running sequences and their tokens since the last `elapsed`.

@@ -9,7 +9,7 @@ S = TypeVar("S", bound=Enum)
 
 
 class Transition(Generic[S]):
-    """A change of state: the event, the states in which it may happen, the state that follows."""
+    """A change of state: the event, the states that it may happen in, the state that follows."""
 
     __slots__ = ("after", "before", "event")
 

@@ -196,7 +196,7 @@ LAUNCH_EXPONENT: Final = 2.4
 
 @dataclass(frozen=True, slots=True)
 class LaunchTime(PickleByFields):
-    """Seconds in which the host launches the kernels of a pass that prefills.
+    """Seconds of the host to launch the kernels of a pass that prefills.
 
     Up to `graph_tokens` tokens vLLM replays CUDA graphs of all but attention: `graph_s`. Beyond, each kernel
     is launched by itself: `eager_s`. A pass takes the longer of launching and computing, with a soft corner.
@@ -210,7 +210,7 @@ class LaunchTime(PickleByFields):
         check_numbers(self, 0.0, "graph_tokens", "graph_s", "eager_s")
 
     def pass_s(self, computing_s: float, tokens: float) -> float:
-        """Return the seconds of a pass over `tokens` tokens whose kernels take `computing_s`."""
+        """Return the seconds of a pass over `tokens` tokens with kernels of `computing_s`."""
         launching_s = self.graph_s if tokens <= self.graph_tokens else self.eager_s
         low, high = (launching_s, computing_s) if launching_s < computing_s else (computing_s, launching_s)
         if low <= 0.0:
@@ -334,7 +334,7 @@ class MixedTerm(PickleByFields):
         )
 
     def chain_s(self, tokens: float) -> float:
-        """Return the seconds in which one block of threads runs through a context."""
+        """Return the seconds of one block of threads for a context."""
         return self.context_s * tokens
 
 

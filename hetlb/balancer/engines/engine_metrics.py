@@ -121,7 +121,7 @@ class EnginePage:
 
     @property
     def table(self) -> EngineTable | None:
-        """Names of the engine whose page this is, None where none is known."""
+        """Names of the engine that the page is of, None if none is known."""
         return table_by(self._page.seen)
 
     def counters(self) -> EngineCounters:

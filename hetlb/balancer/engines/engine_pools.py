@@ -31,7 +31,7 @@ from hetlb.turns import turns
 LOCAL_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 #: Seconds that an engine may take to close a TLS connection.
 _TLS_SHUTDOWN_S: Final = 1.0
-#: Seconds for which the address of a name is used: later connections resolve the name again.
+#: Seconds that the address of a name is used for: later connections resolve the name again.
 _RESOLVED_S: Final = 60.0
 _IDLE: Final = EngineState.IDLE
 
@@ -42,7 +42,7 @@ class Target(NamedTuple):
     name: str
     incarnation: int
     url: str
-    #: Time at which it is gone, None without a notice.
+    #: Time when it is gone, None without a notice.
     leaves_at: float | None = None
 
 
@@ -207,7 +207,7 @@ class EnginePool(Upstream):
         except UnicodeError:
             end, detail = ends.NOT_ACCEPTED, "its host can be no name"
         if self._connecting.pop(carried, None) is None:
-            # The client left in the same turn in which the connection came.
+            # The client left in the same turn as the connection came.
             if end is None:
                 connection.close()
             return

@@ -165,5 +165,5 @@ def spelled(name: str) -> tuple[str, str]:
 
 
 def table_by(prefixes: Container[str]) -> EngineTable | None:
-    """Return the table of the engine whose names begin with one of these, None where none is known."""
+    """Return the table of the engine with names that begin with one of these, None if none is known."""
     return next((each for each in TABLES if each.prefix in prefixes), None)

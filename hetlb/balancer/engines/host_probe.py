@@ -13,12 +13,12 @@ from typing import Final
 
 from hetlb.balancer.core.latency import LatencyModel, corrected
 
-#: Prompt tokens of every request, output tokens of one whose steps are timed.
+#: Prompt tokens of every request, output tokens of one with timed steps.
 PROMPT_TOKENS: Final = 32
 _OUTPUT_TOKENS: Final = 200
 #: Timed requests, while they fit the time; the least step counts, as nothing makes one shorter.
 _REQUESTS: Final = 3
-#: Lone short prompts whose first tokens are timed.
+#: Lone short prompts with timed first tokens.
 _FIRST_TOKENS: Final = 5
 #: Seconds of the whole probe.
 BUDGET_S: Final = 10.0

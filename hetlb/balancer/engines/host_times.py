@@ -1,4 +1,4 @@
-"""Host times of instances whose profiles assume one: measured unasked, while an instance is idle.
+"""Host times of instances with profiles that assume one: measured unasked, while an instance is idle.
 
 A few lone requests to the engine measure them (`host_probe.py`). A client's request that comes meanwhile ends
 them; the next idle moment is another try.

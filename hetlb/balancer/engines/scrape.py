@@ -52,7 +52,7 @@ _MAX_PAGE_BYTES = 1 << 20
 MAX_METRICS_BYTES = 64 << 20
 #: Bytes of a page that are read at a time: between them others have their turn.
 _PIECE_BYTES = 8 << 10
-#: Seconds until an engine whose page is larger is asked again.
+#: Seconds until an engine with a larger page is asked again.
 _TOO_LARGE_PAUSE_S = 60.0
 #: Rounds between reads of the model list, which is also read when an instance comes back.
 _MODELS_EVERY_ROUNDS = 10
@@ -73,7 +73,7 @@ class _Seen:
 
     def __init__(self) -> None:
         self.rounds_until_models = 0
-        #: Time from which on its metrics are read.
+        #: Its metrics are read from this time on.
         self.metrics_after = 0.0
         #: Start of its process by its own clock, None while unknown.
         self.began: float | None = None
@@ -97,7 +97,7 @@ class EngineWatch:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._first_rounds: dict[str, asyncio.Event] = {}
         self._session: aiohttp.ClientSession | None = None
-        #: The same for engines whose names may not lead everywhere.
+        #: The same for engines with names that may not lead everywhere.
         self._confined: aiohttp.ClientSession | None = None
         #: The engines' own entries of `/v1/models`, by instance.
         self.models: dict[str, list[dict[str, Any]]] = {}
@@ -106,7 +106,7 @@ class EngineWatch:
         #: Paths of their metrics where that is not `/metrics`.
         self._pages: dict[str, str] = {}
         self.invalid_samples: dict[str, int] = {}
-        #: Called with the name of an instance whose metrics say that nothing runs or waits.
+        #: Called with the name of an instance if its metrics say that nothing runs or waits.
         self.on_idle: Callable[[str], None] = lambda name: None
 
     async def start(self, profiles: Mapping[str, Profile], most_s: float) -> None:

@@ -1,7 +1,7 @@
 """Connections to engines, one protocol each; they carry clients' requests and the proxy's own.
 
 An idle connection that fails before its answer began is replaced by a fresh one without the client noticing;
-a connection whose answer was not cleanly framed is never used again.
+a connection is never used again if its answer was not cleanly framed.
 """
 
 from __future__ import annotations

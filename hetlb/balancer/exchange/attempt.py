@@ -7,7 +7,7 @@ The verbs:
 - `begin`: the lease is there, the request is sent; `engine_*`: what its engine says (`Carried`);
 - `takes`: another lease came while this one is at work; `move`: ask for one, since the instance leaves;
 - `pause`: the client does not read, or reads again; `sweep`: the clock;
-- `head`, `cut`: bytes with which the client's answer begins, and with which it breaks off;
+- `head`, `cut`: the first bytes of the client's answer, and the last ones if it breaks off;
 - `leave`: nothing more is done, the engine stops.
 """
 
@@ -61,7 +61,7 @@ class Attempt(Carried):
 
     @property
     def may_be_taken(self) -> bool:
-        """True if the scheduler may take the request from an engine of which nothing came."""
+        """True if the scheduler may take the request from a silent engine."""
         return True
 
     def token_at(self, heard_at: float) -> float:

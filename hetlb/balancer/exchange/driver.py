@@ -104,7 +104,7 @@ class Driver(Host):
         #: Called in a sweep with its time: what clients have to do in time.
         self.on_swept: Callable[[float], None] | None = None
         self._next_id = first_id
-        #: Turns in which answers are taken elsewhere.
+        #: Turns for answers that are taken elsewhere.
         self.turns = turns(loop)
         self.pools = EnginePools(loop, table, access, self.stalls.since)
         #: Ends one exchange where hetlb raised an error at it.
@@ -131,7 +131,7 @@ class Driver(Host):
             self.guard.ended(exchange, error)
 
     def try_again(self, record: RequestRecord, lease: Lease, end: End) -> None:
-        """End a lease whose request waits again: the scheduler decides about it.
+        """End a lease of a request that waits again: the scheduler decides about it.
 
         The missing rest of a partly kept answer goes on elsewhere.
         """
@@ -144,7 +144,7 @@ class Driver(Host):
         self.scheduling.lease_ended(lease, end.told, self.now(), retry=True, generated=generated)
 
     def give_up(self, request_id: RequestId) -> float:
-        """Take a request out of the queue whose client waits no longer. Return seconds until another try."""
+        """Take a request out of the queue if its client waits no longer. Return seconds until another try."""
         now, scheduling = self.now(), self.scheduling
         scheduling.cancelled(request_id, now)
         return scheduling.drain_rate.retry_after_s(scheduling.waiting, now)

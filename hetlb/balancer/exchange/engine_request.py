@@ -5,7 +5,7 @@ from __future__ import annotations
 from hetlb.balancer.engines.upstream import EngineConnection
 from hetlb.balancer.http.http1 import RequestHead
 
-#: Methods whose requests may lack both a body and its length.
+#: Methods of requests that may lack both a body and its length.
 _BODILESS = frozenset({b"GET", b"HEAD", b"DELETE"})
 
 

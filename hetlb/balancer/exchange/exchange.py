@@ -51,7 +51,7 @@ class Host(Carrier):
 
     @abstractmethod
     def failed(self, exchange: Exchange, error: Exception) -> None:
-        """End an exchange at which hetlb raised an error."""
+        """End an exchange after an error of hetlb in it."""
 
     @abstractmethod
     def dropped(self, exchange: Exchange) -> None:
@@ -112,7 +112,7 @@ class Exchange:
         self.phase = _QUEUED
         #: Since when this phase lasts, or when last something came.
         self.since = now
-        #: Reason for which the last engine that may have run it dropped its answer, "" without one.
+        #: Reason why the last engine that may have run it dropped its answer, "" without one.
         self.dropped = ""
         #: True if it was sent to this engine on a second connection, as the first one had been closed.
         self.reconnected = False

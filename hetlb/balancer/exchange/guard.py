@@ -26,14 +26,14 @@ _REMEMBERED_ERRORS: Final = 256
 
 
 class Guard:
-    """Ends one exchange at which an error was raised, and logs errors outside of exchanges."""
+    """Ends one exchange after an error in it, and logs errors outside of exchanges."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
         self._logged_at: dict[str, float] = {}
 
     def ended(self, exchange: Exchange, error: Exception) -> None:
-        """End an exchange at which `error` was raised. It may have ended already."""
+        """End an exchange after an `error` in it. It may have ended already."""
         label, host, request_id = exchange.record.label, self._host, exchange.record.request.id
         _log(f"request {label}", error, label)
         if host.exchanges.get(request_id) is exchange:

@@ -59,7 +59,7 @@ class _Noting(Handling):
 
 
 class NotingMaker(Maker):
-    """Maker of the attempts of requests whose answers may be kept."""
+    """Maker of the attempts of requests with answers that may be kept."""
 
     __slots__ = ("_driver",)
 

@@ -37,7 +37,7 @@ from hetlb.balancer.http.sse import SseWatcher, is_comment
 
 #: Seconds of a known standstill of its engine after which a stream ends.
 _HUNG_S: Final = 20.0
-#: Kinds of which a stream ends with `[DONE]`.
+#: Kinds with streams that end with `[DONE]`.
 _WITH_END: Final = (Kind.CHAT, Kind.COMPLETION)
 _CHAT: Final = Kind.CHAT
 #: Status of an answer in another protocol.
@@ -117,7 +117,7 @@ class Plain(Attempt):
         self.response = exchange.response
         self.lease = lease
         self.handling = handling
-        #: Lease to whose engine the request goes, the connection to it, and whether it is being made.
+        #: Lease of the engine that the request goes to, the connection to it, and whether it is being made.
         self.sent = lease
         self.engine: EngineConnection | None = None
         self.connecting = False
@@ -353,7 +353,7 @@ class Plain(Attempt):
     def go_on(self, end: End, otherwise: Callable[[], None]) -> None:
         """Go on although the engine is lost, or end it `otherwise`.
 
-        A stream of which `[DONE]` came is whole, whatever becomes of its engine then.
+        A stream is whole after `[DONE]`, whatever becomes of its engine then.
         """
         answer = self.answer
         if answer is not None and answer.is_done:
@@ -477,7 +477,7 @@ class Plain(Attempt):
 
 
 def _enter(exchange: Exchange, transition: Transition[Phase], now: float) -> None:
-    """Take a row for a request of which no prefill leg is under way: else that leg counts."""
+    """Take a row for a request without a prefill leg under way: else that leg counts."""
     if exchange.phase is not _PREFILLING:
         exchange.enter(transition, now)
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hetlb.proxy")
 
-#: Seconds after a pause of this process in which nothing is concluded from silence.
+#: Seconds after a pause of this process without conclusions from silence.
 _OWN_STALL_S: Final = 1.0
 #: Seconds until requests that found the budget of retries used up are looked at again.
 _NEXT_MOVES_S: Final = 0.05

@@ -30,7 +30,7 @@ BEAT_S: Final = 0.1
 EMITS_S: Final = 2.0
 #: Least assumed rate of ended requests, per second.
 _LEAST_RPS: Final = 0.1
-#: Seconds in which requests end together: they are counted at once.
+#: Requests that end within these seconds are counted at once.
 _TOGETHER_S: Final = 0.1
 #: Longest `Retry-After` in seconds, and the largest share added at random: not all come back together.
 _LONGEST_RETRY_AFTER_S: Final = 40.0

@@ -160,7 +160,7 @@ class Roster:
         return done + (f", {len(updated)} changed" if updated else "")
 
     def refresh(self) -> None:
-        """Choose profiles again after `replace`, and add found servers whose names became free."""
+        """Choose profiles again after `replace`, and add found servers with names that became free."""
         self._profiles.clear()
         if "members" in vars(self):
             self.members.refresh()

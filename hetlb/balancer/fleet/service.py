@@ -152,7 +152,7 @@ class FleetService(ABC):
         self.roster.on_gone = lambda name: self._follow(name, None)
         self._sources: Sources | None = None
         self._reloading = asyncio.Lock()
-        #: Reason for which the last read of the fleet file was refused, "" if it was not.
+        #: Reason why the last read of the fleet file was refused, "" if it was not.
         self.reload_refused = ""
         self._tasks: set[asyncio.Task[Any]] = set()
         #: Waits for a process that takes this one's place; what this one took over from another.
@@ -222,7 +222,7 @@ class FleetService(ABC):
         return not self.stopping and self._why_none() == ""
 
     def _why_none(self) -> str:
-        """Return the reason for which no request can be served, "" where some can."""
+        """Return why no request can be served, "" if some can."""
         routable = [each for each in self.scheduler.instances if each.routable]
         if not routable:
             return "no instance is routable"
@@ -569,7 +569,7 @@ def tune_gc() -> None:
 
 
 def require_urls(fleet: Fleet) -> Access:
-    """Read the keys and certificates with which a fleet is served. Raises `ConfigError`."""
+    """Read the keys and certificates that a fleet is served with. Raises `ConfigError`."""
     for spec in fleet.instances:
         if not spec.url:
             raise ConfigError(

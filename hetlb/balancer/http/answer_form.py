@@ -18,7 +18,7 @@ from hetlb.errors import NOT_JSON
 GOOD: Final = 0
 ODD: Final = 1
 WRONG: Final = 2
-#: Paths of which the form is known.
+#: Paths with a known form.
 PATHS: Final = ("/v1/chat/completions", "/v1/completions")
 #: Finish reasons of engines that gave up.
 _GIVEN_UP: Final = (b"error", b"abort")

@@ -44,7 +44,7 @@ REJECTIONS: dict[RejectReason, Answer] = {
     ),
 }
 
-#: Answers with which the proxy itself ends a request after it was dispatched.
+#: The proxy's own answers to a request after it was dispatched.
 FIRST_BYTE_TIMEOUT = Answer(Outcome.NO_RESPONSE, 504, "GatewayTimeout", "first_byte_timeout", False)
 BAD_UPSTREAM = Answer(Outcome.NO_RESPONSE, 502, "BadGateway", "bad_response", False)
 BROKEN_STREAM = Answer(Outcome.BROKEN_STREAM, 502, "BadGateway", "broken_stream", False)

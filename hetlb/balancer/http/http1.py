@@ -28,7 +28,7 @@ _TARGET = re.compile(rb"/[!-~]*")
 _REQUEST_LINE = re.compile(rb"[A-Z]+ [!-~]+ HTTP/1\.[01]\r\n")
 _CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}")
 _BAD_PATH = re.compile(rb"//|[\\;#%]|/\.{1,2}(?:/|$)")
-#: The one path whose last part may be percent-encoded: hetlb answers it, and no engine reads it.
+#: The one path with a last part that may be percent-encoded: hetlb answers it, and no engine reads it.
 _MODEL_PATH = re.compile(rb"/v1/models/(?:[!-$&-~]|%[0-9A-Fa-f]{2})+")
 #: A header beyond ASCII: its value in UTF-8, or in Latin-1 as Node.js and Python write it, without control
 #: characters and the filler of binary data (RFC 9110, 5.5: obs-text).

@@ -1,4 +1,4 @@
-"""Positions at which the beginning of a prompt gets a prefix key.
+"""Positions in a prompt: its beginning up to each gets a prefix key.
 
 A position depends on nothing that comes after it, so two prompts that begin alike are cut alike up to where
 they part. Cuts lie at the ends of parts (messages, turns), where prompts usually part, but never closer than

@@ -71,7 +71,7 @@ def without_transfer_fields(body: bytes, known_bytes: int = 0, depth: int = 0) -
 
 
 def _escaped(name: str) -> str:
-    """Return the pattern of a name of which any character may be escaped."""
+    """Return the pattern of a name with any character escaped or not."""
     return "".join(
         rf"(?:{each}|\\u00{ord(each) >> 4}[{ord(each) & 15:x}{ord(each) & 15:X}])" for each in name
     )

@@ -21,7 +21,7 @@ BINS: Final = 150
 BIN_S: Final = 2.0
 #: Answers kept as points, the newest.
 KEPT_POINTS: Final = 400
-#: Instances whose levels are kept: the page has colours for fewer.
+#: Most instances with kept levels: the page has colours for fewer.
 KEPT_LEVELS: Final = 16
 #: Most bins that a sample may stand for.
 MOST_LATE_BINS: Final = 5

@@ -70,7 +70,7 @@ class RequestRecord:
         self.ticket: KeyTicket | None = None
         #: Ids of its spans, None without tracing.
         self.trace: RequestSpans | None = None
-        #: Phase in which it got its outcome.
+        #: Phase when it got its outcome.
         self.ended_in = _QUEUED
         self.outcome: Outcome | None = None
         #: End of its last lease, None without one.
@@ -81,7 +81,7 @@ class RequestRecord:
         self.status = self.retries = 0
         #: Times that its answer went on at another instance, and its tokens from before the last one.
         self.resumed = self.resumed_tokens = 0
-        #: Reason for which a lost answer could not go on elsewhere, "" where it could, or was not lost.
+        #: Reason why a lost answer could not go on elsewhere, "" if it could, or was not lost.
         self.not_resumed = ""
         #: True if the answer was a stream of server-sent events; set as it begins.
         self.streamed = False

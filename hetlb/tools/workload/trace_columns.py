@@ -76,8 +76,8 @@ class Format:
     """A kind of file: the keys or roles that it has, and what they leave open.
 
     `unit_s` is the unit of times without one in their key, None if a time must show it (`unit_of`). A
-    `kind` is of measured requests. `block_tokens` is how many tokens one of the `hash_ids` names, None for as many as
-    the reader takes. `names` are roles of this format alone. `inside`: the lists with its records.
+    `kind` is of measured requests. `block_tokens`: tokens that one of the `hash_ids` names, None for as many
+    as the reader takes. `names` are roles of this format alone. `inside`: the lists with its records.
     """
 
     title: str

@@ -102,7 +102,7 @@ def parts(
 
 
 def _out(instance: Instance, now: float) -> str:
-    """Return the reason for which an instance takes no requests, or single ones; "" where it takes them."""
+    """Return why an instance takes no requests, or single ones; "" if it takes them."""
     if instance.admin is not AdminState.READY:
         return "draining" if instance.admin is AdminState.DRAIN else "in maintenance"
     if instance.health.state is Health.EJECTED:

@@ -46,7 +46,7 @@ def stake_s(ctx: SchedulingContext, each: Sight) -> float:
 
 
 def _tightest(ctx: SchedulingContext) -> Protected | None:
-    """Return the tightest class whose targets can be met, None if there is none."""
+    """Return the tightest class with targets that can be met, None if there is none."""
     for each in ctx.demand.protected:
         if not each.hopeless:
             return each

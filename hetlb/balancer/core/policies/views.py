@@ -19,7 +19,7 @@ from hetlb.balancer.core.policies.sight import SchedulingContext, foreseen
 from hetlb.balancer.core.types import Candidate
 from hetlb.errors import HetlbError
 
-#: Reason of an instance for which a policy gave no terms.
+#: Reason of an instance that a policy gave no terms for.
 NO_TERMS = "no room by the policy"
 
 
