@@ -14,7 +14,7 @@ from hetlb.balancer.core.types import Command, Reject, RejectReason, Request, Re
 if TYPE_CHECKING:
     from hetlb.balancer.core.waiting_targets import WaitingTargets
 
-#: Waiting requests that are predicted again per completed answer.
+#: Waiting requests predicted again per completed answer.
 _REPREDICTED_REQUESTS: Final = 8
 
 

@@ -17,7 +17,7 @@ from hetlb.balancer.core.pickle_by_fields import PickleByFields
 from hetlb.balancer.core.prefix_index import Tree
 from hetlb.balancer.core.types import PromptBlocks, Request
 
-#: Maximum number of blocks that are followed, and of adapters' names that are known.
+#: Maximum number of followed blocks, and of known names of adapters.
 MAX_BLOCKS: Final = 1 << 20
 MAX_ADAPTERS: Final = 4096
 _MASK: Final = (1 << 62) - 1

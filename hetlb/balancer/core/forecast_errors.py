@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 #: Number of recent answers kept, and of new ones after which their ratios are sorted.
 _KEPT_ANSWERS: Final = 200
 _SORTED_ANSWERS: Final = 32
-#: Spread of ln(true / forecast) that is assumed before answers have shown it, and its weight in answers.
+#: Spread of ln(true / forecast) assumed before answers have shown it, and its weight in answers.
 _PRIOR_SPREAD: Final = 0.25
 _PRIOR_ANSWERS: Final = 8.0
 #: Nominal coverage of the reported bound.
@@ -47,7 +47,7 @@ class Ratios:
 
     @property
     def samples(self) -> int:
-        """Number of answers that are known."""
+        """Number of known answers."""
         return len(self._ratios)
 
     def add(self, predicted_s: float, true_s: float) -> None:

@@ -91,7 +91,7 @@ class InstanceLedger(InstanceLimits):
         self.blocks: BlockIndex | None = None
         self.removed = False
         self.leases: dict[LeaseId, Lease] = {}
-        #: Leases of decode legs that are booked and not dispatched yet.
+        #: Leases of decode legs, booked and not dispatched yet.
         self.incoming: dict[LeaseId, Lease] = {}
         #: Leases; leases without a sequence; sequences; booked work.
         self.in_flight = self.slotless = self.sequences = self.work_ns = 0

@@ -18,7 +18,7 @@ from mypy_extensions import mypyc_attr
 
 #: Unused nodes over all trees of an index; the least recently used go first.
 MOST_UNUSED_NODES: Final = 262_144
-#: Share of the KV cache that is believed to hold unused blocks: its bounds, and how it follows evidence.
+#: Believed share of the KV cache with unused blocks: its bounds, and how it follows evidence.
 LEAST_SHARE: Final = 1.0 / 64.0
 _SHRINK_FACTOR: Final = 0.8
 _GROWTH_FACTOR: Final = 1.02
@@ -33,7 +33,7 @@ PrefixKey: TypeAlias = tuple[str, int | None]
 
 @mypyc_attr(acyclic=True)
 class Held:
-    """Tokens of one prompt that are in the caches of engines, by `Tree.cache_id`.
+    """Tokens of one prompt in the caches of engines, by `Tree.cache_id`.
 
     An engine that lacks a prefix reads it for all that would use it there: this request, and the u leases
     that use it elsewhere beyond `usual` ones on each engine that holds it. Of the tokens that it lacks

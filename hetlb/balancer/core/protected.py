@@ -69,7 +69,7 @@ class Protected:
 
     @property
     def margin(self) -> float:
-        """Factor of the room that is kept free, by the share of answers that missed a target."""
+        """Factor of the room kept free, by the share of answers that missed a target."""
         return math.exp(self.pressure)
 
     @property

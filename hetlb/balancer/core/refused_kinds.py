@@ -56,7 +56,7 @@ class RefusedKind:
         #: Bodies from this length on are refused; the longest that was answered.
         self.least_bytes = math.inf
         self.served_bytes = -1.0
-        #: Lease of the trial that is under way, 0 for none.
+        #: Lease of the trial under way, 0 for none.
         self.trial = 0
         self.next_trial_at = 0.0
         of_request = (feature and status in _ABOUT_BODIES) or status in _ABOUT_LENGTHS

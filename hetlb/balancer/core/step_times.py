@@ -14,7 +14,7 @@ from mypy_extensions import mypyc_attr
 
 from hetlb.balancer.core.pickle_by_fields import PickleByFields, check_numbers
 
-#: Largest batch that is found without a search.
+#: Largest batch found without a search.
 _MOST_BATCHES: Final = 1024
 
 

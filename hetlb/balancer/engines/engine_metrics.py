@@ -47,7 +47,7 @@ _RANKS: Final = (
 #: Labels of the replicas of one page: each is an engine of its own.
 _REPLICAS: Final = ("ReplicaId", "WorkerId", "replica", "pod", "instance", "model")
 _PRIORITY: Final = "priority"
-#: Number of read label texts that are kept, and the longest of them: they are the same at every scrape until
+#: Number of kept label texts, and the longest of them: they are the same at every scrape until
 #: a restart.
 _KEPT_LABELS: Final = 1024
 _MAX_KEPT_LABELS: Final = 2048

@@ -48,7 +48,7 @@ class EngineTable:
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """Names that are read."""
+        """Names to read."""
         return (
             *self.running, *self.waiting, *self.kv_usage, *self.kv_tokens, *self.all_requests,
             *self.block_tokens, *self.tokens,

@@ -50,7 +50,7 @@ logger = logging.getLogger("hetlb.scrape")
 _MAX_PAGE_BYTES = 1 << 20
 #: Maximum bytes of a page of metrics, read line by line: each of 32 data-parallel engines has some 60 KiB.
 MAX_METRICS_BYTES = 64 << 20
-#: Bytes of a page that are read at a time: between them others have their turn.
+#: Bytes of a page read at a time: between them others have their turn.
 _PIECE_BYTES = 8 << 10
 #: Seconds until an engine with a larger page is asked again.
 _TOO_LARGE_PAUSE_S = 60.0

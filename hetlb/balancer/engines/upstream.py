@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: Maximum number of interim answers (1xx).
 MAX_INTERIM_ANSWERS: Final = 16
-#: Bytes of an answer that are parsed before other connections have their turn, where parsing is costly.
+#: Bytes of an answer parsed before other connections have their turn, where parsing is costly.
 TURN_BYTES: Final = 16 << 10
 #: Least bytes of a read that takes a turn of its own: more is waiting in the kernel.
 _LARGE_READ_BYTES: Final = 64 << 10
@@ -95,7 +95,7 @@ class Upstream:
         raise NotImplementedError
 
     def cancel(self, carried: Carried) -> None:
-        """Stop sending a request that is being sent."""
+        """Stop sending a request."""
         raise NotImplementedError
 
 

@@ -42,7 +42,7 @@ class Register(msgspec.Struct, array_like=True, tag=2, frozen=True):
 
 
 class Unregister(msgspec.Struct, array_like=True, tag=3, frozen=True):
-    """An instance that is taken out."""
+    """An instance taken out."""
 
     instance: _Name
 

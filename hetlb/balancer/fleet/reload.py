@@ -1,4 +1,4 @@
-"""Reload of the fleet file: the keys that are read again, and the keys that only a restart changes."""
+"""Reload of the fleet file: the keys read again, and the keys that only a restart changes."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ TURN_INSTANCES: Final = 64
 
 
 def _nothing(*_: object) -> None:
-    """Do nothing: a hook that is not set."""
+    """Do nothing: an unset hook."""
 
 
 class Roster:

@@ -33,7 +33,7 @@ _SEQUENCE_REQUESTS, _MOST_AT_ONCE = 4, 12_000
 _FROM_SHARE, _TO_SHARE = 0.25, 0.80
 #: Least throughput of a layout that takes another one's place, over that one's.
 _LEAST_GAIN = 1.01
-#: The most layouts of a machine that are simulated, and instances of a fleet.
+#: The most simulated layouts of a machine, and instances of a fleet.
 MOST_SIMULATED = 12
 MOST_INSTANCES = 64
 
@@ -94,7 +94,7 @@ class LayoutsWorth:
 
     @property
     def figure(self) -> float:
-        """The figure that is maximised: goodput at a rate, else tokens/s."""
+        """The maximised figure: goodput at a rate, else tokens/s."""
         return self.goodput_req_s if self.goodput_req_s > 0 else self.total_token_throughput
 
 

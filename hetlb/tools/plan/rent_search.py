@@ -36,7 +36,7 @@ _MOST_ROUNDS = 5
 _AGREED_SHARE = 0.005
 #: Plans within this share of each other are as good: the cheapest is taken.
 _EVEN_SHARE = 0.001
-#: Most offers that are planned in every combination; of more, pairs and all but one are.
+#: Most offers planned in every combination; of more, pairs and all but one are.
 _MOST_COMBINED = 5
 
 #: Limits of a plan that is made when no time is left.

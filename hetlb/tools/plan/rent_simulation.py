@@ -36,7 +36,7 @@ _LEAST_REQUESTS, _MOST_REQUESTS = 2000, 24000
 _FROM_SHARE, _TO_SHARE = 0.25, 0.80
 #: With arrivals: completions count after this share of their time.
 _ARRIVED_SHARE = 0.4
-#: Least share of a type that is simulated.
+#: Least share of a simulated type.
 _LEAST_SHARE = 0.005
 
 
@@ -108,7 +108,7 @@ def worth_of(problem: Problem, plan: RentPlan) -> tuple[tuple[str, float], ...]:
 
 
 def _told_apart(kinds: Sequence[RequestType]) -> list[list[RequestType]]:
-    """Return the types in groups of one model with prompts that are alike."""
+    """Return the types in groups of one model with equal prompts."""
     found: list[list[RequestType]] = []
     for kind in kinds:
         for group in found:

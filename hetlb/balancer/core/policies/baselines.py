@@ -26,7 +26,7 @@ _BALANCE_ABS_THRESHOLD: Final = 64
 _BALANCE_REL_THRESHOLD: Final = 1.5
 #: Number of prefixes that `prefix` remembers, the ones used last.
 _KEPT_PREFIXES: Final = 65_536
-#: Seconds until a first byte that are assumed before an answer, and the decay of an estimate (Linkerd's).
+#: Assumed seconds until a first byte before an answer, and the decay of an estimate (Linkerd's).
 DEFAULT_RTT_S: Final = 0.030
 DECAY_S: Final = 10.0
 #: Prefix of the key of a session among the keys of a request.

@@ -23,7 +23,7 @@ FULL: Final = "full"
 
 
 def candidate_of(ctx: SchedulingContext, each: Sight, weights: Weights) -> Candidate:
-    """Return an instance that is rated. It may have changed meanwhile: only constants are read."""
+    """Return a rated instance. It may have changed meanwhile: only constants are read."""
     batch, t_s, workload = each.instance.paper_work(ctx.request, ctx.predicted_output)
     return Candidate(
         instance=each.instance.name,

@@ -43,7 +43,7 @@ FINISH_INDEX: Final = 6
 
 
 def set_score(ctx: SchedulingContext, each: Sight, weights: Weights) -> None:
-    """Set the terms and the score of an instance that is foreseen; `targets` has set what targets cost."""
+    """Set the terms and the score of a foreseen instance; `targets` has set what targets cost."""
     first, own, others, coming, loss, adapter, finish, later = weights
     each.coming_s = coming_s(ctx, each)
     if ctx.adapter_load_s > 0.0:

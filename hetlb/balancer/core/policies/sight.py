@@ -147,7 +147,7 @@ class Sight:
         self.cost = cost
         self.index = index
         self.rated = False
-        #: Speed of all instances that are faster, together.
+        #: Speed of all faster instances together.
         self.faster = 0.0
         self.limit = self.done_s = math.inf
         self.coming_s = self.loss_s = self.adapter_s = self.finish_s = self.later_s = 0.0

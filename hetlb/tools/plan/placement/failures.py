@@ -1,4 +1,4 @@
-"""Failures of machines: the flow that is left, and the cheapest move of layers afterwards.
+"""Failures of machines: the flow left, and the cheapest move of layers afterwards.
 
 Machines that are alike and hold the same layers fail alike, so each class is looked at once. The move is
 another machine's, of any class, to layers of the lost one; among moves that give back the most flow, the one
@@ -14,7 +14,7 @@ from hetlb.tools.plan.highs import SolveLimits
 from hetlb.tools.plan.placement.flow import PlacementFlows
 from hetlb.tools.plan.placement.place_cluster import Interval, Placement, PlaceNode
 
-#: The most layer boundaries of a move that are tried on either side.
+#: The most layer boundaries of a move tried on either side.
 _MOST_BOUNDS = 6
 
 

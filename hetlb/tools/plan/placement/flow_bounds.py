@@ -16,7 +16,7 @@ from hetlb.tools.plan.placement.place_cluster import PlaceCluster
 _RELATIVE_WIDTH = 1e-9
 #: A cover counts as violated by more than this share of 1; less is left to the scaling of the prices.
 _LEAST_VIOLATION = 1e-6
-#: Covers that are added before the prices are scaled as they are (never met).
+#: Covers added before the prices are scaled as they are (never met).
 _MOST_COVERS = 200
 #: Steps of branch and bound between looks at the clock.
 _LOOK_STEPS = 4096

@@ -44,7 +44,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class MachineKind:
-    """Machines that are alike. `holdings[j - 1]` describes one that holds j layers."""
+    """Equal machines. `holdings[j - 1]` describes one that holds j layers."""
 
     name: str
     prompt: Curve
@@ -81,7 +81,7 @@ class LayeredModel:
 
 @dataclass(frozen=True, slots=True)
 class MachineGroup:
-    """Machines that are alike. `rates[j]`: tokens/s with j layers, 0 without any."""
+    """Equal machines. `rates[j]`: tokens/s with j layers, 0 without any."""
 
     nodes: tuple[PlaceNode, ...]
     rates: tuple[float, ...]

@@ -57,7 +57,7 @@ _FLOW_HEAT = (0.06, 0.003)
 _ESTIMATE_HEAT = (0.02, 0.001)
 #: Weight of coverage of layers among placements of equal flow.
 _COVER_WEIGHT = 0.1
-#: Candidates that are simulated, at least and at most.
+#: Simulated candidates, at least and at most.
 _FEWEST_LISTED, _MOST_LISTED = 2, 80
 #: Seconds of the first window of a simulation; the cost of a race's rounds, in first windows.
 FIRST_WINDOW_S = 20.0
