@@ -13,6 +13,7 @@ from hetlb.balancer.core.demand import PROMPT_WEIGHT
 from hetlb.balancer.core.latency import processing_s
 from hetlb.balancer.core.policies.base import PolicyParams
 from hetlb.balancer.core.policies.sight import SchedulingContext
+from hetlb.balancer.core.queue import WaitingElsewhere
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import (
     AdminState,
@@ -94,7 +95,7 @@ def test_the_work_of_others_in_the_queue_counts_and_its_own_does_not() -> None:
     found = placement.choose(asked, ready, 0.0, 50.0, own_size=30)
     assert found is not None
     assert found.ctx.waiting == 110
-    scheduler.on_waiting_elsewhere({}, 0.0)
+    scheduler.on_waiting_elsewhere({}, 0.0, WaitingElsewhere(1, 0, {"m": -1.0}))  # an older one: none goes
     found = placement.choose(asked, ready, 0.0, 50.0, own_size=30)
     assert found is not None
     assert found.ctx.waiting == 70

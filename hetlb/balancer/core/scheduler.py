@@ -258,10 +258,9 @@ class Scheduler(Failover):
                 return commands + self.backlog.flush(now)
         if retries.attempts:
             retries.forget(request.id)
-        if not self.queue.held or (lease.own and self.queue.is_older_elsewhere(request.model)):
-            return (
-                commands  # the place is another scheduler's to take: it hears of it, or a tick finds it free
-            )
+        if not self.queue.held or self.queue.is_older_elsewhere(request.model):
+            # The place is another scheduler's to take. Its news, or a tick, shows if it does not.
+            return commands
         return commands + self.backlog.flush(now)
 
     def on_refused(
@@ -379,10 +378,16 @@ class Scheduler(Failover):
     def on_waiting_elsewhere(
         self, sizes: Mapping[str, int], now: float, there: WaitingElsewhere | None = None
     ) -> list[Command]:
-        """Store the sizes of the requests waiting at other schedulers of the same fleet, by model."""
+        """Store the sizes of the requests waiting at other schedulers of the same fleet, by model.
+
+        Return the commands for requests of this one that are the oldest by this news.
+        """
         self.placement.elsewhere = dict(sizes)
-        self.queue.elsewhere = there or WaitingElsewhere()
-        return []
+        queue = self.queue
+        queue.elsewhere = there or WaitingElsewhere()
+        if not queue.held or any(map(queue.is_older_elsewhere, queue.oldest_by_model())):
+            return []
+        return self.backlog.flush(now)
 
     def on_cancelled(self, request_id: RequestId, now: float) -> list[Command]:
         """Forget a waiting request after its client left."""

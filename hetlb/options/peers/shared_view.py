@@ -94,13 +94,17 @@ class SharedView:
 
     def receive(self, peer: str, changes: Sequence[WireChange], now: float) -> list[Command]:
         """Take over a peer's changes; return the commands for this scheduler's own requests."""
+        waits = None
         for change in changes:
             if isinstance(change, WireBooked):
                 self._heard(now)
             elif isinstance(change, WireWaiting):
-                self._waits[peer] = change, now
-                self._say_elsewhere(now)
-        return self._remote.receive(peer, changes, now)
+                waits = change
+        commands = self._remote.receive(peer, changes, now)
+        if waits is not None:
+            self._waits[peer] = waits, now
+            commands += self._say_elsewhere(now)
+        return commands
 
     def replace(self, peer: str, changes: Sequence[WireChange], now: float) -> list[Command]:
         """Replace the state of a peer by `changes`."""
@@ -110,7 +114,7 @@ class SharedView:
         """End the leases of a peer that ended; they count against no instance."""
         commands = self._remote.gone(peer, now)
         if self._waits.pop(peer, None) is not None:
-            self._say_elsewhere(now)
+            commands += self._say_elsewhere(now)
         return commands
 
     def on_arrival(self, request: Request, now: float) -> list[Command]:
@@ -165,7 +169,7 @@ class SharedView:
 
     # --- inside ---
 
-    def _say_elsewhere(self, now: float) -> None:
+    def _say_elsewhere(self, now: float) -> list[Command]:
         sizes: dict[str, int] = {}
         oldest_at: dict[str, float] = {}
         requests = held_bytes = 0
@@ -177,7 +181,7 @@ class SharedView:
                 oldest_at[model] = min(at, oldest_at.get(model, at))
             requests, held_bytes = requests + waits.requests, held_bytes + waits.held_bytes
         there = WaitingElsewhere(requests, held_bytes, oldest_at)
-        self._scheduler.on_waiting_elsewhere(sizes, now, there)
+        return self._scheduler.on_waiting_elsewhere(sizes, now, there)
 
 
 def _kind(instance: Instance) -> tuple[float, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
@@ -23,9 +24,12 @@ from hetlb.tools.sim.integrity import check_scheduler
 class Node:
     """A scheduler with its view, and its own live leases."""
 
-    def __init__(self, name: str, seed: int, policy: str = "hetlb", delay_s: float = 0.0) -> None:
+    def __init__(
+        self, name: str, seed: int, policy: str = "hetlb", delay_s: float = 0.0, names: str = "ab"
+    ) -> None:
         self.name = name
-        self.scheduler = make_scheduler([spec("a"), spec("b", slower=3.0)], policy, seed=seed)
+        specs = [spec("a"), spec("b", slower=3.0)][: len(names)]
+        self.scheduler = make_scheduler(specs, policy, seed=seed)
         self.view = SharedView(self.scheduler, seed)
         self.view.delay_s = delay_s
         self.live: list[Lease] = []
@@ -121,6 +125,37 @@ def test_what_waits_elsewhere_counts() -> None:
     assert two.scheduler.placement.elsewhere == sizes == {MODEL: sizes[MODEL]}
     two.view.gone("1", 0.0)
     assert two.scheduler.placement.elsewhere == {}
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_place_that_a_third_one_frees_goes_to_the_oldest_request(dies: bool) -> None:
+    """The scheduler with the oldest request takes the place, or the next one if it is gone."""
+    nodes = [Node(str(number), number, names="a") for number in range(3)]
+    freed, older, younger = nodes
+    for node in nodes:
+        for peer in nodes:
+            if peer is not node:
+                node.view.receive(peer.name, [], 0.0)
+    numbers = count(1)
+    while not len(freed.scheduler.queue):
+        freed.take(freed.scheduler.on_arrival(request(next(numbers), prompt=4000), 0.0), 0.0)
+    freed.scheduler.on_cancelled(next(iter(freed.scheduler.queue.held)), 0.0)
+    tell(nodes, 0.0)
+    for node, now in ((older, 1.0), (younger, 2.0)):
+        node.take(node.view.on_arrival(request(next(numbers), prompt=4000), now), now)
+        assert not node.live
+        tell(nodes, now)
+    if dies:
+        for node in (freed, younger):
+            node.take(node.view.gone(older.name, 3.0), 3.0)
+    lease = freed.live.pop()
+    freed.take(freed.scheduler.on_lease_ended(lease, Outcome.OK, 4.0, retry=False), 4.0)
+    changes = freed.view.take(4.0)
+    younger.take(younger.view.receive(freed.name, changes, 4.0), 4.0)  # it hears of it first
+    assert bool(younger.live) is dies
+    if not dies:
+        older.take(older.view.receive(freed.name, changes, 4.0), 4.0)
+        assert older.live
 
 
 def test_each_scheduler_prefers_a_share_of_its_own_where_it_is_hardly_worse() -> None:

@@ -125,22 +125,27 @@ class Serving:
 
     async def fleet_until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """The fleet once something is true of it."""
-        async with asyncio.timeout(HANG_S):
-            while True:
-                fleet: dict[str, Any] = (await self.admin("/v1/fleet")).json
-                if holds(fleet):
-                    return fleet
-                await asyncio.sleep(_POLL_S)
+        fleet: dict[str, Any] = {}
+        try:
+            async with asyncio.timeout(HANG_S):
+                while True:
+                    fleet = (await self.admin("/v1/fleet")).json
+                    if holds(fleet):
+                        return fleet
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise AssertionError(f"the fleet stays {fleet}") from None
 
-    async def at_rest_everywhere(self) -> None:
-        """Wait until each worker has nothing in flight, and has read what the others told it.
+    async def everywhere(self, holds: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait until something is true of the fleet as each worker sees it.
 
-        Each look is a connection of its own, so the kernel chooses the worker: eight at one of two are rare.
+        Each look is a connection of its own, so the kernel chooses the worker: sixteen that all pass one of
+        three by are rare.
         """
         looks = 0
         async with asyncio.timeout(HANG_S):
-            while looks < 8:
-                looks = looks + 1 if at_rest((await self.admin("/v1/fleet")).json) else 0
+            while looks < 16:
+                looks = looks + 1 if holds((await self.admin("/v1/fleet")).json) else 0
 
     async def metric_until(self, line: str, value: float) -> None:
         """Wait until a series has a value."""

@@ -138,6 +138,7 @@ async def test_the_queue_is_one_over_all_workers(serve: Serve, tmp_path: Path) -
         proxy = await serve(fleet, workers=3)
         asked = [asyncio.create_task(proxy.ask(**PROMPT, user="first"))]
         await engine.has_served(1)
+        await proxy.everywhere(lambda fleet: in_flight(fleet) == 1)
         names = [f"n{number}" for number in range(8)]
         for number, name in enumerate(names):
             asked.append(asyncio.create_task(proxy.ask(**PROMPT, user=name)))

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 from helpers import HANG_S
-from options.peers.workers.processes import PROMPT, Serve, Serving, in_flight, worker_of
+from options.peers.workers.processes import PROMPT, Serve, Serving, at_rest, in_flight, worker_of
 from proxy.services import Engine, document
 from proxy.test_key_limits import keys
 
@@ -33,7 +33,7 @@ async def test_requests_and_tokens_are_counted_for_all_workers(serve: Serve, tmp
         replies = []
         for _ in range(21):  # the use of a key reaches the other worker a moment after the answer
             replies.append(await ask(proxy))
-            await proxy.at_rest_everywhere()
+            await proxy.everywhere(at_rest)
         assert [each.status for each in replies] == [200] * 20 + [429]
         left = [int(each.headers["x-ratelimit-remaining-requests"]) for each in replies]
         assert left == [*range(19, -1, -1), 0]
@@ -45,7 +45,7 @@ async def test_requests_and_tokens_are_counted_for_all_workers(serve: Serve, tmp
         assert len(engine.asked) == 20
         # 100 tokens of prompt and 50 of answer are reserved, 5 are used: what is settled in between counts.
         for n in range(8):
-            await proxy.at_rest_everywhere()
+            await proxy.everywhere(at_rest)
             reply = await ask(proxy, 1)
             assert reply.status == 200, n
         assert int(reply.headers["x-ratelimit-remaining-tokens"]) == 200 - 7 * 5 - 150
@@ -54,7 +54,7 @@ async def test_requests_and_tokens_are_counted_for_all_workers(serve: Serve, tmp
         keys(tmp_path, {"limits": {"requests_per_minute": 21}}, {}, {})
         assert (await proxy.admin("/v1/reload", "POST")).status == 200
         assert (await ask(proxy)).status == 200
-        await proxy.at_rest_everywhere()
+        await proxy.everywhere(at_rest)
         assert (await ask(proxy)).status == 429
         # Requests beyond the limit are of the key's account.
         requests: dict[str, int] = {}
@@ -92,7 +92,7 @@ async def test_requests_in_flight_are_given_back_however_they_end(serve: Serve, 
                         reply = await ask(proxy)
                         assert reply.status == 200, how
                         served.add(worker_of(reply))
-                        await proxy.at_rest_everywhere()
+                        await proxy.everywhere(at_rest)
 
 
 async def test_another_model_stands_in(serve: Serve) -> None:
