@@ -102,10 +102,7 @@ async def check(proxy: Any, shape: Shape, tokens: int, cached: int | None, outpu
     document = json.loads(json_line(record, 0.0))
     assert (document["prompt_tokens"], document["cached_tokens"]) == (tokens, cached)
     recent = Recent()
-    outcome, ended_at = record.outcome, record.ended_at
-    assert outcome is not None
-    assert ended_at is not None
-    recent.finished(outcome, record.lease, ended_at, record.ttft_s, record.e2e_s, record.prompt_tokens_total)
+    recent.finished(record)
     [stretch] = recent.stretches.values()
     share = stretch.share("i0")
     assert (share.prompt_tokens, share.output_tokens) == (tokens, output)

@@ -212,7 +212,7 @@ class Totals:
         request, lease = record.request, record.lease
         ttft_s, e2e_s, queue_s = record.ttft_s, record.e2e_s, record.queue_s
         prompt_tokens, cached_tokens = record.prompt_tokens_total, record.cached_tokens or 0
-        self.recent.finished(outcome, lease, ended_at, ttft_s, e2e_s, prompt_tokens)
+        self.recent.finished(record)
         if not served:  # a client may have made up the name of its model
             name = OTHER_MODELS if request.model else ""
             self.count(outcome, record.ended_in._value_, name, record.status)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from hetlb.balancer.core.types import CAUSES, Lease, Outcome
+from hetlb.balancer.core.types import CAUSES, Outcome
+from hetlb.balancer.telemetry.request_record import RequestRecord
 
 if TYPE_CHECKING:
     from hetlb.balancer.core.instance import Instance
@@ -158,28 +159,23 @@ class Recent:
         self._paces: dict[str, EnginePace] = {}
         self.points: list[tuple[float, str, float, float, float, float]] = []
 
-    def finished(
-        self,
-        outcome: Outcome,
-        lease: Lease | None,
-        ended_at: float,
-        ttft_s: float | None,
-        e2e_s: float,
-        prompt_tokens: int,
-    ) -> None:
+    def finished(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
+        outcome, ended_at, lease = record.outcome, record.ended_at, record.lease
+        assert outcome is not None, "expected a request that has ended"
+        assert ended_at is not None, "expected a request that has ended"
         stretch = self.stretch(math.floor(ended_at / BIN_S))
         name: str = outcome._value_  # `value` is a function in Python
         stretch.outcomes[name] = stretch.outcomes.get(name, 0) + 1
         if outcome is _OK:
-            _count(stretch.e2e, e2e_s)
+            _count(stretch.e2e, record.e2e_s)
         if lease is None:
             return
-        tokens = lease.output_tokens
+        ttft_s, tokens = record.ttft_s, lease.output_tokens
         share = stretch.share(lease.instance)
         share.ended += 1
         share.failed += CAUSES[name] == "engine"
-        share.prompt_tokens += prompt_tokens
+        share.prompt_tokens += record.prompt_tokens_total
         share.output_tokens += tokens
         if outcome is not _OK:
             return
