@@ -58,6 +58,8 @@ def test_the_reference_is_what_the_code_says() -> None:
     assert {path.name for path in (ROOT / "docs" / "reference").iterdir()} == pages.keys()
     for name, make in pages.items():
         assert page(f"reference/{name}") == make(), "run `make reference`"
+    behaviour = page("behaviour.md")
+    assert reference().with_evidence(behaviour) == behaviour, "run `make reference`"
 
 
 def test_a_key_without_words_and_words_without_a_key_are_found() -> None:

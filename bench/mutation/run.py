@@ -66,7 +66,7 @@ PLACEMENT_TESTS = _core(
     "throttling",
 )  # fmt: skip
 EVIDENCE_TESTS = _core("speed", "prefix_index", "prefix_evidence", "split", "ledger")
-HEALTH_TESTS = _core("health", "health_transitions", "throttle", "throttling", "scheduler")
+HEALTH_TESTS = _core("evidence_states", "evidence_edges", "restraints", "throttling", "scheduler")
 ADMISSION_TESTS = _core("admission", "queue", "overtaking", "backlog")
 MODULES = {
     "ledger": Module(
@@ -95,7 +95,7 @@ MODULES = {
         LEDGER_TESTS,
     ),
     "health": Module(
-        ("hetlb/balancer/core/health.py", "hetlb/balancer/core/instance_throttle.py"), (), HEALTH_TESTS
+        ("hetlb/balancer/core/evidence.py",), (), HEALTH_TESTS
     ),
     "admission": Module(("hetlb/balancer/core/queue.py",), (), ADMISSION_TESTS),
     "placement": Module(
@@ -103,7 +103,6 @@ MODULES = {
             "hetlb/balancer/core/placement.py",
             "hetlb/balancer/core/ready.py",
             "hetlb/balancer/core/backlog.py",
-            "hetlb/balancer/core/instance_throttle.py",
             "hetlb/options/split/transfers.py",
         ),
         (),

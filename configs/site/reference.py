@@ -24,11 +24,11 @@ from hetlb.balancer.clients import connection
 from hetlb.balancer.clients.api_keys import Tenant
 from hetlb.balancer.config.fleet_tables import FleetFile
 from hetlb.balancer.config.profile_file import Profile
-from hetlb.balancer.core import health
+from hetlb.balancer.core import evidence_table
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.setup import SchedulerSetup
 from hetlb.balancer.core.state_transition import Transition
-from hetlb.balancer.core.types import CAUSES, InstanceSpec, Outcome
+from hetlb.balancer.core.types import CAUSES, Health, InstanceSpec, Outcome
 from hetlb.balancer.engines import scrape, upstream
 from hetlb.balancer.engines.series_reader import MOST_SERIES
 from hetlb.balancer.exchange import ends, exchange_states, owed
@@ -53,6 +53,9 @@ from hetlb.tools.stage.stages_file import StagesFile
 ROOT = Path(__file__).parents[2]
 #: Readers of what others write (`readers.py` beside this file).
 READERS = runpy.run_path(str(Path(__file__).with_name("readers.py")))["READERS"]
+#: Begin and end of the part of docs/behaviour.md that is made.
+_EVIDENCE = "<!-- evidence: made"
+_END_OF_EVIDENCE = "<!-- end of evidence -->"
 FOLDER = ROOT / "docs" / "reference"
 #: Files of which every key is listed: title, kind in meanings.yaml, table.
 FILES = (
@@ -504,7 +507,7 @@ def states_page() -> str:
         "\n".join(
             _table(
                 ("state", "event", "next"),
-                [(", ".join(each.before), each.event, each.after) for each in health.TRANSITIONS],
+                [(", ".join(each.before), each.event, each.after) for each in evidence_table.TRANSITIONS],
             )
         ),
         "## Outcomes",
@@ -519,13 +522,40 @@ def states_page() -> str:
             _table(
                 ("the lease ends because", "outcome of the request", "counts"),
                 [
-                    (end.happened, f"`{end.outcome.value}`", health.verdict(end.told).value)
+                    (end.happened, f"`{end.outcome.value}`", evidence_table.verdict(end.told).value)
                     for end in ends.ENDS
                 ],
             )
         ),
+        "\n".join(
+            _table(
+                ("an end counts", "and changes"),
+                [(each.value, effect) for each, effect in evidence_table.EFFECTS.items()],
+            )
+        ),
     )
     return "\n\n".join(parts) + "\n"
+
+
+def with_evidence(page: str) -> str:
+    """Return docs/behaviour.md with the table of what an instance gets by its state."""
+    mark, end = page.index(_EVIDENCE), page.index(_END_OF_EVIDENCE)
+    rows = [
+        (
+            state.value,
+            "; ".join(each.event for each in evidence_table.TRANSITIONS if each.after is state),
+            gets,
+            "; ".join(
+                each.event
+                for each in evidence_table.TRANSITIONS
+                if state in each.before and each.after is Health.UP
+            ),
+        )
+        for state, gets in evidence_table.GETS.items()
+    ]
+    rows += [(each.name, each.begins, each.gets, each.ends) for each in evidence_table.RESTRAINTS]
+    head = page[:mark] + page[mark : page.index("\n", mark)]
+    return "\n\n".join((head, "\n".join(_table(("state", "begins", "gets", "ends"), rows)), page[end:]))
 
 
 PAGES = {
@@ -543,3 +573,5 @@ if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     for file, page in PAGES.items():
         (FOLDER / file).write_text(page())
+    behaviour = FOLDER.parent / "behaviour.md"
+    behaviour.write_text(with_evidence(behaviour.read_text()))

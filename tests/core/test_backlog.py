@@ -86,7 +86,7 @@ def test_a_retry_that_leaves_a_full_queue_is_forgotten() -> None:
     scheduler.on_instance(AdminStateSet("a", AdminState.DRAIN), 0.2)
     commands = scheduler.on_arrival(request(9, tenant="y", subset=("a",)), 0.2)
     assert [each[0] for each in told(commands)] == [4]
-    assert scheduler._retries.attempts.keys() == {0, 1, 2, 3}
+    assert scheduler.placement.retries.attempts.keys() == {0, 1, 2, 3}
     check_scheduler(scheduler)
 
 

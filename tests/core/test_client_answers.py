@@ -54,7 +54,7 @@ def test_one_client_that_loses_everywhere_moves_nothing(
         ask(scheduler, request(2 * i, subset=subset, **own), set("abc"), now, how)
         assert ask(scheduler, request(2 * i + 1, client="10.0.0.1", tenant="other"), set(), now, how)
         scheduler.on_sweep({}, now)
-        doubts += sum(each.breaker.doubted for each in scheduler.instances)
+        doubts += sum(each.evidence.doubted for each in scheduler.instances)
     assert doubts == 0
     check_scheduler(scheduler)
 
@@ -74,7 +74,7 @@ def test_an_instance_that_loses_everything_is_found_also_by_one_client(
         scheduler.on_sweep({}, now)
     # A trial every three seconds; a broken stream cannot be tried elsewhere.
     assert lost <= (10 if how is Outcome.BROKEN_STREAM or bad == "ab" else 1) * len(bad) + 4
-    assert all(each.breaker.doubted == (each.name in bad) for each in scheduler.instances)
+    assert all(each.evidence.doubted == (each.name in bad) for each in scheduler.instances)
 
 
 @given(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetlb.balancer.config.profile_file import kv_need
-from hetlb.balancer.core.health import HealthParams
+from hetlb.balancer.core.evidence_table import HealthParams
 from hetlb.balancer.core.journal import Booked
 from hetlb.balancer.core.latency import DEFAULT_LATENCY
 from hetlb.balancer.core.length_samples import LengthDistribution
@@ -189,7 +189,9 @@ def test_what_a_wrong_profile_misplaced_is_replayed_to_its_new_places() -> None:
     ]
     now = FAST.prefill_s(2048)
     scheduler.on_first_token(next(each for each in leases if each.instance == "a"), now)
-    moved = [command for lease in scheduler.misplaced() for command in scheduler.on_misplaced(lease, now)]
+    moved = [
+        command for lease in scheduler.failover.misplaced() for command in scheduler.on_misplaced(lease, now)
+    ]
     moved += scheduler.wait_again(now)
     assert len(moved) > 3
     assert all(each.same for each in Replay(lines, HandOvers))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetlb.balancer.config.profile_file import kv_need
-from hetlb.balancer.core.health import HealthTracker
+from hetlb.balancer.core.evidence import Evidence
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.kv_need import KvNeed
 from hetlb.balancer.core.types import Capacity, Dispatch, InstanceSpec, Outcome
@@ -72,7 +72,7 @@ def test_a_cache_that_vllm_tells_is_in_sequences_of_its_longest() -> None:
 
 def test_an_instance_counts_in_tokens_that_grow() -> None:
     capacity = Capacity(kv_cache_tokens=10_000, kv_tokens_per_request=10_000, kv_need=needed(1))
-    instance = Instance(InstanceSpec("a", "m", capacity=capacity), 0, HealthTracker(random.Random(0)), 0.0)
+    instance = Instance(InstanceSpec("a", "m", capacity=capacity), 0, Evidence(random.Random(0), 0.0), 0.0)
     assert instance.kv_cache_tokens == 10_000
     assert instance.needed(2000) == pytest.approx(2000 + 5.2 * 1024)
     assert instance.longest_request_tokens == int(10_000 - 5.2 * 1024)

@@ -490,11 +490,11 @@ def waits_too(scheduler: Scheduler, lease: Lease, decode: Lease) -> None:
 
 
 def retry_of_none(scheduler: Scheduler, lease: Lease, decode: Lease) -> None:
-    scheduler._retries.leases.add(99)
+    scheduler.placement.retries.leases.add(99)
 
 
 def attempts_of_none(scheduler: Scheduler, lease: Lease, decode: Lease) -> None:
-    scheduler._retries.attempts[99]  # the question notes it
+    scheduler.placement.retries.attempts[99]  # the question notes it
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def first_token(scheduler: Scheduler, leases: list[Lease], name: str, slower: fl
 def take_back(scheduler: Scheduler, leases: list[Lease], now: float) -> dict[int, str]:
     """Place anew what is misplaced; where each request is then."""
     found = {lease.request.id: lease.instance for lease in leases}
-    for lease in scheduler.misplaced():
+    for lease in scheduler.failover.misplaced():
         assert lease.first_token_at is None
         for command in scheduler.on_misplaced(lease, now):
             assert isinstance(command, Dispatch)
@@ -57,10 +57,10 @@ def test_a_wrong_profile_is_corrected_by_the_first_prompts(claims: float, is_slo
     scheduler, leases = burst(FAST.scaled(claims), FAST)
     at_first = sum(each.instance == "a" for each in leases)
     now = first_token(scheduler, leases, "a", is_slower)
-    assert scheduler.misplaced_model is not None
+    assert scheduler.failover.misplaced_model is not None
     assert scheduler.instances[0].latency.k1 == pytest.approx(is_slower * FAST.k1)
     found = take_back(scheduler, leases, now)
-    assert scheduler.misplaced_model is None
+    assert scheduler.failover.misplaced_model is None
     assert len(found) == PROMPTS
     after = sum(each == "a" for each in found.values())
     right = PROMPTS / (1.0 + is_slower)
@@ -72,8 +72,8 @@ def test_a_wrong_profile_is_corrected_by_the_first_prompts(claims: float, is_slo
 def test_a_profile_that_is_about_right_moves_nothing(slower: float) -> None:
     scheduler, leases = burst(FAST, FAST)
     first_token(scheduler, leases, "a", slower)
-    assert scheduler.misplaced_model is None
-    assert scheduler.misplaced() == []
+    assert scheduler.failover.misplaced_model is None
+    assert scheduler.failover.misplaced() == []
     assert scheduler.instances[0].speed.factor == 1.0
 
 
@@ -82,7 +82,7 @@ def test_only_the_first_prompts_move_what_was_placed() -> None:
     now = first_token(scheduler, leases, "a", 1.0)
     lease = next(each for each in leases if each.instance == "a" and each.first_token_at is None)
     scheduler.on_first_token(lease, now + 10.0)
-    assert scheduler.misplaced_model is None
+    assert scheduler.failover.misplaced_model is None
 
 
 def test_prompts_of_a_few_milliseconds_show_nothing() -> None:
@@ -101,7 +101,7 @@ def test_prompts_beside_answers_show_nothing() -> None:
         lease = dispatched(scheduler.on_arrival(request(number, prompt=prompt, streamed=True), at))
         scheduler.on_first_token(lease, at + 3.0 * FAST.prefill_s(prompt))
     assert not scheduler.instances[0].speed.begun
-    assert scheduler.misplaced_model is None
+    assert scheduler.failover.misplaced_model is None
 
 
 def test_prompts_that_came_during_an_iteration_are_no_part_of_it() -> None:
@@ -112,7 +112,7 @@ def test_prompts_that_came_during_an_iteration_are_no_part_of_it() -> None:
         scheduler.on_arrival(request(number, prompt=TOKENS, streamed=True), 0.95 * now)
     scheduler.on_first_token(first, now)
     assert scheduler.instances[0].speed.factor == 1.0
-    assert scheduler.misplaced_model is None
+    assert scheduler.failover.misplaced_model is None
 
 
 def test_what_was_restored_shows_nothing() -> None:
@@ -121,4 +121,4 @@ def test_what_was_restored_shows_nothing() -> None:
     restored = [fresh.restore(booked(each, 5.0), 5.0) for each in leases]
     assert all(restored)
     fresh.on_first_token(next(each for each in restored if each and each.instance == "a"), 5.1)
-    assert fresh.misplaced_model is None
+    assert fresh.failover.misplaced_model is None

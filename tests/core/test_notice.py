@@ -45,7 +45,7 @@ def test_it_waits_where_every_instance_leaves() -> None:
 def test_a_notice_and_a_throttled_instance_leave_the_third(policy: str) -> None:
     """Whatever the policy, and each decision shows all three."""
     scheduler = make_scheduler([spec(name) for name in ("busy", "leaves", "stays")], policy)
-    scheduler.instances[0].breaker.asked(3.0, 0.0)
+    scheduler.instances[0].evidence.asked(3.0, 0.0)
     scheduler.on_instance(AdminStateSet("leaves", AdminState.READY, 1.0), 0.0)
     for number in range(1, 9):
         (command,) = scheduler.on_arrival(request(number, max_tokens=4000), 0.0)

@@ -170,7 +170,7 @@ def test_instances_that_are_kept_for_others_are_not_chosen() -> None:
 def test_restraints_go_with_the_instances_that_are_left() -> None:
     scheduler = make_scheduler([spec("a", kv=1000), spec("b", kv=5000), spec("c", kv=1000)], "hetlb")
     c = scheduler.instances[2]
-    c.breaker.asked(10.0, 0.0)
+    c.evidence.asked(10.0, 0.0)
     scheduler.fleet.reindex(0.0)
     ready = scheduler.fleet.ready["m"]
     found = scheduler.placement.choose(request(1), ready, 1.0, 50.0, ceiling=1)
@@ -201,14 +201,14 @@ def test_most_requests_go_to_all_without_a_look() -> None:
     assert able(request(1, prompt=1000, max_tokens=None)) == "b", "one token of output is the least"
     assert able(request(1, subset=("a",))) == "a"
     assert able(request(1, subset=("b",))) == "b"
-    scheduler._retries.attempts[1].tried.append("a")
+    scheduler.placement.retries.attempts[1].tried.append("a")
     assert able(request(1)) == "b"
     assert able(request(2)) == "ab"
 
 
 def test_a_restraint_that_is_over_is_forgotten_at_the_next_request() -> None:
     scheduler = fleet()
-    scheduler.instances[0].breaker.asked(10.0, 0.0)
+    scheduler.instances[0].evidence.asked(10.0, 0.0)
     scheduler.fleet.reindex(0.0)
     assert sole(scheduler, request(1), 1.0).lease.instance == "b"
     assert scheduler.fleet.ready["m"].throttled
@@ -250,14 +250,14 @@ def test_in_doubt_a_request_is_a_trial_until_that_is_answered() -> None:
     scheduler = fleet(policy="rr")
     a = scheduler.instances[0]
     for _ in range(3):
-        a.breaker.ended_badly(0, 0.0, "", "", 0.0)
+        a.evidence.ended_badly(0, 0.0, "", "", 0.0)
     scheduler.fleet.judge(a, 0.0)
     scheduler.fleet.reindex(0.0)
     for number in range(2):
         assert sole(scheduler, request(number), 0.5).lease.instance == "b"
     assert sole(scheduler, request(2), 1.0).lease.instance == "a", "the pause is over"
-    assert a.breaker.held(1.0)
-    assert a.breaker.held(100.0), "until that one is answered"
+    assert a.evidence.held(1.0)
+    assert a.evidence.held(100.0), "until that one is answered"
 
 
 def test_a_policy_that_remembers_is_told_of_what_was_booked_alone() -> None:

@@ -202,7 +202,7 @@ def test_one_token_of_output_is_the_least() -> None:
 
 def busy(scheduler: Scheduler, name: str, until: float) -> None:
     each = next(each for each in scheduler.instances if each.name == name)
-    each.breaker.asked(until, 0.0)
+    each.evidence.asked(until, 0.0)
 
 
 def test_the_most_available_are_left_where_the_policy_does_not_hold_back() -> None:
@@ -232,7 +232,7 @@ def in_doubt(scheduler: Scheduler, name: str) -> None:
     """Have three answers of an instance fail, and none of the others."""
     each = next(each for each in scheduler.instances if each.name == name)
     for _ in range(3):
-        each.breaker.ended_badly(0, 0.0, "", "", 0.0)
+        each.evidence.ended_badly(0, 0.0, "", "", 0.0)
     scheduler.fleet.judge(each, 0.0)
 
 
@@ -243,9 +243,9 @@ def test_doubt_is_heeded_unless_all_are_in_doubt() -> None:
     assert choices(ready(scheduler), now=0.5, holds_back=False) == ("b", {"a": why}, [""])
     trial = {"b": "a gets a trial"}
     assert choices(ready(scheduler), now=1.0, holds_back=False) == ("a", trial, [""])
-    scheduler.instances[1].breaker.doubted = True
-    scheduler.instances[1].breaker.trial = 1
-    scheduler.instances[0].breaker.trial = 2
+    scheduler.instances[1].evidence.doubted = True
+    scheduler.instances[1].evidence.trial = 1
+    scheduler.instances[0].evidence.trial = 2
     assert choices(ready(scheduler), now=1.0, holds_back=False) == ("ab", {}, ["", ""])
 
 

@@ -60,7 +60,7 @@ def test_a_kind_goes_where_it_is_answered(
     assert asked_at_a <= (8 if features or status in (413,) else 12)
     if policy != "rr" and (status not in (404, 501) or features):
         assert others_at_a >= 0.9 * others
-    assert not any(each.breaker.doubted for each in scheduler.instances)
+    assert not any(each.evidence.doubted for each in scheduler.instances)
     check_scheduler(scheduler)
 
 

@@ -89,7 +89,7 @@ def drops(scheduler: Scheduler, lease: Lease, now: float = 0.2) -> list[Command]
 def test_a_second_is_a_time_to_come_again_as_any_other() -> None:
     scheduler = fleet("ab")
     assert dispatched(scheduler.on_refused(arrived(scheduler, 1), 503, 0.5, 0.1)).instance == "b"
-    assert named(scheduler, "a").breaker.asked_until == pytest.approx(0.6)
+    assert named(scheduler, "a").evidence.asked_until == pytest.approx(0.6)
 
 
 def test_a_request_that_was_turned_away_does_not_come_again() -> None:
@@ -126,7 +126,7 @@ def test_an_answer_that_is_passed_on_leaves_no_note() -> None:
     scheduler = fleet("a")
     lease = arrived(scheduler, 1)
     assert scheduler.on_refused(lease, 503, 1.0, 0.1) == [PassOn(1, lease)]
-    assert not scheduler._retries.attempts
+    assert not scheduler.placement.retries.attempts
 
 
 def test_an_answer_that_is_passed_on_leaves_the_notes_of_before() -> None:
@@ -136,7 +136,7 @@ def test_an_answer_that_is_passed_on_leaves_the_notes_of_before() -> None:
     assert scheduler.on_refused(lease, 503, 1.0, 0.3) == [PassOn(1, lease)]
     for _ in range(2):
         scheduler.on_instance(Probed("a", ProbeResult.OK), 0.4)
-    assert named(scheduler, "a").health.state is Health.UP
+    assert named(scheduler, "a").evidence.state is Health.UP
     assert rejected(drops(scheduler, lease)) is RejectReason.NO_RESPONSE
 
 
@@ -144,7 +144,7 @@ def test_a_request_without_an_answer_may_not_move_where_the_driver_says_so() -> 
     scheduler = fleet("ab")
     lease = arrived(scheduler, 1)
     assert scheduler.on_refused(lease, 503, 1.0, 0.1, may_move=False) == [PassOn(1, lease)]
-    assert named(scheduler, "a").breaker.asked_until == pytest.approx(1.1)
+    assert named(scheduler, "a").evidence.asked_until == pytest.approx(1.1)
 
 
 def test_a_busy_decode_leg_is_tried_with_another_pair_and_after_that_whole() -> None:
@@ -245,7 +245,7 @@ def test_refused_and_waiting_it_may_go_back_to_where_it_was() -> None:
     fill(scheduler, "b")
     commands = refuses(scheduler, lease)
     assert not [each for each in commands if isinstance(each, Dispatch | Reject)]
-    assert not scheduler._retries.attempts
+    assert not scheduler.placement.retries.attempts
     found: list[Lease] = []
     for _ in range(2):
         commands = scheduler.on_instance(Probed("a", ProbeResult.OK), 1.0)
@@ -312,9 +312,9 @@ def test_a_first_token_frees_a_place_in_the_budget_of_retries() -> None:
 def test_a_request_that_is_over_is_forgotten() -> None:
     scheduler = fleet("ab")
     again = dispatched(drops(scheduler, arrived(scheduler, 1)))
-    assert scheduler._retries.attempts.keys() == {1}
+    assert scheduler.placement.retries.attempts.keys() == {1}
     scheduler.on_lease_ended(again, Outcome.OK, 1.0)
-    assert not scheduler._retries.attempts
+    assert not scheduler.placement.retries.attempts
     scheduler.on_arrival(request(1), 2.0)
     check_scheduler(scheduler)
 
@@ -398,4 +398,4 @@ def test_an_answer_that_blames_the_request_counts_as_ended_well() -> None:
         )
         ejected += [each for each in commands if isinstance(each, HealthChanged)]
     assert not ejected
-    assert named(scheduler, "a").health.state is Health.UP
+    assert named(scheduler, "a").evidence.state is Health.UP

@@ -111,7 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             instance = next(i for i in self.scheduler.instances if i.name == lease.instance)
             assert instance.incarnation == lease.incarnation
             assert instance.admin is AdminState.READY
-            assert instance.health.state is not Health.EJECTED
+            assert instance.evidence.state is not Health.EJECTED
             assert lease.id not in self.leases
             assert lease.request.id not in {other.request.id for other in self.leases.values()}
             if not self.roles:  # every instance of the model is shown once, in file order
@@ -206,7 +206,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Tokens came of some instances alone; requests of which nothing came go elsewhere."""
         tokens_at = dict.fromkeys(emitting, self.now)
         self.carry_out(self.scheduler.on_sweep(tokens_at, self.now, by_counters=by_counters))
-        for lease in self.scheduler.stranded(self.now):
+        for lease in self.scheduler.failover.stranded(self.now):
             if not lease.ended and (commands := self.scheduler.on_stranded(lease, self.now)):
                 self.gone_elsewhere(lease, commands)
 

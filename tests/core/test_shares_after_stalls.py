@@ -66,7 +66,7 @@ class Fleet:
                     self.take(self.scheduler.on_scrape(each.name, sample, now))
             if self.step % SWEEP == 0:
                 self.take(self.scheduler.on_sweep(self.tokens_at, now))
-                for lease in self.scheduler.stranded(now):
+                for lease in self.scheduler.failover.stranded(now):
                     commands = self.scheduler.on_stranded(lease, now)
                     if lease.ended:
                         del self.running[lease]

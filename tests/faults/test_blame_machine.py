@@ -188,10 +188,10 @@ class BlameMachine(RuleBasedStateMachine):
         self.proxy.loop.settle(2)
         now = self.proxy.loop.time()
         for instance in self.proxy.scheduler.instances:
-            health = instance.health
-            assert health.state is Health.UP, f"{instance.name}: {health.reason}"
-            assert not instance.breaker.doubted, f"{instance.name}: {instance.breaker.why(now)}"
-            assert health.clean, f"{instance.name} is held to have failed"
+            known = instance.evidence
+            assert known.state is Health.UP, f"{instance.name}: {known.reason}"
+            assert not known.doubted, f"{instance.name}: {known.why(now)}"
+            assert known.clean, f"{instance.name} is held to have failed"
         self.clients = [each for each in self.clients if not each.closed]
 
     def teardown(self) -> None:

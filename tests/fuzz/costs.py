@@ -20,8 +20,7 @@ from itertools import pairwise
 from proxy.memory import End, Proxy
 
 from hetlb import turns
-from hetlb.balancer.core.health import HealthTracker
-from hetlb.balancer.core.instance_throttle import InstanceThrottle
+from hetlb.balancer.core.evidence import Evidence
 from hetlb.balancer.core.types import Health
 from hetlb.balancer.http import openai_body as bodies
 from hetlb.balancer.http.endpoints import Kind
@@ -104,8 +103,7 @@ class Kept:
         self.proxy.loop.settle(3)
         # Nothing of one input is to be held against the next.
         instance = self.proxy.scheduler.instances[0]
-        instance.health = HealthTracker(random.Random(0), Health.UP)
-        instance.throttle = InstanceThrottle(instance.breaker)
+        instance.evidence = Evidence(random.Random(0), 0.0, Health.UP)
 
 
 KEPT = Kept()

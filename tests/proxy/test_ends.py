@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers import dispatched, make_scheduler, request, spec
 
-from hetlb.balancer.core.health import Verdict, verdict
+from hetlb.balancer.core.evidence_table import Verdict, verdict
 from hetlb.balancer.core.types import Health
 from hetlb.balancer.exchange import ends, exchange_states
 from hetlb.balancer.exchange.ends import ENDS, End
@@ -45,15 +45,15 @@ def test_an_end_counts_as_its_row_says(end: End) -> None:
             scheduler.on_lease_ended(lease, ends.LEFT.told, float(number), retry=False)
             break
         scheduler.on_lease_ended(lease, end.told, float(number), retry=False)
-    health = one.health
+    known = one.evidence
     if verdict(end.told) is Verdict.ABSENT:
-        assert health.state is Health.EJECTED
+        assert known.state is Health.EJECTED
     elif verdict(end.told) is Verdict.LOST:
-        assert one.breaker.doubted
+        assert known.doubted
     else:
-        assert health.state is Health.UP
-        assert not one.breaker.doubted
-        assert health.clean
+        assert known.state is Health.UP
+        assert not known.doubted
+        assert known.clean
 
 
 def test_every_transition_leads_on_and_every_phase_can_end() -> None:

@@ -23,7 +23,7 @@ async def test_a_name_without_an_address_is_answered_elsewhere(tmp_path: Path) -
         fleet["models"][0]["instances"].append({"name": "lost", "url": "http://lost.invalid:80"})
         fleet["scrape"]["interval_s"] = 60  # no probe finds it out before the request does
         async with serving(tmp_path, fleet) as running:
-            lost = running.instance("lost").health
+            lost = running.instance("lost").evidence
             # As before its name was taken out of the DNS.
             running.service.scheduling.change(Probed("lost", ProbeResult.OK))
             for _ in range(4):
@@ -37,7 +37,7 @@ async def test_why_an_instance_is_not_used_is_shown(tmp_path: Path) -> None:
         fleet = document(engine)
         fleet["models"][0]["instances"].append({"name": "lost", "url": "http://lost.invalid:80"})
         async with serving(tmp_path, fleet) as running:
-            await turns_until(lambda: "lost.invalid" in running.instance("lost").health.reason)
+            await turns_until(lambda: "lost.invalid" in running.instance("lost").evidence.reason)
             [model] = (await running.admin("GET", "/v1/fleet")).json["models"]
             shown = {each["name"]: each["health_reason"] for each in model["instances"]}
             assert shown["lost"].startswith("the name has no address: lost.invalid: ")

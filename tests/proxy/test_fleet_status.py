@@ -241,10 +241,10 @@ def test_a_stalled_server_is_named() -> None:
 def test_a_server_that_refuses_what_others_serve_is_named() -> None:
     fleet = Watched("ab")
     for each in fleet.scheduler.instances:
-        each.breaker.well = 5.0
+        each.evidence.well = 5.0
     refuses = fleet.scheduler.instances[0]
     for _ in range(8):
-        refuses.breaker.ended_badly(0, 0.0, "", "", fleet.now)
+        refuses.evidence.ended_badly(0, 0.0, "", "", fleet.now)
     fleet.scheduler.fleet.judge(refuses, fleet.now)
     assert (fleet.look()["state"], causes(fleet.look())) == ("degraded", [("refuses", "a")])
 
@@ -255,7 +255,7 @@ def test_a_storm_of_clients_mistakes_is_said_and_is_no_load() -> None:
     fleet.end(12, Outcome.UPSTREAM_REFUSED)
     found = fleet.look()
     assert (found["state"], causes(found)) == ("busy", [("client_errors", "")])
-    assert not any(each.breaker.doubted for each in fleet.scheduler.instances)
+    assert not any(each.evidence.doubted for each in fleet.scheduler.instances)
 
 
 def test_a_stale_report_and_a_refused_reload_are_said() -> None:
@@ -377,8 +377,8 @@ def test_a_server_that_refuses_the_key_and_one_that_answers_wrong_are_named() ->
     assert causes(fleet.look()) == [("key_refused", "b")]
     one = fleet.scheduler.instances[0]
     for _ in range(4):
-        one.breaker.ended_badly(0, 0.0, "", "", fleet.now)
-    one.breaker.odd_at = fleet.now
+        one.evidence.ended_badly(0, 0.0, "", "", fleet.now)
+    one.evidence.odd_at = fleet.now
     fleet.scheduler.fleet.judge(one, fleet.now)
     found = fleet.look()
     assert causes(found) == [("wrong_answers", "a"), ("key_refused", "b")]

@@ -59,7 +59,7 @@ def make() -> Iterator[Callable[..., Proxy]]:
 
 def healthy(proxy: Proxy) -> bool:
     return all(
-        each.health.state is Health.UP and not each.breaker.doubted and each.health.clean
+        each.evidence.state is Health.UP and not each.evidence.doubted and each.evidence.clean
         for each in proxy.scheduler.instances
     )
 

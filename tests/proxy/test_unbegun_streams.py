@@ -29,7 +29,7 @@ async def test_a_stream_of_which_only_the_head_came_is_answered_by_another(start
     assert proxy.ended == [("ok", "stream", 200)]
     assert proxy.driver.totals.retries == 1
     # It counts as a failure of the one that died, as a dropped request does.
-    assert [each.health.state for each in proxy.scheduler.instances] == [Health.UP, Health.UP]
+    assert [each.evidence.state for each in proxy.scheduler.instances] == [Health.UP, Health.UP]
 
 
 @DIES

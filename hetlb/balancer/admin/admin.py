@@ -70,9 +70,9 @@ def _instance_document(instance: Instance, tokens_per_s: float, now: float) -> d
         "url": instance.spec.url,
         "role": instance.spec.role.value,
         "state": instance.admin.value,
-        "health": instance.health.state.value,
-        "health_reason": instance.health.reason,
-        "restraint": instance.throttle.reason(instance.max_num_seqs, now),
+        "health": instance.evidence.state.value,
+        "health_reason": instance.evidence.reason,
+        "restraint": instance.evidence.less(instance.max_num_seqs, now),
         "in_flight": instance.in_flight,
         # The queue is shared: nothing waits here bound to an instance.
         "queued": 0,

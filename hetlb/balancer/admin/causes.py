@@ -131,31 +131,33 @@ def of_instance(each: Instance, share: InstanceShare | None, pace: float, now: f
 
     `pace`: see `balancer.telemetry.recent.EnginePace`.
     """
-    name, breaker = each.name, each.breaker
+    name, evidence = each.name, each.evidence
     if each.admin is not AdminState.READY:
         state = "is drained" if each.admin is AdminState.DRAIN else "is in maintenance"
         return StateCause("drained", name, f"{name} {state}", f"Set {name} ready when it may serve again.")
     if each.asleep:
         return None
-    flaps = each.health.ejections
+    flaps = each.evidence.ejections
     if len(flaps) >= LEAST_FLAPS and (not each.routable or now - flaps[-1] <= FLAPPED_S):
         sentence = f"{name} flaps: it was down {len(flaps)} times in {max(1.0, now - flaps[0]):.0f} s"
         return StateCause("flaps", name, sentence, f"Each time doubles its wait. See the log of {name}.")
-    if not each.routable or each.health.state is not Health.UP:
-        reason = f" ({each.health.reason})" if each.health.reason else ""
+    if not each.routable or each.evidence.state is not Health.UP:
+        reason = f" ({each.evidence.reason})" if each.evidence.reason else ""
         return StateCause("dead", name, f"{name} is down{reason}", "Start it, or check its network.")
-    if breaker.stalled_since is not None:
+    if evidence.stalled_since is not None:
         advice = f"Look at the engine process of {name} and its GPU; restart it if it does not go on."
-        return StateCause("stalled", name, f"{name} has {breaker.why(now)}", advice)
-    if breaker.doubted:
-        wrong = now - breaker.odd_at <= WRONG_S
-        count = f"{breaker.lost:.0f} of {name}'s last {breaker.lost + breaker.well:.0f} answers"
+        return StateCause("stalled", name, f"{name} has {evidence.why(now)}", advice)
+    if evidence.doubted:
+        wrong = now - evidence.odd_at <= WRONG_S
+        count = f"{evidence.lost:.0f} of {name}'s last {evidence.lost + evidence.well:.0f} answers"
         if wrong:
             advice = f"Send {name} a request by hand: no text, another model, or always the same?"
             sentence = f"{count} were wrong; the other servers' were not"
             return StateCause("wrong_answers", name, sentence, advice)
         advice = "Check its API key, model name and limits."
-        sentence = f"{name} failed {breaker.lost:.0f} of its last {breaker.lost + breaker.well:.0f} requests"
+        sentence = (
+            f"{name} failed {evidence.lost:.0f} of its last {evidence.lost + evidence.well:.0f} requests"
+        )
         return StateCause("refuses", name, f"{sentence}; the other servers did not", advice)
     if each.leaves_at is not None:
         left_s = max(0.0, each.leaves_at - now)

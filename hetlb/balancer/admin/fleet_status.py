@@ -164,7 +164,7 @@ def _of_model(
     ]
     waiting = len(entries)
     oldest_s = max([now - entry.arrived_at for entry in entries], default=0.0)
-    able = [each for each in instances if each.routable and each.health.state is Health.UP]
+    able = [each for each in instances if each.routable and each.evidence.state is Health.UP]
     served = sum(shares[each.name].ended for each in instances if each.name in shares) / WINDOW_S
     rate = _arrival_rate(scheduler, recent, model, now)
     total = len(instances)
@@ -299,7 +299,7 @@ def _why_down(model: str, instances: Sequence[Instance], waiting: int) -> str:
     if len(held) == len(instances):
         return f"Every server of {model or 'the fleet'} is drained or in maintenance: set one ready.{wait}"
     dead = [each for each in instances if each.admin is AdminState.READY]
-    reason = f" ({dead[0].health.reason})" if dead[0].health.reason else ""
+    reason = f" ({dead[0].evidence.reason})" if dead[0].evidence.reason else ""
     verb, start = ("does", "it") if len(dead) == 1 else ("do", "one")
     return f"{_listed([each.name for each in dead])} {verb} not answer{reason}: start {start}.{wait}"
 

@@ -298,7 +298,7 @@ def _instances(source: FleetService, now: float) -> Iterator[Family]:
     yield (
         "hetlb_instance_health",
         [
-            (f'{label},health="{state.value}"', each.health.state is state)
+            (f'{label},health="{state.value}"', each.evidence.state is state)
             for state in Health
             for label, each in of
         ],

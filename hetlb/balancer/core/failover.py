@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from hetlb.balancer.core.backlog import Backlog
-from hetlb.balancer.core.circuit_breaker import LEAST_SILENCE_S
-from hetlb.balancer.core.health import Verdict, verdict
+from hetlb.balancer.core.evidence_table import LEAST_SILENCE_S, Verdict, verdict
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.placement import Decision, Placement
 from hetlb.balancer.core.ready import ReadyInstances
@@ -19,33 +18,28 @@ _UNHEARD_S: Final = 2.0
 
 
 class Failover:
-    """Fleet, placement and queue of a scheduler, and the failover of its leases."""
+    """Next tries of the leases of a scheduler."""
 
-    def __init__(self, placement: Placement, now: float) -> None:
-        self.placement = placement
-        self.fleet, self.queue = placement.fleet, placement.queue
-        self.ledger, self._retries = placement.ledger, placement.retries
-        self.backlog = Backlog(placement, now)
+    def __init__(self, placement: Placement, backlog: Backlog) -> None:
+        self._placement = placement
+        self._fleet, self._queue = placement.fleet, placement.queue
+        self._ledger, self._retries = placement.ledger, placement.retries
+        self._backlog = backlog
         #: Model of an instance if its first prompts showed another speed than its profile.
         self.misplaced_model: str | None = None
         self._taken_back: list[Lease] = []
 
     @property
-    def in_flight(self) -> int:
-        """Number of live leases, removed instances' included."""
-        return len(self.ledger.leased)
-
-    @property
-    def _slots_taken(self) -> int:
+    def slots_taken(self) -> int:
         """Number of leases with a slot: a share of them may be retries."""
-        return len(self.ledger.leased) - self.ledger.slotless
+        return len(self._ledger.leased) - self._ledger.slotless
 
     def drop(self, lease: Lease, now: float, outcome: Outcome = Outcome.CLIENT_GONE) -> Instance:
         """Give back a lease's bookings and report the outcome to the journals. Return its instance."""
         self._retries.leases.discard(lease.id)
-        if self.placement.adapter_load is not None:
-            self.placement.adapter_load.expected.pop(lease.id, None)
-        return self.ledger.drop(lease, now, outcome)
+        if self._placement.adapter_load is not None:
+            self._placement.adapter_load.expected.pop(lease.id, None)
+        return self._ledger.drop(lease, now, outcome)
 
     def ended_badly(
         self,
@@ -57,22 +51,22 @@ class Failover:
         *,
         again: bool,
     ) -> list[Command]:
-        """Count the end of a lease in the health and the breaker of its instance. Return commands.
+        """Count the end of a lease in the evidence about its instance. Return commands.
 
         `known` are earlier attempts. `again`: its request is tried elsewhere, to show if it is at fault.
         """
-        health, fleet, says = instance.health, self.fleet, verdict(outcome)
+        evidence, fleet, says = instance.evidence, self._fleet, verdict(outcome)
         changed = False
         if says is Verdict.ABSENT:
-            changed = health.on_refused(now)
-            instance.breaker.forget()
+            changed = evidence.on_absent(now)
+            evidence.forget()
         elif says is not Verdict.NOTHING:
-            changed = health.on_answering()
+            changed = evidence.on_answering()
         if fleet.kinds.by_key:
             fleet.kinds.ended(lease.request, instance.name, lease.id)
         if says is Verdict.LOST or _left_unheard(lease, outcome, now):
             if outcome is Outcome.UPSTREAM_ERROR and lease.first_token_at is not None:
-                instance.breaker.odd_at = now  # a 200 without an answer
+                evidence.odd_at = now  # a 200 without an answer
             if known is not None and known.failures:
                 self.lost_twice(instance, lease, known, now)
             else:
@@ -87,11 +81,11 @@ class Failover:
         It counts only against an instance without other answers for a while.
         """
         for each, before, status, _ in known.failures:
-            if not is_refusal(status) and not each.breaker.lost_as_elsewhere():
-                self.fleet.not_lost(each, before, now)
+            if not is_refusal(status) and not each.evidence.lost_as_elsewhere():
+                self._fleet.not_lost(each, before, now)
         known.failures.clear()
-        if instance.breaker.lost_as_elsewhere():
-            self.fleet.lost(instance, lease, now)
+        if instance.evidence.lost_as_elsewhere():
+            self._fleet.lost(instance, lease, now)
         lease.judged = True
 
     def answered_elsewhere(self, request: Request) -> None:
@@ -101,14 +95,14 @@ class Failover:
             return
         for instance, _, status, at in known.failures:
             if is_refusal(status):
-                self.fleet.kinds.refused(request, instance.name, status, at)
+                self._fleet.kinds.refused(request, instance.name, status, at)
         known.failures.clear()
 
     def _others_left(self, lease: Lease, ready: ReadyInstances, now: float) -> bool:
         """Return True if another instance may get a request once it has room."""
         known = self._retries.attempts.get(lease.request.id)
         tried = {lease.instance} if known is None else {lease.instance, *known.tried}
-        able = self.placement.able(lease.request, ready, now).instances
+        able = self._placement.able(lease.request, ready, now).instances
         return any(each.name not in tried for each in able)
 
     def _elsewhere(
@@ -118,13 +112,13 @@ class Failover:
 
         `with_room` excludes restrained instances and instances at their limit.
         """
-        retries, placement = self._retries, self.placement
+        retries, placement = self._retries, self._placement
         known, tried = rest.id in retries.attempts, retries.attempts[rest.id].tried
         tried.append(lease.instance)
         found = placement.choose(rest, ready, now, _predicted_rest(lease, rest))
         if found is not None and with_room:
-            breaker, throttle = found.instance.breaker, found.instance.throttle
-            if breaker.restrained(now) or found.instance.sequences >= throttle.limit(now):
+            evidence = found.instance.evidence
+            if evidence.standing(now) is not None or found.instance.sequences >= evidence.limit(now):
                 found = None
         if found is None:
             placement.take_failed(rest.id)
@@ -133,7 +127,7 @@ class Failover:
                 retries.forget(rest.id)
         return found
 
-    def _move(self, lease: Lease, ready: ReadyInstances, now: float, *, ran: bool) -> list[Command]:
+    def move(self, lease: Lease, ready: ReadyInstances, now: float, *, ran: bool) -> list[Command]:
         """Move a request without a byte of an answer. Return no commands if no other instance takes it."""
         request, retries = lease.request, self._retries
         found = self._elsewhere(lease, request, ready, now, with_room=True)
@@ -146,16 +140,16 @@ class Failover:
         self.drop(lease, now)
         if lease.decode is not None:
             self.drop(lease.decode, now)
-        placed = self.placement.book(found)
+        placed = self._placement.book(found)
         retries.leases.add(placed.lease.id)
-        return [placed, *self.backlog.flush(now)]
+        return [placed, *self._backlog.flush(now)]
 
     def stranded(self, now: float) -> list[Lease]:
         """Return leases without a byte of an answer on ejected or stalled instances."""
         found: list[Lease] = []
-        for instance in self.fleet.instances.values():
-            ejected = instance.health.state is Health.EJECTED
-            if not instance.leases or not (ejected or instance.breaker.stalled_since is not None):
+        for instance in self._fleet.instances.values():
+            ejected = instance.evidence.state is Health.EJECTED
+            if not instance.leases or not (ejected or instance.evidence.stalled_since is not None):
                 continue
             for lease in instance.leases.values():
                 late = now - lease.dispatched_at >= max(LEAST_SILENCE_S, lease.forecast_first_s)
@@ -170,61 +164,61 @@ class Failover:
             return []
         found = [
             lease
-            for instance in self.fleet.instances.values()
+            for instance in self._fleet.instances.values()
             if instance.spec.model == model
             for lease in instance.leases.values()
             if lease.request.sequences and _may_move(lease)
         ]
         return sorted(found, key=lambda lease: (-lease.dispatched_at, -lease.id))
 
-    def on_misplaced(self, lease: Lease, now: float) -> list[Command]:
+    def place_again(self, lease: Lease, now: float) -> list[Command]:
         """Place a lease of `misplaced` again. Without commands it stays, or ends until `wait_again`."""
         request = lease.request
-        ready = self.fleet.ready.get(request.model)
+        ready = self._fleet.ready.get(request.model)
         if ready is None or request.id in self._retries.attempts:
             return []
-        found = self.placement.choose(request, ready, now, lease.predicted_output)
-        if self.placement.take_failed(request.id) or (found and found.instance.name == lease.instance):
+        found = self._placement.choose(request, ready, now, lease.predicted_output)
+        if self._placement.take_failed(request.id) or (found and found.instance.name == lease.instance):
             return []
         self.drop(lease, now)
         if found is None:
             self._taken_back.append(lease)
             return []
-        return [self.placement.book(found)]
+        return [self._placement.book(found)]
 
     def wait_again(self, now: float) -> list[Command]:
-        """Queue the requests taken back by `on_misplaced`, in the order of their arrival."""
+        """Queue the requests taken back by `place_again`, in the order of their arrival."""
         commands: list[Command] = []
         while self._taken_back:
             lease = self._taken_back.pop()
-            commands += self.backlog.push(lease.request, lease.dispatched_at, lease.predicted_output)
-        return commands + self.backlog.flush(now)
+            commands += self._backlog.push(lease.request, lease.dispatched_at, lease.predicted_output)
+        return commands + self._backlog.flush(now)
 
-    def on_stranded(self, lease: Lease, now: float) -> list[Command]:
+    def move_stranded(self, lease: Lease, now: float) -> list[Command]:
         """Move a lease of `stranded`, within the budget of retries. Without commands it stays."""
-        retries, ready = self._retries, self.fleet.ready.get(lease.request.model)
+        retries, ready = self._retries, self._fleet.ready.get(lease.request.model)
         known = retries.attempts.get(lease.request.id)
         if ready is None or (known is not None and known.runs >= MOST_MOVES):
             return []
-        instance = self.ledger.leased[lease.id]
-        if instance.health.state is not Health.EJECTED and not retries.allowed(self._slots_taken):
+        instance = self._ledger.leased[lease.id]
+        if instance.evidence.state is not Health.EJECTED and not retries.allowed(self.slots_taken):
             return []
-        commands = self._move(lease, ready, now, ran=True)
+        commands = self.move(lease, ready, now, ran=True)
         if commands:
-            self.fleet.lost(instance, lease, now)
+            self._fleet.lost(instance, lease, now)
         return commands
 
-    def _retry(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
+    def retry(self, lease: Lease, outcome: Outcome, now: float) -> list[Command]:
         """Retry or reject a request without an answer."""
         request, predicted, retries = lease.request, lease.predicted_output, self._retries
         attempts, sent = retries.attempts[request.id], outcome is Outcome.NO_RESPONSE
         attempts.tried.append(lease.instance)
         attempts.runs += sent
         unsent = not sent and attempts.runs == attempts.turned_away
-        ready, placement = self.fleet.ready.get(request.model), self.placement
+        ready, placement = self._fleet.ready.get(request.model), self._placement
         # Dropped twice: the request itself may be what kills engines.
         if attempts.runs <= 1 and ready is not None and placement.able(request, ready, now).instances:
-            within = not sent or retries.allowed(self._slots_taken)
+            within = not sent or retries.allowed(self.slots_taken)
             placed = placement.place(request, ready, now, predicted) if within else None
             if placed is not None:
                 if sent:
@@ -233,44 +227,44 @@ class Failover:
             # An instance can take it later: none has room, or there are too many retries.
             if unsent:
                 retries.forget(request.id)
-            if self.queue.has_room(request) or request.id in placement.failed:
-                return self.backlog.push(request, now, predicted, again=not unsent)
-        elif unsent and request.model in self.fleet.down_since:
+            if self._queue.has_room(request) or request.id in placement.failed:
+                return self._backlog.push(request, now, predicted, again=not unsent)
+        elif unsent and request.model in self._fleet.down_since:
             retries.forget(request.id)
-            return self.backlog.push(request, now, predicted)
-        return [self.backlog.give_up(request, unsent=unsent)]
+            return self._backlog.push(request, now, predicted)
+        return [self._backlog.give_up(request, unsent=unsent)]
 
-    def _go_on(self, lease: Lease, rest: Request, now: float) -> list[Command]:
+    def go_on(self, lease: Lease, rest: Request, now: float) -> list[Command]:
         """Place the rest of an answer after its engine was lost. It takes from the budget of retries."""
-        retries, placement, request_id = self._retries, self.placement, rest.id
+        retries, placement, request_id = self._retries, self._placement, rest.id
         retries.forget(request_id)
         predicted = _predicted_rest(lease, rest)
-        ready = self.fleet.ready.get(rest.model)
-        if ready is not None and retries.allowed(self._slots_taken):
+        ready = self._fleet.ready.get(rest.model)
+        if ready is not None and retries.allowed(self.slots_taken):
             retries.attempts[request_id].tried.append(lease.instance)
             placed = placement.place(rest, ready, now, predicted)
             if placed is not None:
                 retries.leases.add(placed.lease.id)
                 return [placed]
             retries.forget(request_id)
-        return self.backlog.push(rest, now, predicted, again=True)
+        return self._backlog.push(rest, now, predicted, again=True)
 
-    def on_moving(self, lease: Lease, generated: int, now: float) -> list[Command]:
+    def move_away(self, lease: Lease, generated: int, now: float) -> list[Command]:
         """Move a lease away from a working instance that will leave.
 
         The commands hold the dispatch of its rest, behind `generated` tokens, and the lease is over. Without
         commands it stays.
         """
-        ready = self.fleet.ready.get(lease.request.model)
+        ready = self._fleet.ready.get(lease.request.model)
         if ready is None or lease.decode is not None:
             return []
         found = self._elsewhere(lease, lease.request.goes_on(generated), ready, now, with_room=False)
         if found is None:
             return []
-        placed = self.placement.book(found)
+        placed = self._placement.book(found)
         lease.outcome, lease.ended_at = Outcome.CLIENT_GONE, now
         self.drop(lease, now)
-        return [placed, *self.backlog.flush(now)]
+        return [placed, *self._backlog.flush(now)]
 
 
 def _predicted_rest(lease: Lease, rest: Request) -> float:

@@ -7,9 +7,9 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from hetlb.balancer.core.circuit_breaker import MEMORY_S
 from hetlb.balancer.core.client_answers import ClientAnswers, client_of, session_of, traffic_of
-from hetlb.balancer.core.health import HealthTracker
+from hetlb.balancer.core.evidence import Evidence
+from hetlb.balancer.core.evidence_table import MEMORY_S
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.instance_limits import ChangeCounter
 from hetlb.balancer.core.prefix_index import Held, PrefixIndex, Tree
@@ -91,8 +91,8 @@ class FleetState:
 
     def add(self, spec: InstanceSpec, now: float) -> Instance:
         """Return a new incarnation of an instance."""
-        health = HealthTracker(self._rng, self._initial_health)
-        instance = Instance(spec, self._next_incarnation, health, now, self._changes, self.prefixes)
+        evidence = Evidence(self._rng, now, self._initial_health)
+        instance = Instance(spec, self._next_incarnation, evidence, now, self._changes, self.prefixes)
         self.instances[spec.name] = instance
         self._next_incarnation += 1
         return instance
@@ -136,13 +136,13 @@ class FleetState:
         instance.tree.retire()
         instance.tree = Tree(self.prefixes, self._next_cache)
         self._next_cache -= 1
-        instance.health.gone = False
-        instance.breaker.forget()
+        instance.evidence.gone = False
+        instance.evidence.forget()
         self.kinds.forget(instance.name)
-        if instance.health.state is Health.UP:
-            instance.throttle.begin_slow_start(self._params.slow_start_s, now)
+        if instance.evidence.state is Health.UP:
+            instance.evidence.begin_slow_start(self._params.slow_start_s, now)
         else:
-            instance.throttle.restarted = True
+            instance.evidence.restarted = True
 
     def share_speed(self, model: str, profiled: bool) -> None:
         """Give instances without an answer yet the geometric mean of the others' factors.
@@ -173,7 +173,7 @@ class FleetState:
             instance.began = began
         if known is None or began <= known:  # an earlier start is another server's at its address
             if began == known:
-                instance.health.gone = False
+                instance.evidence.gone = False
             return False
         self.restarted(instance, now)
         return True
@@ -183,7 +183,7 @@ class FleetState:
         ready = self.ready.get(model)
         if ready is None or not ready.throttled:
             return False
-        ended = [instance.throttle.end_slow_start() for instance in ready.able]
+        ended = [instance.evidence.end_slow_start() for instance in ready.able]
         return any(ended)
 
     def reindex(self, now: float) -> None:
@@ -218,12 +218,12 @@ class FleetState:
 
     def health_changed(self, instance: Instance, now: float) -> list[Command]:
         """Rebuild the results of an instance's health."""
-        if instance.health.state is Health.UP and (instance.throttle.restarted or instance.health.gone):
+        if instance.evidence.state is Health.UP and (instance.evidence.restarted or instance.evidence.gone):
             self.restarted(instance, now)
         self.reindex(now)
         if instance.removed:  # its name may be another's by now
             return []
-        return [HealthChanged(instance.name, instance.health.state, instance.health.reason)]
+        return [HealthChanged(instance.name, instance.evidence.state, instance.evidence.reason)]
 
     # --- evidence ---
 
@@ -237,7 +237,7 @@ class FleetState:
         for each in {client, session}:
             if each:
                 self.clients.lost(each, instance.incarnation)
-        instance.breaker.ended_badly(lease.id, now - lease.dispatched_at, client, session, now)
+        instance.evidence.ended_badly(lease.id, now - lease.dispatched_at, client, session, now)
         self.kinds.avoid(request, instance.name, now)
         self.judge(instance, now)
 
@@ -249,9 +249,9 @@ class FleetState:
         traffic = traffic_of(lease.request)
         self.clients.lost(traffic, instance.incarnation)
         counts = self.clients.counted(traffic, instance.incarnation, 1.0) > 0.5
-        instance.breaker.ended_badly(lease.id, now - lease.dispatched_at, traffic, traffic, now)
+        instance.evidence.ended_badly(lease.id, now - lease.dispatched_at, traffic, traffic, now)
         if counts:
-            instance.breaker.odd_at = now
+            instance.evidence.odd_at = now
             self.kinds.avoid(lease.request, instance.name, now)
         else:  # this traffic is answered alike elsewhere: it may go there again
             for each in self._peers(instance):
@@ -264,7 +264,7 @@ class FleetState:
         """Take back a lost answer: another instance lost the same request."""
         request = lease.request
         if request.sequences:
-            instance.breaker.not_lost(client_of(request), session_of(request))
+            instance.evidence.not_lost(client_of(request), session_of(request))
             self.kinds.not_avoided(request, instance.name)
             self.judge(instance, now)
 
@@ -275,11 +275,11 @@ class FleetState:
         """
         changed, peers = False, self._peers(instance)
         for each in peers:
-            each.breaker.weigh(self.clients, each.incarnation)
+            each.evidence.weigh(self.clients, each.incarnation)
         for each in peers:
-            if each is instance or each.breaker.excess > 0.0:
+            if each is instance or each.evidence.excess > 0.0:
                 among = peers if each is instance else self._peers(each)
-                changed = each.breaker.judge([peer.breaker for peer in among], now) or changed
+                changed = each.evidence.judge([peer.evidence for peer in among], now) or changed
         if changed:
             self.reindex(now)
         return changed
@@ -297,16 +297,16 @@ class FleetState:
             self.clients.age(math.exp((self._watched_at - now) / MEMORY_S))
         self._watched_at = now
         for instance in self.instances.values():
-            breaker = instance.breaker
-            breaker.age(now)
+            evidence = instance.evidence
+            evidence.age(now)
             sample = instance.sample
-            if not by_counters or (breaker.counts(now) and sample is not None and sample.running):
+            if not by_counters or (evidence.counts(now) and sample is not None and sample.running):
                 changed = instance.watch(tokens_at.get(instance.name), now) or changed
             if instance.speed.changed:
                 instance.speed.changed = False
                 instance.take_speed()
                 self.share_speed(instance.spec.model, instance.profiled)
-            if breaker.excess > 0.0:
+            if evidence.excess > 0.0:
                 changed = self.judge(instance, now) or changed
         if changed:
             self.reindex(now)

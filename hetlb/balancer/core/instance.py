@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from hetlb.balancer.core.circuit_breaker import LEAST_SILENCE_S, STANDS_S, UNKNOWN_SILENCE_S, CircuitBreaker
+from hetlb.balancer.core.evidence import Evidence
+from hetlb.balancer.core.evidence_table import LEAST_SILENCE_S, STANDS_S, UNKNOWN_SILENCE_S
 from hetlb.balancer.core.forecast_errors import ForecastErrors
-from hetlb.balancer.core.health import HealthTracker
 from hetlb.balancer.core.instance_ledger import InstanceLedger
 from hetlb.balancer.core.instance_limits import DEFAULT_MAX_LORAS, DEFAULT_MAX_NUM_SEQS, ChangeCounter
-from hetlb.balancer.core.instance_throttle import InstanceThrottle
 from hetlb.balancer.core.latency import DEFAULT_LATENCY
 from hetlb.balancer.core.occupancy import SIGNAL_STALE_S
 from hetlb.balancer.core.prefix_index import PrefixIndex
 from hetlb.balancer.core.speed import Mark, SpeedTracker
 from hetlb.balancer.core.types import AdminState, EngineSample, Health, InstanceSpec, Lease
 
-if TYPE_CHECKING:
-    pass
-
-#: Seconds before an instance with a notice is gone; nothing runs there any more then.
+#: Seconds before an instance with a notice is gone, in which nothing runs there any more.
 NOTICE_MARGIN_S: Final = 1.5
 #: An engine that lets requests wait and uses less of its KV cache lacks slots, not memory.
 _ROOM_SHARE: Final = 0.8
@@ -46,24 +42,22 @@ class Instance(InstanceLedger):
     """One incarnation of one vLLM server."""
 
     __slots__ = (
-        "_foreign_seen", "_waiting_seen", "admin", "asleep", "began", "breaker", "errors", "foreign",
-        "health", "leaves_at", "sample", "sample_mark", "served", "slots_learnt_at", "slots_step", "throttle",
+        "_foreign_seen", "_waiting_seen", "admin", "asleep", "began", "errors", "evidence",
+        "foreign", "leaves_at", "sample", "sample_mark", "served", "slots_learnt_at", "slots_step",
     )  # fmt: skip
 
     def __init__(
         self,
         spec: InstanceSpec,
         incarnation: int,
-        health: HealthTracker,
+        evidence: Evidence,
         now: float,
         changes: ChangeCounter | None = None,
         prefixes: PrefixIndex | None = None,
     ) -> None:
         prefixes = PrefixIndex() if prefixes is None else prefixes
         super().__init__(spec, incarnation, now, changes or ChangeCounter(), prefixes)
-        self.health = health
-        self.breaker = CircuitBreaker(now)
-        self.throttle = InstanceThrottle(self.breaker)
+        self.evidence = evidence
         self.admin = AdminState.READY
         #: Time when it is gone, None without a notice.
         self.leaves_at: float | None = None
@@ -105,8 +99,8 @@ class Instance(InstanceLedger):
         """Reason why it can take no request now, "" if it can."""
         if self.admin is not AdminState.READY:
             return "draining" if self.admin is AdminState.DRAIN else "in maintenance"
-        if self.health.state is Health.EJECTED:
-            return f"ejected: {self.health.reason}"
+        if self.evidence.state is Health.EJECTED:
+            return f"ejected: {self.evidence.reason}"
         return "asleep" if self.asleep else ""
 
     @property
@@ -151,7 +145,7 @@ class Instance(InstanceLedger):
         self._occupancy = None
         self.sample = sample
         self.sample_at = now
-        self.breaker.read(sample.generated, now)
+        self.evidence.read(sample.generated, now)
         more = (sample.running or 0) + (sample.waiting or 0) - self.sequences
         self.foreign, self._foreign_seen = max(0, min(more, self._foreign_seen)), more
         if self.profiled and sample.answered is not None:
@@ -179,7 +173,7 @@ class Instance(InstanceLedger):
 
     def _learn_slots(self, sample: EngineSample, now: float) -> None:
         """Learn how many sequences it runs at once, unless it stands still."""
-        if self.breaker.silent_since is not None:
+        if self.evidence.silent_since is not None:
             self._waiting_seen = 0
             return
         running = sample.running or 0
@@ -216,21 +210,21 @@ class Instance(InstanceLedger):
 
         What passed without one until then is no evidence about its speed.
         """
-        breaker = self.breaker
-        since = breaker.silent_since
+        evidence = self.evidence
+        since = evidence.silent_since
         if since is not None:
             self._stood(since, now)
-            breaker.silent_since = None
-        return breaker.token(now)
+            evidence.silent_since = None
+        return evidence.token(now)
 
     def watch(self, token_at: float | None, now: float) -> bool:
         """Look whether it works, by its newest token. True if it has stalled now, or stalls no more.
 
         Called about twice a second.
         """
-        breaker = self.breaker
-        changed = token_at is not None and token_at > breaker.token_at and self.token(token_at)
-        counts = breaker.counts(now)
+        evidence = self.evidence
+        changed = token_at is not None and token_at > evidence.token_at and self.token(token_at)
+        counts = evidence.counts(now)
         since, need_s, late_s = math.inf, 0.0, 0.0
         least_s = LEAST_SILENCE_S if self.profiled or self.speed.seen else UNKNOWN_SILENCE_S
         stands_s = least_s
@@ -248,9 +242,9 @@ class Instance(InstanceLedger):
                 since, need_s = min(since, lease.first_token_at), self.occupancy.now_s
                 stands_s = STANDS_S
                 break
-        changed = breaker.watch(since, need_s, late_s, stands_s, least_s, now) or changed
-        if breaker.silent_since is not None:
-            self._stood(breaker.silent_since, now)
+        changed = evidence.watch(since, need_s, late_s, stands_s, least_s, now) or changed
+        if evidence.silent_since is not None:
+            self._stood(evidence.silent_since, now)
         else:
             self.speed.age(now)
             self._age_slots(now)

@@ -56,7 +56,7 @@ class Ledger:
         del leased[key]
         self.slotless -= not lease.request.sequences
         instance.release(lease, now)
-        instance.breaker.ended(lease.id)
+        instance.evidence.ended(lease.id)
         self._queue.ended(lease.request.tenant, lease.promised_tokens)
         for journal in self.journals:
             if lease.own:

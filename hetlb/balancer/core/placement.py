@@ -302,7 +302,7 @@ class Placement:
             and (not known or request.id not in known)
         ):
             return ready.everyone
-        if ready.throttled and not any(instance.throttle.active(now) for instance in ready.able):
+        if ready.throttled and not any(instance.evidence.active(now) for instance in ready.able):
             ready = self.fleet.ready[request.model] = ReadyInstances(ready.instances, now)
         attempts = known.get(request.id)
         tried = None if attempts is None else attempts.tried
@@ -373,7 +373,7 @@ class Placement:
             if loads is not None and self.adapter_load is not None:
                 self.adapter_load.expected[lease.id] = lease.forecast_first_s, loads
         if ctx.restraints is not None and request.sequences:
-            instance.breaker.dispatched(lease.id, now)
+            instance.evidence.dispatched(lease.id, now)
         if self.fleet.kinds.by_key:
             self.fleet.kinds.dispatched(request, instance.name, lease.id, now)
         if request.sequences:

@@ -22,7 +22,7 @@ def tokens_of(request: Request) -> int:
 class Choices:
     """Instances that may get a request now, in file order, and why each other one of its model may not.
 
-    `restraints` (see `InstanceThrottle.restraint`) go with `instances`; None where none is throttled.
+    `restraints` (see `Evidence.restraint`) go with `instances`; None where none is throttled.
     """
 
     __slots__ = ("excluded", "instances", "restraints")
@@ -55,14 +55,14 @@ class ReadyInstances:
         self.instances = instances
         routable = [each for each in instances if not each.why_not]
         #: Instances that take requests, in any role.
-        self.up = [each for each in routable if each.health.state is Health.UP] or routable
+        self.up = [each for each in routable if each.evidence.state is Health.UP] or routable
         #: Reasons of the instances that get no whole request: their role, while another one is there.
         self.roles = _kept_by_role(routable)
         #: Choices of a request that may go to all of `able`.
         self.everyone = self._fitting(0, None, None, False)
         self.able = self.everyone.instances
         #: True if an instance is throttled.
-        self.throttled = any(instance.throttle.active(now) for instance in self.able)
+        self.throttled = any(instance.evidence.active(now) for instance in self.able)
         #: A request fits everywhere if its prompt and output stay within this.
         self.longest_tokens = (
             -1.0 if self.throttled else min((_longest(instance) for instance in self.able), default=math.inf)
@@ -114,21 +114,22 @@ class ReadyInstances:
             if side is not None and not any(tokens <= _longest(each) for each in found.instances):
                 found, side = self._fitting(tokens, request.subset, tried, by_ids), None
         chosen = found.instances
-        if not self.throttled or not any(instance.throttle.active(now) for instance in chosen):
+        if not self.throttled or not any(instance.evidence.active(now) for instance in chosen):
             return found
-        doubt = not all(instance.breaker.held(now) for instance in chosen)
+        doubt = not all(instance.evidence.held(now) for instance in chosen)
         found.restraints = restraints = [
-            each.throttle.restraint(each.sequences, each.max_num_seqs, now, doubt=doubt) for each in chosen
+            each.evidence.restraint(each.sequences, each.max_num_seqs, now, doubt=doubt) for each in chosen
         ]
         if side is not None and side.inside and "" not in restraints:
             return self.choices(request, tried, now, holds_back=holds_back)
         if tried is not None or not request.sequences:
-            restrained = {each.name: each.breaker.why(now) for each in chosen if each.breaker.restrained(now)}
+            reasons = {each.name: each.evidence.why(now) for each in chosen}
+            restrained = {name: why for name, why in reasons.items() if why}
             if restrained and len(restrained) < len(chosen):
                 found = found.without(restrained)
                 chosen, restraints = found.instances, found.restraints or []
         elif doubt:
-            due = [each for each in chosen if each.breaker.due(now)]
+            due = [each for each in chosen if each.evidence.due(now)]
             if due and len(due) < len(chosen):
                 waits = f"{due[0].name} gets a trial"
                 return found.without({each.name: waits for each in chosen if each is not due[0]})
@@ -181,14 +182,14 @@ class ReadyInstances:
             # was only estimated must not shut out everyone. The largest engine has the last word.
             longest = max(instance.longest_request_tokens or 0 for instance in able)
             fitting = [i for i in able if (i.longest_request_tokens or 0) == longest]
-        up = [instance for instance in fitting if instance.health.state is Health.UP]
+        up = [instance for instance in fitting if instance.evidence.state is Health.UP]
         chosen = up or fitting
         if len(chosen) < len(able):
             for instance in able:
                 if instance not in fitting:
                     excluded[instance.name] = "too small for prompt and max_tokens"
                 elif instance not in chosen:
-                    excluded[instance.name] = f"suspect: {instance.health.reason}"
+                    excluded[instance.name] = f"suspect: {instance.evidence.reason}"
         return Choices(chosen, excluded)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from hetlb.balancer.core import rejections
+from hetlb.balancer.core.backlog import Backlog
 from hetlb.balancer.core.failover import Failover, is_refusal
 from hetlb.balancer.core.fleet_state import FleetState
 from hetlb.balancer.core.instance import Instance
@@ -54,7 +55,7 @@ _OK: Final = Outcome.OK
 _NO_RESPONSE: Final = Outcome.NO_RESPONSE
 
 
-class Scheduler(Failover):
+class Scheduler:
     """Places requests on instances by a policy and keeps the ledger. Its parts are not to be written."""
 
     def __init__(
@@ -77,7 +78,11 @@ class Scheduler(Failover):
         policy = make_policy(setup.policy, setup.params, self._rng)
         queue = Queue(setup.limits)
         fleet = FleetState(setup, queue, self._rng)
-        super().__init__(Placement(policy, self.predictor, fleet, queue, setup.first_lease), setup.now)
+        self.placement = placement = Placement(policy, self.predictor, fleet, queue, setup.first_lease)
+        self.fleet, self.queue = fleet, queue
+        self.ledger, self._retries = placement.ledger, placement.retries
+        self.backlog = Backlog(placement, setup.now)
+        self.failover = Failover(placement, self.backlog)
         self._splitting = splitting
         self._look_for_links(setup.specs)
 
@@ -95,6 +100,11 @@ class Scheduler(Failover):
         return splits
 
     # --- for drivers and pages ---
+
+    @property
+    def in_flight(self) -> int:
+        """Number of live leases, removed instances' included."""
+        return len(self.ledger.leased)
 
     @property
     def instances(self) -> list[Instance]:
@@ -172,7 +182,7 @@ class Scheduler(Failover):
         instance = self.ledger.leased[lease.key]
         if lease.incoming or lease.hold is not None:
             self._splits.first_token(lease, instance, now)
-        instance.breaker.ended(lease.id)
+        instance.evidence.ended(lease.id)
         if lease.request.sequences and instance.token(now):
             self.fleet.reindex(now)
         instance.first_token(lease, now)
@@ -181,7 +191,7 @@ class Scheduler(Failover):
         taught = not (instance.explored and (instance.speed.begun or instance.speed.seen))
         if taught and lease.request.streamed and lease.decode is None and instance.learn_prefill(lease, now):
             if instance.profiled:
-                self.misplaced_model = instance.spec.model
+                self.failover.misplaced_model = instance.spec.model
             else:
                 self.fleet.share_speed(instance.spec.model, False)
         for journal in self.ledger.journals:
@@ -195,8 +205,8 @@ class Scheduler(Failover):
         retries = self._retries
         if retries.leases:  # another instance answers: the retry is an ordinary lease now
             retries.leases.discard(lease.id)
-            self.answered_elsewhere(lease.request)
-        if instance.health.on_answering():
+            self.failover.answered_elsewhere(lease.request)
+        if instance.evidence.on_answering():
             return self.fleet.health_changed(instance, now)
         return []
 
@@ -217,11 +227,11 @@ class Scheduler(Failover):
         unless its answer continues elsewhere: then `generated` tokens of it are part of the prompt.
         """
         request, retries = lease.request, self._retries
-        instance = self.drop(lease, now, outcome)
+        instance = self.failover.drop(lease, now, outcome)
         lease.outcome, lease.ended_at = outcome, now
         if lease.decode is not None and not lease.decode.ended:
-            self.drop(lease.decode, now)
-        health = instance.health
+            self.failover.drop(lease.decode, now)
+        evidence = instance.evidence
         commands: list[Command] = []
         if outcome is _OK:
             odd = lease.odd and self.fleet.odd(instance, lease, now)
@@ -237,24 +247,24 @@ class Scheduler(Failover):
                     )
                 if self.queue.held:
                     self.backlog.predict_again()
-            if health.on_success():
+            if evidence.on_answering(whole=True):
                 commands = self.fleet.health_changed(instance, now)
             fleet = self.fleet
             if fleet.clients.known and request.sequences:
                 fleet.clients.well(request, instance.incarnation, odd=lease.odd)
             if fleet.kinds.by_key and not odd:
                 fleet.kinds.served(request, instance.name, lease.dispatched_at)
-            if request.sequences and not lease.odd and instance.breaker.ended_well(now):
+            if request.sequences and not lease.odd and evidence.ended_well(now):
                 fleet.judge(instance, now)
         else:
             again = retry and outcome is _NO_RESPONSE and generated is None
             known = retries.attempts[request.id] if again else retries.attempts.get(request.id)
-            commands = self.ended_badly(instance, lease, outcome, known, now, again=again)
+            commands = self.failover.ended_badly(instance, lease, outcome, known, now, again=again)
             if generated is not None:
-                commands += self._go_on(lease, lease.request.goes_on(generated), now)
+                commands += self.failover.go_on(lease, lease.request.goes_on(generated), now)
                 return commands + self.backlog.flush(now)
             if retry and outcome in (Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE):
-                commands += self._retry(lease, outcome, now)
+                commands += self.failover.retry(lease, outcome, now)
                 return commands + self.backlog.flush(now)
         if retries.attempts:
             retries.forget(request.id)
@@ -277,8 +287,8 @@ class Scheduler(Failover):
 
         `features` are the request's. Within the budget of retries it is tried elsewhere, and the commands
         hold the new dispatch. A refusal (4xx) is tried at up to two others, anything else at one. If another
-        instance answers, the first answer counts: a refusal against that kind of request, anything else in
-        the breaker. If the other one fails, too, the request is at fault. 429 or 503 of an engine busy with
+        instance answers, the first answer counts: a refusal against that kind of request, anything else a
+        lost answer. If the other one fails, too, the request is at fault. 429 or 503 of an engine busy with
         others is its limit. Otherwise, and without `may_move`, the commands hold a `PassOn`; the lease lives.
         """
         request, retries, fleet = lease.request, self._retries, self.fleet
@@ -287,23 +297,23 @@ class Scheduler(Failover):
         if request.features is None:
             request.features = tuple(features)
         instance = self.ledger.leased[lease.id]
-        breaker, others = instance.breaker, instance.sequences - request.sequences
+        evidence, others = instance.evidence, instance.sequences - request.sequences
         known, ready = retries.attempts.get(request.id), fleet.ready.get(request.model)
         runs = 0 if known is None else known.runs
         refusal, busy = is_refusal(status), status in (429, 503)
-        if busy and others > 0 and request.sequences and not breaker.doubted:
+        if busy and others > 0 and request.sequences and not evidence.doubted:
             lease.judged = True
-            instance.throttle.refused(others, retry_after_s, now)
+            instance.evidence.is_full(others, retry_after_s, now)
             fleet.reindex(now)
         elif busy and request.sequences and retry_after_s is not None:
-            breaker.asked(retry_after_s, now)
+            evidence.asked(retry_after_s, now)
             fleet.reindex(now)
         elif refusal and fleet.kinds.refuses(request, instance.name, status, now):
             lease.judged = True  # it is known
-        tries = runs < (MOST_MOVES if refusal else 1) and retries.allowed(self._slots_taken)
+        tries = runs < (MOST_MOVES if refusal else 1) and retries.allowed(self.failover.slots_taken)
         tries = tries and may_move and (not refusal or fleet.kinds.may_ask(request, now))
         if tries and ready is not None:
-            commands = self._move(lease, ready, now, ran=False)
+            commands = self.failover.move(lease, ready, now, ran=False)
             if commands:
                 if not lease.judged:
                     retries.attempts[request.id].failures.append((instance, lease, status, now))
@@ -316,10 +326,26 @@ class Scheduler(Failover):
                 known.failures.clear()
                 lease.judged = True
             else:
-                self.lost_twice(instance, lease, known, now)
+                self.failover.lost_twice(instance, lease, known, now)
         elif refusal:
             lease.judged = True  # no other one was asked
         return [PassOn(request.id, lease)]
+
+    def on_moving(self, lease: Lease, generated: int, now: float) -> list[Command]:
+        """Move a lease away from a working instance, behind `generated` tokens. Without commands it stays."""
+        return self.failover.move_away(lease, generated, now)
+
+    def on_stranded(self, lease: Lease, now: float) -> list[Command]:
+        """Move a lease of `failover.stranded`. Without commands it stays."""
+        return self.failover.move_stranded(lease, now)
+
+    def on_misplaced(self, lease: Lease, now: float) -> list[Command]:
+        """Place a lease of `failover.misplaced` again: it goes, stays, or ends until `wait_again`."""
+        return self.failover.place_again(lease, now)
+
+    def wait_again(self, now: float) -> list[Command]:
+        """Queue the requests that `on_misplaced` took back."""
+        return self.failover.wait_again(now)
 
     # --- silent instances ---
 
@@ -417,7 +443,7 @@ class Scheduler(Failover):
             return []
         elif isinstance(change, Probed):
             alone = change.result is not ProbeResult.REFUSED and not fleet.has_another(instance)
-            if not instance.health.on_probe(change.result, now, alone=alone, detail=change.detail):
+            if not instance.evidence.on_probe(change.result, now, alone=alone, detail=change.detail):
                 return []
             return fleet.health_changed(instance, now) + self.backlog.flush(now)
         elif isinstance(change, CapacityLearned):

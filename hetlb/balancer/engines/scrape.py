@@ -171,7 +171,7 @@ class EngineWatch:
     def model_list(self) -> list[dict[str, Any]]:
         union: dict[str, dict[str, Any]] = {}
         for instance in self._scheduler.instances:
-            if instance.health.state is Health.EJECTED:
+            if instance.evidence.state is Health.EJECTED:
                 continue
             entries = self.models.get(instance.name)
             if entries is None and instance.spec.model:
@@ -393,9 +393,9 @@ def models_learned(name: str, entries: list[dict[str, Any]]) -> ModelsLearned:
 
 def _log_absent(instance: Instance) -> None:
     """Log that an engine did not answer the first round of probes, if so."""
-    if instance.health.state is Health.UP:
+    if instance.evidence.state is Health.UP:
         return
-    url, reason = instance.spec.url, instance.health.reason
+    url, reason = instance.spec.url, instance.evidence.reason
     tell(
         logger, Event.INSTANCE_ABSENT, "%s (%s) is not answering: %s; the others are served",
         instance.name, url, reason, instance=instance.name, url=url, reason=reason,

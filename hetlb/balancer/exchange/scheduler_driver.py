@@ -193,8 +193,9 @@ class SchedulerDriver(SchedulerSide):
     def first_token(self, lease: Lease, now: float) -> None:
         if commands := self.scheduler.on_first_token(lease, now):
             self.carry_out(commands)
-        if self.scheduler.misplaced_model is not None and self.carrier.takes_back():
-            self._move(self.scheduler.misplaced(), self.scheduler.on_misplaced, now, Outcome.MISPLACED)
+        if self.scheduler.failover.misplaced_model is not None and self.carrier.takes_back():
+            misplaced = self.scheduler.failover.misplaced()
+            self._move(misplaced, self.scheduler.on_misplaced, now, Outcome.MISPLACED)
             self.carry_out(self.scheduler.wait_again(now))
 
     def lease_ended(
@@ -228,12 +229,12 @@ class SchedulerDriver(SchedulerSide):
         self.carry_out(commands)
 
     def hung_s(self, lease: Lease, now: float) -> float | None:
-        breaker = self.scheduler.ledger.leased[lease.id].breaker
-        if breaker.works(now):
+        evidence = self.scheduler.ledger.leased[lease.id].evidence
+        if evidence.works(now):
             return None
-        if breaker.stalled_since is None or not breaker.counts(now):
+        if evidence.stalled_since is None or not evidence.counts(now):
             return 0.0
-        return now - breaker.stalled_since
+        return now - evidence.stalled_since
 
     def cancelled(self, request_id: RequestId, now: float) -> None:
         self.carry_out(self.scheduler.on_cancelled(request_id, now))
@@ -327,7 +328,7 @@ class SchedulerDriver(SchedulerSide):
         scheduler, carrier = self.scheduler, self.carrier
         if carrier.stalls.since(now - _OWN_STALL_S):
             return  # bytes that came meanwhile are not read yet
-        if scheduler.in_flight or any(each.breaker.wary(now) for each in scheduler.instances):
+        if scheduler.in_flight or any(each.evidence.wary(now) for each in scheduler.instances):
             self.carry_out(scheduler.on_sweep(carrier.tokens_at(), now, by_counters=self.by_counters))
         self._tell_stalls(now)
         if self._mover is None:
@@ -336,7 +337,7 @@ class SchedulerDriver(SchedulerSide):
     def _move_stranded(self) -> None:
         """Send elsewhere requests that wait at stalled instances; the rest soon if the budget is used up."""
         self._mover, now = None, self.carrier.now()
-        left = self._move(self.scheduler.stranded(now), self.scheduler.on_stranded, now)
+        left = self._move(self.scheduler.failover.stranded(now), self.scheduler.on_stranded, now)
         if left and self.scheduler.placement.retries.leases:
             self._mover = self.carrier.loop.call_later(_NEXT_MOVES_S, self._move_stranded)
 
@@ -360,9 +361,9 @@ class SchedulerDriver(SchedulerSide):
 
     def _tell_stalls(self, now: float) -> None:
         """Log which instances have stalled, or do so no more."""
-        stalled = {each.name for each in self.scheduler.instances if each.breaker.stalled_since is not None}
+        stalled = {each.name for each in self.scheduler.instances if each.evidence.stalled_since is not None}
         for name in stalled - self._stalled:
-            why = self.scheduler.fleet.instances[name].breaker.why(now)
+            why = self.scheduler.fleet.instances[name].evidence.why(now)
             text = "%s has %s: it gets one request at a time"
             tell(logger, Event.INSTANCE_STALLED, text, name, why, instance=name, reason=why)
             self.carrier.counted.instances[name].stalls += 1

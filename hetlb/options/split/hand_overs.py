@@ -53,7 +53,7 @@ class Parts:
             for each in self.instances
             if (tried is None or each.name not in tried)
             and (each.longest_request_tokens is None or tokens <= each.longest_request_tokens)
-            and not each.throttle.active(now)
+            and not each.evidence.active(now)
             and (ceiling is None or ready.class_of(each) < ceiling)
         ]
         return found if _splits(found) else []
@@ -156,11 +156,11 @@ class HandOvers(Splitting):
         assert decode is not None, f"{lease!r} is no prefill leg"
         leased = self._ledger.leased
         source, target = leased[lease.id], leased[decode.id]
-        if decode.incoming and (target.removed or target.health.state is Health.EJECTED):
+        if decode.incoming and (target.removed or target.evidence.state is Health.EJECTED):
             return self.unsplit(lease, Outcome.OK, now)
         self._end_prefill(lease, decode, now)
         commands: list[Command] = []
-        if source.health.on_success():
+        if source.evidence.on_answering(whole=True):
             commands = self._scheduler.fleet.health_changed(source, now)
         if decode.incoming:
             target.begin(decode, now)
@@ -207,13 +207,13 @@ class HandOvers(Splitting):
             self._transfer_failed(lease, now)
         if lease.decode is not None:
             predicted = lease.decode.predicted_output
-            scheduler.drop(lease.decode, now)
+            scheduler.failover.drop(lease.decode, now)
         if outcome is Outcome.OK and lease.decode is not None:
             self._end_prefill(lease, None, now)
         else:
-            instance = scheduler.drop(lease, now)
+            instance = scheduler.failover.drop(lease, now)
             known = self._retries.attempts.get(request.id)
-            commands = scheduler.ended_badly(instance, lease, outcome, known, now, again=False)
+            commands = scheduler.failover.ended_badly(instance, lease, outcome, known, now, again=False)
         attempts = self._retries.attempts[request.id]
         attempts.whole = True
         if outcome in (Outcome.CONNECT_FAILED, Outcome.NO_RESPONSE):

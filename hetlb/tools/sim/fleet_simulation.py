@@ -383,9 +383,9 @@ class FleetSimulation:
         scheduler, lease = flight.leased
         now = self._events.now
         self._carry_out(scheduler, scheduler.on_first_token(lease, now))
-        if scheduler.misplaced_model is None:
+        if scheduler.failover.misplaced_model is None:
             return
-        for misplaced in scheduler.misplaced():
+        for misplaced in scheduler.failover.misplaced():
             moved = self._by_id[misplaced.request.id]
             sequences, engine = moved.sequences, moved.engine
             if all(each.state in _WITHOUT_TOKEN for each in sequences):

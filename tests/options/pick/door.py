@@ -14,8 +14,7 @@ from proxy.upstreams import PLAIN_BODY
 from hetlb.balancer.clients.router import Router
 from hetlb.balancer.clients.token_estimator import TokenEstimator
 from hetlb.balancer.config.fleet_tables import PickTable, ProxyTable
-from hetlb.balancer.core.health import HealthTracker
-from hetlb.balancer.core.instance_throttle import InstanceThrottle
+from hetlb.balancer.core.evidence import Evidence
 from hetlb.balancer.core.types import Health
 from hetlb.cli.serving_options import OPTIONS
 from hetlb.options.pick.calls import receive
@@ -83,8 +82,7 @@ class Door:
         check_scheduler(self.scheduler)
         # Nothing of one input is to be held against the next.
         instance = self.scheduler.instances[0]
-        instance.health = HealthTracker(random.Random(0), Health.UP)
-        instance.throttle = InstanceThrottle(instance.breaker)
+        instance.evidence = Evidence(random.Random(0), 0.0, Health.UP)
 
 
 def messages_of(data: bytes) -> list[bytes]:

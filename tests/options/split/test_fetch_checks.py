@@ -10,7 +10,7 @@ from helpers import spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetlb.balancer.core.health import HealthTracker
+from hetlb.balancer.core.evidence import Evidence
 from hetlb.balancer.core.instance import Instance
 from hetlb.options.split.fetch_checks import (
     FETCHED,
@@ -27,7 +27,7 @@ LATER = 10.0 * LAG_S
 
 
 def instance(number: int) -> Instance:
-    return Instance(spec(f"i{number}"), number, HealthTracker(random.Random(0)), 0.0)
+    return Instance(spec(f"i{number}"), number, Evidence(random.Random(0), 0.0), 0.0)
 
 
 A, B, TARGET = instance(1), instance(2), instance(9)

@@ -48,7 +48,7 @@ async def silence(running: Running, chats: bool, engines: list[Standing]) -> Non
         return loop.time() > until
 
     await turns_until(over)
-    assert [each.breaker.why(loop.time()) for each in running.scheduler.instances] == ["", ""]
+    assert [each.evidence.why(loop.time()) for each in running.scheduler.instances] == ["", ""]
 
 
 async def beside_sessions(

@@ -105,13 +105,13 @@ def _out(instance: Instance, now: float) -> str:
     """Return why an instance takes no requests, or single ones; "" if it takes them."""
     if instance.admin is not AdminState.READY:
         return "draining" if instance.admin is AdminState.DRAIN else "in maintenance"
-    if instance.health.state is Health.EJECTED:
+    if instance.evidence.state is Health.EJECTED:
         return "ejected"
     if instance.asleep:
         return "asleep"
-    if instance.breaker.stalled_since is not None:
+    if instance.evidence.stalled_since is not None:
         return "stalled"
-    return "held back" if instance.breaker.restrained(now) else ""
+    return "held back" if instance.evidence.standing(now) is not None else ""
 
 
 def documents(

@@ -1,4 +1,4 @@
-"""Every row of the transition table in `hetlb.balancer.core.health`."""
+"""Every row of the transition table in `hetlb.balancer.core.evidence_table`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ import random
 
 import pytest
 
-from hetlb.balancer.core.health import (
-    EJECTION_JITTER_SHARE,
-    EJECTION_S,
-    FALL_PROBES,
-    FLAPPING_S,
-    MOST_EJECTION_S,
-    HealthTracker,
-)
+from hetlb.balancer.core.evidence import EJECTION_JITTER_SHARE, Evidence
+from hetlb.balancer.core.evidence_table import EJECTION_S, FALL_PROBES, FLAPPING_S, MOST_EJECTION_S
 from hetlb.balancer.core.types import Health, ProbeResult
 
 
-def tracker(state: Health = Health.UP) -> HealthTracker:
-    return HealthTracker(random.Random(0), state)
+def tracker(state: Health = Health.UP) -> Evidence:
+    return Evidence(random.Random(0), 0.0, state)
 
 
 @pytest.mark.parametrize("state", [Health.UP, Health.SUSPECT])
@@ -34,7 +28,7 @@ def test_a_suspect_is_up_after_one_probe_or_one_answer() -> None:
     assert health.on_probe(ProbeResult.OK, 0.0)
     assert health.state is Health.UP
     health = tracker(Health.SUSPECT)
-    assert health.on_success()
+    assert health.on_answering(whole=True)
     assert health.state is Health.UP
 
 
@@ -48,7 +42,7 @@ def test_tokens_that_flow_outweigh_missed_probes() -> None:
     health = tracker()
     for _ in range(20):
         health.on_probe(ProbeResult.FAILED, 0.0)
-        health.on_success()
+        health.on_answering(whole=True)
     assert health.state is Health.UP
 
 

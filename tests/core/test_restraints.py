@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from hetlb.balancer.core.circuit_breaker import CircuitBreaker
 from hetlb.balancer.core.client_answers import ClientAnswers
-from hetlb.balancer.core.instance_throttle import BUSY_CAP_S, FORGOTTEN_S, LIMIT_S, InstanceThrottle
+from hetlb.balancer.core.evidence import BUSY_CAP_S, FORGOTTEN_S, Evidence
+from hetlb.balancer.core.evidence_table import LIMIT_S
+from hetlb.balancer.core.types import Health
 
 
-def throttle(lost: int = 0) -> InstanceThrottle:
+def throttle(lost: int = 0) -> Evidence:
     """Return the throttle of an instance that lost `lost` answers at 0 s, beside one that is well."""
-    breaker, other = CircuitBreaker(0.0), CircuitBreaker(0.0)
+    breaker, other = [Evidence(random.Random(0), 0.0, Health.UP) for _ in range(2)]
     for _ in range(lost):
         breaker.ended_badly(0, 0.0, "", "", 0.0)
     breaker.weigh(ClientAnswers(), 1)
     breaker.judge([breaker, other], 0.0)
-    return InstanceThrottle(breaker)
+    return breaker
 
 
 def test_at_first_nothing_restrains_it() -> None:
-    fresh = InstanceThrottle(CircuitBreaker(0.0))
+    fresh = Evidence(random.Random(0), 0.0, Health.UP)
     assert not fresh.restarted
     assert not fresh.active(-1e9)
     assert fresh.restraint(1000, 8, -1e9) == ""
-    assert fresh.reason(8, -1e9) == ""
+    assert fresh.less(8, -1e9) == ""
 
 
 # --- slow start ---
@@ -40,7 +43,7 @@ def test_what_it_may_run_grows_from_one_to_all() -> None:
         assert slow.restraint(0, 8, now) == ""
         assert slow.restraint(places - 1, 8, now) == ""
         assert slow.restraint(max(1, places), 8, now) == f"slow start: {places} of 8 slots"
-        assert slow.reason(8, now) == f"slow start: {places} of 8 slots"
+        assert slow.less(8, now) == f"slow start: {places} of 8 slots"
     assert slow.restraint(8, 8, 110.0) == "slow start: 8 of 8 slots"
     assert not slow.active(110.0)
     assert slow.restraint(8, 8, 109.0) == "", "it is over once and for all"
@@ -61,7 +64,7 @@ def test_a_slow_start_ends_when_it_is_told_to() -> None:
     slow.begin_slow_start(10.0, 0.0)
     assert slow.end_slow_start()
     assert slow.restraint(7, 8, 0.0) == ""
-    assert slow.reason(8, 0.0) == ""
+    assert slow.less(8, 0.0) == ""
 
 
 # --- a limit that was learnt ---
@@ -69,45 +72,45 @@ def test_a_slow_start_ends_when_it_is_told_to() -> None:
 
 def test_what_it_refused_beside_others_is_its_limit() -> None:
     full = throttle()
-    full.refused(3, 5.0, 100.0)
+    full.is_full(3, 5.0, 100.0)
     reason = "full: it refused more than 3 requests"
     assert full.restraint(2, 8, 104.9) == ""
     assert full.restraint(3, 8, 104.9) == reason
-    assert full.reason(8, 101.0) == "full: it refused more than 3 requests"
-    assert full.reason(3, 101.0) == ""
+    assert full.less(8, 101.0) == "full: it refused more than 3 requests"
+    assert full.less(3, 101.0) == ""
     assert full.active(105.0 + FORGOTTEN_S - 0.001)
     assert not full.active(105.0 + FORGOTTEN_S)
 
 
 def test_after_the_time_one_more_is_tried_and_then_more() -> None:
     full = throttle()
-    full.refused(3, None, 0.0)
+    full.is_full(3, None, 0.0)
     for after, limit in ((0.0, 4), (0.9, 4), (1.0, 5), (3.0, 7)):
         assert full.limit(LIMIT_S + after) == limit
-    full.refused(4, None, LIMIT_S + 0.5)
+    full.is_full(4, None, LIMIT_S + 0.5)
     assert full.limit(LIMIT_S + 0.6) == 4
 
 
 @pytest.mark.parametrize("ran", [0, -1, 1])
 def test_a_limit_is_one_at_least(ran: int) -> None:
     full = throttle()
-    full.refused(ran, 5.0, 0.0)
+    full.is_full(ran, 5.0, 0.0)
     assert [bool(full.restraint(running, 8, 1.0)) for running in (0, 1)] == [False, True]
 
 
 def test_of_two_times_the_later_holds_up_to_a_cap() -> None:
     full = throttle()
-    full.refused(5, 20.0, 100.0)
-    full.refused(4, 1.0, 101.0)
+    full.is_full(5, 20.0, 100.0)
+    full.is_full(4, 1.0, 101.0)
     assert (full.limit(119.9), full.limit(120.0)) == (4, 5)
-    full.refused(4, 1e9, 102.0)
+    full.is_full(4, 1e9, 102.0)
     assert (full.limit(102.0 + BUSY_CAP_S - 0.1), full.limit(102.0 + BUSY_CAP_S)) == (4, 5)
 
 
 def test_of_several_restraints_the_strictest_is_told() -> None:
     all_three = throttle(lost=3)
     all_three.begin_slow_start(8.0, 0.0)
-    all_three.refused(3, 4.0, 0.0)
+    all_three.is_full(3, 4.0, 0.0)
     assert all_three.restraint(1, 8, 0.5).startswith("on trial")
     assert all_three.restraint(1, 8, 0.5, doubt=False) == "slow start: 1 of 8 slots"
     assert all_three.restraint(3, 64, 2.0).startswith("full")

@@ -8,21 +8,16 @@ from typing import Any
 import pytest
 from helpers import MODEL, dispatched, make_scheduler, request, spec
 
-from hetlb.balancer.core.circuit_breaker import (
-    LEAST_SILENCE_S,
-    MOST_PAUSE_S,
-    PAUSE_S,
-    CircuitBreaker,
-    lower_share,
-)
+from hetlb.balancer.core.evidence import Evidence, lower_share
+from hetlb.balancer.core.evidence_table import LEAST_SILENCE_S, MOST_PAUSE_S, PAUSE_S
 from hetlb.balancer.core.policies.registry import POLICIES
 from hetlb.balancer.core.scheduler import Scheduler
 from hetlb.balancer.core.types import Dispatch, EngineSample, Lease, ModelsLearned, Outcome, PassOn
 from hetlb.tools.sim.integrity import check_scheduler
 
 
-def breaker(scheduler: Scheduler, name: str) -> CircuitBreaker:
-    return next(each.breaker for each in scheduler.instances if each.name == name)
+def breaker(scheduler: Scheduler, name: str) -> Evidence:
+    return next(each.evidence for each in scheduler.instances if each.name == name)
 
 
 def whole(scheduler: Scheduler, lease: Lease, now: float) -> None:
@@ -90,7 +85,7 @@ def test_what_all_refuse_alike_is_the_clients_own(fleet: str, policy: str) -> No
             running.append(lease)
         while len(running) > 5:
             whole(scheduler, running.pop(0), now)
-        assert not any(each.breaker.lost for each in scheduler.instances), i
+        assert not any(each.evidence.lost for each in scheduler.instances), i
     check_scheduler(scheduler)
 
 
@@ -124,7 +119,7 @@ def test_clients_whose_every_second_request_is_wrong_change_nothing() -> None:
         if lease is not None:
             whole(scheduler, lease, now)
         for each in scheduler.instances:
-            assert not each.breaker.wary(now)
+            assert not each.evidence.wary(now)
 
 
 @pytest.mark.parametrize("own", ["of-a", "of-b", "of-all"])
@@ -195,7 +190,7 @@ def test_what_says_nothing_stalls_and_its_requests_go_elsewhere(policy: str) -> 
         scheduler.on_sweep({}, now)
         assert now < 10.0
     assert now - 1.0 > LEAST_SILENCE_S
-    (stranded,) = scheduler.stranded(now)
+    (stranded,) = scheduler.failover.stranded(now)
     moved = dispatched(scheduler.on_stranded(stranded, now))
     assert (stranded.ended, moved.instance != hung) == (True, True)
     whole(scheduler, moved, now + 0.1)

@@ -1,32 +1,36 @@
-"""Circuit breaker of one instance: lost answers and silence trip it, trials close it again.
+"""Evidence about one instance: what it is believed to be, from what, and what it gets meanwhile.
 
-A lost answer is a server error, a 429 or 503 of an idle server, a wrong answer, an error event, a broken
-stream, a closed connection, or a client that left after a long wait without a byte. Not counted are refusals
-of a kind of request (4xx, see `refused_kinds.py`) and requests that two instances lose. The share of lost
-answers, weighted by client (`client_answers.py`), is compared with the best other instance of the model:
+It obeys the tables of `evidence_table.py`, which docs/behaviour.md prints: changes of its state (suspect, up,
+ejected), restraints of an instance that is up (trials alone, or less), and the facts that change either.
+
+A lost answer counts by its client (`client_answers.py`). A refusal counts for its kind of request alone
+(`refused_kinds.py`). The share of lost answers is compared with the best other instance of the model, as
 clients cause losses that hit all instances alike. `excess` is the certain part of the difference,
 
     excess = max(0, (lower(own) - best) / (1 - best)),
 
-with the lower end of Wilson's score interval (JASA 22, 1927) for the own share. An instance in doubt or
-stalled gets one request at a time, a trial. A lost trial is followed by a pause of a second or more. Some
-trials in a row must end well, and twice as many after each further doubt within a minute. An instance with a
-stated `retry-after` gets no trial before that time. If all instances of a model are restrained, none is. With
-any excess the instance also gets trials beside its requests by score: old evidence does not leave it idle.
+with the lower end of Wilson's score interval (JASA 22, 1927) for the own share. With any excess an instance
+also gets trials beside its requests by score: old evidence does not leave it idle.
 """
 
 from __future__ import annotations
 
 import math
+import random
+from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
 from mypy_extensions import mypyc_attr
 
+from hetlb.balancer.core import evidence_table as table
 from hetlb.balancer.core.client_answers import ClientAnswers
+from hetlb.balancer.core.state_transition import Transition
+from hetlb.balancer.core.types import Health, ProbeResult
 
-#: Age of evidence that counts 1/e, in seconds.
-MEMORY_S: Final = 20.0
+#: Relative variation of the duration of an ejection; ejections of which the times are kept.
+EJECTION_JITTER_SHARE: Final = 0.2
+_KEPT_EJECTIONS: Final = 8
 #: Least excess of an instance in doubt, and the least number of lost answers for it: one is no fault.
 DOUBT_EXCESS: Final = 0.3
 _LEAST_LOST_ANSWERS: Final = 1.5
@@ -35,47 +39,50 @@ _SURE_EXCESS: Final = 0.02
 _SURE_LOST_ANSWERS: Final = 2.5
 #: Number of answers remembered, so that a few new ones outweigh them.
 _MOST_ANSWERS: Final = 16.0
-#: Good answers in a row before earlier losses are forgotten; doubled with each doubt within `_RELAPSE_S` of
-#: the one before, and the largest value.
-FORGIVING_ANSWERS: Final = 3
-MOST_FORGIVING_ANSWERS: Final = 24
-_RELAPSE_S: Final = 60.0
-#: Requests lost in a row, here and elsewhere, before they count: not every request can be at fault.
-_MOST_LOST_AS_ELSEWHERE: Final = 5
 #: Standard deviations from a share down to the begin of its interval: 90 % one-sided.
 _LOWER_DEVIATIONS: Final = 1.28
 #: Lost answers, and all answers, assumed of another instance before any ended there.
 _PRIOR_LOST_ANSWERS: Final = 0.2
 _PRIOR_ANSWERS: Final = 2.0
-#: Seconds of a pause after a trial, doubled with each trial that fails, and the longest.
-PAUSE_S: Final = 1.0
-MOST_PAUSE_S: Final = 3.0
-#: Multiple of the expected time, and seconds, without a token: then the instance is stalled.
-STALL_FACTOR: Final = 5.0
-LEAST_SILENCE_S: Final = 2.0
-#: The same while no answer has shown its speed.
-UNKNOWN_SILENCE_S: Final = 10.0
-#: Seconds, and `STALL_FACTOR` steps, without a token: the stream has stopped, this is no slow step.
-STANDS_S: Final = 0.5
 #: Seconds that scraped counters show for whether an engine works.
 COUNTERS_STALE_S: Final = 5.0
 #: Seconds that a client waits before its next try (OpenAI's SDK).
 _NEXT_TRY_S: Final = 0.5
 _MOST_EXCESS: Final = 0.95
+#: Longest time in seconds for which an engine is believed that says when to come again.
+BUSY_CAP_S: Final = 60.0
+#: Seconds after which a limit is forgotten, and its growth in a second, as a share of it.
+FORGOTTEN_S: Final = 10.0
+_GROWTH_SHARE: Final = 0.25
 
 
 @mypyc_attr(acyclic=True)
-class CircuitBreaker:
-    """Evidence about the answers of one instance, and its trials while they are bad."""
+class Evidence:
+    """Evidence about one incarnation of one instance, its state, and its trials."""
 
     __slots__ = (
-        "_aged_at", "_doubted_at", "_generated", "_in_a_row", "_losses", "_lost_as_elsewhere", "_pause_s",
-        "asked_until", "doubted", "excess", "forgiving", "lost", "lost_s", "moved_at", "next_trial_at",
-        "odd_at", "overdue_s", "read_at", "reason", "silent_since", "stalled_since", "still", "token_at",
+        "_aged_at", "_been_up", "_doubted_at", "_generated", "_in_a_row", "_limit", "_limit_until",
+        "_losses", "_lost_as_elsewhere", "_pause_s", "_probe_failures", "_probe_successes", "_ramp_s",
+        "_ramp_since", "_rng", "asked_until", "clean", "doubt", "doubted", "ejected_until", "ejections",
+        "excess", "forgiving", "gone", "lost", "lost_s", "moved_at", "next_trial_at", "odd_at", "overdue_s",
+        "read_at", "reason", "restarted", "silent_since", "stalled_since", "state", "still", "token_at",
         "trial", "well",
     )  # fmt: skip
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, rng: random.Random, now: float, state: Health = Health.SUSPECT) -> None:
+        self._rng = rng
+        self.state = state
+        #: Reason of its state.
+        self.reason = "not probed yet" if state is Health.SUSPECT else ""
+        self.ejected_until = 0.0
+        #: Times of its ejections, each within `FLAPPING_S` of the one before.
+        self.ejections: deque[float] = deque(maxlen=_KEPT_EJECTIONS)
+        #: True if it is up and no good answer could make it any better.
+        self.clean = state is Health.UP
+        self._probe_failures = self._probe_successes = 0
+        #: True if no process listened at its address since its process was seen last.
+        self.gone = False
+        self._been_up = state is Health.UP
         #: Answers that ended well, and lost ones that count, of about the last `MEMORY_S` seconds.
         self.well = self.lost = 0.0
         #: All lost ones of them, by client and session.
@@ -88,11 +95,12 @@ class CircuitBreaker:
         #: Time of its newest odd or missing answer while others answer well.
         self.odd_at = -math.inf
         #: Good answers in a row that end its doubt; time of the last begin or end of a doubt.
-        self.forgiving, self._doubted_at = FORGIVING_ANSWERS, -math.inf
+        self.forgiving, self._doubted_at = table.FORGIVING_ANSWERS, -math.inf
         self._aged_at = now
         self.excess = 0.0
         self.doubted = False
-        self.reason = ""
+        #: Reason of the doubt.
+        self.doubt = ""
         #: Time before which it asked for no requests (`retry-after`).
         self.asked_until = -math.inf
         #: Time of its last token, as far as it is known.
@@ -110,7 +118,84 @@ class CircuitBreaker:
         #: Lease id of the current trial, 0 for none.
         self.trial = 0
         self.next_trial_at = -math.inf
-        self._pause_s = PAUSE_S
+        self._pause_s = table.PAUSE_S
+        #: True if its process is new and is not up yet.
+        self.restarted = False
+        #: Begin and length of its slow start.
+        self._ramp_since: float | None = None
+        self._ramp_s = 0.0
+        #: Sequences beyond which it refused, and until when that holds as it is.
+        self._limit = 0
+        self._limit_until = -math.inf
+
+    # --- probes and connections ---
+
+    def on_probe(self, result: ProbeResult, now: float, *, alone: bool = False, detail: str = "") -> bool:
+        """Take a probe's result. True if the state changed. `alone`: no other instance could take over."""
+        if result is ProbeResult.OK:
+            self._probe_failures = 0
+            self._probe_successes += 1
+            if self.state is Health.SUSPECT:
+                return self._enter(table.ANSWERS, "probe answered")
+            enough = self._probe_successes >= table.RISE_PROBES and (now >= self.ejected_until or alone)
+            if self.state is Health.EJECTED and enough:
+                return self._enter(table.RECOVERS, f"{self._probe_successes} probes answered")
+            return False
+        self._probe_successes = 0
+        if result is ProbeResult.REFUSED:
+            return self.on_absent(now, detail)
+        self.clean = False
+        self._probe_failures += 1
+        if self.state is Health.UP and self._probe_failures >= table.FALL_PROBES:
+            reason = f"{self._probe_failures} probes failed in a row{detail and f': {detail}'}"
+            if alone:
+                return self._enter(table.PROBES_FAIL_ALONE, reason)
+            return self._eject(table.PROBES_FAIL, reason, now)
+        if self.state is Health.SUSPECT:
+            self.reason = detail or "a probe failed"
+        return False
+
+    def on_absent(self, now: float, detail: str = "") -> bool:
+        """Eject at a refused connection: no process listens. No back-off: it may return at once."""
+        self._probe_successes = 0
+        self.gone = self._been_up
+        if self.state is Health.EJECTED:
+            self.reason = detail or self.reason
+            return False
+        return self._eject(table.REFUSED, detail or "connection refused", now)
+
+    def on_answering(self, *, whole: bool = False) -> bool:
+        """Note that an answer began, or is `whole` and well. Return True if the state changed."""
+        if self.clean:
+            return False
+        self._probe_failures = 0
+        if self.state is Health.SUSPECT:
+            return self._enter(table.ANSWERS, "answered a request")
+        self.clean = whole and self.state is Health.UP
+        return False
+
+    # --- states ---
+
+    def _eject(self, transition: Transition[Health], reason: str, now: float) -> bool:
+        ejections = self.ejections
+        if ejections and now - ejections[-1] > table.FLAPPING_S:
+            ejections.clear()
+        ejections.append(now)
+        doublings = len(ejections) - 1 - (transition is table.REFUSED)
+        seconds = 0.0 if doublings < 0 else min(table.MOST_EJECTION_S, table.EJECTION_S * 2.0**doublings)
+        self.ejected_until = now + seconds * (1.0 + EJECTION_JITTER_SHARE * (2.0 * self._rng.random() - 1.0))
+        return self._enter(transition, reason)
+
+    def _enter(self, transition: Transition[Health], reason: str) -> bool:
+        assert self.state in transition.before, f"{self.state.value}: {transition.event}"
+        self.state = state = transition.after
+        self.reason = reason
+        self.clean = False
+        self._been_up = self._been_up or state is Health.UP
+        if state is Health.EJECTED:
+            self._probe_successes = 0
+        self._probe_failures = 0
+        return True
 
     # --- ends of its answers ---
 
@@ -148,16 +233,14 @@ class CircuitBreaker:
 
     def not_lost(self, client: str, session: str) -> None:
         """Take back a lost answer of a client."""
-        left = self._losses.get((client, session), 0.0) - 1.0
+        left = self._losses.pop((client, session), 0.0) - 1.0
         if left > 0.0:
             self._losses[client, session] = left
-        else:
-            self._losses.pop((client, session), None)
 
     def lost_as_elsewhere(self) -> bool:
         """Note that two instances lost a request. Return True after several of these without an answer."""
         self._lost_as_elsewhere += 1
-        return self._lost_as_elsewhere >= _MOST_LOST_AS_ELSEWHERE
+        return self._lost_as_elsewhere >= table.MOST_LOST_AS_ELSEWHERE
 
     def weigh(self, answers: ClientAnswers, incarnation: int) -> None:
         """Set the number of lost answers that count, by the answers of their clients elsewhere.
@@ -201,7 +284,7 @@ class CircuitBreaker:
 
     def asked(self, seconds: float, now: float) -> None:
         """Send an idle engine nothing for `seconds`, as it asked; at most `MOST_PAUSE_S`."""
-        self.asked_until = max(self.asked_until, now + min(seconds, MOST_PAUSE_S))
+        self.asked_until = max(self.asked_until, now + min(seconds, table.MOST_PAUSE_S))
         self.next_trial_at = max(self.next_trial_at, self.asked_until)
 
     def forget(self) -> None:
@@ -213,7 +296,7 @@ class CircuitBreaker:
         self.asked_until = -math.inf
         self.trial = 0
 
-    def judge(self, others: Iterable[CircuitBreaker], now: float) -> bool:
+    def judge(self, others: Iterable[Evidence], now: float) -> bool:
         """Compare its share of lost answers with the others'. Return True if a doubt or an excess changed.
 
         Call `weigh` for all of them first.
@@ -233,21 +316,21 @@ class CircuitBreaker:
         self.doubted = sure or self.excess >= DOUBT_EXCESS
         if before[0] is not self.doubted:
             if self.doubted:
-                relapsed = now - self._doubted_at < _RELAPSE_S
-                twice = min(MOST_FORGIVING_ANSWERS, 2 * self.forgiving)
-                self.forgiving = twice if relapsed else FORGIVING_ANSWERS
+                relapsed = now - self._doubted_at < table.RELAPSE_S
+                twice = min(table.MOST_FORGIVING_ANSWERS, 2 * self.forgiving)
+                self.forgiving = twice if relapsed else table.FORGIVING_ANSWERS
             self._doubted_at = now
         if self.doubted:
-            self.reason = f"{self.lost:.0f} of its last {self.lost + self.well:.0f} answers failed"
+            self.doubt = f"{self.lost:.0f} of its last {self.lost + self.well:.0f} answers failed"
         elif before[0]:
-            self.trial, self._pause_s = 0, PAUSE_S
+            self.trial, self._pause_s = 0, table.PAUSE_S
         return before != (self.doubted, self.excess > 0.0)
 
     def age(self, now: float) -> None:
         """Reduce the weight of old evidence."""
         since = now - self._aged_at
         if since > 0.0:
-            keep = math.exp(-since / MEMORY_S)
+            keep = math.exp(-since / table.MEMORY_S)
             self._scale(keep)
             self._aged_at = now
 
@@ -296,15 +379,15 @@ class CircuitBreaker:
             self.overdue_s = late_s
             return False
         self.overdue_s = max(late_s, silence_s - need_s)
-        if silence_s <= STALL_FACTOR * need_s or self.stalled_since is not None:
+        if silence_s <= table.STALL_FACTOR * need_s or self.stalled_since is not None:
             return False
         if silence_s > stands_s:
             self.silent_since = now - silence_s
         if silence_s <= least_s or (self.counts(now) and not self.still):
             return False  # it may have worked since its last token: the next scrape tells
         self.stalled_since = now
-        self._pause_s = PAUSE_S
-        self.next_trial_at = now + PAUSE_S
+        self._pause_s = table.PAUSE_S
+        self.next_trial_at = now + table.PAUSE_S
         return True
 
     def _goes_on(self, now: float) -> bool:
@@ -321,21 +404,25 @@ class CircuitBreaker:
         return self.stalled_since is not None and self._goes_on(now)
 
     def _begin_trials(self, now: float) -> None:
-        self.trial, self._pause_s, self.next_trial_at = 0, PAUSE_S, now
+        self.trial, self._pause_s, self.next_trial_at = 0, table.PAUSE_S, now
 
     # --- trials meanwhile ---
 
-    def restrained(self, now: float) -> bool:
-        """Return True if it gets one trial at a time."""
-        return self.doubted or self.stalled_since is not None or now < self.asked_until
+    def standing(self, now: float) -> table.Restraint | None:
+        """Return the restraint that allows trials alone, or nothing; None without one."""
+        if self.stalled_since is not None:
+            return table.STALLED
+        if self.doubted:
+            return table.DOUBTED
+        return table.ASKED if now < self.asked_until else None
 
     def held(self, now: float) -> bool:
         """Return True if it gets no request now, not even a trial."""
-        return self.restrained(now) and not self._may_try(now)
+        return self.standing(now) is not None and not self._may_try(now)
 
     def wary(self, now: float) -> bool:
         """Return True if it gets trials, as it is restrained or the score keeps requests away."""
-        return self.excess > 0.0 or self.restrained(now)
+        return self.excess > 0.0 or self.standing(now) is not None
 
     def due(self, now: float) -> bool:
         """Return True if the next request is to be its trial."""
@@ -349,18 +436,17 @@ class CircuitBreaker:
         if self.wary(now):
             self.trial = lease_id
             self.next_trial_at = now + self._pause_s
-            self._pause_s = min(MOST_PAUSE_S, 2.0 * self._pause_s)
+            self._pause_s = min(table.MOST_PAUSE_S, 2.0 * self._pause_s)
 
     def why(self, now: float) -> str:
         """Return the reason of the restraint, for people; "" without one."""
-        if self.stalled_since is not None:
-            silent = now - (self.silent_since or self.stalled_since)
-            return f"stalled: no token for {silent:.3g} s"
-        if self.doubted:
-            return f"on trial: {self.reason}, more than elsewhere"
-        if now < self.asked_until:
-            return f"it asked to come again in {self.asked_until - now:.3g} s"
-        return ""
+        standing = self.standing(now)
+        if standing is table.STALLED:
+            silent = now - (self.silent_since or self.stalled_since or now)
+            return f"{table.STALLED.name}: no token for {silent:.3g} s"
+        if standing is table.DOUBTED:
+            return f"{table.DOUBTED.name}: {self.doubt}, more than elsewhere"
+        return "" if standing is None else f"it asked to come again in {self.asked_until - now:.3g} s"
 
     def later_s(self, end_s: float) -> float:
         """Return the expected delay of a good answer beyond the forecast `end_s`, in seconds.
@@ -370,6 +456,59 @@ class CircuitBreaker:
         """
         tries = self.excess / (1.0 - self.excess)
         return self.overdue_s + tries * (self.lost_s + _NEXT_TRY_S + end_s)
+
+    # --- its process is new, or it is full ---
+
+    def begin_slow_start(self, seconds: float, now: float) -> None:
+        """Let it run only a growing part of what it can for some seconds."""
+        self.restarted = False
+        self._ramp_since, self._ramp_s = (now, seconds) if seconds > 0.0 else (None, 0.0)
+
+    def end_slow_start(self) -> bool:
+        """End the slow start. True if there was one."""
+        ended = self._ramp_since is not None
+        self._ramp_since = None
+        return ended
+
+    def is_full(self, sequences: int, retry_after_s: float | None, now: float) -> None:
+        """Learn that it takes no more than `sequences`, for the time that it asked for if it did."""
+        seconds = table.LIMIT_S if retry_after_s is None else min(retry_after_s, BUSY_CAP_S)
+        until = now + seconds
+        if now >= self._limit_until or sequences < self._limit:
+            self._limit = max(1, sequences)
+        self._limit_until = max(self._limit_until, until)
+
+    def limit(self, now: float) -> float:
+        """Return the sequences that it is believed to take, infinite if unknown."""
+        since = now - self._limit_until
+        if since >= FORGOTTEN_S:
+            return math.inf
+        if since < 0.0:
+            return self._limit
+        return self._limit + 1 + int(since * max(1.0, _GROWTH_SHARE * self._limit))
+
+    def active(self, now: float) -> bool:
+        """Return True if the instance may now not be treated like any other."""
+        if self._ramp_since is not None and now - self._ramp_since >= self._ramp_s:
+            self._ramp_since = None
+        limited = now - self._limit_until < FORGOTTEN_S
+        return self._ramp_since is not None or limited or self.wary(now)
+
+    def less(self, max_num_seqs: int, now: float) -> str:
+        """Return the reason for which it may not take all that it can now, "" without one; for people."""
+        return self.why(now) or self.restraint(max_num_seqs - 1, max_num_seqs, now, doubt=False)
+
+    def restraint(self, sequences: int, max_num_seqs: int, now: float, *, doubt: bool = True) -> str:
+        """Return why it may take no more now, "" where it may; `doubt`: trials count, too."""
+        if doubt and self.held(now):
+            return self.why(now)
+        wanted = sequences + 1
+        if self._ramp_since is not None:
+            slots = max_num_seqs * max(0.0, now - self._ramp_since) / self._ramp_s
+            if wanted > max(1.0, slots):
+                return f"{table.SLOW_START.name}: {max(1, int(slots))} of {max_num_seqs} slots"
+        limit = self.limit(now)
+        return f"full: it refused more than {limit:.0f} requests" if wanted > limit else ""
 
 
 def lower_share(lost: float, count: float) -> float:

@@ -6,15 +6,8 @@ import random
 
 import pytest
 
-from hetlb.balancer.core.health import (
-    EJECTION_JITTER_SHARE,
-    EJECTION_S,
-    FALL_PROBES,
-    RISE_PROBES,
-    HealthTracker,
-    Verdict,
-    verdict,
-)
+from hetlb.balancer.core.evidence import EJECTION_JITTER_SHARE, Evidence
+from hetlb.balancer.core.evidence_table import EJECTION_S, FALL_PROBES, RISE_PROBES, Verdict, verdict
 from hetlb.balancer.core.types import Health, Outcome, ProbeResult
 
 OK, FAILED, REFUSED = ProbeResult.OK, ProbeResult.FAILED, ProbeResult.REFUSED
@@ -31,11 +24,11 @@ class Fixed(random.Random):
         return self.drawn
 
 
-def tracker(state: Health = Health.UP, drawn: float = 0.5) -> HealthTracker:
-    return HealthTracker(Fixed(drawn), state)
+def tracker(state: Health = Health.UP, drawn: float = 0.5) -> Evidence:
+    return Evidence(Fixed(drawn), 0.0, state)
 
 
-def eject(health: HealthTracker, now: float = 0.0) -> list[bool]:
+def eject(health: Evidence, now: float = 0.0) -> list[bool]:
     """Have as many probes fail as eject it."""
     return [health.on_probe(FAILED, now) for _ in range(FALL_PROBES)]
 
@@ -54,15 +47,15 @@ def test_every_change_says_why() -> None:
     for _ in range(RISE_PROBES):
         health.on_probe(OK, health.ejected_until)
     assert (health.state, health.reason) == (Health.UP, "2 probes answered")
-    assert health.on_refused(20.0)
+    assert health.on_absent(20.0)
     assert (health.state, health.reason) == (Health.EJECTED, "connection refused")
     assert tracker().reason == ""
 
 
 def test_an_answer_says_why_too() -> None:
-    for told in (HealthTracker.on_answering, HealthTracker.on_success):
+    for whole in (False, True):
         health = tracker(Health.SUSPECT)
-        assert told(health)
+        assert health.on_answering(whole=whole)
         assert (health.state, health.reason) == (Health.UP, "answered a request")
 
 
@@ -95,9 +88,9 @@ def test_a_probe_says_how_it_failed() -> None:
     health = tracker()
     health.on_probe(ProbeResult.REFUSED, 3.0, detail="no route")
     assert (health.state, health.reason, health.ejected_until) == (Health.EJECTED, "no route", 3.0)
-    health.on_refused(4.0)
+    health.on_absent(4.0)
     assert (health.reason, health.ejected_until) == ("no route", 3.0)
-    health.on_refused(4.0, "no address")
+    health.on_absent(4.0, "no address")
     assert health.reason == "no address"
 
 
@@ -119,7 +112,7 @@ def test_the_way_back_begins_anew_with_every_miss() -> None:
     assert not health.on_probe(OK, later - 0.001)
     assert not health.on_probe(FAILED, later)
     assert not health.on_probe(OK, later)
-    assert not health.on_refused(later)
+    assert not health.on_absent(later)
     assert not health.on_probe(OK, later)
     assert health.on_probe(OK, later)
 
@@ -160,14 +153,14 @@ def test_an_instance_is_clean_when_no_success_could_make_it_better() -> None:
     assert health.clean is True
     health.on_probe(FAILED, 1.0)
     assert health.clean is False
-    health.on_success()
+    health.on_answering(whole=True)
     assert health.clean is True
     eject(health, 100.0)
     assert health.clean is False
     for _ in range(RISE_PROBES):
         health.on_probe(OK, health.ejected_until)
     assert (health.state, health.clean) == (Health.UP, False)
-    health.on_success()
+    health.on_answering(whole=True)
     assert health.clean is True
 
 
@@ -186,8 +179,8 @@ def test_the_end_of_a_lease_is_evidence_of_one_kind() -> None:
 
 def test_an_ejected_instance_is_not_clean_whatever_it_answers() -> None:
     health = tracker()
-    health.on_refused(0.0)
-    assert not health.on_success()
+    health.on_absent(0.0)
+    assert not health.on_answering(whole=True)
     assert (health.state, health.clean) == (Health.EJECTED, False)
 
 

@@ -1,0 +1,151 @@
+"""The tables of the evidence about an instance: its states, its restraints, the facts, and their constants.
+
+docs/behaviour.md prints them; `evidence.py` obeys them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from hetlb.balancer.core.pickle_by_fields import PickleByFields
+from hetlb.balancer.core.state_transition import Transition
+from hetlb.balancer.core.types import Health, Outcome
+
+FALL_PROBES: Final = 3
+RISE_PROBES: Final = 2
+#: Duration of an ejection in seconds. It doubles with each ejection within
+#: `FLAPPING_S` of the one before, up to `MOST_EJECTION_S`. The first for a refused connection has none.
+EJECTION_S: Final = 2.5
+FLAPPING_S: Final = 120.0
+MOST_EJECTION_S: Final = 60.0
+#: Age of evidence, in seconds, at which it counts 1/e.
+MEMORY_S: Final = 20.0
+#: Good answers in a row before earlier losses are forgotten; doubled with each doubt within `RELAPSE_S` of
+#: the one before, and the largest value.
+FORGIVING_ANSWERS: Final = 3
+MOST_FORGIVING_ANSWERS: Final = 24
+RELAPSE_S: Final = 60.0
+#: Requests lost in a row, here and elsewhere, before they count: not every request can be at fault.
+MOST_LOST_AS_ELSEWHERE: Final = 5
+#: Seconds of a pause after a trial, doubled with each trial that fails, and the longest.
+PAUSE_S: Final = 1.0
+MOST_PAUSE_S: Final = 3.0
+#: Multiple of the expected time, and seconds, without a token: then the instance is stalled.
+STALL_FACTOR: Final = 5.0
+LEAST_SILENCE_S: Final = 2.0
+#: The same while no answer has shown its speed.
+UNKNOWN_SILENCE_S: Final = 10.0
+#: Seconds, and `STALL_FACTOR` steps, without a token: the stream has stopped, this is no slow step.
+STANDS_S: Final = 0.5
+#: Seconds for which a limit without a stated time holds.
+LIMIT_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class HealthParams(PickleByFields):
+    """Parameters under `health:` of the fleet file; 0 turns slow start off."""
+
+    slow_start_s: float = 30.0
+
+
+class Verdict(StrEnum):
+    """Meaning of the end of a lease for its instance."""
+
+    WELL = "as a success"
+    ABSENT = "as a refused connection"
+    LOST = "as a lost answer"
+    REFUSED = "as a refusal of its kind of request"
+    NOTHING = "against no instance"
+
+
+#: Changes by each verdict.
+EFFECTS: Final = {
+    Verdict.WELL: "up, if it was suspect; a part of the way out of a doubt",
+    Verdict.ABSENT: "ejected at once; what its process did is forgotten",
+    Verdict.LOST: "a doubt, if more than elsewhere, and the client is answered there; if two instances lose "
+    f"a request, {MOST_LOST_AS_ELSEWHERE} in a row",
+    Verdict.REFUSED: "if another instance answers: the kind goes there, and trials of it alone go here",
+}
+_VERDICTS: dict[Outcome, Verdict] = {
+    Outcome.OK: Verdict.WELL,
+    Outcome.UPSTREAM_BUSY: Verdict.LOST,
+    Outcome.UPSTREAM_REFUSED: Verdict.REFUSED,
+    Outcome.UPSTREAM_ERROR: Verdict.LOST,
+    Outcome.CONNECT_FAILED: Verdict.ABSENT,
+    Outcome.NO_RESPONSE: Verdict.LOST,
+    Outcome.BROKEN_STREAM: Verdict.LOST,
+}
+
+
+def verdict(outcome: Outcome) -> Verdict:
+    """Return the verdict of a lease that ended in `outcome`."""
+    return _VERDICTS.get(outcome, Verdict.NOTHING)
+
+
+_IN_USE: Final = (Health.SUSPECT, Health.UP)
+REFUSED: Final = Transition("a connection is refused, by a probe or a dispatch", _IN_USE, Health.EJECTED)
+ANSWERS: Final = Transition("a probe is answered, or an answer begins", (Health.SUSPECT,), Health.UP)
+PROBES_FAIL: Final = Transition(
+    f"{FALL_PROBES} probes fail in a row, and no answer came since", (Health.UP,), Health.EJECTED
+)
+PROBES_FAIL_ALONE: Final = Transition(
+    f"{FALL_PROBES} probes fail in a row, and no other instance could take over", (Health.UP,), Health.SUSPECT
+)
+RECOVERS: Final = Transition(
+    f"the ejection time is over and {RISE_PROBES} probes in a row are answered", (Health.EJECTED,), Health.UP
+)
+#: Work of an instance that is not up.
+GETS: Final = {
+    Health.SUSPECT: "requests while none is up",
+    Health.EJECTED: "nothing, even if no other is left",
+}
+TRANSITIONS: Final = (REFUSED, ANSWERS, PROBES_FAIL, PROBES_FAIL_ALONE, RECOVERS)
+
+
+class Restraint:
+    """A reason for which an instance that is up gets less than others."""
+
+    __slots__ = ("begins", "ends", "gets", "name")
+
+    def __init__(self, name: str, begins: str, gets: str, ends: str) -> None:
+        self.name, self.begins, self.gets, self.ends = name, begins, gets, ends
+
+
+_TRIALS: Final = f"trials alone: one request at a time, {PAUSE_S:g} to {MOST_PAUSE_S:g} s apart"
+STALLED: Final = Restraint(
+    "stalled",
+    f"no token for {STALL_FACTOR:g} times what one takes, {LEAST_SILENCE_S:g} s at least "
+    f"({UNKNOWN_SILENCE_S:g} s while its speed is unknown), and its own counters stand still",
+    f"{_TRIALS}; requests without a byte go elsewhere within the budget of retries",
+    "a token comes, or its counters move",
+)
+DOUBTED: Final = Restraint(
+    "on trial",
+    "it surely loses more answers than the best other of its model",
+    _TRIALS,
+    f"{FORGIVING_ANSWERS} answers in a row end well; twice as many with each doubt within "
+    f"{RELAPSE_S:g} s, up to {MOST_FORGIVING_ANSWERS}",
+)
+ASKED: Final = Restraint(
+    "asked for time",
+    "429 or 503 with a time to come again, while nothing else ran there",
+    "nothing",
+    f"after that time, {MOST_PAUSE_S:g} s at most",
+)
+SLOW_START: Final = Restraint(
+    "slow start",
+    "its process is new: by `process_start_time_seconds` of its metrics; without that, once a connection was "
+    "refused; or it was added",
+    "a growing part of its slots; no prefixes assumed",
+    "after `health.slow_start_s`, or as soon as requests wait",
+)
+FULL: Final = Restraint(
+    "at its limit",
+    "429 or 503 while it answers others",
+    "the sequences that it ran then",
+    f"after the time it asked for or {LIMIT_S:g} s, one more is tried, then more",
+)
+#: The strictest first.
+RESTRAINTS: Final = (STALLED, DOUBTED, ASKED, SLOW_START, FULL)
