@@ -21,7 +21,6 @@ from hetlb.tools.plan.placement.place_plan import PlacementSimulator, plan_place
 from hetlb.tools.plan.placement.place_report import document_of, print_placement
 from hetlb.tools.plan.placement.place_search import PlacementCandidate
 from hetlb.tools.plan.workloads import trace_rows
-from hetlb.tools.tables import Console
 
 #: Prompt and output tokens of every request without a file of lengths, as Helix plans for.
 _USUAL_LENGTHS = [(750, 240)]
@@ -81,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.write_fleet is not None:
         write_stages(args.write_fleet, cluster, plan.chosen.placement, folder)
-    return print_document(args, document, lambda: print_placement(document, Console()))
+    return print_document(args, document, lambda: print_placement(document))
 
 
 def _read_load(text: str) -> float:

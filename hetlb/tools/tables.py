@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import string
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +43,48 @@ def table(
     for row in rows:
         found.add_row(*row)
     return found
+
+
+class _Cells(string.Formatter):
+    """Formats of cells: null is empty; an object counts and keys, a list its one value or all; `G`: 10^9."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None:
+            return ""
+        if isinstance(value, dict):
+            return " + ".join(f"{count} {name}" for name, count in value.items())
+        if isinstance(value, list):
+            return str(value[0]) if len(set(value)) == 1 else ",".join(map(str, value))
+        return format(value / 1e9 if format_spec[:1] == "G" else value, format_spec.removeprefix("G"))
+
+
+def document_table(title: str, columns: str, rows: Iterable[Mapping[str, Any]]) -> Table:
+    """Create a table of objects: `name={key}|>share={share:.1%}` are its columns and the formats of cells.
+
+    A row with `bold` is shown so.
+    """
+    names, formats = zip(*(each.split("=", 1) for each in columns.split("|")), strict=True)
+    found = table(title, names, ())
+    for row in rows:
+        cells = [_Cells().vformat(each, (), row) for each in formats]
+        found.add_row(*cells, style="bold" if row.get("bold") else None)
+    return found
+
+
+def print_report(
+    headlines: Iterable[str], tables: Iterable[Table], lines: Iterable[str], commands: Iterable[str]
+) -> None:
+    """Print a document: headlines, the first one bold; tables with rows; lines; commands to copy."""
+    console = Console(highlight=False, soft_wrap=True)
+    for number, line in enumerate(headlines):
+        console.print(line, style=None if number else "bold")
+    for each in tables:
+        if each.row_count:
+            console.print(each, soft_wrap=False)
+    for line in lines:
+        console.print(line)
+    for command in commands:
+        print(visible_lines(command))
 
 
 @contextmanager

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from rich.table import Table as Grid
 
-from hetlb.errors import visible_lines
 from hetlb.tools.plan.common.remarks import remarks
 from hetlb.tools.plan.highs import INFINITY, SolveLimits
 from hetlb.tools.plan.planning import Table
@@ -19,13 +18,20 @@ from hetlb.tools.plan.rent_simulation import SimulatedFleet, simulate_plan
 from hetlb.tools.plan.replan import Replanned
 from hetlb.tools.plan.throughput import SloLimits
 from hetlb.tools.sim.fleet_simulation import StoppedError
-from hetlb.tools.tables import Console
+from hetlb.tools.tables import document_table, print_report
 from hetlb.tools.tables import table as grid
 
 #: Least rate of a fleet with types divided by the worth of its instances, over the same fleet without.
 _LEAST_DIVIDED = 0.98
 #: Shares of the planned rate: the whole fleet is tried at each against its latencies, until enough are met.
 _LOADS = (1.0, 0.95, 0.9, 0.8, 0.65, 0.5)
+
+
+_RENTED = (
+    ">instances={count}|configuration={configuration}|GPUs={gpus}|>per hour={price:.2f}|"
+    "throughputs from={origin}"
+)
+_OTHERS = "={name}|>requests/s={throughput_req_s:.4g}|>per hour={cost_per_hour:.2f}|>this plan={gain}"
 
 
 def document_of(table: Table, planned: SolvedPlan, solve_s: float) -> dict[str, Any]:
@@ -206,41 +212,34 @@ def replanning_document(replanned: Replanned) -> dict[str, Any]:
 
 def print_plan(table: Table, planned: SolvedPlan, document: dict[str, Any]) -> None:
     """Print the plan for a person: the bill, the instances, what each serves, the others, its limits."""
-    plan, console = planned.plan, Console(highlight=False, soft_wrap=True)
     cost, rate = document["cost_per_hour"], document["throughput_req_s"]
-    console.print(f"{rate:.4g} requests/s for {cost:.2f} per hour", style="bold")
+    headlines = [f"{rate:.4g} requests/s for {cost:.2f} per hour"]
     if document["cost_per_million_tokens"] is not None:
-        console.print(f"{document['cost_per_million_tokens']:.3g} per million tokens")
+        headlines.append(f"{document['cost_per_million_tokens']:.3g} per million tokens")
     if document["makespan_s"] is not None:
-        console.print(f"{table.market.file.requests} requests in {document['makespan_s']:.10g} s")
-    tables = [_rent_grid(document), _share_grid(table, plan, document)]
-    tables += [_baseline_grid(document)] if document["baselines"] else []
-    for each in tables:
-        console.print(each, soft_wrap=False)
-    for line in [*document["remarks"], *trust_lines(document)]:
-        console.print(line)
+        headlines.append(f"{table.market.file.requests} requests in {document['makespan_s']:.10g} s")
+    origins = document["throughput_table"]
+    rented = [
+        each | origins[each["configuration"]] | {"price": each["count"] * each["price_per_hour"]}
+        for each in document["instances"]
+    ]
+    tables = [
+        document_table("rent", _RENTED, rented),
+        _share_grid(table, planned.plan, document),
+        document_table("the same money spent otherwise", _OTHERS, _others(document)),
+    ]
+    lines = [*document["remarks"], *trust_lines(document)]
     if (moves := document.get("replanning")) is not None:
-        console.print(
+        lines.append(
             f"moves: {moves['moves']} (start {listed(moves['start'])}; stop {listed(moves['stop'])}); "
             f"a plan from scratch has {moves['from_scratch']['throughput_req_s']:.4g} requests/s "
             f"and {moves['from_scratch']['moves']} moves"
         )
-    for command in document["commands"]:
-        print(visible_lines(command))
+    print_report(headlines, tables, lines, document["commands"])
 
 
 def listed(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "none"
-
-
-def _rent_grid(document: dict[str, Any]) -> Grid:
-    rows = []
-    for each in document["instances"]:
-        gpus = " + ".join(f"{count} {gpu}" for gpu, count in each["gpus"].items())
-        origin = document["throughput_table"][each["configuration"]]["origin"]
-        price = each["count"] * each["price_per_hour"]
-        rows.append((str(each["count"]), each["configuration"], gpus, f"{price:.2f}", origin))
-    return grid("rent", (">instances", "configuration", "GPUs", ">per hour", "throughputs from"), rows)
 
 
 def _share_grid(table: Table, plan: RentPlan, document: dict[str, Any]) -> Grid:
@@ -255,16 +254,15 @@ def _share_grid(table: Table, plan: RentPlan, document: dict[str, Any]) -> Grid:
     return grid("which requests go where, % of each type", columns, rows)
 
 
-def _baseline_grid(document: dict[str, Any]) -> Grid:
+def _others(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the other ways to spend the money, with the gain of this plan."""
     rate, cost = document["throughput_req_s"], document["cost_per_hour"]
     target = document["bound_cost_per_hour"] is not None
-    rows = []
     for name, each in document["baselines"].items():
         served = each["throughput_req_s"]
         gain = each["cost_per_hour"] / cost - 1 if target else rate / served - 1 if served > 0 else INFINITY
         words = f"{gain:+.1%}" + (" cheaper" if target else "")
-        rows.append((name, f"{served:.4g}", f"{each['cost_per_hour']:.2f}", words if gain < 100 else ""))
-    return grid("the same money spent otherwise", ("", ">requests/s", ">per hour", ">this plan"), rows)
+        yield each | {"name": name, "gain": words if gain < 100 else None}
 
 
 def trust_lines(document: dict[str, Any]) -> list[str]:

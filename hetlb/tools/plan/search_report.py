@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 
-from hetlb.errors import visible_lines
 from hetlb.tools.plan.cluster_layouts import LayoutsFound
 from hetlb.tools.plan.common.plan_tables import Machine
 from hetlb.tools.plan.common.remarks import remarks_on_machines
@@ -25,10 +23,16 @@ from hetlb.tools.plan.layouts import (
     layout_name,
 )
 from hetlb.tools.plan.tp_search import Option, whole_tok_s
-from hetlb.tools.tables import Console, table
+from hetlb.tools.tables import document_table, print_report
 
 _SHOWN_LAYOUTS = 8
 _BAR_WIDTH = 24
+_OPTIONS = (
+    "machine={name}|>TP={gpus}|>instances={instances}|>KV tokens={kv_cache_tokens}|>tokens/s={rate}|={bar}"
+)
+_LAYOUTS = "layout={name}|>GPUs={gpus}|>tokens/s={throughput_tok_s:,.0f}"
+_AT_RATE = "|>goodput, requests/s={simulated[goodput_req_s]:.3g}|>met={simulated[slo_attainment]:.1%}"
+_PRICED = "|>per hour={cost_per_hour:.2f}|>per 1M tokens={cost_per_million_tokens:.3f}"
 
 
 def result_document(found: LayoutsFound, servers: list[VllmServer]) -> dict[str, Any]:
@@ -115,35 +119,33 @@ def _worth_document(worth: LayoutsWorth | None) -> dict[str, Any] | None:
 
 
 def print_result(found: LayoutsFound, document: Mapping[str, Any]) -> None:
-    console = Console(highlight=False)
     # The first machine of every kind stands for all of it.
     kinds = {machine.kind: machine for machine in reversed(found.cluster.machines)}
     shown = [machine for machine in found.cluster.machines if kinds[machine.kind] is machine]
-    console.print(_table(found, shown))
+    tables = [_table(found, shown)]
     for machine in shown:
         best, chosen = _best(found, machine), found.choice.layouts.get(machine.name)
         uniform = (best.part,) * (machine.gpus // best.part.gpus) if best else None
         if chosen is not None and (found.evaluated[machine.kind][0].worth or chosen != uniform):
-            console.print(_layouts_table(found, machine))
-    if any(part.pipeline_parallel_size > 1 for each in found.choice.layouts.values() for part in each):
-        print("pipelines are composed from profiles of tensor parallelism: estimates, not measurements")
+            tables.append(_layouts_table(found, machine))
+    print_report([], tables, _lines(found, document), document["commands"])
+
+
+def _lines(found: LayoutsFound, document: Mapping[str, Any]) -> Iterator[str]:
     sample = found.sample
-    print(
+    if any(part.pipeline_parallel_size > 1 for each in found.choice.layouts.values() for part in each):
+        yield "pipelines are composed from profiles of tensor parallelism: estimates, not measurements"
+    yield (
         f"estimated on {len(sample.rows)} of {sample.total} rows of the trace; "
         f"{sample.total - sample.within} exceed the cluster's limits"
     )
-    for line in document["remarks"]:
-        print(visible_lines(line))
+    yield from document["remarks"]
     if found.cluster.model.shape is None:
-        print("degrees were not checked against vLLM's rules: give model.config, the model's config.json")
+        yield "degrees were not checked against vLLM's rules: give model.config, the model's config.json"
     if found.choice.worth is not None:
-        print(visible_lines(_simulated_line(found)))
+        yield _simulated_line(found)
     elif found.choice.layouts and found.estimate == "simulate":
-        print(
-            "the fleet was not simulated: more requests fill it than are simulated; the degrees' sums stand"
-        )
-    for command in document["commands"]:
-        print(visible_lines(command))
+        yield "the fleet was not simulated: more requests fill it than are simulated; the degrees' sums stand"
 
 
 def _simulated_line(found: LayoutsFound) -> str:
@@ -170,19 +172,20 @@ def _table(found: LayoutsFound, machines: list[Machine]) -> Table:
     rows = []
     for machine in machines:
         ranking, best = found.rankings[machine.kind], _best(found, machine)
-        for index, option in enumerate(ranking):
-            name = _named(found, machine) if index == 0 else ""
-            part, tokens_s = option.part, whole_tok_s(machine, option)
-            cells = [name, str(part.gpus), str(machine.gpus // part.gpus), str(option.memory.kv_cache_tokens)]
-            if option.feasible:
-                bar = "█" * max(1, round(_BAR_WIDTH * tokens_s / whole_tok_s(machine, ranking[0])))
-                cells += [f"{tokens_s:.1f}", bar]
-            else:
-                cells += ["-", option.reason]
-            rows.append(_bold(cells) if option is best else cells)
+        most = whole_tok_s(machine, ranking[0])
+        for option in ranking:
+            row = _option_document(machine, option)
+            share = row["throughput_tok_s"] / most if option.feasible else 0.0
+            told = {
+                "name": _named(found, machine) if option is ranking[0] else None,
+                "gpus": option.part.gpus,
+                "rate": f"{row['throughput_tok_s']:.1f}" if option.feasible else "-",
+                "bar": "█" * max(1, round(_BAR_WIDTH * share)) if option.feasible else option.reason,
+                "bold": option is best,
+            }
+            rows.append(row | told)
     title = "tensor-parallel degrees; tokens/s: prompt and output of the whole machine while requests wait, "
-    columns = ("machine", ">TP", ">instances", ">KV tokens", ">tokens/s", "")
-    return table(f"{title}{found.estimate} estimate", columns, rows)
+    return document_table(f"{title}{found.estimate} estimate", _OPTIONS, rows)
 
 
 def _layouts_table(found: LayoutsFound, machine: Machine) -> Table:
@@ -190,20 +193,10 @@ def _layouts_table(found: LayoutsFound, machine: Machine) -> Table:
     at_rate, priced = evaluated[0].worth is not None, evaluated[0].cost_per_hour is not None
     title = f"layouts of {_named(found, machine)}"
     title += ", each at its share of the rate" if at_rate and len(found.cluster.machines) > 1 else ""
-    columns = ["layout", ">GPUs", ">tokens/s"]
-    columns += [">goodput, requests/s", ">met"] if at_rate else []
-    columns += [">per hour", ">per 1M tokens"] if priced else []
-    rows: list[list[str | Text]] = []
-    for each in evaluated[:_SHOWN_LAYOUTS]:
-        cells = [layout_name(each.layout), str(gpus_of(each.layout)), f"{each.throughput_tok_s:,.0f}"]
-        if each.worth is not None:
-            cells += [f"{each.worth.goodput_req_s:.3g}", f"{each.worth.slo_attainment:.1%}"]
-        if each.cost_per_hour is not None:
-            cells += [f"{each.cost_per_hour:.2f}", f"{_per_million(each):.3f}"]
-        chosen = each.layout == found.choice.layouts.get(machine.name)
-        rows.append(_bold(cells) if chosen else [*cells])
-    return table(title, columns, rows)
-
-
-def _bold(cells: list[str]) -> list[str | Text]:
-    return [Text(cell, "bold") for cell in cells]
+    columns = _LAYOUTS + _AT_RATE * at_rate + _PRICED * priced
+    chosen = found.choice.layouts.get(machine.name)
+    rows = [
+        _layout_document(each) | {"name": layout_name(each.layout), "bold": each.layout == chosen}
+        for each in evaluated[:_SHOWN_LAYOUTS]
+    ]
+    return document_table(title, columns, rows)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rich.table import Table
-
-from hetlb.errors import visible_lines
 from hetlb.tools.plan.common.remarks import remarks_on_machines
 from hetlb.tools.plan.common.servers import VllmServer
 from hetlb.tools.plan.disaggregation.split_cluster import Role, SplitCluster, SplitPlan
 from hetlb.tools.plan.disaggregation.split_search import SplitsFound
-from hetlb.tools.tables import Console, table
+from hetlb.tools.tables import document_table, print_report
+
+_GROUPS = (
+    "group={name}|GPUs={gpus}|>TP={tensor_parallel_size}|>PP={pipeline_parallel_size}|layers={layers}|"
+    ">requests/s={capacity_req_s:.4g}|>KV tokens={kv_cache_tokens}"
+)
+_FLOWS = "from={from}|to={to}|>share={share:.1%}|>requests/s={req_s:.4g}|>GB/s={bytes_per_s:G.3g}"
 
 
 def document_of(
@@ -69,15 +72,12 @@ def document_of(
 
 def print_plan(document: dict[str, Any]) -> None:
     """Print the plan for a person: groups, flows, the plan without splitting, its limits, commands."""
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(_headline(document), style="bold")
-    console.print(_group_grid(document), soft_wrap=False)
-    if document["kv_flows"]:
-        console.print(_flow_grid(document), soft_wrap=False)
-    for line in [*document["remarks"], *trust_lines(document)]:
-        console.print(line)
-    for command in document["commands"]:
-        print(visible_lines(command))
+    tables = [
+        document_table("groups", _GROUPS, document["groups"]),
+        document_table("KV flows", _FLOWS, document["kv_flows"]),
+    ]
+    lines = [*document["remarks"], *trust_lines(document)]
+    print_report([_headline(document)], tables, lines, document["commands"])
 
 
 def _headline(document: dict[str, Any]) -> str:
@@ -100,38 +100,6 @@ def gain_of(document: dict[str, Any]) -> float | None:
     if document["simulated"] is not None and "simulated" in colocated:
         served, other = document["simulated"]["request_throughput"], max(colocated["simulated"].values())
     return served / other - 1.0 if other > 0.0 else None
-
-
-def _group_grid(document: dict[str, Any]) -> Table:
-    rows = []
-    for each in document["groups"]:
-        layers = each["layers"]
-        rows.append(
-            (
-                each["name"],
-                " + ".join(f"{n} {name}" for name, n in each["gpus"].items()),
-                str(each["tensor_parallel_size"]),
-                str(each["pipeline_parallel_size"]),
-                str(layers[0]) if len(set(layers)) == 1 else ",".join(map(str, layers)),
-                f"{each['capacity_req_s']:.4g}",
-                str(each["kv_cache_tokens"]),
-            )
-        )
-    return table("groups", ("group", "GPUs", ">TP", ">PP", "layers", ">requests/s", ">KV tokens"), rows)
-
-
-def _flow_grid(document: dict[str, Any]) -> Table:
-    rows = [
-        (
-            each["from"],
-            each["to"],
-            f"{each['share']:.1%}",
-            f"{each['req_s']:.4g}",
-            f"{each['bytes_per_s'] / 1e9:.3g}",
-        )
-        for each in document["kv_flows"]
-    ]
-    return table("KV flows", ("from", "to", ">share", ">requests/s", ">GB/s"), rows)
 
 
 def trust_lines(document: dict[str, Any]) -> list[str]:

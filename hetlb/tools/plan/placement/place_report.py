@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from hetlb.errors import visible_lines
 from hetlb.tools.plan.placement.flow import max_flow, pipelines
 from hetlb.tools.plan.placement.heuristics import petals, separate_pipelines, swarm
 from hetlb.tools.plan.placement.place_deploy import advice, stage_commands, vllm_plan
 from hetlb.tools.plan.placement.place_plan import PlacePlan
-from hetlb.tools.tables import Console, table
+from hetlb.tools.tables import document_table, print_report
 
 
 def document_of(
@@ -79,41 +77,45 @@ def document_of(
     }
 
 
-def print_placement(document: dict[str, Any], console: Console) -> None:
-    console.print(_nodes(document))
-    if document["losses"]:
-        console.print(_failures(document))
-    gap = document["gap"]
-    console.print(
+_NODES = "node={node}|layers={layers}|>tokens/s={rate:.1f}"
+_LOSSES = "node={names}|>tokens/s left={tokens_per_s:.1f}|best move then, tokens/s={told}"
+
+
+def print_placement(document: dict[str, Any]) -> None:
+    """Print the placement for a person: layers, costs of a lost machine, grounds, commands."""
+    tables = [
+        document_table("layers by node", _NODES, _nodes(document)),
+        document_table("when one is lost", _LOSSES, map(_loss, document["losses"])),
+    ]
+    vllm = (document["vllm"] or {"commands": ()})["commands"]
+    commands = [*document["commands"], document["advice"], *vllm]
+    print_report([], tables, [*_lines(document), *document["remarks"]], commands)
+
+
+def _lines(document: dict[str, Any]) -> Iterator[str]:
+    gap, simulated = document["gap"], document["simulated"]
+    yield (
         f"maximum flow {document['max_flow_tokens_per_s']:.1f} tokens/s (prompt and output); no placement has"
         f" more than {document['upper_bound_tokens_per_s']:.1f}"
         + ("" if gap is None else f" (gap {gap:.1%})")
         + f"; {len(document['pipelines'])} pipelines"
     )
-    simulated = document["simulated"]
     if document["interrupted"]:
-        console.print("interrupted: the best placement so far")
+        yield "interrupted: the best placement so far"
     if simulated is None:
-        console.print(
+        yield (
             "Chosen by flow, which says nothing of latency and KV: --simulate 600 has simulations choose, "
             "where --time-limit leaves time for them."
         )
-    else:
-        console.print(
-            f"simulated ({simulated['scheduler']}, {simulated['load']}): "
-            f"{simulated['decode_tokens_per_s']:.1f} output tokens/s, latency of a prompt "
-            f"{simulated['prompt_latency_s'].get('p50', 0.0):.2f} s and of a token "
-            f"{simulated['decode_latency_s'].get('p50', 0.0):.2f} s (medians, {simulated['seconds']:.0f} s)"
-        )
-        if document["candidates"]["known"]:
-            console.print(_raced(document))
-    for line in document["remarks"]:
-        console.print(line)
-    for command in document["commands"]:
-        print(visible_lines(command))
-    console.print(document["advice"])
-    for command in (document["vllm"] or {"commands": ()})["commands"]:
-        print(visible_lines(command))
+        return
+    yield (
+        f"simulated ({simulated['scheduler']}, {simulated['load']}): "
+        f"{simulated['decode_tokens_per_s']:.1f} output tokens/s, latency of a prompt "
+        f"{simulated['prompt_latency_s'].get('p50', 0.0):.2f} s and of a token "
+        f"{simulated['decode_latency_s'].get('p50', 0.0):.2f} s (medians, {simulated['seconds']:.0f} s)"
+    )
+    if document["candidates"]["known"]:
+        yield _raced(document)
 
 
 def _raced(document: dict[str, Any]) -> str:
@@ -128,24 +130,18 @@ def _raced(document: dict[str, Any]) -> str:
     return f"{text}; output tokens/s of simple rules: {', '.join(rules)}" if rules else text
 
 
-def _nodes(document: dict[str, Any]) -> Table:
+def _nodes(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
     through: dict[str, float] = {}
     for flow in document["flows"]:
         through[flow["to"]] = through.get(flow["to"], 0.0) + flow["tokens_per_s"]
-    rows = [
-        (name, f"{first}-{end - 1}", f"{through.get(name, 0.0):.1f}")
-        for name, (first, end) in document["placement"].items()
-    ]
-    return table("layers by node", ("node", "layers", ">tokens/s"), rows)
+    for name, (first, end) in document["placement"].items():
+        yield {"node": name, "layers": f"{first}-{end - 1}", "rate": through.get(name, 0.0)}
 
 
-def _failures(document: dict[str, Any]) -> Table:
-    rows = []
-    for loss in document["losses"]:
-        nodes, move = loss["nodes"], loss["move"]
-        names = nodes[0] if len(nodes) == 1 else f"{nodes[0]} or {len(nodes) - 1} alike"
-        told = ""
-        if move is not None:
-            told = f"{move['node']}: {move['layers'][0]}-{move['layers'][1] - 1}, {move['tokens_per_s']:.0f}"
-        rows.append((names, f"{loss['tokens_per_s']:.1f}", told))
-    return table("when one is lost", ("node", ">tokens/s left", "best move then, tokens/s"), rows)
+def _loss(loss: dict[str, Any]) -> dict[str, Any]:
+    nodes, move = loss["nodes"], loss["move"]
+    names = nodes[0] if len(nodes) == 1 else f"{nodes[0]} or {len(nodes) - 1} alike"
+    told = None
+    if move is not None:
+        told = f"{move['node']}: {move['layers'][0]}-{move['layers'][1] - 1}, {move['tokens_per_s']:.0f}"
+    return loss | {"names": names, "told": told}
