@@ -110,13 +110,6 @@ def refuse_special(address: str) -> None:
         raise OSError(errno.EACCES, f"expected the address of a server, got {address}")
 
 
-def confined_socket(address: tuple[Any, ...]) -> socket.socket:
-    """Return a socket for a resolved address, as aiohttp's `socket_factory`. `OSError`: a special one."""
-    family, kind, protocol, _, place = address
-    refuse_special(place[0])
-    return socket.socket(family, kind, protocol)
-
-
 def _plain(address: Address) -> Address:
     """Extract the IPv4 address embedded in an IPv6 one, or return the address itself."""
     if not isinstance(address, ipaddress.IPv6Address):

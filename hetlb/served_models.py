@@ -22,6 +22,12 @@ def read_model_list(body: bytes) -> list[dict[str, Any]]:
     ]
 
 
+def lists_nothing(body: bytes) -> bool:
+    """Return True for a `/v1/models` answer with an empty list: the engine serves nothing yet."""
+    document = _json(body)
+    return isinstance(document, dict) and document.get("data") == []
+
+
 def longest_context(entries: list[dict[str, Any]]) -> int | None:
     """Return the largest `max_model_len` of the entries in tokens, None where none has one."""
     lengths = (entry.get("max_model_len") for entry in entries)

@@ -7,7 +7,13 @@ import random
 import pytest
 
 from hetlb.balancer.core.evidence import EJECTION_JITTER_SHARE, Evidence
-from hetlb.balancer.core.evidence_table import EJECTION_S, FALL_PROBES, FLAPPING_S, MOST_EJECTION_S
+from hetlb.balancer.core.evidence_table import (
+    EJECTION_S,
+    FALL_PROBES,
+    FLAPPING_S,
+    MOST_EJECTION_S,
+    RISE_PROBES,
+)
 from hetlb.balancer.core.types import Health, ProbeResult
 
 
@@ -79,3 +85,16 @@ def test_one_that_flaps_and_is_alone_waits_for_nothing() -> None:
         health.on_probe(ProbeResult.REFUSED, now)
         health.on_probe(ProbeResult.OK, now, alone=True)
         assert health.on_probe(ProbeResult.OK, now, alone=True)
+
+
+def test_an_engine_that_says_it_loads_is_out_at_once_and_back_when_it_is_ready() -> None:
+    for state in (Health.SUSPECT, Health.UP):
+        health = Evidence(random.Random(1), 0.0, state)
+        assert health.unproven is (state is Health.SUSPECT)
+        assert health.on_probe(ProbeResult.LOADING, 0.0, detail="loading: it lists no model")
+        assert (health.state, health.reason) == (Health.EJECTED, "loading: it lists no model")
+        assert health.unproven
+        assert health.gone is (state is Health.UP)  # another process may be at its address
+        assert not health.on_probe(ProbeResult.LOADING, 1.0, detail="loading: /health answers 503")
+        assert health.reason == "loading: /health answers 503"
+        assert [health.on_probe(ProbeResult.OK, 2.0) for _ in range(RISE_PROBES)] == [False, True]

@@ -42,6 +42,7 @@ class Engine(Upstream):
         self.released.set()
         #: With a key, everything under /v1 answers 401 without it, as `vllm serve --api-key` does.
         self.key: str | None = None
+        #: "": it lists no model.
         self.served = "m"
 
     def hold(self) -> None:
@@ -61,7 +62,8 @@ class Engine(Upstream):
         elif self.key is not None and bearer not in visit.head.lower():
             visit.send(plain(b'{"error":"Unauthorized"}', b"401 Unauthorized"))
         elif path == "/v1/models":
-            models = {"object": "list", "data": [{"id": self.served, "object": "model"}]}
+            listed = [{"id": self.served, "object": "model"}] if self.served else []
+            models = {"object": "list", "data": listed}
             visit.send(plain(msgspec.json.encode(models)))
         else:
             self.asked.append(visit)

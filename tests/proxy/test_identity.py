@@ -9,7 +9,8 @@ import pytest
 from helpers import turns_until
 from proxy.services import Engine, document, said, serving
 
-from hetlb.balancer.core.types import AdminState
+from hetlb.balancer.core.evidence_table import RISE_PROBES
+from hetlb.balancer.core.types import AdminState, Probed, ProbeResult
 
 #: No probe comes while a test runs: what is found out is found out by the requests themselves.
 SELDOM = {"interval_s": 1000.0}
@@ -44,6 +45,38 @@ async def test_an_engine_that_is_the_same_after_a_reconnect_is_used_on(tmp_path:
             assert (await running.ask()).status == 200
             assert (await running.ask()).status == 200
             assert sum(b"/v1/models" in visit.head for visit in engine.visits) == lists + 1
+
+
+async def test_after_a_reconnect_no_request_goes_to_an_engine_that_still_loads(tmp_path: Path) -> None:
+    async with Engine() as engine:
+        async with serving(tmp_path, document(engine, scrape=SELDOM)) as running:
+            assert (await running.ask()).status == 200
+            engine.served = ""
+            for visit in list(engine.visits):
+                visit.writer.close()
+            await engine.closed()
+            asked = len(engine.asked)
+            waits = asyncio.create_task(running.ask())
+            await turns_until(lambda: len(running.scheduler.queue) == 1)
+            assert len(engine.asked) == asked
+            assert running.scheduler.instances[0].evidence.reason == "loading: it lists no model"
+            engine.served = "m"
+            name = running.scheduler.instances[0].name
+            for _ in range(RISE_PROBES):
+                running.service.scheduling.change(Probed(name, ProbeResult.OK))
+            assert (await waits).status == 200
+
+
+async def test_a_request_for_the_model_of_an_engine_that_loads_waits(tmp_path: Path) -> None:
+    async with Engine() as engine:
+        engine.served = ""
+        async with serving(tmp_path, document(engine, scrape={"interval_s": 0.05})) as running:
+            waits = asyncio.create_task(running.ask())
+            await turns_until(lambda: len(running.scheduler.queue) == 1)
+            assert not engine.asked
+            engine.served = "m"
+            assert (await waits).status == 200
+            assert running.scheduler.instances[0].served == ("m",)
 
 
 async def test_a_client_that_leaves_while_the_engine_is_asked_leaves_nothing(tmp_path: Path) -> None:

@@ -55,10 +55,10 @@ class Watch:
         self.changes: list[InstanceChange] = []
         self.samples: list[tuple[str, EngineSample]] = []
         self._news = asyncio.Event()
-        health = SimpleNamespace(state=Health.UP)
+        evidence = SimpleNamespace(state=Health.UP)
         instances = [
             SimpleNamespace(
-                name=f"e{i}", spec=SimpleNamespace(url=url), admin=AdminState.READY, health=health
+                name=f"e{i}", spec=SimpleNamespace(url=url), admin=AdminState.READY, evidence=evidence
             )
             for i, url in enumerate(urls)
         ]
@@ -286,3 +286,70 @@ async def test_a_page_that_is_too_large_is_not_read_every_round(
             assert asked == 1
             assert not watch.samples
     assert sum("/metrics has more than" in record.getMessage() for record in caplog.records) == 1
+
+
+def listing(served: list[str]) -> Handler:
+    """A list of models that follows `served`."""
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": each} for each in served]})
+
+    return answer
+
+
+async def test_an_engine_with_an_empty_list_of_models_loads() -> None:
+    served: list[str] = []
+    async with stub(health=ok, metrics=page, v1__models=listing(served), version=version) as url:
+        async with watching(url) as watch:
+            assert watch.changes == [Probed("e0", ProbeResult.LOADING)]
+            assert not watch.samples
+            served.append("m")
+            await watch.until(lambda: Probed("e0", ProbeResult.OK) in watch.changes)
+            assert watch.changes.index(ModelsLearned("e0", ("m",))) < watch.changes.index(
+                Probed("e0", ProbeResult.OK)
+            )
+            served.clear()
+            before = watch.changes.count(Probed("e0", ProbeResult.LOADING))
+            await watch.until(lambda: watch.changes.count(Probed("e0", ProbeResult.LOADING)) > before)
+
+
+async def test_an_engine_that_is_not_ready_before_it_ever_was_up_loads() -> None:
+    async def unavailable(_: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "Loading model", "code": 503}}, status=503)
+
+    # llama.cpp lists its model while it loads it.
+    async with stub(health=unavailable, metrics=unavailable, v1__models=models) as url:
+        async with watching(url) as watch:
+            assert watch.changes == [Probed("e0", ProbeResult.LOADING)]
+            assert watch.changes[0].detail == "loading: /health answers 503"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("status", [404, 405, 501])
+async def test_an_engine_without_a_health_page_is_up_if_it_lists_its_models(status: int) -> None:
+    asked: list[str] = []
+    served = ["m"]
+
+    @web.middleware
+    async def noted(request: web.Request, handler: Handler) -> web.StreamResponse:
+        asked.append(request.path)
+        try:
+            return await handler(request)
+        except web.HTTPNotFound:
+            return web.Response(status=status, text="no such page")
+
+    app = web.Application(middlewares=[noted])
+    app.router.add_get("/v1/models", listing(served))
+    app.router.add_get("/api/version", version)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    async with watching(f"http://127.0.0.1:{runner.addresses[0][1]}") as watch:
+        assert Probed("e0", ProbeResult.OK) in watch.changes
+        assert watch.watch.versions == {"e0": "0.32.0"}
+        count = watch.changes.count(Probed("e0", ProbeResult.OK))
+        await watch.until(lambda: watch.changes.count(Probed("e0", ProbeResult.OK)) >= count + 3)
+        # What it does not have is not asked for in every round.
+        assert (asked.count("/health"), asked.count("/metrics")) == (1, 1)
+        served.clear()
+        await watch.until(lambda: Probed("e0", ProbeResult.LOADING) in watch.changes)
+    await runner.cleanup()

@@ -128,6 +128,11 @@ class Evidence:
         self._limit = 0
         self._limit_until = -math.inf
 
+    @property
+    def unproven(self) -> bool:
+        """True if its present process has not been up yet, as far as is known."""
+        return self.state is Health.EJECTED or not self._been_up
+
     # --- probes and connections ---
 
     def on_probe(self, result: ProbeResult, now: float, *, alone: bool = False, detail: str = "") -> bool:
@@ -144,6 +149,8 @@ class Evidence:
         self._probe_successes = 0
         if result is ProbeResult.REFUSED:
             return self.on_absent(now, detail)
+        if result is ProbeResult.LOADING:
+            return self._absent(table.LOADS, detail or "loading", now)
         self.clean = False
         self._probe_failures += 1
         if self.state is Health.UP and self._probe_failures >= table.FALL_PROBES:
@@ -157,12 +164,16 @@ class Evidence:
 
     def on_absent(self, now: float, detail: str = "") -> bool:
         """Eject at a refused connection: no process listens. No back-off: it may return at once."""
+        return self._absent(table.REFUSED, detail, now)
+
+    def _absent(self, transition: Transition[Health], detail: str, now: float) -> bool:
+        """Eject an instance that certainly serves nothing now. Return True if the state changed."""
         self._probe_successes = 0
         self.gone = self._been_up
         if self.state is Health.EJECTED:
             self.reason = detail or self.reason
             return False
-        return self._eject(table.REFUSED, detail or "connection refused", now)
+        return self._eject(transition, detail or "connection refused", now)
 
     def on_answering(self, *, whole: bool = False) -> bool:
         """Note that an answer began, or is `whole` and well. Return True if the state changed."""
@@ -181,7 +192,7 @@ class Evidence:
         if ejections and now - ejections[-1] > table.FLAPPING_S:
             ejections.clear()
         ejections.append(now)
-        doublings = len(ejections) - 1 - (transition is table.REFUSED)
+        doublings = len(ejections) - 1 - (transition is table.REFUSED or transition is table.LOADS)
         seconds = 0.0 if doublings < 0 else min(table.MOST_EJECTION_S, table.EJECTION_S * 2.0**doublings)
         self.ejected_until = now + seconds * (1.0 + EJECTION_JITTER_SHARE * (2.0 * self._rng.random() - 1.0))
         return self._enter(transition, reason)

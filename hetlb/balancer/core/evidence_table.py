@@ -86,6 +86,7 @@ def verdict(outcome: Outcome) -> Verdict:
 
 _IN_USE: Final = (Health.SUSPECT, Health.UP)
 REFUSED: Final = Transition("a connection is refused, by a probe or a dispatch", _IN_USE, Health.EJECTED)
+LOADS: Final = Transition("a probe finds that it lists no model, or loads one", _IN_USE, Health.EJECTED)
 ANSWERS: Final = Transition("a probe is answered, or an answer begins", (Health.SUSPECT,), Health.UP)
 PROBES_FAIL: Final = Transition(
     f"{FALL_PROBES} probes fail in a row, and no answer came since", (Health.UP,), Health.EJECTED
@@ -101,7 +102,7 @@ GETS: Final = {
     Health.SUSPECT: "requests while none is up",
     Health.EJECTED: "nothing, even if no other is left",
 }
-TRANSITIONS: Final = (REFUSED, ANSWERS, PROBES_FAIL, PROBES_FAIL_ALONE, RECOVERS)
+TRANSITIONS: Final = (REFUSED, LOADS, ANSWERS, PROBES_FAIL, PROBES_FAIL_ALONE, RECOVERS)
 
 
 class Restraint:

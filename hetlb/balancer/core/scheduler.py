@@ -442,7 +442,8 @@ class Scheduler:
         elif (instance := fleet.instances.get(change.name)) is None:
             return []
         elif isinstance(change, Probed):
-            alone = change.result is not ProbeResult.REFUSED and not fleet.has_another(instance)
+            certain = change.result is ProbeResult.REFUSED or change.result is ProbeResult.LOADING
+            alone = not certain and not fleet.has_another(instance)
             if not instance.evidence.on_probe(change.result, now, alone=alone, detail=change.detail):
                 return []
             return fleet.health_changed(instance, now) + self.backlog.flush(now)

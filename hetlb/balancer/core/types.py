@@ -497,10 +497,14 @@ class ModelsPromised(PickleByFields):
 
 
 class ProbeResult(StrEnum):
-    """Result of a probe of an engine. A refused connection is proof of absence, a timeout is not."""
+    """Result of a probe of an engine. A refused connection is proof of absence, a timeout is not.
+
+    `LOADING`: the engine itself says that it serves no model yet.
+    """
 
     OK = "ok"
     REFUSED = "refused"
+    LOADING = "loading"
     FAILED = "failed"
 
 

@@ -204,6 +204,7 @@ class EnginePool(Upstream):
         except OSError as error:
             end = ends.LOCAL if local_trouble(error) else ends.NOT_ACCEPTED
             detail = error.strerror or str(error)
+            carried.not_connected(error)
         except UnicodeError:
             end, detail = ends.NOT_ACCEPTED, "its host can be no name"
         if self._connecting.pop(carried, None) is None:

@@ -14,14 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import aiohttp
+import msgspec
 
 from hetlb.balancer.config.profile_writer import write_host
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.latency import LatencyModel
 from hetlb.balancer.core.types import AdminState, Health, InstanceChange, InstanceUpdated
 from hetlb.balancer.engines.host_probe import BUDGET_S, PROMPT_TOKENS, HostProbe
-from hetlb.balancer.engines.scrape import EngineWatch
+from hetlb.balancer.engines.scrape import EngineWatch, UnansweredError
 from hetlb.balancer.http.sse import SseWatcher
 from hetlb.balancer.telemetry.events import Event, tell
 from hetlb.errors import reason_of
@@ -69,7 +69,7 @@ class HostTimes:
             found = await self._while_free(instance, self._probe(instance, spec.latency))
         except _DisturbedError:
             return
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+        except (UnansweredError, TimeoutError, ValueError) as error:
             self._tries[key] = _TRIES
             text = "%s: its host time could not be measured; the profile's is assumed: %s"
             tell(logger, Event.INSTANCE_HOST_TIME, text, name, reason_of(error), instance=name)
@@ -128,13 +128,17 @@ class HostTimes:
         }
         clock = asyncio.get_running_loop().time
         began, first, last, stream = clock(), 0.0, 0.0, SseWatcher(False)
-        async with self._watch.ask(instance.name, "/v1/completions", body, 6.0 * BUDGET_S) as reply:
-            if reply.status != 200:
-                raise ValueError(f"/v1/completions answers {reply.status}")
-            async for piece in reply.content.iter_any():
-                last = clock()
-                first = first or last
-                stream.feed(piece)
+
+        def feed(piece: bytes) -> None:
+            nonlocal first, last
+            last = clock()
+            first = first or last
+            stream.feed(piece)
+
+        line, sent = b"POST /v1/completions", msgspec.json.encode(body)
+        status, _ = await self._watch.ask(instance.name, line, sent, most_s=6.0 * BUDGET_S, feed=feed)
+        if status != 200:
+            raise ValueError(f"/v1/completions answers {status}")
         if stream.completion_tokens != tokens:
             raise ValueError(f"expected {tokens} tokens (ignore_eos), got {stream.completion_tokens}")
         return first - began, (last - first) / (tokens - 1) if tokens > 1 else None, last - began

@@ -1,7 +1,8 @@
 """Watch over the engines: health, models and load, for the scheduler and for the log.
 
 Whatever an engine answers, the watch goes on. A refused connection is told apart from a slow answer, and
-trouble of our own (no file descriptors, no ports) is no instance's failure.
+trouble of our own (no file descriptors, no ports) is no instance's failure. An engine that answers clients is
+not probed. One that is idle and well is looked at more and more rarely (`rounds.py`).
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import re
+import socket
+import ssl
+import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any
+from errno import ECONNREFUSED
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-import aiohttp
-
-from hetlb.addresses import confined_socket
 from hetlb.balancer.clients.access import PLAIN_ACCESS, EngineAccess
-from hetlb.balancer.config.fleet_tables import ScrapeTable
+from hetlb.balancer.config.fleet_tables import ProxyTable, ScrapeTable
 from hetlb.balancer.core.instance import Instance
 from hetlb.balancer.core.types import (
     AdminState,
@@ -32,14 +35,17 @@ from hetlb.balancer.core.types import (
     ProbeResult,
 )
 from hetlb.balancer.engines.engine_metrics import EnginePage
-from hetlb.balancer.engines.engine_pools import LOCAL_ERRNOS
+from hetlb.balancer.engines.engine_pools import EnginePool
+from hetlb.balancer.engines.rounds import MOST_LOOKS, Looked, Rounds
+from hetlb.balancer.engines.upstream import TOO_LONG, SideCall
+from hetlb.balancer.exchange import ends
+from hetlb.balancer.exchange.ends import End
 from hetlb.balancer.exchange.scheduler_driver import SchedulerDriver
+from hetlb.balancer.http.http1 import ResponseHead
 from hetlb.balancer.telemetry.events import Event, tell
-from hetlb.inputs.urls import bracketed
 from hetlb.logs import escape
-from hetlb.served_models import longest_context, read_model_list, read_version
+from hetlb.served_models import lists_nothing, longest_context, read_model_list, read_version
 from hetlb.tasks import end, ended
-from hetlb.turns import Share
 
 if TYPE_CHECKING:
     from hetlb.balancer.config.profile_file import Profile
@@ -47,37 +53,36 @@ if TYPE_CHECKING:
 logger = logging.getLogger("hetlb.scrape")
 
 #: Maximum bytes of a page of models: a list of a thousand has 100 KiB.
-_MAX_PAGE_BYTES = 1 << 20
+_MAX_PAGE_BYTES: Final = 1 << 20
 #: Maximum bytes of a page of metrics, read line by line: each of 32 data-parallel engines has some 60 KiB.
 MAX_METRICS_BYTES = 64 << 20
-#: Bytes of a page read at a time: between them others have their turn.
-_PIECE_BYTES = 8 << 10
-#: Seconds until an engine with a larger page is asked again.
-_TOO_LARGE_PAUSE_S = 60.0
-#: Rounds between reads of the model list, which is also read when an instance comes back.
-_MODELS_EVERY_ROUNDS = 10
+#: Seconds until an engine is asked again whose page is too large, or that has none.
+_NO_PAGE_PAUSE_S: Final = 60.0
+#: Statuses of an engine that does not know a path.
+_UNKNOWN_PATH: Final = frozenset({404, 405, 501})
+#: Seconds for which an idle connection is kept: uvicorn closes it after 5 s.
+_IDLE_S: Final = 3.0
+
+
+_HEALTH: Final = "/health"
+_MODELS: Final = "/v1/models"
+_ERRNO: Final = re.compile(r"\[Errno (\d++)\]")
+#: Detail of a probe that finds an empty list of models.
+_NO_MODEL: Final = "loading: it lists no model"
+
+
+class UnansweredError(Exception):
+    """An engine did not answer a request of hetlb's own. `error`: why no connection was made."""
+
+    def __init__(self, end: End, detail: str, error: OSError | None) -> None:
+        super().__init__(detail)
+        self.end = end
+        self.detail = detail
+        self.error = error
 
 
 class _TooLargeError(Exception):
     """A page beyond its limit."""
-
-
-class _LocalTroubleError(Exception):
-    """We could not even try."""
-
-
-class _Seen:
-    """State of the watch over one engine, from round to round."""
-
-    __slots__ = ("began", "metrics_after", "rounds_until_models", "told_missing")
-
-    def __init__(self) -> None:
-        self.rounds_until_models = 0
-        #: Its metrics are read from this time on.
-        self.metrics_after = 0.0
-        #: Start of its process by its own clock, None while unknown.
-        self.began: float | None = None
-        self.told_missing = False
 
 
 class EngineWatch:
@@ -94,16 +99,20 @@ class EngineWatch:
         #: Reasons logged for instances that are not let in: each is logged once.
         self._told: dict[str, str] = {}
         self._urls: dict[str, str] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._first_rounds: dict[str, asyncio.Event] = {}
-        self._session: aiohttp.ClientSession | None = None
-        #: The same for engines with names that may not lead everywhere.
-        self._confined: aiohttp.ClientSession | None = None
+        self._seen: dict[str, Looked] = {}
+        self._looks: dict[str, asyncio.Task[None]] = {}
+        self._first_looks: dict[str, asyncio.Event] = {}
+        #: Connections of the watch by instance, and the access that they were made with.
+        self._pools: dict[str, tuple[EnginePool, EngineAccess]] = {}
+        self._rounds = Rounds(table.interval_s, self._scheduler)
+        self._now = asyncio.get_running_loop().time
+        self._proxy = ProxyTable(connect_timeout_s=2.0 * table.timeout_s, upstream_idle_s=_IDLE_S)
+        self._running: asyncio.Task[None] | None = None
         #: The engines' own entries of `/v1/models`, by instance.
         self.models: dict[str, list[dict[str, Any]]] = {}
         #: The engines' `/version`, by instance.
         self.versions: dict[str, str] = {}
-        #: Paths of their metrics where that is not `/metrics`.
+        #: Paths of their metrics, "" for none.
         self._pages: dict[str, str] = {}
         self.invalid_samples: dict[str, int] = {}
         #: Called with the name of an instance if its metrics say that nothing runs or waits.
@@ -111,14 +120,13 @@ class EngineWatch:
 
     async def start(self, profiles: Mapping[str, Profile], most_s: float) -> None:
         """Begin to watch all instances; returns once every one was probed, after `most_s` at the latest."""
-        self._session = self._make_session()
-        self._confined = self._make_session(socket_factory=confined_socket)
+        self._running = asyncio.create_task(self._run(), name="watch")
         for instance in self._scheduler.instances:
             if instance.admin is not AdminState.MAINT:
                 self.add(instance.name, instance.spec.url)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(most_s):
-                for event in list(self._first_rounds.values()):
+                for event in list(self._first_looks.values()):
                     await event.wait()
         for instance in self._scheduler.instances:
             _log_absent(instance)
@@ -129,38 +137,44 @@ class EngineWatch:
 
     @property
     def started(self) -> bool:
-        return self._session is not None
+        return self._running is not None
 
     def add(self, name: str, url: str) -> None:
         self._urls[name] = url
-        self._first_rounds[name] = asyncio.Event()
-        self._tasks[name] = asyncio.create_task(self._watch(name), name=f"watch {name}")
+        self._first_looks[name] = asyncio.Event()
+        self._seen[name] = Looked()
+        self._begin(name)
 
     def pause(self, name: str) -> None:
         """Stop watching a server for now; its state stays."""
-        if task := self._tasks.pop(name, None):
+        self._seen.pop(name, None)
+        if task := self._looks.pop(name, None):
             end(task)
+        if name in self._pools:
+            self._pools.pop(name)[0].close()
 
     def watches(self, name: str) -> bool:
-        return name in self._tasks
+        return name in self._seen
 
     def remove(self, name: str) -> None:
         self.pause(name)
         for known in (
-            self.models, self.versions, self.invalid_samples, self._first_rounds, self._told, self._urls,
+            self.models, self.versions, self.invalid_samples, self._first_looks, self._told, self._urls,
             self._pages,
         ):  # fmt: skip
             known.pop(name, None)
 
     async def close(self) -> None:
-        await ended(*self._tasks.values())
-        self._tasks.clear()
-        for session in (self._session, self._confined):
-            if session is not None:
-                await session.close()
+        running = () if self._running is None else (self._running,)
+        await ended(*running, *self._looks.values())
+        for name in list(self._seen):
+            self.pause(name)
 
     def reconnected(self, name: str, body: bytes) -> None:
         """Note that an engine that closed connections was asked again: `body` is its `/v1/models`."""
+        if lists_nothing(body):
+            self._learned(Probed(name, ProbeResult.LOADING, _NO_MODEL))
+            return
         entries = read_model_list(body)
         listed = models_learned(name, entries)
         instance = self._scheduler.fleet.instances.get(name)
@@ -193,44 +207,76 @@ class EngineWatch:
         if change.models != before:
             _log_models(change.name, model, before, change.models)
 
-    async def _watch(self, name: str) -> None:
-        loop, seen = asyncio.get_running_loop(), _Seen()
-        while True:
-            started = loop.time()
-            await self._look(name, seen, started)
-            self._first_rounds[name].set()
-            await asyncio.sleep(max(0.05, started + self._table.interval_s - loop.time()))
+    # --- one look ---
 
-    async def _look(self, name: str, seen: _Seen, now: float) -> None:
-        """Probe an engine; where it is well, read its metrics, and its models once in a while."""
-        result, detail = await self._probe(name)
-        if result is ProbeResult.OK and seen.rounds_until_models <= 0:
+    async def _run(self) -> None:
+        """Begin looks as they are due, one after the other: all of them have a share of the loop."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(self._rounds.scan_s)
+            for name in self._rounds.due(self._seen, self._looks, clock()):
+                if name in self._seen and len(self._looks) < MOST_LOOKS:
+                    self._begin(name)
+                    await asyncio.sleep(self._rounds.pause_s)
+
+    def _begin(self, name: str) -> None:
+        """Begin a look at an engine."""
+
+        def over(done: asyncio.Task[None]) -> None:
+            if self._looks.get(name) is done:
+                del self._looks[name]
+
+        task = asyncio.create_task(self._look(name, self._seen[name]), name=f"watch {name}")
+        self._looks[name] = task
+        task.add_done_callback(over)
+
+    async def _look(self, name: str, seen: Looked) -> None:
+        """Look at an engine, and set the time of the next look."""
+        now, since = self._now(), seen.looked_at
+        seen.looked_at = now
+        instance = self._scheduler.fleet.instances.get(name)
+        answers = instance is not None and instance.evidence.state is Health.UP
+        answers = answers and instance is not None and instance.evidence.token_at > since
+        result: ProbeResult | None = ProbeResult.OK
+        detail = ""
+        if not answers:  # the answers of one that answers are the better probe
+            result, detail = await self._probe(name, seen, instance)
+        if result is ProbeResult.OK and self._rounds.models_due(seen, now):
             # Its models are read before it counts as up: another server may be at its address by now.
-            seen.rounds_until_models = _MODELS_EVERY_ROUNDS if await self._read_models(name) else 0
-        if result is not None:
+            listed, why = await self._read_models(name, seen, instance)
+            if listed is ProbeResult.LOADING:
+                result, detail = listed, why
+        if result is not None and not (answers and result is ProbeResult.OK):
             self._learned(Probed(name, result, detail))
         if result is not ProbeResult.OK:
-            seen.rounds_until_models = 0  # a process that comes back may serve another model
-            return
-        seen.rounds_until_models -= 1
-        if now < seen.metrics_after:
-            return
+            seen.models_at = seen.metrics_after = -math.inf  # another process may come back
+        elif now >= seen.metrics_after:
+            await self._measure(name, seen, now)
+        self._first_looks[name].set()
+        if not self._rounds.looked(seen, instance, now) and name in self._pools:
+            self._pools[name][0].sweep(math.inf)  # the engine would close them before the next look
+
+    async def _measure(self, name: str, seen: Looked, now: float) -> None:
+        """Read the metrics of an engine and pass them on."""
         try:
             sample = await self.read_metrics(name)
         except _TooLargeError:
-            seen.metrics_after = now + _TOO_LARGE_PAUSE_S
+            seen.metrics_after = now + _NO_PAGE_PAUSE_S
             self._tell_once(name, f"its /metrics has more than {MAX_METRICS_BYTES} bytes")
             return
-        if sample is not None:
-            await self._take(name, seen, sample)
+        if sample is None:
+            if self._pages.get(name) == "":
+                seen.metrics_after = now + _NO_PAGE_PAUSE_S
+            return
+        await self._take(name, seen, sample)
 
-    async def _take(self, name: str, seen: _Seen, sample: EngineSample) -> None:
+    async def _take(self, name: str, seen: Looked, sample: EngineSample) -> None:
         """Take in what an engine's metrics say."""
-        if sample.began is None:
-            seen.rounds_until_models = 0  # only its list shows whether it is the same process
-        elif sample.began != seen.began:
+        seen.anonymous = sample.began is None
+        if sample.began is not None and sample.began != seen.began:
             if seen.began is not None:
-                await self._read_models(name)  # another process has its address
+                seen.models_at = -math.inf  # another process has its address
+                await self._read_models(name, seen, self._scheduler.fleet.instances.get(name))
             seen.began = sample.began
         self._scheduling.sample(name, sample)
         if sample.running == 0 and not sample.waiting:
@@ -242,132 +288,175 @@ class EngineWatch:
             text, lacking = "%s does not report %s: hetlb uses its own bookings instead", sample.missing
             tell(logger, Event.INSTANCE_METRICS, text, name, ", ".join(lacking), instance=name)
 
-    def _make_session(self, **options: Any) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=self._table.timeout_s),
-            # uvicorn closes idle connections after 5 s: ours are given up first.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0, **options),
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
+    # --- requests to engines ---
 
-    def _asked(
-        self, name: str, method: str, path: str, **more: Any
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """Return a request to an engine, with its key and certificates."""
+    def _pool(self, name: str) -> EnginePool:
+        """Return the connections of the watch to an engine, with its key and certificates of now."""
         access = self._access.get(name, PLAIN_ACCESS)
-        session = self._confined if access.confined else self._session
-        assert session is not None, "start() comes first"
-        url, headers, hostname = self._urls[name], {}, None
-        if access.authorization is not None:
-            headers["authorization"] = access.authorization.decode("ascii")
-        if access.address is not None:
-            parts = urlsplit(url)
-            url = f"{parts.scheme}://{bracketed(access.address)}" + (f":{parts.port}" if parts.port else "")
-            headers["host"] = parts.netloc
-            hostname = parts.hostname if access.tls is not None else None
-        return session.request(
-            method,
-            url + path,
-            headers=headers,
-            allow_redirects=False,
-            ssl=access.tls or True,
-            server_hostname=hostname,
-            **more,
-        )
+        if name not in self._pools:
+            pool = EnginePool(self._urls[name], asyncio.get_running_loop(), access, self._proxy)
+        elif self._pools[name][1] is access:
+            return self._pools[name][0]
+        else:
+            pool = self._pools[name][0]
+            pool.configure(access, self._proxy)
+        self._pools[name] = pool, access
+        return pool
 
-    def ask(
-        self, name: str, path: str, body: Mapping[str, Any], most_s: float
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """Return a request of hetlb's own to an engine; its answer may take `most_s` seconds."""
-        return self._asked(name, "POST", path, json=body, timeout=aiohttp.ClientTimeout(total=most_s))
+    async def ask(
+        self,
+        name: str,
+        line: bytes,
+        body: bytes = b"",
+        *,
+        most_s: float,
+        most_bytes: int = _MAX_PAGE_BYTES,
+        feed: Callable[[bytes], None] | None = None,
+    ) -> tuple[int, bytes]:
+        """Return status and body of an engine's answer to a request of hetlb's own; `feed` gets the body.
 
-    async def _get(self, name: str, path: str, metrics: EnginePage | None = None) -> tuple[int, bytes]:
-        """Return status and body of a page; with `metrics`, which are fed it, its first byte alone."""
+        Raises `TimeoutError` after `most_s`, `UnansweredError`, or `_TooLargeError`.
+        """
+        pool, answer = self._pool(name), asyncio.get_running_loop().create_future()
+
+        def done(head: ResponseHead, body: bytes) -> None:
+            if not answer.done():
+                answer.set_result((head.status, body))
+
+        def failed(end: End, detail: str) -> None:
+            if not answer.done():
+                large = detail is TOO_LONG
+                answer.set_exception(_TooLargeError() if large else UnansweredError(end, detail, call.error))
+
+        fields = b"content-type: application/json\r\n" if body else b""
+        call = SideCall(pool, pool.head(line, fields), body, done, failed, feed=feed, most_bytes=most_bytes)
+        call.send()
         try:
-            async with self._asked(name, "GET", path) as reply:
-                body, size, share = bytearray(), 0, Share()
-                most = _MAX_PAGE_BYTES if metrics is None else MAX_METRICS_BYTES
-                async for piece in reply.content.iter_any():
-                    size += len(piece)
-                    if size > most:
-                        raise _TooLargeError
-                    if metrics is None:
-                        body += piece
-                        continue
-                    body += piece[:1] if not body else b""
-                    for at in range(0, len(piece), _PIECE_BYTES):
-                        metrics.feed(piece[at : at + _PIECE_BYTES])
-                        await share.spent()
-                return reply.status, bytes(body)
-        except OSError as error:
-            if error.errno in LOCAL_ERRNOS:
-                raise _LocalTroubleError from error
+            async with asyncio.timeout(most_s):
+                found: tuple[int, bytes] = await answer
+                return found
+        except BaseException:
+            call.abort()
             raise
 
-    async def _probe(self, name: str) -> tuple[ProbeResult | None, str]:
-        """Probe an engine: the result, None where this machine could not try; and how it failed."""
-        try:
-            status, _ = await self._get(name, "/health")
-        except _LocalTroubleError:
-            return None, ""
-        except aiohttp.ClientSSLError as error:
-            detail = f"no TLS connection: {_tls_reason(error)}"
-            self._tell_once(name, detail)
-            return ProbeResult.FAILED, detail
-        except aiohttp.ClientConnectorDNSError as error:
-            host, why = urlsplit(self._urls[name]).hostname, error.os_error.strerror or error.os_error
-            return ProbeResult.REFUSED, f"the name has no address: {host}: {why}"
-        except aiohttp.ClientConnectorError as error:
-            if isinstance(error.os_error, ConnectionRefusedError):
-                return ProbeResult.REFUSED, "connection refused"
-            return ProbeResult.FAILED, f"no connection: {error.os_error.strerror or error.os_error}"
-        except TimeoutError:
-            return ProbeResult.FAILED, f"no answer to /health within {self._table.timeout_s:g} s"
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            text = (str(error) or type(error).__name__)[:200]
-            shown = "".join(each if each.isprintable() else "?" for each in text)
-            return ProbeResult.FAILED, f"/health: {shown}"
-        except _TooLargeError:
+    async def _get(self, name: str, path: str) -> tuple[int, bytes]:
+        return await self.ask(name, b"GET " + path.encode(), most_s=self._table.timeout_s)
+
+    async def _probe(
+        self, name: str, seen: Looked, instance: Instance | None
+    ) -> tuple[ProbeResult | None, str]:
+        """Probe an engine: the result, None if this machine could not try; and how it failed.
+
+        An engine without `/health` (Ollama, LM Studio) is up if it lists its models.
+        """
+        if seen.door == _HEALTH:
             status = 200
-        if status == 200:
-            return ProbeResult.OK, ""
-        return ProbeResult.FAILED, f"/health answers {status}"
+            try:
+                with contextlib.suppress(_TooLargeError):
+                    status, _ = await self._get(name, _HEALTH)
+            except (UnansweredError, TimeoutError) as error:
+                return self._failed(name, _HEALTH, error)
+            if status == 200:
+                return ProbeResult.OK, ""
+            if status not in _UNKNOWN_PATH:
+                return _unready(_HEALTH, status, instance)
+        result, detail = await self._read_models(name, seen, instance)
+        seen.door = _MODELS if result is ProbeResult.OK else _HEALTH
+        return result, detail
+
+    def _failed(
+        self, name: str, path: str, error: UnansweredError | TimeoutError
+    ) -> tuple[ProbeResult | None, str]:
+        """Return the result of a probe without an answer, None if this machine could not try."""
+        if isinstance(error, TimeoutError):
+            return ProbeResult.FAILED, f"no answer to {path} within {self._table.timeout_s:g} s"
+        why = error.error
+        if error.end is ends.LOCAL:
+            return None, ""
+        if isinstance(why, ssl.SSLError):
+            reason = getattr(why, "verify_message", "") or why.reason or type(why).__name__
+            self._tell_once(name, f"no TLS connection: {reason}")
+            return ProbeResult.FAILED, f"no TLS connection: {reason}"
+        if isinstance(why, socket.gaierror):
+            host = urlsplit(self._urls[name]).hostname
+            return ProbeResult.REFUSED, f"the name has no address: {host}: {why.strerror or why}"
+        if why is not None:
+            refused = set(_ERRNO.findall(str(why))) == {str(ECONNREFUSED)}  # at each of its addresses
+            if refused or isinstance(why, ConnectionRefusedError):
+                return ProbeResult.REFUSED, "connection refused"
+            return ProbeResult.FAILED, f"no connection: {why.strerror or why}"
+        shown = "".join(each if each.isprintable() else "?" for each in error.detail[:200])
+        return ProbeResult.FAILED, f"{path}: {shown}"
 
     async def read_metrics(self, name: str) -> EngineSample | None:
-        page = EnginePage()
-        paths = page.paths
-        try:
-            path = self._pages.get(name, paths[0])
-            status, body = await self._get(name, path, page)
-        except (_LocalTroubleError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
-            return None
-        if body[:1] == b"[" or status == 404:
-            self._pages[name] = paths[(paths.index(path) + 1) % len(paths)]
-            return None
-        return page.sample() if status == 200 else None
+        """Return the figures of an engine's page, None without one. Raises `_TooLargeError`."""
+        known = self._pages.get(name)
+        for path in (known,) if known else EnginePage.paths:
+            try:
+                status, page = await self._read_page(name, path)
+            except (UnansweredError, TimeoutError):
+                return None
+            self._pages[name] = "" if page is None else path
+            if page is not None:
+                return page.sample() if status == 200 else None
+        return None
 
-    async def _read_models(self, name: str) -> bool:
+    async def _read_page(self, name: str, path: str) -> tuple[int, EnginePage | None]:
+        """Return the status of a page and the page, None if no metrics are there."""
+        page, first, spent_s = EnginePage(), b"", 0.0
+
+        def feed(data: bytes) -> None:
+            nonlocal first, spent_s
+            began_s = time.thread_time()
+            first = first or data[:1]
+            page.feed(data)
+            spent_s += time.thread_time() - began_s
+
+        line, most_s = b"GET " + path.encode(), self._table.timeout_s
+        status, _ = await self.ask(name, line, most_s=most_s, most_bytes=MAX_METRICS_BYTES, feed=feed)
+        self._rounds.spent(spent_s)
+        return status, None if first == b"[" or status in _UNKNOWN_PATH else page
+
+    async def _read_models(
+        self, name: str, seen: Looked, instance: Instance | None
+    ) -> tuple[ProbeResult | None, str]:
+        """Read an engine's list of models: the result, None if this machine could not try, and why.
+
+        An engine that wants another key is there: its answer to a request tells the client so.
+        """
         try:
-            status, body = await self._get(name, "/v1/models")
-            _, version = await self._get(name, "/version")
-        except (_LocalTroubleError, _TooLargeError, aiohttp.ClientError, TimeoutError, OSError, ValueError):
-            return False
+            status, body = await self._get(name, _MODELS)
+        except (UnansweredError, TimeoutError) as error:
+            return self._failed(name, _MODELS, error)
+        except _TooLargeError:
+            return ProbeResult.FAILED, f"{_MODELS}: {TOO_LONG}"
         if status in (401, 403):
             has_key = self._access.get(name, PLAIN_ACCESS).authorization is not None
             told = "refuses the API key" if has_key else "wants an API key"
-            self._tell_once(name, f"{told} ({status} at /v1/models)")
+            self._tell_once(name, f"{told} ({status} at {_MODELS})")
+            return ProbeResult.OK, ""
+        if status == 200 and lists_nothing(body):
+            return ProbeResult.LOADING, _NO_MODEL
         entries = read_model_list(body) if status == 200 else []
         if not entries:
-            return False
+            return _unready(_MODELS, status, instance)
         self._told.pop(name, None)
+        if seen.models_at == -math.inf:
+            await self._read_version(name)
+        seen.models_at = self._now()
         self.models[name] = entries
-        if text := read_version(version):
-            self.versions[name] = text
         self._learned(models_learned(name, entries))
         if (longest := longest_context(entries)) is not None:
             self._learned(CapacityLearned(name, Capacity(max_model_len=longest)))
-        return True
+        return ProbeResult.OK, ""
+
+    async def _read_version(self, name: str) -> None:
+        for path in ("/version", "/api/version"):
+            with contextlib.suppress(UnansweredError, TimeoutError, _TooLargeError):
+                status, body = await self._get(name, path)
+                if status == 200 and (text := read_version(body)):
+                    self.versions[name] = text
+                    return
 
     def _tell_once(self, name: str, text: str) -> None:
         if self._told.get(name) != text:
@@ -376,13 +465,12 @@ class EngineWatch:
             tell(logger, event, "%s: %s", name, text, instance=name)
 
 
-def _tls_reason(error: aiohttp.ClientSSLError) -> str:
-    """OpenSSL's own words: `certificate verify failed: Hostname mismatch, …`."""
-    if isinstance(error, aiohttp.ClientConnectorCertificateError):
-        cause: BaseException = error.certificate_error
-    else:
-        cause = error.os_error
-    return getattr(cause, "verify_message", "") or getattr(cause, "reason", "") or type(cause).__name__
+def _unready(path: str, status: int, instance: Instance | None) -> tuple[ProbeResult, str]:
+    """Return the result of a probe that a page answers by a status; an engine that loads says 503."""
+    text = f"{path} answers {status}"
+    if status == 503 and (instance is None or instance.evidence.unproven):
+        return ProbeResult.LOADING, f"loading: {text}"
+    return ProbeResult.FAILED, text
 
 
 def models_learned(name: str, entries: list[dict[str, Any]]) -> ModelsLearned:

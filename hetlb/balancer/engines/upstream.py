@@ -27,8 +27,9 @@ MAX_INTERIM_ANSWERS: Final = 16
 TURN_BYTES: Final = 16 << 10
 #: Least bytes of a read that takes a turn of its own: more is waiting in the kernel.
 _LARGE_READ_BYTES: Final = 64 << 10
-#: Maximum bytes of the answer to a request of the proxy's own.
+#: Maximum bytes of the answer to a request of the proxy's own, and what a longer one fails with.
 _MAX_ANSWER_BYTES: Final = 4 << 20
+TOO_LONG: Final = "its answer is too long"
 #: Maximum bytes of a body that is written in one piece with its head.
 _MAX_COPIED_BYTES: Final = 16 << 10
 _IDLE: Final = EngineState.IDLE
@@ -60,6 +61,9 @@ class Carried:
     def engine_lost_idle(self) -> None:
         """Send it once more: a reused connection was closed before it answered."""
         raise NotImplementedError
+
+    def not_connected(self, error: OSError) -> None:
+        """Note why no connection was made; `engine_failed` follows."""
 
     def engine_head(self, head: ResponseHead, length: int | None) -> None:
         raise NotImplementedError
@@ -398,12 +402,13 @@ class EngineConnection(PacedReader):
 class SideCall(Carried):
     """A request of the proxy's own to an engine, and its whole answer, of bounded size.
 
-    `head` is all of it but for `content-length` and the empty line.
+    `head` is all of it but for `content-length` and the empty line. `feed` takes the body as it comes,
+    instead of `done`, in turns of the loop. `error`: why no connection was made.
     """
 
     __slots__ = (
-        "_answer", "_body", "_connection", "_done", "_failed", "_head", "_on_fault", "_received", "_serves",
-        "pool",
+        "_answer", "_body", "_connection", "_done", "_failed", "_feed", "_head", "_most_bytes", "_on_fault",
+        "_received", "_serves", "_size", "error", "pool",
     )  # fmt: skip
 
     def __init__(
@@ -415,6 +420,8 @@ class SideCall(Carried):
         failed: Callable[[End, str], None],
         serves: Callable[[], bool] = lambda: True,
         on_fault: Callable[[Exception], None] | None = None,
+        feed: Callable[[bytes], None] | None = None,
+        most_bytes: int = _MAX_ANSWER_BYTES,
     ) -> None:
         """`on_fault` gets an error that `done` or `failed` raised; without it, `failed` is called."""
         super().__init__(b"POST" if body else b"GET")
@@ -428,6 +435,10 @@ class SideCall(Carried):
         self._connection: EngineConnection | None = None
         self._answer: ResponseHead | None = None
         self._received = bytearray()
+        self._feed = feed
+        self.plain = feed is None
+        self._size, self._most_bytes = 0, most_bytes
+        self.error: OSError | None = None
 
     def send(self) -> None:
         self.pool.send(self)
@@ -456,15 +467,29 @@ class SideCall(Carried):
     def engine_head(self, head: ResponseHead, length: int | None) -> None:
         self._answer = head
 
+    def not_connected(self, error: OSError) -> None:
+        self.error = error
+
     def engine_body(self, payload: bytes) -> None:
-        self._received += payload
-        if len(self._received) > _MAX_ANSWER_BYTES:
+        self._size += len(payload)
+        if self._size > self._most_bytes:
             self.abort()
-            self._failed(ends.JUNK, "its answer is too long")
+            self._failed(ends.JUNK, TOO_LONG)
+        elif self._feed is None:
+            self._received += payload
+        else:
+            self._feed(payload)
 
     def engine_end(self, payload: bytes) -> None:
         self._connection = None
         assert self._answer is not None, "expected a head before the end"
+        if self._size + len(payload) > self._most_bytes:
+            self._failed(ends.JUNK, TOO_LONG)
+            return
+        if self._feed is not None:
+            if payload:
+                self._feed(payload)
+            payload = b""
         self._done(self._answer, bytes(self._received) + payload)
 
     def engine_failed(self, end: End, detail: str) -> None:

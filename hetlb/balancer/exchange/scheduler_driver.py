@@ -173,8 +173,10 @@ class SchedulerDriver(SchedulerSide):
         ]
 
     def serves(self, lease: Lease) -> bool:
-        served = self.scheduler.ledger.leased[lease.id].served
-        return served is None or lease.request.model in served
+        instance = self.scheduler.ledger.leased[lease.id]
+        if instance.evidence.state is Health.EJECTED:
+            return False
+        return instance.served is None or lease.request.model in instance.served
 
     # --- facts about requests ---
 
