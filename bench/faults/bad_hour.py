@@ -56,6 +56,8 @@ def _whole(text: Any, finish: str = "stop", tokens: int = TOKENS, model: str = "
 
 
 DONE = b"data: [DONE]\n\n"
+#: A pause of one token in the bytes of a wrong answer.
+PAUSE = b"<pause>"
 ROLE = _event("", role="assistant")
 _NONE = json.dumps({"id": "c", "model": "m", "choices": []}).encode()
 #: Wrong answers by name: events of a stream (None: the body instead), and the body of a plain one.
@@ -161,7 +163,9 @@ class Server:
         if wrong == b"close":
             return False
         if wrong is not None:
-            writer.write(wrong)
+            for part in wrong.split(PAUSE):
+                writer.write(part)
+                await asyncio.sleep(self.pace_s)
             return True
         self.running += 1
         try:
@@ -380,6 +384,11 @@ async def fails(bench: Bench, share: float, how: str) -> None:
         + _chunk(b'data: {"error":{"message":"no","code":500}}\n\n' + DONE)
         + b"0\r\n\r\n",
     }
+    head = answers["mid"].partition(b"\r\n\r\n")[0]
+    error = _chunk(b'data: {"error":{"message":"no","code":500}}\n\n' + DONE)
+    answers["late"] = PAUSE.join(
+        [head + b"\r\n\r\n" + _chunk(ROLE), *[_chunk(_event("w"))] * 3, error + b"0\r\n\r\n"]
+    )
     servers = bench.servers(bad=lambda fields, body: answers[how] if rng.random() < share else None)
     async with await _with(servers, bench) as proxy:
         seen = await load(proxy, 10.0, bench.seconds, lambda number: bench.fields())
@@ -520,6 +529,7 @@ def cases(bench: Bench) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
         "fails-event": lambda: fails(bench, 0.2, "event"),
         "fails-close": lambda: fails(bench, 0.2, "close"),
         "fails-mid": lambda: fails(bench, 0.2, "mid"),
+        "fails-late": lambda: fails(bench, 0.2, "late"),
         "closes": lambda: closes(bench, 1.25),
         "closes-20": lambda: closes(bench, 20.0),
     }

@@ -5,11 +5,13 @@ vLLM sends the head of a stream as soon as it has taken the request, before the 
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
+from helpers import turns_until
 from proxy.test_proxying import ASK_STREAM, Start, ask, post
-from proxy.upstreams import LAST, SSE_HEAD, STREAM, TOKEN, Upstream, chunk, closing, plain, resetting
+from proxy.upstreams import LAST, SSE_HEAD, STREAM, TOKEN, Upstream, Visit, chunk, closing, plain, resetting
 
 from hetlb.balancer.core.types import Health
 
@@ -88,3 +90,53 @@ async def test_a_stream_that_begins_with_an_error_event_is_answered_by_another(
         assert b"[DONE]" in answer.body
         assert b'"error"' not in answer.body
         assert (len(one.visits), len(two.visits)) == (1, 1)
+
+
+ERROR = chunk(b'data: {"error":{"message":"no","code":500}}\n\ndata: [DONE]\n\n') + LAST
+
+
+async def test_an_error_event_behind_tokens_of_the_same_read_is_answered_by_another(start: Start) -> None:
+    """Nothing of these tokens has reached the client."""
+    async with Upstream(SSE_HEAD + chunk(TOKEN) + ERROR) as one, Upstream(STREAM) as two:
+        proxy = await start(one.url, two.url)
+        answer = await ask(proxy, post(ASK_STREAM))
+        assert b'"error"' not in answer.body
+        assert answer.body.count(TOKEN) == 2
+        assert (len(one.visits), len(two.visits)) == (1, 1)
+
+
+@pytest.mark.parametrize("trial", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+async def test_the_first_tokens_of_a_trial_are_kept_until_there_are_some(
+    start: Start, trial: bool, fails: bool
+) -> None:
+    """A trial that fails after two tokens costs no client an answer."""
+    seen = asyncio.Event()
+
+    async def script(visit: Visit) -> None:
+        visit.send(SSE_HEAD + chunk(TOKEN))
+        await seen.wait()
+        visit.send(
+            ERROR
+            if fails
+            else b"".join([chunk(TOKEN) for _ in range(20)]) + chunk(b"data: [DONE]\n\n") + LAST
+        )
+
+    async with Upstream(script) as one, Upstream(STREAM) as two:
+        proxy = await start(one.url, two.url)
+        if trial:
+            proxy.scheduler.instances[0].evidence.doubted = True
+            proxy.scheduler.fleet.reindex(proxy.driver.now())
+        asked = asyncio.create_task(ask(proxy, post(ASK_STREAM)))
+        await one.visit()
+        (exchange,) = proxy.driver.exchanges.values()
+        attempt: Any = exchange.attempt
+        begun = lambda: attempt.answer is not None and (attempt.answer.kept or exchange.record.first_byte_at)  # noqa: E731
+        await turns_until(begun)
+        assert bool(attempt.answer.kept) is trial
+        seen.set()
+        answer = await asked
+        assert answer.body.endswith(b"data: [DONE]\n\n")
+        assert (b'"error"' in answer.body) is (fails and not trial)
+        assert answer.body.count(TOKEN) == (21 if not fails else (2 if trial else 1))
+        assert len(two.visits) == (fails and trial)

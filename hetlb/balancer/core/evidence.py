@@ -442,12 +442,14 @@ class Evidence:
     def _may_try(self, now: float) -> bool:
         return not self.trial and now >= self.next_trial_at
 
-    def dispatched(self, lease_id: int, now: float) -> None:
-        """Note a dispatch. With a restraint or an excess it is a trial."""
-        if self.wary(now):
-            self.trial = lease_id
-            self.next_trial_at = now + self._pause_s
-            self._pause_s = min(table.MOST_PAUSE_S, 2.0 * self._pause_s)
+    def dispatched(self, lease_id: int, now: float) -> bool:
+        """Note a dispatch. Return True if it is a trial: with a restraint or an excess."""
+        if not self.wary(now):
+            return False
+        self.trial = lease_id
+        self.next_trial_at = now + self._pause_s
+        self._pause_s = min(table.MOST_PAUSE_S, 2.0 * self._pause_s)
+        return True
 
     def why(self, now: float) -> str:
         """Return the reason of the restraint, for people; "" without one."""

@@ -373,7 +373,7 @@ class Placement:
             if loads is not None and self.adapter_load is not None:
                 self.adapter_load.expected[lease.id] = lease.forecast_first_s, loads
         if ctx.restraints is not None and request.sequences:
-            instance.evidence.dispatched(lease.id, now)
+            lease.trial = instance.evidence.dispatched(lease.id, now)
         if self.fleet.kinds.by_key:
             self.fleet.kinds.dispatched(request, instance.name, lease.id, now)
         if request.sequences:

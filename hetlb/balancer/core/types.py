@@ -352,7 +352,7 @@ class Lease:
         "forecast_step_s", "hold", "id", "incarnation", "incoming", "instance", "judged", "key",
         "kv_prompt_tokens", "kv_tokens", "mark", "mixed", "odd", "outcome", "output_tokens",
         "own", "predicted_output", "promised_tokens", "prompt_tokens", "reported_cached_tokens", "request",
-        "seen_s", "shared", "unread_tokens", "waited_s", "work_ns",
+        "seen_s", "shared", "trial", "unread_tokens", "waited_s", "work_ns",
     )  # fmt: skip
 
     def __init__(
@@ -411,6 +411,8 @@ class Lease:
         self.judged = False
         #: True for an odd answer. It counts as lost if other instances answer the same traffic otherwise.
         self.odd = False
+        #: True if its instance is in doubt: the first tokens of its stream are kept until there are some.
+        self.trial = False
         #: True if its request belongs to this process.
         self.own = True
         self.outcome: Outcome | None = None

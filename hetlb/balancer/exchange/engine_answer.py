@@ -30,7 +30,7 @@ class EngineAnswer:
     `whole_only`: nothing goes out before all of it is there. `tail`: the last bytes of a plain body.
     """
 
-    __slots__ = ("_tokens", "_transfers", "head", "length", "stream", "tail", "whole_only")
+    __slots__ = ("_tokens", "_transfers", "head", "kept", "length", "stream", "tail", "whole_only")
 
     def __init__(self, head: ResponseHead, length: int | None) -> None:
         self.head = head
@@ -38,6 +38,8 @@ class EngineAnswer:
         self.stream: StreamedAnswer | None = None
         self.whole_only = False
         self.tail = b""
+        #: First bytes of a stream that are not passed on yet.
+        self.kept = b""
         #: Output tokens of a whole answer by its usage.
         self._tokens: int | None = None
         #: Empties fields about KV transfers, None before the first part.

@@ -40,6 +40,9 @@ _HUNG_S: Final = 20.0
 #: Kinds with streams that end with `[DONE]`.
 _WITH_END: Final = (Kind.CHAT, Kind.COMPLETION)
 _CHAT: Final = Kind.CHAT
+#: Events of a trial's stream that are kept until all of them are there, and most bytes of them.
+_TRIAL_EVENTS: Final = 8
+_TRIAL_BYTES: Final = 16 << 10
 #: Status of an answer in another protocol.
 SWITCHED: Final = 101
 _PREFILLING: Final = Phase.PREFILLING
@@ -243,8 +246,13 @@ class Plain(Attempt):
         assert answer is not None, "expected a head before a body"
         now = exchange.now()
         if exchange.phase is not _STREAMING:
+            payload = answer.kept + payload
             if _failed_at_once(self, answer, payload):
                 return
+            if self.lease.trial and _too_few(self, answer, payload):
+                answer.kept, exchange.since = payload, now
+                return
+            answer.kept = b""
             first = self._first_bytes(answer, payload, now, whole=False)
             if first is None:
                 return
@@ -289,6 +297,7 @@ class Plain(Attempt):
         exchange, answer, response = self.exchange, self.answer, self.response
         assert answer is not None, "expected a head before the end"
         if exchange.phase is not _STREAMING:
+            payload = answer.kept + payload
             if _failed_at_once(self, answer, payload):
                 return
             first = self._first_bytes(answer, payload, exchange.now(), whole=True)
@@ -512,15 +521,22 @@ def _turned_away(attempt: Plain, status: int, again_s: float | None) -> None:
     attempt.driver.scheduling.refused(attempt.lease, status, again_s, features, exchange.now())
 
 
+def _too_few(attempt: Plain, answer: EngineAnswer, payload: bytes) -> bool:
+    """Return True if a trial's stream has too few events to be passed on: it may fail at its next one."""
+    if answer.stream is None or attempt.handling.keeps or attempt.response.state is STARTED:
+        return False
+    return len(payload) < _TRIAL_BYTES and payload.count(b"data:") < _TRIAL_EVENTS
+
+
 def _failed_at_once(attempt: Plain, answer: EngineAnswer, payload: bytes) -> bool:
-    """Return True if a stream begins with an error event, and another instance got the request."""
+    """Return True if a stream fails before any of it is out, and another instance got the request."""
     if answer.stream is None or attempt.handling.keeps:
         return False
     if payload.find(b'"error"') < 0 or attempt.response.state is STARTED:
         return False
     begun = SseWatcher(False)
     begun.feed(payload)
-    if not begun.failed or begun.events > (attempt.exchange.record.kind is _CHAT):
+    if not begun.failed:
         return False
     _turned_away(attempt, 400 if begun.refused else 500, None)
     return attempt.exchange.attempt is not attempt
