@@ -1,4 +1,4 @@
-"""Circuit breaker of an instance: what counts against it, what it gets meanwhile, and how it comes back."""
+"""Trials of an instance: what counts against it, what it gets meanwhile, and how it comes back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hetlb.balancer.core.types import Dispatch, EngineSample, Lease, ModelsLearn
 from hetlb.tools.sim.integrity import check_scheduler
 
 
-def breaker(scheduler: Scheduler, name: str) -> Evidence:
+def evidence(scheduler: Scheduler, name: str) -> Evidence:
     return next(each.evidence for each in scheduler.instances if each.name == name)
 
 
@@ -63,14 +63,14 @@ def test_an_instance_that_refuses_at_once_draws_no_work(
         scheduler.on_sweep({}, now)
     assert lost <= 10
     assert 10.0 <= back_at <= 15.0 or policy == "single" or back_at == 0.0
-    assert not breaker(scheduler, "a").doubted
+    assert not evidence(scheduler, "a").doubted
     check_scheduler(scheduler)
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("fleet", ["a", "ab", "abc"])
 def test_what_all_refuse_alike_is_the_clients_own(fleet: str, policy: str) -> None:
-    """Of two clients one gets 4xx for everything: that changes no breaker, at any instance."""
+    """Of two clients one gets 4xx for everything: that changes nothing, at any instance."""
     scheduler = make_scheduler([spec(name) for name in fleet], policy)
     rng = random.Random(1)
     running: list[Lease] = []
@@ -109,6 +109,27 @@ def test_one_that_refuses_every_second_request_is_found() -> None:
     assert visits <= 60
 
 
+@pytest.mark.parametrize("client", ["", "10.0.0.9"])
+def test_one_that_breaks_one_answer_of_five_is_in_doubt_and_stays_so(client: str) -> None:
+    """Three good answers in a row are no sign while four of five are good; of one client, too."""
+    scheduler = make_scheduler([spec("a"), spec("b")], "rr")
+    doubted = visits = 0
+    for i in range(400):
+        now = i / 10
+        lease = dispatched(scheduler.on_arrival(request(i, client=client, streamed=True), now))
+        scheduler.on_first_token(lease, now)
+        bad = lease.instance == "a" and visits % 5 == 4
+        visits += lease.instance == "a"
+        if bad:
+            scheduler.on_lease_ended(lease, Outcome.BROKEN_STREAM, now)
+        else:
+            whole(scheduler, lease, now)
+        scheduler.on_sweep({}, now)
+        doubted += now > 10.0 and evidence(scheduler, "a").doubted
+    assert doubted >= 200
+    check_scheduler(scheduler)
+
+
 def test_clients_whose_every_second_request_is_wrong_change_nothing() -> None:
     scheduler = make_scheduler([spec("a"), spec("b")], "rr")
     for i in range(200):
@@ -140,7 +161,7 @@ def test_names_that_not_all_answer_to_change_nothing(own: str) -> None:
             whole(scheduler, lease, now)
         scheduler.on_sweep({}, now)
     assert visits <= 12
-    assert breaker(scheduler, "a").doubted
+    assert evidence(scheduler, "a").doubted
     assert dispatched(scheduler.on_arrival(request(100, model="lora"), 10.0)).instance in "ab"
 
 
@@ -166,7 +187,7 @@ def test_a_full_queue_is_a_limit_and_no_fault() -> None:
     assert dispatched(scheduler.on_arrival(request(9), 0.2)).instance == "b"
     whole(scheduler, held[0], 0.3)
     assert dispatched(scheduler.on_arrival(request(10), 0.4)).instance == "a", "a place is free"
-    assert breaker(scheduler, "a").lost == 0.0
+    assert evidence(scheduler, "a").lost == 0.0
     check_scheduler(scheduler)
 
 
@@ -185,7 +206,7 @@ def test_what_says_nothing_stalls_and_its_requests_go_elsewhere(policy: str) -> 
     known(scheduler)
     lease = dispatched(scheduler.on_arrival(request(1, subset=None, streamed=True), 1.0))
     hung, now = lease.instance, 1.0
-    while breaker(scheduler, hung).stalled_since is None:
+    while evidence(scheduler, hung).stalled_since is None:
         now += 0.5
         scheduler.on_sweep({}, now)
         assert now < 10.0
@@ -200,7 +221,7 @@ def test_what_says_nothing_stalls_and_its_requests_go_elsewhere(policy: str) -> 
     other = dispatched(scheduler.on_arrival(request(3, streamed=True), later + MOST_PAUSE_S))
     assert (trial.instance, other.instance != hung) == (hung, True)
     scheduler.on_first_token(trial, later + MOST_PAUSE_S)
-    assert breaker(scheduler, hung).stalled_since is None
+    assert evidence(scheduler, hung).stalled_since is None
     check_scheduler(scheduler)
 
 
@@ -212,12 +233,12 @@ def test_counters_that_move_are_work_and_counters_that_stand_are_none() -> None:
     for second in range(2, 60):
         scheduler.on_scrape("a", EngineSample(1, 0, 0.1, generated=10 + second), float(second))
         scheduler.on_sweep({}, second + 0.5)
-        assert breaker(scheduler, "a").stalled_since is None
+        assert evidence(scheduler, "a").stalled_since is None
     for second in range(60, 70):
         scheduler.on_scrape("a", EngineSample(1, 0, 0.1, generated=69), float(second))
         scheduler.on_sweep({}, second + 0.5)
-    assert breaker(scheduler, "a").stalled_since is not None
-    assert not breaker(scheduler, "a").works(70.0)
+    assert evidence(scheduler, "a").stalled_since is not None
+    assert not evidence(scheduler, "a").works(70.0)
     scheduler.on_first_token(lease, 70.0)
 
 

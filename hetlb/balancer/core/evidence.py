@@ -37,6 +37,8 @@ _LEAST_LOST_ANSWERS: Final = 1.5
 #: The same with more lost answers: these are no accident.
 _SURE_EXCESS: Final = 0.02
 _SURE_LOST_ANSWERS: Final = 2.5
+#: Least lost answers of an instance that is in doubt, or was a minute ago.
+_RELAPSED_ANSWERS: Final = 0.5
 #: Number of answers remembered, so that a few new ones outweigh them.
 _MOST_ANSWERS: Final = 16.0
 #: Standard deviations from a share down to the begin of its interval: 90 % one-sided.
@@ -222,7 +224,7 @@ class Evidence:
         if not self._losses:
             return False
         self._in_a_row += 1
-        if self._in_a_row >= self.forgiving:
+        if self.doubted and self._in_a_row >= self.forgiving:
             self._losses.clear()
             self.lost = 0.0
         self._keep_newest()
@@ -314,7 +316,8 @@ class Evidence:
         """
         before = self.doubted, self.excess > 0.0
         self.excess = 0.0
-        if self.lost >= _LEAST_LOST_ANSWERS:
+        lately = now - self._doubted_at < table.RELAPSE_S
+        if self.lost >= (_RELAPSED_ANSWERS if self.doubted or lately else _LEAST_LOST_ANSWERS):
             best = 1.0
             for other in others:
                 if other is not self:
@@ -324,12 +327,11 @@ class Evidence:
                 certain = lower_share(self.lost, self.lost + self.well)
                 self.excess = min(_MOST_EXCESS, max(0.0, (certain - best) / (1.0 - best)))
         sure = self.excess >= _SURE_EXCESS and self.lost >= _SURE_LOST_ANSWERS
-        self.doubted = sure or self.excess >= DOUBT_EXCESS
+        self.doubted = sure or self.excess >= DOUBT_EXCESS or (self.excess > 0.0 and (before[0] or lately))
         if before[0] is not self.doubted:
             if self.doubted:
-                relapsed = now - self._doubted_at < table.RELAPSE_S
                 twice = min(table.MOST_FORGIVING_ANSWERS, 2 * self.forgiving)
-                self.forgiving = twice if relapsed else table.FORGIVING_ANSWERS
+                self.forgiving = twice if lately else table.FORGIVING_ANSWERS
             self._doubted_at = now
         if self.doubted:
             self.doubt = f"{self.lost:.0f} of its last {self.lost + self.well:.0f} answers failed"

@@ -126,8 +126,8 @@ DOUBTED: Final = Restraint(
     "on trial",
     "it surely loses more answers than the best other of its model",
     _TRIALS,
-    f"{FORGIVING_ANSWERS} answers in a row end well; twice as many with each doubt within "
-    f"{RELAPSE_S:g} s, up to {MOST_FORGIVING_ANSWERS}",
+    f"{FORGIVING_ANSWERS} answers in a row end well; each lost answer within {RELAPSE_S:g} s begins it again,"
+    f" and twice as many must end well, up to {MOST_FORGIVING_ANSWERS}",
 )
 ASKED: Final = Restraint(
     "asked for time",
