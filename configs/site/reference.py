@@ -47,6 +47,7 @@ from hetlb.balancer.telemetry.recent import Recent
 from hetlb.cli.main import COMMANDS, build_parser
 from hetlb.options.peers import lease_wire, peer_messages
 from hetlb.options.pick import stream_states
+from hetlb.options.wake import sleep_states
 from hetlb.tools.plan.cluster import ClusterFile
 from hetlb.tools.stage.stages_file import StagesFile
 
@@ -508,6 +509,13 @@ def states_page() -> str:
             _table(
                 ("state", "event", "next"),
                 [(", ".join(each.before), each.event, each.after) for each in evidence_table.TRANSITIONS],
+            )
+        ),
+        "## Sleep of an instance with `wake`",
+        "\n".join(
+            _table(
+                ("state", "event", "next"),
+                [(", ".join(each.before), each.event, each.after) for each in sleep_states.TRANSITIONS],
             )
         ),
         "## Outcomes",

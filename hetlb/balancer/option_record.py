@@ -19,12 +19,14 @@ if TYPE_CHECKING:
         DiscoveryTable,
         KvEventsTable,
         TracingTable,
+        WakeTable,
     )
     from hetlb.balancer.core.block_index import KvEventBatch
     from hetlb.balancer.core.placement import Splitting
     from hetlb.balancer.core.scheduler import Scheduler
     from hetlb.balancer.core.setup import SchedulerSetup
-    from hetlb.balancer.core.types import Command
+    from hetlb.balancer.core.types import Command, InstanceChange
+    from hetlb.balancer.engines.engine_pools import EnginePools
     from hetlb.balancer.exchange.driver import Driver, Handshake, Splits
     from hetlb.balancer.exchange.engine_request import EngineRequest
     from hetlb.balancer.exchange.exchange import Maker
@@ -62,6 +64,14 @@ class CacheReports(Protocol):
     """Reader of the KV events of engines."""
 
     def set(self, name: str, table: KvEventsTable | None) -> None: ...
+    async def close(self) -> None: ...
+
+
+class SleepWatch(Protocol):
+    """Sleep and wake of instances."""
+
+    def configure(self, tables: Mapping[str, WakeTable]) -> None: ...
+    def start(self) -> None: ...
     async def close(self) -> None: ...
 
 
@@ -106,3 +116,5 @@ class Options:
     objectives: Callable[[Fleet, DiscoveryTable, Callable[[Mapping[str, int]], None]], Sequence[Source]]
     #: Reader of KV events, which go to a callback with the name of their instance.
     cache_reports: Callable[[Callable[[str, KvEventBatch], None]], CacheReports]
+    #: Sleep and wake of instances: told to the scheduler, over the pools of the engines.
+    sleep_watch: Callable[[Scheduler, Callable[[InstanceChange], None], EnginePools], SleepWatch]

@@ -31,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--enable-prefix-caching", prefixes, action="store_true")
     transfer = "transfer KV blocks as this connector of vLLM does (default: none)"
     add("--kv-transfer", transfer, choices=("nixl", "nixl-push", "mooncake"))
+    sleep = "with /sleep and /wake_up, as a server in development mode; each takes so long (default: without)"
+    add("--wake-s", sleep, "SECONDS", FINITE)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
         where=str(args.profile),
         kv=_kv_settings(args),
         prefix_caching=args.enable_prefix_caching,
+        wake_s=args.wake_s,
     )
     run_listener(_serve(engine), args.host, args.port)
     return 0

@@ -96,6 +96,13 @@ def _check_alone(fleet: Fleet) -> None:
     """Raise `InputError` if the file wants several processes for a feature of one."""
     where, shared, workers = fleet.where, fleet.file.shared, fleet.file.proxy.workers
     hands_over = any(spec.kv_transfer is not None for spec in fleet.instances)
+    if any(each.table.wake is not None for each in fleet.listed.values()):
+        if workers > 1:
+            raise InputError(
+                f"{where}proxy.workers: expected 1 with wake: one process decides, got {workers}"
+            )
+        if shared is not None:
+            raise InputError(f"{where}shared: expected none with wake: one process decides")
     if hands_over and workers > 1:
         raise InputError(f"{where}proxy.workers: expected 1 with kv_transfer, got {workers}")
     if hands_over and shared is not None:

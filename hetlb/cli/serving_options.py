@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from hetlb.balancer.core.block_index import KvEventBatch
     from hetlb.balancer.core.placement import Splitting
     from hetlb.balancer.core.scheduler import Scheduler
+    from hetlb.balancer.core.types import InstanceChange
+    from hetlb.balancer.engines.engine_pools import EnginePools
     from hetlb.balancer.exchange.driver import Driver, Handshake, Splits
     from hetlb.balancer.fleet.source import Source
     from hetlb.balancer.http.http1 import RequestHead
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
         CarryOut,
         Resumption,
         SchedulerLog,
+        SleepWatch,
         SpanMaker,
     )
 
@@ -95,6 +99,14 @@ def _cache_reports(on_events: Callable[[str, KvEventBatch], None]) -> CacheRepor
     return KvEventReader(on_events)
 
 
+def _sleep_watch(
+    scheduler: Scheduler, change: Callable[[InstanceChange], None], pools: EnginePools
+) -> SleepWatch:
+    from hetlb.options.wake.waker import Waker
+
+    return Waker(scheduler, change, pools, asyncio.get_running_loop().time)
+
+
 OPTIONS = Options(
     splitting=_splitting,
     splits=_splits,
@@ -105,4 +117,5 @@ OPTIONS = Options(
     sources=_sources,
     objectives=_objectives,
     cache_reports=_cache_reports,
+    sleep_watch=_sleep_watch,
 )

@@ -311,7 +311,9 @@ def shortened(names: Sequence[str], most: int) -> dict[str, str]:
 def _troubles(rows: Sequence[dict[str, Any]], width: int) -> list[Text]:
     """Return the reasons of the instances that are not up."""
     words = [
-        f"{row['name']} is {row['health']}: {row['health_reason']}" for row in rows if row["health"] != "up"
+        f"{row['name']} is {row['health']}: {row['health_reason']}"
+        for row in rows
+        if row["health"] != "up" and not row.get("sleep")
     ]
     return [_text(line, "red") for each in words for line in _wrapped(each, width, 2)]
 

@@ -184,7 +184,7 @@ async def test_figures_to_scale_by(tmp_path: Path) -> None:
         await asyncio.gather(*asking)
 
 
-@pytest.mark.parametrize("name", ["keda.yaml", "hpa.yaml"])
+@pytest.mark.parametrize("name", ["keda.yaml", "keda-from-zero.yaml", "hpa.yaml"])
 def test_autoscalers_name_metrics_that_are_there(name: str) -> None:
     text = (ROOT / "configs" / "autoscaling" / name).read_text()
     assert yaml.safe_load(text)["spec"]["scaleTargetRef"]["kind"] == "Deployment"

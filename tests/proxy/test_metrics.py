@@ -25,7 +25,7 @@ from proxy.upstreams import DONE, LAST, LAST_TOKEN, SSE_HEAD, TOKEN, USAGE, Upst
 
 from hetlb.balancer.admin import prometheus
 from hetlb.balancer.admin.prometheus import MetricsPage
-from hetlb.balancer.core.types import CAUSES, EngineSample, InstanceRemoved, Outcome
+from hetlb.balancer.core.types import CAUSES, EngineSample, InstanceRemoved, Outcome, SleepSet
 from hetlb.balancer.exchange.scheduler_side import SWEEP_S
 from hetlb.balancer.fleet.service import FleetService
 from hetlb.balancer.telemetry.counters import ITL_S, MAX_MODELS, Totals
@@ -139,6 +139,7 @@ async def of_everything(running: Running) -> dict[str, Metric]:
     await turns_until(lambda: running.instance("i0").sample is not None)
     running.service.sharing = cast(Any, SHARING)
     running.service.driver.totals.resumptions["m", "broken"] = 1
+    running.service.scheduling.change(SleepSet("i0", "", wake_s=1.5))
     running.service.reload_refused = "fleet.yaml: models: expected a list"
     try:
         return await page(running)

@@ -72,6 +72,9 @@ def _instance_document(instance: Instance, tokens_per_s: float, now: float) -> d
         "state": instance.admin.value,
         "health": instance.evidence.state.value,
         "health_reason": instance.evidence.reason,
+        "sleep": instance.sleep.reason or ("asleep" if instance.asleep else None),
+        "sleep_s": now - instance.sleep_at if instance.sleep.reason else None,
+        "wake_s": instance.sleep.wake_s,
         "restraint": instance.evidence.less(instance.max_num_seqs, now),
         "in_flight": instance.in_flight,
         # The queue is shared: nothing waits here bound to an instance.

@@ -135,7 +135,7 @@ def of_instance(each: Instance, share: InstanceShare | None, pace: float, now: f
     if each.admin is not AdminState.READY:
         state = "is drained" if each.admin is AdminState.DRAIN else "is in maintenance"
         return StateCause("drained", name, f"{name} {state}", f"Set {name} ready when it may serve again.")
-    if each.asleep:
+    if each.asleep or each.sleep.reason:
         return None
     flaps = each.evidence.ejections
     if len(flaps) >= LEAST_FLAPS and (not each.routable or now - flaps[-1] <= FLAPPED_S):

@@ -168,6 +168,13 @@ def _of_model(
     served = sum(shares[each.name].ended for each in instances if each.name in shares) / WINDOW_S
     rate = _arrival_rate(scheduler, recent, model, now)
     total = len(instances)
+    coming = [each for each in instances if each.comes]
+    if not able and coming:
+        first = min(coming, key=lambda each: each.sleep.wake_s or 0.0)
+        why = f"{first.name}: {first.sleep.reason} for {now - first.sleep_at:.0f} s. "
+        why += _waiting(waiting).strip() if waiting else "A request wakes it up."
+        state = State.BUSY if waiting else State.WELL
+        return ModelStatus(model, state, 0.0, served, None, "", None, why.strip(), total, 0)
     if not able:
         why = _why_down(model, instances, waiting)
         down = StateCause("all_down", "", f"no server of {model or 'the fleet'} takes requests", why)

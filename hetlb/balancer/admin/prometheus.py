@@ -99,6 +99,8 @@ FIGURES: Final = {
     "hetlb_instance_reported_running": "Requests running, as the engine reports.",
     "hetlb_instance_reported_waiting": "Requests waiting, as the engine reports.",
     "hetlb_instance_signal_age_seconds": "Age of the engine's last report.",
+    "hetlb_instance_asleep": "1 while an instance sleeps, or is about to sleep or to wake up.",
+    "hetlb_wake_seconds": "Seconds that the last wake of an instance took.",
     "hetlb_instance_state": "1 for the administrative state in force.",
     "hetlb_instance_health": "1 for the health in force.",
     "hetlb_worker_up": "1 for a process that serves requests.",
@@ -287,6 +289,9 @@ def _instances(source: FleetService, now: float) -> Iterator[Family]:
         "hetlb_instance_signal_age_seconds",
         [(label, now - each.sample_at) for label, each in of if each.sample_at is not None],
     )
+    yield "hetlb_instance_asleep", [(label, each.asleep or bool(each.sleep.reason)) for label, each in of]
+    woken = [(label, each.sleep.wake_s) for label, each in of if each.sleep.wake_s is not None]
+    yield "hetlb_wake_seconds", woken
     yield (
         "hetlb_instance_state",
         [

@@ -67,6 +67,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
 
     def resolve_found(self, table: InstanceTable, model: str, cache: dict[Path, Profile]) -> InstanceSpec:
         """Resolve a discovered instance, with the profile its labels select. Raises `InputError`."""
+        if table.wake is not None:
+            raise ConfigError("wake: expected none, only the fleet file says which servers sleep")
         return resolve_instance(table, model, "", self.base, cache, self.file.profiles)[0]
 
     @property

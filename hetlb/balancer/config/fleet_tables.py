@@ -187,6 +187,29 @@ class KvEventsTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     replay: str | None = None
 
 
+class WakeCommands(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Commands that stop (`sleep`) and start (`wake`) a server, as lists of words without a shell."""
+
+    sleep: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    wake: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+
+
+class WakeTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Sleep of a server that has no requests, and its wake for the next one.
+
+    Instances of one `group` share a GPU: one of them is awake, for `stay_s` at least. `sleep_after_s` without
+    a request one sleeps; 0: only for another one of its group. vLLM sleeps at `level` 1 (weights in memory)
+    or 2 (weights are read again); its server needs `--enable-sleep-mode` and `VLLM_SERVER_DEV_MODE=1`.
+    With `command` the server is stopped and started instead.
+    """
+
+    group: str | None = None
+    sleep_after_s: NonNegative = 0.0
+    stay_s: NonNegative = 30.0
+    level: Literal[1, 2] = 1
+    command: WakeCommands | None = None
+
+
 class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One server. `name` defaults to the address in `url`.
 
@@ -194,7 +217,8 @@ class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     default the system's. `kv_events` is the address for its KV events, `kv_bootstrap` the address of its
     Mooncake bootstrap server. `role` says which phases of a request it takes. Without a profile of its own,
     `labels` choose one under `profiles:`; `gpu` is short for that label. `max_num_seqs` is the flag of the
-    same name of its `vllm serve`, per data-parallel engine. It overrides the profile's.
+    same name of its `vllm serve`, per data-parallel engine. It overrides the profile's. `wake` lets it sleep
+    without requests.
     """
 
     name: str | None = None
@@ -210,6 +234,7 @@ class InstanceTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     gpu: str | None = None
     role: Literal["prefill", "decode", "both"] = "both"
     kv_bootstrap: str | None = None
+    wake: WakeTable | None = None
 
     @property
     def publisher(self) -> KvEventsTable | None:

@@ -133,9 +133,7 @@ class FleetState:
 
     def restarted(self, instance: Instance, now: float) -> None:
         """Note that the process of an instance is new: its prefix cache is empty; it starts slowly."""
-        instance.tree.retire()
-        instance.tree = Tree(self.prefixes, self._next_cache)
-        self._next_cache -= 1
+        self.emptied(instance)
         instance.evidence.gone = False
         instance.evidence.forget()
         self.kinds.forget(instance.name)
@@ -143,6 +141,12 @@ class FleetState:
             instance.evidence.begin_slow_start(self._params.slow_start_s, now)
         else:
             instance.evidence.restarted = True
+
+    def emptied(self, instance: Instance) -> None:
+        """Note that the prefix cache of an instance is empty."""
+        instance.tree.retire()
+        instance.tree = Tree(self.prefixes, self._next_cache)
+        self._next_cache -= 1
 
     def share_speed(self, model: str, profiled: bool) -> None:
         """Give instances without an answer yet the geometric mean of the others' factors.
@@ -213,7 +217,7 @@ class FleetState:
         self.down_since = {
             model: self.down_since.get(model, now)
             for model in by_model.keys() | waiting
-            if not any(instance.routable for instance in by_model.get(model, ()))
+            if not any(instance.routable or instance.comes for instance in by_model.get(model, ()))
         }
 
     def health_changed(self, instance: Instance, now: float) -> list[Command]:

@@ -14,7 +14,7 @@ from hetlb.balancer.core.latency import DEFAULT_LATENCY
 from hetlb.balancer.core.occupancy import SIGNAL_STALE_S
 from hetlb.balancer.core.prefix_index import PrefixIndex
 from hetlb.balancer.core.speed import Mark, SpeedTracker
-from hetlb.balancer.core.types import AdminState, EngineSample, Health, InstanceSpec, Lease
+from hetlb.balancer.core.types import AdminState, EngineSample, Health, InstanceSpec, Lease, SleepSet
 
 #: Seconds before an instance with a notice is gone, in which nothing runs there any more.
 NOTICE_MARGIN_S: Final = 1.5
@@ -43,7 +43,8 @@ class Instance(InstanceLedger):
 
     __slots__ = (
         "_foreign_seen", "_waiting_seen", "admin", "asleep", "began", "errors", "evidence",
-        "foreign", "leaves_at", "sample", "sample_mark", "served", "slots_learnt_at", "slots_step",
+        "foreign", "leaves_at", "sample", "sample_mark", "served", "sleep", "sleep_at",
+        "slots_learnt_at", "slots_step",
     )  # fmt: skip
 
     def __init__(
@@ -65,6 +66,9 @@ class Instance(InstanceLedger):
         self.began: float | None = None
         #: True if its engine sleeps (vLLM's sleep mode).
         self.asleep = False
+        #: Its last sleep or wake, and the time of that.
+        self.sleep = SleepSet(spec.name, "")
+        self.sleep_at = now
         self.errors = ForecastErrors()
         self.served: tuple[str, ...] | None = None
         self.sample: EngineSample | None = None
@@ -99,6 +103,8 @@ class Instance(InstanceLedger):
         """Reason why it can take no request now, "" if it can."""
         if self.admin is not AdminState.READY:
             return "draining" if self.admin is AdminState.DRAIN else "in maintenance"
+        if self.sleep.reason:
+            return self.sleep.reason
         if self.evidence.state is Health.EJECTED:
             return f"ejected: {self.evidence.reason}"
         return "asleep" if self.asleep else ""
@@ -107,6 +113,11 @@ class Instance(InstanceLedger):
     def routable(self) -> bool:
         """True if new work may go here at all."""
         return not self.removed and not self.why_not
+
+    @property
+    def comes(self) -> bool:
+        """True if it sleeps and is woken for requests."""
+        return self.sleep.comes and self.admin is AdminState.READY and not self.removed
 
     @property
     def models(self) -> tuple[str, ...]:

@@ -43,6 +43,7 @@ from hetlb.balancer.core.types import (
     ProbeResult,
     Request,
     RequestId,
+    SleepSet,
 )
 
 if TYPE_CHECKING:
@@ -452,6 +453,11 @@ class Scheduler:
         elif isinstance(change, AdminStateSet):
             instance.admin = change.state
             instance.leaves_at = None if change.deadline_s is None else now + change.deadline_s
+        elif isinstance(change, SleepSet):
+            instance.sleep, instance.sleep_at = change, now
+            if not change.reason:
+                instance.asleep = False
+                fleet.emptied(instance)
         elif isinstance(change, InstanceUpdated):
             instance.update(change.spec, now)
             self._look_for_links((change.spec,))

@@ -519,6 +519,19 @@ class Probed(PickleByFields):
     detail: str = field(default="", compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class SleepSet(PickleByFields):
+    """An instance gets no requests for now, since it sleeps or is about to (`reason`); "": it is awake.
+
+    `comes`: it is woken for requests, which wait for it. `wake_s` is the time of its last wake in seconds.
+    """
+
+    name: str
+    reason: str
+    comes: bool = False
+    wake_s: float | None = None
+
+
 InstanceChange: TypeAlias = (
     InstanceAdded
     | InstanceRemoved
@@ -527,6 +540,7 @@ InstanceChange: TypeAlias = (
     | CapacityLearned
     | ModelsLearned
     | ModelsPromised
+    | SleepSet
     | Probed
 )
 

@@ -25,7 +25,7 @@ def read_again(running: Fleet) -> Fleet:
             replace(old, tls=new.tls if old.tls else None) for old, new in zip(before, after, strict=True)
         )
     return read.with_tables(
-        listen=before,
+        listen=before if len(before) > 1 else before[0],
         admin=replace(
             read.file.admin, host=admin.host, port=admin.port, tls=read.file.admin.tls if admin.tls else None
         ),
@@ -34,6 +34,8 @@ def read_again(running: Fleet) -> Fleet:
 
 #: Keys that cannot be swapped, and their values in the file.
 _FIXED: Final[dict[str, Callable[[FleetFile], object]]] = {
+    "listen.host": lambda file: [each.host for each in file.addresses],
+    "listen.port": lambda file: [each.port for each in file.addresses],
     **{
         key: attrgetter(key)
         for key in (
@@ -42,8 +44,6 @@ _FIXED: Final[dict[str, Callable[[FleetFile], object]]] = {
             "proxy.request_log_format",
         )
     },
-    "listen.host": lambda file: [each.host for each in file.addresses],
-    "listen.port": lambda file: [each.port for each in file.addresses],
     "listen.tls": lambda file: [each.tls is None for each in file.addresses],
     "admin.tls": lambda file: file.admin.tls is None,
     "policy": lambda file: msgspec.structs.replace(file.policy, name=""),

@@ -65,7 +65,14 @@ if TYPE_CHECKING:
     from hetlb.balancer.engines.host_times import HostTimes
     from hetlb.balancer.fleet.shared_fleet import SharedFleet
     from hetlb.balancer.fleet.source import Source, Sources
-    from hetlb.balancer.option_record import CacheReports, Options, Predecessor, SchedulerLog, Successor
+    from hetlb.balancer.option_record import (
+        CacheReports,
+        Options,
+        Predecessor,
+        SchedulerLog,
+        SleepWatch,
+        Successor,
+    )
 
 logger = logging.getLogger("hetlb.proxy")
 
@@ -223,7 +230,7 @@ class FleetService(ABC):
 
     def _why_none(self) -> str:
         """Return why no request can be served, "" if some can."""
-        routable = [each for each in self.scheduler.instances if each.routable]
+        routable = [each for each in self.scheduler.instances if each.routable or each.comes]
         if not routable:
             return "no instance is routable"
         if any(not each.spec.model or each.spec.model in each.models for each in routable):
@@ -419,6 +426,8 @@ class Service(FleetService):
         self.driver.pools.on_reconnect = self.watch.reconnected
         self.server: Listener = self._make_server()
         self._front = Front(self.driver, self.server, fleet, self.access)
+        #: Sleep and wake of instances, None before one has `wake`.
+        self._sleep: SleepWatch | None = None
         #: True if another process accepts in place of this one.
         self.replaced = False
 
@@ -450,6 +459,7 @@ class Service(FleetService):
                 raise HetlbError(text)
         file = self.fleet.file
         addresses, keys = file.addresses, file.address_keys
+        self._watch_sleep(self.fleet)
         given = listeners.at([(each.host, each.port) for each in addresses])
         for number, (listen, sockets) in enumerate(zip(addresses, given, strict=True)):
             with named(keys[number], listen.host, listen.port):
@@ -465,6 +475,15 @@ class Service(FleetService):
 
     def _open_log(self) -> None:
         self._front.open_log()
+
+    def _watch_sleep(self, fleet: Fleet) -> None:
+        """Let the instances sleep that the file says so of."""
+        tables = {name: each.table.wake for name, each in fleet.listed.items() if each.table.wake is not None}
+        if tables and self._sleep is None:
+            self._sleep = self.options.sleep_watch(self.scheduler, self.scheduling.change, self.driver.pools)
+            self._sleep.start()
+        if self._sleep is not None:
+            self._sleep.configure(tables)
 
     @property
     def ready_line(self) -> str:
@@ -507,6 +526,8 @@ class Service(FleetService):
         if self.replaced:
             return
         self.replaced = True
+        if self._sleep is not None:
+            self.do(self._sleep.close())
         self.server.leave()
         tell(logger, Event.HANDOVER, "another process accepts: what is open here ends")
         self._stop.set()
@@ -548,6 +569,7 @@ class Service(FleetService):
     def _configure(self, fleet: Fleet, access: Access) -> None:
         self._front.configure(fleet, access)
         self.scheduling.limit(access.limits)
+        self._watch_sleep(fleet)
 
     # --- shutdown ---
 
@@ -557,6 +579,8 @@ class Service(FleetService):
         await self.close()
 
     async def close(self) -> None:
+        if self._sleep is not None:
+            await self._sleep.close()
         await super().close()
         await self._front.close()
 

@@ -40,6 +40,8 @@ class Event(Enum):
     INSTANCE_OTHER_MODEL = "instance_other_model", _WARNING, "it does not serve the model of the file"
     INSTANCE_ASLEEP = "instance_asleep", _INFO, "its engine sleeps"
     INSTANCE_AWAKE = "instance_awake", _INFO, "its engine woke up"
+    WAKE_FAILED = "wake_failed", _WARNING, "it does not wake up"
+    SLEEP_FAILED = "sleep_failed", _WARNING, "it does not sleep"
     INSTANCE_PROFILE = "instance_profile", _WARNING, "it is not what its profile was measured on"
     INSTANCE_HOST_TIME = "instance_host_time", _INFO, "its host time was measured, or could not be"
     INSTANCE_METRICS = "instance_metrics", _WARNING, "its metrics lack what is read, or are too large"

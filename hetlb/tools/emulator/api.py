@@ -20,6 +20,7 @@ from hetlb.tools.emulator.generation import Generation, Reader
 from hetlb.tools.emulator.kv_transfer import KvExchange
 from hetlb.tools.emulator.real_time import EngineGroup
 from hetlb.tools.emulator.replies import VERSION, ChatReply, CompletionReply, EmbeddingReply, Reply
+from hetlb.tools.emulator.sleep_mode import SleepMode
 from hetlb.tools.emulator.vllm_metrics import CONTENT_TYPE, VllmMetrics
 from hetlb.tools.openai.answers import model_list
 from hetlb.tools.openai.application import application
@@ -34,12 +35,18 @@ class Api:
     """Routes requests of one server to its engines."""
 
     def __init__(
-        self, engines: EngineGroup, reader: Reader, kv_cache_tokens: int, kv: KvExchange | None = None
+        self,
+        engines: EngineGroup,
+        reader: Reader,
+        kv_cache_tokens: int,
+        kv: KvExchange | None = None,
+        sleep: SleepMode | None = None,
     ) -> None:
+        self._sleep = sleep
         self._kv = kv
         self._engines = engines
         self._reader = reader
-        self._metrics = VllmMetrics(engines.runners, reader.served[0], kv_cache_tokens, kv)
+        self._metrics = VllmMetrics(engines.runners, reader.served[0], kv_cache_tokens, kv, sleep)
         self._ids = random.Random()
 
     def app(self) -> web.Application:
@@ -65,6 +72,8 @@ class Api:
         routes += [web.post(path, handler) for path, handler in posts.items()]
         if self._kv is not None:
             routes += self._kv.routes()
+        if self._sleep is not None:
+            routes += self._sleep.routes()
         app = application(routes, 0, _error_body)
         app.on_response_prepare.append(_as_uvicorn)
         return app
@@ -75,6 +84,8 @@ class Api:
         self, read: Callable[[bytes], Generation], kind: type[Reply], request: web.Request
     ) -> web.StreamResponse:
         body = await _body(request)
+        if self._sleep is not None:
+            self._sleep.check()
         try:
             generation = read(body)
         except ApiError:

@@ -12,6 +12,7 @@ from hetlb.tools.emulator.api import Api
 from hetlb.tools.emulator.generation import Reader
 from hetlb.tools.emulator.kv_transfer import KvExchange, KvSettings
 from hetlb.tools.emulator.real_time import EngineGroup, RealTimeEngine
+from hetlb.tools.emulator.sleep_mode import SleepMode
 from hetlb.tools.sim.engine_limits import EngineLimits
 from hetlb.tools.sim.engine_model import EngineModel
 
@@ -30,7 +31,7 @@ class EmulatedEngine(EngineGroup):
     `served_model_names` defaults to the profile's model, `max_model_len` to the profile's, then to the
     KV cache. `time_scale` multiplies every duration of the engine (not the connections' `keep_alive_s`).
     `data_parallel_size` engines share the port, each with limits and KV cache of its own. Port 0 picks a free
-    one. `where` names the profile in errors.
+    one. `where` names the profile in errors. With `wake_s` it has vLLM's sleep mode.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class EmulatedEngine(EngineGroup):
         where: str | None = None,
         kv: KvSettings | None = None,
         prefix_caching: bool = False,
+        wake_s: float | None = None,
     ) -> None:
         where = where or profile.name
         try:
@@ -78,7 +80,10 @@ class EmulatedEngine(EngineGroup):
             self.kv = KvExchange(kv, float(kv_bytes), lambda: (self.host, self.port), time_scale)
             self.runners[0].on_fetch = self.kv.fetch
         reader = Reader(names, self.max_model_len, limits.block_size if prefix_caching else 0)
-        self._api = Api(self, reader, limits.told_kv_tokens(self.max_model_len), self.kv)
+        #: vLLM's sleep mode, None without it.
+        self.sleep = None if wake_s is None else SleepMode(self, wake_s * time_scale)
+        told = limits.told_kv_tokens(self.max_model_len)
+        self._api = Api(self, reader, told, self.kv, self.sleep)
         self._listener = AppListener(
             handler_cancellation=True,
             shutdown_timeout=0.1,

@@ -9,6 +9,7 @@ from prometheus_client.core import Metric
 
 from hetlb.tools.emulator.kv_transfer import KvExchange
 from hetlb.tools.emulator.real_time import RealTimeEngine
+from hetlb.tools.emulator.sleep_mode import SleepMode
 from hetlb.tools.openai.metrics_page import counter, gauge, page
 
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
@@ -46,7 +47,9 @@ class VllmMetrics:
         model_name: str,
         kv_cache_tokens: int,
         kv: KvExchange | None = None,
+        sleep: SleepMode | None = None,
     ) -> None:
+        self._sleep = sleep
         self._engines = [
             ({"engine": str(n), "model_name": model_name}, runner) for n, runner in enumerate(runners)
         ]
@@ -94,6 +97,14 @@ class VllmMetrics:
             sources = {"local_compute": computed, "external_kv_transfer": kv.fetched_tokens}
             by_source = [(first_labels | {"source": source}, count) for source, count in sources.items()]
             yield counter("vllm:prompt_tokens_by_source", "Prompt tokens by source.", by_source)
+        if self._sleep is not None:
+            states = {"awake": not self._sleep.asleep, "weights_offloaded": self._sleep.asleep}
+            slept = [
+                (labels | {"sleep_state": name}, int(on))
+                for labels, _ in engines
+                for name, on in states.items()
+            ]
+            yield gauge("vllm:engine_sleep_state", "Engine sleep state.", slept)
         yield from self._iteration_tokens.collect()
         info = [
             (

@@ -105,6 +105,8 @@ def _out(instance: Instance, now: float) -> str:
     """Return why an instance takes no requests, or single ones; "" if it takes them."""
     if instance.admin is not AdminState.READY:
         return "draining" if instance.admin is AdminState.DRAIN else "in maintenance"
+    if instance.sleep.reason:
+        return instance.sleep.reason
     if instance.evidence.state is Health.EJECTED:
         return "ejected"
     if instance.asleep:

@@ -422,9 +422,10 @@ class FleetRow {
   update(row, share) {
     set(this.element, "data-health", row.health);
     set(this.element, "data-state", row.state);
-    set(this.#pill, "data-state", HEALTH[row.health] ?? "warn");
-    say(this.#pill, row.health);
-    const why = row.health === "up" ? row.restraint : row.health_reason;
+    set(this.#pill, "data-state", row.sleep ? "warn" : HEALTH[row.health] ?? "warn");
+    say(this.#pill, row.sleep ?? row.health);
+    const since = row.sleep_s == null ? "" : `for ${row.sleep_s.toFixed(0)} s`;
+    const why = row.sleep ? since : row.health === "up" ? row.restraint : row.health_reason;
     say(this.#why, why);
     this.#why.hidden = !why;
     this.#remove.hidden = !page.snapshot.registration;

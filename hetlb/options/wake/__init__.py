@@ -1,0 +1,1 @@
+"""Wake and sleep: instances that free their memory while no request is for them."""
