@@ -21,7 +21,7 @@ from hetlb.tools.plan.common.servers import write_servers
 from hetlb.tools.plan.layouts import LayoutTarget
 from hetlb.tools.plan.search_report import print_result, result_document
 from hetlb.tools.plan.throughput import SloLimits
-from hetlb.tools.plan.tp_search import degrees, search
+from hetlb.tools.plan.tp_search import parts, search
 from hetlb.tools.plan.trace_throughput import Throughputs, sample_rows
 from hetlb.tools.tables import bar
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     cluster = load_cluster(args.config)
     sample = sample_rows(cluster, args.trace, args.num_prompts)
     kinds = {machine.kind: machine for machine in cluster.machines}
-    total = sum(len(degrees(machine)) for machine in kinds.values())
+    total = sum(len(parts(cluster, machine)) for machine in kinds.values())
     with bar("searching") as show:
         done = count(1)
         throughputs = Throughputs(sample.rows, args.estimate)

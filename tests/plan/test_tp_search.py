@@ -146,7 +146,7 @@ def test_broken_plans_are_found_out(change: dict[str, object]) -> None:
 
 
 def test_an_estimate_that_is_no_throughput_is_refused() -> None:
-    with pytest.raises(PlanError, match="box, degree 1: expected a throughput above 0, got nan"):
+    with pytest.raises(PlanError, match="box, tp1: expected a throughput above 0, got nan"):
         search(WHOLE, lambda *_: float("nan"))
 
 

@@ -174,11 +174,14 @@ class ModelFacts:
             return 0.0
         return 1.0 - math.pow(1.0 - min(1.0, self.chosen / self.experts), tokens)
 
-    def touched_bytes(self, tokens: float) -> float:
-        """Return the bytes of weights that one pass over a batch of tokens reads."""
+    def touched_bytes(self, tokens: float, ranks: int = 1) -> float:
+        """Return the bytes of weights that one pass over a batch of tokens reads.
+
+        Of `ranks` data-parallel engines, each with such a batch, one: the experts are divided over all.
+        """
         looked_up = self.embedding_parameters * PLAIN_BITS / 8
         always = self.weight_bytes - self.expert_bytes - looked_up
-        return always + self.expert_bytes * self.touched_experts(tokens)
+        return always + self.expert_bytes * self.touched_experts(ranks * tokens) / ranks
 
     def json(self) -> dict[str, Any]:
         """Return the document of `hetlb model --json`."""

@@ -38,7 +38,10 @@ def check(cluster: Cluster, rankings: Rankings) -> None:
         ranking = rankings[kind]
         expected = {d for d in range(1, machine.gpus + 1) if machine.gpus % d == 0}
         expected |= machine.profiles.keys()
-        listed = [option.part.gpus for option in ranking]
+        whole = [option.part for option in ranking if option.part.data_parallel_size > 1]
+        listed = [option.part.gpus for option in ranking if option.part.data_parallel_size == 1]
+        if len(set(whole)) < len(whole) or not machine.ranked.keys() <= {part.ranks for part in whole}:
+            raise PlanError(f"{machine.name}: expected each data-parallel layout once, got {whole}")
         if set(listed) != expected or len(listed) != len(expected):
             raise PlanError(
                 f"{machine.name}: expected each of the degrees {sorted(expected)} once, got {listed}"
@@ -55,19 +58,21 @@ def check(cluster: Cluster, rankings: Rankings) -> None:
 
 def _check_option(cluster: Cluster, machine: Machine, option: Option) -> None:
     model = cluster.model
-    degree = option.part.tensor_parallel_size
-    where = f"{machine.name}, degree {degree}"
+    degree, ranks = option.part.tensor_parallel_size, option.part.data_parallel_size
+    where = f"{machine.name}, {option.part.name}"
     usable = Fraction(repr(machine.gpu_memory_utilization)) * machine.memory_bytes
     weights = Fraction(repr(model.parameters)) * Fraction(repr(model.bytes_per_parameter))
+    if ranks > 1:  # each has the attention of its requests whole, and a part of the experts
+        weights -= weights * model.known.expert_bytes / model.known.weight_bytes * Fraction(ranks - 1, ranks)
     room = degree * (usable - machine.reserved_bytes_per_gpu) - weights
     longest = cluster.limits.max_input_tokens + cluster.limits.max_output_tokens
     copies = Fraction(repr(model.known.replication(degree)))
     need = Fraction(repr(model.known.allocated.of(longest))) * copies
-    tokens = max(0, room // (model.kv_bytes_per_token * copies))
+    tokens = ranks * max(0, room // (model.kv_bytes_per_token * copies))
     if option.memory.kv_cache_tokens != tokens:
         raise PlanError(f"{where}: expected {tokens} KV tokens, got {option.memory.kv_cache_tokens}")
-    profiled = degree in machine.profiles
-    stated = profiled and bool(machine.profiles[degree].engine.enable_expert_parallel)
+    profiled = degree in machine.profiles if ranks == 1 else option.profile is not None
+    stated = profiled and ranks == 1 and bool(machine.profiles[degree].engine.enable_expert_parallel)
     accepted = model.shape is None or any(
         not refusal(model.shape, degree, expert_parallel=whole)
         for whole in {stated, stated or bool(model.shape.experts)}

@@ -11,6 +11,7 @@ import msgspec
 
 from hetlb.errors import ConfigError
 from hetlb.inputs.yaml_file import Positive, PositiveInt, load_yaml
+from hetlb.tools.models.degrees import refusal
 from hetlb.tools.plan.common.plan_tables import (
     LinkTable,
     Machine,
@@ -94,6 +95,11 @@ def _check_profiles(path: Path, model: Model, machines: Sequence[Machine]) -> No
             check_memory(
                 f"{path}: machines[{m}].profiles.{degree}", model, profile, degree, machine.memory_bytes
             )
+        for (tp, dp), (_, profile) in machine.ranked.items():
+            where = f"{path}: machines[{m}].profiles.tp{tp}dp{dp}"
+            if model.shape is not None and (why := refusal(model.shape, tp, expert_parallel=True)):
+                raise ConfigError(f"{where}: expected ranks that vLLM takes, got TP {tp}: {why}")
+            check_memory(where, model, profile, tp, machine.memory_bytes, dp)
 
 
 def load_split(path: Path, rows: Sequence[tuple[int, int]] | None = None) -> SplitCluster:

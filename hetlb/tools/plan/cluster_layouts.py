@@ -91,11 +91,16 @@ def servers_of(found: LayoutsFound, data_parallel: bool) -> list[VllmServer]:
         gpu, index = 0, 0
         for part, count in counted(found.choice.layouts.get(machine.name, ())):
             profile = _profile(found, machine, part)
-            for replicas in [count] if data_parallel else [1] * count:
+            together = data_parallel and part.data_parallel_size == 1
+            for replicas in [count] if together else [1] * count:
                 server = VllmServer(
                     name=f"{machine.name}-{part.name}-{index}",
                     model=model.name,
-                    form=Form(part.tensor_parallel_size, part.pipeline_parallel_size),
+                    form=Form(
+                        part.tensor_parallel_size,
+                        part.pipeline_parallel_size,
+                        data_parallel_size=part.data_parallel_size,
+                    ),
                     gpus=[(machine.name, tuple(range(gpu, gpu + replicas * part.gpus)))],
                     utilization=machine.gpu_memory_utilization,
                     replicas=replicas,
@@ -113,7 +118,11 @@ def _profile(found: LayoutsFound, machine: Machine, part: Part) -> ProfileOf:
     profile = found.instances[machine.kind][part].profile
     assert profile is not None
     degree = part.tensor_parallel_size
-    if part.pipeline_parallel_size == 1 and machine.profiles[degree].engine.kv_cache_tokens is not None:
+    if part.data_parallel_size > 1:
+        stated = machine.ranked.get(part.ranks)
+        if stated is not None and stated[1].engine.kv_cache_tokens is not None:
+            return found.cluster.path.parent / stated[0]
+    elif part.pipeline_parallel_size == 1 and machine.profiles[degree].engine.kv_cache_tokens is not None:
         return found.cluster.path.parent / machine.profile_paths[degree]
     named = msgspec.structs.replace(profile, name=f"{machine.name}-{part.name}")
     return lambda: named

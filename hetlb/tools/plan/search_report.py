@@ -28,7 +28,7 @@ from hetlb.tools.tables import document_table, print_report
 _SHOWN_LAYOUTS = 8
 _BAR_WIDTH = 24
 _OPTIONS = (
-    "machine={name}|>TP={gpus}|>instances={instances}|>KV tokens={kv_cache_tokens}|>tokens/s={rate}|={bar}"
+    "machine={name}|>TP={degrees}|>instances={instances}|>KV tokens={kv_cache_tokens}|>tokens/s={rate}|={bar}"
 )
 _LAYOUTS = "layout={name}|>GPUs={gpus}|>tokens/s={throughput_tok_s:,.0f}"
 _AT_RATE = "|>goodput, requests/s={simulated[goodput_req_s]:.3g}|>met={simulated[slo_attainment]:.1%}"
@@ -38,7 +38,7 @@ _PRICED = "|>per hour={cost_per_hour:.2f}|>per 1M tokens={cost_per_million_token
 def result_document(found: LayoutsFound, servers: list[VllmServer]) -> dict[str, Any]:
     """Return the figures of the contract, and figures of layouts."""
     target, machines = found.target, found.cluster.machines
-    best = {machine.name: _best(found, machine) for machine in machines}
+    best = {machine.name: _best_degree(found, machine) for machine in machines}
     return {
         "model": found.cluster.model.known.json(),
         "remarks": remarks_on_machines(found.cluster.model, machines),
@@ -67,14 +67,22 @@ def result_document(found: LayoutsFound, servers: list[VllmServer]) -> dict[str,
 
 
 def _best(found: LayoutsFound, machine: Machine) -> Option | None:
-    """Return the best degree of a machine, None where nothing fits."""
+    """Return the best degree or data-parallel layout of a machine, None where nothing fits."""
     first = found.rankings[machine.kind][0]
     return first if first.feasible else None
+
+
+def _best_degree(found: LayoutsFound, machine: Machine) -> Option | None:
+    """Return the best layout of tensor parallelism alone."""
+    ranking = found.rankings[machine.kind]
+    return next((each for each in ranking if each.feasible and each.part.data_parallel_size == 1), None)
 
 
 def _option_document(machine: Machine, option: Option) -> dict[str, Any]:
     return {
         "tensor_parallel_size": option.part.tensor_parallel_size,
+        "data_parallel_size": option.part.data_parallel_size,
+        "estimated": option.estimated,
         "instances": machine.gpus // option.part.gpus,
         "throughput_tok_s": whole_tok_s(machine, option),
         "kv_cache_tokens": option.memory.kv_cache_tokens,
@@ -135,6 +143,13 @@ def _lines(found: LayoutsFound, document: Mapping[str, Any]) -> Iterator[str]:
     sample = found.sample
     if any(part.pipeline_parallel_size > 1 for each in found.choice.layouts.values() for part in each):
         yield "pipelines are composed from profiles of tensor parallelism: estimates, not measurements"
+    options = (
+        found.instances[machine.kind][part]
+        for machine in found.cluster.machines
+        for part in found.choice.layouts.get(machine.name, ())
+    )
+    for name in dict.fromkeys(each.part.name for each in options if each.estimated):
+        yield f"{name}: estimated by peak figures, not measured; profiles.{name} states a profile"
     yield (
         f"estimated on {len(sample.rows)} of {sample.total} rows of the trace; "
         f"{sample.total - sample.within} exceed the cluster's limits"
@@ -178,7 +193,7 @@ def _table(found: LayoutsFound, machines: list[Machine]) -> Table:
             share = row["throughput_tok_s"] / most if option.feasible else 0.0
             told = {
                 "name": _named(found, machine) if option is ranking[0] else None,
-                "gpus": option.part.gpus,
+                "degrees": option.part.name.removeprefix("tp").replace("dp", " DP "),
                 "rate": f"{row['throughput_tok_s']:.1f}" if option.feasible else "-",
                 "bar": "█" * max(1, round(_BAR_WIDTH * share)) if option.feasible else option.reason,
                 "bold": option is best,

@@ -28,6 +28,13 @@ from hetlb.tools.plan.common.composition import (
     engine_stages,
     needs_expert_parallel,
 )
+from hetlb.tools.plan.common.data_parallel import (
+    Degrees,
+    copies_cache,
+    data_parallel_degrees,
+    estimated_rank,
+    rank_bytes,
+)
 from hetlb.tools.plan.common.plan_tables import INSIDE_BYTES_PER_S, Machine
 from hetlb.tools.plan.throughput import Mix, with_bubbles
 
@@ -41,20 +48,29 @@ class Part:
 
     tensor_parallel_size: int
     pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
 
     @property
     def gpus(self) -> int:
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     @property
     def name(self) -> str:
         stages = f"pp{self.pipeline_parallel_size}" if self.pipeline_parallel_size > 1 else ""
-        return f"tp{self.tensor_parallel_size}{stages}"
+        ranks = f"dp{self.data_parallel_size}" if self.data_parallel_size > 1 else ""
+        return f"tp{self.tensor_parallel_size}{stages}{ranks}"
+
+    @property
+    def ranks(self) -> Degrees:
+        return Degrees(self.tensor_parallel_size, self.data_parallel_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory that an instance of some degree leaves for the KV cache. `missing_bytes` is 0 where it fits."""
+    """Memory that an instance of some degree leaves for the KV cache. `missing_bytes` is 0 where it fits.
+
+    Of a data-parallel server the cache is of all ranks, and the bytes of one: a request is one rank's.
+    """
 
     kv_cache_tokens: int
     missing_bytes: int
@@ -77,6 +93,12 @@ class Option:
     def feasible(self) -> bool:
         return not self.reason
 
+    @property
+    def estimated(self) -> bool:
+        """True for a data-parallel layout without a profile of its own."""
+        profile = self.profile
+        return profile is not None and any(each.startswith(f"{self.part.name}: ") for each in profile.assumed)
+
 
 #: Tokens/s of one instance of a profile.
 Throughput = Callable[[Profile], float]
@@ -90,12 +112,15 @@ def memory(cluster: Cluster, machine: Machine, part: Part) -> Memory:
     Of a pipeline the stage with the least room for its share decides.
     """
     model, usable = cluster.model, machine.usable(part.tensor_parallel_size)
-    weights = exact(model.parameters) * exact(model.bytes_per_parameter)
-    room = kv_bytes([(usable, share) for share in _shares(cluster, part)], weights)
+    if part.data_parallel_size > 1:
+        room = rank_bytes(model, usable, part.ranks)
+    else:
+        weights = exact(model.parameters) * exact(model.bytes_per_parameter)
+        room = kv_bytes([(usable, share) for share in _shares(cluster, part)], weights)
     copies, longest = exact(model.known.replication(part.tensor_parallel_size)), cluster.limits.tokens
     need = exact(model.known.allocated.of(longest))
     tokens = math.floor(room / (model.kv_bytes_per_token * copies))
-    return Memory(max(0, tokens), max(0, math.ceil(need * copies - room)))
+    return Memory(max(0, tokens) * part.data_parallel_size, max(0, math.ceil(need * copies - room)))
 
 
 def _shares(cluster: Cluster, part: Part) -> list[Fraction]:
@@ -108,6 +133,18 @@ def degrees(machine: Machine) -> list[int]:
     return sorted({d for d in range(1, machine.gpus + 1) if machine.gpus % d == 0} | machine.profiles.keys())
 
 
+def parts(cluster: Cluster, machine: Machine) -> list[Part]:
+    """Return every degree, and the data-parallel layouts of a model with experts.
+
+    Without a profile a layout counts only if tensor parallelism over its GPUs keeps copies of the cache.
+    """
+    ranked = dict.fromkeys(Degrees(*each) for each in machine.ranked)
+    for each in data_parallel_degrees(cluster.model, machine.gpus):
+        if copies_cache(cluster.model, each.gpus):
+            ranked[each] = None
+    return [Part(degree) for degree in degrees(machine)] + [Part(each.tp, 1, each.dp) for each in ranked]
+
+
 def search(
     cluster: Cluster, throughput: Throughput, on_option: Callable[[], None] = lambda: None
 ) -> dict[tuple[object, ...], list[Option]]:
@@ -115,8 +152,8 @@ def search(
     rankings = {}
     for kind, machine in {machine.kind: machine for machine in cluster.machines}.items():
         options = []
-        for degree in degrees(machine):
-            options.append(_option(cluster, machine, Part(degree), throughput, []))
+        for part in parts(cluster, machine):
+            options.append(_option(cluster, machine, part, throughput, []))
             on_option()
         options.sort(key=lambda option: (not option.feasible, -whole_tok_s(machine, option), option.part))
         rankings[kind] = options
@@ -148,10 +185,12 @@ def _option(cluster: Cluster, machine: Machine, part: Part, throughput: Throughp
     room = memory(cluster, machine, part)
     if reason := _misfit(cluster, machine, part, room):
         return Option(part, room, reason)
-    profile = _profile(cluster, machine, part, room.kv_cache_tokens, mix)
+    profile = _profile(cluster, machine, part, room.kv_cache_tokens // part.data_parallel_size, mix)
+    if profile is None:
+        return Option(part, room, f"no profile for {part.name}, and no peak figures of {machine.gpu}")
     tokens_s = throughput(profile)
     if not (math.isfinite(tokens_s) and tokens_s > 0):
-        where = f"{machine.name}, degree {part.tensor_parallel_size}"
+        where = f"{machine.name}, {part.name}"
         raise PlanError(f"{where}: expected a throughput above 0, got {tokens_s}")
     return Option(part, room, "", profile, tokens_s)
 
@@ -159,6 +198,8 @@ def _option(cluster: Cluster, machine: Machine, part: Part, throughput: Throughp
 def _misfit(cluster: Cluster, machine: Machine, part: Part, room: Memory) -> str:
     """Return the reason why an instance cannot run on a machine; empty if it can."""
     shape, degree = cluster.model.shape, part.tensor_parallel_size
+    if part.data_parallel_size > 1:
+        return f"does not fit: {room.missing_bytes} bytes missing" if room.missing_bytes else ""
     stated = machine.profiles.get(degree)
     # Experts stay whole if the profile says so, or if vLLM takes this degree in no other way.
     whole = stated is not None and bool(stated.engine.enable_expert_parallel)
@@ -172,8 +213,13 @@ def _misfit(cluster: Cluster, machine: Machine, part: Part, room: Memory) -> str
     return ""
 
 
-def _profile(cluster: Cluster, machine: Machine, part: Part, tokens: int, mix: Mix) -> Profile:
-    """Return the profile of an instance with its KV cache; of a pipeline with its bubbles."""
+def _profile(cluster: Cluster, machine: Machine, part: Part, tokens: int, mix: Mix) -> Profile | None:
+    """Return the profile of an instance with its KV cache; of a pipeline with its bubbles, of ranks of one.
+
+    A data-parallel layout without a profile is estimated; None if its GPU is unknown.
+    """
+    if part.data_parallel_size > 1:
+        return _rank_profile(cluster, machine, part, tokens)
     model, stages, degree = cluster.model, part.pipeline_parallel_size, part.tensor_parallel_size
     measured, link = machine.profiles[degree], activation_link(model, INSIDE_BYTES_PER_S, _LINK_BATCH_S)
     if needs_expert_parallel(model, degree):
@@ -187,3 +233,22 @@ def _profile(cluster: Cluster, machine: Machine, part: Part, tokens: int, mix: M
     ]
     name = f"{measured.name}-pp{stages}" if stages > 1 else measured.name
     return with_bubbles(compose_profile(name, model, held, tokens), mix, engine_stages(held))
+
+
+def _rank_profile(cluster: Cluster, machine: Machine, part: Part, tokens: int) -> Profile | None:
+    """Return the profile of a rank with its KV cache."""
+    stated = machine.ranked.get(part.ranks)
+    if stated is None:
+        known = machine.profiles
+        found = estimated_rank(
+            cluster.model, machine.gpu, machine.memory_bytes, machine.roofline, known, part.ranks
+        )
+    else:
+        found = stated[1]
+    if found is None:
+        return None
+    engine = msgspec.structs.replace(found.engine, enable_expert_parallel=True)
+    held = StageProfile(
+        msgspec.structs.replace(found, engine=engine), 1.0, machine.gpu, part.tensor_parallel_size
+    )
+    return compose_profile(found.name, cluster.model, [held], tokens)

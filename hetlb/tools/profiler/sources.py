@@ -170,7 +170,8 @@ class Roofline:
     Time of a pass: products with the weights, or reading them, whichever is longer; attention, or reading the
     cache, whichever is longer; two all-reduces a layer between the GPUs of the degree. Only experts that the
     batch reaches are read, evenly spread over the GPUs. `format_flops` is the peak of the model's quantised
-    weights (None: as bf16). The host costs `step_overhead_s`.
+    weights (None: as bf16). The host costs `step_overhead_s`. Of a data-parallel server the times are of one
+    rank while all have as many tokens: experts are divided over all GPUs, which exchange the tokens of all.
     """
 
     peak_flops: float
@@ -183,9 +184,10 @@ class Roofline:
     format_flops: float | None = None
     attention_efficiency: float | None = None
     all_reduce_bytes_s: float | None = None
+    data_parallel_size: int = 1
 
     @classmethod
-    def of_gpu(cls, gpu: Gpu, model: ModelFacts, degree: int) -> Roofline:
+    def of_gpu(cls, gpu: Gpu, model: ModelFacts, degree: int, data_parallel_size: int = 1) -> Roofline:
         """Return the roofline of a GPU of the table; it holds no host time."""
         return cls(
             gpu.bf16_flops,
@@ -198,6 +200,7 @@ class Roofline:
             gpu.flops(model.weight_format),
             gpu.attention_share,
             gpu.all_reduce_bytes_s,
+            data_parallel_size,
         )
 
     def seconds(self, phase: StepKind, batch: int, length: int) -> float:
@@ -205,7 +208,8 @@ class Roofline:
         model, degree = self.model, self.tensor_parallel_size
         tokens = batch * (length if phase is StepKind.PREFILL else 1)
         bytes_s = self.bandwidth_bytes_s * self.bandwidth_efficiency * degree
-        weights_s = max(tokens * self._token_s, model.touched_bytes(tokens) / bytes_s)
+        read = model.touched_bytes(tokens, self.data_parallel_size)
+        weights_s = max(tokens * self._token_s, read / bytes_s)
         each = model.prompt_attention_flops if phase is StepKind.PREFILL else model.step_attention_flops
         efficiency = self.attention_efficiency or self.flops_efficiency
         attention_s = batch * each(length) / (self.peak_flops * efficiency * degree)
@@ -223,12 +227,22 @@ class Roofline:
         return 2.0 * passed * slower * per_flop / (self.flops_efficiency * self.tensor_parallel_size)
 
     def _exchange_s(self, tokens: int) -> float:
-        """Return the seconds of two all-reduces a layer; 0 if the link is unknown."""
-        model, degree = self.model, self.tensor_parallel_size
-        if degree == 1 or self.all_reduce_bytes_s is None:
+        """Return the seconds of two all-reduces a layer; 0 if the link is unknown.
+
+        Data-parallel ranks gather the tokens of all before the experts, and scatter the sums: one all-reduce.
+        """
+        degree, ranks = self.tensor_parallel_size, self.data_parallel_size
+        if ranks == 1:
+            return 2.0 * self._all_reduce_s(tokens, degree)
+        return self._all_reduce_s(tokens, degree) + self._all_reduce_s(ranks * tokens, ranks * degree)
+
+    def _all_reduce_s(self, tokens: int, gpus: int) -> float:
+        """Return the seconds of an all-reduce in each layer."""
+        model = self.model
+        if gpus == 1 or self.all_reduce_bytes_s is None:
             return 0.0
-        size = tokens * model.hidden_size * ACTIVATION_BYTES * 2.0 * (degree - 1) / degree
-        return 2.0 * model.layers * max(_ALL_REDUCE_S, size / self.all_reduce_bytes_s)
+        size = tokens * model.hidden_size * ACTIVATION_BYTES * 2.0 * (gpus - 1) / gpus
+        return model.layers * max(_ALL_REDUCE_S, size / self.all_reduce_bytes_s)
 
     def points(self) -> list[Point]:
         """Return the points of the usual grids, and of long prompts and contexts."""

@@ -30,11 +30,12 @@ class Form:
     machines: int = 1
     connector: str | None = None
     role: Role = Role.BOTH
+    data_parallel_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A statement about forms. None: any; `tp`, `pp` and `machines` are (least, most)."""
+    """A statement about forms. None: any; `tp`, `pp`, `machines` and `dp` are (least, most)."""
 
     status: Status
     source: str
@@ -43,6 +44,7 @@ class Fact:
     tp: tuple[int, int] = (1, 1 << 10)
     pp: tuple[int, int] = (1, 1 << 10)
     machines: tuple[int, int] = (1, 1 << 10)
+    dp: tuple[int, int] = (1, 1 << 10)
 
     def fits(self, form: Form) -> bool:
         return (
@@ -51,6 +53,7 @@ class Fact:
             and self.tp[0] <= form.tensor_parallel_size <= self.tp[1]
             and self.pp[0] <= form.pipeline_parallel_size <= self.pp[1]
             and self.machines[0] <= form.machines <= self.machines[1]
+            and self.dp[0] <= form.data_parallel_size <= self.dp[1]
         )
 
 
@@ -82,11 +85,17 @@ VLLM_FACTS = (
         roles=(Role.PREFILL, Role.DECODE),
         tp=(1, 1),
         machines=(1, 1),
+        dp=(1, 1),
     ),
     Fact(
         Status.UNTRIED,
         "NIXL between servers of several GPUs: servers of two ranks start and answer, no transfer was run",
         connector=NIXL,
+    ),
+    Fact(
+        Status.UNTRIED,
+        "data-parallel ranks with whole experts on each GPU: documented by vLLM, not run here",
+        dp=(2, _MANY),
     ),
     Fact(
         Status.UNTRIED,

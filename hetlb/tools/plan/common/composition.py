@@ -68,11 +68,18 @@ def activation_link(model: Model, bytes_per_s: float, latency_s: float) -> LinkS
     return LinkSeconds(hidden_size(model) * ACTIVATION_BYTES / max(bytes_per_s, 1.0), latency_s)
 
 
-def roofline_of(table: RooflineTable, model: Model, degree: int) -> Roofline:
+def roofline_of(table: RooflineTable, model: Model, degree: int, data_parallel_size: int = 1) -> Roofline:
     """Return the roofline of a table of a file, at a degree."""
-    peaks = table.flops, table.bandwidth_bytes_per_s
-    shares = table.flops_efficiency, table.bandwidth_efficiency
-    return Roofline(*peaks, model.known, degree, *shares, step_overhead_s=table.overhead_ms / 1e3)
+    return Roofline(
+        table.flops,
+        table.bandwidth_bytes_per_s,
+        model.known,
+        degree,
+        table.flops_efficiency,
+        table.bandwidth_efficiency,
+        table.overhead_ms / 1e3,
+        data_parallel_size=data_parallel_size,
+    )
 
 
 def estimated(

@@ -183,8 +183,9 @@ class MachineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """One machine, or `count` alike. Machines of one `site` are near each other.
 
     `profiles` maps a tensor-parallel degree to a latency profile of the whole model; one of a degree that
-    does not divide `gpus` is for layouts of unequal instances. `place` reads degree 1, as a stage is
-    one GPU; `split` takes `roofline` for degrees without one.
+    does not divide `gpus` is for layouts of unequal instances. One of `tp1dp8` is for a server of 8
+    data-parallel ranks of one GPU, whole experts on each. `place` reads degree 1, as a stage is one GPU;
+    `split` takes `roofline` for degrees without one.
     """
 
     name: str
@@ -215,6 +216,8 @@ class Machine:
     reserved_bytes_per_gpu: int = 0
     profiles: Mapping[int, Profile] = field(default_factory=dict)
     profile_paths: Mapping[int, str] = field(default_factory=dict)
+    #: Profiles of data-parallel servers, by (TP of a rank, ranks), with their files.
+    ranked: Mapping[tuple[int, int], tuple[str, Profile]] = field(default_factory=dict)
     roofline: RooflineTable | None = None
     site: str = ""
     price_per_gpu_hour: float | None = None
@@ -238,6 +241,7 @@ class Machine:
             self.reserved_bytes_per_gpu,
             tuple((degree, profile.name) for degree, profile in sorted(self.profiles.items())),
             tuple(sorted(self.profile_paths.items())),
+            tuple(sorted((key, written) for key, (written, _) in self.ranked.items())),
             self.roofline,
         )
 
@@ -258,6 +262,7 @@ def read_machines(path: Path, tables: Sequence[MachineTable]) -> tuple[Machine, 
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", table.name):
             raise ConfigError(f"{key}.name: expected letters, digits and . _ -, got {short(table.name)}")
         paths = _profile_paths(path, table, key, loaded)
+        by_degree = {tp: written for (tp, dp), written in sorted(paths.items()) if dp == 1}
         reserved = table.reserved_bytes_per_gpu
         machines += [
             Machine(
@@ -269,8 +274,9 @@ def read_machines(path: Path, tables: Sequence[MachineTable]) -> tuple[Machine, 
                 reserved_bytes_per_gpu=read_bytes(reserved, f"{key}.reserved_bytes_per_gpu")
                 if reserved
                 else 0,
-                profiles={degree: loaded[written] for degree, written in sorted(paths.items())},
-                profile_paths=paths,
+                profiles={tp: loaded[written] for tp, written in by_degree.items()},
+                profile_paths=by_degree,
+                ranked={each: (written, loaded[written]) for each, written in paths.items() if each[1] > 1},
                 roofline=table.roofline,
                 site=table.site,
                 price_per_gpu_hour=table.price_per_gpu_hour,
@@ -284,23 +290,45 @@ def read_machines(path: Path, tables: Sequence[MachineTable]) -> tuple[Machine, 
     return tuple(machines)
 
 
-def _profile_paths(path: Path, table: MachineTable, key: str, loaded: dict[str, Profile]) -> dict[int, str]:
-    """Load the profiles of a machine; return their paths by degree. Raises `ConfigError`."""
-    by_degree: dict[int, str] = {}
+def _profile_paths(
+    path: Path, table: MachineTable, key: str, loaded: dict[str, Profile]
+) -> dict[tuple[int, int], str]:
+    """Load the profiles of a machine; return their paths by (TP, ranks). Raises `ConfigError`."""
+    found: dict[tuple[int, int], str] = {}
     for text, written in table.profiles.items():
         where = f"{key}.profiles.{text}"
-        if not re.fullmatch(r"[1-9][0-9]{0,3}", text):
-            raise ConfigError(f"{where}: expected a tensor-parallel degree as the key, got {short(text)}")
-        degree = int(text)
-        by_degree[degree] = written
-        if degree > table.gpus:
-            raise ConfigError(f"{where}: expected a degree of at most the {table.gpus} GPUs, got {degree}")
+        tp, dp = found_key = read_degrees(text, where)
+        found[found_key] = written
+        if tp * dp > table.gpus:
+            raise ConfigError(f"{where}: expected a degree of at most the {table.gpus} GPUs, got {tp * dp}")
         if written not in loaded:
             loaded[written] = load_named(path.parent, written, where)
-        measured = loaded[written].engine.tensor_parallel_size
-        if measured is not None and measured != degree:
-            raise ConfigError(f"{where}: expected a profile of degree {degree}, got one of degree {measured}")
-    return by_degree
+        check_degrees(where, loaded[written], tp, dp)
+    return found
+
+
+def read_degrees(text: str, where: str) -> tuple[int, int]:
+    """Return the TP and the data-parallel ranks of a key such as `8` or `tp1dp8`. Raises `ConfigError`."""
+    found = re.fullmatch(r"([1-9][0-9]{0,3})|tp([1-9][0-9]{0,3})dp([1-9][0-9]{0,3})", text, re.ASCII)
+    if found is None:
+        raise ConfigError(
+            f"{where}: expected a tensor-parallel degree or tp1dp8 as the key, got {short(text)}"
+        )
+    return (int(found[1]), 1) if found[1] else (int(found[2]), int(found[3]))
+
+
+def check_degrees(where: str, profile: Profile, tp: int, dp: int) -> None:
+    """Raise `ConfigError` if a profile states other degrees."""
+    engine = profile.engine
+    if engine.tensor_parallel_size not in (None, tp):
+        raise ConfigError(
+            f"{where}: expected a profile of degree {tp}, got one of degree {engine.tensor_parallel_size}"
+        )
+    if (engine.data_parallel_size or 1) != dp:
+        raise ConfigError(
+            f"{where}: expected a profile of {dp} data-parallel ranks, got one of "
+            f"{engine.data_parallel_size or 1}: its key is tp{tp}dp{engine.data_parallel_size or 1}"
+        )
 
 
 # --- links ----------------------------------------------------------------------------------------------

@@ -66,13 +66,21 @@ def remarks_on_fleet(fleet: Fleet) -> list[str]:
     return found + [line for each in profiles.values() if (line := each.other_discipline)]
 
 
-def check_memory(where: str, model: Model, profile: Profile, gpus: int, memory_bytes: float | None) -> None:
-    """Raise `ConfigError` if weights and the KV cache of a profile are more than the GPUs have."""
+def check_memory(
+    where: str, model: Model, profile: Profile, gpus: int, memory_bytes: float | None, ranks: int = 1
+) -> None:
+    """Raise `ConfigError` if weights and the KV cache of a profile are more than its GPUs have.
+
+    Of `ranks` data-parallel engines each has `gpus` GPUs and a part of the experts.
+    """
     tokens = profile.engine.kv_cache_tokens
     if tokens is None or memory_bytes is None or not model.weight_bytes or other_model(model, profile):
         return
-    need, room = model.weight_bytes + tokens * model.kv_bytes_at(gpus), gpus * memory_bytes
-    if need > room > model.weight_bytes:  # a model that does not fit is no mistake of its profile
+    known = model.known
+    experts = model.weight_bytes * known.expert_bytes / known.weight_bytes if known.weight_bytes else 0.0
+    weights = model.weight_bytes - experts * (1.0 - 1.0 / ranks)
+    need, room = weights + tokens * model.kv_bytes_at(gpus), gpus * memory_bytes
+    if need > room > weights:  # a model that does not fit is no mistake of its profile
         raise ConfigError(
             f"{where}: expected a profile whose weights and KV cache {gpus} GPUs of {memory_bytes:g} bytes "
             f"hold, got {profile.name} with {tokens} tokens: {need:.4g} bytes"

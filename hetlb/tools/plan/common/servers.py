@@ -92,10 +92,11 @@ class VllmServer:
         """Return the command for its (first) machine; a comment names the machine, and an untried form."""
         form, machines = self.form, dict(self.gpus)
         pp, connector = form.pipeline_parallel_size, form.connector
+        ranks = self.replicas * form.data_parallel_size
         flags = {
             "--tensor-parallel-size": form.tensor_parallel_size,
             "--pipeline-parallel-size": pp if pp > 1 else None,
-            "--data-parallel-size": self.replicas if self.replicas > 1 else None,
+            "--data-parallel-size": ranks if ranks > 1 else None,
             "--gpu-memory-utilization": f"{self.utilization:g}",
             "--max-model-len": self.max_model_len,
             **self._limits(),

@@ -1,0 +1,133 @@
+"""Data-parallel servers with whole experts: their memory by hand, an estimate, a profile of their own."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hetlb.balancer.config.fleet import load_fleet
+from hetlb.balancer.config.profile_file import load_profile, profiles_of
+from hetlb.cli.main import main
+from hetlb.tools.plan.cluster import load_cluster
+from hetlb.tools.plan.common.data_parallel import Degrees, data_parallel_degrees, rank_tokens
+from hetlb.tools.plan.tp_search import Part, memory
+
+#: A small model of DeepSeek's kind: a latent cache of (64 + 32) values in 4 layers, 3 of them with experts.
+LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 1024,
+    "intermediate_size": 2048, "moe_intermediate_size": 2048, "num_hidden_layers": 4,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 64, "q_lora_rank": 128,
+    "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64, "n_routed_experts": 64,
+    "num_experts_per_tok": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "vocab_size": 32000,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+#: Of one GPU: the weights fit 8.
+MEMORY = 700_000_000
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LATENT))
+    rows = "".join(f",{100 + 7 * n % 50},{10 + 3 * n % 20}\n" for n in range(40))
+    (tmp_path / "trace.csv").write_text("arrival_s,input_tokens,output_tokens\n" + rows)
+    (tmp_path / "facts.yaml").write_text("engine: {max_num_seqs: 32}\n")
+    facts = ["--facts", str(tmp_path / "facts.yaml")]
+    source = ["--from", "roofline", "--gpu", "H200", "--config", str(tmp_path / "config.json"), *facts]
+    assert main(["profile", *source, "--tp", "8", "--out", str(tmp_path / "tp8.yaml"), "--json"]) == 0
+    return tmp_path
+
+
+def cluster(folder: Path, profiles: dict[Any, str], gpu: str = "H200") -> Path:
+    machine = {"name": "box", "gpu": gpu, "gpus": 8, "memory_bytes": MEMORY, "profiles": profiles}
+    document = {"model": {"name": "m", "config": "config.json"}, "machines": [machine]}
+    document["limits"] = {"max_input_tokens": 2000, "max_output_tokens": 100}
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(document))
+    return folder / "cluster.yaml"
+
+
+def searched(folder: Path, path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    flags = ["--trace", str(folder / "trace.csv"), "--write-fleet", str(folder / "fleet.yaml"), "--json"]
+    assert main(["search", "--config", str(path), *flags]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def test_memory_of_a_rank_by_hand(folder: Path) -> None:
+    loaded = load_cluster(cluster(folder, {8: "tp8.yaml"}))
+    model, facts = loaded.model, loaded.model.known
+    assert facts.expert_bytes == 3 * 64 * 3 * 1024 * 2048 * 2
+    dense = facts.weight_bytes - facts.expert_bytes
+    token = 4 * (64 + 32) * 2
+    usable = Fraction(9, 10) * MEMORY
+    for tp, dp in [(1, 8), (2, 4), (4, 2)]:
+        # A rank keeps a token on each of its GPUs.
+        by_hand = int((tp * usable - dense - Fraction(facts.expert_bytes, dp)) / (tp * token))
+        assert rank_tokens(model, tp * usable, Degrees(tp, dp)) == by_hand
+        assert memory(loaded, loaded.machines[0], Part(tp, 1, dp)).kv_cache_tokens == dp * by_hand
+    assert set(data_parallel_degrees(model, 8)) == {(1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2)}
+
+
+def test_a_latent_cache_that_is_not_copied_is_planned_and_started(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = searched(folder, cluster(folder, {8: "tp8.yaml"}), capsys)
+    ranking = {
+        (each["tensor_parallel_size"], each["data_parallel_size"]): each
+        for each in document["machines"][0]["ranking"]
+    }
+    ranked, copied = ranking[1, 8], ranking[8, 1]
+    assert ranked["feasible"]
+    assert ranked["estimated"]
+    assert not copied["estimated"]
+    assert ranked["kv_cache_tokens"] > 2 * copied["kv_cache_tokens"]
+    [command] = document["commands"]
+    chosen = document["fleet"]["layouts"]["box"][0]
+    assert chosen["data_parallel_size"] > 1
+    assert f"--data-parallel-size {chosen['data_parallel_size']}" in command
+    assert "--enable-expert-parallel" in command
+    # The fleet's profile is of one rank, and simulated with all.
+    fleet = load_fleet(folder / "fleet.yaml")
+    [profile] = profiles_of(fleet).values()
+    assert profile.engine.data_parallel_size == chosen["data_parallel_size"]
+    run = ["simulate", "--config", str(folder / "fleet.yaml"), "--trace", str(folder / "trace.csv")]
+    assert main([*run, "--request-rate", "inf", "--json"]) == 0
+
+
+def test_a_profile_of_its_own_is_no_estimate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = yaml.safe_load((folder / "tp8.yaml").read_text())
+    profile["engine"] |= {"tensor_parallel_size": 1, "data_parallel_size": 8, "enable_expert_parallel": True}
+    (folder / "tp1dp8.yaml").write_text(yaml.safe_dump(profile))
+    assert load_profile(folder / "tp1dp8.yaml").engine.data_parallel_size == 8
+    document = searched(folder, cluster(folder, {8: "tp8.yaml", "tp1dp8": "tp1dp8.yaml"}, "No GPU"), capsys)
+    found = [each for each in document["machines"][0]["ranking"] if each["data_parallel_size"] == 8]
+    assert [(each["feasible"], each["estimated"]) for each in found] == [(True, False)]
+    reasons = {each["reason"] for each in document["machines"][0]["ranking"]}
+    assert "no profile for tp2dp4, and no peak figures of No GPU" in reasons
+
+
+@pytest.mark.parametrize(
+    ("profiles", "words"),
+    [
+        ({"tp1dp9": "tp8.yaml"}, "profiles.tp1dp9: expected a degree of at most the 8 GPUs, got 9"),
+        ({"dp8": "tp8.yaml"}, "profiles.dp8: expected a tensor-parallel degree or tp1dp8 as the key"),
+        ({"tp8dp1": "ranks.yaml"}, "expected a profile of 1 data-parallel ranks, got one of 8"),
+        ({"tp1dp8": "tp8.yaml"}, "expected a profile of degree 1, got one of degree 8"),
+    ],
+)
+def test_a_wrong_key_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], profiles: dict[Any, str], words: str
+) -> None:
+    profile = yaml.safe_load((folder / "tp8.yaml").read_text())
+    profile["engine"]["data_parallel_size"] = 8
+    (folder / "ranks.yaml").write_text(yaml.safe_dump(profile))
+    path = cluster(folder, profiles)
+    assert main(["search", "--config", str(path), "--trace", str(folder / "trace.csv")]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
