@@ -68,7 +68,7 @@ def test_what_is_enumerated_fits_and_knows_its_origin(tmp_path: Path) -> None:
     assert {"l-tp1", "l-tp2", "l-tp1-pp2", "a-tp1", "l-a-tp1-pp2", "l-a-tp1-pp2-by-speed"} <= found.keys()
     assert found["l-tp1"].origin == "measured"
     assert found["a-tp1"].origin == "roofline"
-    assert found["l-a-tp1-pp2"].origin == "measured and roofline"
+    assert found["l-a-tp1-pp2"].origin == "composed: measured and roofline"
     assert found["l-a-tp1-pp2"].gpus == {"L": 1, "A": 1}
     assert market(tmp_path).prices == {"L": 0.8, "A": 0.5}
     assert all(each.profile is not None for each in found.values())

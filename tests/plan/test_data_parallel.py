@@ -15,6 +15,8 @@ from hetlb.balancer.config.profile_file import load_profile, profiles_of
 from hetlb.cli.main import main
 from hetlb.tools.plan.cluster import load_cluster
 from hetlb.tools.plan.common.data_parallel import Degrees, data_parallel_degrees, rank_tokens
+from hetlb.tools.plan.configurations import candidates
+from hetlb.tools.plan.market import load_market
 from hetlb.tools.plan.tp_search import Part, memory
 
 #: A small model of DeepSeek's kind: a latent cache of (64 + 32) values in 4 layers, 3 of them with experts.
@@ -131,3 +133,29 @@ def test_a_wrong_key_is_one_line(
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
+
+
+def test_rent_has_data_parallel_servers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    offer = {"gpu": "H200", "price_per_hour": 2.0, "available": 8, "memory_bytes": MEMORY}
+    peaks = {"flops": 989e12, "bandwidth_bytes_per_s": 4.8e12}
+    document = {
+        "version": 1,
+        "budget_per_hour": 16,
+        "models": [{"name": "m", "config": "config.json"}],
+        "offers": [offer | {"roofline": peaks}],
+        "workloads": [{"name": "chat", "share": 1, "input_tokens": 2000, "output_tokens": 100}],
+    }
+    path = folder / "market.yaml"
+    path.write_text(yaml.safe_dump(document))
+    found = {each.name: each for each in candidates(load_market(path), {"m": 2100})}
+    ranked = found["h200-tp1dp8"]
+    assert (ranked.gpus, ranked.origin) == ({"H200": 8}, "roofline")
+    assert ranked.profile is not None
+    assert ranked.profile.engine.data_parallel_size == 8
+    copied = found["h200-tp8"].profile
+    assert copied is not None
+    assert 8 * (ranked.profile.engine.kv_cache_tokens or 0) > 2 * (copied.engine.kv_cache_tokens or 0)
+    flags = ["--config", str(path), "--time-limit", "20", "--no-cache", "--json"]
+    assert main(["rent", *flags, "--write-fleet", str(folder / "rented.yaml")]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "h200-tp1dp8" in document["throughput_table"]

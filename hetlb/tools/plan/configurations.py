@@ -32,6 +32,13 @@ from hetlb.tools.plan.common.composition import (
     hidden_size,
     roofline_of,
 )
+from hetlb.tools.plan.common.data_parallel import (
+    Degrees,
+    copies_cache,
+    data_parallel_degrees,
+    estimated_rank,
+    rank_tokens,
+)
 from hetlb.tools.plan.common.plan_tables import Model
 from hetlb.tools.plan.market import Market, OfferTable
 from hetlb.tools.plan.rent_program import Configuration, ConfigurationStage
@@ -76,14 +83,15 @@ def _stated(market: Market) -> list[Configuration]:
         if degree is None:
             stated = profile.engine.tensor_parallel_size if profile is not None else None
             degree = stated or total // table.pipeline_parallel_size
-        stages = total // degree if degree else 0
-        if stages * degree != total:
+        ranks = 1 if profile is None else profile.engine.data_parallel_size or 1
+        stages = total // (degree * ranks) if degree else 0
+        if stages * degree * ranks != total or (ranks > 1 and stages > 1):
             raise ConfigError(
                 f"{market.path}: configurations[{index}].tensor_parallel_size: expected a divisor of its "
                 f"{total} GPUs, got {degree}"
             )
-        kinds = [gpu for gpu, count in gpus.items() for _ in range(max(1, count // degree))]
-        held = tuple(ConfigurationStage(gpu, degree, Fraction(1, len(kinds))) for gpu in kinds)
+        kinds = [gpu for gpu, count in gpus.items() for _ in range(max(1, count // (degree * ranks)))]
+        held = tuple(ConfigurationStage(gpu, degree, Fraction(1, len(kinds)), ranks) for gpu in kinds)
         name = market.model_of(table.model, f"configurations[{index}]")
         if profile is not None:
             profile = _with_capacity(market, market.models[name], held, profile)
@@ -151,6 +159,48 @@ def _enumerated(market: Market, model: Model, longest_tokens: int) -> Iterator[C
             candidate = _candidate(market, model, kinds, longest_tokens, profiles, by_speed)
             if candidate is not None:
                 yield candidate
+    for offer in market.file.offers:
+        known = {degree: found for (gpu, degree), found in profiles.items() if gpu == offer.gpu and found}
+        yield from _ranked(market, model, offer, longest_tokens, known)
+
+
+def _ranked(
+    market: Market, model: Model, offer: OfferTable, longest_tokens: int, known: Mapping[int, Profile]
+) -> Iterator[Configuration]:
+    """Yield data-parallel servers with whole experts on each GPU of one machine.
+
+    Without a profile a layout is estimated if tensor parallelism over its GPUs keeps copies of the cache.
+    """
+    for degrees in data_parallel_degrees(model, min(offer.gpus_per_machine, MOST_GPUS)):
+        tokens = rank_tokens(model, offer.usable(degrees.tp), degrees)
+        if tokens < model.needed(longest_tokens) or degrees.gpus > market.available[offer.gpu]:
+            continue
+        written = offer.profiles.get(model.name, {}).get(degrees.name)
+        profile = None if written is None else market.profiles[written]
+        if profile is not None:
+            tokens = profile.engine.kv_cache_tokens or tokens
+        elif copies_cache(model, degrees.gpus):
+            peaks, link = (offer.gpu, offer.memory_bytes, offer.roofline), _inside(market, offer.gpu)
+            profile = estimated_rank(model, *peaks, known, degrees, link)
+        if profile is None:
+            continue
+        stage = ConfigurationStage(offer.gpu, degrees.tp, Fraction(1), degrees.dp)
+        name = _name(market, model, f"{offer.gpu.lower()}-{degrees.name}")
+        held = StageProfile(profile, 1.0, offer.gpu, degrees.tp)
+        yield Configuration(
+            name,
+            model.name,
+            {offer.gpu: degrees.gpus},
+            {},
+            stages=(stage,),
+            origin=_origin_of(profile),
+            profile=compose_profile(name, model, [held], tokens),
+        )
+
+
+def _name(market: Market, model: Model, name: str) -> str:
+    """Return the name of a configuration, with the model's if there are several."""
+    return name if len(market.models) == 1 else f"{model.name.rpartition('/')[2].lower()}-{name}"
 
 
 def _experts_whole(profile: Profile | None) -> bool:
@@ -208,7 +258,7 @@ def _candidate(
     name = "-".join([*(g.lower() for g in gpus), f"tp{stages[0].tensor_parallel_size}"])
     name += f"-pp{len(stages)}" if len(stages) > 1 else ""
     name += "-by-speed" if by_speed else ""
-    name = name if len(market.models) == 1 else f"{model.name.rpartition('/')[2].lower()}-{name}"
+    name = _name(market, model, name)
     if len(stages) == 1:
         tokens = known[0].engine.kv_cache_tokens or tokens
         if tokens < model.needed(longest_tokens):
@@ -220,7 +270,8 @@ def _candidate(
         gpus,
         {},
         stages=stages,
-        origin=" and ".join(dict.fromkeys(_origin_of(each) for each in known)),
+        origin=("composed: " if len(stages) > 1 else "")
+        + " and ".join(dict.fromkeys(_origin_of(each) for each in known)),
         profile=profile,
         engine_stages=own_stages,
     )
@@ -234,9 +285,13 @@ def speed_of(profile: Profile) -> Fraction:
 
 
 def capacity_of(market: Market, model: Model, stages: Sequence[ConfigurationStage]) -> int:
-    """Return the tokens that the KV cache of an instance of these stages holds."""
+    """Return the tokens that the KV cache of an instance of these stages, or of one of its ranks, holds."""
+    first = stages[0]
+    if first.data_parallel_size > 1:
+        usable = market.offers[first.gpu].usable(first.tensor_parallel_size)
+        return rank_tokens(model, usable, Degrees(first.tensor_parallel_size, first.data_parallel_size))
     room = [(market.offers[stage.gpu].usable(stage.tensor_parallel_size), stage.layers) for stage in stages]
-    each = model.kv_bytes_at(stages[0].tensor_parallel_size)
+    each = model.kv_bytes_at(first.tensor_parallel_size)
     return kv_cache_tokens(room, exact(model.weight_bytes), exact(each))
 
 

@@ -17,7 +17,15 @@ from hetlb.balancer.config.profile_file import Profile, load_named
 from hetlb.errors import ConfigError
 from hetlb.inputs.yaml_file import NonNegative, Positive, PositiveInt, Share, load_yaml
 from hetlb.tools.plan.common.capacity import usable_bytes
-from hetlb.tools.plan.common.plan_tables import LinkRates, Model, PlanModelTable, RooflineTable, read_model
+from hetlb.tools.plan.common.plan_tables import (
+    LinkRates,
+    Model,
+    PlanModelTable,
+    RooflineTable,
+    check_degrees,
+    read_degrees,
+    read_model,
+)
 from hetlb.tools.plan.common.remarks import check_memory
 from hetlb.tools.plan.highs import INFINITY
 
@@ -27,7 +35,8 @@ _NAME = re.compile(r"[A-Za-z0-9._/ +-]{1,100}")
 class OfferTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A kind of GPU for rent, price per GPU and hour. `available` missing: as many as the budget buys.
 
-    `profiles` maps a model and a tensor-parallel degree to a latency profile; `roofline` is for the rest.
+    `profiles` maps a model and a tensor-parallel degree (or `tp1dp8`: 8 data-parallel ranks of one GPU, whole
+    experts on each) to a latency profile; `roofline` is for the rest.
     """
 
     gpu: str
@@ -173,7 +182,10 @@ def load_market(path: Path) -> Market:
         for name, by_degree in offer.profiles.items():
             for degree, written in by_degree.items():
                 profile, place = market.profiles[written], f"{path}: offers[{o}].profiles.{name}.{degree}"
-                check_memory(place, models[name], profile, int(degree), offer.memory_bytes)
+                tp, dp = read_degrees(degree, place)
+                if dp > 1:
+                    check_degrees(place, profile, tp, dp)
+                check_memory(place, models[name], profile, tp, offer.memory_bytes, dp)
     for index, table in enumerate(file.configurations):
         where = f"configurations[{index}]"
         market.model_of(table.model, where)
@@ -214,8 +226,7 @@ def _profiles(file: MarketFile, path: Path, models: dict[str, Model]) -> dict[st
                 )
             for degree, written in by_degree.items():
                 where = f"offers[{o}].profiles.{model}.{degree}"
-                if not re.fullmatch(r"[1-9][0-9]{0,3}", degree):
-                    raise ConfigError(f"{path}: {where}: expected a tensor-parallel degree, got {degree!r}")
+                read_degrees(degree, f"{path}: {where}")
                 named.append((where, written))
     loaded: dict[str, Profile] = {}
     for where, written in named:

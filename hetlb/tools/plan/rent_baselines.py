@@ -45,13 +45,12 @@ def baselines(
 
 def by_degree(problem: Problem) -> dict[str, Problem]:
     """Return the problem with one tensor-parallel degree for all instances, for each degree."""
-    degrees = sorted({c.stages[0].tensor_parallel_size for c in problem.configurations if c.stages})
+    single = [c for c in problem.configurations if c.stages and c.stages[0].data_parallel_size == 1]
+    degrees = sorted({c.stages[0].tensor_parallel_size for c in single})
     return {
         f"TP {degree}": replace(
             problem,
-            configurations=tuple(
-                c for c in problem.configurations if c.stages and c.stages[0].tensor_parallel_size == degree
-            ),
+            configurations=tuple(c for c in single if c.stages[0].tensor_parallel_size == degree),
         )
         for degree in degrees
     }

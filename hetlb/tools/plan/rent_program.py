@@ -36,11 +36,19 @@ TOLERANCE = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class ConfigurationStage:
-    """Part of an instance: GPUs of one kind with tensor parallelism, and their share of the layers."""
+    """Part of an instance: GPUs of one kind with tensor parallelism, and their share of the layers.
+
+    With `data_parallel_size` that is the GPUs of a rank; each GPU of the server holds whole experts.
+    """
 
     gpu: str
     tensor_parallel_size: int
     layers: Fraction
+    data_parallel_size: int = 1
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor_parallel_size * self.data_parallel_size
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from hetlb.tools.plan.rent_simulation import instance_names, planned_types, prof
 def _places(table: Table, plan: RentPlan) -> dict[tuple[str, int], tuple[str, tuple[int, ...]]]:
     """Return the machine and GPUs of every stage, by the instance's name and the stage's number."""
     wanted = [
-        (-stage.tensor_parallel_size, stage.gpu, order, name, s)
+        (-stage.gpus, stage.gpu, order, name, s)
         for order, (configuration, own) in enumerate(instance_names(plan).items())
         for name in own
         for s, stage in enumerate(table.problem.by_name[configuration].stages)
@@ -57,7 +57,12 @@ def servers_of(table: Table, plan: RentPlan) -> list[VllmServer]:
                 VllmServer(
                     name=name,
                     model=candidate.model,
-                    form=Form(stages[0].tensor_parallel_size, len(stages), len(gpus)),
+                    form=Form(
+                        stages[0].tensor_parallel_size,
+                        len(stages),
+                        len(gpus),
+                        data_parallel_size=stages[0].data_parallel_size,
+                    ),
                     gpus=list(gpus.items()),
                     utilization=min(market.offers[stage.gpu].gpu_memory_utilization for stage in stages),
                     layers=[] if not layers else [int(stage.layers * layers) for stage in stages],
